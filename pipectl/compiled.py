@@ -2,11 +2,11 @@
 
 A kernel is a plain function of numbers and NumPy arrays. On its first call with given types,
 :mod:`pipectl.translation` translates it to LLVM IR, and LLVM compiles it in a tenth of a second.
-The machine code is kept in the user's cache directory under a name that is a hash of the code of
-the kernel and of all that it calls, so it is never stale. Kernels follow IEEE arithmetic in the
-order written, for any processor of the architecture (no fused operations, no vectors, no threads):
-results are the same on every machine, and the same as Python's with ``PIPECTL_INTERPRET=1``, which
-is the way to debug a kernel.
+The machine code is cached in the user's cache directory. Its file name is a hash of the code of the
+kernel and of all that it calls, so it is never stale. Kernels use IEEE arithmetic in the order
+written, for any processor of the architecture (no fused operations, no vectors, no threads).
+Results are the same on every machine, and the same as Python's with ``PIPECTL_INTERPRET=1``, which
+is for debugging kernels.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _spent_s = 0.0
 
 
 def compiling_s() -> float:
-    """Seconds that this process has spent on kernels which it did not find on disk."""
+    """Seconds that this process has spent on compiling kernels that were not on disk."""
     return _spent_s
 
 
 class Kernel(Generic[P, R]):
-    """A function that runs as machine code; takes its arguments by position."""
+    """A function that runs as machine code; it takes positional arguments."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         self.__doc__ = function.__doc__
@@ -59,10 +59,10 @@ class Kernel(Generic[P, R]):
         self._codes: dict[tuple[Type, ...], Callable[..., R]] = {}
 
     def __call__(self, *args: P.args, **named: P.kwargs) -> R:
-        """The function's result.
+        """Call the kernel.
 
         Raises:
-            TypeError: the arguments, or the function, are not what a kernel can have or do.
+            TypeError: kernels do not support the arguments or the function.
         """
         if named:
             raise TypeError("kernels take arguments by position")
@@ -125,7 +125,7 @@ def _code_of(function: Any, kinds: tuple[Type, ...]) -> Callable[..., Any]:
 
 
 def _meanings(function: FunctionType, seen: set[FunctionType]) -> Iterator[object]:
-    """All that the machine code of a function depends on besides types, calls included."""
+    """Everything besides types that the machine code of a function depends on, with its calls."""
     seen.add(function)
     code, names = function.__code__, function.__globals__
     yield code.co_code, code.co_consts, code.co_names, code.co_varnames
@@ -154,8 +154,8 @@ def _compile(function: Any, kinds: tuple[Type, ...], symbol: str) -> bytes:
 
 @cache
 def _llvm() -> tuple[Any, Any, Any]:
-    """LLVM, which only processes that call a kernel load; the machine, as any processor of its
-    architecture; and what loads code."""
+    """LLVM, the target machine (any processor of the architecture), and the loader of code. Only
+    processes that call a kernel load LLVM."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -167,14 +167,14 @@ def _llvm() -> tuple[Any, Any, Any]:
 
 @cache
 def _folder() -> Path | None:
-    """Where machine code is kept; None if that cannot be, or if others could write there."""
+    """The directory of machine code; None if there is none, or if other users could write to it."""
     return user_cache("kernels")
 
 
 def _read(path: Path) -> bytes | None:
-    """The content of an own file that begins with its hash; None if there is no such file."""
+    """The content of a file of this user that begins with its hash; None if there is none."""
     with suppress(OSError), path.open("rb") as file:
-        if os.fstat(file.fileno()).st_uid != os.geteuid():  # somebody else moved the directory
+        if os.fstat(file.fileno()).st_uid != os.geteuid():  # another user moved the directory
             return None
         content = file.read()
         digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
@@ -183,7 +183,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Create such a file at once, if possible."""
+    """Create such a file atomically, if possible."""
     with suppress(OSError), NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
             file.write(sha256(data).digest() + data)

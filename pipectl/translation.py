@@ -2,22 +2,21 @@
 
 A kernel is a function of numbers, NumPy arrays in C order, tables (arrays of records; see
 :mod:`pipectl.arrays`) and named tuples of these. The types of a variable follow from the arguments
-and never change. What may stand in a kernel: assignments, ``if``, ``while``, ``for`` over ``range``
+and never change. A kernel may contain assignments, ``if``, ``while``, ``for`` over ``range``
 or over a tuple, arithmetic and comparisons, ``min``, ``max``, ``abs``, ``len``, ``int``, ``float``,
 ``bool``, ``np.ceil``, ``np.uint64``, indices and slices of arrays, attributes of records and named
-tuples, calls of named tuples and of other kernels. All else is refused, also a variable that may
-have no value where it is read, and an end without a result.
+tuples, calls of named tuples and of other kernels. Anything else is an error, as are variables that
+may be unset when they are read, and a missing return.
 
-All of it means what it means in Python with NumPy's numbers, except that nothing is checked while
-it runs: indices beyond the end and shifts by 64 bits or more are the caller's fault. Integers have
-64 bits. Numbers divided by 0 are infinite, integers 0; ``int`` of what is too large is the largest
-integer, of NaN 0. Two numbers are compared, added and so on as the larger type of the two. Global
-numbers are constants.
+The semantics are Python's with NumPy's numbers, without checks at run time: indices beyond the end
+and shifts by 64 bits or more are undefined. Integers have 64 bits. Division by 0 gives infinity for
+floats and 0 for integers; ``int`` of a number that is too large is the largest integer, and of NaN
+0. Operations on two numbers use the larger of their types. Global numbers are constants.
 
-Why not numba: it took ten seconds to compile what takes one here, and a second to load in every
-process.
+Why not numba: it took ten seconds to compile kernels that take one here, and a second to load in
+every process.
 
-Every value is some LLVM operands: an array is its address and its shape, a tuple its members.
+Every value is a list of LLVM operands: an array is its address and shape, a tuple its members.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Scalar(NamedTuple):
 
     Args:
         name: ``int``, ``float``, ``bool`` or ``word``.
-        llvm: how LLVM calls it.
+        llvm: LLVM's name of the type.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Scalar(NamedTuple):
 
 INT, FLOAT, BOOL = Scalar("int", "i64"), Scalar("float", "double"), Scalar("bool", "i1")
 WORD = Scalar("word", "i64")
-"""64 bits without a sign, for sets; only the operators of bits take it."""
+"""64 bits without a sign, for sets; supports only bitwise operators."""
 _SCALARS = {each.name: each for each in (BOOL, INT, FLOAT)}
 _STORED: dict[np.dtype[Any], tuple[str, Scalar]] = {
     np.dtype(np.int32): ("i32", INT),
@@ -59,7 +58,7 @@ _STORED: dict[np.dtype[Any], tuple[str, Scalar]] = {
     np.dtype(np.uint64): ("i64", WORD),
     np.dtype(np.float64): ("double", FLOAT),
 }
-"""How LLVM calls the elements of an array, and what they are as values."""
+"""LLVM's type of the elements of an array, and the type of their values."""
 
 
 class Array(NamedTuple):
@@ -76,7 +75,7 @@ class Row(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A tuple; of a named one also the names."""
+    """A tuple; a named one has names."""
 
     members: tuple[Any, ...]
     names: tuple[str, ...] = ()
@@ -92,7 +91,7 @@ _PYTHON: tuple[tuple[Any, Scalar], ...] = (
 
 
 class Value(NamedTuple):
-    """What an expression is: its type, and operands of LLVM."""
+    """The value of an expression: its type and LLVM operands."""
 
     type: Any
     operands: tuple[str, ...]
@@ -117,7 +116,7 @@ def type_of(value: Any) -> Type:
     """The type of an argument.
 
     Raises:
-        TypeError: kernels do not know it.
+        TypeError: kernels do not support it.
     """
     if isinstance(value, np.ndarray):
         if not value.flags.carray:
@@ -134,7 +133,7 @@ def type_of(value: Any) -> Type:
 
 
 def constant(value: float) -> Value:
-    """A number that is known now."""
+    """A number that is known at compile time."""
     kind = type_of(value)
     if kind is FLOAT:
         return Value(kind, (f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}",))
@@ -143,7 +142,7 @@ def constant(value: float) -> Value:
 
 @dataclass
 class Module:
-    """Functions of LLVM that belong together, one for each kernel and types of arguments.
+    """An LLVM module, with one function for each kernel and types of arguments.
 
     Args:
         function_of: the Python function of a kernel; None for anything else.
@@ -168,7 +167,7 @@ class Module:
         return translated
 
     def translate(self, function: FunctionType, kinds: Sequence[Type], symbol: str) -> str:
-        """A function with all that it calls, of which others see it alone, by its symbol."""
+        """Translate a function with all that it calls; only ``symbol``, the function, is exported."""
         name, _ = self.call(function, kinds)
         *called, own = self.texts
         begin, rest = own.split(name, 1)
@@ -219,8 +218,8 @@ class _Body:
     """The translation of one function for arguments of some types.
 
     Attributes:
-        result: the type of what it returns; None if that is nothing.
-        text: the function in LLVM's language.
+        result: the type of the result; None if there is none.
+        text: the function in LLVM IR.
     """
 
     def __init__(
@@ -231,7 +230,7 @@ class _Body:
         self._where = f"{function.__module__}.{function.__name__}"
         self._slots: list[str] = []
         self._lines: list[str] = []
-        self._open = True  # whether the current block has no end yet
+        self._open = True  # whether the current block has no terminator yet
         self._variables: dict[str, Value] = {}
         self._assigned: set[str] = set()  # the variables that have a value here
         self._loops: list[tuple[str, str]] = []
@@ -281,7 +280,7 @@ class _Body:
         return f"%v{self._names}"
 
     def _emit(self, line: str) -> str:
-        """A line that has a result; the name of that."""
+        """Add an instruction; returns the name of its result."""
         name = self._new()
         self._do(f"{name} = {line}")
         return name
@@ -292,19 +291,19 @@ class _Body:
         self._lines.append(f"  {line}")
 
     def _end(self, line: str) -> None:
-        """The end of a block."""
+        """Add the terminator of a block."""
         if self._open:
             self._lines.append(f"  {line}")
         self._open = False
 
     def _label(self, label: str) -> None:
-        """The begin of a block."""
+        """Start a block."""
         self._end(f"br label {label}")
         self._lines.append(f"{label[1:]}:")
         self._open = True
 
     def _slot(self, kind: Type) -> Value:
-        """Room for a value."""
+        """A stack slot for a value."""
         operands = []
         for each in operand_types(kind):
             operands.append(self._new())
@@ -328,7 +327,7 @@ class _Body:
         self._assigned.add(name)
 
     def _as(self, kind: Type, value: Value, node: ast.AST) -> Value:
-        """A value as one of another type: bools count as integers, integers as floats."""
+        """Convert a value to another type: bool to integer, integer to float."""
         if value.type == kind:
             return value
         (operand,) = value.operands if isinstance(value.type, Scalar) else ("",)
@@ -408,7 +407,7 @@ class _Body:
         raise self._fail(target, "kernels set names, fields and single elements")
 
     def _members(self, value: Value, node: ast.AST, count: int = 0) -> list[Value]:
-        """Of a tuple, or so many of an array with one dimension."""
+        """The members of a tuple, or the first ``count`` of an array with one dimension."""
         if isinstance(value.type, Array) and value.type.dimensions == 1:
             size, address = value.type.dtype.itemsize, value.operands[0]
             places = [f"getelementptr i8, ptr {address}, i64 {size * n}" for n in range(count)]
@@ -455,7 +454,7 @@ class _Body:
     def _repeat(
         self, node: ast.While | ast.For, again: str, after: str, item: Value | None = None
     ) -> None:
-        """The body of a loop, with the labels that continue and break lead to."""
+        """Translate the body of a loop, with the labels of continue and break."""
         if node.orelse:
             raise self._fail(node, "loops of kernels have no else")
         before = set(self._assigned)
@@ -518,7 +517,7 @@ class _Body:
         return self._constant(node.value, node)
 
     def _constant(self, value: Any, node: ast.AST) -> Value:
-        """A literal, or what a global name stands for."""
+        """A literal, or the value of a global name."""
         if not isinstance(value, float | int | np.generic):
             raise self._fail(node, "no number")
         return constant(value)  # type: ignore[arg-type]
@@ -570,7 +569,7 @@ class _Body:
         return _STORED[dtype]
 
     def _read(self, dtype: np.dtype[Any], address: str, node: ast.AST) -> Value:
-        """What is at an address."""
+        """Load the value at an address."""
         if dtype.fields:
             return Value(Row(dtype), (address,))
         stored, kind = self._stored(dtype, node)
@@ -626,7 +625,7 @@ class _Body:
         return (Array(value.type.dtype, len(rest)), part, *rest)
 
     def _index(self, node: ast.expr, size: str) -> str:
-        """A place; those below 0 count from the end."""
+        """An index; negative ones count from the end."""
         value = self._value(node)
         if value.type is not INT:
             raise self._fail(node, "no integer")
@@ -638,7 +637,7 @@ class _Body:
         return self._emit(f"select i1 {below}, i64 {ahead}, i64 {place}")
 
     def _bound(self, node: ast.expr, size: str) -> str:
-        """A bound of a slice, which is nowhere beyond the ends."""
+        """A bound of a slice, clipped to the array."""
         place = self._larger(self._index(node, size), "0")
         return self._emit(f"call i64 @llvm.smin.i64(i64 {place}, i64 {size})")
 
@@ -669,7 +668,7 @@ class _Body:
     def _alike(
         self, left: Value, right: Value, node: ast.AST, least: Scalar, *, words: bool = False
     ) -> tuple[Scalar, str, str]:
-        """Two numbers as numbers of the larger type, or, if those are allowed, two words."""
+        """Two numbers converted to the larger type; or two words, if words are allowed."""
         if words and left.type is right.type is WORD:
             return WORD, left.operands[0], right.operands[0]
         order = list(_SCALARS.values())
@@ -681,7 +680,7 @@ class _Body:
         return kind, pair[0], pair[1]
 
     def _divide(self, one: str, two: str, *, floor: bool) -> Value:
-        """Integers, rounded down as in Python; 0 if the divisor is 0, as in NumPy."""
+        """The floor quotient of integers, or the remainder; 0 if the divisor is 0, as in NumPy."""
         zero = self._emit(f"icmp eq i64 {two}, 0")
         one = self._emit(f"select i1 {zero}, i64 0, i64 {one}")
         divisor = self._emit(f"select i1 {zero}, i64 1, i64 {two}")
@@ -708,7 +707,7 @@ class _Body:
         raise self._fail(node, "kernels do not compute this")
 
     def _truth(self, node: ast.expr) -> Value:
-        """Whether a condition is met; any number may be one."""
+        """The truth of a condition, which may be any number."""
         if isinstance(node, ast.BoolOp):
             return self._value_boolop(node, self._truth)
         value = self._value(node)
@@ -737,14 +736,14 @@ class _Body:
     def _value_boolop(
         self, node: ast.BoolOp, read: Callable[[ast.expr], Value] | None = None
     ) -> Value:
-        """Of bools, so that the result is one; in a condition of what ``read`` makes of each."""
+        """``and`` and ``or`` of bools; in a condition, of the results of ``read``."""
         truths = (
             read(each) if read else self._as(BOOL, self._value(each), each) for each in node.values
         )
         return self._decide(truths, last=isinstance(node.op, ast.Or))
 
     def _decide(self, truths: Iterable[Value], *, last: bool) -> Value:
-        """The last of some truths that is looked at: the first of the value ``last``, if any."""
+        """The first of some truths that equals ``last``, or else the last one (short circuit)."""
         slot, after = self._slot(BOOL), self._new()
         for truth in truths:  # translated one by one
             further = self._new()
@@ -828,7 +827,7 @@ class _Body:
         return Value(result, tuple(parts))
 
     def _extreme(self, name: str, values: Sequence[Value], node: ast.Call) -> Value:
-        """The first of several that none is below, or above."""
+        """The minimum or maximum of several values; in ties, the first."""
         best = values[0]
         for value in values[1:]:
             kind, one, two = self._alike(best, value, node, INT)

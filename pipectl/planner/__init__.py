@@ -1,11 +1,11 @@
 """The planner: from a profile and a cluster to the fastest plan that fits.
 
-A search makes of a ``Chain`` of downsets a ``Cut`` (stages and kinds of device), a ``Layout`` (with
-ranks), a ``Choice`` (with micro-batch size, schedule and warm-up), a ``Candidate`` (with an
-estimate), and a ``Verdict`` (simulated, and whether it fits): the plan.
+A search turns a ``Chain`` of downsets into a ``Cut`` (stages and kinds of device), a ``Layout``
+(with ranks), a ``Choice`` (with micro-batch size, schedule and warm-up), a ``Candidate`` (with an
+estimate), and a ``Verdict`` (simulated, within memory), which has the plan.
 
-What is named here is loaded when it is asked for: the search brings LLVM along, and the process
-that measures what a rank's process needs (``profiler``) uses only the planner's cost model.
+Names of this package load on first use: the search imports LLVM, and the process that measures
+the memory of a rank's process (``profiler``) needs only the planner's cost model.
 """
 
 from __future__ import annotations

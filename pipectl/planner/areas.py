@@ -28,13 +28,13 @@ from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, micro_batch_sizes, open_orders
 
 MICRO_BATCHES_PER_STAGE = 8
-"""More add little: the bubble is then about a tenth."""
+"""With more, the step hardly gets shorter: the bubble is then about a tenth."""
 MICRO_BATCHES_IF_PROPORTIONAL = 4
-"""The same where what a small micro-batch costs was not measured but scaled from a larger one."""
+"""The same if times of small micro-batches are scaled from a larger size, not measured."""
 MAX_LAYOUTS = 300
 """An area with fewer partitions times placements is tried in full."""
 SMALL, MORE = 10, 50
-"""Graphs of so few blocks may have this many times as many."""
+"""Graphs of at most ``SMALL`` blocks may have ``MORE`` times as many."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Area:
 
     Args:
         size: samples of a micro-batch.
-        least_s: no plan with them has a shorter step.
+        least_s: lower bound on the step.
     """
 
     stages: int
@@ -53,11 +53,11 @@ class Area:
 
 
 class Areas:
-    """The areas of a problem, and what is in them; each is looked at once.
+    """The areas of a problem, their cuts and layouts, each computed once.
 
     Args:
         counts: numbers of stages to try, ascending.
-        cutter: of the space.
+        cutter: cuts the search space.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Areas:
         self.sizes = cache(self._find_sizes)
         self._least_work = cache(self._find_least_work)
         self._every_layout = cache(self._find_every_layout)
-        # Speeds of all devices, the fastest first, and work that all cores do in a second, however
+        # Speeds of all devices, the fastest first, and the work per second of all cores, however
         # many ranks share them.
         self._speeds = [pool.speed for pool in problem.devices for _ in pool.ranks]
         nodes = problem.cluster.nodes
@@ -90,7 +90,7 @@ class Areas:
 
     @property
     def known(self) -> list[Area]:
-        """Every area, with those besides that were asked for."""
+        """Every area, and those that :meth:`of` was called with."""
         return list(dict.fromkeys([*self.all, *self._known.values()]))
 
     def of(self, stages: int, size: int) -> Area:
@@ -106,20 +106,20 @@ class Areas:
         return self._known[stages, size]
 
     def _find_sizes(self, stages: int) -> list[int]:
-        """Micro-batch sizes worth trying with so many stages."""
+        """Micro-batch sizes to try with a number of stages."""
         several = self._problem.profile.has_several_sizes
         most = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
         return micro_batch_sizes(self._problem.request, stages * most)
 
     @cached_property
     def reference_size(self) -> int:
-        """The size stages are first cut for: the one that was measured, if it is open."""
+        """The size that stages are cut for first: the measured one if the request allows it."""
         measured = self._problem.profile.micro_batch_size
         sizes = self.sizes(self.counts[-1])
         return min(sizes, key=lambda size: (abs(size - measured), size))
 
     def cuts(self, stages: int, size: int | None = None) -> list[Cut]:
-        """Good partitions into so many stages, cut for a size."""
+        """Good partitions into a number of stages, cut for a micro-batch size."""
         size = size or self.reference_size
         if (stages, size) not in self._cuts:
             mixes = self.mixes(stages)
@@ -137,7 +137,7 @@ class Areas:
         ]
 
     def everything(self, area: Area) -> list[Layout] | None:
-        """All layouts of an area; None if they are many."""
+        """All layouts of an area; None if there are more than the limit."""
         return self._every_layout(area.stages)
 
     def _find_every_layout(self, stages: int) -> list[Layout] | None:
@@ -153,23 +153,23 @@ class Areas:
 
     @cached_property
     def _enumeration(self) -> Enumeration | None:
-        """Where partitions can be few."""
+        """The lister of all partitions; None if there are always too many."""
         few = len(self._space) <= MAX_LAYOUTS * 4
         whole = self._space.complete and not self._space.moved
         return Enumeration(self._space.downsets) if few and whole else None
 
     def bound(self, stages: int, size: int) -> Bound:
-        """What is proven about partitions into so many stages."""
+        """The lower bound on the bottleneck of a number of stages."""
         return self._cutter.bound(stages, size, self.mixes(stages), self._speeds[:stages])
 
     def quick_bound(self, stages: int, size: int) -> Bound:
-        """The same from sums alone."""
+        """A lower bound from sums of work alone."""
         total_s, largest_s, _ = self._least_work(size)
         speeds = self._speeds[:stages]
         return Bound(max(total_s / sum(speeds), largest_s / speeds[0]), False)
 
     def mixes(self, stages: int) -> list[Mix]:
-        """Ways for so many stages to use the devices."""
+        """Ways in which a number of stages can use the devices."""
         if len(self._problem.devices) == 1:
             fewest = fewest_of_table(stages)
             sharing = [count for count in self.counts if fewest_of_table(count) == fewest]
@@ -177,11 +177,11 @@ class Areas:
         return mixes(self._problem.devices, len(self._space), stages, stages)
 
     def orders(self, stages: int, size: int) -> list[Order]:
-        """Schedules and warm-ups, the one with the fewest micro-batches in flight first."""
+        """Schedules and warm-ups, fewest micro-batches in flight first."""
         return open_orders(self._problem.request, stages, self._problem.micro_batches(size))
 
     def _find_least_work(self, size: int) -> tuple[float, float, float]:
-        """Of all blocks together, of the largest, and of the longest path."""
+        """Seconds of all blocks, of the largest block, and of the longest path."""
         times = self._problem.block_times(size, self._space.moved, cached=True)
         return sum(times), max(times), longest_path_s(self._problem.graph, times)
 
@@ -189,8 +189,8 @@ class Areas:
 def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:
     """Even cuts of the graph's own order into the most stages and the fewest.
 
-    With micro-batches near the measured size, and with the smallest that are worth a try, which
-    need the least memory; of schedules the one with the fewest micro-batches in flight.
+    Micro-batches have about the measured size, or the smallest size to try, which needs the least
+    memory. The schedule is the one with the fewest micro-batches in flight.
 
     Args:
         counts: numbers of stages that are allowed, ascending.

@@ -1,12 +1,13 @@
 """What is known of how good plans are, and the least that a step can take however it is cut.
 
-A stage waits for its first input, works, and then its last gradient travels back. Along a path of
-operators whose gradients come back, let stage s have the load l(s) of one micro-batch, of ``full``
-micro-batches in all, the last of which has the share r. Then the step takes at least
+A stage waits for its first input, computes, and then its last gradient travels back. Take a path of
+operators along which gradients return. Let l(s) be the load of one micro-batch in stage s, ``full``
+the number of micro-batches as a multiple of a full one, and r the share of the last. Then the step
+takes at least
 
     max over s of  r (l(1) + ... + l(s-1)) + full l(s),
 
-which is smallest when all stages take equally long, each load 1 - r/full of the one before::
+which is smallest if all stages give the same value, each load 1 - r/full of the one before::
 
     step >= r T / (1 - (1 - r/full)^stages)        T = l(1) + ... + l(stages)
 """
@@ -28,11 +29,11 @@ PLANNER = "pipectl"
 
 @dataclass(frozen=True)
 class Bound:
-    """What is known of the smallest possible bottleneck.
+    """A lower bound on the bottleneck of partitions.
 
     Args:
-        load_s: no partition has a smaller one.
-        exact: whether a partition has this one.
+        load_s: no partition has a smaller bottleneck.
+        exact: whether some partition has this bottleneck.
     """
 
     load_s: float
@@ -42,10 +43,10 @@ class Bound:
 def outlook_s(
     bottleneck_s: float, path_s: float, shares: Sequence[float], stages: int, fastest: float
 ) -> float:
-    """The least that a step can take, updates left out.
+    """Lower bound on the step, without updates.
 
     Args:
-        bottleneck_s: least possible.
+        bottleneck_s: lower bound on the bottleneck.
         path_s: of one micro-batch along a path of operators, at speed 1.
         shares: size of every micro-batch relative to a full one.
         fastest: speed of the fastest device.
@@ -56,7 +57,7 @@ def outlook_s(
 
 
 def longest_path_s(graph: BlockGraph, times_s: Sequence[float]) -> float:
-    """The longest path along which gradients come back.
+    """The longest path along which gradients return.
 
     Args:
         times_s: of every block.
@@ -74,9 +75,9 @@ def longest_path_s(graph: BlockGraph, times_s: Sequence[float]) -> float:
 
 
 def least_step_s(plan: Plan, cluster: Cluster) -> float:
-    """No simulation of a plan takes less: its busiest rank computes all it has to.
+    """Lower bound on the simulated step of a plan: the computations of its busiest rank.
 
-    Replicas count as if they shared their stage's work by their speeds.
+    Replicas are taken to share their stage's work in proportion to their speeds.
     """
     share = plan.batch_size / plan.micro_batch_size
     loads = [0.0] * plan.ranks
@@ -92,10 +93,10 @@ def least_step_s(plan: Plan, cluster: Cluster) -> float:
 
 
 def work_s(problem: Problem, tried: Iterable[int] = ()) -> float:
-    """All work of a step, at the size at which a sample takes least, spread over all devices.
+    """All work of a step, spread over all devices, at the size with the least time per sample.
 
     Args:
-        tried: micro-batch sizes besides those that a search with open ones tries.
+        tried: micro-batch sizes besides those that an open search tries.
     """
     cluster, request = problem.cluster, problem.request
     speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
@@ -106,7 +107,7 @@ def work_s(problem: Problem, tried: Iterable[int] = ()) -> float:
 
 
 def largest_load_s(plan: Plan, cluster: Cluster) -> float:
-    """What the most loaded rank computes for one micro-batch, which replicas share evenly."""
+    """Largest load of a rank for one micro-batch, which replicas share evenly."""
     loads = [0.0] * plan.ranks
     for stage in plan.stages:
         for ranks, load_s in _shares(stage):
@@ -116,7 +117,7 @@ def largest_load_s(plan: Plan, cluster: Cluster) -> float:
 
 
 def largest_stage_load_s(plan: Plan, cluster: Cluster) -> float:
-    """The same of one stage, whatever else its ranks hold."""
+    """Largest load of one stage on a rank for one micro-batch, without other stages of the rank."""
     return max(
         load_s / cluster.device(rank).speed
         for stage in plan.stages
@@ -126,7 +127,7 @@ def largest_stage_load_s(plan: Plan, cluster: Cluster) -> float:
 
 
 def _shares(stage: Stage) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Ranks, and what each of them computes for a micro-batch at speed 1."""
+    """(ranks, seconds that each of them computes per micro-batch at speed 1)."""
     if not stage.backward_ranks:
         yield stage.ranks, stage.load_s
         return
@@ -143,15 +144,15 @@ def with_findings(
     finished: bool = True,
     planner: str = PLANNER,
 ) -> Plan:
-    """A plan with what is known of how good it is.
+    """A plan with the lower bounds on it.
 
     Args:
-        plan: with a prediction; what is known of it already stays.
-        bound_s: no step takes less.
-        load_bound: of the largest stage; by default what follows from ``bound_s`` of the most
-            loaded rank.
-        finished: whether the search came to its end.
-        planner: who chose.
+        plan: with a prediction; bounds that it already has stay.
+        bound_s: lower bound on the step.
+        load_bound: of the largest stage; by default derived from ``bound_s`` for the most loaded
+            rank.
+        finished: whether the search was completed.
+        planner: name of the planner.
     """
     if plan.search is not None:
         known = plan.search

@@ -1,7 +1,7 @@
 """Layouts with their orders by their estimates, and the judge of those worth a simulation.
 
-Candidates of one number of stages and micro-batch size can be many thousands, and few of them are
-ever looked at: their estimates are computed together, and they come by their estimates.
+There may be many thousands of candidates per number of stages and micro-batch size, and few are
+simulated. Their estimates are computed together, and they are taken in ascending order of these.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, open_orders
 
 OVERFULL = 1.5
-"""Times that an estimate counts whose ranks are too full, and more the fuller they are, where
-replicas are looked for."""
+"""Factor of the estimates of candidates with replicas whose ranks exceed their memory limit; grows
+with the excess."""
 Simplicity = tuple[int, int, int, int]
-"""Stages, recomputed stages, micro-batches in flight, micro-batches: fewer are better where times
-tie."""
+"""Numbers of stages, recomputed stages, micro-batches in flight, and micro-batches. Lower is better
+if times tie."""
 Family = tuple[tuple[int, ...], int, str, tuple[int, ...]]
 """Replicas of every stage, micro-batch size, schedule and warm-up."""
 
@@ -36,10 +36,10 @@ class Candidate:
     """A choice and the estimate of its step, a lower bound with one rank per stage.
 
     Args:
-        size: samples of a micro-batch that the layout was estimated with; replicas that take whole
-            micro-batches may have smaller ones.
+        size: samples of a micro-batch in the estimate; replicas that take whole micro-batches may
+            have smaller ones.
         micro_batches: of a step.
-        may_fit: whether the parts of the memory that no schedule avoids are within the limits.
+        may_fit: whether the memory that every schedule needs is within the limits.
     """
 
     choice: Choice
@@ -55,14 +55,14 @@ class Candidate:
 
     @property
     def simplicity(self) -> Simplicity:
-        """What is preferred if times tie."""
+        """Key by which candidates are preferred if times tie."""
         choice = self.choice
         recomputed = sum(choice.layout.recompute)
         return len(choice.layout.ranks), recomputed, sum(choice.warm_up), self.micro_batches
 
     @property
     def family(self) -> Family:
-        """What tells candidates apart that differ in more than their cuts."""
+        """Key that is equal for candidates that differ only in their cuts."""
         choice = self.choice
         return choice.replicas, choice.size, choice.schedule, choice.warm_up
 
@@ -71,12 +71,12 @@ class Candidates:
     """Every layout in every order, by estimate and then by simplicity.
 
     Args:
-        orders: by default all that are open for the stages of each layout.
-        with_replicas: whether stages may have replicas; then the two orders with the fewest
-            micro-batches in flight count, and estimates are longer if ranks are too full.
+        orders: by default all open orders for the stages of each layout.
+        with_replicas: whether stages may have replicas. If so, only the two orders with the fewest
+            micro-batches in flight are tried, and :data:`OVERFULL` applies.
 
     Attributes:
-        taken: those that were asked for.
+        taken: candidates taken so far.
     """
 
     def __init__(
@@ -126,22 +126,22 @@ class Candidates:
 
     @property
     def next_s(self) -> float:
-        """The estimate of the next; infinite if all are taken."""
+        """Estimate of the next candidate; infinite if all are taken."""
         place = len(self.taken)
         return self._ranking[place][2] if place < len(self._ranking) else inf
 
     @property
     def simplicity(self) -> Simplicity:
-        """Of the next; there must be one."""
+        """Simplicity of the next candidate; there must be one."""
         return self._candidate(*self._ranking[len(self.taken)]).simplicity
 
     def take(self) -> Candidate:
-        """The next; there must be one."""
+        """Take the next candidate; there must be one."""
         self.taken.append(self._candidate(*self._ranking[len(self.taken)]))
         return self.taken[-1]
 
     def __iter__(self) -> Iterator[Candidate]:
-        """All of them; takes none."""
+        """All candidates; takes none."""
         return (self._candidate(*row) for row in self._ranking)
 
     def best_of_orders(self) -> Iterator[Candidate]:
@@ -165,7 +165,7 @@ class Candidates:
 
 
 MAX_ACTIONS_OF_SEARCH = 200_000
-"""Simulated forwards and backwards in all; keeps planning for many ranks to seconds."""
+"""Total of simulated forwards and backwards; keeps planning for many ranks within seconds."""
 
 
 class Outcome(Enum):
@@ -183,7 +183,7 @@ class Verdict:
 
     @property
     def step_s(self) -> float:
-        """As simulated."""
+        """Simulated time of the step."""
         return self.plan.predicted_step_s
 
 
@@ -191,9 +191,9 @@ class Judge:
     """Collects the verdicts on the candidates of one problem.
 
     Attributes:
-        evaluator: what simulates them.
+        evaluator: simulates the plans.
         fastest_s: the shortest step so far.
-        gave_up: whether something was left out because enough was tried.
+        gave_up: whether candidates were left out because of the limit on simulations.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -222,8 +222,8 @@ class Judge:
     def examine(self, candidate: Candidate) -> Outcome:
         """Simulate a candidate even if it cannot be best.
 
-        Stages with replicas that do not fit recompute if they may, as long as that could be faster
-        than what is known.
+        Stages with replicas that do not fit recompute if they may and if that could be faster than
+        the best plan so far.
         """
         choice = candidate.choice
         if choice not in self._steps_s:
@@ -246,18 +246,18 @@ class Judge:
         return min(ties, key=_preference)
 
     def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
-        """The next best that differ from the best, and from each other, in more than their cuts."""
+        """The next best plans, all of which differ in more than their cuts."""
         shapes = {best.candidate.family: best}
         for verdict in sorted(self._verdicts, key=lambda v: v.step_s):
             shapes.setdefault(verdict.candidate.family, verdict)
         return list(shapes.values())[1 : most + 1]
 
     def families(self) -> set[Family]:
-        """Of all that was simulated and fits."""
+        """Families of all simulated plans that fit."""
         return {verdict.candidate.family for verdict in self._verdicts}
 
     def is_beaten(self, estimate_s: float) -> bool:
-        """Whether a plan with such an estimate cannot even tie, or enough were simulated."""
+        """Whether a plan with this estimate cannot even tie, or simulations are exhausted."""
         return estimate_s > self.fastest_s * (1 + TIE) or self.is_exhausted()
 
     def is_exhausted(self) -> bool:
@@ -267,14 +267,14 @@ class Judge:
         return exhausted
 
     def least_s(self, candidate: Candidate) -> float:
-        """The step of a candidate, or its estimate if it was not simulated; infinite if it
-        does not fit, and could not if its stages recomputed."""
+        """The step of a candidate, or its estimate if it was not simulated; infinite if it does not
+        fit, even with recomputation."""
         step_s = self._steps_s.get(candidate.choice, candidate.estimate_s)
         helps = self._problem.request.recompute is None
         return candidate.estimate_s if helps and step_s == inf else step_s
 
     def _ties_at_best(self, candidate: Candidate) -> bool:
-        """Whether a candidate can at most tie, and is no simpler than what it would tie with."""
+        """Whether a candidate can at most tie, with plans that are as simple or simpler."""
         best = self.best() if candidate.estimate_s >= self.fastest_s * (1 - TIE) else None
         if best is None or candidate.simplicity < best.candidate.simplicity:
             return False

@@ -1,8 +1,8 @@
 """The evaluation of plans: simulated, held against the memory of every rank, and compared.
 
-Every plan that the planner returns was simulated here. Of plans that fit, the fastest is best. The
+Every plan that the planner returns is simulated here. Of plans that fit, the fastest is best. The
 search for plain plans counts steps that differ by less than ``TIE`` as equal, and takes the
-simplest; what is derived from these must be faster by that share to replace the best of them.
+simplest; a plan derived from plain plans must be faster by this share to replace the best of them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pipectl.simulate import simulate
 TIE = 1e-3
 """Step times that differ by less than this share count as equal."""
 MAX_ACTIONS = 1_000_000
-"""Simulated forwards and backwards of all replicas in all."""
+"""Total of simulated forwards and backwards, over all replicas."""
 
 
 def predicted(plan: Plan, cluster: Cluster, baseline_bytes: int) -> Plan:
-    """A plan with what the simulator says of it.
+    """A plan with the prediction of the simulator.
 
     Args:
         baseline_bytes: of a process without a stage.
@@ -42,7 +42,7 @@ def plan_of_stages(
 
     Args:
         cluster: with at least as many ranks as there are stages.
-        request: without micro-batches, those of the profile's size are taken.
+        request: if it has no micro-batches, they have the profile's size.
         stages: ids of the operators of each, in the order of the pipeline.
     """
     plan = Problem(profile, cluster, request).stages_in_turn(stages)
@@ -50,7 +50,7 @@ def plan_of_stages(
 
 
 def out_of_time() -> OutOfTimeError:
-    """The error to raise when time was over before there was any plan."""
+    """The error for no plan in time."""
     return OutOfTimeError("planning was ended before any plan was found", cure="allow more time")
 
 
@@ -58,11 +58,11 @@ class Evaluator:
     """Simulates plans of a problem, within its limits of memory.
 
     Args:
-        expired: asked now and then; once it is true, no more is tried.
-        max_actions: to simulate, forwards and backwards of all replicas in all.
+        expired: called repeatedly; once it returns true, no more plans are tried.
+        max_actions: total of simulated forwards and backwards, over all replicas.
 
     Attributes:
-        sizes: of the micro-batches of the plans that were run.
+        sizes: micro-batch sizes of the simulated plans.
     """
 
     def __init__(
@@ -80,30 +80,30 @@ class Evaluator:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no more should be tried, once there is something."""
+        """Whether no more plans should be tried if there is one."""
         return self._actions > self._max_actions or self.time_is_up
 
     @property
     def time_is_up(self) -> bool:
-        """Whether nothing more should be begun."""
+        """Whether nothing more should be started."""
         return self._expired()
 
     def extend(self, max_actions: int) -> None:
-        """Allow so many actions more."""
+        """Raise the limit on simulated actions."""
         self._max_actions += max_actions
 
     def run(self, plan: Plan) -> Plan:
-        """The plan with its prediction."""
+        """Simulate a plan; returns it with its prediction."""
         self._actions += 2 * plan.micro_batches * sum(stage.replicas for stage in plan.stages)
         self.sizes.add(plan.micro_batch_size)
         return predicted(plan, self.problem.cluster, self.problem.baseline_bytes)
 
     def fits(self, tried: Plan) -> bool:
-        """Whether every rank of a plan that was run stays within its limit."""
+        """Whether every rank of a simulated plan stays within its limit."""
         return self.problem.excess_bytes(tried) <= 0
 
     def stage_fits(self, tried: Plan, stage: int) -> bool:
-        """Whether the ranks of a stage do."""
+        """Whether the ranks of a stage of a simulated plan stay within their limits."""
         assert tried.prediction is not None
         held, peaks = tried.stages[stage], tried.prediction.peak_memory_bytes
         ranks = (*held.ranks, *held.backward_ranks)

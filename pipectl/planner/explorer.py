@@ -1,26 +1,24 @@
 """The search for stages, their ranks and replicas, micro-batches and the order of 1F1B or GPipe.
 
-With one rank per stage, everything waits in a queue by the least that its step can take:
+With one rank per stage, a queue is ordered by lower bounds on the step. Its entries are
 
-- an *area*: a number of stages and a micro-batch size. It becomes candidates: good partitions
-  from the dynamic programme (all there are, if they are few) with every schedule, warm-up and
-  placement.
-- a *candidate*, known by its estimate: the time of its step by the recurrence. The judge simulates
-  it, or finds that it does not fit into memory.
-- a *recut*: what did not fit is cut once more, for the memory limit, in a later turn.
+- an *area*: a number of stages and a micro-batch size. It yields candidates: good partitions from
+  the dynamic programme (or all, if there are few) with every schedule, warm-up and placement.
+- a *candidate*, with an estimate: the time of its step by the recurrence. The judge simulates it,
+  or rejects it because it does not fit into memory.
+- a *recut*: stages that did not fit are cut again later, for the memory limit.
 
-The first candidate is made better before it is simulated: its stages are cut anew if its
-micro-batch size is not the one they were cut for, and their borders move while that lowers its
-estimate.
+The first candidate is improved before it is simulated: its stages are cut again if its micro-batch
+size is not the one they were cut for, and their borders move while that lowers its estimate.
 
 If stages may have replicas, the programme proposes these for every micro-batch size, and they are
-rated on consecutive ranks, machine by machine and round the machines. From the best estimates, the
-best move is made until none is left. Their replicas share every micro-batch, or take whole ones in
-turn, which do the same work on smaller micro-batches: so each is tried in the ways that are
-allowed, the second with the samples that one replica got of a split micro-batch.
+estimated on consecutive ranks, node by node and round-robin over the nodes. The best estimates are
+improved by the best move until there is none. Replicas share every micro-batch, or take whole ones
+in turn, which is the same work on smaller micro-batches. Both are tried if allowed, the second with
+the samples per replica of a split micro-batch.
 
-In the end, the borders of the best plan without replicas move once more, while that makes its
-simulated step shorter.
+In the end, the borders of the best plan without replicas move again, while that makes its simulated
+step shorter.
 """
 
 from __future__ import annotations
@@ -69,23 +67,23 @@ MAX_LOOKS = 4_000_000
 PATIENCE, NEAREST = 150, 12
 """Turns of moves that find nothing better before the search ends; layouts of each that count."""
 BORDER_TURNS = 2
-"""The first turns of a candidate, which move its borders: FEW and EVERY."""
+"""Number of turns at first that move the borders of a candidate: FEW and EVERY."""
 MAX_ERROR = 0.01
-"""Of an estimate, by which the search goes on then."""
+"""Error of an estimate up to which the search goes on without a better move."""
 MIN_GAIN = 1e-6
-"""Share of the step by which a move of borders makes it shorter at least."""
+"""Least share of the step that a move of borders must save."""
 MAX_RECUTS = 24
-"""The most promising first; a search that has left others out is not finished."""
+"""Maximum number of recuts, the most promising first; others make a search unfinished."""
 MAX_ACTIONS_OF_REPLICAS = 400_000
 """Simulated forwards and backwards of plans with replicas."""
 MICRO_BATCHES_WITH_REPLICAS = 8
-"""Per rank at most."""
+"""Maximum per rank."""
 MAX_SIZES = 8
-"""Micro-batch sizes that are tried on very many ranks, the smallest ones."""
+"""Number of micro-batch sizes to try on very many ranks: the smallest ones."""
 PER_SIZE, DESCENTS = 5, 20
-"""Layouts with replicas that are improved, of one micro-batch size and in all."""
+"""Number of layouts with replicas to improve, per micro-batch size and in total."""
 PROPOSALS = 8
-"""Layouts with replicas that are tried in every way."""
+"""Number of layouts with replicas to simulate, with every way to share work."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +99,11 @@ _Item = Area | Candidates | _Recut
 
 
 class Explorer:
-    """Tries what could be best, in the order of what it could take at least.
+    """Tries plans in the order of lower bounds on their steps.
 
     Args:
         counts: numbers of stages to try.
-        check: called often; raises to end the search.
+        check: called repeatedly; raises to end the search.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class Explorer:
         self._looks = MAX_LOOKS
 
     def run(self) -> None:
-        """Find the best plan; what is found so far is with the judge at any time."""
+        """Find the best plan; the judge has the best so far at any time."""
         for area in self._areas.all:
             self._push(area.least_s, (area.stages, 0, 0, area.micro_batches), area)
         while self._queue:
@@ -149,14 +147,14 @@ class Explorer:
         self._improve()
 
     def bound(self, stages: int, size: int, *, finished: bool) -> Bound:
-        """What is proven about partitions into so many stages; quickly if time is up."""
+        """The lower bound on the bottleneck of ``stages`` stages; a quick one if not finished."""
         if finished:
             with suppress(OutOfTimeError):
                 return self._areas.bound(stages, size)
         return self._areas.quick_bound(stages, size)
 
     def least_step_s(self) -> float:
-        """No plan with the numbers of stages and micro-batch sizes that were tried takes less."""
+        """Lower bound on the step of all plans with the tried numbers of stages and sizes."""
         bounds_s = [self.judge.fastest_s]
         for area in self._areas.known:
             complete = self._complete.get(area)
@@ -179,10 +177,10 @@ class Explorer:
         return self.judge.alternatives(best, most)
 
     def last_resort(self, *, finished: bool) -> Verdict:
-        """What demands least memory, or if time is up, even cuts.
+        """The plan that needs the least memory or, if time is up, even cuts.
 
         Raises:
-            InfeasibleError, OutOfTimeError: these do not fit.
+            InfeasibleError, OutOfTimeError: they do not fit.
         """
         problem, counts, plan = self.problem, self._areas.counts, None
         tried = first_choices(problem, counts)
@@ -205,10 +203,10 @@ class Explorer:
             self._push(candidates.next_s, candidates.simplicity, candidates)
 
     def _open(self, area: Area) -> None:
-        """From an area to its candidates.
+        """Queue the candidates of an area.
 
         Once memory is known to be short, stages are first cut for the fewest micro-batches in
-        flight; if none fit so, the area is given up.
+        flight; if none of these fit, the area is dropped.
         """
         if self._memory_is_short:
             recut = _Recut(area, *self._areas.orders(area.stages, area.size)[0])
@@ -228,7 +226,7 @@ class Explorer:
             self._memory_is_short = self.problem.has_limits
 
     def _judge_next(self, candidates: Candidates) -> None:
-        """Judge the most promising candidate; what does not fit waits to be cut anew."""
+        """Judge the most promising candidate; if it does not fit, queue a recut."""
         candidate = candidates.take()
         if self.judge.best() is None and not self.problem.has_limits:
             self._polish(candidate)
@@ -242,12 +240,12 @@ class Explorer:
         self._push_candidates(candidates)
 
     def _candidates(self, layouts: Sequence[Layout], area: Area) -> Candidates:
-        """Layouts of an area in every order."""
+        """Candidates of the layouts of an area, in every order."""
         orders = self._areas.orders(area.stages, area.size)
         return Candidates(self.problem, layouts, area.size, orders)
 
     def _try_recut(self, recut: _Recut) -> None:
-        """Cut anew, within the memory limit."""
+        """Cut stages again, within the memory limit."""
         if self._is_hopeless(recut):
             return
         if self._recut_count == MAX_RECUTS:
@@ -258,7 +256,7 @@ class Explorer:
             self._hopeless.append(recut)
 
     def _is_hopeless(self, recut: _Recut) -> bool:
-        """Whether less of everything found no stages that fit."""
+        """Whether a recut with lower demands has already failed."""
         return any(
             other.area.stages == recut.area.stages
             and other.area.size <= recut.area.size
@@ -267,7 +265,7 @@ class Explorer:
         )
 
     def _judge_recut(self, recut: _Recut) -> bool:
-        """Judge the partitions that fit best, without and with recomputation; are there any?"""
+        """Judge the partitions that fit best, without and with recomputation; false if none."""
         area, any_cuts = recut.area, False
         for mix in self._areas.mixes(area.stages):
             wanted = cut_request(self.problem, area.size, recut.warm_up, mix)
@@ -280,9 +278,9 @@ class Explorer:
         return any_cuts
 
     def _recut_with_smaller_micro_batches(self) -> None:
-        """More micro-batches than speed asks for, down to single samples; most stages help most.
+        """Try more micro-batches than are fastest, down to single samples, most stages first.
 
-        Where stages fit, balance may need smaller ones still.
+        If stages fit, balanced stages may need still smaller micro-batches.
         """
         request = self.problem.request
         counts = [count for count in self._areas.counts if self.problem.could_hold(count)]
@@ -295,7 +293,7 @@ class Explorer:
                     self._judge_recut(_Recut(area, *depths[0]))
 
     def _improve(self) -> None:
-        """Move borders of the best layout while that makes its simulated step shorter."""
+        """Move borders of the best plan while that makes its simulated step shorter."""
         best = self.judge.best()
         if best is None or _is_replicated(best.candidate.choice):
             return
@@ -312,18 +310,18 @@ class Explorer:
             candidate = before.candidate
             exact = before.step_s <= candidate.estimate_s * (1 + MIN_GAIN)
             if exact and candidate.choice in self._minima:
-                return  # the estimates are what is simulated: no neighbour can be better
+                return  # estimates equal the simulation: no neighbour can be better
             self.judge.consider(self._near(candidate))
             if self.judge.best() is before:
                 return
 
     def _polish(self, candidate: Candidate) -> None:
-        """Judge the best by their estimates that are found by cutting anew and by moves.
+        """Improve the estimate of a candidate by new cuts and by moves, then judge the best.
 
         Stages that are balanced at one micro-batch size need not be at another. The search is best
-        first: what has the least estimate makes its moves next, first those of some fractions of
-        the load, then all. If no move is better, it goes on for some turns, because several moves
-        together may be, unless the estimate turns out to be far from what is simulated.
+        first: the layout with the least estimate is moved next, first by some fractions of the
+        load, then by all moves. If no move is better, the search goes on for some turns, because
+        several moves together may be, unless the estimate is far from the simulation.
         """
         area = self._area_of(candidate)
         if area in self._complete or candidate.choice in self._minima:
@@ -347,7 +345,7 @@ class Explorer:
                     heappush(queue, (turn_s, FEW, next(numbers), near))
                 if better:
                     candidate, turns = near, 0
-            if turns == BORDER_TURNS:  # no move over a border is better
+            if turns == BORDER_TURNS:  # no move of a border is better
                 self._minima.add(candidate.choice)
                 self.judge.judge(candidate)
                 if self.judge.least_s(candidate) > candidate.estimate_s * (1 + MAX_ERROR):
@@ -355,13 +353,13 @@ class Explorer:
         self.judge.consider(self._candidates([candidate.layout], area))  # simpler orders may tie
 
     def _cut_for_size(self, area: Area) -> Candidates:
-        """Good cuts for the size of an area, if that is another than all are cut for first."""
+        """Good cuts for the size of an area, if stages were first cut for another size."""
         is_other = area.size != self._areas.reference_size
         cuts = self._areas.cuts(area.stages, area.size) if is_other else []
         return self._candidates(self._areas.layouts(cuts), area)
 
     def _near(self, candidate: Candidate, reach: int = FEW) -> Candidates:
-        """The neighbours of a candidate, in every order; none once enough were looked at."""
+        """The neighbours of a candidate, in every order; none once the budget is spent."""
         self._check()
         area = self._area_of(candidate)
         times = self.problem.block_times(area.size)
@@ -372,7 +370,7 @@ class Explorer:
         return self._candidates(near, area)
 
     def _replicate(self) -> None:
-        """Judge layouts with replicas: the best by their estimates, in every way."""
+        """Judge the layouts with replicas of best estimate, with every way to share work."""
         self.judge.evaluator.extend(MAX_ACTIONS_OF_REPLICAS)
         starts = self._replicated()
         if self.problem.cluster.ranks <= MANY_RANKS:
@@ -391,7 +389,7 @@ class Explorer:
                     self.judge.examine(changed)
 
     def _replicated(self) -> list[Candidate]:
-        """What the programme proposes for every size, rated on every order of the ranks."""
+        """Proposals of the programme for every size, with estimates on every order of the ranks."""
         problem, ranks = self.problem, self.problem.cluster.ranks
         if ranks > MANY_RANKS:
             sizes = micro_batch_sizes(problem.request, problem.request.batch_size)[-MAX_SIZES:]
@@ -408,11 +406,11 @@ class Explorer:
         return _best_first(starts)
 
     def _rate(self, layouts: Iterable[Layout], size: int) -> Iterator[Candidate]:
-        """Layouts with replicas by their estimates, the best first."""
+        """Candidates of layouts with replicas, lowest estimate first."""
         return Candidates(self.problem, list(layouts), size, with_replicas=True).best_of_layouts()
 
     def _descend(self, candidate: Candidate, seen: set[tuple[int, Layout]]) -> Candidate:
-        """Make the best move until there is none, or until one was made from there before."""
+        """Make the best move until there is none, or until it leads to a layout seen before."""
         problem, size = self.problem, candidate.size
         ranks, fixed = problem.cluster.ranks, problem.request.fixed_stages is not None
         loads = problem.block_times(size)
@@ -434,7 +432,7 @@ class Explorer:
         return candidate
 
     def _shared(self, proposal: Candidate) -> Iterator[Candidate]:
-        """A layout with replicas that share work as is allowed, none of which has nothing to do."""
+        """A layout with every allowed way to share work in which all replicas have work."""
         request, layout = self.problem.request, proposal.layout
         stages = len(layout.partition)
         for replication in request.replications:
@@ -463,7 +461,7 @@ def _is_replicated(choice: Choice) -> bool:
 
 
 def _best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates of layouts with replicas by their estimates, each layout and size once."""
+    """Candidates of layouts with replicas, lowest estimate first; each layout and size once."""
     best: dict[tuple[int, Layout], Candidate] = {}
     for each in sorted(candidates, key=lambda each: (each.estimate_s, each.size, each.layout)):
         best.setdefault((each.size, each.layout), each)
@@ -480,13 +478,13 @@ def explore(
     """The best plan, and the next best of other shapes, with predictions.
 
     Args:
-        request: with one rank per stage, or as many replicas as the planner likes.
-        expired: asked now and then; once it is true, the search ends.
-        alternatives: how many plans besides the best.
+        request: with one rank per stage, or with open numbers of replicas.
+        expired: called repeatedly; once it returns true, the search ends.
+        alternatives: number of plans besides the best.
 
     Raises:
         InfeasibleError: nothing fits; says how much is missing and what would help.
-        OutOfTimeError: time was over before any plan was found, and even cuts do not fit.
+        OutOfTimeError: time was up before any plan was found, and even cuts do not fit.
     """
     graph = condense(profile)
     counts = stage_counts(request, cluster.ranks, len(graph))
@@ -494,7 +492,7 @@ def explore(
         space = CutSpace(graph, (0, graph.everything), True)
     else:
         space = CutSpace.of(graph, profile)
-    if len(space.graph) < counts[-1]:  # too few for the stages: small blocks stay apart
+    if len(space.graph) < counts[-1]:  # too few blocks for the stages: do not merge small ones
         space = CutSpace.sample(graph)
     problem = Problem(profile, cluster, request, space.graph)
 
@@ -510,7 +508,7 @@ def explore(
         finished = False
     best = judge.best() or explorer.last_resort(finished=finished)
     others = explorer.alternatives(best, alternatives) if alternatives and finished else []
-    # Of steps with replicas, nothing is known but the work there is.
+    # With replicas, the only lower bound on the step is the total work.
     replicated = request.replicas is None
     least_s = work_s(problem, judge.evaluator.sizes) if replicated else explorer.least_step_s()
     plans = []

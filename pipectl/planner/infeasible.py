@@ -22,23 +22,23 @@ from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.units import format_bytes, plural
 
 MAX_COUNTS = 8
-"""Numbers of stages: the fewest and the most of more are tried."""
+"""If more numbers of stages are allowed, the fewest and the most are tried."""
 MAX_REST = 0.9
-"""Of what is missing: a change that leaves more is not worth a line."""
+"""A change after which more than this share of the missing memory is missing is not listed."""
 
 
 def least_demanding(
     problem: Problem, cutter: Cutter, counts: Sequence[int], offload: tuple[bool, ...] = (False,)
 ) -> tuple[Choice, Plan]:
-    """What was made for little memory and exceeds its limits least, or does not.
+    """The choice for little memory that exceeds its limits least, or stays within them.
 
     Args:
-        cutter: of the same graph; its request may be another one.
-        counts: numbers of stages that are allowed; more stages rarely need more memory.
-        offload: whether stages may offload, all that is allowed.
+        cutter: of the same graph; its request may differ.
+        counts: allowed numbers of stages; more stages rarely need more memory.
+        offload: the allowed values of whether stages offload.
 
     Returns:
-        The choice, and its plan with a prediction and the modes that need least.
+        The choice, and its plan with a prediction and the modes that need the least memory.
     """
     request, evaluator = problem.request, Evaluator(problem)
     plans: list[tuple[Choice, Plan]] = []
@@ -62,7 +62,7 @@ def infeasible(
     """The error to raise when no candidate fits.
 
     Args:
-        plan: the one that :func:`least_demanding` gave for the same problem and ``offload``.
+        plan: from :func:`least_demanding` with the same problem and ``offload``.
     """
     excess, rank, peak = _worst(problem, plan)
     limit = problem.limit_bytes(rank)
@@ -75,7 +75,7 @@ def infeasible(
 
 
 def _worst(problem: Problem, plan: Plan) -> tuple[float, int, int]:
-    """The largest excess over a limit, its rank, and the peak of that."""
+    """The largest excess over a limit in bytes, the rank that has it, and the peak of this rank."""
     assert plan.prediction is not None
     peaks = plan.prediction.peak_memory_bytes
     excess = [peak - problem.limit_bytes(rank) for rank, peak in enumerate(peaks)]
@@ -84,7 +84,7 @@ def _worst(problem: Problem, plan: Plan) -> tuple[float, int, int]:
 
 
 def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
-    """What the memory of a rank consists of."""
+    """The parts of the memory of a rank, in words."""
     parts = [f"process {format_bytes(problem.baseline_bytes)}"]
     for index in plan.stages_of_rank(rank):
         stage, in_flight = plan.stages[index], plan.warm_up[index]
@@ -104,8 +104,8 @@ def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
 
 
 def _cures(problem: Problem, plan: Plan, offload: tuple[bool, ...]) -> Iterator[str]:
-    """What would have to be raised, and changes that need less memory, each with the peak of the
-    plan that then needs least."""
+    """Limits to raise, and changes that need less memory, each with the peak of the plan that then
+    needs the least."""
     assert plan.prediction is not None
     peaks, (excess, rank, _) = plan.prediction.peak_memory_bytes, _worst(problem, plan)
     most, room, asked = max(peaks), [], problem.request.memory_limit_bytes
@@ -130,7 +130,7 @@ def _cures(problem: Problem, plan: Plan, offload: tuple[bool, ...]) -> Iterator[
 
 
 def _changes(problem: Problem, plan: Plan) -> Iterator[tuple[str, PlanRequest, int]]:
-    """(description, changed request, stages) of what a user could change."""
+    """(description, changed request, stages) of changes that a user could make."""
     request, stages = problem.request, len(plan.stages)
     more = min(2 * stages, len(problem.graph))
     if more > stages:

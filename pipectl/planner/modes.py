@@ -1,28 +1,28 @@
 """What each stage does with the values its backward needs: keep, offload, recompute or send them.
 
-Recomputation takes time to compute, all at once or segment by segment: segments take about the same
-time, and hold the inputs of all, but besides them only what one segment saves. Offload takes time
-of the way to the host's memory, which is free of charge while it is shorter than one computation.
-Stages that are on ranks of their own do not feel each other's choice in their memory, so one
-simulation with all stages alike says which of them fit that way. Every stage then takes what seems
-cheapest of what fits, and changes its mind if that makes the simulated step shorter.
+Recomputation costs computing time, for the whole stage at once or segment by segment. Segments take
+about the same time; they hold the inputs of all segments, and what one segment saves. Offload uses
+the link to the host's memory, and costs no time while a copy is shorter than one computation. The
+choice of one stage does not affect the memory of stages on other ranks, so one simulation with the
+same mode for all stages shows which of them fit in this mode. Every stage then takes the cheapest
+mode that seems to fit; single stages change theirs if that makes the simulated step shorter.
 
-Recomputation is decided at two places. Where stages are cut for a memory limit, the dynamic
-programme chooses it together with the cuts, because what a stage keeps decides where to cut; plans
-of the search itself (:mod:`pipectl.planner.explorer`) have that choice. Here it is made anew for
-stages that are cut already, together with offload and segments, and what the programme chose is
-dropped: it knows neither, nor what the links carry at the same time.
+Recomputation is decided in two places. If stages are cut for a memory limit, the dynamic programme
+chooses it together with the cuts, because the memory of a stage decides where to cut; plans of the
+search itself (:mod:`pipectl.planner.explorer`) keep this choice. This module decides again for
+stages that are already cut, together with offload and segments. It drops the choice of the
+programme, which considers neither these two nor other traffic on the links.
 
-Between the two ranks of a stage whose backward is elsewhere, either all that its forward has saved
-streams, or only what the forward started from, and the rank of the backward computes the rest once
-more: less traffic for more computation. A link that carries the first within a forward hides it; on
-a slower one, the bottleneck of a stage is the shorter of
+If the backward of a stage has a rank of its own, the rank of the forward sends it either all saved
+values, or only the inputs of the forward, which the rank of the backward then computes again: less
+traffic for more computation. A link that carries the saved values within the time of a forward
+hides them; on a slower link, the bottleneck of a stage is the shorter of
 
     saved values:   longest of forward, backward, copy of saved values
     inputs alone:   longest of forward + backward, copy of inputs
 
-Messages of several stages share links, so the simulator judges: none, all, and single stages that
-change theirs.
+Messages of several stages share links, so this is decided by simulation: for no stage, for all, and
+with changes of single stages.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from pipectl.planner.segments import SegmentPlans
 
 
 class Mode(NamedTuple):
-    """What a stage does with what its backward needs; it keeps it if neither.
+    """What a stage does with the values its backward needs; it keeps them if no field is true.
 
     Args:
-        segments: whether it recomputes segment by segment, if it has any.
+        segments: whether it recomputes segment by segment, if it has segments.
     """
 
     recompute: bool
@@ -55,22 +55,22 @@ class Mode(NamedTuple):
 
     @classmethod
     def of(cls, stage: Stage) -> Mode:
-        """That of a stage."""
+        """The mode of a stage."""
         return cls(stage.recompute, stage.offload, stage.blocks is not None)
 
 
 ON_THE_DEVICE = 2
-"""Micro-batches of a stage that offloads; the others wait elsewhere."""
+"""Micro-batches that a stage with offload holds on the device."""
 Price = Callable[[Mode, Stage], float]
-"""What is to be low."""
+"""Cost of a mode for a stage; lower is better."""
 
 
 class ModeSearch:
     """Chooses the modes of the stages of plans.
 
     Args:
-        evaluator: of a problem, whose request says which modes are allowed.
-        offload: whether stages may offload, all that is allowed.
+        evaluator: the request of its problem says which modes are allowed.
+        offload: the allowed values of whether stages offload.
     """
 
     def __init__(self, evaluator: Evaluator, offload: Sequence[bool]) -> None:
@@ -87,9 +87,9 @@ class ModeSearch:
         self._may_recompute = request.recompute is None  # and need not
 
     def simplest(self, plan: Plan) -> Plan:
-        """Simulated with the first of the allowed modes for all stages.
+        """The plan with a prediction, with the first allowed mode for all stages.
 
-        If backwards are elsewhere, and stages may recompute, these do if that is better.
+        Stages with their backward on another rank recompute if they may and if that is better.
         """
         first = self._allowed[0]
         tried = self._evaluator.run(self._with_modes(plan, [first] * len(plan.stages)))
@@ -103,17 +103,17 @@ class ModeSearch:
         return tried
 
     def within_memory(self, plan: Plan) -> Plan | None:
-        """The fastest of the plans found that differ in the modes of their stages.
+        """The fastest plan with other modes of the stages that fits into memory.
 
         Args:
-            plan: as :meth:`simplest` gives it.
+            plan: from :meth:`simplest`.
 
         Returns:
             None if none fits.
         """
         evaluator = self._evaluator
         fitting: dict[Mode, list[bool]] = {}
-        if evaluator.fits(plan):  # only what streams between two ranks of a stage is open
+        if evaluator.fits(plan):  # only what two ranks of a stage send is open
             apart = [bool(stage.backward_ranks) for stage in plan.stages]
             fitting = {mode: apart for mode in self._allowed if not mode.segments}
             return self._improved(plan, fitting) if any(apart) else plan
@@ -132,7 +132,7 @@ class ModeSearch:
         return None if best is None else self._improved(best, fitting)
 
     def least_demanding(self, plan: Plan) -> Plan:
-        """As it is, if that is allowed, or with one mode for all stages: what exceeds limits least.
+        """The plan, as it is if allowed or with one mode for all stages, that needs least memory.
 
         Args:
             plan: with a prediction.
@@ -158,9 +158,9 @@ class ModeSearch:
         return replace(plan, stages=tuple(stages), prediction=None)
 
     def _improved(self, best: Plan, fitting: Mapping[Mode, Sequence[bool]]) -> Plan:
-        """With other modes for single stages, as long as that makes the step shorter.
+        """Change the modes of single stages as long as that makes the step shorter.
 
-        Only cheaper ones are tried of stages whose forward and backward share a rank.
+        If forward and backward of a stage share a rank, only cheaper modes are tried.
         """
         evaluator, before, cost_s = self._evaluator, None, self._cost_of(best.offload_to)
         while best is not before and not evaluator.is_exhausted:
@@ -182,7 +182,7 @@ class ModeSearch:
         return best
 
     def _cost_of(self, target: OffloadTarget) -> Price:
-        """About what a mode takes longer, for one micro-batch."""
+        """About the seconds that a mode adds to one micro-batch of a stage."""
 
         def cost_s(mode: Mode, stage: Stage) -> float:
             device = self._cluster.device(stage.ranks[0])
@@ -207,7 +207,7 @@ def _recompute_first(mode: Mode, _: Stage) -> float:
 def _cheapest(
     plan: Plan, fitting: Mapping[Mode, Sequence[bool]], price: Price
 ) -> list[Mode] | None:
-    """The cheapest mode that fits each stage; None if one of them has none."""
+    """Per stage the cheapest mode that fits; None if a stage has none."""
     chosen = []
     for index, stage in enumerate(plan.stages):
         prices = {mode: price(mode, stage) for mode, fits in fitting.items() if fits[index]}
@@ -233,16 +233,16 @@ class Shortlist:
     """Plans that fit, with predictions.
 
     Args:
-        expired: asked now and then; once it is true, no more is tried.
-        offload: whether stages may offload, all that is allowed.
-        accepts: whether a plan is as it was asked for.
-        max_actions: to simulate, forwards and backwards of all replicas in all.
+        expired: called repeatedly; once it returns true, no more plans are tried.
+        offload: the allowed values of whether stages offload.
+        accepts: whether a plan meets the request.
+        max_actions: total of simulated forwards and backwards, over all replicas.
 
     Attributes:
         plans: in the order in which they were accepted.
-        closest: of all that were simulated before they were made to fit, the one that exceeds its
-            limits least.
-        finished: whether nothing was left out for want of time.
+        closest: of all simulated plans, before their modes were changed to fit, the one that
+            exceeds its limits least.
+        finished: whether time sufficed for all plans.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Shortlist:
         self.plans: list[Plan] = []
         self.closest: Plan | None = None
         self.finished = True
-        self._plain_s = inf  # the shortest step of plans that need not gain anything
+        self._plain_s = inf  # the shortest step of plans without a required gain
         self._modes = ModeSearch(self.evaluator, offload)
         self._cluster = problem.cluster
         self._accepts = accepts
@@ -268,19 +268,19 @@ class Shortlist:
         return min((plan.predicted_step_s for plan in self.plans), default=inf)
 
     def add(self, plans: Iterable[Plan]) -> None:
-        """Accept plans that fit, with predictions, if they are as asked for."""
+        """Accept plans that fit, with predictions, if they meet the request."""
         for plan in filter(self._accepts, plans):
             self.plans.append(plan)
             self._plain_s = min(self._plain_s, plan.predicted_step_s)
 
     def consider(self, proposed: Iterable[Plan], gain: float = TIE) -> None:
-        """Accept what fits; of what does not, what could be the fastest if it saves memory.
+        """Accept plans that fit, or that could be the fastest and fit in other modes.
 
         Args:
             proposed: without predictions.
-            gain: share by which their steps must be shorter than that of any plan that was accepted
-                without a gain (or of any plan, if there is none such); if it is more than a tie,
-                only what is the fastest is accepted.
+            gain: share by which their steps must be shorter than those of all plans accepted
+                without a required gain (of all plans, if there are no such plans). If it is more
+                than a tie, only a new fastest plan is accepted.
         """
         gain_s = self._limit_s(gain)
         simulated: list[Plan] = []
@@ -296,7 +296,7 @@ class Shortlist:
         self.settle(simulated, gain)
 
     def settle(self, simulated: Iterable[Plan], gain: float = TIE) -> None:
-        """The same for plans with predictions."""
+        """As :meth:`consider`, for plans with predictions."""
         gain_s = self._limit_s(gain)
         for plan in sorted(simulated, key=preference):
             limit_s = min(gain_s, self.fastest_s * (1 - TIE))
@@ -311,7 +311,7 @@ class Shortlist:
                 self.plans.append(fitting)
 
     def _limit_s(self, gain: float) -> float:
-        """What steps must be shorter than if they have to gain more than a tie."""
+        """The step time to be below if a gain of more than a tie is required."""
         if gain == TIE:
             return inf
         return (self._plain_s if self._plain_s < inf else self.fastest_s) * (1 - gain)

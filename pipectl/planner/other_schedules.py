@@ -1,13 +1,13 @@
 """Plans for the schedules besides 1F1B and GPipe, and for a user's own lists.
 
-:func:`named_plan` makes that of a named schedule or of lists, :func:`propose_other_schedules`
-proposes those of all that keep the results of one rank if none is named.
+:func:`named_plan` plans a named schedule or a user's lists. If no schedule is named,
+:func:`propose_other_schedules` proposes plans for all that keep the results of one rank.
 
-Stages are cut for balance on the devices of the ranks that they lie on: round, for interleaved 1F1B
-and looped breadth-first, in a V for ZB-V and DualPipeV, one per rank for ZB-H1 and for schedules
-without flushes, of which several numbers of stages are tried. Few micro-batches suffice, as these
-schedules shorten start and end; several numbers are simulated. If none of these plans fits, stages
-are cut once more: for balance within the memory that the other stages of their rank leave them.
+Stages are cut for balance on the devices of their ranks. Interleaved 1F1B and looped breadth-first
+place them round-robin, ZB-V and DualPipeV in a V, ZB-H1 and schedules without flushes one per rank;
+for the last, several numbers of stages are tried. A few micro-batches suffice, because these
+schedules shorten fill and drain; several numbers are simulated. If none of these plans fits, stages
+are cut again, within the memory that the other stages of their rank leave free.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from pipectl.schedule.order import Placement, Schedule, Shape
 from pipectl.units import format_bytes
 
 PIPELINE_MICRO_BATCHES = (1, 2, 4, 8)
-"""Per rank: numbers to try if it is open."""
+"""Numbers per rank to try if the request leaves it open."""
 MAX_ACTIONS_PER_STEP = 150_000
-"""Forwards and backwards of a step; longer ones, which these schedules help least, are not tried if
-the schedule is open."""
+"""Forwards and backwards of a step. Longer steps gain least from these schedules, and are not tried
+if the schedule is open."""
 MAX_CUTS_FOR_MEMORY = 4
-"""Times that the stages of a plan are cut again, each time by what the last plan held."""
+"""How often the stages of a plan are cut again, each time by the memory of the last plan."""
 SEVERAL_STAGES_GAIN = 0.01
-"""By which share a step with several stages per rank must be faster if the schedule is open. It has
-more messages, and smaller gains are less than what predictions are off by."""
+"""Share by which a step with several stages per rank must be faster if the schedule is open. It has
+more messages, and smaller gains are below the error of predictions."""
 SPLIT_GAIN = 0.08
-"""By which share a step with split backwards must be faster if the schedule is open. No profile
-says what the halves take: ZB-H1 was measured 8 % slower than predicted (docs/benchmarks.md)."""
+"""Share by which a step with split backwards must be faster if the schedule is open. Profiles
+have no times of the halves: ZB-H1 was 8 % slower than predicted (docs/benchmarks.md)."""
 
 
 def named_plan(
@@ -64,14 +64,14 @@ def named_plan(
     """The fastest plan found that fits into memory.
 
     Args:
-        request: with a schedule of this module, or with lists, which say how many stages there are,
-            on which ranks, in which order: what is left is where to cut.
-        expired: once it is true, what was found so far is good enough.
+        request: names a schedule of this module, or has lists. Lists fix the number of stages,
+            their ranks and their order, so only the cuts are open.
+        expired: once it returns true, the best plan so far is returned.
 
     Raises:
-        InfeasibleError: the stages do not suit the ranks, there are too few ranks or micro-batches
-            for the lists, or nothing fits.
-        OutOfTimeError: nothing fits of what was found in time.
+        InfeasibleError: the number of stages does not suit the ranks, there are too few ranks or
+            micro-batches for the lists, or nothing fits.
+        OutOfTimeError: no plan that fits was found in time.
     """
 
     def check() -> None:
@@ -85,7 +85,7 @@ def named_plan(
         shortlist.consider(_proposals(problem, cutter, places, size))
     closest = shortlist.closest
     assert closest is not None
-    # Stages cut for memory keep what they save, or recompute it whole.
+    # Stages cut for memory keep what they save, or recompute all of it.
     may_cut = not (request.backward_apart or request.offload or request.blocks)
     if may_cut and problem.excess_bytes(closest) > 0:
         shortlist.settle(_cut_for_memory(closest, cutter, shortlist))
@@ -107,7 +107,7 @@ def named_plan(
 
 
 def _pipelines(problem: Problem) -> list[tuple[list[int], int]]:
-    """The rank of every stage and the samples of a micro-batch, in all ways that are tried.
+    """(rank of every stage, samples of a micro-batch) of all pipelines to try.
 
     Raises:
         InfeasibleError: stages or micro-batches do not suit the schedule.
@@ -147,7 +147,7 @@ def _pipelines(problem: Problem) -> list[tuple[list[int], int]]:
 
 
 def pipeline_sizes(request: PlanRequest, ranks: int) -> list[int]:
-    """Micro-batch sizes to try for a pipeline of so many ranks, the largest first."""
+    """Micro-batch sizes to try for a pipeline of ``ranks`` ranks, largest first."""
     if request.micro_batches is not None:
         return micro_batch_sizes(request, request.batch_size)
     sizes = {ceil(request.batch_size / (count * ranks)) for count in PIPELINE_MICRO_BATCHES}
@@ -157,7 +157,7 @@ def pipeline_sizes(request: PlanRequest, ranks: int) -> list[int]:
 def _proposals(
     problem: Problem, cutter: Cutter, places: Sequence[int], size: int
 ) -> Iterator[Plan]:
-    """Plans without predictions for stages on some ranks; with even cuts if time is up."""
+    """Plans without predictions for stages on the given ranks; even cuts if time is up."""
     request = problem.request
     schedule = None if request.listed else SCHEDULES[request.schedule or ""]
     fixed = schedule is None or schedule.placement is not Placement.STRAIGHT
@@ -171,12 +171,12 @@ def _proposals(
 def layouts_for(
     problem: Problem, cutter: Cutter, ranks: Sequence[int], size: int, *, fixed: bool = True
 ) -> list[Layout]:
-    """Stages with the smallest bottleneck, whatever they hold; none if time is up.
+    """Stages with the smallest bottleneck, regardless of memory; none if time is up.
 
     Args:
-        ranks: of every stage; several may be the same.
+        ranks: of every stage; stages may share one.
         size: samples of a micro-batch.
-        fixed: whether stages lie on these ranks, or on any that suit them.
+        fixed: whether stages must lie on these ranks, not on others of the same kinds.
     """
     devices, count = problem.devices, len(ranks)
     if fixed:
@@ -203,13 +203,13 @@ def _mix_of(problem: Problem, ranks: Sequence[int]) -> Mix:
 def propose_other_schedules(
     problem: Problem, cutter: Cutter, known: Sequence[Plan], *, splits_backward: bool
 ) -> Iterator[Plan]:
-    """Plans without predictions for all schedules that flush, if the request leaves it open.
+    """Plans without predictions for all schedules with flushes, if the schedule is open.
 
     The stages of a rank share its speed, so stages are cut for the devices of their ranks, and for
-    the micro-batch size of the best plan. With one stage per rank they are those of that plan.
+    the micro-batch size of the best plan. With one stage per rank, the best plan's are taken.
 
     Args:
-        known: plans of other schedules, the best first, or none.
+        known: plans of other schedules, the best first; may be empty.
         splits_backward: of the schedules to propose.
     """
     ranks, request = problem.cluster.ranks, problem.request
@@ -252,8 +252,8 @@ def _several_stages(
     """Several stages on every rank, with their micro-batch sizes.
 
     Args:
-        sizes: to try, the first one to cut for.
-        cuts: for that size by the ranks of all stages, known from other schedules.
+        sizes: to try; stages are cut for the first.
+        cuts: for that size, from other schedules, by the ranks of all stages.
     """
     ranks, asked, layouts = problem.cluster.ranks, problem.request.stages, []
     for chunks in schedule.stages_per_rank:
@@ -268,13 +268,13 @@ def _several_stages(
 
 
 def _cut_for_memory(plan: Plan, cutter: Cutter, shortlist: Shortlist) -> list[Plan]:
-    """Other stages on the same ranks.
+    """Cut again, on the same ranks, the stages of a plan that does not fit.
 
-    Stages are cut for balance within limits of their own. These share out the limit of a rank among
-    its stages as the last plan did, and allow for what only a simulation shows.
+    Stages are cut for balance within a memory limit per stage. The limit of a rank is divided among
+    its stages in proportion to their memory in the last simulated plan.
 
     Args:
-        plan: with a prediction; does not fit.
+        plan: with a prediction.
 
     Returns:
         Plans with predictions, the last of which may fit.
@@ -310,8 +310,8 @@ def _cut_for_memory(plan: Plan, cutter: Cutter, shortlist: Shortlist) -> list[Pl
 
 
 def _reserved_bytes(plan: Plan, problem: Problem) -> tuple[float, ...]:
-    """What every stage leaves to the others of its rank, and to what no stage is known to hold, if
-    all that the ranks hold grows or shrinks to their limits."""
+    """Bytes that every stage leaves to the other stages of its rank, and to memory of no stage, if
+    the contents of every rank are scaled to its limit."""
     assert plan.prediction is not None
     peaks, baseline = plan.prediction.peak_memory_bytes, problem.baseline_bytes
     reserved = []
@@ -326,7 +326,7 @@ def _reserved_bytes(plan: Plan, problem: Problem) -> tuple[float, ...]:
 
 
 def _in_order(problem: Problem, layout: Layout, size: int, schedule: str | None) -> Iterator[Plan]:
-    """The stages in every order to try.
+    """Plans with the stages of a layout in every order to try.
 
     Args:
         schedule: None for lists.
@@ -359,7 +359,7 @@ def _in_order(problem: Problem, layout: Layout, size: int, schedule: str | None)
 
 
 def _load_bound(plan: Plan, cutter: Cutter, problem: Problem) -> Bound:
-    """What is known of the largest stage of such plans."""
+    """The lower bound on the largest stage of plans like this one."""
     size, ranks = plan.micro_batch_size, [stage.ranks[0] for stage in plan.stages]
     speeds = sorted((problem.cluster.device(rank).speed for rank in ranks), reverse=True)
     if len(problem.devices) == 1:
@@ -373,8 +373,8 @@ def _size_of_lists(listed: Listed, request: PlanRequest, cluster: Cluster) -> in
     """Samples of a micro-batch.
 
     Raises:
-        InfeasibleError: the batch cannot be cut into as many as the lists have, or there are too
-            few ranks.
+        InfeasibleError: the batch cannot be cut into as many micro-batches as the lists have, or
+            there are too few ranks.
     """
     size = ceil(request.batch_size / listed.micro_batches)
     if ceil(request.batch_size / size) != listed.micro_batches:
@@ -393,7 +393,7 @@ def _size_of_lists(listed: Listed, request: PlanRequest, cluster: Cluster) -> in
 
 
 def notices(listed: Listed) -> tuple[str, ...]:
-    """What changes with the lists besides time and memory."""
+    """Effects of the lists besides time and memory, in words."""
     stages = listed.unordered_stages()
     if not stages:
         return ()
@@ -408,10 +408,10 @@ def _places(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
     """The rank of every stage.
 
     Args:
-        blocks: that the graph can be cut into.
+        blocks: number that the graph has.
 
     Raises:
-        InfeasibleError: that number of stages has no place in the schedule.
+        InfeasibleError: the schedule does not allow this number of stages.
     """
     assert request.schedule is not None
     fixed, schedule = request.fixed_stages, SCHEDULES[request.schedule]
@@ -443,7 +443,7 @@ def orders_of_schedule(
     micro_batches: int,
     replicas: tuple[int, ...] | None = None,
 ) -> list[Order]:
-    """Orders to try with one of these schedules.
+    """Orders to try with one of the schedules of this module.
 
     Args:
         ranks: over which the stages lie.

@@ -35,7 +35,7 @@ from pipectl.units import plural
 
 
 class Problem:
-    """What is to be planned; what several choices share is computed once.
+    """A planning problem; values that several choices share are computed once.
 
     Args:
         graph: of the profile's blocks, which partitions are of; by default its condensed graph.
@@ -67,7 +67,7 @@ class Problem:
 
     @cached_property
     def estimator(self) -> Estimator:
-        """Of the steps of layouts."""
+        """Estimates the steps of layouts."""
         return Estimator(self.profile, self.cluster, self.request, self.graph, self.times)
 
     def limit_bytes(self, rank: int) -> float:
@@ -75,7 +75,7 @@ class Problem:
         return self.cluster.memory_of(rank, self.request.memory_limit_bytes)
 
     def excess_bytes(self, plan: Plan) -> float:
-        """The most that a rank of a plan with a prediction holds beyond its limit."""
+        """The largest excess of a rank over its limit, in a plan with a prediction."""
         assert plan.prediction is not None
         peaks = plan.prediction.peak_memory_bytes
         return max(peak - self.limit_bytes(rank) for rank, peak in enumerate(peaks))
@@ -86,13 +86,13 @@ class Problem:
         return any(limit < inf for limit in self.kind_limits_bytes)
 
     def could_hold(self, stages: int) -> bool:
-        """Whether that many ranks have the memory for what stays there in any cut."""
+        """Whether ``stages`` ranks have enough memory for what every cut needs."""
         ranks = sorted(map(self.limit_bytes, range(self.cluster.ranks)), reverse=True)[:stages]
         return self._least_bytes + stages * self.baseline_bytes <= sum(ranks)
 
     @cached_property
     def _least_bytes(self) -> float:
-        """Parameters, optimizer state and gradients, each once."""
+        """Bytes of parameters, optimizer state and gradients, each once."""
         operators = self.profile.operators
         state = self.profile.optimizer_cost.state_bytes_per_parameter_byte
         named = dict(pair for operator in operators for pair in operator.parameters)
@@ -100,7 +100,7 @@ class Problem:
         return sum(named.values()) + (1 + state) * sum(trained.values())
 
     def scale(self, size: int) -> float:
-        """A micro-batch size over the profile's."""
+        """The ratio of a micro-batch size to the profile's."""
         return size / self.profile.micro_batch_size
 
     def micro_batches(self, size: int) -> int:
@@ -119,8 +119,8 @@ class Problem:
         """Forward and backward together of every block, in seconds.
 
         Args:
-            free: indices of operators that are not counted.
-            cached: in a stage that finds its data in the cache; otherwise in one that does not.
+            free: indices of operators that count as 0.
+            cached: whether the data of the stage stays in the cache.
         """
         cached_s, uncached_s = self.times.arrays_at(size)
         times_s = (cached_s if cached else uncached_s).sum(axis=0)
@@ -128,7 +128,7 @@ class Problem:
         return self._by_block(times_s)
 
     def forward_block_times(self, size: int) -> list[float]:
-        """Forward of every block, in seconds, where data does not stay in the cache."""
+        """Forward of every block, in seconds, uncached."""
         return self._by_block(self.times.arrays_at(size)[1][0])
 
     def _by_block(self, figures: Floats) -> list[float]:
@@ -153,7 +153,7 @@ class Problem:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Of each kind of device."""
+        """Speed of each kind of device."""
         return tuple(pool.speed for pool in self.devices)
 
     @cached_property
@@ -162,8 +162,8 @@ class Problem:
         return tuple(self.limit_bytes(pool.ranks[0]) for pool in self.devices)
 
     def assumptions(self, size: int) -> tuple[str, ...]:
-        """What neither profile nor cluster says of micro-batches of ``size`` samples, and why there
-        are not as many as were asked for."""
+        """Assumptions about micro-batches of ``size`` samples for want of measurements, and why
+        their number is not as requested."""
         profile, request, measured = self.profile, self.request, self.profile.micro_batch_size
         said = list(profile.assumptions)
         if profile.process_baseline_bytes is None:
@@ -186,12 +186,12 @@ class Problem:
         return tuple(said)
 
     def partition_of(self, stages: Iterable[Iterable[str]]) -> Partition:
-        """The blocks of stages that are given by the ids of their operators."""
+        """The partition with these stages, as operator ids."""
         index_of, home = self.profile.index_of, self.graph.block_of
         return tuple(bitset({home[index_of[node]] for node in nodes}) for nodes in stages)
 
     def footprint(self, partition: Partition) -> Footprint:
-        """What stages need, at the profile's micro-batch size."""
+        """The footprint of a partition, at the profile's micro-batch size."""
         if partition not in self._parts:
             known = self._operators_of
             for blocks in partition:
@@ -201,7 +201,7 @@ class Problem:
         return self._parts[partition]
 
     def costs(self, partition: Partition, size: int) -> tuple[StageCost, ...]:
-        """Of stages with one replica each."""
+        """Costs of stages with one replica each."""
         if (partition, size) not in self._costs:
             parts, scale = self.footprint(partition), self.scale(size)
             costs = stage_costs(parts, self.times.at(size), scale, self.profile)
@@ -209,7 +209,7 @@ class Problem:
         return self._costs[partition, size]
 
     def plan(self, choice: Choice) -> Plan:
-        """The plan a choice makes, without prediction."""
+        """The plan of a choice, without a prediction."""
         request, size, layout = self.request, choice.size, choice.layout
         micro_batches, count = self.micro_batches(size), len(layout.partition)
         stages = zip(
@@ -243,7 +243,7 @@ class Problem:
         )
 
     def stages_in_turn(self, stages: Sequence[Sequence[str]]) -> Plan:
-        """Given stages, as operator ids, each on the rank of its number, by 1F1B."""
+        """A plan by 1F1B for stages as operator ids; stage s is on rank s."""
         request = self.request
         own = ceil(request.batch_size / self.profile.micro_batch_size)
         size = ceil(request.batch_size / (request.micro_batches or own))
@@ -252,13 +252,13 @@ class Problem:
         return self.plan(Choice(layout, size, ONE_F_ONE_B.name, warm_up))
 
     def flushed(self, partition: Partition, ranks: Ranks, size: int) -> Iterator[Plan]:
-        """Plans with every schedule and warm-up that is open.
+        """Plans with every open schedule and warm-up.
 
-        If backwards have ranks of their own, one more micro-batch is in flight between the two
-        ranks of a stage.
+        If the backward of a stage has a rank of its own, one more micro-batch is in flight between
+        the two ranks.
 
         Args:
-            ranks: of each stage: one, or that of its forward and that of its backward.
+            ranks: of each stage: one, or one for the forward and one for the backward.
         """
         request = self.request
         stages, count = len(partition), self.micro_batches(size)
@@ -273,8 +273,8 @@ class Problem:
             yield self.plan(choice)
 
     def _costs_of(self, choice: Choice) -> Sequence[StageCost]:
-        """Of every stage; of split micro-batches with the speed and the peaks of the replica that
-        gets most of one."""
+        """Costs of every stage; if micro-batches are split, with speed and peaks of the replica
+        that has the largest part."""
         size, replicas, partition = choice.size, choice.replicas, choice.layout.partition
         costs = self.costs(partition, size)
         if max(replicas) == 1 and not self.request.shard_optimizer:

@@ -24,7 +24,7 @@ Order = tuple[str, tuple[int, ...]]
 OPEN = (ONE_F_ONE_B, GPIPE)
 """Schedules that the search itself tries."""
 OTHER_SCHEDULES = tuple(name for name, schedule in SCHEDULES.items() if schedule not in OPEN)
-"""Planned from what the search finds, if they are named or ``every_schedule`` opens them."""
+"""Planned from plans of the search, if they are named or ``every_schedule`` allows them."""
 COMPARED = (*OPEN, INTERLEAVED)
 """Those that plans are compared with; others assume what half a backward takes."""
 
@@ -37,11 +37,11 @@ _NAMES = {
     "offload": ("pipeline.offload", "offload"),
     "backward": ("pipeline.backward", "backward_apart"),
 }
-"""Settings in a job file, and without one."""
+"""Names of settings: as keys of a job file, and as options."""
 
 
 def choices(asked: bool | None) -> tuple[bool, ...]:
-    """Of a setting that may be left open, in the order to try."""
+    """The values of a setting to try, in order; None leaves it open."""
     return (False, True) if asked is None else (asked,)
 
 
@@ -53,24 +53,24 @@ class PlanRequest:
         batch_size: samples of one optimizer step.
         warm_up: forwards each stage runs before its first backward, one entry per stage.
         memory_limit_bytes: resident memory of any rank, its process included.
-        recompute: whether stages compute their forward again for their backward instead of keeping
-            what it needs: all of them, none, or those that do not fit otherwise.
-        blocks: whether those that recompute do so segment by segment, which users call blocks: all
+        recompute: whether stages recompute their forward for their backward instead of keeping its
+            saved values: all stages, none, or those that do not fit otherwise.
+        blocks: whether stages that recompute do so segment by segment (for users: blocks): all
             that hold less then, none, or those that do not fit otherwise.
         replicas: of every stage; None leaves it to the planner, stage by stage.
-        replication: how replicas share the work; None tries both ways. Split samples change results
-            where an operator looks at a whole micro-batch, as BatchNorm does.
-        offload: whether what stages keep for their backward leaves the device meanwhile: all of
-            them, none, or those for which it pays.
-        offload_to: where it waits then.
-        backward_apart: whether the backward of a stage has a rank of its own: all, none, or those
-            for which it pays.
+        replication: how replicas share the work; None tries both ways. Split micro-batches change
+            results if an operator uses the whole micro-batch, as BatchNorm does.
+        offload: whether stages move saved values off the device until their backward: all stages,
+            none, or those that gain.
+        offload_to: where offloaded values are kept.
+        backward_apart: whether the backward of a stage has a separate rank: all stages, none, or
+            those that gain.
         every_schedule: whether an open schedule may be any that keeps the results of one rank, or
             only one with one stage per rank and whole backwards.
-        listed: a user's own schedule, which also says how many stages and micro-batches there are.
+        listed: a user's own schedule, which also fixes the numbers of stages and micro-batches.
         shard_optimizer: whether each replica of a stage keeps a part of its optimizer state.
         key: recorded in the plan; see :class:`pipectl.plan.Plan`.
-        from_job: whether a job file asks. Errors then name its keys, otherwise options.
+        from_job: whether the request is from a job file; errors then name keys, otherwise options.
 
     Raises:
         InvalidInputError: choices that contradict each other.
@@ -164,15 +164,15 @@ class PlanRequest:
             )
 
     def named(self, setting: str) -> str:
-        """What the user calls one of the settings that errors name."""
+        """The user's name of a setting, for errors."""
         return _NAMES[setting][0 if self.from_job else 1]
 
     @property
     def has_variants(self) -> bool:
-        """Whether plans are to be derived from those that the search itself finds.
+        """Whether plans are derived from plain plans of the search.
 
-        That is for offload, backwards elsewhere, other schedules and recomputation by segments, if
-        they are open or asked for; segments that are only open count with one rank per stage.
+        True if offload, backwards on other ranks, other schedules or recomputation by segments are
+        open or required; open segments count only with one rank per stage.
         """
         varied = self.offload is not False or self.backward_apart is not False
         plain = self.replicas == 1 and self.schedule not in OTHER_SCHEDULES
@@ -180,28 +180,28 @@ class PlanRequest:
 
     @property
     def without_variants(self) -> PlanRequest:
-        """What the search itself is asked."""
+        """The request for plain plans."""
         return replace(
             self, offload=False, backward_apart=False, every_schedule=False, blocks=False
         )
 
     @property
     def replications(self) -> tuple[Replication, ...]:
-        """How replicas may share the work."""
+        """The allowed ways in which replicas share the work."""
         return tuple(Replication) if self.replication is None else (self.replication,)
 
     @property
     def fixed_stages(self) -> int | None:
-        """The number of stages asked for, in whichever way."""
+        """The number of stages, if any field of the request fixes it."""
         return len(self.warm_up) if self.warm_up is not None else self.stages
 
 
 Planner = Callable[[Profile, Cluster, PlanRequest], Plan]
-"""Makes the best plan it can; raises InfeasibleError where none fits."""
+"""Makes the best plan it can; raises InfeasibleError if none fits."""
 
 
 def stage_counts(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
-    """Numbers of stages to try: the one asked for, or from 1 up to all ranks.
+    """Numbers of stages to try: the requested one, or from 1 to the number of ranks.
 
     Raises:
         InfeasibleError: more stages than ranks, or than the graph can be cut into.
@@ -255,7 +255,7 @@ def micro_batch_sizes(request: PlanRequest, most: int) -> list[int]:
 
 
 def _snapped(size: int, divisors: Sequence[int]) -> int:
-    """The divisor of the batch nearest to a size, if there is one near."""
+    """The divisor of the batch nearest to a size, or the size itself if none is near."""
     nearest = min(divisors, key=lambda divisor: abs(log(divisor / size)))
     return nearest if max(nearest / size, size / nearest) <= _SNAP else size
 

@@ -4,24 +4,24 @@
 
 - A named schedule without flushes, or a user's own: :mod:`pipectl.planner.other_schedules`.
 - :func:`plain_plans`: stages, their ranks and replicas, micro-batches, and 1F1B or GPipe; see
-  :mod:`pipectl.planner.explorer`. Equally many replicas of every stage are copies of a whole
-  pipeline, each with its share of a step: one copy is planned for its share of the ranks and
-  samples, and then all are simulated together.
-- :func:`varied_plans`: what most jobs ask for. Plans that offload, run backwards on ranks of their
-  own, recompute segment by segment, or have any other schedule, are derived from plain ones, which
-  are searched with the memory there is and as if there were enough: deeper warm-ups, looser cuts,
-  backwards elsewhere, other schedules. Each is simulated as if its stages kept everything, and in
-  the order of these times gets modes with which it stays within memory, until no proposal can be
-  better than the best. A plain plan stays if nothing is faster.
+  :mod:`pipectl.planner.explorer`. If every stage has the same number of replicas, these are copies
+  of a whole pipeline: one copy is planned for its share of the ranks and samples, and then all
+  copies are simulated together.
+- :func:`varied_plans`: for most jobs. Plans that offload, run backwards on separate ranks,
+  recompute segment by segment, or have another schedule are derived from plain plans, which are
+  searched both within the memory limits and without limits. Proposals have deeper warm-ups, looser
+  cuts, backwards on other ranks, or other schedules. Each is simulated as if its stages kept
+  everything; in the order of these times, proposals then get modes that stay within memory, until
+  no proposal can be better than the best plan. A plain plan stays unless another is faster.
 
-If some operator takes longer than its share, no cut balances the stages; with the forward on one
-rank and the backward on another (PipeFB), what takes longest is the longer of the two, as long as
-the saved values of a micro-batch travel in no more time. The dynamic programme cuts stages for that
-(:meth:`pipectl.planner.partition.cutter.Cutter.with_backwards_elsewhere`), and the largest stages
-of plans that were found without use ranks that are left.
+If an operator takes longer than its share, no cut balances the stages. If the forward and backward
+of a stage run on two ranks (PipeFB), the bottleneck is only the longer of the two, as long as the
+saved values of a micro-batch travel in no more time. The dynamic programme cuts stages for this
+(:meth:`pipectl.planner.partition.cutter.Cutter.with_backwards_elsewhere`); in plans cut without it,
+the largest stages use the free ranks.
 
-With offload a device holds about two micro-batches of a stage, whatever its warm-up; so stages are
-cut for the memory limit as if no more were in flight.
+With offload, a device holds about two micro-batches of a stage, whatever its warm-up. So stages are
+cut for the memory limit as if two were in flight.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
 
 MAX_ALTERNATIVES = 5
-"""Plans besides the best."""
+"""Number of plans besides the best."""
 MAX_STARTS = 5
 """Plans besides the best from which others are derived."""
 MAX_RANKS = 64
-"""With more, backwards elsewhere and several stages per rank are not looked for."""
+"""With more, neither backwards on other ranks nor several stages per rank are tried."""
 MICRO_BATCHES_ELSEWHERE = 8
-"""Per rank at most, with backwards elsewhere."""
+"""Maximum per rank, with backwards on other ranks."""
 
 Expired = Callable[[], bool]
 Key = tuple[object, ...]
@@ -96,15 +96,15 @@ def make_plan(
     request: PlanRequest,
     expired: Expired = lambda: False,
 ) -> Plan:
-    """The fastest plan found by simulation that fits into memory, with its prediction.
+    """The fastest simulated plan that fits into memory, with its prediction.
 
     Args:
-        expired: asked now and then; once it is true, the best plan so far is returned, or, if
-            there is none, an even cut.
+        expired: called repeatedly; once it returns true, the best plan so far is returned, or an
+            even cut if there is none.
 
     Raises:
         InfeasibleError: nothing fits; says how much is missing and what would help.
-        OutOfTimeError: time was over before any plan was found, and even cuts do not fit.
+        OutOfTimeError: time was up before any plan was found, and even cuts do not fit.
     """
     return _ranked(profile, cluster, request, expired, 0)[0]
 
@@ -123,7 +123,7 @@ def search_plans(
 def _ranked(
     profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired, alternatives: int
 ) -> list[Plan]:
-    """The best plan, and at most so many of the next best."""
+    """The best plan, and at most ``alternatives`` of the next best."""
     started_s = perf_counter()
     schedule = SCHEDULES.get(request.schedule or "")
     if request.listed is not None or (schedule is not None and not schedule.flushes):
@@ -149,12 +149,12 @@ def plain_plans(
     """The best plan, and the next best of other shapes, with predictions.
 
     Args:
-        request: without variants: no offload, no backwards on other ranks, one schedule or two.
-        expired: asked now and then; once it is true, the search ends.
-        alternatives: how many plans besides the best.
+        request: without variants: no offload, no backwards on other ranks, only 1F1B or GPipe.
+        expired: called repeatedly; once it returns true, the search ends.
+        alternatives: number of plans besides the best.
 
     Raises:
-        InfeasibleError, OutOfTimeError: there is none.
+        InfeasibleError, OutOfTimeError: there is no plan.
     """
     copies = request.replicas
     if copies in (None, 1):
@@ -174,12 +174,12 @@ def judge_choices(
 ) -> list[Plan]:
     """The plans of choices that fit, with predictions, the fastest first.
 
-    Of plans with equal numbers of stages, replicas and micro-batches the best stands there. Those
-    that do not fit recompute if they may, as long as that could be faster than what does.
+    Of plans with equal numbers of stages, replicas and micro-batches, only the best is returned.
+    Plans that do not fit recompute if they may, as long as that could be faster than the best.
 
     Args:
-        expired: asked now and then; once it is true, what was found so far is returned.
-        planner: who chose.
+        expired: called repeatedly; once it returns true, the plans so far are returned.
+        planner: name of the planner that made the choices.
     """
     shortlist = Shortlist(problem, expired, max_actions=MAX_ACTIONS_OF_REPLICAS)
     shortlist.consider(with_halves(problem.plan(each), problem.profile) for each in proposals)
@@ -187,7 +187,7 @@ def judge_choices(
     for plan in sorted(shortlist.plans, key=preference):
         replicas = tuple(stage.replicas for stage in plan.stages)
         shapes.setdefault((replicas, plan.micro_batches, plan.replication), plan)
-    # Of the step, nothing is known but the work there is.
+    # The only lower bound on the step is the total work.
     bound_s = work_s(problem, shortlist.evaluator.sizes)
     return [
         with_findings(plan, problem.cluster, bound_s, finished=shortlist.finished, planner=planner)
@@ -198,7 +198,7 @@ def judge_choices(
 def _copied_plans(
     profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired, copies: int
 ) -> list[Plan]:
-    """Plans of all copies together, with predictions, fastest first.
+    """Plans of several copies of a pipeline, with predictions, fastest first.
 
     Raises:
         InfeasibleError: there are more copies than ranks, or nothing fits.
@@ -209,7 +209,7 @@ def _copied_plans(
             cure="use fewer replicas, or ask for more ranks",
         )
     own = profile
-    if request.shard_optimizer:  # a copy has its share of the optimizer's state
+    if request.shard_optimizer:  # each copy holds a share of the optimizer's state
         optimizer = profile.optimizer_cost
         state = optimizer.state_bytes_per_parameter_byte / copies
         own = replace(profile, optimizer=replace(optimizer, state_bytes_per_parameter_byte=state))
@@ -233,7 +233,7 @@ def _copied_plans(
 
 
 def _copied(problem: Problem, plan: Plan, copies: int) -> Iterator[Choice]:
-    """With replicas that are neighbours, and with copies one after the other."""
+    """Choices with the replicas of a stage on neighbouring ranks, and with copy after copy."""
     request, partition = problem.request, problem.partition_of(s.nodes for s in plan.stages)
     firsts = [stage.ranks[0] for stage in plan.stages]
     together = tuple(tuple(first * copies + copy for copy in range(copies)) for first in firsts)
@@ -263,10 +263,10 @@ def varied_plans(
     request: PlanRequest,
     expired: Expired = lambda: False,
 ) -> list[Plan]:
-    """Plans with variants and predictions, the fastest first; of equals, those without variants.
+    """Plans with variants and predictions, fastest first; in ties, those without variants first.
 
     Raises:
-        InfeasibleError, OutOfTimeError: nothing fits, or nothing was found in time.
+        InfeasibleError, OutOfTimeError: no plan fits, or none was found in time.
     """
     problem = Problem(profile, cluster, request)
     search = VariantSearch(problem, expired)
@@ -284,11 +284,11 @@ def varied_plans(
 
 
 class VariantSearch:
-    """Derives plans with everything that a request allows from those that the search itself finds.
+    """Derives plans with all allowed variants from the plain plans of the search.
 
     Args:
-        problem: of the condensed graph. The search has a problem of its own, whose graph may have
-            negligible blocks merged; its plans name operators, so they count here as well.
+        problem: of the condensed graph. The search uses another problem, whose graph may have
+            negligible blocks merged; its plans name operators, so they are valid here too.
     """
 
     def __init__(self, problem: Problem, expired: Expired) -> None:
@@ -322,7 +322,7 @@ class VariantSearch:
         if not shortlist.plans:
             raise out_of_time() if self._expired() else reason or self._nothing()
         ordered = sorted(shortlist.plans, key=preference)
-        # What the search found comes first if it is not slower.
+        # Plain plans come first if they are not slower.
         kept = [
             plan
             for plan in plain[:1]
@@ -334,10 +334,10 @@ class VariantSearch:
         return list(shapes.values())
 
     def _plain(self) -> tuple[list[Plan], Exception | None]:
-        """What there is without variants, or why there is nothing.
+        """Plans without variants, or the error that says why there are none.
 
-        Memory is not short if the best plan without regard to it fits, and no stage has to save
-        any: then that is what there is.
+        If the best plan without memory limits fits, and no stage has to save memory, plans without
+        limits are returned.
         """
         request, wanted = self._request, self._request.without_variants
         if self._problem.has_limits:
@@ -353,7 +353,7 @@ class VariantSearch:
             return [], error
 
     def _without_limits(self, request: PlanRequest) -> list[Plan]:
-        """Plans as if memory were no matter."""
+        """Plans without regard to memory."""
         cluster = with_enough_memory(self._cluster)
         free = replace(request, memory_limit_bytes=None)
         with suppress(InfeasibleError, OutOfTimeError):
@@ -362,7 +362,7 @@ class VariantSearch:
         return []
 
     def _try_all(self, plain: Sequence[Plan]) -> None:
-        """Everything that can be derived from what the search found."""
+        """Consider all variants of the plain plans."""
         request = self._request
         offloads = self._memory_is_short and request.offload is not False
         recomputes = request.recompute is None or request.blocks is not False
@@ -380,7 +380,7 @@ class VariantSearch:
             self._offload_smaller_micro_batches()
 
     def _consider(self, proposed: Iterable[Plan], gain: float = TIE) -> None:
-        """Shortlist what is new and could be best."""
+        """Shortlist plans that are new and could be best."""
         self.shortlist.consider([plan for plan in proposed if self._is_new(plan)], gain)
 
     def _is_new(self, plan: Plan) -> bool:
@@ -391,17 +391,17 @@ class VariantSearch:
         return is_new
 
     def _is_as_asked(self, plan: Plan) -> bool:
-        """Whether it has what must be everywhere."""
+        """Whether a plan has the variants that the request requires."""
         request, stages = self._request, plan.stages
         return (not request.offload or all(stage.offload for stage in stages)) and (
             not request.backward_apart or all(stage.backward_ranks for stage in stages)
         )
 
     def _try_least_demanding(self, reason: InfeasibleError) -> None:
-        """What needs least memory with all that is allowed.
+        """Try the plan that needs the least memory, with all allowed variants.
 
         Raises:
-            InfeasibleError: that does not fit, either; or ``reason``, if memory is not why.
+            InfeasibleError: this plan does not fit either; or ``reason``, if it is not memory.
         """
         problem, request = self._problem, self._request
         offload = choices(request.offload)
@@ -432,18 +432,18 @@ class VariantSearch:
         )
 
     def _with_every_order(self, plans: Sequence[Plan]) -> Iterator[Plan]:
-        """The same stages in every order: stages that hold less may have room for deeper ones."""
+        """The same stages in every order: in other modes, deeper warm-ups may fit."""
         for plan in plans if self._request.schedule not in OTHER_SCHEDULES else ():
             if all(stage.replicas == 1 for stage in plan.stages):
                 yield from self._on_ranks(plan, tuple(stage.ranks for stage in plan.stages))
 
     def _on_ranks(self, plan: Plan, ranks: tuple[tuple[int, ...], ...]) -> Iterator[Plan]:
-        """The stages of a plan, or their forwards and backwards, on other ranks."""
+        """The stages of a plan on other ranks; two ranks per stage are of forward and backward."""
         partition = self._problem.partition_of(stage.nodes for stage in plan.stages)
         return self._problem.flushed(partition, ranks, plan.micro_batch_size)
 
     def _elsewhere(self, plans: Sequence[Plan]) -> Iterator[Plan]:
-        """With backwards on ranks that plans leave free."""
+        """Plans with backwards on free ranks."""
         request, ranks = self._request, self._cluster.ranks
         if request.backward_apart is not False and request.schedule not in OTHER_SCHEDULES:
             every = request.backward_apart is True
@@ -471,7 +471,7 @@ class VariantSearch:
             )
 
     def _offload_smaller_micro_batches(self) -> None:
-        """Smaller and smaller micro-batches, until something fits."""
+        """Try smaller and smaller micro-batches, until a plan fits."""
         problem, request = self._problem, self._request
         with suppress(InfeasibleError):
             counts = stage_counts(request, problem.cluster.ranks, len(problem.graph))
@@ -483,7 +483,7 @@ class VariantSearch:
                 )
 
     def _offloaded(self, stages: int, size: int) -> Iterator[Plan]:
-        """Stages cut for the memory there is, if all of them offload."""
+        """Plans whose stages are cut for the memory limits if all offload."""
         problem = self._problem
         if (stages, size) in self._offloaded_areas or not problem.could_hold(stages):
             return
@@ -500,7 +500,7 @@ class VariantSearch:
 
 
 def some_apart(plan: Plan, cluster: Cluster, *, every: bool) -> Iterator[tuple[bool, ...]]:
-    """Stages of a plan that may use ranks it leaves free: the largest, one or more of them."""
+    """Which stages use the free ranks of a plan: one or more of the largest."""
     stages, spare = len(plan.stages), cluster.ranks - len(plan.stages)
     loads = [stage.cost.forward_s + stage.cost.backward_s for stage in plan.stages]
     largest = sorted(range(stages), key=lambda index: (-loads[index], index))
@@ -523,7 +523,7 @@ def _shape(plan: Plan) -> Key:
 
 
 def _assumed_host(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
-    """Whether stages offload over a link that nobody measured."""
+    """The assumption to report if stages offload over a link that was not measured."""
     devices = [cluster.device(r) for stage in plan.stages if stage.offload for r in stage.ranks]
     if not any(device.offload_link(plan.offload_to).assumed for device in devices):
         return ()

@@ -3,18 +3,18 @@
 Job files and plans call these segments blocks; in the planner, a block is a group of operators that
 share a stage.
 
-Between two forwards and backwards a segment holds its inputs; while it recomputes, all that its
-operators save. So cuts are wanted where little crosses, and so that no segment saves much. Between
-the operators of a stage, in graph order, for the most that a segment may save::
+Between its forward and its backward, a segment holds its inputs; during recomputation also all
+values that its operators save. So few bytes should cross the cuts, and no segment should save
+much. For a limit on the saved bytes of a segment, cuts of a stage in graph order follow from::
 
     least crossing(end) = min over starts of
-        least crossing(start) + bytes that cross the end    if the operators between save that most
+        least crossing(start) + bytes that cross the end    if the segment is within the limit
 
-Falling limits give more and more segments: those between the layers of a model with equal layers.
+Lower limits give more segments; in a model with equal layers, the cuts are between layers.
 
-In the backward, a segment holds what it saves and the inputs of all segments before it; the
-gradients of those of its inputs that other segments made wait for these. A stage takes the cut with
-which it holds least, with as many micro-batches in flight as its plan says.
+In the backward, a segment holds its saved values and the inputs of all segments before it.
+Gradients of inputs that come from other segments are held until the backward of these. A stage uses
+the cut with the least memory for the micro-batches in flight in its plan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pipectl.planner.costs.stage_costs import stage_times
 from pipectl.profile import Operator, Profile
 
 LIMITS = tuple(0.7**power for power in range(1, 13))
-"""Of what a segment saves, relative to the whole stage."""
+"""Limits on the saved bytes of a segment, relative to the stage."""
 
 
 class SegmentCuts:
@@ -47,10 +47,10 @@ class SegmentCuts:
         self._readers = profile.readers
 
     def of(self, inside: Sequence[int]) -> list[tuple[int, ...]]:
-        """Cuts of a stage of ascending operator indices, into more and more segments.
+        """Cuts of a stage, as ascending operator indices, into more and more segments.
 
         Returns:
-            The places among its operators at which segments but the first begin.
+            Per cut, the places among the operators at which segments after the first begin.
         """
         places = self._places(inside)
         saved = np.cumsum([0, *self._saved(inside)], dtype=np.float64)
@@ -59,7 +59,7 @@ class SegmentCuts:
         return list(dict.fromkeys(cut for cut in cuts if cut))
 
     def _places(self, inside: Sequence[int]) -> list[int]:
-        """Where no group of operators is cut, beginning and end included."""
+        """Places that cut no group of operators, with the start and the end of the stage."""
         spans: dict[str, list[int]] = {}
         for place, index in enumerate(inside):
             group = self._operators[index].group
@@ -73,7 +73,7 @@ class SegmentCuts:
         return [int(place) for place in np.flatnonzero(free)]
 
     def _saved(self, inside: Sequence[int]) -> Iterator[int]:
-        """What each operator saves that none before it does."""
+        """Bytes that each operator saves and no earlier one does."""
         seen: set[str] = set()
         for index in inside:
             fresh = {name: size for name, size in self._operators[index].saved if name not in seen}
@@ -111,9 +111,9 @@ def _lives(
 def _cut(
     places: Sequence[int], saved: Floats, crossing: Floats, most_bytes: float
 ) -> tuple[int, ...]:
-    """The cut with the least bytes at its borders; a segment that cannot be cut may save more."""
+    """The cut with the fewest bytes at borders; an indivisible segment may exceed the limit."""
     before = saved[list(places)]
-    costs = 1.0 + crossing[list(places)]  # of equal bytes, fewer segments
+    costs = 1.0 + crossing[list(places)]  # if bytes are equal, fewer segments
     costs[-1] = 0.0
     least, start = np.zeros(len(places)), np.zeros(len(places), dtype=np.int64)
     firsts = np.searchsorted(before, before - most_bytes)
@@ -129,7 +129,7 @@ def _cut(
 
 
 class SegmentPlans:
-    """The segments of plans of one profile; stages that several plans share are cut once."""
+    """Finds the segments of plans of one profile; equal stages are cut once."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -138,11 +138,11 @@ class SegmentPlans:
         self._known: dict[object, list[list[Blocks]]] = {}
 
     def of(self, plan: Plan) -> list[Blocks | None]:
-        """The segments of every stage if it recomputes; None if it is better not cut."""
+        """The segments of every stage for recomputation; None if segments need no less memory."""
         index_of = self._profile.index_of
         members = tuple(tuple(map(index_of.__getitem__, stage.nodes)) for stage in plan.stages)
         size, split = plan.micro_batch_size, plan.replication is Replication.SPLIT
-        # What a replica takes at once at most.
+        # The most samples that a replica computes at once.
         samples = tuple(ceil(size / stage.replicas) if split else size for stage in plan.stages)
         key = members, samples, size
         if key not in self._known:
@@ -153,7 +153,7 @@ class SegmentPlans:
     def _candidates(
         self, members: Sequence[Sequence[int]], samples: Sequence[int], size: int
     ) -> list[list[Blocks]]:
-        """Blocks of every stage that it may be cut into."""
+        """Candidate segments of every stage."""
         cuts = [self._cuts.of(inside) for inside in members]
         candidates: list[list[Blocks]] = [[] for _ in members]
         for number in range(max(map(len, cuts), default=0)):
@@ -172,10 +172,10 @@ class SegmentPlans:
         return candidates
 
     def _segments(self, parts: Footprint, span: range, samples: int, size: int) -> Blocks:
-        """Some stages of a partition as the segments of one.
+        """A span of stages of a partition as the segments of one stage.
 
         Args:
-            samples: that a replica takes at once.
+            samples: that a replica computes at once.
             size: of a micro-batch.
         """
         own = self._profile.micro_batch_size
@@ -213,7 +213,7 @@ class _Held:
     """What one segment holds.
 
     Args:
-        own_bytes: saved, without its inputs.
+        own_bytes: saved values, without inputs.
         inputs, results: bytes by storage.
         peaks: above its inputs.
         gradient_bytes: of its parameters.
@@ -241,7 +241,7 @@ def _held(parts: Footprint, segment: int, scale: float) -> _Held:
 
 
 def _backward_peaks(segments: Sequence[_Held]) -> tuple[int, int]:
-    """Of a backward, and of the first: above the inputs of all segments and what the last saves."""
+    """Peaks of a backward and of the first, above inputs and the last segment's saved values."""
     inner = {name for segment in segments for name in segment.results}
     later = first = held = gradients = 0
     waiting: dict[str, int] = {}
@@ -264,7 +264,7 @@ def _backward_peaks(segments: Sequence[_Held]) -> tuple[int, int]:
 
 
 def _least(stage: Stage, in_flight: int, candidates: Sequence[Blocks]) -> Blocks | None:
-    """What holds least; None if nothing does less than the stage in one."""
+    """The candidate with the least memory; None if the whole stage needs no more."""
     if stage.backward_ranks or not candidates:
         return None
     update = 0 if stage.cost.peaks is None else stage.cost.peaks.update_bytes
@@ -276,7 +276,7 @@ def _least(stage: Stage, in_flight: int, candidates: Sequence[Blocks]) -> Blocks
 
 
 def _most_bytes(stage: Stage, segments: Blocks | None, in_flight: int) -> int:
-    """What a stage that recomputes holds at most of its micro-batches."""
+    """Peak bytes of the micro-batches of a stage that recomputes."""
     recomputing = replace(stage, recompute=True, blocks=segments)
     cost, kept = recomputing.running, recomputing.kept_bytes
     peaks = cost.peaks or StagePeaks(cost.saved_bytes, 0, cost.accumulated_bytes, 0)

@@ -1,13 +1,13 @@
 """The smallest largest stage load of a graph, with a proof.
 
-1. Bounds from the work alone and from minimum cuts.
-2. A partition: the best along several topological orders, then with single blocks moved. Often it
-   meets a bound: done.
-3. All downsets are enumerated, and it is decided whether any partition is better. Each better one
-   asks again, until none is, which proves the last one.
+1. Compute lower bounds from the work alone and from minimum cuts.
+2. Find the best partition along several topological orders, then improve it by moving single
+   blocks. Often it meets a bound and is optimal.
+3. Otherwise enumerate all downsets, and decide whether any partition is better. Repeat with each
+   better one, until there is none, which proves the last one optimal.
 
-If there are too many downsets, or time is up, what was found is returned with the bounds: an answer
-with a proven gap.
+If there are too many downsets, or time is up, the best partition so far is returned with the lower
+bound, so its gap is proven.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _cut(model: LoadModel, devices: int, order: Sequence[int], bound_s: float) -
 
 @compiled
 def _crossing(moves: Moves, block: int, count: Integers) -> float:
-    """What transfers across the border of a stage grow by when a block comes in."""
+    """Seconds that an added block adds to the transfers across the border of a stage."""
     grown = 0.0
     for place in range(moves.values_at[block], moves.values_at[block + 1]):
         value = moves.values[place]
@@ -98,10 +98,10 @@ def _cut_order(
 
     Args:
         order: blocks.
-        bound_s: stages of this load or more are of no interest.
-        count: room for a number of every value.
-        best_s: out; smallest largest load by prefix and devices, infinite where there is no way,
-            as it is at first, except 0 for no blocks.
+        bound_s: stages of this load or more are ignored.
+        count: scratch space, one number per value.
+        best_s: out; smallest largest load by prefix and devices. Initially infinite (no partition),
+            except 0 for no blocks.
         before: out; start of the last stage.
     """
     for end in range(1, len(order) + 1):
@@ -137,7 +137,7 @@ def move_blocks(model: LoadModel, stages: Stages, expired: Callable[[], bool]) -
 
 
 def _best_move(model: LoadModel, stages: Stages) -> Stages | None:
-    """The partition with the move after which the larger of the two stages is smallest."""
+    """The partition after the move that minimises the larger load of the two changed stages."""
     loads = [model.load_s(blocks) for blocks in stages]
     full = int(np.argmax(loads))
     stage_of = np.zeros(len(model), dtype=np.int64)
@@ -157,7 +157,7 @@ def _best_move(model: LoadModel, stages: Stages) -> Stages | None:
 
 
 def _targets(model: LoadModel, stage_of: Integers, block: int, stages: int) -> Iterator[int]:
-    """Other stages where a block may stand."""
+    """Other stages that a block may move to."""
     before, after = (stage_of[near[block]] for near in model.neighbours)
     first, last = before.max(initial=0), after.min(initial=stages - 1)
     return (stage for stage in range(first, last + 1) if stage != stage_of[block])
@@ -173,12 +173,12 @@ def balance(
     *,
     max_downsets: int = MAX_DOWNSETS,
 ) -> Balance | None:
-    """Partition a graph so that its most loaded stage has the least load.
+    """Partition a graph so that the largest load of a stage is smallest.
 
     Args:
         profile: prepared (:mod:`pipectl.planner.graph.imported`).
-        expired: whether time is up; asked every few tenths of a second. The answer is then the
-            best so far, with the gap that is proven.
+        expired: whether time is up; called every few tenths of a second. The result is then the
+            best so far, with its proven gap.
         max_downsets: a graph with more is not searched exhaustively.
 
     Returns:
@@ -216,7 +216,7 @@ def balance(
 
 
 def _named(profile: Profile, model: LoadModel, stages: Stages) -> tuple[BalancedStage, ...]:
-    """The stages in terms of operators."""
+    """Stages as operator ids, with their loads."""
     numbers = [[n for block in blocks for n in model.operators[block]] for blocks in stages]
     numbers[0] += model.first
     numbers[-1] += model.last

@@ -1,17 +1,17 @@
 """Whether any partition is below a bound: reachability over all downsets.
 
-A downset is reached with the fewest devices, smaller ones first. What it takes at least, and what
-the rest takes at least, says whether it is worth a walk.
+For each downset, smaller ones first, the fewest devices that reach it are computed. Lower bounds on
+the devices for the downset and for the rest decide whether a walk starts there.
 
-A walk goes from a downset to larger ones. What is added is the stage; blocks are added by rising
-index, so every larger downset is met once, by one path. On the way the load changes only by what
-touches the block that comes in::
+A walk goes from a downset to larger ones; the added blocks are the stage. They are added by
+ascending index, so every larger downset is visited once, on one path. With each added block, only
+terms that involve the block change::
 
     load = compute
          + values with a user before the stage          they never stop crossing: fixed
          + values without one, of which a user is in the stage and another not yet    may end
 
-so a walk turns back where compute and the fixed part alone exceed the bound.
+so a walk turns back once compute and the fixed part alone exceed the bound.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def has(sets: Words, row: int, block: int) -> bool:
 def _measure(
     lattice: Lattice, block_s: Floats, moves: Moves, work_s: Floats, cut_s: Floats
 ) -> None:
-    """Compute of every downset, and transfers across its border, from a smaller one's.
+    """Compute of every downset, and transfers across its border, from those of a smaller one.
 
     Args:
-        work_s: out; below 0 where it is not known yet.
+        work_s: out; below 0 if not known yet.
         cut_s: out.
     """
     for smaller in range(len(lattice.sets)):
@@ -64,14 +64,14 @@ def _measure(
 
 NEVER = 1 << 30
 _STEPS = 1 << 23
-"""Steps of a walk between two looks at the time: a third of a second."""
+"""Steps of a walk between two checks of the time: a third of a second."""
 
 
 class Limits(NamedTuple):
-    """What a stage may be.
+    """Limits of a stage.
 
     Args:
-        bound_s: loads must be below.
+        bound_s: loads must be below this.
         limit_bytes: memory of a device.
         compute_s, memory_bytes: of every block.
         cut_s: transfers across the border of every downset.
@@ -87,13 +87,13 @@ class Limits(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Where a walk is.
+    """State of a walk.
 
     Args:
         path: by depth: downset, next arc and block; shape [3, depths].
         sums: by depth: compute with fixed transfers, transfers that may end, bytes.
-        inside: users of every value in the stage; 0 between walks.
-        fresh: of every value, whether none of its users is before the stage.
+        inside: number of users of every value in the stage; 0 between walks.
+        fresh: whether a value has no user before the stage.
     """
 
     path: Integers
@@ -103,7 +103,7 @@ class Walk(NamedTuple):
 
 
 class Decider:
-    """Answers for one model and any bound."""
+    """Decides for one model and any bound."""
 
     def __init__(self, model: LoadModel, devices: int, lattice: Lattice) -> None:
         self._model = model
@@ -114,10 +114,10 @@ class Decider:
         _measure(lattice, model.compute_s, model.moves, self._work_s, self._cut_s)
 
     def below(self, bound_s: float, expired: Callable[[], bool]) -> Stages | None:
-        """Some partition whose stages are all below a bound, or None if there is none.
+        """A partition whose loads are all below a bound, or None if there is none.
 
         Raises:
-            TimeoutError: time was up before this was known.
+            TimeoutError: time was up before this was decided.
         """
         model, lattice = self._model, self._lattice
         fewest = np.full(len(lattice.sets), NEVER, dtype=np.int64)
@@ -157,8 +157,8 @@ class Decider:
     def _allowed(self, bound_s: float) -> Integers:
         """Most devices for each downset that leave enough for the rest.
 
-        The rest needs devices for its work, two if it is no stage by itself. Where more are needed
-        for the downset than are left, no walk need go on.
+        The rest needs devices for its work: at least two if it cannot be a single stage. No walk
+        goes on to a downset that needs more devices than this.
         """
         rest_s = self._work_s[-1] - self._work_s
         alone = np.where(rest_s + self._cut_s < bound_s, 1, 2)
@@ -170,7 +170,7 @@ class Decider:
 
 
 def _devices(work_s: Floats, bound_s: float) -> Integers:
-    """How many take some work at least."""
+    """Lower bound on the devices for some work."""
     return np.ceil(work_s / bound_s * (1 - TOLERANCE)).astype(np.int64)
 
 
@@ -184,7 +184,7 @@ def _add(
     depth: int,
     block: int,
 ) -> None:
-    """The sums of a depth: those of the one before, and what a block that comes in adds."""
+    """Set the sums of a depth: those of the depth before, plus the added block."""
     sums[depth, 0] = sums[depth - 1, 0] + limits.compute_s[block]
     sums[depth, 1] = sums[depth - 1, 1]
     sums[depth, 2] = sums[depth - 1, 2] + limits.memory_bytes[block]
@@ -213,7 +213,7 @@ def _walk(
     start: int,
     walk: Walk,
 ) -> int:
-    """Note all stages that start at a downset; returns the steps it took."""
+    """Record all stages that start at a downset; returns the number of steps."""
     _, larger_at, larger, added = lattice
     at, arc, blocks = walk.path[0], walk.path[1], walk.path[2]
     sums, count = walk.sums, walk.inside
@@ -248,10 +248,10 @@ def _walk(
 
 @compiled
 def _is_dominated(lattice: Lattice, limits: Limits, fewest: Integers, start: int) -> bool:
-    """Whether a downset with one block more is reached with as little, and no worse to go on from.
+    """Whether a downset with one block more needs no more devices, and is no worse to go on from.
 
-    Loads are submodular: a block without which the load of all that remains is no larger, adds to
-    every later stage that holds it, so the same stages without it are none the worse.
+    Loads are submodular: if removing a block does not raise the load of all remaining blocks, it
+    does not raise the load of any later stage.
     """
     for place in range(lattice.larger_at[start], lattice.larger_at[start + 1]):
         larger = lattice.larger[place]
@@ -272,16 +272,16 @@ def _reach(
     first: int,
     count: int,
 ) -> int:
-    """Walk from every downset that is reached, smaller ones first.
+    """Walk from every reached downset, smaller ones first.
 
     Args:
-        fewest: devices by downset; NEVER where there is no way.
+        fewest: devices by downset; NEVER if it cannot be reached.
         before: downset before the last stage.
         first: downset to begin with.
         count: steps after which to return.
 
     Returns:
-        The downset to go on with; the full one once all is done, or once that is reached.
+        The downset to go on with; the full one once it is reached or no other is left.
     """
     full, taken, fresh = len(lattice.sets) - 1, 0, walk.fresh
     for start in range(first, full):

@@ -1,18 +1,18 @@
 """Blocks, what they cost, and the values between them, as arrays.
 
 The stages of a pipeline are cut from the *stage graph*: the forward graph, with operators of one
-group contracted. An operator of the backward belongs to the block of its group. One whose group has
-no forward operator stands in the stage graph as a forward operator would that it is the backward
-of: its edges to other backward operators are mirrored. This is the rule of Tarnawski et al.,
-"Efficient algorithms for device placement of DNN graph operators", NeurIPS 2020.
+group contracted. An operator of the backward belongs to the block of its group. If the group has no
+forward operator, the backward operator takes the place of one: its edges to other backward
+operators are reversed. This is the rule of Tarnawski et al., "Efficient algorithms for device
+placement of DNN graph operators", NeurIPS 2020.
 
-Two rules remove blocks that take neither time nor memory that could matter, and keep the optimum:
+Two rules remove blocks without time and without relevant memory, and keep the optimum:
 
-- if all that such a block feeds or reads from is one block ``m``, and ``m`` shares each of its
-  values, some best partition has it in the stage of ``m``: moving it there adds nothing and may end
-  a transfer;
-- if it has no predecessors (or no successors), and moving its values takes no time, it may as well
-  stand in the first (last) stage.
+- If such a block feeds, or reads from, only one block ``m``, and ``m`` uses each of its values, an
+  optimal partition has it in the stage of ``m``: moving it there adds no load and may remove a
+  transfer.
+- If it has no predecessors (successors), and its values take no time to transfer, it may be put
+  into the first (last) stage.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pipectl.planner.graph.imported import stage_edges
 from pipectl.profile import Profile
 
 TOLERANCE = 1e-11
-"""Loads that differ relatively by less count as equal: that much may be lost in sums."""
+"""Loads whose relative difference is smaller count as equal: sums round by about as much."""
 
 
 @dataclass(frozen=True)
 class BalanceRequest:
-    """The devices to share a graph among.
+    """The devices to partition a graph for.
 
     Args:
         devices: at most, one per stage.
         memory_limit_bytes: of a device; None for no limit.
-        bandwidth_bytes_per_s: of a link, for values without a ``transfer_s`` of their own, which
-            cross it once on their way and once as a gradient; None if moving them costs nothing.
+        bandwidth_bytes_per_s: of a link, for values without ``transfer_s``, each of which crosses
+            it twice: as activation and as gradient; None if these transfers are free.
         communication_scale: factor of every ``transfer_s``.
     """
 
@@ -53,11 +53,11 @@ class BalanceRequest:
 
 @dataclass(frozen=True)
 class BalancedStage:
-    """One stage of the answer.
+    """One stage of the result.
 
     Args:
         nodes: ids of its operators, in the profile's order.
-        load_s: its compute and its transfers.
+        load_s: compute and transfers.
     """
 
     nodes: tuple[str, ...]
@@ -66,13 +66,13 @@ class BalancedStage:
 
 @dataclass(frozen=True)
 class Balance:
-    """Stages with the smallest largest load that was found.
+    """The best partition found.
 
     Args:
         value_s: largest load of a stage.
-        lower_bound_s: no admissible partition is below it.
+        lower_bound_s: lower bound on this for every admissible partition.
         stages: in the order of the pipeline; none is empty.
-        downsets: of the graph that were looked at, at most.
+        downsets: upper bound on the number of downsets searched.
     """
 
     value_s: float
@@ -82,12 +82,12 @@ class Balance:
 
     @property
     def exact(self) -> bool:
-        """Whether the value is proven to be the smallest."""
+        """Whether the value is proven optimal."""
         return self.lower_bound_s >= self.value_s * (1 - TOLERANCE)
 
     @property
     def gap(self) -> float:
-        """How far the value may be above the smallest one, relative to the bound."""
+        """How far the value may be above the optimum, relative to the bound."""
         return self.value_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
 
 
@@ -96,7 +96,7 @@ Stages = tuple[tuple[int, ...], ...]
 
 
 class Moves(NamedTuple):
-    """Values that several blocks use, for kernels.
+    """Values that several blocks use, as arrays for kernels.
 
     Args:
         transfer_s: of every value.
@@ -112,22 +112,22 @@ class Moves(NamedTuple):
 
 
 def packed(lists: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
-    """Where each list begins in all of them together, and these."""
+    """The start of each list in their concatenation, and the concatenation."""
     starts = np.cumsum([0, *map(len, lists)], dtype=np.int64)
     return starts, np.array([item for items in lists for item in items], dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class LoadModel:
-    """What a stage of given blocks costs.
+    """Costs of stages, as sets of blocks.
 
     A value crosses a stage's border if some, but not all, of the blocks that make or read it are
     in the stage.
 
     Args:
         operators: indices of every block's operators; the blocks stand in a topological order.
-        first, last: further operators, which cost nothing, of the first and of the last stage.
-        compute_s, memory_bytes: of every block; no memory counts if there is enough for all.
+        first, last: removed operators, which cost nothing, of the first and of the last stage.
+        compute_s, memory_bytes: of every block; memory is 0 if there is enough for all blocks.
         moves: the values that several blocks use.
         neighbours: predecessors and successors of every block.
         limit_bytes: memory of a device; infinite if there is no limit.
@@ -146,7 +146,7 @@ class LoadModel:
         return len(self.compute_s)
 
     def load_s(self, blocks: Sequence[int]) -> float:
-        """Load of a stage: compute, and the transfer of what crosses its border."""
+        """Load of a stage: compute, and transfers of values that cross its border."""
         inside = np.zeros(len(self), dtype=np.int64)
         inside[list(blocks)] = 1
         load_s = float(self.compute_s[list(blocks)].sum())
@@ -162,7 +162,7 @@ class LoadModel:
         return max(map(self.load_s, stages))
 
     def orders(self) -> list[list[int]]:
-        """Topological orders of the blocks, their own one first, built from either end."""
+        """Topological orders of the blocks, built from either end; their own order is first."""
         last = len(self) - 1
         before, after = self.neighbours
         mirrored = [
@@ -223,7 +223,6 @@ def load_model(profile: Profile, request: BalanceRequest) -> LoadModel:
 
 
 def _free(graph: BlockGraph, costs: tuple[Sequence[float], Sequence[float]]) -> list[bool]:
-    """Whether each block costs nothing."""
     return [
         not any(column[number] for column in costs for number in block.operators)
         for block in graph.blocks
@@ -237,9 +236,9 @@ def _sums(numbers: Sequence[Sequence[int]], costs: Sequence[float]) -> Floats:
 def _values(
     graph: BlockGraph, edges: Sequence[tuple[int, int]], transfers: Sequence[float]
 ) -> tuple[list[list[int]], list[float]]:
-    """The blocks of every value that several use and that takes time, and that time.
+    """Blocks and transfer time of every value that several blocks use and that takes time.
 
-    Values of the same blocks cross the same borders: they are one.
+    Values of the same blocks cross the same borders, so they are merged.
     """
     home = graph.block_of
     blocks: dict[int, set[int]] = {}
@@ -254,7 +253,7 @@ def _values(
 
 
 def _joined(free: Sequence[bool], graph: BlockGraph, values: Sequence[Sequence[int]]) -> list[int]:
-    """For every block the one whose stage it shares by the first rule; itself if it has none."""
+    """For every block, the block whose stage it joins by the first rule; itself if none."""
     near = zip(graph.predecessors, graph.successors, strict=True)
     neighbours = [set(bits(before | after)) for before, after in near]
     owned: list[list[set[int]]] = [[] for _ in free]
@@ -284,7 +283,7 @@ def _joined(free: Sequence[bool], graph: BlockGraph, values: Sequence[Sequence[i
 def _loose(
     free: Sequence[bool], graph: BlockGraph, values: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[int]]:
-    """The blocks that may stand in the first stage, and in the last, by the second rule."""
+    """The blocks that the second rule puts into the first stage, and into the last."""
     moving = {block for users in values for block in users}
     still = [block for block, ok in enumerate(free) if ok and block not in moving]
     before, after = graph.predecessors, graph.successors

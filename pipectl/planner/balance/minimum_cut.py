@@ -5,10 +5,10 @@ crossing values are a submodular function of the set::
 
     block ──compute──► sink      blocks of a value ──∞──► in ──transfer──► out ──∞──► all of them
 
-A cut pays the compute of a block on the source's side, and a value's transfer if the source's side
-has some, but not all of its blocks. That the set is convex, or fits into memory, is not asked, so
-the bound holds with and without. Where transfers weigh more than compute it often equals the
-optimum. The minimum cut is a maximum flow (Dinic); arcs come in pairs, there and back.
+A cut pays the compute of each block on the source's side, and the transfer of each value that has
+some but not all of its blocks there. The set need not be convex, nor fit into memory, so the bound
+holds with and without these constraints. If transfers outweigh compute, it often equals the
+optimum. The minimum cut is computed as a maximum flow (Dinic); arcs come in pairs, there and back.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Network(NamedTuple):
     Args:
         head_at, arcs: the arcs that leave node n are ``arcs[head_at[n]:head_at[n + 1]]``.
         target: of every arc; arc ``2i + 1`` is arc ``2i`` back.
-        room: what is left of every arc's capacity.
-        least: room up to this counts as used up.
+        room: residual capacity of every arc.
+        least: residual capacity up to this counts as zero.
     """
 
     head_at: Integers
@@ -41,10 +41,10 @@ class Network(NamedTuple):
 
 
 def stage_bound_s(model: LoadModel, enough_s: float, expired: Callable[[], bool]) -> float:
-    """Seconds that the largest load of any partition is not below.
+    """Lower bound on the largest load of any partition, in seconds.
 
-    Blocks that alone would be a large stage come first; the search ends with those that alone are
-    below what was found, once ``enough_s`` is reached, or when time is up.
+    Tries blocks in descending order of the load of a stage of this block alone, until this load is
+    at most the bound so far, the bound is at least ``enough_s``, or time is up.
     """
     alone, moves = model.compute_s.copy(), model.moves
     transfers = np.repeat(moves.transfer_s, np.diff(moves.users_at))
@@ -87,7 +87,7 @@ def _network(model: LoadModel) -> Network:
 
 @compiled
 def _levels(network: Network, source: int, level: Integers, queue: Integers) -> None:
-    """Distance of every node from the source along arcs with room; -1 where there is no way."""
+    """Distance of every node from the source along arcs with room; -1 if there is no path."""
     for node in range(len(level)):
         level[node] = -1
     level[source] = 0
@@ -107,7 +107,7 @@ def _levels(network: Network, source: int, level: Integers, queue: Integers) -> 
 
 @compiled
 def _send(network: Network, path: Integers, depth: int) -> tuple[float, int]:
-    """Send what a way of so many arcs has room for; also the place of the first arc it uses up."""
+    """Saturate a path of ``depth`` arcs; returns the flow and the place of the first full arc."""
     amount = np.inf
     for step in range(depth):
         amount = min(amount, network.room[path[step]])
@@ -124,7 +124,7 @@ def _send(network: Network, path: Integers, depth: int) -> tuple[float, int]:
 def _blocking_flow(
     network: Network, source: int, sink: int, level: Integers, following: Integers, path: Integers
 ) -> float:
-    """Send along shortest ways until none is left."""
+    """Send flow along shortest paths until there is none; returns the flow sent."""
     for node in range(len(following)):
         following[node] = network.head_at[node]
     sent = 0.0
@@ -154,10 +154,10 @@ def _blocking_flow(
 
 @compiled
 def _maximum_flow(network: Network, source: int, sink: int, notes: Integers) -> float:
-    """The flow from source to sink; the network's room is what is left afterwards.
+    """The maximum flow from source to sink; leaves the residual capacities in ``network``.
 
     Args:
-        notes: room for four numbers of every node.
+        notes: scratch space, four numbers per node.
     """
     nodes = len(network.head_at) - 1
     level, queue, following, path = notes[0], notes[1], notes[2], notes[3]

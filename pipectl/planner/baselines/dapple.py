@@ -1,17 +1,17 @@
 """DAPPLE's planner: synchronous latency by a closed formula, three ways to place every stage.
 
-States are those of PipeDream. What is planned so far is completed by one stage on all devices that
-are left, and the programme keeps, for every state and occupation of the machines, the plan whose
-completion has the least latency; every further stage may be placed fresh, append or scatter first.
+States are those of PipeDream. A partial plan is completed by one stage on all free devices; for
+every state and occupation of the machines, the dynamic programme keeps the partial plan whose
+completion has the least latency. Every further stage may be placed fresh, append or scatter first.
 
     latency = slowest stage x (M - 1) + one micro-batch on one device
-              + messages of one micro-batch + what of the reductions later stages do not hide
+              + messages of one micro-batch + reductions that later stages do not hide
 
-M micro-batches; stages and messages of one micro-batch, stages divided by their replicas. The
-second term takes fill and drain without replicas, as the released planner does. Memory is not
-considered. Source: Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large
-Models", PPoPP 2021, section 4 (planner), and the behaviour of the planner released with it, of
-which replication of the whole pipeline is left out.
+M is the number of micro-batches; times of stages and messages are of one micro-batch, those of
+stages divided by their replicas. The second term takes fill and drain without replicas, as the
+released planner does. Memory is not considered. Source: Fan et al., "DAPPLE: A Pipelined Data
+Parallel Approach for Training Large Models", PPoPP 2021, section 4 (planner), and the behaviour of
+the planner released with it, without its replication of the whole pipeline.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from pipectl.profile import Profile
 
 NAME = "dapple"
 MAX_STATES = 32
-"""Of more states, so many that share the work evenly are used."""
+"""If there are more states, this many are used, which divide the work evenly."""
 LARGE_BYTES = 1e6
-"""Messages and reductions of this size say what a byte takes."""
+"""Size of the messages and reductions that give the time per byte."""
 
 Take = Callable[[Sequence[list[int]], Sequence[int], int], list[int]]
-"""(free ranks of every machine, sizes of the machines, replicas) to ranks, which are taken out."""
+"""(free ranks of every machine, sizes of the machines, replicas) to ranks, no longer free."""
 
 
 def fresh_first(free: Sequence[list[int]], sizes: Sequence[int], count: int) -> list[int]:
@@ -73,7 +73,7 @@ PLACEMENTS: dict[str, Take] = {
     "fresh": fresh_first,
     "scatter": scatter_first,
 }
-"""DAPPLE's placement policies: which devices a stage takes, given what earlier stages took.
+"""DAPPLE's placement policies: the devices that a stage takes after earlier stages.
 
 Two machines of four devices, stages of 2, 2, 3 and 1 replicas (digits are stages)::
 
@@ -87,13 +87,13 @@ Source: Fan et al., "DAPPLE", PPoPP 2021, section on device placement.
 
 @dataclass(frozen=True)
 class _Sums:
-    """What the formula keeps of the stages so far.
+    """The terms of the formula for the stages so far.
 
     Args:
         slowest_s: largest stage.
         done_s: one micro-batch through all stages, which hides later stages' reductions.
         messages_s: one micro-batch over all borders.
-        exposed_s: what of the reductions nothing hides.
+        exposed_s: reductions that nothing hides.
     """
 
     slowest_s: float = 0.0
@@ -102,7 +102,7 @@ class _Sums:
     exposed_s: float = 0.0
 
     def with_stage(self, stage_s: float, message_s: float, reduce_s: float) -> _Sums:
-        """With one stage more and the border in front of it."""
+        """The terms with one more stage and the border before it."""
         return _Sums(
             max(self.slowest_s, stage_s),
             self.done_s + stage_s,
@@ -118,11 +118,11 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _Partial:
-    """Stages so far.
+    """A partial plan.
 
     Args:
         free: unused ranks of every machine.
-        latency_s: completed by one stage on what is free.
+        latency_s: if completed by one stage on the free ranks.
     """
 
     cuts: tuple[int, ...]
@@ -156,7 +156,7 @@ class _Planner:
         best = self._completed(start)
         kept: dict[int, dict[tuple[int, ...], _Partial]] = {0: {(): start}}
         last = len(self.states) - 1
-        inner = list(range(1, last))  # states between nothing and everything to cut at
+        inner = list(range(1, last))  # states to cut at, without the empty and the full one
         if last > MAX_STATES:
             times = self._prefixes.time_s
             targets = np.linspace(0, times[-1], MAX_STATES + 1)[1:-1]
@@ -177,9 +177,9 @@ class _Planner:
         return PolicyPlan(self.states, best.cuts, best.ranks, best.latency_s)
 
     def _longer(self, partial: _Partial, after: int, best_s: float) -> Iterator[_Partial]:
-        """One stage more, on every number of replicas that leaves a device, placed in each way.
+        """All plans with one more stage, for all placements and replica counts that leave a device.
 
-        What takes ``best_s`` before it is complete is left out.
+        Partial plans that already take ``best_s`` are left out.
         """
         seen = set()
         for count in range(1, sum(map(len, partial.free))):
@@ -209,7 +209,7 @@ class _Planner:
         return _Partial(longer.cuts, longer.ranks, free, sums, latency_s)
 
     def _completed(self, partial: _Partial) -> _Partial:
-        """With everything left as one stage on the free ranks."""
+        """The plan completed by one stage on the free ranks."""
         last = len(self.states) - 1
         rest = tuple(rank for inside in partial.free for rank in inside)
         sums = self._with_stage(partial, last, rest)

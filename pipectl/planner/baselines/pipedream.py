@@ -1,11 +1,11 @@
 """PipeDream's planner: the least time per micro-batch in the steady state, with replicas.
 
-A stage of time T and parameters W on m devices takes (T + 4 (m - 1) W / (B m)) / m a micro-batch, a
-message of a bytes to a stage on m devices 2 a / (B m). The dynamic programme minimises the largest
-of these over prefixes of the state sequence and devices; on a hierarchy it is solved level by
-level, the stages of one level being what a machine of the level below achieves. Fill and drain of
-the pipeline do not count. Many plans tie; the first found in ascending order of cuts and replicas
-is taken. The antichain line of work solves the same without replicas, on one level.
+With bandwidth B, a stage of time T and parameters W on m devices takes
+(T + 4 (m - 1) W / (B m)) / m per micro-batch, and a message of a bytes to it 2 a / (B m). The
+dynamic programme minimises the largest of these over prefixes of the state sequence and devices.
+On a hierarchy it is solved level by level; a device of one level is a solved group of the level below.
+Fill and drain of the pipeline do not count. Many plans tie; the first in ascending order of cuts
+and replicas is taken. The papers on antichains solve the same without replicas, on one level.
 
 States are augmented antichains in topological order. An antichain is a set of operators none of
 which depends on another; with the earlier operators whose values are still needed it is
@@ -32,11 +32,11 @@ from pipectl.planner.partition.layout import consecutive
 from pipectl.profile import Profile
 
 MAX_STATES = 1500
-"""With more antichains, the prefixes of one topological order are taken."""
+"""If there are more antichains, the prefixes of one topological order are taken."""
 
 
 def antichain_states(profile: Profile) -> CutSpace:
-    """Nothing, then every state of the sequence; the last one is everything."""
+    """The empty state, then every state of the sequence; the last one is the whole graph."""
     graph = condense(profile)
     downsets = [0, *_sequence(graph)] if profile.edge_indices else None
     if not downsets or len(downsets) > MAX_STATES or downsets[-1] != graph.everything:
@@ -45,7 +45,7 @@ def antichain_states(profile: Profile) -> CutSpace:
 
 
 def _sequence(graph: BlockGraph) -> list[int]:
-    """Downsets in the order in which a depth-first search leaves them, reversed."""
+    """Downsets in reverse postorder of a depth-first search."""
     source = next(b for b, before in enumerate(graph.predecessors) if not before)
     start: tuple[int, ...] = (source,)
     following: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
@@ -113,10 +113,9 @@ class _Level:
     """One level of the hierarchy, solved.
 
     Args:
-        best_s: shape (devices, starts, states); of the stages between two states. The outermost
-            level starts at nothing only.
-        split, tail: where the last stage begins and how many devices it has; -1 if there is one
-            stage on all devices.
+        best_s: of the stages between two states; shape (devices, starts, states). The outermost
+            level starts only at the empty state.
+        split, tail: start and devices of the last stage; -1 if there is one stage on all devices.
     """
 
     best_s: Floats
@@ -125,7 +124,7 @@ class _Level:
 
 
 def plan(profile: Profile, links: Links, work: Work) -> PolicyPlan:
-    """The plan for the cluster's nodes, their bandwidths taken from messages of one megabyte."""
+    """The plan for the cluster's nodes, with the bandwidths of messages of one megabyte."""
     machines = max(links.node_of_rank) + 1
     within = len(links.node_of_rank) // machines
     bandwidths = [bandwidth(links, 0, 1)] if within > 1 else []
@@ -153,7 +152,7 @@ def solved(
     Args:
         counts: devices in the innermost group, groups in the next, and so on.
         bandwidths: bytes per second of each level.
-        straight: whether no stage has more than one replica.
+        straight: whether every stage has one replica.
     """
     states = antichain_states(profile)
     prefixes = Prefixes.of(profile, states, work.micro_batch_size)
@@ -214,7 +213,7 @@ def _join(
     head: Floats,
     single: Floats,
 ) -> None:
-    """Try every state between head and last stage, for all pairs of ends at once."""
+    """Try every state as the start of the last stage, for all pairs of ends at once."""
     for end in range(len(single)):
         values = np.maximum(head, single[:, end][None, :])
         where = values.argmin(axis=1)
@@ -243,7 +242,7 @@ def _stages(
 
 
 def straight_plan(profile: Profile, links: Links, work: Work) -> PolicyPlan:
-    """A straight pipeline on all devices, or on as many as there are states; links count once."""
+    """A pipeline without replicas on at most as many devices as states; links count once."""
     devices = len(links.node_of_rank)
     between = bandwidth(links, 0, devices - 1) if devices > 1 else 1.0
     for count in range(devices, 1, -1):

@@ -1,7 +1,7 @@
 """Plans with the stages, replicas and ranks that a planner of the literature chooses.
 
-Such a planner takes the micro-batch as given, and says nothing about the order of the work. Both
-are chosen here as for our own plans, by simulation, so that what differs is the planner's choice.
+Such a planner does not choose the micro-batch size or the order of the work. Both are chosen by
+simulation, as for our own plans, so that only the planner's choices differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipectl.profile import Profile
 _MICRO_BATCHES_PER_RANK = 4
 _CURE = "leave it to the planner, or use --planner pipectl"
 REPLICATING = {dapple.NAME: Replication.SPLIT, pipedream.NAME: Replication.WHOLE}
-"""Policies whose stages may have replicas, and what these share: samples, or micro-batches."""
+"""Policies whose stages may have replicas, which share samples or take whole micro-batches."""
 
 
 def policy_plans(
@@ -37,21 +37,21 @@ def policy_plans(
     *,
     planner: str | None = None,
 ) -> list[Plan]:
-    """The plans that fit with a policy's stages, fastest first, over micro-batch sizes and orders.
+    """Plans that fit, with a policy's stages, over micro-batch sizes and orders, fastest first.
 
     Args:
         name: of the policy.
-        planner: that the plans name, if not the policy.
-        expired: asked before every simulation; once it is true, what was found so far is returned.
+        planner: name of the planner in the plans; by default that of the policy.
+        expired: called before every simulation; once true, the plans so far are returned.
 
     Raises:
-        InfeasibleError: the policy cannot do what is asked, or does not fit: most of them do not
-            consider memory.
+        InfeasibleError: the policy cannot meet the request, or its plans do not fit: most policies
+            do not consider memory.
     """
     if request.schedule in OTHER_SCHEDULES:
         raise InfeasibleError(f"no feasible plan: {name} plans for gpipe and 1f1b only", cure=_CURE)
     choices = _choices(name, profile, cluster, request)
-    # These planners do not look at memory, so nothing recomputes unless all of it shall.
+    # These planners do not consider memory, so stages recompute only if all must.
     wanted = replace(request, recompute=bool(request.recompute), blocks=bool(request.blocks))
     problem = Problem(profile, cluster, wanted)
     plans = judge_choices(problem, choices, expired, planner=planner or name)
@@ -67,7 +67,7 @@ def policy_plans(
 def _choices(
     name: str, profile: Profile, cluster: Cluster, request: PlanRequest
 ) -> Iterator[Choice]:
-    """Every micro-batch size, schedule and warm-up; none in which a replica gets no sample."""
+    """Choices with every micro-batch size, schedule and warm-up in which replicas get samples."""
     replication = REPLICATING.get(name, Replication.WHOLE)
     for size in micro_batch_sizes(request, _MICRO_BATCHES_PER_RANK * cluster.ranks):
         chosen = _given(name, profile, cluster, request, size)
@@ -83,7 +83,7 @@ def _choices(
 def _given(
     name: str, profile: Profile, cluster: Cluster, request: PlanRequest, size: int
 ) -> PolicyPlan:
-    """What the policy chooses for a micro-batch size."""
+    """The policy's choice for a micro-batch size."""
     stages = request.fixed_stages
     if stages is not None and name not in REPLICATING:
         cluster = with_ranks(cluster, min(stages, cluster.ranks))

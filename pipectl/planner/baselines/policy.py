@@ -1,12 +1,12 @@
 """What the planners of the literature have in common here, and the simplest of them.
 
-These look at one figure, or at none, and cut contiguous blocks in graph order:
+These consider at most one cost, and cut contiguous blocks in graph order:
 
-- *uniform*: as many blocks in every stage as in any other;
-- *parameters*: the least largest sum of parameter bytes;
+- *uniform*: equally many blocks per stage;
+- *parameters*: the smallest largest sum of parameter bytes;
 - *hash*: as many blocks in a stage as names hash to it.
 
-They are what the antichain line of work compares itself with besides PipeDream.
+The papers on antichains compare with these and with PipeDream.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Work:
 
 @dataclass(frozen=True)
 class PolicyPlan:
-    """The stages a policy chose, and what its own objective says of them.
+    """The stages that a policy chose, and the value of its objective.
 
     Args:
         cuts: entries of ``states``, one more than stages.
-        ranks: of every stage, one a replica.
+        ranks: of every stage, one per replica.
         value_s: the policy's objective; not comparable with other policies'.
     """
 
@@ -70,12 +70,12 @@ Policy = Callable[[Profile, Links, Work], PolicyPlan]
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What states hold, for one micro-batch of a given size on one device.
+    """Sums over the blocks of each state, for one micro-batch on one device.
 
     Args:
-        time_s: forward and backward of all that is inside.
-        parameter_bytes: of all that is inside.
-        output_bytes: of what is read after the state.
+        time_s: forward and backward.
+        parameter_bytes: bytes of parameters.
+        output_bytes: values that are read after the state.
     """
 
     time_s: Floats
@@ -108,10 +108,10 @@ def chain_states(profile: Profile) -> CutSpace:
 
 
 def balanced(sums: Floats, count: int) -> tuple[tuple[int, ...], float]:
-    """Cuts of rising sums into ``count`` blocks, none empty, with the least largest block.
+    """Cuts into ``count`` parts, none empty, whose largest part is smallest.
 
     Args:
-        sums: shape (blocks + 1); what lies before every possible cut.
+        sums: ascending; sum before every possible cut; shape [blocks + 1].
     """
     size = len(sums)
     apart = np.where(np.arange(size)[:, None] < np.arange(size)[None, :], 0.0, np.inf)
@@ -136,7 +136,7 @@ def by_count(profile: Profile, links: Links, work: Work) -> PolicyPlan:
 
 
 def by_parameters(profile: Profile, links: Links, work: Work) -> PolicyPlan:
-    """Parameter bytes as even as can be; the objective is the most of a stage."""
+    """Parameter bytes as even as possible; the objective is the largest sum of a stage."""
     states, count = _states(profile, links)
     sums = Prefixes.of(profile, states, work.micro_batch_size).parameter_bytes
     cuts, largest = balanced(sums, count)
@@ -144,7 +144,7 @@ def by_parameters(profile: Profile, links: Links, work: Work) -> PolicyPlan:
 
 
 def by_hash(profile: Profile, links: Links, work: Work) -> PolicyPlan:
-    """As many blocks as names hash to each stage, at least one."""
+    """Per stage as many blocks as names hash to it, at least one."""
     states, count = _states(profile, links)
     names = [profile.operators[b.operators[0]].id for b in condense(profile).blocks]
     spare = len(names) - count
@@ -155,11 +155,11 @@ def by_hash(profile: Profile, links: Links, work: Work) -> PolicyPlan:
 
 
 def by_time(profile: Profile, links: Links, work: Work) -> PolicyPlan:
-    """Time as even as can be, as torchgpipe does; messages do not count.
+    """Times as even as possible, as in torchgpipe; messages do not count.
 
     Source: Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models",
     2020, section on automatic balancing, which cites Barany and Grinberg, "Block Partitions of
-    Sequences", 2015. Here the least largest sum is found exactly.
+    Sequences", 2015. Here the smallest largest sum is exact.
     """
     states, count = _states(profile, links)
     times = Prefixes.of(profile, states, work.micro_batch_size).time_s
@@ -168,7 +168,7 @@ def by_time(profile: Profile, links: Links, work: Work) -> PolicyPlan:
 
 
 def _states(profile: Profile, links: Links) -> tuple[CutSpace, int]:
-    """Where to cut, and the number of stages: one per device, if there are blocks enough."""
+    """The states to cut at, and the number of stages: one per device if there are enough blocks."""
     states = chain_states(profile)
     return states, min(len(links.node_of_rank), len(states) - 1)
 

@@ -1,15 +1,15 @@
 """The devices of a cluster by kind, the orders in which stages may use them, and placements.
 
-Along a chain of stages the programme must know how many devices of each kind are in use. A *tally*
-numbers these combinations. With two devices A and one B::
+Along a chain of stages, the dynamic programme must know how many devices of each kind are in use.
+A *tally* is the number of such a combination. With two devices A and one B::
 
     tally   0   1   2   3   4   5        next with A   0→1→3   2→4→5
     A used  0   1   0   2   1   2        next with B   0→2   1→4   3→5
     B used  0   0   1   0   1   1
 
-The number of tallies is the product of the numbers of devices, so for many devices of several
-kinds the order of the kinds is given instead, and a tally is a position in it. Among equal devices
-stages go to ranks in rising order, so neighbours stay close.
+The number of tallies is the product of the numbers of devices, each plus one. For many devices of
+several kinds, the order of the kinds is fixed instead, and a tally is a position in it. Among equal
+devices, stages go to ranks in ascending order, so that neighbours stay close.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipectl.cluster import Cluster
 
 @dataclass(frozen=True)
 class Mix:
-    """Tallies by rising number of stages.
+    """Tallies by ascending number of stages.
 
     Args:
         following: the tally after one more stage on each kind, -1 if there is none; shape
@@ -49,18 +49,18 @@ class Mix:
         return int(self.following.shape[1])
 
     def tallies(self, stages: int) -> Integers:
-        """Those with so many stages."""
+        """The tallies with ``stages`` stages."""
         return np.flatnonzero(self.used == stages)
 
     def up_to(self, stages: int) -> Mix:
-        """For at most so many stages."""
+        """The same mix for at most ``stages`` stages."""
         count = int((self.used <= stages).sum())
         kept = self.following[:count]
         return replace(self, following=np.where(kept < count, kept, -1), used=self.used[:count])
 
     @classmethod
     def free(cls, available: Sequence[int], most: int) -> Mix:
-        """Any order of so many devices of each kind, for at most ``most`` stages."""
+        """Any order of the available devices of each kind, for at most ``most`` stages."""
         ranges = [range(min(count, most) + 1) for count in available]
         counts = [used for used in product(*ranges) if sum(used) <= most]
         counts.sort(key=lambda used: (sum(used), [-count for count in used]))
@@ -80,7 +80,7 @@ class Mix:
 
     @classmethod
     def ordered(cls, sequence: Sequence[int], kinds: int) -> Mix:
-        """The kind of every position is given; tallies count from the end of the pipeline."""
+        """A fixed sequence of kinds; tallies count from the end of the pipeline."""
         sequence = sequence[::-1]
         following = np.full((len(sequence) + 1, kinds), -1, dtype=np.int64)
         following[np.arange(len(sequence)), list(sequence)] = np.arange(1, len(sequence) + 1)
@@ -97,7 +97,7 @@ def free_tallies(available: Sequence[int], most: int) -> int:
 
 
 MAX_STEPS = 5 * 10**8
-"""Of the dynamic programme with free choice of kinds; above, a few orders are tried."""
+"""Steps of the dynamic programme with a free choice of kinds; above, a few orders are tried."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Pool:
     """Devices of equal speed and memory.
 
     Args:
-        ranks: that have one, ascending.
+        ranks: of these devices, ascending.
     """
 
     speed: float
@@ -126,8 +126,8 @@ def pools(cluster: Cluster) -> tuple[Pool, ...]:
 def mixes(devices: Sequence[Pool], states: int, fewest: int, most: int) -> list[Mix]:
     """Ways for ``fewest`` to ``most`` stages to use the devices.
 
-    Every combination if the programme over so many states can afford it, or else the kinds in
-    the order of the ranks, the fastest first, and the fastest last.
+    Every combination if that takes at most ``MAX_STEPS``; otherwise the kinds in the order of the
+    ranks, fastest first, and fastest last.
     """
     available = [len(pool.ranks) for pool in devices]
     if len(devices) == 1:
@@ -145,7 +145,7 @@ def mixes(devices: Sequence[Pool], states: int, fewest: int, most: int) -> list[
 Placement = tuple[int, ...]
 """Rank of every stage."""
 _MAX_STAGES = 8
-"""More stages have too many placements to try them all."""
+"""Above, there are too many placements to try all."""
 
 
 def one_each(placement: Placement) -> tuple[tuple[int, ...], ...]:
@@ -171,13 +171,12 @@ def placements(cluster: Cluster, devices: Sequence[Pool], kinds: Sequence[int]) 
 
 
 def _in_turn(kinds: Sequence[int], ranks: Sequence[Sequence[int]]) -> Placement:
-    """Each stage gets the next rank of its kind."""
     left = [iter(members) for members in ranks]
     return tuple(next(left[kind]) for kind in kinds)
 
 
 def _spread(cluster: Cluster, pool: Pool, stages: int) -> Placement:
-    """Each stage in turn to the node that then has the fewest stages per core."""
+    """Assign each stage in turn to the node with the fewest stages per core."""
     members = groupby(pool.ranks, key=cluster.node_of_rank.__getitem__)
     ranks = {node: list(group) for node, group in members}
     held = dict.fromkeys(ranks, 0)
@@ -192,13 +191,13 @@ def _spread(cluster: Cluster, pool: Pool, stages: int) -> Placement:
 
 
 def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]:
-    """All placements that differ, or none if there are more than ``most``.
+    """All distinct placements; none if there are more than ``most``.
 
-    Ranks of a node are alike, and so are equal nodes.
+    Ranks of a node are interchangeable, and so are equal nodes.
     """
 
     alike: dict[object, list[int]] = {}
-    twins = []  # for every node the earlier ones that are just like it
+    twins = []  # per node, the earlier nodes equal to it
     for place, node in enumerate(cluster.nodes):
         device = node.device
         kind = node.ranks, node.cores, device.speed, device.memory_bytes, node.switch

@@ -1,7 +1,7 @@
 """What partitions into stages hold and send, at the profile's micro-batch size.
 
-A value that several operators save, send or receive is one storage and counts once, under the name
-of the value whose memory it is.
+Memory that several operators save, send or receive is one storage and counts once, under the name
+of the value that owns it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipectl.planner.costs.liveness import (
 from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead, StepMemory
 
 DEFAULT_BASELINE_BYTES = 240 * 2**20
-"""A process with Python, torch and MPI, where the profile does not say."""
+"""A process with Python, torch and MPI, if the profile has no measurement."""
 
 
 def baseline_bytes(profile: Profile) -> int:
@@ -37,7 +37,7 @@ def baseline_bytes(profile: Profile) -> int:
 class Values:
     """How many values enter a stage and leave it in one micro-batch.
 
-    Values without gradient (indices, masks) are not counted: they enter a stage as they are.
+    Values without gradients (indices, masks) do not count: they are passed on unchanged.
     """
 
     received: int = 0
@@ -46,7 +46,7 @@ class Values:
     gradients_sent: int = 0
 
     def overhead_s(self, stage: StageOverhead) -> tuple[float, float]:
-        """What forward and backward of the stage take besides its operators."""
+        """Seconds of forward and backward besides the operators."""
         forward_s = stage.forward_s + self.received * stage.received_s + self.sent * stage.sent_s
         received_s = self.gradients_received * stage.gradient_received_s
         sent_s = self.gradients_sent * stage.gradient_sent_s
@@ -58,15 +58,15 @@ class StageMemory:
     """Bytes of one stage at the profile's micro-batch size.
 
     Args:
-        saved: from forward to backward of one micro-batch, received and sent values included,
-            because a backward needs both.
-        levels: None where the profile does not say what operators allocate.
+        saved: from forward to backward of one micro-batch, with received and sent values, because
+            a backward needs both.
+        levels: None if the profile does not say what operators allocate.
         trained: parameters with a gradient by full name, in the optimizer's order.
-        owned: those of them that only one operator of the model uses.
-        accumulated: their gradients; a parameter that several operators use has one for each.
+        owned: trained parameters that only one operator of the model uses.
+        accumulated: gradients; a parameter that several operators use has one per use.
         buffers: buffers.
-        shared: of the parameters with several uses: themselves, their uses here, and the most
-            that the uses elsewhere of one of them take.
+        shared: for parameters with several uses: bytes of the parameters, of their uses in this
+            stage, and the most that the uses of one of them in other stages take.
     """
 
     saved: int
@@ -79,13 +79,13 @@ class StageMemory:
 
     @property
     def trained_bytes(self) -> int:
-        """Parameters that the optimizer has a state of."""
+        """Bytes of the trained parameters."""
         return sum(self.trained.values())
 
     def updated_bytes(self, replicas: int) -> int:
-        """Parameters that the replica with most of them updates, if they share them out.
+        """Most bytes of parameters that a replica updates, if replicas shard the optimizer.
 
-        Each is one replica's as a whole; those that several operators use, all update.
+        Each parameter belongs to one replica; all replicas update those with several uses.
         """
         load = [0] * replicas
         for name, owner in owners_of(self.owned, replicas).items():
@@ -93,10 +93,10 @@ class StageMemory:
         return self.trained_bytes - sum(self.owned.values()) + max(load)
 
     def peaks(self, scale: float, optimizer: OptimizerCost | None) -> StagePeaks | None:
-        """The most allocated at once, at ``scale`` times the profile's micro-batch size."""
+        """The peaks at ``scale`` times the profile's micro-batch size."""
         if self.levels is None:
             return None
-        # An update sums the gradients of uses, and then is the optimizer's step.
+        # An update sums the gradients of uses, then takes the optimizer's step.
         own, uses, elsewhere = self.shared
         memory = optimizer.step_memory if optimizer is not None else StepMemory()
         step = memory.peak_bytes(tuple(self.trained.values()))
@@ -110,7 +110,7 @@ class StageMemory:
 
 @dataclass
 class Crossing:
-    """What the routes of a partition say of one stage, to be filled in.
+    """What enters and leaves one stage of a partition, filled in route by route.
 
     Attributes:
         received, sent: bytes by storage.
@@ -124,7 +124,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a partition into stages needs, at the profile's micro-batch size.
+    """Memory and messages of a partition, at the profile's micro-batch size.
 
     Args:
         nodes: operator ids of every stage, in graph order.
@@ -146,17 +146,17 @@ class Footprint:
 
     @cached_property
     def received_bytes(self) -> tuple[int, ...]:
-        """Activations that enter every stage."""
+        """Bytes of the activations that enter each stage."""
         return tuple(sum(crossing.received.values()) for crossing in self.crossings)
 
     @property
     def saved_bytes(self) -> tuple[int, ...]:
-        """What every stage keeps of one micro-batch."""
+        """Bytes that each stage keeps per micro-batch."""
         return tuple(memory.saved for memory in self.memory)
 
 
 class Footprints:
-    """Footprints of partitions of one profile; equal stages are looked at once."""
+    """Footprints of partitions of one profile; equal stages are computed once."""
 
     def __init__(self, profile: Profile) -> None:
         operators = profile.operators
@@ -206,7 +206,7 @@ class Footprints:
         )
 
     def _routes(self, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Lane, int]]:
-        """Every message of a partition, with the operator whose value it is of."""
+        """Every message of a partition, with the operator that made its value."""
         stage_of = [0] * len(self._operators)
         for stage, inside in enumerate(stages):
             for index in inside:

@@ -1,9 +1,10 @@
 """What messages between stages, and sums of gradients over replicas, take on a cluster.
 
-The links are the simulator's (:mod:`pipectl.simulate.network`), taken for one border alone. Sender
-i of n holds samples [i/n, (i+1)/n) of a micro-batch, receivers likewise; what two of them have in
-common is one message. Messages on one link follow each other, those on different links travel at
-once. Pairs of groups of ranks whose messages take the same are of one *class*.
+The links are the simulator's (:mod:`pipectl.simulate.network`), without the traffic of other
+borders. Sender i of n holds samples [i/n, (i+1)/n) of a micro-batch, and so do receivers; the
+samples that a sender and a receiver share are one message. Messages on one link are sequential;
+messages on different links overlap. Pairs of groups of ranks with the same message times are of one
+*class*.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from pipectl.link import Link
 from pipectl.simulate.network import reduction_s, way_between, way_latency_s
 
 REFERENCE_BYTES = 2**20
-"""A message of this size says what a link takes per byte."""
+"""Size of the message that gives a link's time per byte."""
 Ranks = tuple[int, ...]
-"""Of the replicas of a stage."""
+"""Ranks of the replicas of a stage."""
 
 
 class Message(NamedTuple):
-    """What one micro-batch takes over one border.
+    """Time of one micro-batch over one border.
 
     Args:
-        hold_s: until the next micro-batch can follow.
-        late_s: from then to the arrival.
+        hold_s: time until the next micro-batch can follow.
+        late_s: time from then to the arrival.
     """
 
     hold_s: float
@@ -37,7 +38,7 @@ class Message(NamedTuple):
 
 
 class _Class(NamedTuple):
-    """The links of a border: each with the shares of a micro-batch that pass it one by one."""
+    """The links of a border, each with the shares of a micro-batch that pass it in sequence."""
 
     loads: frozenset[tuple[int, tuple[float, ...]]]
     late_s: float
@@ -70,11 +71,11 @@ class Links:
         return np.array([each.late_s for each in self._classes])
 
     def hold_s(self, sizes: Floats, last_share: float = 1.0) -> Floats:
-        """Time of full messages in which the busiest link takes no other; shape [classes, sizes].
+        """Time per full message in which the busiest link takes no other; shape [classes, sizes].
 
         Args:
-            last_share: size of the last micro-batch relative to the others, which is taken to need
-                its share of the time; full messages are less where it needs less than that.
+            last_share: size of the last micro-batch relative to the others. Its time is taken as
+                this share of a full message's, which is lowered if the last one needs less.
         """
         busy_s = np.zeros((len(self._classes), len(sizes)))
         for row, each in enumerate(self._classes):
@@ -90,17 +91,17 @@ class Links:
     def transfer_s(
         self, size_bytes: float, senders: Sequence[int], receivers: Sequence[int]
     ) -> Message:
-        """A value of one micro-batch, which lies in parts on the senders, to the receivers."""
+        """The message of one value of a micro-batch, which the senders hold in parts."""
         number = self.class_of(tuple(senders), tuple(receivers))
         held = self.hold_s(np.array([float(size_bytes)]))[number, 0]
         return Message(float(held), float(self.late_s()[number]))
 
     def reduce_s(self, size_bytes: float, ranks: Sequence[int]) -> float:
-        """The sum of gradients of ``size_bytes`` on each of the ranks, as it is simulated."""
+        """Simulated time of a sum of gradients, ``size_bytes`` on each rank."""
         return reduction_s(self.cluster, self.node_of_rank, ranks, size_bytes)
 
     def reduction_rate(self, ranks: Sequence[int]) -> tuple[float, float]:
-        """Seconds of a sum of nothing, and per byte."""
+        """(seconds of an empty sum, seconds per byte)."""
         none_s = self.reduce_s(0.0, ranks)
         return none_s, (self.reduce_s(REFERENCE_BYTES, ranks) - none_s) / REFERENCE_BYTES
 
@@ -124,7 +125,7 @@ class Links:
 
 
 def shares(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int, float]]:
-    """What each sender has for each receiver, as share of the micro-batch."""
+    """(sender, receiver, share of the micro-batch) of every message."""
     left, right = len(senders), len(receivers)
     sent = received = 0
     done = 0
@@ -147,16 +148,16 @@ def hold_s(link: Link, sizes: Floats) -> Floats:
 
 
 class RankGroups:
-    """Groups of ranks that hold a stage, by number, as arrays.
+    """Groups of ranks that share a stage, numbered, as arrays.
 
     Args:
-        limit_bytes: memory of any rank, besides its device's.
+        limit_bytes: memory limit of every rank, in addition to that of its device.
 
     Attributes:
         sizes: ranks of every group.
         slowness: of the slowest rank of every group, relative to the profile's device.
-        limits_bytes: of the rank of every group with the least memory.
-        after_s: what its quickest rank takes after each forward and backward.
+        limits_bytes: least limit of a rank of every group.
+        after_s: time of the quickest rank of every group after each forward and backward.
         on_nodes: ranks on every node; shape [groups, nodes].
     """
 
@@ -170,9 +171,9 @@ class RankGroups:
         self.on_nodes: Floats = np.zeros((0, 0))
 
     def number(self, layouts: Sequence[Sequence[Ranks]]) -> Integers:
-        """The groups of layouts with equally many stages; shape [layouts, stages]."""
+        """Group numbers of layouts with equally many stages; shape [layouts, stages]."""
         numbers, before = self._numbers, len(self._numbers)
-        rows = {  # layouts that differ in their cuts alone have the same object
+        rows = {  # layouts that differ only in their cuts share this object
             key: [numbers.setdefault(held, len(numbers)) for held in each]
             for key, each in {id(each): each for each in layouts}.items()
         }
@@ -185,7 +186,7 @@ class RankGroups:
         return np.array([rows[id(each)] for each in layouts], dtype=np.int64)
 
     def classes(self, senders: Integers, receivers: Integers) -> Integers:
-        """The classes of pairs of groups, those of the given pairs at least; shape [groups] * 2."""
+        """Classes of pairs of groups, valid for at least these pairs; shape [groups, groups]."""
         missing = self._classes[senders, receivers] < 0
         pairs = np.unique(np.stack([senders[missing], receivers[missing]], axis=1), axis=0)
         groups = list(self._numbers)
@@ -195,7 +196,7 @@ class RankGroups:
         return self._classes
 
     def reduce_s(self, groups: Integers, size_bytes: Floats) -> Floats:
-        """Sums of gradients; linear between none and the reference size."""
+        """Seconds of sums of gradients; linear through no bytes and the reference size."""
         if (self.sizes[groups] == 1).all():
             return np.zeros(groups.shape)
         known = list(self._numbers)
@@ -207,7 +208,6 @@ class RankGroups:
         return np.where(size_bytes > 0, sum_s, 0.0)
 
     def _describe(self) -> None:
-        """What is known of every group."""
         cluster, groups, limit = self._links.cluster, list(self._numbers), self._limit_bytes
         nodes, count = np.array(cluster.node_of_rank), len(cluster.nodes)
         rows = [[cluster.device(rank).rows for rank in held] for held in groups]

@@ -1,13 +1,13 @@
 """How much a stage allocates at once in a forward or backward, operator by operator.
 
 In the forward, a value lives until its last reader in the stage is done, as in the code a stage
-runs; what autograd saves, and what is sent, stays. The backward visits the operators in reverse
-order, as autograd does (by falling sequence number): a gradient lives from the first reader's
-backward to that of its producer, saved values until the backward of the last operator that saved
-them, and what was received or sent until the end.
+runs; values that autograd saves, and values that are sent, stay. The backward visits the operators
+in reverse order, as autograd does (by descending sequence number). A gradient lives from the first
+reader's backward to that of its producer, a saved value until the backward of the last operator
+that saved it, and a received or sent value until the end.
 
-Levels are counted above what the stage held when it began. Each is a pair (bytes that grow with
-the micro-batch, bytes that do not), so that they hold for any micro-batch size.
+Levels exclude memory held before the forward or backward begins. Each is a pair (bytes that grow
+with the micro-batch, bytes that do not), so levels hold for any micro-batch size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipectl.profile import Operator, OperatorMemory
 
 Level = tuple[int, int]
 _OUTSIDE = ""
-"""The storage of gradients that other stages sent: held by the message, not by the backward."""
+"""Storage of gradients that other stages sent: owned by the message, not by the backward."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Levels:
     """Highest levels of a stage.
 
     Args:
-        forward: what it received left out.
-        backward: with the parameters' gradients there before.
-        first_backward: without; they are made, and stay.
+        forward: without received values.
+        backward: if the parameters' gradients exist before.
+        first_backward: if it creates them.
     """
 
     forward: tuple[Level, ...]
@@ -44,10 +44,10 @@ class Borders:
     """What crosses the borders of one stage.
 
     Args:
-        stays: storages of what it received or sends: there until the end of the backward.
+        stays: storages of received and sent values, which live until the end of the backward.
         returning: values whose gradients come from other stages.
-        last_reader: for each value made in the stage, the index in it of its last reader there.
-        roots: operators whose backward begins without a gradient: the loss.
+        last_reader: for each value made in the stage, the index of its last reader in the stage.
+        roots: operators whose backward starts without an incoming gradient: the loss.
     """
 
     stays: frozenset[str]
@@ -62,9 +62,9 @@ def peak_bytes(levels: Iterable[Level], scale: float) -> int:
 
 
 def memory_of(operator: Operator) -> OperatorMemory:
-    """What an operator allocates; without temporaries where that was not measured.
+    """What an operator allocates.
 
-    Its value is then taken to lie in memory of its own.
+    If this was not measured: no temporaries, and its value in memory of its own.
     """
     if operator.memory is not None:
         return operator.memory
@@ -74,19 +74,19 @@ def memory_of(operator: Operator) -> OperatorMemory:
 
 
 def parameter_gradients(operator: Operator) -> list[tuple[str, int]]:
-    """(name, bytes) of the parameters whose gradient an operator's backward makes."""
+    """(name, bytes) of the parameters whose gradients an operator's backward computes."""
     names = {name for name, _ in operator.parameters}
     return [pair for pair in memory_of(operator).gradients if pair[0] in names]
 
 
 def trained_parameters(operator: Operator) -> list[tuple[str, int]]:
-    """(name, bytes) of its parameters that have a gradient, and so a state of the optimizer."""
+    """(name, bytes) of the parameters of an operator that are trained."""
     names = {name for name, _ in parameter_gradients(operator)}
     return [pair for pair in operator.parameters if pair[0] in names]
 
 
 def trained_bytes(operator: Operator) -> int:
-    """What these take."""
+    """Bytes of the parameters of an operator that are trained."""
     return sum(size for _, size in trained_parameters(operator))
 
 
@@ -107,7 +107,7 @@ def levels_of(operators: Sequence[Operator], borders: Borders) -> Levels:
 def _forward(
     operators: Sequence[Operator], memory: Sequence[OperatorMemory], borders: Borders
 ) -> list[Level]:
-    """The level in every operator."""
+    """The level of the forward at every operator."""
     live = _inputs(operators, memory, borders)
     level = sum(live.values())
     ends = _ends(operators, memory, borders)
@@ -126,7 +126,7 @@ def _forward(
 def _inputs(
     operators: Sequence[Operator], memory: Sequence[OperatorMemory], borders: Borders
 ) -> dict[str, int]:
-    """Tensors of the batch that some operator saves: nobody here makes or receives them."""
+    """Tensors of the batch that operators save, which the stage neither computes nor receives."""
     known = borders.stays | {own.storage for own in memory}
     return {
         name: size
@@ -139,7 +139,7 @@ def _inputs(
 def _ends(
     operators: Sequence[Operator], memory: Sequence[OperatorMemory], borders: Borders
 ) -> dict[int, set[str]]:
-    """Storages by the operator after which no value in them is read."""
+    """Storages by the operator after which none of their values is read."""
     last: dict[str, int] = {}
     for index, (operator, own) in enumerate(zip(operators, memory, strict=True)):
         used = max(index, borders.last_reader.get(operator.id, index))
@@ -154,7 +154,7 @@ class _Backward:
     """The backward of a stage up to some operator.
 
     Attributes:
-        later, first: levels with and without gradients of parameters from before.
+        later, first: levels with and without existing gradients of parameters.
     """
 
     def __init__(self, operators: Sequence[Operator], borders: Borders) -> None:
@@ -184,7 +184,7 @@ class _Backward:
         self._release(operator)
 
     def _give(self, new: str, name: str, size: int, got: Sequence[str]) -> None:
-        """The gradient of one use of a value: its first, or added to those before."""
+        """Store the gradient of one use of a value, or add it to those of earlier uses."""
         storage = got[-1] if got and not size else new
         before = self._gradients.setdefault(name, [])
         if not before or name in self._tuples:
@@ -208,7 +208,7 @@ class _Backward:
             self._level -= self._sizes.pop(storage)
 
     def _release(self, operator: Operator) -> None:
-        """Drop saved values that no operator before saves."""
+        """Drop saved values that no earlier operator saves."""
         for name, size in operator.saved:
             self._savers[name] -= 1
             if not self._savers[name] and name not in self._borders.stays:
@@ -220,12 +220,12 @@ class _Backward:
 
 
 def _is_own(operator: Operator, name: str) -> bool:
-    """Whether a saved value is one that the operator made for its backward alone."""
+    """Whether the operator made a saved value only for its backward."""
     return name.startswith(f"{operator.id}:")
 
 
 def _highest(levels: Sequence[Level]) -> tuple[Level, ...]:
-    """Those that are highest at some micro-batch size: none is above them in both parts."""
+    """The levels that are highest at some micro-batch size: none exceeds them in both parts."""
     highest: list[Level] = []
     for level in sorted(set(levels), reverse=True):
         if not highest or level[1] > highest[-1][1]:

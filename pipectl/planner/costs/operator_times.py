@@ -1,7 +1,7 @@
 """What operators take at a micro-batch size.
 
-Times come from the sizes that were measured: between two sizes and beyond the outermost two they
-are affine in the size (a fixed cost and a cost per sample); with one measured size, proportional.
+Times are interpolated between measured sizes, and extrapolated from the outermost two: a fixed
+cost and a cost per sample. If only one size was measured, times are proportional to the size.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Pairs = list[tuple[float, float]]
 class Times:
     """Times of every operator, in a stage with much data and in one that stays in the cache.
 
-    None is longer in the cache: where a measurement says so, it is noise, and bounds rest on it.
+    Cached times are never longer than uncached times: bounds need this, and noise may violate it.
     """
 
     uncached: Pairs
     cached: Pairs
 
     def of(self, index: int, share: float) -> tuple[float, float]:
-        """Times of one operator, ``share`` of the way from cached to uncached."""
+        """(forward, backward) of one operator; ``share`` is 0 for cached, 1 for uncached."""
         (slow_f, slow_b), (fast_f, fast_b) = self.uncached[index], self.cached[index]
         return fast_f + (slow_f - fast_f) * share, fast_b + (slow_b - fast_b) * share
 
@@ -72,7 +72,7 @@ def _pairs(times: Floats) -> Pairs:
 
 
 class _Points:
-    """Times of operators at some sizes each, grouped by these."""
+    """Measured times of operators, grouped by the sizes that were measured."""
 
     def __init__(self, points: Sequence[Mapping[int, tuple[float, float]]]) -> None:
         self._count = len(points)
@@ -98,12 +98,12 @@ class _Points:
 def _interpolate(sizes: Sequence[int], times: Floats, size: int) -> Floats:
     """Times at ``size`` from times at other sizes.
 
-    Noise can tilt the line through two points. Below the smallest size a time is therefore kept
-    between proportional and constant, above the largest it does not fall.
+    Noise can tilt the line through two points. So below the smallest size, times are kept between
+    proportional and constant; above the largest, they do not fall.
 
     Args:
         sizes: ascending.
-        times: by size first.
+        times: shape [sizes, ...].
     """
     first: Floats = times[0]
     last: Floats = times[-1]

@@ -1,8 +1,8 @@
 """What stages and messages cost at a micro-batch size.
 
-Bytes are proportional to the size, except parameters. A stage takes what its operators take, which
-depends on whether its data stays in the cache, and an overhead of its own. What the two halves of a
-split backward take is assumed, since no profile says.
+Bytes are proportional to the size, except parameters. The time of a stage is the sum of its
+operators' times, which depend on whether its data stays in the cache, and an overhead. The times of
+the two halves of a split backward are assumptions, because profiles do not have them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def stage_costs(
     Args:
         times: of the operators at the micro-batch size.
         scale: micro-batch size over the profile's.
-        profile: for what optimizer and stages cost.
+        profile: has the costs of the optimizer and of stages.
     """
     costs, optimizer = [], profile.optimizer_cost
     for index, members in enumerate(parts.members):
@@ -54,7 +54,7 @@ def stage_costs(
 def stage_times(
     parts: Footprint, index: int, times: Times, scale: float, overhead: StageOverhead
 ) -> tuple[float, float]:
-    """Forward and backward of a stage; a stage without any gradient has no backward."""
+    """Forward and backward of a stage in seconds; without gradients there is no backward."""
     share = overhead.uncached(working_set_bytes(parts, index, scale))
     forward_s, backward_s = times.total(parts.members[index], share)
     more_forward_s, more_backward_s = parts.values[index].overhead_s(overhead)
@@ -62,7 +62,7 @@ def stage_times(
 
 
 def working_set_bytes(parts: Footprint, index: int, scale: float) -> float:
-    """What a stage touches in a forward and backward: parameters, gradients, saved values."""
+    """Bytes that a forward and backward touch: parameters, gradients, saved values."""
     return 2 * parts.parameter_bytes[index] + parts.memory[index].saved * scale
 
 
@@ -78,8 +78,8 @@ SPLIT = {
     *("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d"),
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 }
-"""Operators whose backward ranks split; all others make the gradients of parameters in the first
-half. Ids in captured graphs begin so."""
+"""Operators whose backward is split: their ids in captured graphs, without the number at the end.
+All others compute the gradients of their parameters in the first half."""
 ASSUMED = (
     "backwards are split: gradients of parameters are taken as half of the backward of operators "
     "that multiply by them, which then keep what they save and the gradient of their output"
@@ -87,7 +87,7 @@ ASSUMED = (
 
 
 def with_halves(plan: Plan, profile: Profile) -> Plan:
-    """With the cost of both halves of each stage, if the plan's schedule splits backwards."""
+    """A plan with the costs of both halves of backwards, if its schedule splits them."""
     if not splits_backwards(plan):
         return plan
     scale = plan.micro_batch_size / profile.micro_batch_size
@@ -117,6 +117,6 @@ def _halved(stage: Stage, profile: Profile, scale: float) -> StageCost:
 
 
 def _deferred_bytes(weighing: list[Operator]) -> int:
-    """Kept between the halves: a value that several operators read counts once."""
+    """Bytes kept between the halves; a value that several operators read counts once."""
     inputs = dict(pair for operator in weighing for pair in operator.saved)
     return sum(inputs.values()) + sum(operator.gradient_bytes for operator in weighing)

@@ -1,9 +1,9 @@
 """What stages cost, as sums over the downsets that they begin and end at.
 
 A stage from one downset to another costs the difference of their sums. A name that several blocks
-use (a shared parameter, a saved value) counts where it is first used; what enters a stage is taken
-to be all that crosses the downset it begins at. So figures are exact for chains, and nearly so
-where values skip stages.
+use (a shared parameter, a saved value) counts at its first use. All values that cross the downset
+at which a stage begins are taken to enter it. So figures are exact for chains, and approximate if
+values skip stages.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pipectl.profile import Profile
 SUMS = record(
     floats="parameter_bytes summed_bytes state_bytes saved_bytes activation_bytes gradient_bytes"
 )
-"""Of every downset: parameters, their gradients and the optimizer's state; what is kept for the
-backward of a micro-batch, besides what enters the stage; what crosses a cut at the downset, and
-comes back."""
+"""Bytes per downset: parameters, their gradients and the optimizer's state; values kept for the
+backward of a micro-batch, besides those that enter the stage; activations that cross a cut at the
+downset, and gradients that return."""
 
 
 class CostTable(NamedTuple):
     """Sums by downset for one micro-batch size.
 
     Args:
-        work_s: forward and backward in stages whose data stays in the cache, and in others; one row
-            per number of samples that a replica may get; shape [rows, 2, downsets].
+        work_s: forward and backward, cached and uncached, one row per number of samples of a
+            replica; shape [rows, 2, downsets].
         forward_s: of a recomputation; shape [rows, downsets].
         sums: shape [downsets].
-        stage_s: what a stage takes besides its operators.
-        stage_forward_s: the part of it in a forward.
+        stage_s: overhead of a stage besides its operators.
+        stage_forward_s: the part of it in the forward.
         cache_bytes: 0 if no data stays in a cache.
     """
 
@@ -48,7 +48,7 @@ class CostTable(NamedTuple):
     cache_bytes: float
 
     def reordered(self, order: Integers) -> CostTable:
-        """With the downsets in another order."""
+        """The table with the downsets in another order."""
         work_s, forward_s = (
             np.ascontiguousarray(each[..., order]) for each in (self.work_s, self.forward_s)
         )
@@ -89,7 +89,7 @@ def cost_table(
         ("gradient_bytes", [value.gradient_bytes for value in graph.values]),
     ):
         sums[name] = crossing @ np.array(sizes, dtype=np.float64) * scale
-    # One product per row: other products round otherwise, and ties between chains depend on that.
+    # One product per row: others round differently, and ties between chains depend on rounding.
     work = (work_s[:, :, None] @ space.rows.T)[:, :, 0]
     return CostTable(
         work_s=np.ascontiguousarray(work),
@@ -102,7 +102,7 @@ def cost_table(
 
 
 def _first_uses(blocks: Iterable[Mapping[str, int]]) -> list[float]:
-    """Bytes of every block that no earlier one names."""
+    """Per block, the bytes of names that no earlier block has."""
     seen: set[str] = set()
     sizes = []
     for named in blocks:
@@ -112,7 +112,7 @@ def _first_uses(blocks: Iterable[Mapping[str, int]]) -> list[float]:
 
 
 def _crossing(space: CutSpace) -> Floats:
-    """1 where a value is made before a cut and read after it; shape [downsets, values]."""
+    """1 if a value is made before a cut and read after it; shape [downsets, values]."""
     rows, values = space.rows, space.graph.values
     crossing = np.zeros((len(space), len(values)))
     for place, value in enumerate(values):

@@ -1,7 +1,7 @@
 """What limits a plan: where the busiest rank's time goes, and which link carries messages longest.
 
-What messages cost is found by simulating the plan once more with messages that take no time: what
-is hidden behind computation costs nothing, however long it takes.
+The cost of messages is the difference to a second simulation in which messages take no time:
+messages that overlap with computation cost nothing, however long they take.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipectl.timeline import Timeline
 
 End = int | str | None
 _KINDS = {"within": "rank", "nodes": "node", "switches": "switch"}
-"""What the parts of a way connect where several ranks share them."""
+"""What the shared parts of a route connect."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,15 @@ class StepParts:
     """The step of the busiest rank, in seconds that add up to the step.
 
     Args:
-        rank: that computes longest; the first of several.
-        stages: it holds.
+        rank: the busiest rank; the first of several.
+        stages: that the rank holds.
         compute_s: forwards and backwards.
-        recompute_s: forwards that run once more before their backward.
+        recompute_s: forwards that run again before their backward.
         update_s: optimizer step.
-        reduction_s: it waits for the sum of the gradients over replicas.
-        offload_s: it waits for saved values to leave its memory or to come back.
+        reduction_s: waits for the sum of the gradients over replicas.
+        offload_s: waits for saved values to leave its memory or to come back.
         communication_s: by how much free messages would shorten the step besides.
-        bubble_s: the rest: the rank waits while the pipeline fills and drains, or for a stage
-            that is slower at the time.
+        bubble_s: the rest: waits while the pipeline fills and drains, or for a slower stage.
     """
 
     rank: int
@@ -93,7 +92,7 @@ def step_parts(plan: Plan, cluster: Cluster, simulation: Simulation) -> StepPart
 
 
 def _spent(timeline: Timeline, rank: int) -> dict[str, float]:
-    """Time of a rank by kind of event."""
+    """Seconds of a rank by kind of event."""
     spent: dict[str, float] = {}
     for event in timeline.of_rank(rank):
         spent[event.kind] = spent.get(event.kind, 0.0) + event.end_s - event.start_s
@@ -101,10 +100,10 @@ def _spent(timeline: Timeline, rank: int) -> dict[str, float]:
 
 
 def _of_one_step(spent: dict[str, float], busy_s: float) -> dict[str, float]:
-    """Its share of what was spent in several that overlap.
+    """The share of one step in the time of several steps that overlap.
 
     Args:
-        busy_s: that the rank computes in one.
+        busy_s: computing time of the rank in one step.
     """
     all_s = sum(spent.get(kind, 0.0) for kind in COMPUTE_KINDS)
     share = busy_s / all_s if all_s else 0.0
@@ -113,13 +112,14 @@ def _of_one_step(spent: dict[str, float], busy_s: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class LinkLoad:
-    """The busiest connection in one direction, or in both if these share it.
+    """The busiest link in one direction, or in both if they share it.
 
     Args:
         between: what it connects: ``rank``, ``node`` or ``switch``.
-        source, target: numbers of ranks or nodes, or names of switches. All that leaves one has no
-            target, all that enters one no source; where one link takes both, the two are the same.
-        busy_s: time of a step in which it carries messages.
+        source, target: numbers of ranks or nodes, or names of switches. Without a target, the link
+            carries all that leaves the source; without a source, all that enters the target; if
+            one link carries both, source and target are the same.
+        busy_s: time per step in which it carries messages.
     """
 
     between: str
@@ -130,9 +130,9 @@ class LinkLoad:
 
 
 def busiest_link(plan: Plan, cluster: Cluster) -> LinkLoad | None:
-    """The connection that carries messages longest; None if there is no message.
+    """The link that carries messages longest; None if there are no messages.
 
-    Messages take the ways that they take in the simulator.
+    Messages take the same routes as in the simulator.
     """
     busy: dict[Hashable, tuple[float, float]] = {}
     links: dict[Hashable, Link] = {}
@@ -152,7 +152,7 @@ def busiest_link(plan: Plan, cluster: Cluster) -> LinkLoad | None:
 
 
 def _sizes(plan: Plan, channel: Channel) -> Iterator[tuple[float, int]]:
-    """Bytes of the messages of a channel in a step, and how many there are of each size."""
+    """(bytes, number per step) of the messages of a channel."""
     if channel.kind is TransferKind.WEIGHT:
         yield channel.size_bytes, 1
         return
@@ -166,7 +166,7 @@ def _sizes(plan: Plan, channel: Channel) -> Iterator[tuple[float, int]]:
 
 
 def _ends(key: Hashable, link: Link) -> tuple[str, End, End]:
-    """What a part of a way lies between; see :func:`pipectl.simulate.network.way_between`."""
+    """What a part of a route connects; see :func:`pipectl.simulate.network.way_between`."""
     assert isinstance(key, tuple)
     where, ends, *side = key
     kind = _KINDS[where]

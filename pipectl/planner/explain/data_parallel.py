@@ -1,8 +1,8 @@
 """What a step takes without a pipeline: on one rank, or with the whole model on every rank.
 
-Both are estimates to compare a plan with. Data parallelism is taken as one sum of the gradients
-after the last backward, which takes what a plan's own sums over as many ranks take; see
-:mod:`pipectl.simulate.network`. What libraries hide of it behind the backward is not subtracted.
+Both are estimates to compare a plan with. Data parallelism is modelled as one sum of the gradients
+after the last backward, with the cost of a plan's sums over as many ranks; see
+:mod:`pipectl.simulate.network`. Overlap of the sum with the backward, as in libraries, is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipectl.profile import Profile
 from pipectl.simulate.network import reduction_s
 
 CLEARLY = 0.99
-"""A pipeline must be slower than this share to be called not worth it."""
+"""An estimate is clearly faster if its step is below this share of the pipeline's."""
 _NO_SIZE = "the profile has no parameter bytes, which say how large the sum of gradients is"
 _NO_ROOM = "the whole model with a share of the batch does not fit into a rank's memory"
 
@@ -30,8 +30,8 @@ class Estimate:
     """A step without a pipeline.
 
     Args:
-        ranks: that hold the whole model each.
-        reduction_s: the sum of the gradients over the ranks, contained in ``step_s``.
+        ranks: number of ranks, each with the whole model.
+        reduction_s: sum of the gradients over the ranks, included in ``step_s``.
         peak_memory_bytes: of the fullest rank.
     """
 
@@ -48,10 +48,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class WithoutPipeline:
-    """None where the whole model does not fit into a rank's memory, or its size is unknown.
+    """Estimates; None if the model does not fit into a rank's memory, or its size is unknown.
 
     Args:
-        reason: why data parallelism was not estimated; empty where it was, or has no ranks.
+        reason: why data parallelism was not estimated; empty if it was, or if there are no ranks
+            for it.
     """
 
     single: Estimate | None
@@ -59,10 +60,7 @@ class WithoutPipeline:
     reason: str = ""
 
     def better_than(self, plan: Plan) -> Estimate | None:
-        """What is as fast as a pipeline or faster; the simplest of these, or the fastest.
-
-        A plan that has one stage is no pipeline, and only beaten by what is faster.
-        """
+        """The fastest estimate that is clearly faster than a plan; None if there is none."""
         step_s = plan.predicted_step_s
         estimates = [each for each in (self.single, self.data_parallel) if each is not None]
         fast = [each for each in estimates if each.step_s < CLEARLY * step_s]

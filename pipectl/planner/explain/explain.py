@@ -1,7 +1,7 @@
 """Why a plan is as it is: what binds it, what came next, and what more of anything would buy.
 
-Every answer is a plan of its own, made for the changed cluster or request and simulated, so that
-"nothing" is said where nothing is gained.
+Every answer comes from a new plan, made for the changed cluster or request and simulated, so a
+change without a gain is reported as such.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipectl.simulate import simulate
 from pipectl.units import plural
 
 NOTHING = 1e-3
-"""A smaller share of the step is no gain: plans that differ by less count as equal."""
+"""Smaller shares of the step count as no gain."""
 MAX_ALTERNATIVES = 4
 GIB = 2**30
 STOPPED = "not tried: planning was stopped"
@@ -31,12 +31,12 @@ STOPPED = "not tried: planning was stopped"
 
 @dataclass(frozen=True)
 class Offer:
-    """What a change would buy.
+    """The gain of a change.
 
     Args:
         change: in words, e.g. ``one more node``.
-        step_s: of the best plan found with it; None where it cannot be tried.
-        reason: why it cannot; empty where it can.
+        step_s: of the best plan with the change; None if it cannot be tried.
+        reason: why it cannot be tried; empty if it can.
     """
 
     change: str
@@ -44,7 +44,7 @@ class Offer:
     reason: str = ""
 
     def gain(self, step_s: float) -> float:
-        """Share of the step that is saved; 0 where nothing is."""
+        """Share of the step that is saved; 0 if none is."""
         if self.step_s is None or not step_s:
             return 0.0
         saved = 1 - self.step_s / step_s
@@ -62,7 +62,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another plan and what sets it apart from the chosen one."""
+    """Another plan and how it differs from the chosen one."""
 
     difference: str
     plan: Plan
@@ -70,7 +70,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All answers about one plan.
+    """The explanation of one plan.
 
     Args:
         measured_size: the only micro-batch size that was measured; None if there are several.
@@ -85,7 +85,7 @@ class Explanation:
 
     @property
     def link_binds(self) -> bool:
-        """Whether a link works longer in a step than the busiest rank."""
+        """Whether a link is the bottleneck: busy for longer per step than the busiest rank."""
         return self.link is not None and self.link.busy_s > self.parts.busy_s
 
     def to_json(self) -> dict[str, Any]:
@@ -116,10 +116,10 @@ def explain(
     """Explain the best plan of a request.
 
     Args:
-        planner: what made it; asked again for every change.
-        others: further plans of the same request that the search has judged.
-        expired: whether to ask no more; what is left out is then missing from the answer.
-        can_add_nodes: whether there may be more nodes than the cluster has.
+        planner: made the plan; called again for every change.
+        others: other plans of the same request that the search has judged.
+        expired: once it returns true, remaining changes are left out of the explanation.
+        can_add_nodes: whether more nodes than the cluster has are an option.
     """
 
     def while_time(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
@@ -147,7 +147,7 @@ def explain(
 
 @dataclass(frozen=True)
 class _Subject:
-    """A plan and what it was made of."""
+    """A plan and the inputs that it was made from."""
 
     plan: Plan
     profile: Profile
@@ -156,12 +156,12 @@ class _Subject:
     planner: Planner
 
     def again(self, cluster: Cluster | None = None, **changes: Any) -> Plan:
-        """The best plan with something changed."""
+        """The best plan for a changed cluster or request."""
         request = replace(self.request, **changes)
         return self.planner(self.profile, cluster or self.cluster, request)
 
     def offer(self, change: str, cluster: Cluster | None = None, **changes: Any) -> Offer:
-        """What a change buys."""
+        """The offer of a change."""
         try:
             return Offer(change, self.again(cluster, **changes).predicted_step_s)
         except (InfeasibleError, OutOfTimeError) as error:
@@ -169,10 +169,10 @@ class _Subject:
 
 
 def _offers(subject: _Subject, *, can_add_nodes: bool) -> Iterator[Offer]:
-    """What changes buy; each is planned anew.
+    """The offers of all changes, each with a new plan.
 
-    Links twice as fast mean the same on every network; one GB/s more would be eight networks of
-    1 Gbit/s, and nothing to one of 200 Gbit/s.
+    Links are doubled, because a fixed amount would not compare: 1 GB/s is eight networks of
+    1 Gbit/s, and little for one of 200 Gbit/s.
     """
     plan, cluster, request = subject.plan, subject.cluster, subject.request
     nodes, limit = len(cluster.nodes), request.memory_limit_bytes
@@ -193,14 +193,14 @@ def _offers(subject: _Subject, *, can_add_nodes: bool) -> Iterator[Offer]:
         yield Offer(f"{count} micro-batches", reason=reason)
     else:
         yield subject.offer(f"{count} micro-batches", micro_batches=count)
-    # Our own search knows replicas; it may have been kept from them on several ranks.
+    # Our own search can use replicas; the request may have ruled them out.
     own = plan.search is not None and plan.search.planner == OWN
     if own and request.replicas == 1 and cluster.ranks > 1:
         yield subject.offer("stages with replicas", replicas=None)
 
 
 def _variations(subject: _Subject) -> Iterator[Plan]:
-    """The best plans with another choice of what the planner was free to choose."""
+    """The best plans with another value of one open choice."""
     plan, request = subject.plan, subject.request
     if request.listed is not None:
         return
@@ -217,13 +217,13 @@ def _variations(subject: _Subject) -> Iterator[Plan]:
 
 
 def _near(number: int, most: int) -> Sequence[int]:
-    """One less, one more, half and twice as many, where that is possible."""
+    """One less and one more, or half and twice a number above 4, from 1 to ``most``."""
     near = {number - 1, number + 1} if number <= 4 else {number // 2, 2 * number}
     return sorted(each for each in near if 1 <= each <= most)
 
 
 def difference(plan: Plan, other: Plan) -> str:
-    """In which of its decisions ``other`` differs; empty where in none that is named."""
+    """How ``other`` differs from a plan, in words; empty if in no decision that has a name."""
     parts = []
     if len(other.stages) != len(plan.stages):
         parts.append(plural(len(other.stages), "stage"))

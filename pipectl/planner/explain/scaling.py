@@ -15,18 +15,18 @@ from pipectl.planner.request import Planner, PlanRequest
 from pipectl.profile import Profile
 
 PAYS = 0.5
-"""More nodes pay while they give at least this share of the speed-up they could."""
+"""More nodes pay if they give at least this share of the ideal speed-up."""
 _STEPS = 1000
 _SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
 class Count:
-    """What one number of nodes gives.
+    """The result for one number of nodes.
 
     Args:
-        plan: None where nothing fits.
-        reason: why not; empty where something does.
+        plan: None if nothing fits.
+        reason: why nothing fits; empty if a plan does.
     """
 
     nodes: int
@@ -53,17 +53,17 @@ class Count:
 
 @dataclass(frozen=True)
 class Scaling:
-    """All counts, by rising number of nodes."""
+    """All counts, by ascending number of nodes."""
 
     counts: tuple[Count, ...]
 
     @property
     def base(self) -> Count | None:
-        """What efficiency is measured against: the fewest nodes on which the model fits."""
+        """The reference of efficiency: the fewest nodes on which the model fits."""
         return next((count for count in self.counts if count.plan is not None), None)
 
     def efficiency(self, count: Count) -> float | None:
-        """Speed-up over :attr:`base` per node that it has more; None where nothing fits."""
+        """Speed-up over :attr:`base` divided by the ratio of nodes; None if nothing fits."""
         base = self.base
         if base is None or base.step_s is None or not count.step_s:
             return None
@@ -71,7 +71,7 @@ class Scaling:
 
     @property
     def pays_until(self) -> Count | None:
-        """The last count up to which every further node gave at least half of what it could."""
+        """The last count up to which all additions of nodes pay (:data:`PAYS`)."""
         last = self.base
         for before, after in pairwise(count for count in self.counts if count.plan is not None):
             if _gain(before, after) < PAYS:
@@ -116,7 +116,7 @@ def scaling(
     """Plan the same step for every number of nodes.
 
     Args:
-        cluster: its first nodes are used; where it has too few, its last is repeated.
+        cluster: its first nodes are used; if it has too few, its last is repeated.
         nodes: at least 1 each, in any order.
         counted: called with each number before it is planned.
     """
@@ -135,7 +135,7 @@ def scaling(
 
 
 def _gain(before: Count, after: Count) -> float:
-    """Share of the speed-up that the further nodes could give."""
+    """Share of the ideal speed-up that the added nodes give."""
     assert before.step_s is not None
     assert after.step_s is not None
     speed_up = before.step_s / after.step_s if after.step_s else 1.0

@@ -13,13 +13,13 @@ from pipectl.simulate import simulate
 _UNLIMITED_BYTES_PER_S = 1e18
 
 MAX_SLOWER = 4.0, 10.0
-"""By which assumed links within and between nodes may be slower: 1 Gbit/s instead of 10, say."""
+"""Factors by which assumed links within and between nodes may be slower: 1 Gbit/s, not 10."""
 _MIN_RANGE = 0.05
-"""Of a step: a narrower range is shown as a point."""
+"""Share of a step; a narrower range is shown as a point."""
 
 
 def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
-    """The first nodes of a cluster; beyond those it has, further ones like its last."""
+    """The first ``nodes`` nodes of a cluster; if it has fewer, its last node is repeated."""
     last = cluster.nodes[-1]
     more = (replace(last, name=f"{last.name}+{index}") for index in range(1, nodes + 1))
     return replace(cluster, nodes=(*cluster.nodes, *more)[:nodes])
@@ -36,7 +36,7 @@ def with_ranks(cluster: Cluster, ranks: int) -> Cluster:
 
 
 def with_memory(cluster: Cluster, more_bytes: int) -> Cluster:
-    """Every device whose memory is known gets so much more."""
+    """The cluster with ``more_bytes`` more memory per device, if the memory is known."""
 
     def larger(node: Node) -> Node:
         memory = node.device.memory_bytes
@@ -48,7 +48,7 @@ def with_memory(cluster: Cluster, more_bytes: int) -> Cluster:
 
 
 def with_enough_memory(cluster: Cluster) -> Cluster:
-    """No device's memory is limited."""
+    """The cluster with unlimited memory per device."""
     nodes = (
         replace(node, device=replace(node.device, memory_bytes=None)) for node in cluster.nodes
     )
@@ -56,7 +56,7 @@ def with_enough_memory(cluster: Cluster) -> Cluster:
 
 
 def with_bandwidth(cluster: Cluster, bytes_per_s: float) -> Cluster:
-    """Every link with this bandwidth and its own latency; sums follow from the links."""
+    """The cluster with this bandwidth on every link; latencies stay, sums follow from the links."""
 
     def changed(link: Link) -> Link:
         return replace(
@@ -74,7 +74,7 @@ def with_slower_links(cluster: Cluster, factor: float) -> Cluster:
 
 
 def with_slower_assumed_links(cluster: Cluster, within: float, between: float) -> Cluster:
-    """Messages on links that nobody has measured take so many times as long; 0 makes them free.
+    """Messages on links without measurements take a factor as long; 0 makes them free.
 
     Args:
         within, between: factors within a node, and between nodes and switches.
@@ -95,7 +95,7 @@ def with_slower_assumed_links(cluster: Cluster, within: float, between: float) -
 def with_faster_links(cluster: Cluster, factor: float) -> Cluster:
     """Links of ``factor`` times the bandwidth and the same latency.
 
-    Of a measured sum, what the smallest takes is latency.
+    The latency of measured sums is the time of the smallest.
     """
     least: dict[int, float] = {}
     for ranks, _, time_s in cluster.allreduce:

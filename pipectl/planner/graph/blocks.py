@@ -1,8 +1,8 @@
 """The operator graph with everything that must share a stage contracted to one block.
 
-Operators of an equal group share a stage. A contracted group need not be convex: if a path leaves
-it and comes back, everything on the path must share the stage too, because stages only feed later
-stages. Exactly these operators form a strongly connected component after the contraction::
+Operators of the same group share a stage. A contracted group need not be convex: if a path leaves
+it and comes back, everything on the path must share the stage too, because stages feed only later
+stages. These operators are the strongly connected component of the group after the contraction::
 
     a ──► b ──► c        a and c in one group:   (a c) ⇄ b    one block  (a b c)
 
@@ -44,14 +44,14 @@ def membership(bitsets: Sequence[int], width: int) -> Flags:
 
 
 def words_of(rows: Flags) -> Words:
-    """Rows of booleans, packed; shape [rows, words]. Which bit is which does not matter."""
+    """Rows of booleans, packed; shape [rows, words]. The order of the bits is not specified."""
     packed = np.packbits(rows, axis=1)
     packed = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8)))
     return np.ascontiguousarray(packed).view(np.uint64)
 
 
 def follows(rows: Flags) -> Flags:
-    """Which set holds all of which other, and more; shape [rows, rows], the larger one last."""
+    """Whether one set is a proper subset of another; shape [rows, rows], the larger one last."""
     words = words_of(rows)
     inside = np.ones((len(words), len(words)), np.bool_)
     for column in words.T:
@@ -66,8 +66,8 @@ class Block:
 
     Args:
         operators: indices into the profile's operators, ascending.
-        parameters: bytes of every parameter by name; one that several operators use occurs once.
-        saved: bytes of every value kept for the backward by name; aliases occur once.
+        parameters: bytes by name; a parameter that several operators use occurs once.
+        saved: bytes by name of every value kept for the backward; aliases occur once.
     """
 
     operators: tuple[int, ...]
@@ -82,8 +82,8 @@ class Value:
     Args:
         producer: block that computes it.
         blocks: bitset of the producer and of every block that reads it.
-        size_bytes: of its activation message.
-        gradient_bytes: of its gradient message; 0 where no gradient comes back.
+        size_bytes: of the activation message.
+        gradient_bytes: of the gradient message; 0 if no gradient comes back.
     """
 
     producer: int
@@ -94,12 +94,12 @@ class Value:
 
 @dataclass(frozen=True)
 class BlockGraph:
-    """A DAG of blocks in an order that is topological and follows the operators' order.
+    """A DAG of blocks in a topological order that follows the operators' order.
 
     Args:
         predecessors: bitset of the direct predecessors of every block.
         successors: bitset of the direct successors of every block.
-        values: every output that several blocks use.
+        values: outputs that several blocks use.
     """
 
     blocks: tuple[Block, ...]
@@ -146,17 +146,17 @@ def _closure(direct: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
 
 
 def condense(profile: Profile) -> BlockGraph:
-    """Contract groups and whatever lies between their members."""
+    """Contract groups, with the operators on paths between their members."""
     return contract(profile.operators, profile.edge_indices, group_labels(profile.operators))
 
 
 def contract(
     operators: Sequence[Operator], edges: Sequence[tuple[int, int]], labels: Sequence[int]
 ) -> BlockGraph:
-    """The DAG of blocks when operators of an equal label share a block.
+    """The DAG of blocks if operators with equal labels share a block.
 
     Args:
-        labels: for every operator, any number; equal numbers are contracted.
+        labels: one number per operator.
     """
     arcs = {(labels[source], labels[target]) for source, target in edges}
     component = _components(sorted(set(labels)), sorted(arcs))

@@ -1,21 +1,21 @@
 """Downsets of the block graph: everything a prefix of the stages can be.
 
 A set of blocks is a downset (an ideal) if it holds every predecessor of its members. A pipeline
-is a chain of downsets from the empty set to the whole graph, a stage the difference of two of
-them. Few downsets are Python integers: bit b is block b; many are rows of 64-bit words. Of small
-graphs, all partitions are listed.
+is a chain of downsets from the empty set to the whole graph; a stage is the difference of two
+neighbours in the chain. A single downset is a Python integer (bit b is block b); many downsets are
+rows of 64-bit words. If the graph is small, all partitions are listed.
 
-If there are too many downsets to search them, blocks that cost next to nothing are merged first. A
+If there are too many downsets to search, blocks that cost next to nothing are merged first. A
 block without edges doubles the number of downsets, and models have many such operators: counters of
-batch norms, shapes, masks. Merging one into a neighbour is harmless if every partition can be
-turned into one that keeps the two together by moving the small block alone:
+batch norms, shapes, masks. A small block may be merged into a neighbour if, in every partition,
+moving the small block alone brings the two together:
 
-- all its predecessors are ancestors of one of them: it can move back to that one's stage;
-- all its successors are descendants of one of them: it can move ahead to that one's stage;
-- it has neither: it can move anywhere, and goes to the block after it.
+- if one predecessor is a descendant of all the others, it can move back to that one's stage;
+- if one successor is an ancestor of all the others, it can move ahead to that one's stage;
+- if it has no edges, it can move anywhere, and is merged into the next block.
 
-The other blocks stay where they are. So the smallest bottleneck of the merged graph, the moved
-blocks counted as free, is a lower bound for the graph itself.
+No other block moves. So the smallest bottleneck of the merged graph, with the moved blocks counted
+as free, is a lower bound for the original graph.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Neighbours = Sequence[Sequence[int]]
 """Predecessors or successors of every block."""
 Neighbour = Callable[[BlockGraph, int], int | None]
 MAX_DOWNSETS = 4000
-"""Above, only a sample of the downsets is searched."""
+"""If a graph has more, only a sample of them is searched."""
 NEGLIGIBLE = (0.001, 0.01)
-"""Shares of the whole time that small blocks may take to be merged into others."""
+"""Shares of the total time that merged blocks may take together, tried in this order."""
 
 
 class Lattice(NamedTuple):
@@ -56,9 +56,9 @@ class Lattice(NamedTuple):
 
     Args:
         sets: bit b of a row is block b; shape [downsets, words].
-        larger_at, larger: for every downset those with one block more, by rising block: those of
-            downset d begin at ``larger_at[d]``.
-        added: that block, beside ``larger``.
+        larger_at, larger: downsets with one block more, by rising block; those of downset d begin
+            at ``larger_at[d]``.
+        added: the added block of each entry of ``larger``.
     """
 
     sets: Words
@@ -72,8 +72,8 @@ def enumerate_downsets(
 ) -> Lattice | None:
     """Every downset, or None if there are more than ``cap`` or time is up.
 
-    Level by level: the downsets of n + 1 blocks are those of n blocks with one block added whose
-    predecessors are inside. Equal ones are recognised by keys, sums of a random number per block.
+    The downsets of n + 1 blocks are those of n blocks plus one block whose predecessors are inside.
+    Equal downsets have equal keys: sums of one random number per block.
 
     Args:
         before, after: predecessors and successors of every block.
@@ -129,8 +129,7 @@ def all_downsets(graph: BlockGraph, cap: int) -> list[int] | None:
 def prefix_downsets(graph: BlockGraph, cap: int) -> list[int]:
     """The prefixes of several topological orders by rising size, without duplicates.
 
-    A sample of the downsets. The graph's own order is always among them, others while they fit
-    into ``cap``.
+    Always includes the graph's own order, and others as long as there are at most ``cap`` downsets.
     """
     prefixes: set[int] = set()
     for order in topological_orders(*_neighbours(graph)):
@@ -153,9 +152,9 @@ def _neighbours(graph: BlockGraph) -> tuple[Neighbours, Neighbours]:
 
 
 def topological_orders(before: Neighbours, after: Neighbours) -> list[list[int]]:
-    """Orders that always take the ready block of lowest rank.
+    """Topological orders of the blocks, their own order first.
 
-    Ranked by place, by depth from either end, and depth first; the blocks' own order comes first.
+    The others take ready blocks by depth from either end, by index, or depth first.
     """
     count = len(before)
     depth, height = [0] * count, [0] * count
@@ -195,7 +194,7 @@ class Enumeration:
     """Chains of downsets, each inside the next.
 
     Args:
-        downsets: all there are, the empty one first and the full one last.
+        downsets: all of the graph, the empty one first, the full one last.
     """
 
     def __init__(self, downsets: Sequence[int]) -> None:
@@ -206,13 +205,13 @@ class Enumeration:
         self._ways[0][-1] = 1
 
     def count(self, stages: int) -> float:
-        """The number of partitions into so many stages."""
+        """The number of partitions into ``stages`` stages."""
         while len(self._ways) <= stages:
             self._ways.append(self._larger @ self._ways[-1])
         return float(self._ways[stages][0])
 
     def every_partition(self, stages: int) -> list[Partition]:
-        """Every chain from the empty to the full one with so many stages."""
+        """Every partition into ``stages`` stages."""
         if not self.count(stages):
             return []
         chains = np.zeros((1, 1), dtype=np.int64)
@@ -236,7 +235,7 @@ class Merged:
 
 
 def merge_negligible(graph: BlockGraph, profile: Profile, share: float) -> Merged:
-    """Merge the cheapest blocks that can be, which together take ``share`` of the whole time."""
+    """Merge the cheapest blocks, which together take at most ``share`` of the total time."""
     small = _cheapest(graph, profile, share)
     moved: set[int] = set()
     for neighbour in (_behind, _ahead, _beside):
@@ -246,7 +245,6 @@ def merge_negligible(graph: BlockGraph, profile: Profile, share: float) -> Merge
 
 
 def _cheapest(graph: BlockGraph, profile: Profile, share: float) -> frozenset[int]:
-    """Operators of the cheapest blocks."""
     times = [
         sum(profile.operators[i].forward_s + profile.operators[i].backward_s for i in b.operators)
         for b in graph.blocks
@@ -264,7 +262,7 @@ def _cheapest(graph: BlockGraph, profile: Profile, share: float) -> frozenset[in
 def _merge(
     graph: BlockGraph, profile: Profile, small: frozenset[int], neighbour: Neighbour
 ) -> tuple[BlockGraph, set[int]]:
-    """Merge every small block into its neighbour, if it has one; also the operators that moved."""
+    """Merge every small block that can be merged; returns the graph and the moved operators."""
     home = list(range(len(graph)))
     moved: set[int] = set()
     for position, block in enumerate(graph.blocks):
@@ -277,7 +275,7 @@ def _merge(
 
 
 def _final(home: Sequence[int], block: int) -> int:
-    """Where a chain of merges ends; all of them go in one direction."""
+    """The block at the end of a chain of merges, all of which go in one direction."""
     while home[block] != block:
         block = home[block]
     return block
@@ -305,11 +303,11 @@ def _beside(graph: BlockGraph, block: int) -> int | None:
 
 @dataclass(frozen=True)
 class CutSpace:
-    """The downsets of a graph in an order in which smaller ones come first.
+    """Downsets of a graph, subsets before supersets.
 
     Args:
         complete: whether these are all downsets.
-        moved: operators of negligible blocks that were merged into others to get there.
+        moved: operators of negligible blocks that were merged into others.
     """
 
     graph: BlockGraph
@@ -319,10 +317,10 @@ class CutSpace:
 
     @classmethod
     def of(cls, graph: BlockGraph, profile: Profile, cap: int = MAX_DOWNSETS) -> CutSpace:
-        """All downsets if there are at most ``cap``, or else as many as can be.
+        """All downsets if there are at most ``cap``, otherwise a subset of them.
 
-        That is those which part no negligible block from its neighbour, and if these are still too
-        many, prefixes of several topological orders.
+        First negligible blocks are merged; if there are still too many downsets, those that are
+        prefixes of several topological orders are taken.
         """
         everything = all_downsets(graph, cap)
         if everything is not None:
@@ -336,7 +334,7 @@ class CutSpace:
 
     @classmethod
     def plain(cls, graph: BlockGraph) -> CutSpace:
-        """All downsets if they are few, or else prefixes: no block is merged into another."""
+        """All downsets if there are few, otherwise prefixes; merges no blocks."""
         everything = all_downsets(graph, MAX_DOWNSETS)
         return cls.sample(graph) if everything is None else cls(graph, tuple(everything), True)
 
@@ -366,7 +364,7 @@ class CutSpace:
 
     @cached_property
     def follows(self) -> Flags:
-        """Whether each downset holds all of another, and more; the larger one last."""
+        """Whether one downset is a proper subset of another; shape [downsets, downsets]."""
         return follows(self.rows)
 
     def between(self, start: int, end: int) -> list[int]:
@@ -375,11 +373,11 @@ class CutSpace:
         return [int(index) for index in np.flatnonzero(inside)]
 
     def sums(self, figures: Sequence[float]) -> Floats:
-        """The sum of figures of the blocks that each downset holds."""
+        """Per downset, the sum of ``figures`` over its blocks."""
         sums: Floats = self.rows.astype(np.float64) @ np.asarray(figures, dtype=np.float64)
         return sums
 
     def partition(self, chain: Sequence[int]) -> Partition:
-        """The stages between the downsets at some places."""
+        """The stages between consecutive downsets of a chain of indices."""
         ends = [self.downsets[place] for place in chain]
         return tuple(after & ~before for before, after in pairwise(ends))

@@ -2,11 +2,10 @@
 
 PipeDream's profiler records the input pipeline (``Input0``) and the unpacking of tuples
 (``__getitem__(0)``) as nodes. Its planner, and DAPPLE's, which reads the same files, drop them
-before they partition; whoever compares with these planners drops them too.
+before they partition; a comparison with these planners has to do the same.
 
-Some profiles have backward operators as nodes of their own. Such an operator stands where the
-forward operator would that it is the backward of: what it reads from other backward operators
-comes back to it from them, as gradients do::
+Some profiles list backward operators as separate nodes. Such an operator takes the place of its
+forward operator: edges from other backward operators are reversed, and carry gradients::
 
     f0 ──► f1          f0 ──► f1           values of f0, gradients of b0's
            │     is                        f0 and b0 in one stage, f1 and b1 in one
@@ -23,16 +22,16 @@ from pipectl.planner.graph.blocks import contract, group_labels
 from pipectl.profile import Operator, Profile
 
 PIPEDREAM_FILES = ("pipedream-", "dapple-")
-"""How the names of profiles begin to which PipeDream's rule applies."""
+"""Prefixes of the names of profiles that PipeDream's rule applies to."""
 
 
 def prepared(profile: Profile) -> Profile:
-    """The profile as the planner takes it: by PipeDream's rule where its name tells that source."""
+    """The profile for the planner, pruned by PipeDream's rule if its name has such a prefix."""
     return pipedream_pruned(profile) if profile.name.startswith(PIPEDREAM_FILES) else profile
 
 
 def pipedream_pruned(profile: Profile) -> Profile:
-    """Drop sources called ``Input…``, then those sinks called ``__getitem__…`` that there are."""
+    """Drop sources named ``Input…``, then sinks named ``__getitem__…``."""
     targets = {target for _, target in profile.edges}
     without_inputs = _without(profile, "Input", targets)
     sources = {source for source, _ in without_inputs.edges}
@@ -56,16 +55,16 @@ BACKWARD = "backward"
 
 
 def folded(profile: Profile, stages: Sequence[Sequence[str]] = ()) -> Profile:
-    """The profile with the edges of backward operators turned to the way the pipeline goes.
+    """The profile with the edges of backward operators turned to the direction of the pipeline.
 
-    Values that backward operators send become gradients; they keep nothing for a backward. Values
-    of forward operators that a backward operator reads travel with the forward, or, where that is
-    in front of it, with the backward.
+    Values that backward operators send become gradients; they save nothing for a backward. Values
+    of forward operators that a backward operator reads travel with the forward, or, if the reader
+    comes earlier in the pipeline, with the backward.
 
     Args:
-        profile: returned as it is if no operator is a backward one.
-        stages: ids of the operators of stages that are chosen already, in their order; values
-            then travel between these, even where the graph alone leaves open which comes first.
+        profile: returned unchanged if it has no backward operators.
+        stages: operator ids of stages already chosen, in pipeline order. They decide the direction
+            of values even if the graph alone does not.
     """
     if all(operator.phase != BACKWARD for operator in profile.operators):
         return profile
@@ -85,9 +84,9 @@ def folded(profile: Profile, stages: Sequence[Sequence[str]] = ()) -> Profile:
 def _turned(
     operators: Sequence[Operator], place: Sequence[tuple[int, int]], source: int, target: int
 ) -> tuple[tuple[int, int] | None, bool]:
-    """An edge as the pipeline goes, and whether its value travels with the backward.
+    """An edge in the direction of the pipeline, and whether its value travels with the backward.
 
-    None where it stays in one place and says nothing about the forward.
+    None if both ends are in one place, and the edge does not constrain the forward.
     """
     sends, reads = (operators[index].phase == BACKWARD for index in (source, target))
     if place[source] == place[target] and sends:
@@ -98,7 +97,7 @@ def _turned(
 
 
 def _places(profile: Profile, stages: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
-    """Stage and block of every operator: what travels goes to a larger one in the forward."""
+    """(stage, block) of every operator; messages of the forward go to larger ones."""
     operators = profile.operators
     arcs = stage_edges(operators, profile.edge_indices)
     graph = contract(operators, arcs, group_labels(operators))
@@ -134,7 +133,7 @@ def _folded(operator: Operator, gradient_bytes: int) -> Operator:
 def stage_edges(
     operators: Sequence[Operator], edges: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """The edges that stages have to follow."""
+    """The edges that constrain the order of stages."""
     backward = [operator.phase == "backward" for operator in operators]
     forward = {o.group for o in operators if o.phase != "backward"} - {None}
     alone = [back and o.group not in forward for back, o in zip(backward, operators, strict=True)]

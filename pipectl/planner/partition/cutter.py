@@ -1,17 +1,16 @@
 """What the dynamic programme is asked for: good stages, with one rank or with replicas.
 
-The smallest bottleneck is a lower bound on what a pipeline can do, but many partitions share it or
-come close, and differ in what they send. So each number of stages gets several: for a few caps of
-the largest load, the one with the shortest way of a micro-batch; and those with the smallest
-bottleneck if messages count as load. Where memory is short, the programme runs with the memory of
-every stage: for the smallest bottleneck within the limits, or for the smallest peak of all. Stages
-that recompute keep only what they received, hold the rest in one backward at a time, and compute
-their forward twice.
+The smallest bottleneck is a lower bound, but many partitions have about this bottleneck and differ
+in their messages. So several are proposed per number of stages: for a few caps on the largest load,
+the one with the shortest latency of a micro-batch; and those with the smallest bottleneck if
+messages count as load. If memory is short, the programme considers the memory of every stage, for
+the smallest bottleneck within the limits, or for the smallest peak. Stages that recompute keep only
+their inputs, hold the rest during one backward at a time, and compute their forward twice.
 
-Stages with replicas count with the slowest device and the smallest memory of the cluster: which
-ranks they take is decided later. That a given load is a question which needs no ranks in its states
-is an idea of Tarnawski, Narayanan and Phanishayee ("Piper: Multidimensional Planner for DNN
-Parallelization", NeurIPS 2021).
+Stages with replicas have the speed of the slowest device and the smallest memory of the cluster;
+their ranks are chosen later. To fix the load, so that states need no ranks, is an idea of
+Tarnawski, Narayanan and Phanishayee ("Piper: Multidimensional Planner for DNN Parallelization",
+NeurIPS 2021).
 """
 
 from __future__ import annotations
@@ -51,41 +50,41 @@ from pipectl.planner.partition.programme import (
 from pipectl.planner.problem import Problem
 
 CAPS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
-"""Of the largest load, relative to the smallest possible."""
+"""Caps on the largest load, relative to the smallest possible."""
 SLACKS = (1.02, 1.1, 1.25)
-"""The same within memory limits."""
+"""Caps on the largest load within memory limits."""
 MANY_DOWNSETS = 1000
-"""With more, stages are not looked at that are far above the smallest bottleneck."""
+"""If there are more, stages far above the smallest bottleneck are skipped."""
 MAX_FITTING = 1500
-"""Downsets of a search within memory limits; with more, prefixes of topological orders are."""
+"""Downsets of a search within memory limits; if there are more, prefixes are searched."""
 EQUAL = 1e-12
-"""Share by which equal loads differ because of rounding."""
+"""Relative difference of equal loads because of rounding."""
 REPLICA_CUTS = 64
-"""Downsets that stages with replicas are cut at: in each part of the work those that send least."""
+"""Downsets to cut stages with replicas at: in each part of the work, those that send least."""
 REPLICA_CAPS = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5, 1.8, 2.5, 5.0, 1e9)
-"""Of the largest load, relative to work that is spread evenly over all ranks."""
+"""Caps on the largest load, relative to all work spread evenly over the ranks."""
 EVERY_COUNT = 24
-"""Up to so many replicas, every number is tried; beyond, about six per doubling."""
+"""Up to this many replicas, every number is tried; above, about six per doubling."""
 MANY_RANKS = 48
-"""Beyond, a proposal with replicas is the least load for a number of stages."""
+"""With more, a proposal with replicas is the smallest largest load per number of stages."""
 MAX_STAGES = 64
-"""Of such a proposal."""
+"""Maximum number of stages of such a proposal."""
 PRECISION = 0.005
-"""How far above the least load of a number of stages such a proposal may be."""
+"""Relative error of the load of such a proposal."""
 GUESSES = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5), (1.0, 0.5), (1.0, 1.0))
-"""Shares that count as memory of what crosses the start of a stage, and of messages and temporary
-values, as the programme cannot tell: what crosses may only pass by, and not all is held at once.
-The first guess leaves both out, so it loses no partition that fits; the last one counts all, so
-what it proposes fits; those between count one more half each."""
+"""Shares that count as memory of the values that cross the start of a stage, and of messages and
+temporary values. The programme does not know them: values may only pass, and not all are held at
+once. The first guess counts none, so it excludes no partition that fits; the last one counts all,
+so its proposals fit; each guess in between counts one more half."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A partition, and what every stage takes and does.
+    """A partition with the devices and modes of its stages.
 
     Args:
         kinds: of device.
-        recompute: which stages do, if that was open; empty if none does, or all must.
+        recompute: which stages recompute, if that is open; empty if none does, or all must.
         devices: of every stage: replicas, or two if its backward is elsewhere.
     """
 
@@ -97,16 +96,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class CutRequest:
-    """What stages to cut, within which memory.
+    """A request to cut stages within memory limits.
 
     Args:
         size: samples of a micro-batch.
         warm_up: micro-batches in flight in every stage.
         mix: the devices that stages may use.
         limits_bytes: memory of each kind of device.
-        recompute: whether all stages do, or none; None leaves it to the programme.
-        reserved_bytes: memory that every stage leaves to other stages of its device; empty if none
-            does.
+        recompute: whether all stages recompute, or none; None leaves it to the programme.
+        reserved_bytes: memory that every stage leaves to other stages of its device; may be empty.
     """
 
     size: int
@@ -118,10 +116,10 @@ class CutRequest:
 
 
 class Cutter:
-    """Partitions of one space; tables and bottlenecks are made once.
+    """Cuts one space; tables and bottlenecks are computed once.
 
     Args:
-        check: called now and then; raises to end the search.
+        check: called repeatedly; raises to end the search.
     """
 
     def __init__(self, problem: Problem, space: CutSpace, check: Check = lambda: None) -> None:
@@ -156,7 +154,7 @@ class Cutter:
         return list(dict.fromkeys(cuts))
 
     def bound(self, stages: int, size: int, mixes: Sequence[Mix], speeds: Sequence[float]) -> Bound:
-        """The proven lower bound on the bottleneck of so many stages.
+        """The lower bound on the bottleneck of ``stages`` stages.
 
         Args:
             speeds: of the fastest devices, one for each stage.
@@ -178,23 +176,23 @@ class Cutter:
         return Bound(proven_s, attained)
 
     def balanced(self, request: CutRequest) -> list[Cut]:
-        """Partitions with small bottlenecks that fit, or nearly; the caller checks exact peaks.
+        """Partitions with small bottlenecks that nearly fit; the caller checks exact peaks.
 
-        Balanced ones come with those that have the shortest way and are nearly as balanced.
+        Includes nearly balanced partitions with the shortest latency.
         """
         return self._within_memory(request, LOAD, request.limits_bytes)
 
     def smallest_peak(self, request: CutRequest) -> list[Cut]:
-        """Partitions whose most demanding rank, relative to its limit, demands least."""
+        """Partitions whose largest memory of a rank, relative to its limit, is smallest."""
         limits = tuple(limit if isfinite(limit) else 0.0 for limit in request.limits_bytes)
         return self._within_memory(request, MEMORY, limits)
 
     def _within_memory(
         self, request: CutRequest, objective: int, limits: Sequence[float]
     ) -> list[Cut]:
-        """Chains that are judged by load or by memory, for every guess of :data:`GUESSES`.
+        """The best cuts by load or by memory, for every guess of :data:`GUESSES`.
 
-        Short stages are tried first; they are nearly always enough for balance.
+        Short stages are tried first; they nearly always suffice for balance.
         """
         space, stages = self._fitting_space, len(request.warm_up)
         mix = request.mix.up_to(stages) if request.mix.kinds == 1 else request.mix
@@ -238,7 +236,7 @@ class Cutter:
 
     @cached_property
     def _temporary(self) -> int:
-        """The most that one operator allocates at once."""
+        """Largest allocation of one operator at once, in bytes."""
         memory = [memory_of(operator) for operator in self._problem.profile.operators]
         return max(max(one.forward_bytes - one.made_bytes, one.backward_bytes) for one in memory)
 
@@ -246,7 +244,7 @@ class Cutter:
         key = size, len(mix), int(mix.used[-1]), mix.complete
         if key not in self._bottlenecks or mix.kinds > 1:
             table, cap_s = self._table(self._space, size), inf
-            if mix.kinds == 1:  # enough for the fewest stages that share this table
+            if mix.kinds == 1:  # suffices for the fewest stages that share this table
                 fewest = fewest_of_table(int(mix.used[-1]))
                 largest_s = max(self._problem.block_times(size))
                 cap_s = float(table.work_s[0, 1, -1]) * 2 / fewest + largest_s + 2 * table.stage_s
@@ -255,12 +253,12 @@ class Cutter:
         return self._bottlenecks[key]
 
     def _run(self, space: CutSpace, table: CostTable, mix: Mix, goal: Goal) -> Chains:
-        """One device per stage, of any kind, whatever it holds."""
+        """The best chains with one device of any kind per stage, without memory limits."""
         options = self._options(mix, (inf,) * mix.kinds, (KEEP,))
         return best_chains(space, table, options, goal, self._check)
 
     def _options(self, mix: Mix, limits: Sequence[float], modes: Sequence[int]) -> Options:
-        """One device per stage, of any kind and with any of some modes."""
+        """Options with one device of any kind per stage, and any of these modes."""
         problem, link = self._problem, self._problem.widest_link
         kind = np.repeat(np.arange(mix.kinds), len(modes))
         return Options.of(
@@ -281,15 +279,15 @@ class Cutter:
     def with_backwards_elsewhere(
         self, size: int, *, every: bool, recompute: bool | None
     ) -> Cut | None:
-        """The smallest bottleneck if backwards of stages may have devices of their own (PipeFB).
+        """The smallest bottleneck if backwards of stages may have separate devices (PipeFB).
 
-        Two devices take the longer of a stage's forward and backward, as long as the saved values
-        of a micro-batch travel in no more time; or, if it recomputes, the longest of both
-        computations and of the way of its inputs. Memory does not count.
+        The load of a stage on two devices is the longest of its forward, its backward and the copy
+        of its saved values; or, if it recomputes, of forward + backward and the copy of its inputs.
+        Memory does not count.
 
         Args:
-            every: whether all backwards have devices of their own.
-            recompute: whether these compute their forward once more; None if stage by stage.
+            every: whether all backwards have separate devices.
+            recompute: whether these stages recompute; None decides stage by stage.
 
         Returns:
             None if there are too few devices.
@@ -324,14 +322,14 @@ class Cutter:
     def with_replicas(self, size: int) -> list[Cut]:
         """Stages with replicas that share every micro-batch.
 
-        Under every cap of the load those that a micro-batch passes fastest; on very many ranks, for
-        every number of stages those of about the least load that the ranks suffice for.
+        Per cap on the load, the stages with the shortest latency of a micro-batch; on very many
+        ranks, per number of stages, those with about the smallest load for these ranks.
         """
         problem, space, ranks = self._problem, self._replica_space, self._problem.cluster.ranks
         fixed = problem.request.fixed_stages
         options = self._replica_options(size)
         samples = [-(-size // int(count)) for count in options.replicas]
-        table = table_of(problem, space, size, samples)  # of the busiest replica, by option
+        table = table_of(problem, space, size, samples)  # times of the busiest replica, by option
         goal = Goal(LATENCY)
         if problem.has_limits and problem.request.recompute is False:
             # Memory counts; policy A is in flight.
@@ -355,9 +353,9 @@ class Cutter:
         return list(dict.fromkeys(cuts))
 
     def _least_loads(self, table: CostTable, options: Options, goal: Goal) -> list[Cut]:
-        """For every number of stages, those of about the least load that the ranks suffice for.
+        """Per number of stages, the cut with about the smallest load for these ranks.
 
-        One answer narrows down the least loads of all numbers of stages.
+        Bisects; one run narrows the smallest loads of all numbers of stages.
         """
         most, ranks = len(options.following) - 1, self._problem.cluster.ranks
         low, high = np.zeros(most + 1), np.full(most + 1, inf)
@@ -387,8 +385,7 @@ class Cutter:
 
     @cached_property
     def _replica_space(self) -> CutSpace:
-        """At most about ``REPLICA_CUTS`` downsets that cover the work evenly, those that send
-        least."""
+        """At most about ``REPLICA_CUTS`` downsets that cover the work evenly and send least."""
         space = self._space
         if len(space) <= REPLICA_CUTS:
             return space
@@ -402,8 +399,8 @@ class Cutter:
         return CutSpace(space.graph, tuple(space.downsets[each] for each in kept), False)
 
     def _replica_options(self, size: int) -> Options:
-        """Every number of replicas, with tallies of the ranks in use, and of the stages beside them
-        if their number is asked for; on very many ranks, of the stages alone."""
+        """Options with every number of replicas. Tallies count ranks in use, and also stages if the
+        request fixes their number; on very many ranks, only stages."""
         problem, ranks = self._problem, self._problem.cluster.ranks
         fixed, links = problem.request.fixed_stages, problem.estimator.links
         counts = np.array(replica_counts(min(ranks, size)), dtype=np.int64)
@@ -452,7 +449,7 @@ class Cutter:
         return next(times) != next(times)
 
     def _table(self, space: CutSpace, size: int, *, least: bool = False) -> CostTable:
-        """Sums at a micro-batch size; at least, merged negligible blocks take nothing."""
+        """The table of a micro-batch size; with ``least``, merged negligible blocks are free."""
         key = len(space), size, least
         if key not in self._tables:
             table = table_of(self._problem, space, size, free=space.moved if least else ())
@@ -461,13 +458,13 @@ class Cutter:
 
 
 def fewest_of_table(stages: int) -> int:
-    """The fewest stages whose bottleneck is in the same table: numbers from one power of two up to
-    the next share a table of the dynamic programme."""
+    """The fewest stages whose bottleneck is in the same table: numbers from one power of two to the
+    next share a table of the dynamic programme."""
     return 1 << (stages.bit_length() - 1)
 
 
 def replica_counts(most: int) -> list[int]:
-    """Numbers of replicas to try, rising, up to ``most``."""
+    """Numbers of replicas to try, ascending, up to ``most``."""
     counts = list(range(1, min(most, EVERY_COUNT) + 1))
     while counts[-1] < most:
         counts.append(min(most, max(counts[-1] + 1, round(counts[-1] * 1.125))))
@@ -475,7 +472,7 @@ def replica_counts(most: int) -> list[int]:
 
 
 def cut_request(problem: Problem, size: int, warm_up: Sequence[int], mix: Mix) -> CutRequest:
-    """What a problem asks for, within the limits of its devices."""
+    """The request of a problem, within the memory limits of its devices."""
     limits, recompute = problem.kind_limits_bytes, problem.request.recompute
     return CutRequest(size, tuple(warm_up), mix, limits, recompute)
 
@@ -490,8 +487,8 @@ def table_of(
     """The cost table of micro-batches of ``size`` samples.
 
     Args:
-        samples: that replicas may get of them, one row each; by default all.
-        free: indices of operators that take no time.
+        samples: of replicas, one row each; by default all samples.
+        free: indices of operators that count as 0.
     """
     rows = samples or (size,)
     work = [[problem.block_times(row, free, cached=each) for each in (True, False)] for row in rows]

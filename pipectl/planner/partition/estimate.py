@@ -1,11 +1,11 @@
 """Estimates of the simulated step of many layouts, to order candidates and to stop early.
 
 The estimate of a layout is its time by :mod:`pipectl.planner.partition.recurrence`, from the exact
-routes of its values (:mod:`pipectl.planner.partition.route_sums`). No message waits for messages of
-others there: that is what is simulated unless links are shared or messages last longer than
-computations, and with one replica per stage never more. Of what ranks take besides computing, what
-follows every forward and backward counts. No node does more work than its cores allow. Replicas are
-taken to split every micro-batch.
+routes of its values (:mod:`pipectl.planner.partition.route_sums`). Messages of different pairs of
+stages do not wait for each other: the estimate equals the simulation unless links are shared or
+messages take longer than computations, and with one replica per stage it is a lower bound. Of the
+overheads of ranks, only those after every forward and backward count. Work per node is limited by
+its cores. Replicas are taken to split every micro-batch.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
 
 ROUNDING = 1e-9
-"""By which share estimates are lowered, so that rounding puts none above what is simulated."""
+"""Share by which estimates are lowered, so that rounding raises none above the simulation."""
 CHUNK = 10**7
 """Actions and messages of the recurrence between two returns to Python."""
 MAX_CUTS = 16
-"""Lists of partitions whose sums are kept."""
+"""Maximum number of lists of partitions with cached sums."""
 
 
 class Pipelines(NamedTuple):
-    """Pipelines of equally many stages, for the kernel.
+    """Pipelines of equally many stages, as arrays for the kernel.
 
     Args:
         stages: shape [pipelines, stages].
-        ways: of all partitions; what their messages take depends on the border.
+        ways: messages of all partitions; their times depend on the class of the border.
         hold_s: by class of border; shape [classes, ways].
         late_s: by class of border.
-        first: where activations and gradients of partition p begin, at 2 p and 2 p + 1.
+        first: start of activations and gradients of partition p, at 2 p and 2 p + 1.
         cut: partition of every pipeline.
-        class_of: borders between two groups; shape [groups, groups].
+        class_of: class of the border between two groups; shape [groups, groups].
     """
 
     stages: Records
@@ -61,7 +61,7 @@ class Pipelines(NamedTuple):
 
 
 class Estimator:
-    """Estimates for one profile, cluster and request.
+    """Estimates steps for one profile, cluster and request.
 
     Args:
         graph: partitions are of its blocks.
@@ -88,7 +88,7 @@ class Estimator:
     def steps_s(
         self, layouts: Sequence[Layout], size: int, warm_ups: Sequence[Sequence[int]]
     ) -> Floats:
-        """The step of layouts with equally many stages by 1F1B; shape [layouts, warm-ups].
+        """Seconds of a 1F1B step of layouts with equally many stages; shape [layouts, warm-ups].
 
         Args:
             size: samples of a micro-batch.
@@ -120,8 +120,8 @@ class Estimator:
     def excess(
         self, layouts: Sequence[Layout], size: int, warm_ups: Sequence[Sequence[int]]
     ) -> Floats:
-        """By which share the fullest rank is above its limit, without messages and temporary
-        values; 0 if any stage recomputes. Shape [layouts, warm-ups]."""
+        """Relative excess of the fullest rank over its limit, without messages and temporaries;
+        0 if any stage recomputes. Shape [layouts, warm-ups]."""
         cut, cuts = self._cut(layouts)
         group = self._groups.number([one.ranks for one in layouts])
         limits = self._groups.limits_bytes[group]
@@ -139,8 +139,8 @@ class Estimator:
         whole = self._request.batch_size / size  # the last micro-batch may be smaller
         shares = []
         for depths in warm_ups:
-            # Gradients exist from the first backward on. It frees what one micro-batch has saved,
-            # which the next forward saves again if there is one.
+            # Gradients exist from the first backward on. It frees the saved values of one
+            # micro-batch, and the next forward, if any, saves as much again.
             later = np.where(np.asarray(depths) < whole, saved * depths, saved * (whole - 1))
             most = np.maximum(saved * np.minimum(depths, whole), summed + later)
             shares.append((resident + np.maximum(most, summing)) / limits - 1)
@@ -148,7 +148,7 @@ class Estimator:
         return np.where(self._recomputing(layouts).any(axis=1, keepdims=True), 0.0, excess)
 
     def _cut(self, layouts: Sequence[Layout]) -> tuple[Integers, Cuts]:
-        """Which partition each layout has, and their sums: several sizes have the same."""
+        """The partition of each layout, and the sums of partitions, cached for other sizes."""
         places: dict[Partition, int] = {}
         cut = np.array([places.setdefault(one.partition, len(places)) for one in layouts])
         partitions = tuple(places)
@@ -176,7 +176,7 @@ class Estimator:
         pairs = np.unique(np.stack([source, target], axis=1), axis=0)
         class_of = groups.classes(group[:, pairs[:, 0]].ravel(), group[:, pairs[:, 1]].ravel())
         sizes = np.ceil(transfers["size_bytes"] * (size / own))
-        # On shared cores it is work that waits for the next computation instead.
+        # On shared cores, this is work before the next computation instead.
         after_s = groups.after_s[group] * (not self._crowded)
         stages = np.zeros(group.shape, dtype=STAGE)
         stages["group"] = group
@@ -191,7 +191,7 @@ class Estimator:
         return Pipelines(stages, ways, hold_s, late_s, sums.first, cut, class_of)
 
     def _work_s(self, stages: Records, work: Floats) -> Floats:
-        """Work of each pipeline's busiest stage, or node over its cores, and the update."""
+        """Seconds of work of each pipeline's busiest stage, or node per core, with the update."""
         on_nodes = self._groups.on_nodes[stages["group"]]
         total = (work[:, :, None] * on_nodes).sum(axis=1)
         busiest = np.maximum(work.max(axis=1), (total / self._cores).max(axis=1))
@@ -199,7 +199,7 @@ class Estimator:
         return work_s
 
     def _recomputing(self, layouts: Sequence[Layout]) -> Integers:
-        """1 for every stage that recomputes, which it may do while it waits; else 0."""
+        """1 if a stage recomputes, which it may do while it waits; else 0."""
         everywhere = bool(self._request.recompute)
         if everywhere or not any(one.recompute for one in layouts):
             return np.full((1, 1), everywhere, dtype=np.int64)
@@ -223,9 +223,10 @@ def step_times(
 
     Args:
         warm_ups: by order and stage.
-        begin, end: which pipelines.
-        room: for the messages of one pipeline in both directions; shape [2, messages].
-        back: room for the recurrence; see :func:`pipectl.planner.partition.recurrence.step_s`.
+        begin, end: range of pipelines.
+        room: scratch space for the messages of one pipeline in both directions; shape
+            [2, messages].
+        back: scratch space; see :func:`pipectl.planner.partition.recurrence.step_s`.
         steps_s: shape [pipelines, orders].
     """
     for row in range(begin, end):
@@ -243,7 +244,7 @@ def step_times(
 
 @compiled
 def _place(pipelines: Pipelines, stages: Records, first: int, ways: Records) -> None:
-    """The messages of one pipeline and direction on the links that they take there."""
+    """Set the link times of the messages of one pipeline in one direction."""
     for index in range(len(ways)):
         way, given = ways[index], pipelines.ways[first + index]
         way.source, way.target = given.source, given.target

@@ -1,10 +1,10 @@
 """What searches choose: stages and their ranks, and everything that makes a plan.
 
-Also the layouts one move away from a given one. Balance alone does not make a step short: with few
-micro-batches the way of the first one in and of the last one out counts as much, and so does what
-is sent. Moving a border back and forth finds what the balanced partitions miss, and so does
-exchanging the ranks of two stages where ranks differ. Where stages may have replicas, which take
-the next ranks of an order, these move, too, and stages are split and merged.
+Also proposes the layouts one move away from a layout. Balance alone does not make a step short:
+with few micro-batches, fill and drain count as much, and so do messages. Moves of borders improve
+on balanced partitions, and so do exchanges of the ranks of two stages if ranks differ. If stages
+may have replicas, which take consecutive ranks of an order, replicas move too, and stages are split
+and merged.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ Ranks = tuple[tuple[int, ...], ...]
 """The ranks of every stage."""
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)
-"""Of a stage's load that moves to its neighbour; 0 is a single block."""
+"""Fractions of a stage's load that move to its neighbour; 0 is a single block."""
 MANY_BLOCKS = 60
-"""With more, replicas are moved with some fractions of the load."""
+"""With more, only some fractions of the load move together with replicas."""
 SPLITS = 8
-"""Parts of a stage's load at whose borders it is split."""
+"""Number of equal parts of a stage's load at whose borders it may be split."""
 FEW, EVERY, FAR = range(3)
-"""What moves are made; see :func:`neighbours`."""
+"""Sets of moves; see :func:`neighbours`."""
 _MAX_EXCHANGES = 16
-"""Stages up to which any two exchange their ranks; of more, only neighbours do."""
+"""Up to this many stages, any two exchange their ranks; above, only neighbours do."""
 
 
 class Layout(NamedTuple):
     """Stages and their ranks.
 
     Args:
-        recompute: which stages compute their forward again for their backward; empty if all of
-            them must, or none does.
+        recompute: which stages recompute their forward; empty if all must, or none does.
     """
 
     partition: Partition
@@ -47,12 +46,12 @@ class Layout(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Everything a plan decides.
+    """All decisions of a plan.
 
     Args:
         size: samples of a micro-batch.
         replication: how replicas share the work.
-        backward_ranks: where the backward of each stage runs, if elsewhere; empty if none does.
+        backward_ranks: of each stage, if its backward has another rank; empty if none does.
     """
 
     layout: Layout
@@ -64,18 +63,18 @@ class Choice(NamedTuple):
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Of every stage."""
+        """Replicas of every stage."""
         return tuple(map(len, self.layout.ranks))
 
 
 def consecutive(replicas: Sequence[int], order: Sequence[int] | None = None) -> Ranks:
-    """The next ranks of an order for every stage; by default of rising ranks."""
+    """Consecutive ranks of an order for every stage; the default order is ascending."""
     ranks = range(sum(replicas)) if order is None else order
     return tuple(tuple(ranks[a:b]) for a, b in pairwise([0, *accumulate(replicas)]))
 
 
 def device_orders(node_of_rank: Sequence[int]) -> list[tuple[int, ...]]:
-    """Orders whose consecutive runs are stages: machine by machine, and round the machines."""
+    """Orders of ranks: node by node, and round-robin over the nodes."""
     by_node = tuple(range(len(node_of_rank)))
     place: dict[int, int] = {}
     turn = []
@@ -87,7 +86,7 @@ def device_orders(node_of_rank: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def ranks_of(apart: Sequence[bool], cluster: Cluster) -> Ranks:
-    """One rank for each stage, or two, in the same node if one has them."""
+    """One rank per stage, or two if ``apart``, on the same node if it has two."""
     free: list[list[int]] = [[] for _ in cluster.nodes]
     for rank, node in enumerate(cluster.node_of_rank):
         free[node].append(rank)
@@ -113,7 +112,7 @@ def neighbours(
 
     Args:
         loads: of every block.
-        reach: FEW: one stage gives some fractions of its load to a neighbour, or two exchange
+        reach: FEW: some fractions of a stage's load move to a neighbour, or two stages exchange
             ranks; EVERY: any number of blocks moves; FAR: two neighbours exchange their places, or
             a single block moves further.
     """
@@ -134,11 +133,11 @@ def near_partitions(
 ) -> Iterator[Partition]:
     """Every partition in which one stage gives some load to the next or to the previous one.
 
-    What moves is the end (or the beginning) of the stage in graph order, or a single block
-    after (or before) which nothing is left in the stage; so stages stay convex.
+    The end (or beginning) of the stage in graph order moves, or a single block without successors
+    (or predecessors) in the stage, so stages stay convex.
 
     Args:
-        fractions: of a stage's load that move; if empty, any number of blocks does.
+        fractions: of a stage's load that move; if empty, any number of blocks moves.
     """
     totals = [sum(loads[block] for block in bits(stage)) for stage in partition]
     borders = range(1, len(partition))
@@ -174,7 +173,7 @@ def _far_partitions(partition: Partition, graph: BlockGraph) -> Iterator[Partiti
 
 
 def _free(stage: int, onward: Sequence[int]) -> Iterator[int]:
-    """Single blocks of a stage with several that no other block of it is after (or before)."""
+    """Blocks without successors (or predecessors) in a stage that has several blocks."""
     if stage & (stage - 1):
         yield from (1 << block for block in bits(stage) if not onward[block] & stage)
 
@@ -182,7 +181,7 @@ def _free(stage: int, onward: Sequence[int]) -> Iterator[int]:
 def _ends(
     blocks: Sequence[int], loads: Sequence[float], fractions: Sequence[float]
 ) -> Iterator[int]:
-    """The first few of some blocks, for each fraction of their load, never all of them."""
+    """Bitsets of the first blocks, for each fraction of their load; never of all blocks."""
     total = sum(loads[block] for block in blocks)
     counts = {_count(blocks, loads, fraction * total) for fraction in fractions}
     wanted = sorted(counts) if fractions else range(1, len(blocks))
@@ -203,7 +202,7 @@ def _with_border(partition: Partition, border: int, before: int, after: int) -> 
 
 
 def _exchanges(ranks: Ranks) -> Iterator[Ranks]:
-    """With the ranks of two stages exchanged."""
+    """Ranks with those of two stages exchanged."""
     stages = range(len(ranks))
     near = len(ranks) > _MAX_EXCHANGES
     for one, other in combinations(stages, 2):
@@ -222,17 +221,17 @@ def replica_moves(
     *,
     keep_stages: bool,
 ) -> Iterator[Layout]:
-    """Layouts one move away, in which stages take the next ranks in the order that they have now.
+    """Layouts with replicas one move away, whose stages take ranks in the present order.
 
-    A border moves, alone or with a replica to or from the neighbour; a replica moves from any stage
-    to any other, to a spare rank or from it; two stages exchange their replicas; a stage is split
-    with any share of its replicas; two neighbours are merged.
+    A border moves, alone or with a replica to or from the neighbour; a replica moves between two
+    stages, or to or from the spare ranks; two stages exchange their numbers of replicas; a stage is
+    split with any division of its replicas; two neighbours are merged.
 
     Args:
         loads: of every block.
         ranks: of the cluster.
         max_replicas: of a stage.
-        keep_stages: whether none is split or merged.
+        keep_stages: whether no stage is split or merged.
     """
     partition, replicas = layout.partition, tuple(map(len, layout.ranks))
     stages, spare = len(partition), ranks - sum(replicas)
@@ -256,13 +255,13 @@ def replica_moves(
 
 
 def _order(layout: Layout, ranks: int) -> tuple[int, ...]:
-    """The ranks in the order in which the stages have them, then those that none has."""
+    """The ranks in the order of the stages, then the spare ones."""
     used = [rank for held in layout.ranks for rank in held]
     return (*used, *sorted(set(range(ranks)).difference(used)))
 
 
 def _shifts(replicas: Sequence[int], spare: int) -> Iterator[list[int]]:
-    """One replica from any stage to any other or away, a spare one to any, any two exchanged."""
+    """Numbers of replicas after one replica moves, or two stages exchange theirs."""
     for one in range(len(replicas)):
         for gained in (1, -1)[not spare :]:
             changed = list(replicas)
@@ -282,7 +281,7 @@ def _shifts(replicas: Sequence[int], spare: int) -> Iterator[list[int]]:
 def _splits(
     partition: Partition, replicas: Sequence[int], loads: Sequence[float], spare: int
 ) -> Iterator[tuple[Partition, Sequence[int]]]:
-    """Every stage split in graph order, at even steps of its load, with any share of replicas."""
+    """Each stage split in graph order, at even steps of its load, for any division of replicas."""
     for stage, count in enumerate(replicas):
         blocks, room = list(bits(partition[stage])), count + spare
         total = sum(loads[block] for block in blocks)
@@ -296,7 +295,7 @@ def _splits(
 def _split(
     partition: Partition, replicas: Sequence[int], stage: int, first: int, pair: tuple[int, int]
 ) -> tuple[Partition, Sequence[int]]:
-    """With a stage in two, the first of which has some blocks."""
+    """The partition with a stage split in two, the first of which has these blocks."""
     halves = first, partition[stage] & ~first
     return (
         (*partition[:stage], *halves, *partition[stage + 1 :]),
@@ -307,7 +306,7 @@ def _split(
 def _merges(
     partition: Partition, replicas: Sequence[int], max_replicas: int
 ) -> Iterator[tuple[Partition, Sequence[int]]]:
-    """Every two neighbours as one stage."""
+    """Every pair of neighbours merged to one stage."""
     for stage in range(len(partition) - 1):
         both = partition[stage] | partition[stage + 1]
         count = min(max_replicas, replicas[stage] + replicas[stage + 1])

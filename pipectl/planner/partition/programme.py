@@ -3,13 +3,13 @@
     best[start, tally after and of it] = best over (end, option) of
         the stage from start to end, joined with best[end, tally after it]
 
-An option is a kind of device, a number of replicas and a mode. Built from the end of the pipeline,
-where the micro-batches in flight are known. A chain is judged by its largest load, by one
-micro-batch's way through all stages and back while no load is above a cap, by the largest memory,
-or by the devices it takes while no load is above a cap. Over all downsets it is exact (Tarnawski et
-al., "Efficient algorithms for device placement of DNN graph operators", NeurIPS 2020, solve the
-first objective this way); over a sample of them it is the best among the chains of the sample. Ties
-go to the chain that was met first, so the result is the same on every machine.
+An option is a kind of device, a number of replicas and a mode. Chains are built from the end of the
+pipeline, where the number of micro-batches in flight is known. The objective is the largest load,
+the latency of one micro-batch through all stages and back with loads up to a cap, the largest
+memory, or the number of devices with loads up to a cap. Over all downsets the result is optimal
+(Tarnawski et al., "Efficient algorithms for device placement of DNN graph operators", NeurIPS 2020,
+solve the first objective this way); over a sample, it is the best chain of the sample. In ties the
+first chain is kept, so the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from pipectl.planner.costs.table import CostTable
 from pipectl.planner.graph.downsets import CutSpace
 
 LOAD, LATENCY, MEMORY, DEVICES = range(4)
-"""What a chain is judged by."""
+"""Objectives of a chain."""
 FREE, ADDED, OVERLAPPED = range(3)
-"""How messages count as load: not at all, on top of the compute, or if they take longer."""
+"""How messages count as load: not at all, added to compute, or as the maximum of both."""
 KEEP, RECOMPUTE, ELSEWHERE, RECOMPUTE_ELSEWHERE = range(4)
-"""What a stage does with what its backward needs; the last two have a second device for it."""
+"""What a stage does with saved values; the last two run the backward on a second device."""
 STEPS = 10**8
-"""Of the inner loop between two looks at the time."""
+"""Steps of the inner loop between two checks of the time."""
 
 MAX_KEPT, MAX_KEPT_BYTES = 128, 2**20
-"""Results that are kept for searches of the same graph within other limits, and bytes of each."""
+"""Maximum number of cached results, for searches with other limits, and of bytes of each."""
 
 Check = Callable[[], None]
-"""Called now and then; raises to end the search."""
+"""Called repeatedly; raises to end the search."""
 
 
 OPTION = record(
@@ -48,13 +48,13 @@ OPTION = record(
     "devices replicas slowness limit_bytes state_share latency_s s_per_byte sum_s_per_byte"
     " copy_s_per_byte",
 )
-"""What a stage may take and do:
+"""Options of a stage:
 
 - ``kind`` of device, ``mode`` (KEEP or another), and ``row`` of the table's times;
-- ``devices`` that it takes, and ``replicas`` that share the micro-batch;
+- ``devices`` it takes, and ``replicas`` that share the micro-batch;
 - ``slowness`` relative to the profile's device, and memory of a device;
-- ``state_share``: part of the optimizer's state that a device holds;
-- seconds of messages between stages, by bytes of a whole micro-batch; of the sum of gradients over
+- ``state_share``: part of the optimizer's state per device;
+- seconds of messages between stages, per byte of a whole micro-batch; of the sum of gradients over
   the replicas, spread over the micro-batches; and between the two devices of a stage.
 """
 _BEST = np.dtype(
@@ -63,20 +63,20 @@ _BEST = np.dtype(
         [("value", "f8"), ("end", "i4"), ("rest", "i4"), ("option", "i4"), ("depth", "i4")],
     )
 )
-"""The best chain from a downset to the end: its value, infinite if there is none; downset and tally
-that its first stage is followed by; the option of that; and how many stages it has."""
+"""The best chain from a downset to the end: its value, infinite if there is none; the downset and
+tally after its first stage; the option of this stage; and the number of stages."""
 
 
 _known_chains: dict[bytes, Records] = {}
 
 
 class Options(NamedTuple):
-    """What stages may take and do. A *tally* says what is taken, from the end of the pipeline.
+    """Options of stages. A *tally* is what a chain takes, counted from the end of the pipeline.
 
     Args:
         following: the tally after a stage with each option, -1 if there is none; shape
             [tallies, options].
-        each: of every option.
+        each: fields of every option.
     """
 
     following: Integers
@@ -84,8 +84,8 @@ class Options(NamedTuple):
 
     @classmethod
     def of(cls, following: Integers, **given: Any) -> Options:
-        """Options by what sets them apart; otherwise each keeps what it saves, on one device as
-        fast as the profile's with enough memory, and messages take no time.
+        """Options with defaults: keep saved values, one device as fast as the profile's, enough
+        memory, and messages that take no time.
 
         Args:
             given: fields, one number for all options or one for each.
@@ -98,24 +98,24 @@ class Options(NamedTuple):
 
     @property
     def replicas(self) -> Floats:
-        """Of every option."""
+        """Replicas of every option."""
         return np.asarray(self.each["replicas"])
 
 
 class Goal(NamedTuple):
-    """What a chain of stages shall be.
+    """Objective and limits of chains.
 
     Args:
         objective: LOAD, LATENCY, MEMORY or DEVICES.
-        cap_s: no stage has a larger load.
+        cap_s: largest load of a stage.
         messages: FREE, ADDED or OVERLAPPED.
-        in_flight: micro-batches by number of stages after; empty if memory does not matter.
-        reserved_bytes: what a stage leaves to others of its device, by number of stages after.
-        temporary_bytes: what one operator allocates at once.
-        buffers: how often messages count as memory besides.
-        entering: how much of what crosses its start a stage is taken to hold.
-        bound: values from here on are of no interest.
-        limit_bytes: of the largest device, for MEMORY, which counts what is above a rank's limit.
+        in_flight: micro-batches, by number of later stages; empty if memory has no limit.
+        reserved_bytes: memory left to other stages of the device, by number of later stages.
+        temporary_bytes: allocated by one operator at once.
+        buffers: additional copies of messages that count as memory.
+        entering: share of the values that cross its start that a stage is taken to hold.
+        bound: chains with this value or more are ignored.
+        limit_bytes: of the largest device, for MEMORY, which counts excess over a rank's limit.
     """
 
     objective: int
@@ -132,7 +132,7 @@ class Goal(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """Places of downsets from the empty to the full one; options of the stages between."""
+    """Indices of downsets from the empty to the full one; options of the stages between."""
 
     cuts: tuple[int, ...]
     options: tuple[int, ...]
@@ -140,22 +140,22 @@ class Chain:
 
 @dataclass(frozen=True)
 class Chains:
-    """What the programme found.
+    """Result of the dynamic programme.
 
     Args:
         best: by downset and tally.
-        order: places of the downsets in the space.
+        order: indices of the downsets in the space.
     """
 
     best: Records
     order: Integers
 
     def values(self, tallies: Integers) -> Floats:
-        """Of the best chains of all blocks, with some tallies; infinite if there is none."""
+        """Values of the best chains of all blocks with these tallies; infinite if there is none."""
         return np.asarray(self.best["value"][0, tallies])
 
     def value(self, tallies: Integers) -> float:
-        """The least of them."""
+        """The smallest of :meth:`values`."""
         return float(self.values(tallies).min(initial=inf))
 
     def chain(self, tallies: Integers) -> Chain:
@@ -179,7 +179,7 @@ def best_chains(
     """The best chain of stages for every tally.
 
     Args:
-        check: called now and then.
+        check: called repeatedly; raises to end the search.
     """
     order, words = _by_work(space, costs)
     table = costs.reordered(order)
@@ -190,7 +190,7 @@ def best_chains(
     best = np.zeros((states, len(options.following)), dtype=_BEST)
     best["value"] = inf
     best["value"][-1, 0] = -inf if goal.objective == MEMORY else 0.0
-    # The range of the tallies that chains from every downset have.
+    # The range of the tallies of chains from every downset.
     reached = np.tile(np.array([len(options.following), 0]), (states, 1))
     reached[-1] = 0, 1
     each = options.each
@@ -209,7 +209,7 @@ def best_chains(
 
 
 def _hash_of(values: Iterable[Any]) -> bytes:
-    """Of the content of numbers and arrays, which tuples may hold."""
+    """Hash of the contents of numbers, arrays, and tuples of these."""
     content = blake2b(digest_size=16)
     for value in values:
         if isinstance(value, np.ndarray):
@@ -223,7 +223,7 @@ def _hash_of(values: Iterable[Any]) -> bytes:
 
 
 def _by_work(space: CutSpace, costs: CostTable) -> tuple[Integers, Words]:
-    """The downsets by rising work, smaller ones first; chains begin at the first."""
+    """The downsets by ascending work, subsets first; chains begin at the first."""
     size = space.rows.sum(axis=1)
     order = np.lexsort((np.arange(len(space)), size, costs.work_s[0, 0]))
     return order, np.ascontiguousarray(space.words[order])
@@ -242,17 +242,17 @@ def _extend(
     least_slow: float,
     plain: bool,
 ) -> None:
-    """Put a stage that begins at each downset from ``stop`` - 1 down to ``begin`` before chains.
+    """Prepend a stage that begins at each downset from ``stop`` - 1 down to ``begin`` to chains.
 
     Args:
-        least_slow: seconds that some devices take at least for a second of work.
+        least_slow: lower bound on the seconds that an option takes per second of work.
         plain: whether every stage takes one device of the only kind.
     """
     states, width = words.shape
     work_s = costs.work_s[0, 0]
     for start in range(stop - 1, begin - 1, -1):
         most = len(options.following) - 1
-        if plain and goal.cap_s > 0.0:  # what is before needs stages, too
+        if plain and goal.cap_s > 0.0:  # the blocks before need stages too
             before_s = (work_s[start] - work_s[0]) * least_slow
             most -= min(most, int(np.ceil(before_s / goal.cap_s - 1e-9)))
         for end in range(start + 1, states):
@@ -270,10 +270,10 @@ def _extend(
 
 
 class _Stage(NamedTuple):
-    """What a stage between two downsets holds and sends.
+    """Memory and messages of a stage between two downsets.
 
     Args:
-        uncached: share of the way from cached to uncached times.
+        uncached: weight of uncached times; 0 is cached.
         fixed_bytes: parameters and their gradients.
     """
 
@@ -312,7 +312,7 @@ def _stage(start: Any, end: Any, goal: Goal, cache_bytes: float) -> _Stage:
 
 @compiled
 def _load_s(stage: _Stage, costs: CostTable, option: Any, start: int, end: int) -> float:
-    """What the busiest device of a stage computes, or copies, for one micro-batch."""
+    """Seconds that the busiest device of a stage computes or copies per micro-batch."""
     row, mode, slowness = option.row, option.mode, option.slowness
     fast = costs.work_s[row, 0, end] - costs.work_s[row, 0, start]
     slow = costs.work_s[row, 1, end] - costs.work_s[row, 1, start]
@@ -331,7 +331,7 @@ def _load_s(stage: _Stage, costs: CostTable, option: Any, start: int, end: int) 
 
 @compiled
 def _is_allowed(stage: _Stage, option: Any, goal: Goal, load_s: float) -> bool:
-    """Whether a stage does not load or hold too much, whatever comes after it."""
+    """Whether a stage is within the limits of load and memory for any later stages."""
     if goal.objective == MEMORY:
         least = stage.fixed_bytes + stage.state_bytes + goal.temporary_bytes - goal.limit_bytes
         if least >= goal.bound:
@@ -343,7 +343,7 @@ def _is_allowed(stage: _Stage, option: Any, goal: Goal, load_s: float) -> bool:
 
 @compiled
 def _excess_bytes(stage: _Stage, option: Any, goal: Goal, depth: int) -> float:
-    """Memory above the limit of a stage with so many stages after it."""
+    """Bytes above the limit of a stage with ``depth`` later stages."""
     if len(goal.in_flight) == 0:
         return -np.inf
     in_flight = goal.in_flight[min(depth, len(goal.in_flight) - 1)]
@@ -365,7 +365,7 @@ def _excess_bytes(stage: _Stage, option: Any, goal: Goal, depth: int) -> float:
 def _joined(
     stage: _Stage, option: Any, goal: Goal, value: float, load_s: float, excess: float
 ) -> float:
-    """The value of a chain with one stage more before it."""
+    """The value of a chain with one more stage before it."""
     rate = option.s_per_byte
     if goal.objective == LATENCY:
         sent_s = (stage.there_bytes + stage.back_bytes) * rate
@@ -392,7 +392,7 @@ def _extend_by_stage(
     start: int,
     end: int,
 ) -> None:
-    """Put one stage, with every option, before the chains that begin at its end."""
+    """Prepend one stage, with every option, to the chains that begin at its end."""
     stage = _stage(costs.sums[start], costs.sums[end], goal, costs.cache_bytes)
     for number in range(len(options.each)):
         option = options.each[number]
@@ -414,4 +414,4 @@ def _extend_by_stage(
                 reached[start, 0] = min(reached[start, 0], new)
                 reached[start, 1] = max(reached[start, 1], new + 1)
         if goal.objective == DEVICES and len(goal.in_flight) == 0:
-            break  # options rise by the devices they take
+            break  # options are sorted by devices

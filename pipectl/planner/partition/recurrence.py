@@ -9,15 +9,15 @@ forward of micro-batch t. Three stages, warm-up (3, 2, 1)::
     s 1    0     1   . 2   a 3      b 4         digits: forwards, letters: backwards
     s 0    0     1     2   a 3      b 4
 
-Where the warm-up never rises with the stage, everything an action waits for stands before it, so
-each end follows from ends that are known: one pass of (stages + transfers) x micro-batches steps.
-It equals the event simulation of the same plan where stages send to their neighbours only, no two
-transfers share a link and messages are shorter than computations; others may begin later there,
-because receives are posted only a little ahead.
+If the warm-up never increases with the stage, all dependencies of an action come before it, so one
+pass of (stages + transfers) x micro-batches steps computes all ends. It equals the event simulation
+of the same plan if stages send only to their neighbours, no two transfers share a link and messages
+are shorter than computations. Otherwise messages may start later in the simulation, because
+receives are posted only a little ahead.
 
-In the steady state all ends move by the same time a turn (a max-plus system at its eigenvalue);
-once that held for a whole cycle of the backwards in flight, the turns up to the last micro-batch
-are skipped.
+In the steady state, all ends advance by the same time per turn (a max-plus system at its
+eigenvalue). Once this has held for a whole cycle of the backwards in flight, the turns up to the
+last micro-batch are skipped.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from pipectl.arrays import Floats, Integers, Records, record
 from pipectl.compiled import compiled
 
 SAME = 1e-13
-"""Two advances differ by rounding alone if their difference is below this share of the time."""
+"""Advances count as equal if their difference is below this share of the time."""
 
 STAGE = record(
     "group depth ahead behind", "forward_s backward_s reduce_s update_s end arrived before"
 )
-"""Of every stage, in order:
+"""Per stage, in order:
 
 - ``group`` of ranks, for :mod:`pipectl.planner.partition.estimate`;
-- seconds of one full micro-batch, replicas folded in; of the sum of gradients, after the last
+- seconds of one full micro-batch, shared by the replicas; of the sum of gradients after the last
   backward; of the update, which begins on all stages at once.
 
 The rest is filled in: ``depth``, forwards before the first backward; ``ahead`` and ``behind``, its
-first message of either direction; the ``end`` of its last action, also one turn ``before``; when
-the inputs of this turn have ``arrived``.
+first message in either direction; the ``end`` of its last action, and that one turn ``before``; the
+time at which the inputs of this turn have ``arrived``.
 """
 WAY = record("source target", "hold_s late_s free_at before")
-"""Of every message of one direction, by rising source; each has a link of its own:
+"""Per message of one direction, by ascending source; each has its own link:
 
 - ``hold_s``: time in which the link takes no other message, for a full micro-batch;
-- ``late_s``: latency; what passes between the end of this and the arrival.
+- ``late_s``: latency, from the end of ``hold_s`` to the arrival.
 
-The rest is filled in: when the link is free, also one turn ``before``.
+The rest is filled in: the time at which the link is free, and that one turn ``before``.
 """
 
 
@@ -67,9 +67,9 @@ def step_s(
 
     Args:
         ahead, behind: activations to later stages, and gradients to earlier ones.
-        warm_up: of every stage; never rises.
-        back: room for when the gradients of every stage are there, by micro-batch modulo the size
-            of the ring: the first depth and one more; shape [stages, at least so many].
+        warm_up: of every stage; never increases.
+        back: scratch space for the arrival of the gradients of every stage, in a ring over
+            micro-batches of first depth + 1 entries; shape [stages, at least as many].
         last_share: size of the last micro-batch relative to the others.
     """
     last, ring = micro_batches - 1, min(max(warm_up[0], 1), micro_batches) + 1
@@ -99,7 +99,7 @@ def step_s(
 def _begin(
     stages: Records, ahead: Records, behind: Records, warm_up: Integers, micro_batches: int
 ) -> None:
-    """Nothing has happened yet."""
+    """Reset all clocks."""
     there = returned = 0
     for number in range(len(stages)):
         stage = stages[number]
@@ -111,7 +111,7 @@ def _begin(
 
 @compiled
 def _clear(ways: Records, place: int, source: int) -> int:
-    """Free the links of a stage's messages, which begin at a place; where the next stage's do."""
+    """Free the links of a stage's messages; returns the place of the next stage's."""
     while place < len(ways) and ways[place].source == source:
         ways[place].free_at = ways[place].before = 0.0
         place += 1
@@ -128,7 +128,7 @@ def _backwards(
     behind: Records,
     back: Floats,
 ) -> None:
-    """The backwards of one turn, the last stage first, and their gradients on their way."""
+    """Run the backwards of one turn, the last stage first, and send their gradients."""
     for number in range(len(stages) - 1, -1, -1):
         stage = stages[number]
         index = turn - stage.depth
@@ -147,7 +147,7 @@ def _backwards(
 
 @compiled
 def _forwards(share: float, stages: Records, ahead: Records) -> None:
-    """The forwards of one turn, the first stage first, and their activations on their way."""
+    """Run the forwards of one turn, the first stage first, and send their activations."""
     for number in range(len(stages)):
         stage = stages[number]
         stage.end = max(stage.end, stage.arrived) + stage.forward_s * share
@@ -161,14 +161,14 @@ def _forwards(share: float, stages: Records, ahead: Records) -> None:
 
 @compiled
 def _pass(way: Any, ready: float, share: float) -> float:
-    """When a message arrives that is ready at some time."""
+    """Send a message that is ready at some time; returns its arrival."""
     way.free_at = max(way.free_at, ready) + way.hold_s * share
     return float(way.free_at + way.late_s)
 
 
 @compiled
 def _advance(stages: Records, ahead: Records, behind: Records) -> float:
-    """By how much all clocks moved since the last call, -1 if not alike."""
+    """The time by which all clocks advanced since the last call; -1 if they differ."""
     step, alike = stages[0].end - stages[0].before, True
     for number in range(len(stages)):
         stage = stages[number]
@@ -192,7 +192,7 @@ def _skip(
     behind: Records,
     back: Floats,
 ) -> int:
-    """Let as many whole rings of turns pass as fit; returns the number of turns."""
+    """Skip as many whole rings of turns as fit; returns the number of turns."""
     passed = turns // ring * ring
     shift = passed * advance_s
     for ways in (ahead, behind):

@@ -1,7 +1,7 @@
 """What many partitions need, by the exact routes of all values, as arrays.
 
-These are the figures of :mod:`pipectl.planner.costs.stage_costs` that time depends on, without the
-objects: a partition takes a few microseconds per operator, a thousandth of its footprint.
+These are the inputs of times in :mod:`pipectl.planner.costs.stage_costs`, without objects: a
+partition takes a few microseconds per operator, a thousandth of the time of its footprint.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ Timings = tuple[Floats, Floats]
 """Cached and uncached forward and backward of every operator; shapes [2, operators]."""
 ACTIVATION, GRADIENT = range(2)
 REACHED, ARRIVED, KEPT = range(3)
-"""Of every stage: the last value sent there, the last storage that came, and that it keeps."""
+"""Rows per stage: the last value sent to it, the last storage that arrived, and that it keeps."""
 
 OPERATOR = record("reader end output_bytes gradient_bytes kept_bytes trained_bytes")
-"""Of every operator: where its readers are, bytes of its messages, what its stage keeps of its
-value if that is sent, and the parameters' gradients that it makes."""
+"""Per operator: range of its readers, bytes of its messages, bytes of its value that its stage
+keeps if it is sent, and bytes of the gradients of its parameters."""
 STORAGE = record("maker maker_end saver saver_end saved_bytes")
-"""Of every storage: where the operators are whose values lie in it, and those that save it for
-their backward."""
+"""Per storage: ranges of the operators whose values are in it, and of those that save it for their
+backward."""
 PARAMETER = record("owner end size_bytes trained_bytes")
-"""Of every parameter: where the operators are that use it; trained bytes are 0 if it is frozen."""
+"""Per parameter: range of the operators that use it; ``trained_bytes`` is 0 if it is frozen."""
 STAGE_SUMS = record(
     "parameter_bytes trained_bytes gradient_bytes saved_bytes"
     " received sent gradients_received gradients_sent"
 )
-"""Of every stage: bytes, the third of the parameters' gradients, and numbers of values."""
+"""Per stage: bytes, the third of the parameters' gradients, and numbers of values."""
 TRANSFER = record("source target size_bytes")
 
 
 class Graph(NamedTuple):
-    """What operators read, hold and send; storages and parameters are numbered.
+    """Readers, storages and parameters of operators, as arrays.
 
     Args:
         users: indices of operators: readers, makers, savers and owners.
@@ -55,12 +55,12 @@ class Graph(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What partitions need, to be filled in.
+    """Memory and messages of partitions, filled in by :func:`sum_cuts`.
 
     Args:
         stages: shape [partitions, stages].
-        transfers: of every partition activations, then gradients, each by rising source and target.
-        first: where those of partition p begin, at 2 p and 2 p + 1; shape [2 * partitions + 1].
+        transfers: per partition activations, then gradients, each by ascending source and target.
+        first: start of those of partition p, at 2 p and 2 p + 1; shape [2 * partitions + 1].
     """
 
     stages: Records
@@ -74,7 +74,7 @@ class Cuts:
 
     Args:
         stage_of: of every operator; shape [partitions, operators].
-        sums: what does not depend on the micro-batch size, or is proportional to it.
+        sums: values independent of the micro-batch size, or proportional to it.
     """
 
     stage_of: Integers
@@ -131,7 +131,7 @@ class PartitionSums:
         self._blocks = len(graph)
 
     def cut(self, partitions: Sequence[Partition]) -> Cuts:
-        """What partitions into equally many stages need; at least one."""
+        """The sums of partitions into equally many stages; at least one."""
         stages, edges = len(partitions[0]), self._edges
         flat = [stage for partition in partitions for stage in partition]
         rows = membership(flat, self._blocks).reshape(len(partitions), stages, self._blocks)
@@ -207,12 +207,13 @@ def _users(held: Iterable[Mapping[str, int]]) -> tuple[dict[str, list[int]], dic
 
 @compiled
 def sum_cuts(graph: Graph, stage_of: Integers, sums: Sums, seen: Integers, moved: Integers) -> None:
-    """Fill in what every partition needs.
+    """Fill in the sums of every partition.
 
     Args:
         stage_of: of every operator; shape [partitions, operators].
-        seen: room for the last mark of every stage, below 0; shape [3, stages].
-        moved: room for the bytes between two stages, below 0; shape [2, stages, stages].
+        seen: scratch space for the last mark of every stage, initially below 0; shape [3, stages].
+        moved: scratch space for the bytes between two stages, initially below 0;
+            shape [2, stages, stages].
     """
     place = mark = 0
     for partition in range(len(stage_of)):
@@ -249,7 +250,7 @@ def _sum_storage(
     mark: int,
     first: int,
 ) -> None:
-    """Send the values that lie in one storage, and let every stage keep it once."""
+    """Send the values in one storage, which every stage keeps once."""
     for made in range(storage.maker, storage.maker_end):
         producer = graph.users[made]
         own = first + producer
@@ -326,7 +327,7 @@ def _send(
 
 @compiled
 def _list_transfers(moved: Integers, transfers: Records, place: int) -> int:
-    """The transfers by source and target; makes room for those of the next partition."""
+    """List the transfers by source and target, and clear ``moved`` for the next partition."""
     for source in range(len(moved)):
         for target in range(len(moved)):
             if moved[source, target] >= 0:
