@@ -167,7 +167,7 @@ class Module:
         return translated
 
     def translate(self, function: FunctionType, kinds: Sequence[Type], symbol: str) -> str:
-        """Translate a function with all that it calls; only ``symbol``, the function, is exported."""
+        """Translate a function and all that it calls; exports only the function, as ``symbol``."""
         name, _ = self.call(function, kinds)
         *called, own = self.texts
         begin, rest = own.split(name, 1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipectl.schedule.order import Schedule
 
 Finding = tuple[tuple[str | int, ...], str]
-"""The path of a key, and what is wrong with it."""
+"""The path of a key, and its fault."""
 
 _SBATCH = (
     "qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude", "exclusive",
@@ -58,27 +58,27 @@ _FORMER_KEYS = {
     "pbs.mail_user": "write pbs.options: {M: ...}",
     "pbs.directives": "write pbs.options: {p: 5}, say, for -p 5",
 }
-"""Keys of earlier versions, and what to write instead."""
+"""Keys of earlier versions, and their replacements."""
 _FORMER_DEFAULTS = {"training.check_replicas": (100,), "checkpoint.on_signal": ("USR1", "USR2")}
-"""Their values that mean what happens without the key."""
+"""Values of former keys that equal the behaviour without the key."""
 MAX_POINTS = 1000
 """Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
 _SHARED = (
     "version", "name", "resources", "launch.scheduler", "launch.template", "output", "slurm", "pbs",
     "checkpoint.lead_time", "checkpoint.max_requeues", "site_defaults", "sweep",
 )  # fmt: skip
-"""Keys that all runs share, because the directives of a job array are those of all its jobs."""
+"""Keys that all runs share, because the directives of a job array apply to all its jobs."""
 _STAGES = ("pipeline", "stages")
 _MICRO_BATCHES = ("pipeline", "micro_batches")
 _WARM_UP = ("pipeline", "warm_up")
 _BACKWARD = ("pipeline", "backward")
 _WEIGHTS = ("model", "weights")
 _PLACEHOLDER = "/path/to/"
-"""Begins the paths in recipes, which users replace."""
+"""Prefix of paths in recipes that users have to replace."""
 
 
 def fault_of_former_key(path: Sequence[str | int]) -> str:
-    """What to say about a key of earlier versions; empty for any other key."""
+    """The message for a key of earlier versions; empty for any other key."""
     advice = _FORMER_KEYS.get(".".join(map(str, path)))
     return f"is no longer a key; {advice}" if advice else ""
 
@@ -100,7 +100,7 @@ def drop_former_keys(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
-    """Faults across fields of sections that are valid themselves."""
+    """Faults across fields of valid sections."""
     for check in _CHECKS:
         names = signature(check).parameters
         if sections.keys() >= names.keys():
@@ -136,7 +136,7 @@ def wrong_uses(
 ) -> Iterator[Finding]:
     """References to functions and classes that do not exist, or do not take their ``kwargs``.
 
-    Installed packages are not looked at if the job runs with those of another Python.
+    Installed packages are not checked if the job runs with another Python.
 
     Args:
         data: of the spec, valid or not.
@@ -152,7 +152,7 @@ def wrong_uses(
         if reference is None or (elsewhere and reference.is_installed):
             continue
         is_alone = path[:-1] in (("model",), ("data",), ("evaluation", "data"))
-        is_alone &= not data.get("sweep")  # which may give it further ones
+        is_alone &= not data.get("sweep")  # a sweep may add arguments
         for name, fault in faults_of_use(reference, list(kwargs), is_alone=is_alone):
             yield (path if name is None else (*path[:-1], "kwargs", name)), fault
 
@@ -174,7 +174,7 @@ def _built_in(pipeline: Pipeline) -> Schedule | None:
 
 
 def _check_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
-    """What the stages and their memory need of the ranks."""
+    """Faults of the numbers of stages and ranks, and of memory."""
     stages, name, ranks = pipeline.stages, pipeline.schedule, resources.ranks
     if pipeline.offload == "host" and not resources.gpus_per_node:
         fault = "frees nothing on ranks that compute on the CPU; write disk"
@@ -216,7 +216,7 @@ def _check_warm_up(pipeline: Pipeline) -> Iterator[Finding]:
 def _check_backward(
     pipeline: Pipeline, resources: Resources, training: Training
 ) -> Iterator[Finding]:
-    """``backward: apart`` takes two ranks per stage, between which nothing else comes."""
+    """Faults of ``backward: apart``, which needs two ranks per stage."""
     if pipeline.backward != "apart":
         return
     ranks, replicas = 2 * (pipeline.stages or 1), pipeline.replicas
@@ -243,8 +243,8 @@ def _check_backward(
 
 
 def _check_batch(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
-    """Micro-batches; and that schedules without flushes have no moment at which all stages have
-    their gradients."""
+    """Faults of micro-batches, and of schedules without flushes, in which the gradients of all
+    stages never exist at the same time."""
     micro_batches, schedule = pipeline.micro_batches or 1, _built_in(pipeline)
     if micro_batches > training.batch_size:
         fault = f"a batch of {training.batch_size} cannot be divided into {micro_batches}"
@@ -308,7 +308,7 @@ def _check_options(slurm: Slurm, pbs: Pbs) -> Iterator[Finding]:
 
 
 def _check_sweep(sweep: Sweep | None) -> Iterator[Finding]:
-    """That every run has values, for keys that may differ, and others than the runs before it."""
+    """Faults of a sweep: runs without values, keys that cannot be swept, equal runs."""
     if sweep is None:
         return
     lengths = [len(values) for values in sweep.grid.values()]
@@ -353,4 +353,4 @@ _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_batch, _check_buckets, _check_warm_up, _check_backward, _check_progress,
     _check_loss, _check_evaluation, _check_options, _check_sweep,
 )  # fmt: skip
-"""Their parameters have the names of the sections they need."""
+"""Checks; the names of their parameters are the sections they need."""

@@ -20,7 +20,7 @@ from pipectl.units import first_harmful
 KeyPath = tuple[str | int, ...]
 
 KEY = "[key]"
-"""After the path of a value, in places: its key, not the value (pydantic names keys so too)."""
+"""Appended to the path of a value in places, for its key (as in pydantic)."""
 MAX_BYTES = 2**20
 MAX_DEPTH = 40
 MAX_VALUES = 20_000
@@ -67,18 +67,18 @@ _EXPLANATIONS = {
         "text that starts with * or & must be in quotes"
     ),
 }
-"""Explanations by PyYAML's message, for messages that are hard to understand."""
+"""Explanations of PyYAML's messages that are hard to understand."""
 
 
 class Plain(str):
-    """A number, or true or false, as it is written without quotes.
+    """The text of a number, true or false without quotes.
 
-    The field that takes it decides whether ``0042`` is a number or a text.
+    The type of its field decides whether ``0042`` is a number or a text.
     """
 
 
 class Place(NamedTuple):
-    """Where something is written; line and column count from 1, 0 if there is no line."""
+    """File, line and column, both from 1; 0 if there is no line."""
 
     file: str
     line: int = 0
@@ -94,8 +94,8 @@ class Document:
     """Data as they are written: dicts, lists, texts, :class:`Plain` scalars and None.
 
     Args:
-        places: where the value at a path begins, and at that path with ``KEY`` its key. There may
-            be places of values that another layer has replaced.
+        places: place of the value at a path, and at this path with ``KEY``, of its key. May include
+            values that another layer has replaced.
         problems: faults of the text: duplicate keys, control characters, tags.
     """
 
@@ -114,7 +114,7 @@ class Document:
         return path, value
 
     def place(self, path: KeyPath, *, at_key: bool = False) -> Place:
-        """Where a value, or its key, is written; or the nearest value around it that exists."""
+        """The place of a value or its key, or of the nearest enclosing value that exists."""
         path, _ = self.locate(path)
         place = self.places[path]
         return self.places.get((*path, KEY), place) if at_key else place
@@ -125,16 +125,16 @@ class Document:
         return place.problem(message if place.file == f"--set {where}" else f"{where}: {message}")
 
     def part(self, path: KeyPath) -> Document:
-        """The value at a path as a document of its own."""
+        """The value at a path as a separate document."""
         value = self.locate(path)[1]
         inner = {each: self.places.get((*path, *each)) for each in _paths_in(value)}
         return Document(value, {each: place for each, place in inner.items() if place})
 
     def put(self, path: Sequence[str | int], value: Document, key_place: Place) -> Document:
-        """A copy with a value at a path, and with mappings around it.
+        """A copy with a value at a path; missing mappings are added.
 
         Args:
-            key_place: of the value's key, and of mappings that are new.
+            key_place: of the value's key and of added mappings.
         """
         path, data = tuple(path), value.data
         places = {p: place for p, place in self.places.items() if p[: len(path)] != path}
@@ -150,7 +150,7 @@ class Document:
         return Document(data, places, self.problems + value.problems)
 
     def over(self, lower: Document) -> Document:
-        """This layer over another: mappings key by key, everything else is replaced."""
+        """This layer merged over another: mappings key by key; other values are replaced."""
         return Document(
             _merge(self.data, lower.data),
             {**lower.places, **self.places},
@@ -159,7 +159,7 @@ class Document:
 
 
 def _paths_in(value: Any) -> Iterator[KeyPath]:
-    """The paths of a value, its key, and of all that is in it."""
+    """The paths of a value, of its key, and of all values and keys in it."""
     yield from ((), (KEY,))
     items = value.items() if isinstance(value, dict) else ()
     for step, item in enumerate(value) if isinstance(value, list) else items:
@@ -174,7 +174,7 @@ def _merge(upper: Any, lower: Any) -> Any:
 
 
 def describe(value: Any) -> str:
-    """A value as a message shows it: ``'many'``, ``3.5``, ``a list``; long text is shortened."""
+    """A value for messages: ``'many'``, ``3.5``, ``a list``; long text is shortened."""
     if not isinstance(value, str):
         return "null" if value is None else "a list" if isinstance(value, list) else "a mapping"
     text = value if len(value) <= 60 else f"{value[:57]}..."
@@ -185,7 +185,7 @@ def read_file(path: Path) -> Document:
     """The document in a YAML file.
 
     Raises:
-        SpecError: missing, too large, no text, or no YAML.
+        SpecError: the file is missing, too large, not text, or not YAML.
     """
     place = Place(str(path))
     try:
@@ -236,7 +236,7 @@ def read_text(text: str, name: str, *, lines: bool = True) -> Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes PyYAML's nodes, whose tags tell plain from quoted, and converts them to data."""
+    """Composes PyYAML's nodes, whose tags distinguish quoted scalars, and converts them to data."""
 
     yaml_implicit_resolvers = {None: [(_PLAIN, re.compile(""))]}  # noqa: RUF012
 
@@ -260,9 +260,9 @@ class _Loader(yaml.SafeLoader):
         return Place(self.name, mark.line + 1, mark.column + 1) if self._lines else Place(self.name)
 
     def convert(self, node: yaml.Node, path: KeyPath) -> Any:
-        """The data of a node, with the first of duplicate keys; notes its places and faults.
+        """The data of a node, with the first of duplicate keys; records its places and faults.
 
-        Aliases are expanded, and so count towards the limits.
+        Aliases are expanded, so they count towards the limits.
         """
         self._values += 1
         place = self.places[path] = self.place(node.start_mark)
@@ -315,7 +315,7 @@ class _Loader(yaml.SafeLoader):
 def _scalar(node: yaml.Node) -> str | None:
     text: str = node.value.encode(
         errors="replace"
-    ).decode()  # half a character is reported elsewhere
+    ).decode()  # an incomplete character is reported elsewhere
     if node.tag != _PLAIN or (value := parse_scalar(text)) == text:
         return text
     return None if value is None else Plain(text)
@@ -342,7 +342,7 @@ def _explain_syntax(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
 
 
 def parse_scalar(text: str) -> Any:
-    """What a scalar without quotes means: None, true, 12, 0x1f, 3e-4, .inf or a text."""
+    """The value of a scalar without quotes: None, true, 12, 0x1f, 3e-4, .inf or a text."""
     for pattern, convert in _TYPES.values():
         if pattern.match(text):
             return convert(text)
@@ -365,18 +365,18 @@ def path_text(path: KeyPath) -> str:
 
 
 def escape(text: str) -> str:
-    """A key as a message shows it: shortened, and without control characters."""
+    """A key for messages: shortened, and without control characters."""
     short = text if len(text) <= 100 else f"{text[:97]}..."
     return short if short.isprintable() else repr(short)[1:-1]
 
 
 def to_yaml(data: Any) -> str:
-    """YAML that reads as the same Python values."""
+    """YAML that loads as the same Python values."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that YAML 1.1 or 1.2 reads as something else; repeats instead of aliases."""
+    """Quotes texts that are not text in YAML 1.1 or 1.2; writes no aliases."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         **yaml.SafeDumper.yaml_implicit_resolvers,

@@ -1,7 +1,7 @@
 """Keys that tell whether a profile or plan still belongs to a spec.
 
-A key is a hash of the sections that the file depends on, and of the contents of the Python files
-they name, with the user's own modules that those import. Where the files are does not count.
+A key is a hash of the sections that the file depends on, and of the contents of their Python files
+and of the user's modules that these import. Locations of files do not count.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def _profiled(spec: JobSpec) -> Any:
         sections[path[0]][path[-1]] = [reference.attribute, reference.module, content]
     optimizer = sections["optimizer"]
     for options in (optimizer["kwargs"], *optimizer["groups"]):
-        # It changes neither times nor memory, and is what people try out.
+        # It changes neither times nor memory, and users vary it often.
         if isinstance(options.get("lr"), int | float):
             del options["lr"]
     load = spec.resources.model_dump(include={"tasks_per_node", "cpus_per_task"})
     if spec.launch.spare_cores:
         load["threads"] = spec.threads
-    if spec.resources.gpus_per_node:  # how many there are changes no time on one of them
+    if spec.resources.gpus_per_node:  # their number does not change times on one of them
         load["accelerators"] = True
     training = spec.training.model_dump(include={"batch_size", "precision"})
     micro_batches = spec.pipeline.model_dump()["micro_batches"]
@@ -73,7 +73,7 @@ def _profiled(spec: JobSpec) -> Any:
 
 
 def _content(path: Path) -> str | None:
-    """Hash of a file; None if it cannot be read, which loading or capture reports."""
+    """Hash of a file; None if it cannot be read, which loading or capture will report."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -85,7 +85,7 @@ def _digest(value: Any) -> str:
 
 
 def _ordered(value: Any) -> Any:
-    """Mappings as sorted pairs, since keys of keyword arguments may be of mixed types."""
+    """Mappings as sorted pairs, because keys of keyword arguments may have mixed types."""
     if isinstance(value, dict):
         pairs = [[repr(key), _ordered(item)] for key, item in value.items()]
         return sorted(pairs, key=lambda pair: str(pair[0]))

@@ -63,8 +63,8 @@ class Origin:
 
     Args:
         path: its names from the top, such as ``("training", "steps")``.
-        value: what it resolves to, as plain YAML data; of environment variables it is not shown.
-        place: where that is written; ``line`` is 0 for ``--set``, and None stands for a default.
+        value: as plain YAML data; those of environment variables are not shown.
+        place: of the value; ``line`` is 0 for ``--set``; None for a default.
     """
 
     path: KeyPath
@@ -77,8 +77,8 @@ class Point:
     """One run of a sweep.
 
     Args:
-        values: that the sweep gives to it, by dotted key, typed as YAML types them. What holds
-            environment variables, which may be secrets, has its number instead: ``(value 2)``.
+        values: that the sweep sets, by dotted key, with their YAML types. Values with environment
+            variables, which may be secrets, are replaced by their number: ``(value 2)``.
         spec: of the run; it has no sweep.
     """
 
@@ -97,14 +97,14 @@ def load(
     """The job spec in ``path``.
 
     Args:
-        overrides: ``a.b=value`` each, as given to ``--set``; a later one wins.
+        overrides: each ``a.b=value``, as for ``--set``; a later one wins.
         sites: files with site defaults, weakest first; by default those of :func:`site_files`.
-        check_files: whether the Python and cluster files it names must exist.
+        check_files: whether the Python and cluster files of the spec must exist.
         check_names: see :meth:`SpecFile.spec`.
 
     Raises:
         SpecError: with every problem in the spec, the site files and the overrides.
-        UsageError: an override that is no ``a.b=value``.
+        UsageError: an override is not ``a.b=value``.
     """
     file = SpecFile.read(path, overrides, sites)
     return file.spec(check_files=check_files, check_names=check_names)
@@ -146,7 +146,7 @@ class SpecFile:
         """The file in ``path``; see :func:`load`.
 
         Args:
-            text: of the file, if it is not to be read.
+            text: of the file; if given, the file is not read.
         """
         document = read_file(path) if text is None else read_text(text, str(path))
         if not isinstance(document.data, dict):
@@ -168,8 +168,8 @@ class SpecFile:
 
         Args:
             check_files: see :func:`load`.
-            check_names: whether the functions and classes must exist, too, and take their keyword
-                arguments, as far as this can be read without running code.
+            check_names: whether functions and classes must also exist, and accept their keyword
+                arguments, if this shows without running code.
 
         Raises:
             SpecError: with every problem.
@@ -182,17 +182,17 @@ class SpecFile:
         return spec
 
     def origins(self, spec: JobSpec) -> tuple[Origin, ...]:
-        """Where every value of the spec comes from.
+        """The origin of every value of the spec.
 
-        They are in the order of the reference, keyword arguments one by one. A list is one value,
-        since upper layers replace it whole.
+        In the order of the reference, with keyword arguments one by one. A list is one value,
+        because upper layers replace it as a whole.
         """
         return tuple(_origins(spec.model_dump(mode="json"), self.document, ()))
 
     def points(self, spec: JobSpec) -> tuple[Point, ...]:
         """The runs of the spec's sweep; none if it has no sweep.
 
-        The runs of the grid come first, the last key changing fastest. Values of the sweep go over
+        The runs of the grid come first; the last key changes fastest. Values of the sweep override
         those of ``--set``.
 
         Raises:
@@ -226,7 +226,9 @@ class SpecFile:
             if run_spec is not None:
                 points.append(Point(values, run_spec))
             first = self.document.place(next(iter(run.values()))[0]) if run else job.place(())
-            for fault in faults:  # at its value, or at those of the run that cause it elsewhere
+            for (
+                fault
+            ) in faults:  # at its value, or at the values of the run that cause it elsewhere
                 at_value = Place(fault.file, fault.line, fault.column) in places
                 message = f"with {', '.join(causes)}: {fault.message}"
                 problems.append(fault if at_value else first.problem(message))
@@ -272,7 +274,7 @@ def _set_key(document: Document, keys: Sequence[str], value: Document, place: Pl
 
 
 def _read_site(path: Path) -> Document:
-    """What a site file sets; files that it names are relative to it."""
+    """The values of a site file; its file names are relative to it."""
     nothing = Document({}, {(): Place(str(path))})
     if not path.exists():
         return nothing
@@ -353,7 +355,7 @@ def _validate(
 
 
 def _explain_fault(document: Document, detail: ErrorDetails) -> Problem:
-    """The problem for an error of pydantic: where it is, what was expected, and what was found."""
+    """The problem for a pydantic error: its place, the expected and the actual value."""
     path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
     error = context.get("error")
     if isinstance(error, ValueError) and not isinstance(error, WrongTypeError):
@@ -376,7 +378,7 @@ def _explain_fault(document: Document, detail: ErrorDetails) -> Problem:
 
 
 def _explain_unknown_key(path: KeyPath) -> str:
-    """What to say about an unknown key: the nearest one here, or where it belongs."""
+    """The message for an unknown key: the most similar key here, or the section it belongs to."""
     key = str(path[-1])
     if fault := fault_of_former_key(path):
         return fault

@@ -1,11 +1,11 @@
 """References to user code: ``./file.py:name`` or ``package.module:name``.
 
-A module or package that lies next to the job file is found there first, as a script would find it.
-The directory it lies in may also be named: ``/home/me/jobs/package.module:name``.
+A module or package next to the job file takes precedence, as for a script. Its directory may also
+be given: ``/home/me/jobs/package.module:name``.
 
-Files are read as text, and nothing is imported or run. Modules that are imported by name at run
-time are not seen, nor is data that the code reads. Where names may come about at run time (``from x
-import *``, a module's ``__getattr__``, ``globals()``), they are taken to be there.
+Files are read as text; nothing is imported or run. Modules imported by name at run time, and data
+that the code reads, are not detected. If a module may define names at run time (``from x import
+*``, ``__getattr__``, ``globals()``), every name is taken to exist.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pipectl.units import did_you_mean
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _FORM = "write ./file.py:name or package.module:name"
-# As it was before any user code ran, which may change it.
+# Saved before user code runs, which may change it.
 _SEARCH = tuple(entry for entry in sys.path if entry)
 _LIBRARY = ("site-packages", "dist-packages")
 _BINDERS = {"__getattr__", "globals", "locals", "vars", "exec", "setattr"}
-"""What a module may use to give itself names that only running it tells."""
+"""Names by which a module may define further names at run time."""
 _INIT = ["__init__"]
 _MAX_DEPTH = 10
-"""Modules that are followed from one import to the next."""
+"""Length of the chains of imports that are followed."""
 _UNPARSABLE = (OSError, SyntaxError, ValueError, RecursionError)
 
 
@@ -42,8 +42,8 @@ class Reference:
 
     Args:
         file: absolute path of the Python file, or None.
-        module: dotted name of an importable module, or None; just one of both is given.
-        root: directory that holds the module's outermost package, None for an installed one.
+        module: dotted name of an importable module, or None; exactly one of the two is set.
+        root: directory of the module's outermost package; None for an installed one.
         attribute: dotted name after the colon.
     """
 
@@ -58,7 +58,7 @@ class Reference:
 
     @property
     def portable(self) -> str:
-        """The reference as a spec in the same directory has it: the same wherever the file lies."""
+        """The reference for a spec in the directory of the file; it holds wherever that is."""
         where = self.module if self.file is None else f"./{self.file.name}"
         return f"{where}:{self.attribute}"
 
@@ -79,7 +79,7 @@ def parse(text: str, base: Path) -> Reference:
     """The reference in ``text``; a relative file is looked up from ``base``.
 
     Raises:
-        ValueError: the text is no reference; says why.
+        ValueError: the text is not a reference; says why.
     """
     if fault := fault_of(text):
         raise ValueError(fault)
@@ -114,11 +114,11 @@ def fault_of(text: str) -> str | None:
 def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
     """Files by the dotted names under which the references' modules import them.
 
-    A module is looked for next to the files of the references, then along ``sys.path``. The
-    standard library, installed packages and pipectl itself are left out.
+    Modules are searched next to the files of the references, then on ``sys.path``. The standard
+    library, installed packages and pipectl itself are excluded.
 
     Args:
-        references: of one spec, since each puts the directory of its file, or of its package, on
+        references: all of one spec, because each adds the directory of its file or package to
             ``sys.path``.
     """
     references = list(references)
@@ -146,15 +146,14 @@ def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
 def faults_of_use(
     reference: Reference, kwargs: Collection[str], *, is_alone: bool
 ) -> Iterator[tuple[str | None, str]]:
-    """What is wrong with a reference, and with the keyword arguments that it is called with.
+    """Faults of a reference and of the keyword arguments of its call.
 
     Args:
-        kwargs: their names.
+        kwargs: names of the keyword arguments.
         is_alone: whether there are no other arguments.
 
     Yields:
-        The name of a wrong argument, or None, and the fault. Nothing that only running the code
-        can tell.
+        (name of a wrong argument or None, fault), for faults that show without running the code.
     """
     if fault := _fault_of_module(reference):
         yield None, fault
@@ -195,18 +194,18 @@ def _fault_of_module(reference: Reference) -> str:
     try:
         if top in sys.stdlib_module_names or find_spec(top) is not None:
             return ""
-    except ValueError:  # it is loaded, by other means than a file
+    except ValueError:  # loaded, but not from a file
         return ""
     return f"no module {top!r} is installed, and there is none next to the job file"
 
 
 @dataclass(frozen=True)
 class _Module:
-    """A module as it is written.
+    """The source of a module.
 
     Args:
-        search: where the modules that it imports are looked for.
-        depth: how many modules have led to it.
+        search: path on which its imports are searched.
+        depth: number of imports that led to it.
     """
 
     file: Path
@@ -239,7 +238,7 @@ class _Module:
             return None
 
     def names(self) -> set[str] | None:
-        """The names that it has, and perhaps others; None if only running it tells."""
+        """The names that it may define; None if this is only known at run time."""
         names = set(symtable(self.code, str(self.file), "exec").get_identifiers())
         if not names.isdisjoint(_BINDERS):
             return None
@@ -255,8 +254,8 @@ class _Module:
         return names
 
     def parameters(self, name: str) -> dict[str, bool] | None:
-        """What a function, or the constructor of a class, may be given by keyword, and whether it
-        must be; None if anything, or if only running the module tells."""
+        """The keyword arguments of a function or constructor, and whether each is required; None if
+        any are accepted, or if this is only known at run time."""
         binders = [node for node in ast.walk(self.tree) if name in _bound_by(node)]
         if not binders:
             binders = [node for node in ast.walk(self.tree) if "*" in _bound_by(node)]
@@ -304,7 +303,7 @@ class _Module:
 
 
 def _bound_by(node: ast.AST) -> Collection[str]:
-    """The names that a node of a syntax tree gives a value to."""
+    """The names that a node of a syntax tree binds."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [each.asname or each.name.partition(".")[0] for each in node.names]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -320,7 +319,7 @@ def _is_modules(node: ast.AST) -> bool:
 
 
 def _find(module: str, search: list[str]) -> ModuleSpec | None:
-    """What an import finds along a path; nothing is run, not even the packages of the module."""
+    """The spec of a module on a path; runs nothing, not even the packages of the module."""
     spec = None
     for name in module.split("."):
         spec = PathFinder.find_spec(name, search) if search else None
@@ -336,7 +335,7 @@ def _file_of(spec: ModuleSpec | None) -> Path | None:
 
 
 def _imports(name: str, path: Path) -> Iterator[str]:
-    """Dotted names that a file may import; nothing from one that cannot be read or parsed."""
+    """Dotted names that a file may import; none if it cannot be read or parsed."""
     try:
         tree = ast.parse(path.read_bytes())
     except _UNPARSABLE:

@@ -24,7 +24,7 @@ Schema = dict[str, Any]
 
 
 class _Generator(GenerateJsonSchema):
-    """Leaves out titles that only repeat names; in every section null stands for the default."""
+    """Omits titles that only repeat names; allows null, for the default, in every section."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
         return False
@@ -57,7 +57,7 @@ class _Generator(GenerateJsonSchema):
 
 @cache
 def _descriptions() -> dict[str, dict[str, str]]:
-    """The docstrings of fields by class; pydantic would look for them at every start."""
+    """The docstrings of fields by class; pydantic would parse them at every start."""
     tree = ast.parse(Path(models.__file__).read_text("utf-8"))
     return {
         section.name: {
@@ -72,7 +72,7 @@ def _descriptions() -> dict[str, dict[str, str]]:
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON Schema that takes null too."""
+    """A JSON Schema that also accepts null."""
     choices = schema["anyOf"] if set(schema) == {"anyOf"} else [schema]
     null = {"type": "null"}
     return {"anyOf": choices if null in choices else [*choices, null]}
@@ -80,7 +80,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def json_schema() -> Schema:
-    """The schema; callers share it."""
+    """The schema, shared by all callers: do not modify it."""
     schema = JobSpec.model_json_schema(schema_generator=_Generator)
     return {"$schema": _DIALECT, "title": "pipectl job spec", **schema}
 
@@ -100,7 +100,7 @@ def schema_at(path: Sequence[str | int]) -> Schema | None:
 
 
 def alternatives(schema: Schema) -> Iterator[Schema]:
-    """The alternatives of a schema, with references followed; null is none of them."""
+    """The alternatives of a schema, with references resolved and without null."""
     if "$ref" in schema:
         yield from alternatives(json_schema()["$defs"][schema["$ref"].rpartition("/")[2]])
     elif "anyOf" in schema:

@@ -43,7 +43,7 @@ _REFERENCE = "./file.py:name or package.module:name"
 _CHECK_MESSAGES = "PIPECTL_CHECK_MESSAGES"
 _READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
 _SCALAR = ["string", "number", "boolean"]
-"""JSON types of a field of text, which is read as it is written, with or without quotes."""
+"""JSON types of a text field, which is read verbatim, with or without quotes."""
 
 
 class Section(BaseModel):
@@ -54,12 +54,12 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
-        """A key that is null counts as not given."""
+        """Treat keys that are null as missing."""
         return drop_nulls(value, cls.model_fields)
 
 
 def drop_nulls(value: Any, known: Iterable[str] | None = None) -> Any:
-    """A mapping without the keys, or those of them that are known, whose values are null."""
+    """A mapping without keys that are null; with ``known``, only those keys are dropped."""
     if not isinstance(value, dict):
         return value
     free = set() if known is None else value.keys() - set(known)
@@ -67,7 +67,7 @@ def drop_nulls(value: Any, known: Iterable[str] | None = None) -> Any:
 
 
 class WrongTypeError(ValueError):
-    """A value is not what the JSON Schema of its field describes, which the message says then."""
+    """A value does not match the JSON Schema of its field; the message describes the schema."""
 
 
 class Auto:
@@ -88,7 +88,7 @@ class Auto:
 
 
 def check_version(data: Any) -> int:
-    """The version that is written; raises a ValueError if it is not ours."""
+    """The version of a spec; raises a ValueError if it is not supported."""
     value = resolve(data)
     if type(value) is not int or value != VERSION:
         raise ValueError(f"is {value!r}; this pipectl reads version {VERSION}")
@@ -120,7 +120,7 @@ def _lead_time(seconds: int) -> int:
 
 
 def _size_text(size_bytes: int) -> str:
-    """The exact size in the largest unit that divides it, for people; plans hash the number."""
+    """The exact size in the largest unit that divides it, for display; plans hash the number."""
     units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
     name = next(name for name, unit in units.items() if size_bytes % unit == 0)
     return f"{size_bytes // units[name]}{name}"
@@ -204,7 +204,7 @@ _TEXT = WithJsonSchema({"type": _SCALAR})
 
 Version = Annotated[int, BeforeValidator(check_version), WithJsonSchema({"const": VERSION})]
 Value = Annotated[Any, _YAML]
-"""A value of any type of YAML."""
+"""A value of any YAML type."""
 Keywords = dict[str, Value]
 Grid = Annotated[dict[str, tuple[Value, ...]], _MAPPING]
 Count = Annotated[int, Field(strict=True, ge=1, le=_MAX), BeforeValidator(_whole)]
@@ -228,7 +228,7 @@ Walltime = Annotated[
     _Clock, _quantity(parse_walltime), _json("a time such as 01:30:00, 90m or 90 (minutes)")
 ]
 Script = Annotated[str, _TEXT]
-"""Text of any length, also empty or of several lines."""
+"""Text, possibly empty or of several lines."""
 Text = Annotated[str, AfterValidator(_nonempty_line), _TEXT]
 """One line."""
 JobName = Annotated[Text, _check(is_name), _json("letters, digits, '.', '_' or '-', at most 64")]
@@ -242,7 +242,7 @@ _OPTION = {"type": [*_SCALAR, "array"], "items": {"type": _SCALAR}}
 _Option = Annotated[
     bool | str | tuple[str, ...],
     BeforeValidator(_option),
-    # pydantic takes away the title of the values of a mapping, unless it is deeper.
+    # pydantic removes the title of the values of a mapping, unless it is nested deeper.
     WithJsonSchema({"anyOf": [{"title": "text, true or a list of texts", **_OPTION}]}),
 ]
 Options = Annotated[dict[Text, _Option], _MAPPING]

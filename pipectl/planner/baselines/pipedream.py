@@ -3,8 +3,8 @@
 With bandwidth B, a stage of time T and parameters W on m devices takes
 (T + 4 (m - 1) W / (B m)) / m per micro-batch, and a message of a bytes to it 2 a / (B m). The
 dynamic programme minimises the largest of these over prefixes of the state sequence and devices.
-On a hierarchy it is solved level by level; a device of one level is a solved group of the level below.
-Fill and drain of the pipeline do not count. Many plans tie; the first in ascending order of cuts
+On a hierarchy it is solved level by level; a device of one level is a solved group of the level
+below. Fill and drain of the pipeline do not count. Many plans tie; the first in ascending order of cuts
 and replicas is taken. The papers on antichains solve the same without replicas, on one level.
 
 States are augmented antichains in topological order. An antichain is a set of operators none of
