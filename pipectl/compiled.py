@@ -99,7 +99,6 @@ def _function_of(called: Any) -> FunctionType | None:
 
 
 def _code_of(function: Any, kinds: tuple[Type, ...]) -> Callable[..., Any]:
-    """The machine code of a function for arguments of some types."""
     global _spent_s
     llvm, machine, engine = _llvm()
     result = function.__annotations__.get("return")

@@ -107,7 +107,6 @@ def operand_types(kind: Type) -> list[str]:
 
 
 def _returned(kind: Type) -> str:
-    """LLVM's type of what a function returns."""
     types = operand_types(kind)
     return types[0] if len(types) == 1 else f"{{{', '.join(types)}}}"
 
@@ -303,7 +302,6 @@ class _Body:
         self._open = True
 
     def _slot(self, kind: Type) -> Value:
-        """A stack slot for a value."""
         operands = []
         for each in operand_types(kind):
             operands.append(self._new())
@@ -556,7 +554,6 @@ class _Body:
         return self._read(*self._field(value, node), node)
 
     def _field(self, value: Value, node: ast.Attribute) -> tuple[np.dtype[Any], str]:
-        """The type and the address of a field of a record."""
         fields: Any = value.type.dtype.fields if isinstance(value.type, Row) else {}
         if node.attr not in fields:
             raise self._fail(node, f"{value.type} has no such attribute")
@@ -810,7 +807,6 @@ class _Body:
         raise self._fail(node, "kernels do not call this")
 
     def _call(self, function: FunctionType, values: Sequence[Value]) -> Value:
-        """Call another kernel."""
         kinds = [each.type for each in values]
         name, result = self._module.call(function, kinds)
         types = chain.from_iterable(map(operand_types, kinds))

@@ -106,7 +106,6 @@ class Areas:
         return self._known[stages, size]
 
     def _find_sizes(self, stages: int) -> list[int]:
-        """Micro-batch sizes to try with a number of stages."""
         several = self._problem.profile.has_several_sizes
         most = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
         return micro_batch_sizes(self._problem.request, stages * most)

@@ -22,8 +22,8 @@ from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, open_orders
 
 OVERFULL = 1.5
-"""Factor of the estimates of candidates with replicas whose ranks exceed their memory limit; grows
-with the excess."""
+"""Factor, plus the relative excess, of the estimates of candidates with replicas whose ranks exceed
+their memory limit."""
 Simplicity = tuple[int, int, int, int]
 """Numbers of stages, recomputed stages, micro-batches in flight, and micro-batches. Lower is better
 if times tie."""

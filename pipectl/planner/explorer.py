@@ -65,7 +65,7 @@ from pipectl.profile import Profile
 MAX_LOOKS = 4_000_000
 """Budget of border moves: the sum of operators, actions and messages over the partitions tried."""
 PATIENCE, NEAREST = 150, 12
-"""Turns of moves that find nothing better before the search ends; layouts of each that count."""
+"""Turns without a better layout after which moves end; neighbours kept per turn."""
 BORDER_TURNS = 2
 """Number of turns at first that move the borders of a candidate: FEW and EVERY."""
 MAX_ERROR = 0.01
@@ -240,7 +240,6 @@ class Explorer:
         self._push_candidates(candidates)
 
     def _candidates(self, layouts: Sequence[Layout], area: Area) -> Candidates:
-        """Candidates of the layouts of an area, in every order."""
         orders = self._areas.orders(area.stages, area.size)
         return Candidates(self.problem, layouts, area.size, orders)
 
@@ -406,7 +405,6 @@ class Explorer:
         return _best_first(starts)
 
     def _rate(self, layouts: Iterable[Layout], size: int) -> Iterator[Candidate]:
-        """Candidates of layouts with replicas, lowest estimate first."""
         return Candidates(self.problem, list(layouts), size, with_replicas=True).best_of_layouts()
 
     def _descend(self, candidate: Candidate, seen: set[tuple[int, Layout]]) -> Candidate:

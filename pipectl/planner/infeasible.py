@@ -84,7 +84,6 @@ def _worst(problem: Problem, plan: Plan) -> tuple[float, int, int]:
 
 
 def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
-    """The parts of the memory of a rank, in words."""
     parts = [f"process {format_bytes(problem.baseline_bytes)}"]
     for index in plan.stages_of_rank(rank):
         stage, in_flight = plan.stages[index], plan.warm_up[index]

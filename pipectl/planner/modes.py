@@ -132,7 +132,7 @@ class ModeSearch:
         return None if best is None else self._improved(best, fitting)
 
     def least_demanding(self, plan: Plan) -> Plan:
-        """The plan, as it is if allowed or with one mode for all stages, that needs least memory.
+        """The plan with the least excess memory: unchanged if allowed, or with one mode for all.
 
         Args:
             plan: with a prediction.

@@ -353,7 +353,6 @@ class VariantSearch:
             return [], error
 
     def _without_limits(self, request: PlanRequest) -> list[Plan]:
-        """Plans without regard to memory."""
         cluster = with_enough_memory(self._cluster)
         free = replace(request, memory_limit_bytes=None)
         with suppress(InfeasibleError, OutOfTimeError):
@@ -362,7 +361,6 @@ class VariantSearch:
         return []
 
     def _try_all(self, plain: Sequence[Plan]) -> None:
-        """Consider all variants of the plain plans."""
         request = self._request
         offloads = self._memory_is_short and request.offload is not False
         recomputes = request.recompute is None or request.blocks is not False
@@ -438,12 +436,11 @@ class VariantSearch:
                 yield from self._on_ranks(plan, tuple(stage.ranks for stage in plan.stages))
 
     def _on_ranks(self, plan: Plan, ranks: tuple[tuple[int, ...], ...]) -> Iterator[Plan]:
-        """The stages of a plan on other ranks; two ranks per stage are of forward and backward."""
+        """The stages of a plan on other ranks: one, or one each for forward and backward."""
         partition = self._problem.partition_of(stage.nodes for stage in plan.stages)
         return self._problem.flushed(partition, ranks, plan.micro_batch_size)
 
     def _elsewhere(self, plans: Sequence[Plan]) -> Iterator[Plan]:
-        """Plans with backwards on free ranks."""
         request, ranks = self._request, self._cluster.ranks
         if request.backward_apart is not False and request.schedule not in OTHER_SCHEDULES:
             every = request.backward_apart is True

@@ -153,7 +153,6 @@ class SegmentPlans:
     def _candidates(
         self, members: Sequence[Sequence[int]], samples: Sequence[int], size: int
     ) -> list[list[Blocks]]:
-        """Candidate segments of every stage."""
         cuts = [self._cuts.of(inside) for inside in members]
         candidates: list[list[Blocks]] = [[] for _ in members]
         for number in range(max(map(len, cuts), default=0)):

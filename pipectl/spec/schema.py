@@ -72,7 +72,6 @@ def _descriptions() -> dict[str, dict[str, str]]:
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON Schema that also accepts null."""
     choices = schema["anyOf"] if set(schema) == {"anyOf"} else [schema]
     null = {"type": "null"}
     return {"anyOf": choices if null in choices else [*choices, null]}

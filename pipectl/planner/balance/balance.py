@@ -50,7 +50,6 @@ def best_of_orders(
 
 
 def _cut(model: LoadModel, devices: int, order: Sequence[int], bound_s: float) -> Stages | None:
-    """The best partition below a bound along one order."""
     shape = (len(order) + 1, devices + 1)
     best_s, before = np.full(shape, inf), np.zeros(shape, dtype=np.int64)
     best_s[0] = 0.0
@@ -216,7 +215,6 @@ def balance(
 
 
 def _named(profile: Profile, model: LoadModel, stages: Stages) -> tuple[BalancedStage, ...]:
-    """Stages as operator ids, with their loads."""
     numbers = [[n for block in blocks for n in model.operators[block]] for blocks in stages]
     numbers[0] += model.first
     numbers[-1] += model.last

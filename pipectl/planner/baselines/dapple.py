@@ -209,7 +209,6 @@ class _Planner:
         return _Partial(longer.cuts, longer.ranks, free, sums, latency_s)
 
     def _completed(self, partial: _Partial) -> _Partial:
-        """The plan completed by one stage on the free ranks."""
         last = len(self.states) - 1
         rest = tuple(rank for inside in partial.free for rank in inside)
         sums = self._with_stage(partial, last, rest)

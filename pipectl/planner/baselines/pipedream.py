@@ -1,11 +1,11 @@
 """PipeDream's planner: the least time per micro-batch in the steady state, with replicas.
 
-With bandwidth B, a stage of time T and parameters W on m devices takes
-(T + 4 (m - 1) W / (B m)) / m per micro-batch, and a message of a bytes to it 2 a / (B m). The
-dynamic programme minimises the largest of these over prefixes of the state sequence and devices.
-On a hierarchy it is solved level by level; a device of one level is a solved group of the level
-below. Fill and drain of the pipeline do not count. Many plans tie; the first in ascending order of cuts
-and replicas is taken. The papers on antichains solve the same without replicas, on one level.
+With bandwidth B, a stage of time T and parameters W on m devices takes per micro-batch
+(T + 4 (m - 1) W / (B m)) / m, and a message of a bytes to it 2 a / (B m). The dynamic programme
+minimises the largest of these over prefixes of the state sequence and devices. On a hierarchy it is
+solved level by level; a device of one level is a solved group of the level below. Fill and drain of
+the pipeline do not count. Many plans tie; the first in ascending order of cuts and replicas is
+taken. The papers on antichains solve the same without replicas, on one level.
 
 States are augmented antichains in topological order. An antichain is a set of operators none of
 which depends on another; with the earlier operators whose values are still needed it is
@@ -98,7 +98,7 @@ def _steps(graph: BlockGraph, antichain: tuple[int, ...]) -> list[tuple[int, ...
 
 
 def _maximal(graph: BlockGraph, blocks: set[int]) -> tuple[int, ...]:
-    """Without operators on which others depend."""
+    """The blocks on which no other block of the set depends."""
     inside = bitset(blocks)
     return tuple(sorted(b for b in blocks if not graph.descendants[b] & inside))
 
@@ -185,7 +185,7 @@ def _level(
     *,
     straight: bool,
 ) -> _Level:
-    """All stages on up to ``count`` groups of ``inner`` devices each, from the first states on."""
+    """Solve a level of up to ``count`` groups of ``inner`` devices each."""
     weights = np.maximum(prefixes.parameter_bytes[None, :] - prefixes.parameter_bytes[:, None], 0)
     single = [
         (times + 4 * (m - 1) * weights / (bandwidth * m) / inner) / m

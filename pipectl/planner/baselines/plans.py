@@ -83,7 +83,6 @@ def _choices(
 def _given(
     name: str, profile: Profile, cluster: Cluster, request: PlanRequest, size: int
 ) -> PolicyPlan:
-    """The policy's choice for a micro-batch size."""
     stages = request.fixed_stages
     if stages is not None and name not in REPLICATING:
         cluster = with_ranks(cluster, min(stages, cluster.ranks))

@@ -223,7 +223,6 @@ class Footprints:
         return dict(pair for index in inside for pair in self._operators[index].parameters)
 
     def _stage_memory(self, inside: Sequence[int], crossing: Crossing) -> StageMemory:
-        """Memory of a stage given as ascending operator indices."""
         key = tuple(inside), frozenset(crossing.returning)
         if key in self._known:
             return self._known[key]

@@ -107,7 +107,6 @@ def levels_of(operators: Sequence[Operator], borders: Borders) -> Levels:
 def _forward(
     operators: Sequence[Operator], memory: Sequence[OperatorMemory], borders: Borders
 ) -> list[Level]:
-    """The level of the forward at every operator."""
     live = _inputs(operators, memory, borders)
     level = sum(live.values())
     ends = _ends(operators, memory, borders)

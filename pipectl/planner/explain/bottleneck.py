@@ -39,7 +39,7 @@ class StepParts:
         update_s: optimizer step.
         reduction_s: waits for the sum of the gradients over replicas.
         offload_s: waits for saved values to leave its memory or to come back.
-        communication_s: by how much free messages would shorten the step besides.
+        communication_s: by how much free messages would shorten the step further.
         bubble_s: the rest: waits while the pipeline fills and drains, or for a slower stage.
     """
 

@@ -92,7 +92,6 @@ def without_pipeline(
 def _data_parallel(
     profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner
 ) -> Estimate | None:
-    """A whole model on every rank, each with an equal share of the batch."""
     ranks = min(cluster.ranks, request.batch_size)
     distinct = {node.device: node for node in cluster.nodes}.values()
     estimates = [

@@ -74,7 +74,7 @@ def with_slower_links(cluster: Cluster, factor: float) -> Cluster:
 
 
 def with_slower_assumed_links(cluster: Cluster, within: float, between: float) -> Cluster:
-    """Messages on links without measurements take a factor as long; 0 makes them free.
+    """Messages on links without measurements take longer by these factors; 0 makes them free.
 
     Args:
         within, between: factors within a node, and between nodes and switches.

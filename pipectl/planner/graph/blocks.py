@@ -215,7 +215,6 @@ def _postorder(nodes: Iterable[int], targets: Mapping[int, Sequence[int]]) -> li
 def _assemble(
     operators: Sequence[Operator], edges: Iterable[tuple[int, int]], block_of: Sequence[int]
 ) -> BlockGraph:
-    """Blocks, their edges and the values between them."""
     members: list[list[int]] = [[] for _ in range(max(block_of) + 1)]
     for number, block in enumerate(block_of):
         members[block].append(number)

@@ -85,7 +85,7 @@ class Cut:
     Args:
         kinds: of device.
         recompute: which stages recompute, if that is open; empty if none does, or all must.
-        devices: of every stage: replicas, or two if its backward is elsewhere.
+        devices: of every stage: its replicas, or two if its backward has a separate device.
     """
 
     partition: Partition

@@ -202,7 +202,6 @@ def _with_border(partition: Partition, border: int, before: int, after: int) -> 
 
 
 def _exchanges(ranks: Ranks) -> Iterator[Ranks]:
-    """Ranks with those of two stages exchanged."""
     stages = range(len(ranks))
     near = len(ranks) > _MAX_EXCHANGES
     for one, other in combinations(stages, 2):
@@ -306,7 +305,6 @@ def _split(
 def _merges(
     partition: Partition, replicas: Sequence[int], max_replicas: int
 ) -> Iterator[tuple[Partition, Sequence[int]]]:
-    """Every pair of neighbours merged to one stage."""
     for stage in range(len(partition) - 1):
         both = partition[stage] | partition[stage + 1]
         count = min(max_replicas, replicas[stage] + replicas[stage + 1])
