@@ -52,7 +52,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def initial_values() -> dict[str, Tensor]:
+def values() -> dict[str, Tensor]:
     notes, model = deferred(build)
     return {name: notes.make(tensor, name) for name, tensor in tensors(model).items()}
 
@@ -63,44 +63,44 @@ def test_no_tensor_has_memory_at_first() -> None:
 
 
 def test_tensors_are_those_of_an_ordinary_model_but_for_random_values(
-    made: dict[str, Tensor],
+    values: dict[str, Tensor],
 ) -> None:
     ordinary = tensors(build())
-    assert made.keys() == ordinary.keys()
+    assert values.keys() == ordinary.keys()
     for name, tensor in ordinary.items():
-        assert type(made[name]) is type(tensor), name
+        assert type(values[name]) is type(tensor), name
         for trait in ("dtype", "shape", "requires_grad"):
-            assert getattr(made[name], trait) == getattr(tensor, trait), name
-        assert made[name].stride() == tensor.stride(), name
-    fixed = [name for name in made if not any(part in name for part in ("linear", "drawn", "2."))]
+            assert getattr(values[name], trait) == getattr(tensor, trait), name
+        assert values[name].stride() == tensor.stride(), name
+    fixed = [name for name in values if not any(part in name for part in ("linear", "drawn", "2."))]
     assert len(fixed) == 15
-    assert all(torch.equal(made[name], ordinary[name]) for name in fixed)
+    assert all(torch.equal(values[name], ordinary[name]) for name in fixed)
 
 
-def test_random_parameters_follow_the_rule_of_the_factory(made: dict[str, Tensor]) -> None:
+def test_random_parameters_follow_the_rule_of_the_factory(values: dict[str, Tensor]) -> None:
     bound = 8**-0.5
-    assert 0.8 * bound < float(made["0.linear.weight"].detach().abs().max()) <= bound
-    assert 0.015 < float(made["0.drawn"].detach().std()) < 0.025
-    assert float((made["2.weight"][:, 1:] - 2.0).detach().abs().max()) < 0.01
-    assert torch.equal(made["2.weight"][:, 0], torch.zeros(3))
+    assert 0.8 * bound < float(values["0.linear.weight"].detach().abs().max()) <= bound
+    assert 0.015 < float(values["0.drawn"].detach().std()) < 0.025
+    assert float((values["2.weight"][:, 1:] - 2.0).detach().abs().max()) < 0.01
+    assert torch.equal(values["2.weight"][:, 0], torch.zeros(3))
 
 
-def test_copies_are_equal_and_layers_are_not(made: dict[str, Tensor]) -> None:
-    assert torch.equal(made["0.linear.weight"], made["1.linear.weight"])
-    assert not torch.equal(made["0.linear.weight"].detach(), made["0.drawn"].detach())
+def test_copies_are_equal_and_layers_are_not(values: dict[str, Tensor]) -> None:
+    assert torch.equal(values["0.linear.weight"], values["1.linear.weight"])
+    assert not torch.equal(values["0.linear.weight"].detach(), values["0.drawn"].detach())
 
 
 def test_a_tensor_depends_on_the_seed_alone_and_no_generator_on_it(
-    made: dict[str, Tensor],
+    values: dict[str, Tensor],
 ) -> None:
     notes, model = deferred(build)
     torch.rand(7)
     before = torch.get_rng_state()
     for name, tensor in reversed(tensors(model).items()):
-        assert torch.equal(notes.make(tensor, name), made[name]), name
+        assert torch.equal(notes.make(tensor, name), values[name]), name
     assert torch.equal(torch.get_rng_state(), before)
     notes, model = deferred(build, seed=4)
-    assert not torch.equal(notes.make(model[0].drawn, "0.drawn"), made["0.drawn"])
+    assert not torch.equal(notes.make(model[0].drawn, "0.drawn"), values["0.drawn"])
 
 
 def test_values_that_the_factory_reads_and_plain_attributes_are_made_at_once() -> None:
@@ -196,10 +196,10 @@ def test_halves_of_one_draw_belong_together() -> None:
             self.low, self.high = nn.Parameter(drawn[0].clone()), nn.Parameter(drawn[1].clone())
             self.whole = nn.Parameter(drawn)
 
-    made, more = all_of(Halves), all_of(lambda: Halves(more=True))
-    assert torch.equal(torch.stack([made["low"], made["high"]]), made["whole"])
-    assert torch.equal(made["whole"], more["whole"])
-    assert not torch.equal(made["low"], made["high"])
+    values, more = all_of(Halves), all_of(lambda: Halves(more=True))
+    assert torch.equal(torch.stack([values["low"], values["high"]]), values["whole"])
+    assert torch.equal(values["whole"], more["whole"])
+    assert not torch.equal(values["low"], values["high"])
 
 
 def test_copies_of_a_layer_that_is_not_in_the_model_are_equal() -> None:
@@ -208,8 +208,8 @@ def test_copies_of_a_layer_that_is_not_in_the_model_are_equal() -> None:
         nn.Linear(4, 4)
         return nn.Sequential(copy.deepcopy(layer), copy.deepcopy(layer))
 
-    made = all_of(factory)
-    assert torch.equal(made["0.weight"], made["1.weight"])
+    values = all_of(factory)
+    assert torch.equal(values["0.weight"], values["1.weight"])
 
 
 def test_tied_parameters_are_one() -> None:

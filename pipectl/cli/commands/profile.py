@@ -58,7 +58,7 @@ def command(
     if links:
         cure = "leave --again out: links are always measured again"
         opt.refuse(context, "--again", "is not used with --links", cure=cure)
-    began, spec = time.time(), load(job, overrides or (), check_names=True)
+    began, spec = time.time(), load(job, overrides or (), check_names=not links)
     warn(warning_of_code(spec, job))
     where = choose_scheduler(spec, scheduler)
     path = output_file or (cluster_path(spec) if links else profile_path(spec))
