@@ -159,7 +159,7 @@ def did_you_mean(word: str, known: Iterable[str], *, similarity: float = 0.6) ->
         similarity: minimum similarity of that word, from 0 to 1.
     """
     names = list(known)
-    nearest = [name for name in names if name.lower() == word.lower()]
+    nearest = sorted(name for name in names if name.lower() == word.lower())  # classes first
     nearest = nearest or difflib.get_close_matches(word, names, n=1, cutoff=similarity)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
