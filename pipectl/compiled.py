@@ -19,7 +19,6 @@ from functools import cache
 from hashlib import sha256
 from inspect import getsource
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from threading import Lock
 from time import perf_counter
 from types import FunctionType
@@ -28,7 +27,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import numpy as np
 
 from pipectl import translation
-from pipectl.files import user_cache
+from pipectl.files import replace_file, user_cache
 from pipectl.translation import Module, Type, operand_types, type_of
 
 P = ParamSpec("P")
@@ -182,11 +181,6 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Create such a file atomically, if possible."""
-    with suppress(OSError), NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(sha256(data).digest() + data)
-            file.close()
-            Path(file.name).replace(path)
-        except OSError:
-            Path(file.name).unlink()
+    """Write such a file, if possible."""
+    with suppress(OSError):
+        replace_file(path, sha256(data).digest() + data, 0o600, durable=False)

@@ -60,7 +60,7 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True
                 _refuse_pipe_of_others(os.fstat(stream.fileno()), path)
                 stream.write(text)
         else:
-            _replace(place, text, mode, durable=durable)
+            replace_file(place, text.encode(), mode, durable=durable)
     except BrokenPipeError:  # the reader is gone
         raise
     except OSError as error:
@@ -221,14 +221,19 @@ def _unwritable(path: Path, error: OSError) -> UsageError:
     )
 
 
-def _replace(path: Path, text: str, mode: int, *, durable: bool) -> None:
+def replace_file(path: Path, content: bytes, mode: int, *, durable: bool) -> None:
+    """Replace a regular file, or create it, atomically; :func:`write_text` also serves streams.
+
+    Raises:
+        OSError: the file cannot be written; the previous file is unchanged.
+    """
     new = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     # The system applies the umask; a thread cannot read it without changing it for all threads.
     mode = _private_mode(path.parent, mode)
     handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
             stream.flush()
             if durable:
                 os.fsync(stream.fileno())
