@@ -20,7 +20,7 @@ from pipectl.capture.graph import CapturedGraph, Place
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.tensors import tensors_in
 from pipectl.errors import CaptureError
-from pipectl.units import shorten
+from pipectl.units import plural, shorten
 
 _MAX_NAMED = 3
 """Differences that a message names."""
@@ -156,8 +156,8 @@ class Reader:
             )
         if tensor.shape[0] != samples:
             raise CaptureError(
-                f"{self._section}: {name!r} of a micro-batch has {tensor.shape[0]} samples, not "
-                f"{samples}",
+                f"{self._section}: {name!r} of a micro-batch has "
+                f"{plural(tensor.shape[0], 'sample')}, not {samples}",
                 cure="the collate_fn must keep all samples: remove bad ones from the dataset",
             )
 

@@ -1,4 +1,4 @@
-"""Numbers of stages with micro-batch sizes, and the cuts that are proposed for each.
+"""Combinations of stages and micro-batch sizes, and the cuts that are proposed for each.
 
 A search that ends before it has judged anything falls back to even cuts of the graph's own order.
 """

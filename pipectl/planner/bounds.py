@@ -1,4 +1,4 @@
-"""What is known of how good plans are, and the least that a step can take however it is cut.
+"""Lower bounds on the step time, and how far plans are above them.
 
 A stage waits for its first input, computes, and then its last gradient travels back. Take a path of
 operators along which gradients return. Let l(s) be the load of one micro-batch in stage s, ``full``

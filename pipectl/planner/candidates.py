@@ -1,4 +1,4 @@
-"""Layouts with their orders by their estimates, and the judge of those worth a simulation.
+"""Candidate layouts in the order of their estimates, and the simulation of the best.
 
 There may be many thousands of candidates per number of stages and micro-batch size, and few are
 simulated. Their estimates are computed together, and they are taken in ascending order of these.

@@ -1,4 +1,4 @@
-"""One planning problem: what searches look up of it, and the one place that puts plans together."""
+"""A planning problem: the tables that searches use, and the construction of plans."""
 
 from __future__ import annotations
 

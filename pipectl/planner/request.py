@@ -1,4 +1,4 @@
-"""What is asked of the planner, and which choices that leaves open."""
+"""A request to the planner: what is fixed, and which choices are open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner: the best plan with whatever a request allows.
+"""The search for the best plan that a request allows.
 
 :func:`make_plan` goes one of three ways:
 

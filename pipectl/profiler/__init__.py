@@ -1,4 +1,4 @@
-"""Profiler: what every operator of a model costs on this node."""
+"""The profiler: costs of every operator of a model on this node."""
 
 from pipectl.profiler.effort import measured_sizes
 from pipectl.profiler.job import profile_job

@@ -1,4 +1,4 @@
-"""What a stage takes in addition to its operators, fitted to stages that were timed as a whole.
+"""Overhead of stages beyond their operators, fitted to stages that were timed as a whole.
 
 Forward and backward of a stage are modelled as
 

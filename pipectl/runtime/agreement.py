@@ -1,4 +1,4 @@
-"""Whether the processes that were started belong together, before anything is built.
+"""Checks before the start: all ranks run the same job, with the same versions and model.
 
 All checks are collective and end alike on all ranks: ranks that continued with different programs
 would wait for each other forever. The compared values travel in one ``allgather`` before any other

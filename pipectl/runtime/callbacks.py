@@ -1,4 +1,4 @@
-"""User code and trackers that are told every line of the metrics, on rank 0.
+"""User code and trackers that get each line of the metrics, on rank 0.
 
 An error in them only gives a warning: no training ends because a metrics server is unavailable.
 """

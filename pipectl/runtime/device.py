@@ -1,5 +1,4 @@
-"""What differs between CPU and accelerator ranks, behind one small interface, and settings
-of a process that computes.
+"""The device of a rank (CPU or accelerator), and settings of a process that computes.
 
 By default, glibc returns every large block to the system when it is freed, and the next tensor of
 that size gets new pages, each of which the system clears at its first use. A training step frees

@@ -1,4 +1,4 @@
-"""How the data divide into steps and micro-batches, which sizes these have, and which weights."""
+"""Division of the data into steps and micro-batches, with their sizes and weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes of a job, and what is checked of them and of the plan before torch is imported."""
+"""The nodes of a job, and checks of them and of the plan before torch is imported."""
 
 from __future__ import annotations
 

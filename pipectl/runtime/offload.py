@@ -1,4 +1,4 @@
-"""Offload: what a micro-batch keeps for its backward, out of the device's memory meanwhile.
+"""Offload: saved values of a micro-batch leave the device's memory until its backward.
 
 Copies run in the background, one at a time per direction, as in the simulator. Offloaded bytes wait
 in host memory, or in an unnamed file. Before training starts, each node is checked for the disk

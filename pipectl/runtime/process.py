@@ -1,4 +1,4 @@
-"""The process of a rank: its log, what it does right now, and what it leaves when it fails.
+"""The process of a rank: its log, its current action, and its error report.
 
 A rank writes directly to its log, not through another process that could end it. Output of C
 libraries and child processes goes there too. Up to :data:`MAX_FILES` ranks have a file each; if

@@ -1,4 +1,4 @@
-"""What ranks report to rank 0 while they train on, and the files that it writes.
+"""Reports of ranks to rank 0 during training, and the files that rank 0 writes from them.
 
 Training can do without these files for a while: their disk may be full, read-only or unavailable.
 Rank 0 warns once when writing begins to fail, and once when it works again. Lines are kept until

@@ -1,4 +1,4 @@
-"""The row probe: two ranks of a node train a small model, and rank 0 writes what rows take.
+"""The row probe: two ranks of a node train a small model, and rank 0 writes the times of rows.
 
 ``mpiexec -n 2 python -m mpi4py -m pipectl.runtime.row_probe --run DIRECTORY --output FILE --budget
 SECONDS``. The model exists only to have messages of some sizes: `Setup` and `Trainer` are those of

@@ -1,4 +1,4 @@
-"""What autograd saves in a forward: each storage once, so that it can leave and come back.
+"""Tensors that autograd saves in a forward, each storage once, so that they can be moved.
 
     forward     saved tensors  ->  handles (shape, strides, offset)  ->  blocks (one per storage)
     leaving     the blocks' storages are copied elsewhere and dropped

@@ -1,4 +1,4 @@
-"""What is changed in the code of a stage: backwards in two halves, ticks, and compilation.
+"""Changes to the code of a stage: backwards in two halves, ticks, and compilation.
 
 *Halves*: gradients of values first, gradients of weights later. Operators that multiply by weights
 (linear layers, convolutions, products of matrices) become a :class:`_Split`. Its forward builds the

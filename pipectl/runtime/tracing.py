@@ -1,4 +1,4 @@
-"""Steps that are recorded: from the columns of every rank to one file, in time of rank 0's clock.
+"""Recorded steps: the actions of all ranks in one file, in the time of rank 0's clock.
 
 Ranks send their columns after a step and continue training; rank 0 collects them between its steps,
 and a thread writes the file after the last have arrived; small consecutive steps are written a few

@@ -1,4 +1,4 @@
-"""Waiting without spinning: MPI's own waits keep a core busy, which a rank beside may need.
+"""Waiting for MPI without spinning, so that other ranks can use the core.
 
 A rank that shares its cores with no other spins nevertheless, because it then sees messages at
 once.

@@ -1,4 +1,4 @@
-"""Having the ranks of every node watched by one process, and telling it how they end.
+"""Starts the watcher of each node, and tells it how the ranks end.
 
 See :mod:`pipectl.watch`: the watcher reports what happens to ranks that can no longer report it
 themselves. A rank communicates through unnamed memory and an unnamed pipe: the watcher opens those

@@ -1,4 +1,4 @@
-"""The transfers of a step, their ways, and what shares the parts of a way.
+"""The transfers of a step, their routes, and the links that they share.
 
 :mod:`pipectl.graph` describes how replicas sum gradients: in each of two rounds, each of n replicas
 sends 1/n of every bucket to every other replica. A round takes its latency plus the time of

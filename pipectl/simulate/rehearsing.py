@@ -1,4 +1,4 @@
-"""What the ranks of a rehearsal wait for: the costs of the simulator, as plain data.
+"""Waiting times of the ranks of a rehearsal, from the costs of the simulator.
 
 A rehearsal runs many ranks on few cores and is slower than the plan:
 

@@ -45,7 +45,7 @@ def test_what_only_a_kept_submodule_reads_may_have_any_shape(make_spec: Any) -> 
     ("kwargs", "found"),
     [({"longer_from": 8}, "'inputs' of a batch is [2, 8]"),
      ({"fewer_from": 8}, "'targets' of a batch is [2, 2]"),
-     ({"lost": 9}, "'inputs' of a micro-batch has 1 samples, not 2")],
+     ({"lost": 9}, "'inputs' of a micro-batch has 1 sample, not 2")],
 )  # fmt: skip
 def test_a_batch_of_another_shape_ends_the_training(
     make_spec: Any, make_run: Any, work: Any, kwargs: dict[str, int], found: str

@@ -1,1 +1,1 @@
-"""The smallest largest stage load, with a proof: the objective of related work."""
+"""Partitions with the smallest largest stage load, with a proof: an objective of papers."""

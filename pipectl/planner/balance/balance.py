@@ -1,4 +1,4 @@
-"""The smallest largest stage load of a graph, with a proof.
+"""The partition of a graph with the smallest largest stage load, with a proof.
 
 1. Compute lower bounds from the work alone and from minimum cuts.
 2. Find the best partition along several topological orders, then improve it by moving single

@@ -1,4 +1,4 @@
-"""Whether any partition is below a bound: reachability over all downsets.
+"""Decides by reachability over all downsets whether a partition is below a bound.
 
 For each downset, smaller ones first, the fewest devices that reach it are computed. Lower bounds on
 the devices for the downset and for the rest decide whether a walk starts there.

@@ -1,4 +1,4 @@
-"""A lower bound on the largest load: some stage must hold each block, whatever else it holds.
+"""A lower bound on the largest stage load, from a minimum cut for each block.
 
 The smallest load of any set of blocks with a given one is a minimum cut, because compute and
 crossing values are a submodular function of the set::

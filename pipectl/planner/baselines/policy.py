@@ -1,4 +1,4 @@
-"""What the planners of the literature have in common here, and the simplest of them.
+"""The interface of planners of the literature, and the simplest of these planners.
 
 These consider at most one cost, and cut contiguous blocks in graph order:
 

@@ -1,1 +1,1 @@
-"""What stages cost: time, messages and memory, and the devices and links that decide it."""
+"""Costs of stages: time, messages and memory, on the devices and links of a cluster."""

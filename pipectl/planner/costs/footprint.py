@@ -1,4 +1,4 @@
-"""What partitions into stages hold and send, at the profile's micro-batch size.
+"""Memory and messages of partitions into stages, at the profile's micro-batch size.
 
 Memory that several operators save, send or receive is one storage and counts once, under the name
 of the value that owns it.

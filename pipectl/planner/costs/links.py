@@ -1,4 +1,4 @@
-"""What messages between stages, and sums of gradients over replicas, take on a cluster.
+"""Times of messages between stages, and of gradient sums over replicas, on a cluster.
 
 The links are the simulator's (:mod:`pipectl.simulate.network`), without the traffic of other
 borders. Sender i of n holds samples [i/n, (i+1)/n) of a micro-batch, and so do receivers; the

@@ -1,4 +1,4 @@
-"""How much a stage allocates at once in a forward or backward, operator by operator.
+"""Peak memory that a stage allocates in a forward or backward, operator by operator.
 
 In the forward, a value lives until its last reader in the stage is done, as in the code a stage
 runs; values that autograd saves, and values that are sent, stay. The backward visits the operators

@@ -1,4 +1,4 @@
-"""What operators take at a micro-batch size.
+"""Times of operators at a micro-batch size.
 
 Times are interpolated between measured sizes, and extrapolated from the outermost two: a fixed
 cost and a cost per sample. If only one size was measured, times are proportional to the size.

@@ -1,4 +1,4 @@
-"""What stages and messages cost at a micro-batch size.
+"""Costs of stages and messages at a micro-batch size.
 
 Bytes are proportional to the size, except parameters. The time of a stage is the sum of its
 operators' times, which depend on whether its data stays in the cache, and an overhead. The times of

@@ -1,4 +1,4 @@
-"""What stages cost, as sums over the downsets that they begin and end at.
+"""Costs of all possible stages, as differences of sums over downsets.
 
 A stage from one downset to another costs the difference of their sums. A name that several blocks
 use (a shared parameter, a saved value) counts at its first use. All values that cross the downset

@@ -1,1 +1,1 @@
-"""What is asked of a plan afterwards: where its time goes, and what changes would bring."""
+"""The analysis of a plan: where its time goes, and what changes would bring."""

@@ -1,4 +1,4 @@
-"""What a step takes without a pipeline: on one rank, or with the whole model on every rank.
+"""Step times without a pipeline: on one rank, and with data parallelism.
 
 Both are estimates to compare a plan with. Data parallelism is modelled as one sum of the gradients
 after the last backward, with the cost of a plan's sums over as many ranks; see

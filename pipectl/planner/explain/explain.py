@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what binds it, what came next, and what more of anything would buy.
+"""The explanation of a plan: its bottleneck, the next best plans, and gains of changes.
 
 Every answer comes from a new plan, made for the changed cluster or request and simulated, so a
 change without a gain is reported as such.

@@ -1,4 +1,4 @@
-"""The same machines with something changed: what "what if" questions are asked of."""
+"""Clusters with one thing changed: the number of nodes, memory, or the speed of links."""
 
 from __future__ import annotations
 

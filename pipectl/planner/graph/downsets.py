@@ -1,4 +1,4 @@
-"""Downsets of the block graph: everything a prefix of the stages can be.
+"""Downsets of the block graph: the sets of blocks that the first stages can hold.
 
 A set of blocks is a downset (an ideal) if it holds every predecessor of its members. A pipeline
 is a chain of downsets from the empty set to the whole graph; a stage is the difference of two

@@ -1,4 +1,4 @@
-"""Profiles of others as the planner takes them.
+"""Imported profiles, in the form that the planner needs.
 
 PipeDream's profiler records the input pipeline (``Input0``) and the unpacking of tuples
 (``__getitem__(0)``) as nodes. Its planner, and DAPPLE's, which reads the same files, drop them

@@ -1,4 +1,4 @@
-"""What the dynamic programme is asked for: good stages, with one rank or with replicas.
+"""Requests to the dynamic programme: good stages, with one rank or with replicas.
 
 The smallest bottleneck is a lower bound, but many partitions have about this bottleneck and differ
 in their messages. So several are proposed per number of stages: for a few caps on the largest load,

@@ -1,4 +1,4 @@
-"""What searches choose: stages and their ranks, and everything that makes a plan.
+"""Layouts, which searches choose: stages, their ranks, and all else that makes a plan.
 
 Also proposes the layouts one move away from a layout. Balance alone does not make a step short:
 with few micro-batches, fill and drain count as much, and so do messages. Moves of borders improve

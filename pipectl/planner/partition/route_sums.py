@@ -1,4 +1,4 @@
-"""What many partitions need, by the exact routes of all values, as arrays.
+"""Bytes that many partitions hold and send, by the exact routes of values, as arrays.
 
 These are the inputs of times in :mod:`pipectl.planner.costs.stage_costs`, without objects: a
 partition takes a few microseconds per operator, a thousandth of the time of its footprint.

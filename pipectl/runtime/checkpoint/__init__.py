@@ -1,4 +1,4 @@
-"""Checkpoints: what a rank saves, how it gets to the disk, and how a run goes on from it."""
+"""Checkpoints: what ranks save, how it is written, and how a run resumes from it."""
 
 from pipectl.runtime.checkpoint.saver import Keep, Saver
 from pipectl.runtime.checkpoint.snapshot import Snapshot, plain_name, take_snapshot

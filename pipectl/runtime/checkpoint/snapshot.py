@@ -1,4 +1,4 @@
-"""What one rank puts into a checkpoint: copied at once, written while training goes on.
+"""The part of one rank in a checkpoint: copied at once, written while training continues.
 
 If memory does not suffice for the copy, the original is written, and training waits.
 """

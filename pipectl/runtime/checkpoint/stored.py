@@ -1,4 +1,4 @@
-"""Reading checkpoints: the newest whole one, and of it what a rank needs."""
+"""Reading checkpoints: the newest complete one, and the parts of it that a rank needs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pipectl.runtime.checkpoint.snapshot import plain_name, state_key
 from pipectl.runtime.manifest import Manifest, Shard
 from pipectl.runtime.optimizer import give
 from pipectl.runtime.waiting import broadcast, gather_all
+from pipectl.units import plural
 
 _CURE = "use another checkpoint of the run"
 
@@ -65,8 +66,8 @@ class Stored(Mapping[str, Tensor]):
         size = self.manifest.micro_batch_size
         if size != micro_batch_size:
             raise MismatchError(
-                f"{self.directory}: was written with micro-batches of {size} samples, and the "
-                f"plan has {micro_batch_size}",
+                f"{self.directory}: was written with micro-batches of {plural(size, 'sample')}, "
+                f"and the plan has {micro_batch_size}",
                 cure="set pipeline.micro_batches so that their size stays the same",
             )
 

@@ -1,4 +1,4 @@
-"""Whether ranks start and reach each other: ``mpiexec -n 2 python -m mpi4py -m <this module>``.
+"""A test that ranks reach each other: ``mpiexec -n 2 python -m mpi4py -m <this module>``.
 
 Rank 0 prints one line of JSON. No torch is imported.
 """

@@ -1,4 +1,4 @@
-"""Which help messages need to move while ranks compute (``launch.progress: auto``).
+"""The choice how messages move while ranks compute (``launch.progress: auto``).
 
 This is a rule and not a trial, so that a job gets the same help in every run: a trial at the start
 of a run would depend on the machine's load at that moment. ``pipectl profile --links`` measures

@@ -1,4 +1,4 @@
-"""Vectors of bytes under way between ranks: pieces, and who moves them while the rank computes.
+"""Transfers of bytes between ranks, in pieces, and what moves them while ranks compute.
 
 A message travels in pieces, one MPI message each, in order: a message may exceed 2 GiB, which not
 every MPI accepts, and one that is copied through host memory can leave piece by piece. Over TCP,
