@@ -1,32 +1,63 @@
-"""Batch systems behind one protocol: render a script, submit, query, cancel, estimate."""
+"""Batch systems behind one protocol: render a script, submit, query, cancel, estimate.
+
+The module of a batch system is imported when it is used.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import NamedTuple, cast
 
-from pipectl.batch.local import LocalScheduler
-from pipectl.batch.pbs import PbsScheduler
+from pipectl.batch.process import TIMEOUT_S
 from pipectl.batch.request import Array, JobRequest, Template
-from pipectl.batch.scheduler import CHECKPOINTED, JobState, JobStatus, Queue, Scheduler
-from pipectl.batch.slurm import SlurmScheduler
+from pipectl.batch.scheduler import (
+    CHECKPOINTED,
+    QUEUES_TIMEOUT_S,
+    JobState,
+    JobStatus,
+    Queue,
+    Scheduler,
+)
 from pipectl.errors import UsageError
 from pipectl.units import did_you_mean
 
-LOCAL = LocalScheduler.name
+LOCAL = "local"
 __all__ = [
-    "CHECKPOINTED", "LOCAL", "Array", "JobRequest", "JobState", "JobStatus", "Queue", "Scheduler",
-    "Template", "allocation", "find_scheduler", "get_scheduler",
+    "CHECKPOINTED", "LOCAL", "QUEUES_TIMEOUT_S", "Array", "JobRequest", "JobState", "JobStatus",
+    "Queue", "Scheduler", "Template", "allocation", "find_scheduler", "get_scheduler",
 ]  # fmt: skip
-# Slurm is looked for first, because it may come with wrappers named as the commands of PBS.
-_SYSTEMS: Mapping[str, type[Scheduler]] = {
-    system.name: system for system in (LocalScheduler, SlurmScheduler, PbsScheduler)
+
+
+class _System(NamedTuple):
+    """A batch system.
+
+    Args:
+        place: its class, in the module with its name.
+        programs: are on PATH if the system is installed.
+        node_variables: environment variables that are all set on its compute nodes.
+    """
+
+    place: str
+    programs: tuple[str, ...] = ()
+    node_variables: frozenset[str] = frozenset()
+
+
+_SYSTEMS = {
+    LOCAL: _System("LocalScheduler"),
+    # Slurm is looked for first, because it may come with wrappers named as the commands of PBS.
+    # The shell of salloc on a login node has only SLURM_JOB_ID.
+    "slurm": _System("SlurmScheduler", ("sbatch",), frozenset({"SLURM_JOB_ID", "SLURMD_NODENAME"})),
+    "pbs": _System("PbsScheduler", ("qsub", "qselect"), frozenset({"PBS_JOBID", "PBS_NODEFILE"})),
 }
 
 
-def get_scheduler(name: str) -> Scheduler:
+def get_scheduler(name: str, timeout_s: float = TIMEOUT_S) -> Scheduler:
     """Return a batch system by name.
+
+    Args:
+        timeout_s: time limit of each of its commands.
 
     Raises:
         UsageError: there is no such system.
@@ -36,19 +67,23 @@ def get_scheduler(name: str) -> Scheduler:
             f"launch.scheduler: no scheduler {name!r}{did_you_mean(name, _SYSTEMS)}",
             cure=f"choose one of {', '.join(_SYSTEMS)}",
         )
-    return _SYSTEMS[name]()
+    module = import_module(f"{__name__}.{name}")
+    system = cast(Scheduler, getattr(module, _SYSTEMS[name].place)())
+    system.timeout_s = timeout_s
+    return system
 
 
 def find_scheduler() -> str:
     """Return the name of the installed batch system, otherwise ``local``."""
-    return _name_of(lambda system: all(map(shutil.which, system.programs)))
+    for name, system in _SYSTEMS.items():
+        if system.programs and all(map(shutil.which, system.programs)):
+            return name
+    return LOCAL
 
 
 def allocation() -> str:
     """Return the name of the batch system of this compute node; elsewhere ``local``."""
-    return _name_of(lambda system: system.node_variables <= os.environ.keys())
-
-
-def _name_of(is_here: Callable[[type[Scheduler]], bool]) -> str:
-    others = (system for name, system in _SYSTEMS.items() if name != LOCAL)
-    return next((system.name for system in others if is_here(system)), LOCAL)
+    for name, system in _SYSTEMS.items():
+        if system.node_variables and system.node_variables <= os.environ.keys():
+            return name
+    return LOCAL

@@ -11,10 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from pipectl.batch import process
 from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import (
-    QUEUES_TIMEOUT_S,
     CommandLineScheduler,
     JobState,
     JobStatus,
@@ -33,8 +31,6 @@ class PbsScheduler(CommandLineScheduler):
     """PBS Pro from version 13, or OpenPBS. (Torque is another system.)"""
 
     name, title = "pbs", "PBS"
-    programs = ("qsub", "qselect")
-    node_variables = frozenset({"PBS_JOBID", "PBS_NODEFILE"})
     resubmits = True
     submit_command = ("qsub", "-C", "#PBS")
     id_pattern = re.compile(r"([0-9]{1,18}(?:\[[0-9]*\])?(?:\.[A-Za-z0-9._-]+)?)")
@@ -120,9 +116,8 @@ class PbsScheduler(CommandLineScheduler):
         return max(matches, key=number_of, default=None)
 
     def queues(self) -> tuple[Queue, ...]:
-        with process.patience(QUEUES_TIMEOUT_S):
-            commands = (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a"))
-            return parse_queues(*(self._ask(*command).stdout for command in commands))
+        commands = (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a"))
+        return parse_queues(*(self._ask(*command).stdout for command in commands))
 
 
 def _suffix(tag: str) -> str:

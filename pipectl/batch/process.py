@@ -6,9 +6,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -19,7 +18,6 @@ from pipectl.watch import ProcessState, process_state
 TIMEOUT_S = 60.0
 _LAST_WORDS_S = 1.0
 _LOOK_S = 0.02
-_patience_s = ContextVar("patience_s", default=inf)
 
 
 class NoAnswerError(SchedulerError):
@@ -40,16 +38,6 @@ class Completed:
         return self.stderr or self.stdout or f"exit code {self.returncode}"
 
 
-@contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """Limit the time that :func:`run` waits, within the block."""
-    before = _patience_s.set(seconds)
-    try:
-        yield
-    finally:
-        _patience_s.reset(before)
-
-
 def run(
     argv: Sequence[str],
     *,
@@ -62,19 +50,17 @@ def run(
 
     Args:
         cure: what to do if the command does not exist.
-        timeout_s: limited further by :func:`patience`.
         stdin: text for standard input.
 
     Raises:
         SchedulerError: the command cannot be executed.
         NoAnswerError: it did not finish within ``timeout_s``.
     """
-    limit_s = min(timeout_s, _patience_s.get())
     try:
         done = subprocess.run(
             list(argv),
             env=env,
-            timeout=None if limit_s == inf else limit_s,
+            timeout=None if timeout_s == inf else timeout_s,
             input=stdin,
             capture_output=True,
             encoding="utf-8",
@@ -83,7 +69,7 @@ def run(
         )
     except subprocess.TimeoutExpired:
         raise NoAnswerError(
-            f"{argv[0]}: no answer within {limit_s:.0f} s", cure="try again in a minute"
+            f"{argv[0]}: no answer within {timeout_s:.0f} s", cure="try again in a minute"
         ) from None
     except OSError as error:
         raise SchedulerError(f"{argv[0]}: {error.strerror or error}", cure=cure) from None

@@ -110,12 +110,10 @@ class Scheduler(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     """Name in messages."""
-    programs: ClassVar[tuple[str, ...]] = ()
-    """Programs that are on PATH if the system is installed."""
-    node_variables: ClassVar[frozenset[str]] = frozenset()
-    """Environment variables that are all set on its compute nodes."""
     resubmits: ClassVar[bool] = False
     """Whether job scripts submit themselves again instead of being requeued."""
+    timeout_s: float = process.TIMEOUT_S
+    """Time limit of each command of the system."""
 
     def ping(self) -> None:  # noqa: B027
         """Check with a cheap query that the system answers."""
@@ -214,7 +212,7 @@ class CommandLineScheduler(Scheduler):
             f"run this where the commands of {self.title} are installed, or set "
             "launch.scheduler: local"
         )
-        return process.run(argv, cure=cure, env={**env, **variables})
+        return process.run(argv, cure=cure, env={**env, **variables}, timeout_s=self.timeout_s)
 
     def _ask(
         self, *argv: str, harmless: Collection[int] = (0,), **variables: str

@@ -14,9 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from pipectl.batch import process
 from pipectl.batch.scheduler import (
-    QUEUES_TIMEOUT_S,
     CommandLineScheduler,
     JobState,
     JobStatus,
@@ -36,9 +34,6 @@ class SlurmScheduler(CommandLineScheduler):
     """Slurm 20.02 or later."""
 
     name, title = "slurm", "Slurm"
-    programs = ("sbatch",)
-    # The shell of salloc on a login node has only the first.
-    node_variables = frozenset({"SLURM_JOB_ID", "SLURMD_NODENAME"})
     submit_command = ("sbatch", "--parsable")
     id_pattern = re.compile(r"([0-9]{1,18})(?:;\S+)?")
     list_command = "squeue --me -o '%i %k'"
@@ -125,8 +120,7 @@ class SlurmScheduler(CommandLineScheduler):
         return max(matches, key=number_of, default=None)
 
     def queues(self) -> tuple[Queue, ...]:
-        with process.patience(QUEUES_TIMEOUT_S):
-            return parse_sinfo(self._ask("sinfo", "-h", "-o", SINFO_FORMAT).stdout)
+        return parse_sinfo(self._ask("sinfo", "-h", "-o", SINFO_FORMAT).stdout)
 
     def _squeue(self, *selection: str) -> list[Listed]:
         command = ("squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, *selection)

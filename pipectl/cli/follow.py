@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING
 import typer
 from rich import progress as bars
 
-from pipectl.batch import JobState
 from pipectl.cli.app import INTERRUPTED
 from pipectl.cli.console import errors, note, plain
 from pipectl.cli.views.run import print_run
-from pipectl.errors import UnknownRunError
 from pipectl.jobs.state import RunStatus, poll
 from pipectl.runs import PROFILING, RunDirectory, name_in_shell
 from pipectl.units import format_time
@@ -129,19 +127,10 @@ def profiling_progress() -> Iterator[Progress]:
 def follow_or_exit(run: RunDirectory, *, as_json: bool) -> RunStatus:
     """Follow a run until it is over. If it has failed, print it and exit with its code."""
     status = follow(run)
-    if code := exit_code(status):
+    if code := status.exit_code:
         print_run(status, as_json=as_json)
         raise typer.Exit(code)
     return status
-
-
-def exit_code(status: RunStatus) -> int:
-    """0 for a completed run, else the exit code of the first failure."""
-    if status.job.state is JobState.COMPLETED:
-        return 0
-    if status.job.state is JobState.UNKNOWN:
-        return UnknownRunError.exit_code
-    return status.failure.exit_code if status.failure else 1
 
 
 def follow(run: RunDirectory) -> RunStatus:
@@ -149,7 +138,8 @@ def follow(run: RunDirectory) -> RunStatus:
     try:
         with progress_bar() as progress:
             reported: tuple[str, str, int] | None = None
-            for status in poll(run, progress):
+            for status in poll(run):
+                progress(*status.progress)
                 part = 10 * status.measured.step // (status.steps or 1)
                 current = status.job.state.value, status.phase.partition(" ")[0], part
                 if current != reported and not errors().is_terminal:

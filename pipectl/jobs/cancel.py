@@ -7,7 +7,8 @@ from enum import Enum
 
 from pipectl.batch import CHECKPOINTED, JobState, JobStatus, get_scheduler
 from pipectl.errors import UnknownRunError
-from pipectl.jobs.state import BY_TAG, get_status, get_statuses, recover
+from pipectl.jobs.recover import BY_TAG, recover
+from pipectl.jobs.state import get_status, get_statuses
 from pipectl.runs import Record, RunDirectory, SweepDirectory, locked, read_exit_code
 
 _PATIENCE_S, _PAUSE_S = 10.0, 0.2

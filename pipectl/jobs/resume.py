@@ -20,7 +20,8 @@ from pipectl.jobs.prepare import (
     read_plan,
     refuse_code_of_others,
 )
-from pipectl.jobs.state import add_next_job, get_status, recover
+from pipectl.jobs.recover import add_next_job, recover
+from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over
 from pipectl.plan import Plan
 from pipectl.profile import Profile

@@ -3,9 +3,6 @@
 The sources, best first, are the queue and the accounting (``Scheduler.query``), the exit code that
 our script writes, and the heartbeats of the ranks. A job is never called completed because it is no
 longer listed: a state that no source knows is UNKNOWN.
-
-A record may lack its job if the submission was interrupted, or if the job script submitted itself
-again. :func:`recover` finds such jobs.
 """
 
 from __future__ import annotations
@@ -15,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from pipectl.batch import CHECKPOINTED, LOCAL, JobState, JobStatus, get_scheduler, process
-from pipectl.errors import DataFileError, PipectlError, UsageError
+from pipectl.batch import CHECKPOINTED, LOCAL, JobState, JobStatus, get_scheduler
+from pipectl.batch.process import TIMEOUT_S
+from pipectl.errors import DataFileError, PipectlError, UnknownRunError
 from pipectl.faults import ErrorReport
-from pipectl.files import fault_of_owner, read_limited
+from pipectl.jobs.recover import add_next_job, recover
 from pipectl.plan import Plan
 from pipectl.runs import (
     TRAINING,
@@ -31,10 +28,6 @@ from pipectl.runs import (
     RankBeat,
     Record,
     RunDirectory,
-    is_job_id,
-    list_runs,
-    locked,
-    name_in_shell,
     read_errors,
     read_exit_code,
     read_heartbeat,
@@ -44,10 +37,7 @@ from pipectl.runs import (
 )
 from pipectl.units import format_time
 
-if TYPE_CHECKING:
-    from pipectl.profiler.progress import Progress
-
-_SHORT_PATIENCE_S = 10.0
+_SHORT_TIMEOUT_S = 10.0
 _MIN_WAITING, _MAX_SHARE_OF_IT = 0.3, 0.5
 """Smallest waiting of the other ranks that counts, and largest waiting, relative to theirs, of the
 rank that they wait for."""
@@ -58,12 +48,6 @@ _MIN_FRESH_S, _FRESH_STEPS = 60.0, 3
 _STOPPED = "stopped at a checkpoint"
 POLL_S = 0.5
 _MAX_UNKNOWN_S = 300.0
-BY_TAG = "found by its tag"
-_MAX_RUNS = 10
-"""Maximum number of runs with the same name that are checked, newest first."""
-_MAX_BYTES = 1000
-_ARRAYS: dict[tuple[Path, str], str] = {}
-"""Ids of job arrays by the directory of their runs and their tag."""
 
 
 class Peak(NamedTuple):
@@ -186,6 +170,23 @@ class RunStatus:
         """Number of steps of the whole run."""
         return self.record.steps if self.record is not None else self.measured.steps
 
+    @property
+    def progress(self) -> tuple[int, int, str]:
+        """Completed steps, all steps (0 before the first), and what the run does."""
+        step, loss = self.measured.step, self.measured.last_loss
+        activity = self.phase or self.job.state.value
+        activity += "" if loss is None else f", loss {loss:.4g}"
+        return step, (self.steps or 0) if step else 0, activity
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a completed run, else the exit code of the first failure."""
+        if self.job.state is JobState.COMPLETED:
+            return 0
+        if self.job.state is JobState.UNKNOWN:
+            return UnknownRunError.exit_code
+        return self.failure.exit_code if self.failure else 1
+
 
 class Answer(NamedTuple):
     """States of jobs by id, from a batch system; or why it could not be asked."""
@@ -194,7 +195,7 @@ class Answer(NamedTuple):
     error: str | None = None
 
 
-def query_jobs(records: Sequence[Record]) -> dict[str, Answer]:
+def query_jobs(records: Sequence[Record], timeout_s: float) -> dict[str, Answer]:
     """Ask every batch system once about its jobs; the answers by its name."""
     answers = {}
     for name in {record.scheduler for record in records if record.job_id}:
@@ -202,7 +203,7 @@ def query_jobs(records: Sequence[Record]) -> dict[str, Answer]:
         ids = [record.job_id for record in ours if record.job_id is not None]
         try:
             since = min(record.submitted_at for record in ours if record.job_id)
-            answers[name] = Answer(get_scheduler(name).query(ids, since=since))
+            answers[name] = Answer(get_scheduler(name, timeout_s).query(ids, since=since))
         except PipectlError as error:
             answers[name] = Answer({}, error.message)
     return answers
@@ -240,16 +241,16 @@ class Poller:
         damage: dict[RunDirectory, str] = {}
         for run in runs:
             try:
-                records[run] = read_record(run, now)
+                records[run] = recover(run, now, search=False)
             except DataFileError as error:
                 damage[run] = error.message
         # Do not wait for a batch system that hangs if the files tell the state of every run.
         files_tell = all(run.heartbeat.exists() or run.exit_code.exists() for run in runs)
-        with process.patience(_SHORT_PATIENCE_S if files_tell else inf):
-            records, answers = self._query(records, now)
-            newer = {run: add_next_job(run, record, now) for run, record in records.items()}
-            if newer != records:
-                records, answers = self._query(newer, now)
+        timeout_s = _SHORT_TIMEOUT_S if files_tell else TIMEOUT_S
+        records, answers = self._query(records, now, timeout_s)
+        newer = {run: add_next_job(run, record, now) for run, record in records.items()}
+        if newer != records:
+            records, answers = self._query(newer, now, timeout_s)
         statuses = []
         for run in runs:
             heartbeat = read_heartbeat(run)  # after the question, as all files
@@ -278,7 +279,7 @@ class Poller:
         return statuses
 
     def _query(
-        self, records: Mapping[RunDirectory, Record], now: float
+        self, records: Mapping[RunDirectory, Record], now: float, timeout_s: float
     ) -> tuple[dict[RunDirectory, Record], dict[str, Answer]]:
         """The records with the jobs of interrupted submissions, and the newest answers."""
         away = {run: record for run, record in records.items() if record.scheduler != LOCAL}
@@ -298,7 +299,7 @@ class Poller:
             if record.scheduler in errors or record.tag in missing_tags:
                 continue
             try:
-                records[run] = recover(run, now, raises=True)
+                records[run] = recover(run, now, raises=True, timeout_s=timeout_s)
             except PipectlError as error:
                 errors[record.scheduler] = Answer({}, error.message)
             if records[run].job_id is None:
@@ -308,10 +309,10 @@ class Poller:
             self._pause_s = min(self._pause_s * _GROWTH, _MAX_PAUSE_S) if is_known else _MIN_PAUSE_S
             self._asked = jobs | _names_of_jobs(away)
             reachable = [each for each in away.values() if each.scheduler not in errors]
-            self._answers = {**query_jobs(reachable), **errors}
+            self._answers = {**query_jobs(reachable, timeout_s), **errors}
             self._due_s = self._clock() + self._pause_s
         here = [record for record in records.values() if record.scheduler == LOCAL]
-        return records, {**self._answers, **query_jobs(here)}
+        return records, {**self._answers, **query_jobs(here, timeout_s)}
 
     def _has_ended_since(self, run: RunDirectory, record: Record) -> bool:
         """Whether a job that ran according to the last answer has written its exit code."""
@@ -327,23 +328,12 @@ def _names_of_jobs(records: Mapping[RunDirectory, Record]) -> frozenset[tuple[st
     )
 
 
-def poll(
-    run: RunDirectory, progress: Progress | None = None, max_unknown_s: float = _MAX_UNKNOWN_S
-) -> Iterator[RunStatus]:
-    """The status of a run, twice a second until the run is over or its state unknown for too long.
-
-    Args:
-        progress: called with the step, the number of steps, and what the run does.
-        max_unknown_s: how long the state may be unknown.
-    """
+def poll(run: RunDirectory, max_unknown_s: float = _MAX_UNKNOWN_S) -> Iterator[RunStatus]:
+    """The status of a run, twice a second until the run is over, or its state has been unknown for
+    ``max_unknown_s``."""
     poller, unknown_s = Poller(), 0.0
     while True:
         (status,) = poller.get_statuses([run], time.time())
-        if progress is not None:
-            step, loss = status.measured.step, status.measured.last_loss
-            activity = status.phase or status.job.state.value
-            activity += "" if loss is None else f", loss {loss:.4g}"
-            progress(step, (status.steps or 0) if step else 0, activity)
         yield status
         unknown_s = unknown_s + POLL_S if status.job.state is JobState.UNKNOWN else 0.0
         if status.job.state.final or unknown_s >= max_unknown_s:
@@ -479,113 +469,3 @@ def find_best(runs: Sequence[RunStatus]) -> RunStatus | None:
         if loss is not None:
             losses.append((loss, index))
     return completed[min(losses)[1]] if len(losses) > 1 else None
-
-
-def read_record(run: RunDirectory, now: float) -> Record:
-    """The record of a run, from files alone; with the job that its job script submitted, as on PBS.
-
-    Raises:
-        DataFileError: there is no record, or it is damaged.
-    """
-    record = Record.load(run.record)
-    newer = add_next_job(run, record, now)
-    if newer is record or fault_of_owner(run.path, root=False) is not None:
-        return newer
-    with locked(run, wait=False) as ours:
-        return recover(run, now, is_locked=True) if ours else record
-
-
-def recover(
-    run: RunDirectory, now: float, *, is_locked: bool = False, raises: bool = False
-) -> Record:
-    """The record of a run, with the id of its current job.
-
-    The saved record lacks this id if the submission was interrupted after it reached the queue (the
-    job is found by its tag), or if the job script submitted itself again, as on PBS. The record is
-    not saved while another command holds the run, or if the run belongs to another user.
-
-    Args:
-        is_locked: whether the caller holds the lock of the run.
-        raises: whether to raise a SchedulerError if the batch system cannot be asked.
-
-    Raises:
-        DataFileError: there is no record, or it is damaged.
-    """
-    record = Record.load(run.record)
-    newer = add_next_job(run, record, now)
-    if record.job_id is not None and newer is record:
-        return record
-    if not is_locked:
-        if fault_of_owner(run.path, root=False) is not None:
-            return newer
-        with locked(run, wait=False) as ours:
-            return recover(run, now, is_locked=True, raises=raises) if ours else record
-    if newer is record and record.state == "submitting":
-        try:
-            if (job_id := _find(run, record)) is not None:
-                newer = record.after(now, "submitted", job_id=job_id, detail=BY_TAG)
-        except PipectlError:
-            if raises:
-                raise
-    if newer is not record:
-        with suppress(UsageError):  # the next command finds the job in the same way
-            newer.save(run.record)
-    return newer
-
-
-def _find(run: RunDirectory, record: Record) -> str | None:
-    """The id of the job with the record's tag; an array is looked up once for all its runs."""
-    scheduler = get_scheduler(record.scheduler)
-    if record.task is None:
-        return scheduler.find(record.tag)
-    key = run.path.parent, record.tag
-    if key not in _ARRAYS and (array_id := scheduler.find(record.tag)) is not None:
-        _ARRAYS[key] = array_id
-    return scheduler.task_id(_ARRAYS[key], record.task) if key in _ARRAYS else None
-
-
-def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
-    """The record with the job that the job script submitted; the same record if there is none.
-
-    A script submits just before it ends, so call this after the query for the state of its job.
-    """
-    words: list[str] = []
-    with suppress(OSError, ValueError):
-        words = read_limited(run.resubmitted, _MAX_BYTES).decode().split()
-    if not words or not is_job_id(words[-1]) or words[-1] == record.job_id:
-        return record
-    detail = f"{words[-1]}, by its own script"
-    return record.after(now, "submitted", job_id=words[-1], detail=detail)
-
-
-def refuse_duplicate(base: Path, name: str, now: float) -> None:
-    """Raise if an earlier submission of a job was interrupted after it reached the queue.
-
-    This raises once per run, because it completes the run's record.
-
-    Raises:
-        UsageError: naming the run.
-    """
-    newest, count = None, 0
-    for run in reversed(list_runs(base)):
-        if not run.name.split("-", 2)[2].startswith(name):  # names may have a number at the end
-            continue
-        with suppress(DataFileError):
-            record = Record.load(run.record)
-            if record.name == name:
-                count += 1
-                if record.job_id is None:
-                    record = recover(run, now)
-                    # Any other detail is of a concurrent submission that has just recorded its id.
-                    if BY_TAG in {event.detail for event in record.history[-1:]}:
-                        newest = newest or (run, record)
-        if count == _MAX_RUNS:
-            break
-    if newest is not None:
-        run, record = newest
-        raise UsageError(
-            f"{run.name}: its submission was interrupted, but it is {record.scheduler} job "
-            f"{record.job_id}; nothing new was submitted",
-            cure=f"follow it with `pipectl status {name_in_shell(run)}`, or end it with "
-            "`pipectl cancel`; for one more run, submit again",
-        )

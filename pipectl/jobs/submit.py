@@ -23,7 +23,8 @@ from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
 from pipectl.jobs.prepare import Job, change, make_request
-from pipectl.jobs.state import get_statuses, refuse_duplicate
+from pipectl.jobs.recover import refuse_duplicate
+from pipectl.jobs.state import get_statuses
 from pipectl.runs import (
     Record,
     RunDirectory,

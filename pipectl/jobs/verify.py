@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -255,7 +254,8 @@ def _train(job: Job, changes: Mapping[str, object], progress: Progress) -> RunDi
     job = replace(job, spec=job.spec.model_copy(update=changes))
     run = submit([job], time.time())[0].run
     try:
-        (status,) = deque(poll(run, progress), maxlen=1)
+        for status in poll(run):
+            progress(*status.progress)
         if status.job.state is JobState.COMPLETED:
             return run
         if (failure := status.failure) is None:

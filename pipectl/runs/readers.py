@@ -27,7 +27,6 @@ from pipectl.files import open_regular, read_json, read_limited
 from pipectl.runs.directory import RunDirectory, checkpoints
 from pipectl.runs.record import PROFILING, Record
 from pipectl.units import printable
-from pipectl.watch.report import node_path, read_report
 
 _EDGE = 40
 """Lines read at either end of a long metrics file."""
@@ -107,6 +106,8 @@ def read_errors(run: RunDirectory) -> list[ErrorReport]:
 
 def read_stall(run: RunDirectory) -> str:
     """Describe who waits for whom while no rank makes progress; otherwise empty."""
+    from pipectl.watch.report import node_path, read_report
+
     starts = sorted(run.watch.glob("[0-9]*"))
     news = read_report(node_path(starts[-1], 0)) if starts else None
     return "" if news is None else printable(news[1].stalled)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipectl.cli import main
-from pipectl.jobs.state import recover
+from pipectl.jobs.recover import recover
 from pipectl.runs import Record, RunDirectory, list_runs
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def test_a_submission_that_ends_while_another_looks_is_no_interrupted_one(
         done.save(run.record)
         return recover(run, now)
 
-    monkeypatch.setattr("pipectl.jobs.state.recover", wait_for_the_other)
+    monkeypatch.setattr("pipectl.jobs.recover.recover", wait_for_the_other)
     assert cli(*SUBMIT).code == 0
     assert jobs(queue) == {"41", "42"}
 

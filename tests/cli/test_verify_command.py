@@ -133,7 +133,7 @@ def test_an_interrupt_leaves_no_ranks_behind(
     """Its files go too, though it is asked twice."""
     runs: list[psutil.Process] = []
 
-    def interrupted(run: RunDirectory, _progress: object) -> None:
+    def interrupted(run: RunDirectory) -> None:
         script = psutil.Process(int((Record.load(run.record).job_id or "").partition(".")[0]))
         while not run.heartbeat.exists():
             assert script.is_running()

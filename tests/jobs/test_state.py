@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.jobs import state
+from pipectl.jobs import recover, state
 from pipectl.jobs.state import Poller, RunStatus, get_statuses
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runs import Heartbeat, Record, RunDirectory
@@ -44,7 +44,8 @@ class Scheduler:
 @pytest.fixture
 def schedulers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Scheduler]:
     found = {"slurm": Scheduler(), "local": Scheduler()}
-    monkeypatch.setattr(state, "get_scheduler", found.__getitem__)
+    for module in (state, recover):
+        monkeypatch.setattr(module, "get_scheduler", lambda name, _timeout_s: found[name])
     return found
 
 

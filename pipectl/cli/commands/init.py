@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from pipectl.batch import LOCAL, Queue, find_scheduler, get_scheduler
+from pipectl.batch import LOCAL, QUEUES_TIMEOUT_S, Queue, find_scheduler, get_scheduler
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say
 from pipectl.errors import SchedulerError, UsageError
@@ -134,7 +134,7 @@ def command(
     queues: Sequence[Queue] = ()
     reachable = True
     try:
-        queues = get_scheduler(where).queues()
+        queues = get_scheduler(where, QUEUES_TIMEOUT_S).queues()
     except SchedulerError as error:
         reachable = False
         note(

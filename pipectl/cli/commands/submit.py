@@ -197,14 +197,14 @@ def _submit_and_follow(
 
 def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
     """Follow the runs of a sweep one by one."""
-    from pipectl.cli.follow import exit_code, follow
+    from pipectl.cli.follow import follow
     from pipectl.cli.views.run import print_sweep
     from pipectl.jobs.state import get_statuses
 
     codes = []
     for run in sweep.runs():
         note(run.name)
-        codes.append(exit_code(follow(run)))
+        codes.append(follow(run).exit_code)
     print_sweep(sweep, get_statuses(sweep.runs(), time.time()), as_json=as_json)
     if code := next(filter(None, codes), 0):
         raise typer.Exit(code)
