@@ -6,8 +6,8 @@ Nothing in a file can run, or grow beyond limits.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +19,6 @@ from pipectl.units import first_harmful
 
 KeyPath = tuple[str | int, ...]
 
-KEY = "[key]"
-"""Appended to the path of a value in places, for its key (as in pydantic)."""
 MAX_BYTES = 2**20
 MAX_DEPTH = 40
 MAX_VALUES = 20_000
@@ -90,87 +88,66 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Document:
-    """Data as they are written: dicts, lists, texts, :class:`Plain` scalars and None.
+class Node:
+    """A value as it is written, with its place and that of its key.
 
     Args:
-        places: place of the value at a path, and at this path with ``KEY``, of its key. May include
-            values that another layer has replaced.
-        problems: faults of the text: duplicate keys, control characters, tags.
+        value: a dict or list of nodes, a text, a :class:`Plain` scalar, or None.
+        key_place: None in a list, and for a whole file.
     """
 
-    data: Any
-    places: Mapping[KeyPath, Place]
-    problems: tuple[Problem, ...] = ()
+    value: Any
+    place: Place
+    key_place: Place | None = None
 
-    def locate(self, path: KeyPath) -> tuple[KeyPath, Any]:
-        """The part of a path that exists, and the value there."""
-        value = self.data
-        for depth, step in enumerate(path):
+    @property
+    def data(self) -> Any:
+        """The value with plain data in place of nodes."""
+        if isinstance(self.value, dict):
+            return {key: node.data for key, node in self.value.items()}
+        return [node.data for node in self.value] if isinstance(self.value, list) else self.value
+
+    def nodes(self, path: Sequence[str | int]) -> list[Node]:
+        """The nodes on a path, from this one to the last that exists."""
+        nodes = [self]
+        for step in path:
+            value = nodes[-1].value
             in_list = isinstance(value, list) and isinstance(step, int) and step < len(value)
             if not in_list and not (isinstance(value, dict) and step in value):
-                return path[:depth], value
-            value = value[step]
-        return path, value
+                break
+            nodes.append(value[step])
+        return nodes
 
-    def place(self, path: KeyPath, *, at_key: bool = False) -> Place:
-        """The place of a value or its key, or of the nearest enclosing value that exists."""
-        path, _ = self.locate(path)
-        place = self.places[path]
-        return self.places.get((*path, KEY), place) if at_key else place
+    def places(self) -> Iterator[Place]:
+        """The places of all values and keys."""
+        yield from filter(None, (self.place, self.key_place))
+        inner = self.value.values() if isinstance(self.value, dict) else self.value
+        for node in inner if isinstance(self.value, dict | list) else ():
+            yield from node.places()
 
     def problem(self, path: KeyPath, message: str, *, at_key: bool = False) -> Problem:
-        """A fault of a value, at its place."""
-        place, where = self.place(path, at_key=at_key), path_text(path)
+        """A fault at a path, or at the nearest enclosing value that exists."""
+        node, where = self.nodes(path)[-1], path_text(path)
+        place = (at_key and node.key_place) or node.place
         return place.problem(message if place.file == f"--set {where}" else f"{where}: {message}")
 
-    def part(self, path: KeyPath) -> Document:
-        """The value at a path as a separate document."""
-        value = self.locate(path)[1]
-        inner = {each: self.places.get((*path, *each)) for each in _paths_in(value)}
-        return Document(value, {each: place for each, place in inner.items() if place})
+    def put(self, path: Sequence[str | int], node: Node) -> Node:
+        """A copy with ``node`` at a path. Mappings that it adds are at the place of its key."""
+        if not path:
+            return node
+        assert node.key_place is not None
+        is_mapping = isinstance(self.value, dict)
+        outer = self if is_mapping else Node({}, node.key_place, self.key_place)
+        inner = outer.value.get(path[0]) or Node(None, node.key_place, node.key_place)
+        return replace(outer, value={**outer.value, path[0]: inner.put(path[1:], node)})
 
-    def put(self, path: Sequence[str | int], value: Document, key_place: Place) -> Document:
-        """A copy with a value at a path; missing mappings are added.
-
-        Args:
-            key_place: of the value's key and of added mappings.
-        """
-        path, data = tuple(path), value.data
-        places = {p: place for p, place in self.places.items() if p[: len(path)] != path}
-        for depth in reversed(range(len(path))):
-            outer, around = self.locate(path[:depth])
-            is_new = len(outer) < depth or not isinstance(around, dict)
-            data = {**({} if is_new else around), path[depth]: data}
-            if is_new:
-                places[path[:depth]] = key_place
-                places.setdefault((*path[:depth], KEY), key_place)
-        places |= {(*path, *inner): place for inner, place in value.places.items()}
-        places[*path, KEY] = key_place
-        return Document(data, places, self.problems + value.problems)
-
-    def over(self, lower: Document) -> Document:
-        """This layer merged over another: mappings key by key; other values are replaced."""
-        return Document(
-            _merge(self.data, lower.data),
-            {**lower.places, **self.places},
-            self.problems + lower.problems,
-        )
-
-
-def _paths_in(value: Any) -> Iterator[KeyPath]:
-    """The paths of a value, of its key, and of all values and keys in it."""
-    yield from ((), (KEY,))
-    items = value.items() if isinstance(value, dict) else ()
-    for step, item in enumerate(value) if isinstance(value, list) else items:
-        yield from ((step, *inner) for inner in _paths_in(item))
-
-
-def _merge(upper: Any, lower: Any) -> Any:
-    if not (isinstance(upper, dict) and isinstance(lower, dict)):
-        return upper
-    both = {key: _merge(upper[key], lower[key]) for key in upper.keys() & lower.keys()}
-    return {**lower, **upper, **both}
+    def merge(self, lower: Node) -> Node:
+        """This layer over another: mappings are merged key by key, other values replaced."""
+        if not (isinstance(self.value, dict) and isinstance(lower.value, dict)):
+            return self
+        both = self.value.keys() & lower.value.keys()
+        merged = {key: self.value[key].merge(lower.value[key]) for key in both}
+        return replace(self, value={**lower.value, **self.value, **merged})
 
 
 def describe(value: Any) -> str:
@@ -181,8 +158,11 @@ def describe(value: Any) -> str:
     return str(text) if isinstance(value, Plain) else repr(text)
 
 
-def read_file(path: Path) -> Document:
-    """The document in a YAML file.
+def read_file(path: Path, problems: list[Problem]) -> Node:
+    """Read a YAML file.
+
+    Args:
+        problems: gets the faults of its values: duplicate keys, control characters, tags.
 
     Raises:
         SpecError: the file is missing, too large, not text, or not YAML.
@@ -204,7 +184,7 @@ def read_file(path: Path) -> Document:
     if b"\0" in content:
         raise SpecError([place.problem("a binary file; a job spec is YAML text")])
     try:
-        return read_text(content.decode("utf-8-sig"), str(path))
+        return read_text(content.decode("utf-8-sig"), str(path), problems)
     except UnicodeDecodeError as error:
         before = content[: error.start]
         place = Place(str(path), before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
@@ -212,15 +192,15 @@ def read_file(path: Path) -> Document:
         raise SpecError([place.problem(message)]) from None
 
 
-def read_text(text: str, name: str, *, lines: bool = True) -> Document:
-    """The document in a text; see :func:`read_file`.
+def read_text(text: str, name: str, problems: list[Problem], *, lines: bool = True) -> Node:
+    """Read a YAML text; see :func:`read_file`.
 
     Args:
         name: of the file, in places.
         lines: whether places have line and column.
     """
     try:
-        loader = _Loader(text, name, lines)
+        loader = _Loader(text, name, problems, lines)
         root = loader.get_single_node()
     except yaml.YAMLError as error:
         line, column, message = _explain_syntax(error, text)
@@ -229,21 +209,16 @@ def read_text(text: str, name: str, *, lines: bool = True) -> Document:
     except (ValueError, OverflowError):  # a character or version with an impossible number
         place = loader.place(loader.get_mark())
         raise SpecError([place.problem("not valid YAML: number out of range")]) from None
-    if root is None:
-        return Document(None, {(): Place(name)})
-    data = loader.convert(root, ())
-    return Document(data, loader.places, tuple(loader.problems))
+    return Node(None, Place(name)) if root is None else loader.convert(root, ())
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes PyYAML's nodes, whose tags distinguish quoted scalars, and converts them to data."""
+    """Composes PyYAML's nodes, whose tags distinguish quoted scalars, and converts them to ours."""
 
     yaml_implicit_resolvers = {None: [(_PLAIN, re.compile(""))]}  # noqa: RUF012
 
-    def __init__(self, text: str, name: str, lines: bool) -> None:
-        self.places: dict[KeyPath, Place] = {}
-        self.problems: list[Problem] = []
-        self._lines = lines
+    def __init__(self, text: str, name: str, problems: list[Problem], lines: bool) -> None:
+        self._problems, self._lines = problems, lines
         self._depth = self._values = 0
         super().__init__(text)
         self.name = name
@@ -259,23 +234,24 @@ class _Loader(yaml.SafeLoader):
         """The place of a mark."""
         return Place(self.name, mark.line + 1, mark.column + 1) if self._lines else Place(self.name)
 
-    def convert(self, node: yaml.Node, path: KeyPath) -> Any:
-        """The data of a node, with the first of duplicate keys; records its places and faults.
+    def convert(self, node: yaml.Node, path: KeyPath, key_place: Place | None = None) -> Node:
+        """Our node for PyYAML's, with the first of duplicate keys.
 
         Aliases are expanded, so they count towards the limits.
         """
         self._values += 1
-        place = self.places[path] = self.place(node.start_mark)
+        place = self.place(node.start_mark)
         self._check_depth(len(path), node.start_mark)
         if self._values > MAX_VALUES:
             message = f"more than {MAX_VALUES} values, counting aliases where they are used"
             raise SpecError([place.problem(message)])
         self._check_tag_and_text(node, path)
         if isinstance(node, yaml.ScalarNode):
-            return _scalar(node)
+            return Node(_scalar(node), place, key_place)
         if isinstance(node, yaml.SequenceNode):
-            return [self.convert(item, (*path, index)) for index, item in enumerate(node.value)]
-        data: dict[str, Any] = {}
+            items = [self.convert(item, (*path, index)) for index, item in enumerate(node.value)]
+            return Node(items, place, key_place)
+        inner: dict[str, Node] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 self._note(key, path, "a key must be text, not a list or mapping")
@@ -283,17 +259,19 @@ class _Loader(yaml.SafeLoader):
             self._check_tag_and_text(key, path)
             if first_harmful(key.value):
                 continue
-            inner = (*path, key.value)
+            at_key = self.place(key.start_mark)
             if key.value == "<<" and key.tag == _PLAIN:
                 self._note(key, path, "merging with '<<' is not supported; write the keys out")
-            elif key.value in data:
-                first = f"; first on line {self.places[*inner, KEY].line}" * self._lines
-                self._note(key, inner, f"given twice{first}")
+            elif key.value in inner:
+                first = inner[key.value].key_place or place
+                where = f"; first on line {first.line}" * self._lines
+                self._note(key, (*path, key.value), f"given twice{where}")
             else:
                 name = _scalar(key)
-                data[Plain(key.value) if name is None else name] = self.convert(value, inner)
-                self.places[*inner, KEY] = self.place(key.start_mark)
-        return data
+                inner[Plain(key.value) if name is None else name] = self.convert(
+                    value, (*path, key.value), at_key
+                )
+        return Node(inner, place, key_place)
 
     def _check_depth(self, depth: int, mark: yaml.Mark) -> None:
         if depth > MAX_DEPTH:
@@ -309,7 +287,7 @@ class _Loader(yaml.SafeLoader):
 
     def _note(self, node: yaml.Node, path: KeyPath, message: str) -> None:
         where = f"{path_text(path)}: " if path else ""
-        self.problems.append(self.place(node.start_mark).problem(where + message))
+        self._problems.append(self.place(node.start_mark).problem(where + message))
 
 
 def _scalar(node: yaml.Node) -> str | None:

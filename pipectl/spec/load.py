@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem, SpecError, UsageError
 from pipectl.files import RUNS_VARIABLE
 from pipectl.spec.checks import (
-    Finding,
     cross_check,
     drop_former_keys,
     fault_of_former_key,
@@ -27,10 +26,9 @@ from pipectl.spec.checks import (
     wrong_uses,
 )
 from pipectl.spec.document import (
-    KEY,
     MAX_DEPTH,
-    Document,
     KeyPath,
+    Node,
     Place,
     Plain,
     describe,
@@ -41,7 +39,7 @@ from pipectl.spec.document import (
     resolve,
     to_yaml,
 )
-from pipectl.spec.models import Environment, JobSpec, holds_variables
+from pipectl.spec.models import JobSpec, holds_variables
 from pipectl.spec.schema import choices, describe_schema, json_schema, properties, schema_at
 from pipectl.spec.types import WrongTypeError, check_version
 from pipectl.units import did_you_mean
@@ -129,11 +127,13 @@ class SpecFile:
 
     Args:
         path: of the job file.
-        document: the merged layers.
+        root: the merged layers.
+        problems: faults of their text.
     """
 
     path: Path
-    document: Document
+    root: Node
+    problems: tuple[Problem, ...] = ()
 
     @classmethod
     def read(
@@ -148,20 +148,21 @@ class SpecFile:
         Args:
             text: of the file; if given, the file is not read.
         """
-        document = read_file(path) if text is None else read_text(text, str(path))
-        if not isinstance(document.data, dict):
-            fault = "the file is empty" if document.data is None else _NO_MAPPING
-            raise SpecError([*document.problems, Place(str(path)).problem(fault)], cure=_INIT)
+        problems: list[Problem] = []
+        root = read_file(path, problems) if text is None else read_text(text, str(path), problems)
+        if not isinstance(root.value, dict):
+            fault = "the file is empty" if root.value is None else _NO_MAPPING
+            raise SpecError([*problems, Place(str(path)).problem(fault)], cure=_INIT)
         for override in overrides:
-            document = _override(document, override)
+            root = _override(root, override, problems)
         if runs := os.environ.get(RUNS_VARIABLE):
             place = Place(RUNS_VARIABLE)
-            below, directory = Document({}, {(): place}), Document(runs, {(): place})
-            document = document.over(below.put(("output", "directory"), directory, place))
-        if resolve(document.data.get("site_defaults")) is not False:
+            directory = Node(runs, place, place)
+            root = root.merge(Node({}, place).put(("output", "directory"), directory))
+        if resolve(root.data.get("site_defaults")) is not False:
             for site in reversed(site_files() if sites is None else sites):
-                document = document.over(_read_site(site))
-        return cls(path, document)
+                root = root.merge(_read_site(site, problems))
+        return cls(path, root, tuple(problems))
 
     def spec(self, *, check_files: bool = True, check_names: bool = False) -> JobSpec:
         """The spec, without the values of a sweep.
@@ -175,10 +176,10 @@ class SpecFile:
             SpecError: with every problem.
         """
         spec, problems = _validate(
-            self.document, self.path, check_files=check_files, check_names=check_names
+            self.root, self.path, check_files=check_files, check_names=check_names
         )
-        if spec is None or self.document.problems:
-            raise SpecError([*self.document.problems, *problems])
+        if spec is None or self.problems:
+            raise SpecError([*self.problems, *problems])
         return spec
 
     def origins(self, spec: JobSpec) -> tuple[Origin, ...]:
@@ -187,7 +188,7 @@ class SpecFile:
         In the order of the reference, with keyword arguments one by one. A list is one value,
         because upper layers replace it as a whole.
         """
-        return tuple(_origins(spec.model_dump(mode="json"), self.document, ()))
+        return tuple(_origins(spec.model_dump(mode="json"), self.root, ()))
 
     def points(self, spec: JobSpec) -> tuple[Point, ...]:
         """The runs of the spec's sweep; none if it has no sweep.
@@ -200,38 +201,32 @@ class SpecFile:
         """
         if spec.sweep is None:
             return ()
-        job = Document(
-            {key: value for key, value in self.document.data.items() if key != "sweep"},
-            {key: place for key, place in self.document.places.items() if key[:1] != ("sweep",)},
-        )
+        job = replace(self.root, value={k: v for k, v in self.root.value.items() if k != "sweep"})
         points, problems = list[Point](), list[Problem]()
         numbers: dict[str, dict[str, int]] = {}
         for run in spec.sweep.runs():
-            document, values = job, dict[str, Any]()
+            root, values = job, dict[str, Any]()
             places, causes = set[Place](), list[str]()
             for name, (path, value) in run.items():
-                part = self.document.part(path)
-                key_place = self.document.place(
-                    path if path[1] == "points" else path[:-1], at_key=True
-                )
-                document = _set_key(document, name.split("."), part, key_place)
-                places |= {key_place, *part.places.values()}
-                text = describe(part.data)
+                *_, outer, node = self.root.nodes(path)
+                node = replace(node, key_place=node.key_place or outer.key_place)
+                root = _set_key(root, name.split("."), node)
+                places |= set(node.places())
+                text = describe(node.data)
                 if holds_variables(name):
                     number_of, text = numbers.setdefault(name, {}), _HIDDEN
                     value = f"(value {number_of.setdefault(repr(value), len(number_of) + 1)})"
                 values[name] = value
                 causes.append(f"{escape(name)}: {text}")
-            run_spec, faults = _validate(document, self.path, check_files=True)
+            run_spec, faults = _validate(root, self.path, check_files=True)
             if run_spec is not None:
                 points.append(Point(values, run_spec))
-            first = self.document.place(next(iter(run.values()))[0]) if run else job.place(())
-            for (
-                fault
-            ) in faults:  # at its value, or at the values of the run that cause it elsewhere
+            # A fault is reported at its value, or at those of the run that cause it elsewhere.
+            first = self.root.nodes(next(iter(run.values()))[0])[-1] if run else job
+            for fault in faults:
                 at_value = Place(fault.file, fault.line, fault.column) in places
                 message = f"with {', '.join(causes)}: {fault.message}"
-                problems.append(fault if at_value else first.problem(message))
+                problems.append(fault if at_value else first.place.problem(message))
         if problems:
             raise SpecError(problems)
         return tuple(points)
@@ -244,8 +239,8 @@ def site_files(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     return Path("/etc/pipectl/site.yaml"), home / "pipectl" / "site.yaml"
 
 
-def _override(document: Document, override: str) -> Document:
-    """A document with one ``a.b=value`` of the command line."""
+def _override(root: Node, override: str, problems: list[Problem]) -> Node:
+    """The root with one ``a.b=value`` of the command line."""
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals:
@@ -256,116 +251,116 @@ def _override(document: Document, override: str) -> Document:
         raise UsageError(f"--set {escape(name)}: there is no such key", cure=_USAGE)
     place = Place(f"--set {escape(name.strip())}")
     try:
-        value = read_text(text, place.file, lines=False)
+        value = read_text(text, place.file, problems, lines=False)
     except SpecError as error:
         raise UsageError(error.message, cure="quote the value as YAML does") from None
-    return _set_key(document, keys, value, place)
+    return _set_key(root, keys, replace(value, key_place=place))
 
 
-def _set_key(document: Document, keys: Sequence[str], value: Document, place: Place) -> Document:
-    """A document with a value at ``keys``; a factory in short form gets the key ``factory``."""
+def _set_key(root: Node, keys: Sequence[str], value: Node) -> Node:
+    """The root with a value at ``keys``; a factory in short form gets the key ``factory``."""
     for depth in range(1, len(keys)):
-        path, text = document.locate(tuple(keys[:depth]))
-        is_text = len(path) == depth and isinstance(text, str)
-        if is_text and "factory" in properties(schema_at(path)):
-            short = document.part(path)
-            document = document.put([*path, "factory"], short, document.place(path))
-    return document.put(keys, value, place)
+        nodes = root.nodes(keys[:depth])
+        is_text = len(nodes) > depth and isinstance(nodes[-1].value, str)
+        if is_text and "factory" in properties(schema_at(keys[:depth])):
+            short = replace(nodes[-1], key_place=nodes[-1].place)
+            root = root.put([*keys[:depth], "factory"], short)
+    return root.put(keys, value)
 
 
-def _read_site(path: Path) -> Document:
+def _read_site(path: Path, problems: list[Problem]) -> Node:
     """The values of a site file; its file names are relative to it."""
-    nothing = Document({}, {(): Place(str(path))})
+    nothing = Node({}, Place(str(path)))
     if not path.exists():
         return nothing
     try:
-        site = read_file(path)
+        site = read_file(path, problems)
     except SpecError as error:
-        return replace(nothing, problems=error.problems)
-    if not isinstance(site.data, dict):
-        faults = [] if site.data is None else [Place(str(path)).problem(_NO_MAPPING)]
-        return replace(nothing, problems=(*site.problems, *faults))
-    problems, data = list(site.problems), dict(site.data)
-    for name in site.data.keys() - set(SITE_KEYS):
+        problems += error.problems
+        return nothing
+    if not isinstance(site.value, dict):
+        problems += [] if site.value is None else [nothing.place.problem(_NO_MAPPING)]
+        return nothing
+    values = dict(site.value)
+    for name in values.keys() - set(SITE_KEYS):
         message = f"a site file cannot set this; known are {', '.join(SITE_KEYS)}"
         problems.append(site.problem((name,), message, at_key=True))
-        del data[name]
-    if (version := data.pop("version", None)) is not None:
+        del values[name]
+    if (version := values.pop("version", None)) is not None:
         try:
-            check_version(version)
+            check_version(version.data)
         except ValueError as error:
             problems.append(site.problem(("version",), str(error)))
-    for section, key in ((data, "cluster"), (data.get("launch"), "template")):
-        if isinstance(section, dict) and isinstance(section.get(key), str):
-            section[key] = str(path.absolute().parent / section[key])
-    return Document(data, site.places, tuple(problems))
+    site = replace(site, value=values)
+    for keys in (("cluster",), ("launch", "template")):
+        *outer, node = site.nodes(keys)
+        if len(outer) == len(keys) and isinstance(node.value, str):
+            absolute = str(path.absolute().parent / node.value)
+            site = site.put(keys, replace(node, value=absolute))
+    return site
 
 
-def _origins(value: Any, document: Document, path: KeyPath) -> Iterator[Origin]:
+def _origins(value: Any, root: Node, path: KeyPath) -> Iterator[Origin]:
     """Every key within ``value``, which is at ``path`` of the spec."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from _origins(item, document, (*path, str(key)))
+            yield from _origins(item, root, (*path, str(key)))
         return
-    there, data = document.locate(path)
+    nodes = root.nodes(path)
+    there, written = path[: len(nodes) - 1], nodes[-1].value
     # Only a keyword argument can be null; any other null key has its default.
-    is_short = path[-1] == "factory" and there == path[:-1] and isinstance(data, str)
-    is_written = "kwargs" in there or is_short or (there == path and data is not None)
+    is_short = path[-1] == "factory" and there == path[:-1] and isinstance(written, str)
+    is_written = "kwargs" in there or is_short or (there == path and written is not None)
     if path == ("sweep", "points"):
         value = [{k: _HIDDEN if holds_variables(k) else v for k, v in x.items()} for x in value]
     elif value and holds_variables(".".join(map(str, path)).removeprefix("sweep.grid.")):
         value = _HIDDEN
-    yield Origin(path, value, document.place(path) if is_written else None)
+    yield Origin(path, value, nodes[-1].place if is_written else None)
 
 
 def _validate(
-    document: Document, source: Path, *, check_files: bool, check_names: bool = False
+    root: Node, source: Path, *, check_files: bool, check_names: bool = False
 ) -> tuple[JobSpec | None, list[Problem]]:
-    """The spec of a document, and its faults; the spec is None if it has any."""
-    data = drop_former_keys(document.data)
+    """The spec, and its faults; the spec is None if it has any."""
+    data = drop_former_keys(root.data)
     if data.get("name") is None:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"
     base = source.absolute().parent
-
-    def faults_of_code(environment: Environment | None) -> Iterator[Finding]:
-        if check_files:
-            yield from missing_files(data, base)
-        if check_names:
-            yield from wrong_uses(data, base, environment)
-
+    sections = dict[str, Any]()  # those that are valid
+    context = {"base": base, "sections": sections}
+    spec, details = None, list[ErrorDetails]()
     try:
-        spec = JobSpec.model_validate(data, context={"base": base})
+        spec = JobSpec.model_validate(data, context=context)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        problems = [_explain_fault(document, detail) for detail in details]
-        wrong = {detail["loc"][0] for detail in details}
-        sections = {
-            name: info.get_default()
-            if data.get(name) is None
-            else TypeAdapter(info.rebuild_annotation()).validate_python(data[name])
-            for name, info in JobSpec.model_fields.items()
-            if name not in wrong
-        }
-        faults = [*cross_check(sections), *faults_of_code(sections.get("environment"))]
-        return None, [*problems, *(document.problem(*each) for each in faults)]
-    spec._base = base
-    faults = [*cross_check(dict(spec)), *faults_of_code(spec.environment)]
-    return None if faults else spec, [document.problem(*each) for each in faults]
+    wrong = {detail["loc"][0] for detail in details}
+    for name, field in JobSpec.model_fields.items():
+        if name not in wrong:
+            sections.setdefault(name, field.get_default())
+    faults = [*cross_check(sections)]
+    if check_files:
+        faults += missing_files(data, base)
+    if check_names:
+        faults += wrong_uses(data, base, sections.get("environment"))
+    problems = [_explain_fault(root, detail) for detail in details]
+    problems += [root.problem(*fault) for fault in faults]
+    return None if problems else spec, problems
 
 
-def _explain_fault(document: Document, detail: ErrorDetails) -> Problem:
+def _explain_fault(root: Node, detail: ErrorDetails) -> Problem:
     """The problem for a pydantic error: its place, the expected and the actual value."""
     path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
     error = context.get("error")
     if isinstance(error, ValueError) and not isinstance(error, WrongTypeError):
-        at_key = path[-1] == KEY
-        return document.problem(path[:-1] if at_key else path, str(error), at_key=at_key)
+        at_key = path[-1] == "[key]"
+        return root.problem(path[:-1] if at_key else path, str(error), at_key=at_key)
     if kind == "extra_forbidden":
-        return document.problem(path, _explain_unknown_key(path), at_key=True)
+        return root.problem(path, _explain_unknown_key(path), at_key=True)
     if kind == "missing":
-        return document.problem(path, "missing", at_key=True)
-    path, value = document.locate(path)  # pydantic names alternatives of a type after it
+        return root.problem(path, "missing", at_key=True)
+    nodes = root.nodes(path)
+    path, value = path[: len(nodes) - 1], nodes[-1].value  # pydantic adds names of types
     schema = schema_at(path) or {"title": "something else"}
     allowed = f"at most {context['le']}" if kind == "less_than_equal" else describe_schema(schema)
     text = describe(value)
@@ -374,7 +369,7 @@ def _explain_fault(document: Document, detail: ErrorDetails) -> Problem:
         text = f"the text {text}; remove the quotes"
     word = value[:100] if isinstance(value, str) else ""
     hint = did_you_mean(word, choices(schema), similarity=0.8)
-    return document.problem(path, f"must be {allowed}, not {text}{hint}")
+    return root.problem(path, f"must be {allowed}, not {text}{hint}")
 
 
 def _explain_unknown_key(path: KeyPath) -> str:

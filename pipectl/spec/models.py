@@ -516,7 +516,19 @@ class JobSpec(types.Section):
     site_defaults: types.Flag = True
     """Whether this job takes defaults from site files."""
 
-    _base: Path = PrivateAttr(default_factory=Path.cwd)
+    _base: Path = PrivateAttr()
+
+    def model_post_init(self, context: Any) -> None:
+        """Keep the directory of the file, which the loader gives."""
+        self._base = (context or {}).get("base") or Path.cwd()
+
+    @field_validator("*")
+    @classmethod
+    def _collect(cls, value: Any, info: ValidationInfo) -> Any:
+        """Give the loader each valid section, also if others are wrong."""
+        if info.context:
+            info.context["sections"][info.field_name] = value
+        return value
 
     @property
     def base(self) -> Path:

@@ -84,7 +84,7 @@ def by_schema() -> Callable[[str], bool]:
     schema = json_schema()
 
     def valid(text: str) -> bool:
-        return accepts(schema, resolve(read_text(text, "job.yaml").data), schema)
+        return accepts(schema, resolve(read_text(text, "job.yaml", []).data), schema)
 
     return valid
 
