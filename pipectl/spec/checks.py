@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from itertools import pairwise
@@ -9,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.directives import QSUB, SBATCH, fault_of_option
+from pipectl.directives import QSUB, SBATCH, fault_of_option, options_of
 from pipectl.spec.document import MAX_DEPTH, escape, resolve
 from pipectl.spec.models import (
     Data,
@@ -73,6 +74,14 @@ _MICRO_BATCHES = ("pipeline", "micro_batches")
 _WARM_UP = ("pipeline", "warm_up")
 _BACKWARD = ("pipeline", "backward")
 _WEIGHTS = ("model", "weights")
+_GRES = ("gres", "tres-per-task")
+_GPU_OPTIONS = {
+    "gres": "node", "gpus-per-node": "node", "gpus": "job", "G": "job", "gpus-per-task": "task",
+    "tres-per-task": "task",
+}  # fmt: skip
+"""Options of sbatch that ask for GPUs, and the unit that each counts them for."""
+_GPUS = re.compile(r"(?:gres[/:])?gpu(?:[:/]([A-Za-z_][^:=]*))?(?:[:=]([0-9]{1,9}))?")
+"""GPUs in a list of resources, with their type and number: ``gpu:a100:4``, ``gres/gpu=2``."""
 _PLACEHOLDER = "/path/to/"
 """Prefix of paths in recipes that users have to replace."""
 
@@ -307,6 +316,36 @@ def _check_options(slurm: Slurm, pbs: Pbs) -> Iterator[Finding]:
                 yield (section, "options", name), fault
 
 
+def _check_gpus(slurm: Slurm, pbs: Pbs, resources: Resources) -> Iterator[Finding]:
+    """GPUs that only options ask for: ranks would leave them idle and compute on CPUs.
+
+    If the job says ``gpus_per_node: 0``, this is intended.
+    """
+    if "gpus_per_node" in resources.model_fields_set:
+        return
+    fault = "asks for GPUs, but ranks compute on CPUs unless resources.gpus_per_node says how many"
+    for name, unit in _GPU_OPTIONS.items():
+        texts = (text for _, text in options_of(name, slurm.options.get(name, False)) if text)
+        for text in ",".join(texts).split(","):
+            gpus = _GPUS.fullmatch(text if name in _GRES else f"gpu:{text}")
+            if gpus is None or not (count := int(gpus[2] or 1)):
+                continue
+            numbers = {"task": count * resources.tasks_per_node, "job": count // resources.nodes}
+            number = numbers.get(unit, count) or 1
+            advice, how = f"write resources: {{gpus_per_node: {number}}}", "instead"
+            if name == "gpus-per-node":
+                how = "as well"
+            elif gpus[1]:
+                advice += f" and slurm.options: {{gpus-per-node: {gpus[1]}:{number}}}"
+            yield ("slurm", "options", name), f"{text!r} {fault}; {advice} {how}"
+    lists: list[tuple[tuple[str, ...], str | None]] = [(("pbs", "select"), pbs.select)]
+    lists += [(("pbs", "options", "l"), x) for _, x in options_of("l", pbs.options.get("l", False))]
+    for path, resource_list in lists:
+        if gpus := re.search(r"\bngpus=([1-9][0-9]*)", resource_list or ""):
+            advice = f"write resources: {{gpus_per_node: {gpus[1]}}} instead"
+            yield path, f"{gpus[0]!r} {fault}; {advice}"
+
+
 def _check_sweep(sweep: Sweep | None) -> Iterator[Finding]:
     """Faults of a sweep: runs without values, keys that cannot be swept, equal runs."""
     if sweep is None:
@@ -351,6 +390,6 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_batch, _check_buckets, _check_warm_up, _check_backward, _check_progress,
-    _check_loss, _check_evaluation, _check_options, _check_sweep,
+    _check_loss, _check_evaluation, _check_options, _check_gpus, _check_sweep,
 )  # fmt: skip
 """Checks; the names of their parameters are the sections they need."""

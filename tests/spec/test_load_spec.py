@@ -119,6 +119,19 @@ def test_how_it_runs(full: JobSpec) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "slurm: {options: {gres: gpu:2}}\nresources: {gpus_per_node: 2}",
+        "slurm: {options: {gres: gpu:2}}\nresources: {gpus_per_node: 0}",
+        "slurm: {options: {gres: 'gpu:0,nvme:1', gpus: 0, gpus-per-node: false}}",
+        "pbs: {select: 'gpu_model=none:ngpus=0', options: {h: true}}",
+    ],
+)
+def test_options_may_ask_for_gpus_if_resources_say_how_many(read, minimal, text: str) -> None:
+    assert read(minimal + text).resources.gpus_per_node in (0, 2)
+
+
+@pytest.mark.parametrize(
     ("file", "name"),
     [("gpt.yaml", "gpt"), ("my job (2).yaml", "my-job--2"), ("-.yaml", "job"), ("é.v2.yaml", "v2")],
 )
