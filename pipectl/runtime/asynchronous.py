@@ -11,7 +11,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -21,19 +20,16 @@ from pipectl.capture.slices import Rows
 from pipectl.capture.step import own_name, sample_shares, target_shares, weighted_loss
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
-from pipectl.runtime.division import LossShares
 from pipectl.runtime.gradients import shared_uses
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Batch, Step, StepRun
 from pipectl.runtime.step_end import StepEnd
-from pipectl.runtime.synchronous import learn_layouts
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
 from pipectl.runtime.waiting import barrier
 from pipectl.schedule import channels
 from pipectl.schedule.actions import EMPTY
 from pipectl.schedule.lowering import stretch
-from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.schedule.unflushed import steps_apart, versions_kept
 from pipectl.spec.models import Training
 
@@ -101,13 +97,6 @@ class AsynchronousSteps:
         self._weigh = setup.job.weight() if setup.cut.loss_stage in setup.stages else None
         self._loaded: Iterator[Batch] = iter(())
 
-    def learn_layouts(self) -> None:
-        """See :func:`pipectl.runtime.synchronous.learn_layouts`."""
-        setup = self._setup
-        plan = replace(self._plan, schedule=ONE_F_ONE_B.name)
-        shares = LossShares(setup.communicator, setup.job, plan, setup.cut.loss_stage)
-        learn_layouts(setup, plan, shares)
-
     def begin(self, planned: Sequence[Samples], done: int) -> None:
         """Open the data, and keep versions of the weights from now on.
 
@@ -156,8 +145,7 @@ class AsynchronousSteps:
         ]
         step = Step(EMPTY, channels(self._plan), rank, whole)
         seed = self._setup.job.spec.training.seed, first
-        run = StepRun(step, weights, loaded, seed, per_step=count)
-        run.update = partial(self._update, run)
+        run = StepRun(step, weights, loaded, seed, update=self._update, per_step=count)
         self._traced = any(map(self._tracing.wants, range(first, first + len(batches))))
         if self._traced:
             run.recording = self._tracing.begin(first)

@@ -389,7 +389,7 @@ class Engine:
 
     def _update(self, stage: int, run: StepRun, micro_batch: MicroBatch) -> None:
         run.outbox = None
-        run.update(stage, micro_batch.number)
+        run.update(run, stage, micro_batch.number)
         self._transport.advance()
 
     def _bind_send(self, end: Channel, form: Form) -> Execute:

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from mpi4py import MPI
 from torch import nn
 
 from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
 from pipectl.capture.data import Loader, Samples
+from pipectl.capture.python_state import preserve_state
 from pipectl.capture.slices import Rows
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.device import Device
-from pipectl.runtime.division import Division
+from pipectl.runtime.division import Division, LossShares
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.evaluation import Evaluator
+from pipectl.runtime.gradients import SharedGradients, shared_uses
 from pipectl.runtime.offload import mover_of, offload_directory
 from pipectl.runtime.pipefb import add_lanes, make_half
 from pipectl.runtime.process import Doing
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import Key, Stage
-from pipectl.runtime.step import parts_of
+from pipectl.runtime.step import Step, narrowed, parts_of
 from pipectl.runtime.transport import CHECK_VARIABLE, Progress, Transport, Wire
 from pipectl.runtime.waiting import barrier, broadcast
-from pipectl.schedule import channels, plan_of_trial, splits_backwards
+from pipectl.schedule import channels, is_unflushed, plan_of_trial, splits_backwards
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 
 
 class Setup:
@@ -45,7 +51,9 @@ class Setup:
         division: of the data into steps and micro-batches.
         loader: of the training data; None if this rank reads none.
         reading: this rank's stages that read the training data.
+        loss_shares: the weights of this rank's parts of the loss.
         replicas: the joint work of the replicas of its stages.
+        shared_gradients: the joint work of all uses of a parameter.
         owners: the rank that saves each parameter and buffer, in model order.
     """
 
@@ -111,6 +119,15 @@ class Setup:
         weighing = self.cut.loss_stage if job.weight() is not None else None
         self.reading = tuple(i for i, s in self.stages.items() if s.reads or i == weighing)
         self.loader: Loader | None = job.loader if self.reading else None
+        self.loss_shares = LossShares(communicator, job, plan, self.cut.loss_stage)
+        updated = self.updated_stages
+        self.shared_gradients = SharedGradients(
+            Wire(communicator.Dup(), device, self.progress),
+            shared_uses(self.cut),
+            [stage.updating_ranks for stage in plan.stages],
+            {slot: leaf for stage in updated for slot, leaf in stage.uses.items()},
+            {name: each for stage in updated for name, each in stage.parameters.items()},
+        )
         self._release()
 
     def close(self) -> None:
@@ -118,11 +135,31 @@ class Setup:
         if self._mover is not None:
             self._mover.close()
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank updates by full name, in model order."""
-        parameters = {n: p for stage in self.updated_stages for n, p in stage.parameters.items()}
-        return {name: parameters[name] for name in self.job.states if name in parameters}
+    def learn_layouts(self) -> None:
+        """Send micro-batches of every shape over every channel, so that both ends know all layouts.
+
+        It leaves no trace: buffers and Python state of modules are restored, gradients are dropped.
+        """
+        plan, seed = self.plan, (self.job.spec.training.seed, "layouts")
+        if is_unflushed(plan):  # the same messages, in steps that do not overlap
+            plan = replace(plan, schedule=ONE_F_ONE_B.name)
+        with preserve_state(self.job.step, self.written.values()):
+            for rows in self.division.sizes:
+                trial = self.step_of(plan_of_trial(plan, rows.whole), rows.length)
+                assert trial.pieces is not None
+                example = partial(self.job.loader.example, rows.whole, length=rows.length)
+                whole: Any = example() if self.reading else None
+                batches = (narrowed(whole, piece, rows) for piece in trial.pieces.values())
+                self.training.run(self.loss_shares.make_run(trial, batches, seed))
+                for stage in self.stages.values():
+                    stage.forget()
+            if self.evaluator is not None:
+                self.evaluator.learn()
+
+    def step_of(self, plan: Plan, length: int) -> Step:
+        """This rank's step of a plan, with sequences of a length."""
+        whole, rank = self.job.loader.takes_whole, self.communicator.rank
+        return Step.of(plan, rank, self.reading, length=length, load_whole=whole)
 
     def tokens_of(self, batch: Samples) -> int:
         """Tokens in a batch, without the padding of buckets; 0 if the model reads none."""

@@ -160,7 +160,7 @@ class StepRun:
         batches: yields (inputs, targets) of every piece; empty if no stage reads them.
         seed: parts of the seed of random operators, the step last.
         scale: of the loss in backwards.
-        update: called at every UPDATE with its stage and micro-batch.
+        update: called at every UPDATE with this run, its stage and micro-batch.
         recording: records the start and end of every row.
         per_step: micro-batches per step, if the run has several steps; they are numbered across
             steps.
@@ -179,7 +179,7 @@ class StepRun:
     batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
     seed: tuple[int | str, ...] = ()
     scale: float = 1.0
-    update: Callable[[int, int], None] = lambda *_: None
+    update: Callable[[StepRun, int, int], None] = lambda *_: None
     recording: Recording | None = None
     per_step: int | None = None
     inbox: dict[Key, list[Piece]] = field(default_factory=dict)

@@ -25,24 +25,24 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from pipectl.capture import Cut
+from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.step import first_undefined, own_name
 from pipectl.errors import UsageError, WorkerError
 from pipectl.graph import TransferKind
+from pipectl.runtime.engine import Engine
 from pipectl.runtime.gradients import (
     LossScale,
     SharedGradients,
     clip_gradients,
     gradient_norms,
     not_finite,
-    shared_uses,
     total_norm,
 )
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.optimizer import make_stepper
-from pipectl.runtime.setup import Setup
+from pipectl.runtime.replicas import Replicas
+from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import StepRun
-from pipectl.runtime.transport import Wire
 from pipectl.runtime.waiting import barrier, poll, wait
 
 _PLACES = 2**31
@@ -322,49 +322,58 @@ class StepEnd:
         gradient_norm, used_rate, skipped: of the last step.
 
     Args:
+        communicator: used for nothing else.
+        engine: of the training.
+        stages: whose backwards run on this rank.
+        saved: names of the parameters and buffers that this rank saves.
+        written: the buffers of this rank that forwards write, by full name.
         record: writes what was not finite; called on all ranks.
         finish: completes pending work before the job stops; called on all ranks.
     """
 
     def __init__(
-        self, setup: Setup, record: Callable[[Fault], None], finish: Callable[[], None]
+        self,
+        communicator: MPI.Comm,
+        job: CapturedJob,
+        engine: Engine,
+        stages: Sequence[Stage],
+        replicas: Replicas,
+        shared_gradients: SharedGradients,
+        saved: Container[str],
+        written: Mapping[str, Tensor],
+        record: Callable[[Fault], None],
+        finish: Callable[[], None],
     ) -> None:
-        self._setup = setup
+        self._replicas, self._shared, self._written = replicas, shared_gradients, written
         self._record, self._finish = record, finish
-        self._training = setup.job.spec.training
-        me, replicas = setup.communicator.rank, setup.replicas
-        self.updated = {n: p for n, p in setup.parameters.items() if replicas.updates(n)}
-        self._trained_parameters = _trained(setup.parameters)
-        self._trained_of = {each.index: _trained(each.parameters) for each in setup.updated_stages}
+        self._training = job.spec.training
+        held = {name: each for stage in stages for name, each in stage.parameters.items()}
+        parameters = {name: held[name] for name in job.states if name in held}  # in model order
+        self.updated = {n: p for n, p in parameters.items() if replicas.updates(n)}
+        self._trained_parameters = _trained(parameters)
+        self._trained_of = {stage.index: _trained(stage.parameters) for stage in stages}
         self.owned_parameters = {
             name: parameter
             for name, parameter in self._trained_parameters.items()
-            if replicas.counts(name, first=setup.owners[name] == me)
+            if replicas.counts(name, first=name in saved)
         }
-        self.stepper = make_stepper(setup.job, self.updated)
-        self._shared = SharedGradients(
-            Wire(setup.communicator.Dup(), setup.device, setup.progress),
-            shared_uses(setup.cut),
-            [stage.updating_ranks for stage in setup.plan.stages],
-            {slot: leaf for stage in setup.updated_stages for slot, leaf in stage.uses.items()},
-            setup.parameters,
-        )
+        self.stepper = make_stepper(job, self.updated)
         self.loss_scale = (
             LossScale(self._training.loss_scale, self._trained_parameters)
             if self._training.precision == "float16"
             else None
         )
         # All trained parameters in model order, tied ones once.
-        states = setup.job.states.items()
+        states = job.states.items()
         self._dtypes = {name: tensor.dtype for name, tensor in states if tensor.requires_grad}
         self._clips = self._training.clip_grad_norm is not None
         self._looks = self._training.on_nonfinite != "ignore"
         self._skips = self._training.on_nonfinite == "skip"
         self._meets = self._skips or self._clips or self.loss_scale is not None
-        self._vote = Vote(setup.communicator.Dup(), [*self._dtypes], with_norms=self._clips)
-        self._origins = Origins.of(setup.cut)
+        self._vote = Vote(communicator, [*self._dtypes], with_norms=self._clips)
+        self._origins = Origins.of(engine.cut)
         if self._looks:
-            setup.training.on_results = self._origins.note
+            engine.on_results = self._origins.note
         self.gradient_norm = self.used_rate = math.nan
         self.skipped = False
         self._undoes = False
@@ -374,8 +383,7 @@ class StepEnd:
         """Before a step, save the state that skipping it must restore; drop the earlier one."""
         self._origins.forget()
         if self._skips:
-            written = self._setup.written.items()
-            self._before = {name: buffer.clone() for name, buffer in written}
+            self._before = {name: buffer.clone() for name, buffer in self._written.items()}
 
     def undo(self) -> bool:
         """Restore the buffers from before the step if it is skipped because of a fault.
@@ -385,7 +393,7 @@ class StepEnd:
         if self._undoes:
             with torch.no_grad():
                 for name, before in self._before.items():
-                    self._setup.written[name].copy_(before)
+                    self._written[name].copy_(before)
         return self._undoes
 
     def run(self, step: int, micro_batches: Sequence[int], run: StepRun) -> None:
@@ -423,7 +431,7 @@ class StepEnd:
         if run.recording is not None:
             run.recording.met()
         self.stepper.step()
-        self._setup.replicas.share_parameters()
+        self._replicas.share_parameters()
 
     def look(
         self,

@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import islice
-from typing import Any
 
 from pipectl.capture.data import Samples
-from pipectl.capture.python_state import preserve_state
-from pipectl.plan import Plan
-from pipectl.runtime.division import LossShares
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step import Batch, Step, StepRun, narrowed
+from pipectl.runtime.step import Batch, Step, StepRun
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
-from pipectl.schedule import plan_of_step, plan_of_trial
+from pipectl.schedule import plan_of_step
 
 
 class SynchronousSteps:
@@ -34,19 +30,13 @@ class SynchronousSteps:
         self._setup, self._end = setup, end
         self._telemetry, self._tracing = telemetry, tracing
         self._seed = setup.job.spec.training.seed
-        self._loss_shares = LossShares(
-            setup.communicator, setup.job, setup.plan, setup.cut.loss_stage
-        )
+        self._loss_shares = setup.loss_shares
 
         def step_of(samples: int, length: int) -> Step:
-            return _rank_step(setup, plan_of_step(setup.plan, samples), length)
+            return setup.step_of(plan_of_step(setup.plan, samples), length)
 
         self._step_of = cache(step_of)
         self._loaded: Iterator[Batch] = iter(())
-
-    def learn_layouts(self) -> None:
-        """See :func:`learn_layouts`."""
-        learn_layouts(self._setup, self._setup.plan, self._loss_shares)
 
     def begin(self, planned: Sequence[Samples], done: int) -> None:
         """Open the data.
@@ -104,34 +94,5 @@ class SynchronousSteps:
     def execute(self, step: int, run: StepRun) -> None:
         """Execute the rows of a step, including the update."""
         computed = self._loss_shares.computed(run.step)
-        run.update = lambda *_: self._end.run(step, computed, run)
+        run.update = lambda run, *_: self._end.run(step, computed, run)
         self._setup.training.run(run)
-
-
-def learn_layouts(setup: Setup, plan: Plan, loss_shares: LossShares) -> None:
-    """Send micro-batches of every shape over every channel, so that both ends know all layouts.
-
-    It leaves no trace: buffers and Python state of modules are restored, gradients are dropped.
-
-    Args:
-        plan: with steps that do not overlap, and the same messages as the training.
-    """
-    seed = setup.job.spec.training.seed, "layouts"
-    with preserve_state(setup.job.step, setup.written.values()):
-        for rows in setup.division.sizes:
-            trial = _rank_step(setup, plan_of_trial(plan, rows.whole), rows.length)
-            assert trial.pieces is not None
-            example = partial(setup.job.loader.example, rows.whole, length=rows.length)
-            whole: Any = example() if setup.reading else None
-            batches = (narrowed(whole, piece, rows) for piece in trial.pieces.values())
-            setup.training.run(loss_shares.make_run(trial, batches, seed))
-            for stage in setup.stages.values():
-                stage.forget()
-        if setup.evaluator is not None:
-            setup.evaluator.learn()
-
-
-def _rank_step(setup: Setup, plan: Plan, length: int) -> Step:
-    whole = setup.job.loader.takes_whole
-    rank = setup.communicator.rank
-    return Step.of(plan, rank, setup.reading, length=length, load_whole=whole)

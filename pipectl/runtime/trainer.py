@@ -63,7 +63,18 @@ class Trainer:
         )
         rows = len(lower(setup.plan, self._rank))
         self._tracing = Tracing(setup.communicator, run, self._spec.trace, steps, rows)
-        self._end = StepEnd(setup, self._telemetry.fault, self._finish_saving)
+        self._end = StepEnd(
+            setup.communicator.Dup(),
+            setup.job,
+            setup.training,
+            setup.updated_stages,
+            setup.replicas,
+            setup.shared_gradients,
+            {name for name, owner in setup.owners.items() if owner == self._rank},
+            setup.written,
+            self._telemetry.fault,
+            self._finish_saving,
+        )
         evaluation = self._spec.evaluation
         self._early_stopping = EarlyStopping(
             None if evaluation is None else evaluation.early_stopping
@@ -98,7 +109,7 @@ class Trainer:
 
     def _train(self) -> None:
         self._begin("warming up")
-        self._steps.learn_layouts()
+        self._setup.learn_layouts()
         self._begin("training")
         self._train_steps(list(islice(self._setup.job.loader.batches(), self._spec.training.steps)))
         self._setup.doing.action = "finishing"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from mpi4py import MPI
 from pipectl.errors import DataFileError, PipectlError
 from pipectl.runs import RunDirectory, read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
+from pipectl.runtime.engine import Engine
 from pipectl.runtime.process import Doing
+from pipectl.runtime.step import StepRun
 from pipectl.runtime.worker import run as work_here
 
 pytestmark = pytest.mark.mpi
@@ -179,6 +183,33 @@ def test_a_rank_says_what_it_does_from_its_start(make_spec: Any, make_run: Any) 
         "finishing",
     ]
     assert doing.step == 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_step_is_freed_at_its_end_without_the_garbage_collector(
+    make_spec: Any, make_run: Any, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    steps: list[weakref.ref[StepRun]] = []
+    still_there: list[int] = []
+    execute = Engine.run
+
+    def run(engine: Engine, step: StepRun, parts: Any = None) -> None:
+        still_there.append(sum(ref() is not None for ref in steps))
+        steps.append(weakref.ref(step))
+        execute(engine, step, parts)
+
+    monkeypatch.setattr(Engine, "run", run)
+    training = {"steps": 4, "batch_size": 4, "clip_grad_norm": None}
+    pipeline = {"schedule": schedule, "micro_batches": None if schedule == "pipedream" else 2}
+    job = make_run(make_spec(1, pipeline=pipeline, training=training, checkpoint={"every": 1}))
+    gc.disable()
+    try:
+        work_here(job, MPI.COMM_SELF, Doing())
+        still_there.append(sum(ref() is not None for ref in steps))
+    finally:
+        gc.enable()
+    assert len(steps) > 3
+    assert not any(still_there)
 
 
 def test_data_too_few_for_one_batch(make_spec: Any, make_run: Any) -> None:

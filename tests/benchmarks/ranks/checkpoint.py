@@ -48,7 +48,7 @@ class Training:
         setup = Setup(WORLD, CapturedJob(spec), plan, CpuDevice(), Doing(), progress)
         self.trainer = Trainer(setup, run, 1)
         self.trainer._telemetry.state("measuring")
-        self.trainer._steps.learn_layouts()
+        setup.learn_layouts()
         self._planned = list(islice(setup.job.loader.batches(), total))
         self.trainer._steps.begin(self._planned, 0)
         self._number = count(1)

@@ -64,7 +64,7 @@ def trained(
     """A training step of pipectl's engine, as the worker runs it, always of the same samples."""
     setup = Setup(world, CapturedJob(spec), plan, CpuDevice(), Doing(), progress)
     trainer = Trainer(setup, RunDirectory(folder), 1)
-    trainer._steps.learn_layouts()
+    setup.learn_layouts()
     doing = RankStep.of(plan, world.rank, setup.reading)
     assert doing.pieces is not None
     weights = [rows.size / plan.batch_size for rows in doing.sizes]
