@@ -35,12 +35,16 @@ class Device:
     """The device of one rank.
 
     Args:
+        kind: name of the kind of device, e.g. ``cpu``.
         speed: relative to the device that the profile was measured on.
-        memory_bytes: memory per rank; None if unknown.
-        host_link: link to host memory, for offloading; None if unknown.
-        disk_link: link to a local disk, for offloading; None if unknown.
-        rows: time of program rows in addition to computation; None if unknown (counts as zero).
-        peak_flops_per_s: peak floating-point operations per second, as stated by the manufacturer.
+        memory_bytes: memory per rank; unlimited if None.
+        host_link: link between a rank's memory and its host's, for offload; 10 GB/s and 10 us if
+            None.
+        disk_link: link to a local disk, for offload: what one rank gets while all use it; 1 GB/s
+            and 100 us if None.
+        rows: time of program rows in addition to computation; that of the profile if None.
+        peak_flops_per_s: peak floating-point operations per second of a rank, as stated by the
+            manufacturer; ``plan``, ``status`` and ``report`` then show the share that is reached.
     """
 
     kind: str
@@ -63,9 +67,12 @@ class Node:
     """A compute node.
 
     Args:
+        name: name of the node.
         ranks: number of ranks on the node.
-        cores: number of ranks that can compute at the same time without slowing each other down.
-        switch: name of the node's switch; None if all nodes share one switch.
+        cores: number of ranks that can compute at the same time without slowing each other down;
+            all if None.
+        device: the device of each of its ranks.
+        switch: name of the node's switch; nodes without one share a switch.
     """
 
     name: str
@@ -87,12 +94,19 @@ class Cluster(DataFile):
     Ranks are numbered node by node (block distribution).
 
     Args:
+        name: name of the cluster.
         source: origin of the figures, shown to users.
-        assumed: whether the figures are assumptions rather than measurements.
-        allreduce: (ranks, bytes, seconds) of gradient sums over the first ranks.
+        nodes: the nodes; all together have the ranks of the job.
+        within_node, between_nodes: in ``links``: link between two ranks of a node, and of two
+            nodes.
+        between_switches: in ``links``: link between two switches, which a message between nodes of
+            different switches passes in addition to ``between_nodes``; None if it costs nothing.
+        assumed: whether the figures are assumptions rather than measurements; ``plan`` says so.
+        allreduce: (ranks, bytes, seconds) of float32 sums over the first ranks. They are used if
+            gradients are summed over as many ranks that are spread over nodes in the same way;
+            otherwise two rounds are estimated in which each of n ranks sends every other 1/n of the
+            bytes.
         key: hash of what the measurement depends on; None for a file from elsewhere.
-        between_switches: link between two switches, which a message between nodes of different
-            switches passes in addition to ``between_nodes``; None if it costs nothing.
     """
 
     cure: ClassVar[str] = (

@@ -96,9 +96,13 @@ class ErrorReport(LenientFields):
     """Why a rank, or the preparation of a job, failed: one file in the run's error directory.
 
     Args:
+        message: what went wrong.
         rank: None for the preparation.
         stage, step, action: what the rank was doing; stage and step are None if there is none.
+        host: name of its machine.
         type: class of the exception; None if the rank was lost.
+        cure: what to do.
+        traceback: of the exception.
         time: seconds since the epoch.
         exit_code: exit code of the command.
     """

@@ -35,7 +35,7 @@ class Observed:
     """Further measurements of a link, which neither the planner nor the simulator uses.
 
     Args:
-        both_ways: time of a message during opposite traffic, relative to its time alone.
+        both_ways: time of a message while one travels the other way, relative to its time alone.
         pairs: number of rank pairs that were measured at the same time; 0 if there was only one.
         at_once: time of a message while all these pairs send, relative to its time alone.
         overlap: (bytes, plain, polled): share of a message's time that is hidden while both ranks
@@ -58,10 +58,14 @@ class Link:
         duplex: whether both directions have full bandwidth at the same time.
         shared: whether all ranks of two nodes share a link; within a node, each pair has its own.
         interface: whether all messages that leave a node, and all that enter it, pass one network
-            interface, whatever the other node; overrides ``shared``. For links between switches,
-            read switch instead of node.
-        timings: by message size; if empty, a message takes the latency plus bytes / bandwidth.
+            interface, whatever the other node (both together if not ``duplex``); overrides
+            ``shared``. For links between switches, read switch instead of node.
+        timings: (bytes, seconds) of single messages, one way, by ascending size: linear between two
+            sizes, constant below the smallest, the rest at full bandwidth above the largest. If
+            empty, a message takes the latency plus bytes / bandwidth.
         assumed: whether the figures are assumptions rather than measurements.
+        observed: further measurements, which set ``duplex``, ``shared`` and ``launch.progress:
+            auto``.
     """
 
     latency_s: float

@@ -48,8 +48,10 @@ class StageCost:
     """Predicted cost of a stage: seconds per full micro-batch, and resident bytes.
 
     Args:
+        forward_s, backward_s: forward and backward of a micro-batch with all its samples.
         update_s: optimizer step, once per step.
-        optimizer_bytes: optimizer state.
+        parameter_bytes: parameters.
+        optimizer_bytes: optimizer state; with ``shard_optimizer``, the part of one replica.
         saved_bytes: kept per micro-batch from forward to backward, without recomputation.
         input_bytes: the part of ``saved_bytes`` from which recomputation starts.
         gradient_bytes: gradients, from first backward to update; None: ``parameter_bytes``.
@@ -120,7 +122,7 @@ class Blocks:
         backward_s: backwards of all blocks, and forwards of all blocks except the last.
         kept_bytes: kept per micro-batch from forward to backward: the inputs of all blocks.
         last_bytes: saved by the last block in addition to its inputs.
-        peaks: see :attr:`StageCost.peaks`.
+        peaks: as those of the stage, but for one block.
         recompute_peak_bytes: peak bytes that the forward of the last block allocates.
     """
 
@@ -154,6 +156,7 @@ class Stage:
     Args:
         nodes: operator ids in graph order.
         ranks: one per replica.
+        cost: predicted cost.
         backward_ranks: ranks of the backward and the optimizer step; empty if equal to ``ranks``.
         recompute: whether to keep only the stage's inputs and to recompute the rest.
         offload: whether kept values leave the device's memory until the backward.
@@ -229,7 +232,13 @@ class Replication(StrEnum):
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that one full micro-batch sends from one stage to another."""
+    """Bytes that one full micro-batch sends from one stage to another.
+
+    Args:
+        kind: ``activation`` or ``gradient``.
+        source, target: index of the sending and of the receiving stage.
+        size_bytes: bytes per full micro-batch.
+    """
 
     kind: Annotated[TransferKind, _BETWEEN_STAGES]
     source: int
@@ -261,10 +270,12 @@ class Search:
     """How the planner chose the stages.
 
     Args:
+        planner: name of the planner.
         max_stage_load_s: bottleneck (largest stage load) of the chosen stages.
         lower_bound_s: lower bound of the bottleneck of any partition into as many stages.
         exact: whether a partition attains the bound; the chosen partition may have a larger
             bottleneck if the simulator predicts a shorter step for it.
+        planning_s: time of the search.
         step_lower_bound_s: lower bound of the step time for any cuts, ranks and order, with the
             numbers of stages and the micro-batch sizes that were tried; None if unknown.
         gap: relative excess of the plan's step time over that bound; 0.1 is 10 percent.
@@ -294,16 +305,25 @@ class Plan(DataFile):
     """A pipeline for one model on one cluster.
 
     Args:
+        name: name of the job or model.
         fingerprint: of the captured graph; None if the profile was imported (cannot be submitted).
+        schedule: name of the schedule, or the user's own.
         warm_up: forwards of each stage before its first backward, over all its replicas.
+        batch_size: samples per step.
         micro_batch_size: samples per micro-batch; the last one may have fewer.
+        micro_batches: micro-batches per step.
+        stages: the stages, in the order of the graph.
+        transfers: messages that one micro-batch sends between two stages.
         node_of_rank: node index of each rank.
+        memory_limit_bytes: memory limit of the job, per rank; None if it has none.
+        prediction: prediction of the simulator.
+        search: how the planner chose the stages.
         key: hash of the spec sections and factory files it depends on; detects a stale plan.
-        assumptions: assumptions of the planner, one sentence each.
-        offload_to: where stages offload to.
-        replication: with whole micro-batches, replica i of r takes micro-batches i, i + r, ...
-        actions: computations per rank of the user's own schedule; see
-            :mod:`pipectl.schedule.listed`.
+        assumptions: what neither profile nor cluster said, one sentence each.
+        replication: ``whole``: replica i of r takes micro-batches i, i + r, ...; ``split``: samples
+            of every micro-batch.
+        offload_to: where stages offload to: ``host`` or ``disk``.
+        actions: computations of each rank, if the schedule is the user's own, as in its file.
         shard_optimizer: whether each replica keeps the optimizer state of only a part of its
             stage's parameters; the costs of the stages count that part.
     """

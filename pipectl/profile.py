@@ -53,7 +53,7 @@ class OperatorMemory:
     """Memory of one operator, for one micro-batch of the profile's size.
 
     Args:
-        made_bytes: storage that its value adds; 0 if it lies in the storage of another value.
+        made_bytes: storage that its value adds; 0 for a view of another value.
         storage: id of the value whose storage its value lies in; its own id if it adds storage.
         forward_bytes: peak bytes allocated in its forward, including its value and saved bytes.
         backward_bytes: peak bytes allocated in its backward, including gradients.
@@ -77,21 +77,28 @@ class Operator:
     Args:
         id: name of the graph node, unique within the profile.
         name: name shown to users, e.g. ``blocks.3.attention.linear``.
+        forward_s, backward_s: time of its forward and of its backward.
+        parameter_bytes: size of its parameters.
         parameters: (full name, bytes) of each parameter used; stored once per stage.
         output_bytes: bytes that cross a cut after this operator, once per consumer stage.
-        gradient_bytes: bytes of the gradient that comes back; 0 if the value has no gradient.
+        gradient_bytes: bytes of the gradient that comes back; 0 if the value has no gradient. As
+            many as the output if None.
         saved: (value, bytes) kept from forward to backward; equal values share one storage.
-        timings: micro-batch size to (forward_s, backward_s), for sizes other than the profile's.
+        timings: micro-batch size to (forward_s, backward_s), for sizes other than the profile's;
+            without them, times are taken to be proportional.
         cached: as ``timings``, for every measured size, in a stage whose data stays in the
             processor's cache between two micro-batches; empty if this makes no difference.
-        group: operators of the same group must share a stage.
+        group: operators of the same group must share a stage; ``colocate`` means the same.
         signature: digest of the operator and its arguments, to find where two graphs differ.
-        memory: memory that it allocates while it runs; None if not measured.
-        flops: floating-point operations of one forward and backward; None if unknown.
-        phase: ``forward`` or ``backward`` in graphs with separate operators for the two, whose
-            values go one way; None if one operator does both.
-        memory_bytes: all memory that it takes in a stage, if only that is known.
-        transfer_s: seconds to move its output to or from the host; None: see ``output_bytes``.
+        memory: memory that it allocates while it runs; if None, temporary values need none.
+        flops: floating-point operations of one forward and backward (matrix products, convolutions
+            and attention, as torch counts them); None if unknown.
+        phase: ``forward`` or ``backward`` in imported graphs with separate operators for the two,
+            whose values go one way (``gradient_bytes`` is then 0); None if one operator does both.
+        memory_bytes: of imported profiles: all memory that it takes in a stage, if only that is
+            known.
+        transfer_s: of imported profiles: time to move its output to or from the host, if it does
+            not follow from ``output_bytes``.
     """
 
     id: str
@@ -175,7 +182,13 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """Cost of the optimizer per byte of parameters."""
+    """Cost of the optimizer per byte of parameters.
+
+    Args:
+        state_bytes_per_parameter_byte: bytes of optimizer state.
+        step_s_per_byte: seconds of an optimizer step.
+        step_memory: its temporary memory.
+    """
 
     state_bytes_per_parameter_byte: float = field(metadata={"key": "state_bytes_per_parameter"})
     step_s_per_byte: float
@@ -190,7 +203,8 @@ class StageOverhead:
         forward_s, backward_s: per forward and per backward.
         received_s, sent_s: per value with gradient that enters or leaves the stage.
         gradient_received_s, gradient_sent_s: per gradient that enters or leaves the stage.
-        cache_bytes: a stage with a smaller working set runs from the cache; None if unknown.
+        cache_bytes: a stage with a smaller working set runs from the cache, one with a working set
+            1.5 times as large does not; None if unknown.
     """
 
     forward_s: float = 0.0
@@ -246,18 +260,27 @@ class Profile(DataFile):
     """A measured operator graph.
 
     Args:
-        operators: in graph order, which is a topological order.
+        name: name of the job or model.
+        source: origin of the figures, shown to users.
+        micro_batch_size: samples that all times and sizes are for.
+        operators: the operators, in a topological order; a file may have them in any order.
+        edges: (producer id, consumer id); a cycle is an error.
+        fingerprint: of the captured graph, which ranks compare with their own; None for an imported
+            profile, which cannot be submitted.
+        optimizer: cost of the optimizer.
         stage: overhead of a stage.
-        edges: (producer id, consumer id), without duplicates.
-        fingerprint: of the captured graph; None for an imported profile, which cannot be submitted.
+        process_baseline_bytes: memory of a rank before it holds a stage.
         key: hash of the spec sections and factory files it depends on; detects a stale profile.
         assumptions: assumptions of the measurement, or of the import of an incomplete file.
-        device: None if an imported profile does not name it.
-        edge_bytes: bytes across an edge, if they differ from the producer's ``output_bytes``.
-        cluster: description of the devices in an imported profile, unchanged.
+        device: the device that it was measured on; None if an imported profile does not name it.
+        edge_bytes: bytes across each edge, in the order of ``edges``, if they differ from the
+            producer's ``output_bytes``, which plans use.
+        cluster: the devices of an imported profile: ``accelerators`` (or ``devices``),
+            ``memory_limit_bytes``, ``bandwidth_bytes_per_s``, and ``microbatches_in_batch``, the
+            micro-batches of a step.
         loading_s: time to load a micro-batch, which is part of the forwards of the operators that
             read inputs and targets first; 0 if separate processes load.
-        rows: row times on the node that the profile was measured on; None if not measured.
+        rows: row times on the node that the profile was measured on; zero if None.
         coupled: operators, except the loss, that compute over all samples (e.g. batch norm).
     """
 

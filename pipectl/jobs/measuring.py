@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from pipectl.batch import LOCAL
 from pipectl.errors import UsageError
@@ -127,15 +127,40 @@ def plan_rehearsal(spec: JobSpec, scheduler: str | None, progress: Progress) -> 
     return complete(job)
 
 
-def result_of(run: RunDirectory) -> dict[str, Any]:
-    """Result of a rehearsal that is over, for ``--json``.
+class RehearsalJson(TypedDict):
+    """The result of a rehearsal. Times are those of the plan, not stretched.
 
-    Times are those of the plan, not stretched: the median step, all steps, and the largest delay of
-    a rank.
+    Args:
+        run: name of its run.
+        ranks: number of ranks.
+        predicted_step_time_s: predicted step if ranks share no cores or links, as in a rehearsal.
+        rehearsed_step_time_s: median step.
+        rehearsed_over_predicted: their ratio.
+        planned_step_time_s: the prediction of the plan; null if it has none.
+        steps_s: time of each step.
+        stretch: time of the rehearsal relative to that of the plan.
+        message_share: bytes of messages relative to those of the plan.
+        late_s: largest delay of a rank.
     """
+
+    run: str
+    ranks: int
+    predicted_step_time_s: float
+    rehearsed_step_time_s: float
+    rehearsed_over_predicted: float
+    planned_step_time_s: float | None
+    steps_s: list[float]
+    stretch: float
+    message_share: float
+    late_s: float
+
+
+def result_of(run: RunDirectory) -> RehearsalJson:
+    """Result of a rehearsal that is over."""
     plan, rehearsal, lines = Plan.load(run.plan), Rehearsal.load(run.rehearsal), read_metrics(run)
     steps_s = [line["step_time_s"] for line in lines]
     return {
+        "run": run.name,
         "ranks": plan.ranks,
         "predicted_step_time_s": rehearsal.predicted_s,
         "rehearsed_step_time_s": median(steps_s),

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from pipectl.cluster import Cluster
 from pipectl.compiled import compiling_s
@@ -17,7 +17,7 @@ from pipectl.planner.baselines import OWN
 from pipectl.planner.baselines.plans import policy_plans
 from pipectl.planner.explain.bottleneck import LinkLoad, StepParts, busiest_link, step_parts
 from pipectl.planner.explain.data_parallel import WithoutPipeline, without_pipeline
-from pipectl.planner.explain.explain import Explanation, explain
+from pipectl.planner.explain.explain import Explanation, ExplanationJson, explain
 from pipectl.planner.explain.what_if import step_range
 from pipectl.planner.search import MAX_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile
@@ -79,6 +79,40 @@ class PlanSearch:
         return self.find(profile, cluster, request, planner).plan
 
 
+class AnswerJson(TypedDict):
+    """What ``plan --json`` adds to ``plan.json``.
+
+    Args:
+        objective, value_s: ``step-time``, and the predicted step.
+        lower_bound_s, gap: no plan with the micro-batch sizes that were tried has a shorter step;
+            how far the plan is above it at most, as a share; null if nothing is proven.
+        planning_s, compiling_s: time of the search, and the part of it that compiled.
+        predicted: the prediction of ``plan.json``.
+        range_s: shortest and longest step if links are assumed and that makes a difference; else
+            null.
+        cannot_run: what in the plan the ranks cannot do: a backward on another rank together with
+            replicas or split backwards.
+        without_pipeline: ``single_rank`` and ``data_parallel``, each with ``step_time_s``, null if
+            it does not fit; ``data_parallel_reason``, if there is no estimate;
+            ``pipeline_is_worth_it``. Null if planning was interrupted.
+        cut_short: whether ``--budget`` or Ctrl-C ended the search.
+        explanation: with ``--explain`` only.
+    """
+
+    objective: str
+    value_s: float
+    lower_bound_s: float | None
+    gap: float | None
+    planning_s: float | None
+    compiling_s: float
+    predicted: dict[str, Any]
+    range_s: tuple[float, float] | None
+    cannot_run: list[str]
+    without_pipeline: dict[str, Any] | None
+    cut_short: bool
+    explanation: NotRequired[ExplanationJson]
+
+
 @dataclass(frozen=True)
 class StepAnswer:
     """The plan with the shortest step, how it spends its time, and alternatives.
@@ -106,29 +140,29 @@ class StepAnswer:
     range_s: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as in its file, with the objective, its value, and what else is known."""
+        """The plan as in its file, with the keys of :class:`AnswerJson`."""
         from pipectl.runtime.nodes import unsupported
 
         plan, search = self.plan, self.plan.search
         document = plan.to_json()
         for stage in document["stages"]:
             stage |= {"replicas": len(stage["ranks"]), "devices": stage["ranks"]}
-        document |= {
+        answer: AnswerJson = {
             "objective": "step-time",
             "value_s": plan.predicted_step_s,
-            "lower_bound_s": search and search.step_lower_bound_s,
-            "gap": search and search.gap,
-            "planning_s": search and search.planning_s,
+            "lower_bound_s": None if search is None else search.step_lower_bound_s,
+            "gap": None if search is None else search.gap,
+            "planning_s": None if search is None else search.planning_s,
             "predicted": document["prediction"],
             "range_s": self.range_s,
             "cannot_run": unsupported(plan),
-            "without_pipeline": self.without and self.without.to_json(plan),
+            "without_pipeline": None if self.without is None else self.without.to_json(plan),
             "cut_short": bool(self.stopped),
             "compiling_s": self.compiling_s,
         }
         if self.explanation is not None:
-            document["explanation"] = self.explanation.to_json()
-        return document
+            answer["explanation"] = self.explanation.to_json()
+        return {**document, **answer}
 
 
 def plan_step(

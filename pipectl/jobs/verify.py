@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import psutil
 
@@ -61,7 +61,7 @@ def verify(
     *,
     two_plans: bool,
     trust_owner: bool,
-) -> dict[str, Any]:
+) -> VerificationJson:
     """Train ``steps`` steps in a pipeline and in one process, and compare all losses and weights.
 
     A model that is too large for one process is trained with another plan instead. Everything runs
@@ -134,10 +134,41 @@ def verify(
         return describe(plan, comparison, reference, notes, tolerance)
 
 
+class VerificationJson(TypedDict):
+    """The comparison of two trainings.
+
+    Args:
+        equal: whether they are equal within the tolerance.
+        max_abs_difference: largest difference of a loss or weight.
+        first_difference: ``step``, ``tensor`` (or ``loss``) and ``largest`` difference in it of the
+            first step that differs; null if none does.
+        tolerance: relative tolerance; 0 means equal to the bit.
+        compared: ``a plan and one process``, or ``two plans``.
+        reference: what the pipeline was compared with.
+        notes: reasons for the reference and the tolerance.
+        ranks, stages, schedule, micro_batches, micro_batch_size: of the plan.
+        losses: pairs of losses of each step.
+    """
+
+    equal: bool
+    max_abs_difference: float
+    first_difference: dict[str, Any] | None
+    tolerance: float
+    compared: str
+    reference: str
+    notes: list[str]
+    ranks: int
+    stages: int
+    schedule: str
+    micro_batches: int
+    micro_batch_size: int
+    losses: list[list[float]]
+
+
 def describe(
     plan: Plan, comparison: Comparison, reference: Reference, notes: Sequence[str], tolerance: float
-) -> dict[str, Any]:
-    """The result, for ``--json``.
+) -> VerificationJson:
+    """The result.
 
     Args:
         plan: plan of the pipeline.

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from pipectl.errors import PipectlError, UsageError
 from pipectl.graph import TransferKind
@@ -160,11 +160,13 @@ class Comparison:
         """
         return {name: both.more_s for name, both in self.critical.items()}
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object."""
+    def to_json(self) -> ComparisonJson:
+        """Return the documented object."""
         return {
             "step": self.step,
-            **self.time.to_json(),
+            "predicted_s": self.time.predicted_s,
+            "measured_s": self.time.measured_s,
+            "ratio": self.time.ratio,
             "clock_error_s": self.clock_error_s,
             "unpaired": self.unpaired,
             "difference_s": self.difference_s,
@@ -177,6 +179,32 @@ class Comparison:
                 for rank, spent in self.ranks.items()
             ],
         }
+
+
+class ComparisonJson(TypedDict):
+    """The comparison of a recorded step with its prediction.
+
+    Args:
+        step: number of the step.
+        predicted_s, measured_s, ratio: time of the step, and measured over predicted time.
+        clock_error_s: largest error between times of different nodes.
+        unpaired: number of computations in only one of the timelines.
+        difference_s: measured minus predicted seconds of the critical paths by use, such as
+            ``computing`` and ``communication``.
+        parts: computations by ``rank``, ``stage`` and ``kind``, with the number of ``actions``,
+            both times and their ratio.
+        ranks: of each ``rank``, both times and their ratio by use.
+    """
+
+    step: int | None
+    predicted_s: float
+    measured_s: float
+    ratio: float | None
+    clock_error_s: float
+    unpaired: int
+    difference_s: dict[str, float]
+    parts: list[dict[str, Any]]
+    ranks: list[dict[str, Any]]
 
 
 def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]) -> Comparison:

@@ -44,6 +44,11 @@ class RankBeat(LenientFields):
     """A rank in a heartbeat; figures are of its last step, and None before the first.
 
     Args:
+        rank: number of the rank.
+        host: name of its machine.
+        node: name of its node in the batch system.
+        pid: id of its process.
+        stages: stages that it holds.
         busy_s: time spent computing.
         waiting: share of the time spent waiting for other ranks.
         rss_bytes, peak_bytes: current and largest memory of the process.
@@ -68,7 +73,9 @@ class Heartbeat(LenientFields, DataFile):
         state: a phase, such as ``training``.
         step, steps: completed steps, and steps of the run; percent if the run only profiles.
         attempt: number of the job's start, from 1.
-        messages: ``route``, ``progress`` and ``why`` of messages; empty before they are chosen.
+        ranks: the ranks.
+        messages: how messages move: ``route``, ``progress`` and ``why``; empty before this is
+            chosen.
         time: seconds since the epoch.
     """
 

@@ -42,7 +42,9 @@ class Shard:
     """One file of a checkpoint.
 
     Args:
-        file: relative to the checkpoint.
+        file: path relative to the checkpoint.
+        size_bytes: size of the file.
+        sha256: its checksum.
         names: of the tensors in a file of weights; of the parameters and buffers whose state is in
             a file of training state.
     """
@@ -73,6 +75,7 @@ class Manifest(DataFile):
     """A checkpoint.
 
     Args:
+        step: steps done; samples and random numbers follow from it.
         micro_batch_size: of the run; its results depend on it.
         aliases: other names of tied weights, with the name under which they are stored.
         weights: files with the parameters and buffers of the user's model, by their own names.
@@ -80,6 +83,7 @@ class Manifest(DataFile):
         updates: number of steps that advanced the learning-rate schedule.
         losses: of the evaluations that a learning-rate schedule follows, in order.
         metric_values: of the metric that early stopping follows, in order of the evaluations.
+        loss_scale: of float16, and the number of steps without overflow since it changed.
     """
 
     cure: ClassVar[str] = "use another checkpoint of the run"

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from formats import documented_keys
 from mpi4py import MPI
-from pages import CHECKOUT, commands_of
+from pages import CHECKOUT, anchor_of, commands_of
 from typer.main import get_command
 
 from pipectl.cli import app
@@ -40,21 +41,29 @@ REHEARSED = '{"attempt":1,"step":1,"steps":1,"time":1,"loss":null,"step_time_s":
 
 
 def documented() -> dict[str, tuple[bool, set[str]]]:
-    """Whether it is a list, and the keys, by what stands in the first column.
+    """Whether a list is printed, and the keys of an object, by what the first column says.
 
-    A file that the page describes, or another row, stands for the keys of that.
+    A link stands for the keys in the first table of the section that it leads to.
     """
-    page = (CHECKOUT / "docs" / "formats.md").read_text(encoding="utf-8")
-    section = page.split("## What commands print as JSON")[1].split("\n## ")[0]
+    section = part_of_page("formats.md", "what-commands-print-as-json")
     rows = re.findall(r"^\| `pipectl ([^`]+)`([^|]*) \| (.*) \|$", section, re.MULTILINE)
     found = {}
-    for command, of, keys in rows:
-        form = command + of.removesuffix(", a list")
-        found[form] = of.endswith(", a list"), set(re.findall(r"`([^`]+)`", keys))
-    for form, (many, keys) in found.items():
-        for other in keys & set(found):
-            found[form] = many, keys - {other} | found[other][1]
+    for command, of, what in rows:
+        keys = set(re.findall(r"`([^`]+)`", what))
+        for page, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", what):
+            file = re.fullmatch(r"(plan|cluster)json", anchor)
+            part = part_of_page(page or "formats.md", anchor)
+            keys |= {f"{file[1]}.json"} if file else documented_keys(part)
+        found[command + of] = what.startswith("a list of "), keys
     return found
+
+
+def part_of_page(name: str, anchor: str) -> str:
+    """The text below the heading with that anchor."""
+    page = (CHECKOUT / "docs" / name).read_text(encoding="utf-8")
+    parts = re.split(r"^#+ (.*)$", page, flags=re.MULTILINE)[1:]
+    texts = dict(zip(map(anchor_of, parts[::2]), parts[1::2], strict=True))
+    return texts[anchor]
 
 
 def keys_of(text: str) -> tuple[bool, set[str]]:

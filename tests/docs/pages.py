@@ -57,6 +57,11 @@ def commands_of(group: Any, before: str = "") -> dict[str, Any]:
     return commands
 
 
+def anchor_of(heading: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
 def blocks(text: str) -> Iterator[Block]:
     for match in _BLOCK.finditer(text):
         lines = [line.removeprefix(match[1]) for line in match[4].splitlines()]

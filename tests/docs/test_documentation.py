@@ -1,13 +1,15 @@
 """What the documentation names exists, and its examples are accepted."""
 
 import json
+import os
 import re
 import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
-from pages import CHECKOUT, PAGES, blocks, commands_of
+from formats import with_tables
+from pages import CHECKOUT, PAGES, anchor_of, blocks, commands_of
 from typer.main import get_command
 
 from pipectl.cli import app
@@ -18,9 +20,8 @@ FENCED = re.compile(r"^```(\w+) (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def _anchors(page: Path) -> set[str]:
-    """Names of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {anchor_of(heading) for heading in headings}
 
 
 def _example(kind: str) -> dict:
@@ -142,12 +143,15 @@ def test_example_cluster_is_accepted():
     assert Cluster.from_json(_example("cluster")).ranks == 4
 
 
-def test_documented_profile_keys_are_those_that_are_written():
-    text = (CHECKOUT / "docs" / "formats.md").read_text(encoding="utf-8")
-    section = text.split("## profile.json")[1].split("## cluster.json")[0]
-    written = Profile.from_json(_example("profile")).to_json()
-    keys = {*written, *(key for node in written["nodes"] for key in node)}
-    assert {key for key in keys if f"`{key}`" not in section and f'"{key}"' not in section} == set()
+@pytest.mark.parametrize("name", ["formats.md", "reading-a-plan.md"])
+def test_tables_of_keys_are_made_from_the_types(name):
+    page = CHECKOUT / "docs" / name
+    text = page.read_text(encoding="utf-8")
+    if os.environ.get("PIPECTL_GOLDEN") == "write":
+        text = with_tables(text)
+        page.write_text(text, encoding="utf-8")
+    assert text.count("<!-- keys of ") > 1
+    assert text == with_tables(text), f"{page} differs; if that is intended: make golden"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

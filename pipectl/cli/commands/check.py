@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import typer
 from rich.table import Table
@@ -87,8 +87,24 @@ def _origins_table(origins: Sequence[Origin]) -> Table:
     return table
 
 
-def _origin_json(origin: Origin) -> dict[str, Any]:
-    """A line of ``--json``; ``file`` and ``line`` are null if the value is not from a file."""
+class OriginJson(TypedDict):
+    """A key of a job.
+
+    Args:
+        key: dotted name.
+        value: its value, as in a job file.
+        origin: ``file``, ``default``, ``--set``, or the environment variable that sets it.
+        file, line: place of the value; null if it is not from a file.
+    """
+
+    key: str
+    value: Any
+    origin: str
+    file: str | None
+    line: int | None
+
+
+def _origin_json(origin: Origin) -> OriginJson:
     place = origin.place
     return {
         "key": path_text(origin.path),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import typer
 
@@ -65,6 +65,26 @@ class Finding(NamedTuple):
         """Severity."""
         return "fail" if self.fails else "warn" if self.cure else "ok"
 
+    def to_json(self) -> FindingJson:
+        """Return the documented object."""
+        return {"what": self.what, "level": self.level, "text": self.text, "cure": self.cure}
+
+
+class FindingJson(TypedDict):
+    """The result of a check.
+
+    Args:
+        what: what was checked.
+        level: ``ok``, ``warn`` or ``fail``; with ``fail``, jobs cannot run.
+        text: what was found.
+        cure: what to do; empty if nothing is wrong.
+    """
+
+    what: str
+    level: Level
+    text: str
+    cure: str
+
 
 def command(
     context: typer.Context,
@@ -94,8 +114,7 @@ def command(
         if finding.cure:
             output().print(plain(f"{'':<{_INDENT}}{finding.cure}"), soft_wrap=True)
     if as_json:
-        keys = "what", "level", "text", "cure"
-        say_json([{key: getattr(finding, key) for key in keys} for finding in findings])
+        say_json([finding.to_json() for finding in findings])
     if any(finding.fails for finding in findings):
         raise typer.Exit(1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 import typer
 
@@ -16,6 +16,20 @@ from pipectl.units import format_bytes
 _SHARD_BYTES = 5 * 10**9
 Format = Literal["safetensors", "hf", "dcp"]
 """One file, a directory in the format of model hubs, or torch's own format."""
+
+
+class ExportJson(TypedDict):
+    """Weights that were written.
+
+    Args:
+        path: file or directory.
+        step: step of the checkpoint.
+        bytes: size of what was written.
+    """
+
+    path: str
+    step: int
+    bytes: int
 
 
 def command(
@@ -67,7 +81,8 @@ def command(
         size_bytes = export_directory(weights, path, shard_size or _SHARD_BYTES, like)
     saved_step = step_of(checkpoint) or 0
     if as_json:
-        say_json({"path": str(path), "step": saved_step, "bytes": size_bytes})
+        answer: ExportJson = {"path": str(path), "step": saved_step, "bytes": size_bytes}
+        say_json(answer)
     else:
         size = format_bytes(size_bytes)
         say(f"{short_path(path)}: {len(weights)} tensors, {size}, after step {saved_step}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import typer
 from rich.console import Group, RenderableType
@@ -108,6 +108,39 @@ def _show_links(spec: JobSpec, path: Path, *, as_json: bool) -> None:
         note(f"plans look for it in {usual}; set cluster: to have them use {path}")
 
 
+class ProfileJson(TypedDict):
+    """The figures of a profile.
+
+    Args:
+        file: path of the profile.
+        name: its name.
+        operators: number of operators.
+        micro_batch_size: samples that ``forward_s`` and ``backward_s`` are for.
+        micro_batch_sizes: all measured sizes.
+        parameter_bytes: size of the model's parameters.
+        forward_s, backward_s: sums over all operators.
+        device: what it was measured on, as in the profile.
+        cached: whether it was measured before this command.
+        resumed: number of measurements taken over from an interrupted attempt.
+        host, measured_at, seconds: where and when it was measured, and how long that took.
+    """
+
+    file: str
+    name: str
+    operators: int
+    micro_batch_size: int
+    micro_batch_sizes: list[int]
+    parameter_bytes: int
+    forward_s: float
+    backward_s: float
+    device: dict[str, Any]
+    cached: bool
+    resumed: int
+    host: str | None
+    measured_at: float | None
+    seconds: float | None
+
+
 def show_profile(profile: Profile, path: Path, began: float, *, as_json: bool) -> None:
     """Print a profile's figures, its file, and whether it was measured since ``began``."""
     forward_s = sum(operator.forward_s for operator in profile.operators)
@@ -117,7 +150,7 @@ def show_profile(profile: Profile, path: Path, began: float, *, as_json: bool) -
         sizes = {size for operator in profile.operators for size in operator.timings}
         on = profile.to_json().get("device", {})
         cached = on.get("measured_at", began) < began
-        answer: dict[str, Any] = {
+        answer: ProfileJson = {
             "file": str(path.absolute()),
             "name": profile.name,
             "operators": len(profile.operators),
@@ -129,7 +162,9 @@ def show_profile(profile: Profile, path: Path, began: float, *, as_json: bool) -
             "device": on,
             "cached": cached,
             "resumed": 0 if cached else on.get("resumed", 0),
-            **{key: on.get(key) for key in ("host", "measured_at", "seconds")},
+            "host": on.get("host"),
+            "measured_at": on.get("measured_at"),
+            "seconds": on.get("seconds"),
         }
         say_json(answer)
         return

@@ -35,6 +35,8 @@ def command(
         for key, (old, new) in changes.items():
             say(f"changed: {key} {json.dumps(old)} -> {json.dumps(new)}")
     begin = f"from step {step}" if step else "from the beginning: no checkpoint yet"
-    more = {"from_step": step, "planned_anew": replanned, "changes": changes}
     title = f"resumed: {record.name} ({view.describe_job(record)}), {begin}"
-    view.finish(run, record, title, wait=wait, as_json=as_json, **more)
+    view.finish(
+        run, record, title, wait=wait, as_json=as_json,
+        from_step=step, planned_anew=replanned, changes=changes,
+    )  # fmt: skip

@@ -9,9 +9,9 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import typer
 
@@ -190,9 +190,12 @@ def _submit_and_follow(
     if wait:
         _follow_sweep(sweep, as_json=as_json)
     elif as_json:
-        more = [{"sweep": sweep.name, "values": dict(point.values)} for point in points]
-        pairs = zip(submissions, more, strict=True)
-        say_json([submission_json(each.run, each.record, **values) for each, values in pairs])
+        say_json(
+            [
+                submission_json(each.run, each.record, sweep=sweep.name, values=dict(point.values))
+                for each, point in zip(submissions, points, strict=True)
+            ]
+        )
 
 
 def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
@@ -210,8 +213,42 @@ def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
         raise typer.Exit(code)
 
 
+class _MoreJson(TypedDict, total=False):
+    file: str
+    sweep: str
+    values: dict[str, Any]
+    from_step: int
+    planned_anew: bool
+    changes: Mapping[str, tuple[Any, Any]]
+
+
+class SubmissionJson(_MoreJson):
+    """A run that was submitted.
+
+    Args:
+        run, directory: its name, and the path of its directory.
+        scheduler: ``slurm``, ``pbs`` or ``local``.
+        job_id: id of the job in the batch system.
+        file: of a measurement: the profile or cluster file that it will write.
+        sweep, values: of a run of a sweep: the name of the sweep, and the run's values by key.
+        from_step: of a resumed run: step of the checkpoint that it starts from.
+        planned_anew: of a resumed run: whether it has a new plan.
+        changes: of a resumed run: keys of the job with the value so far and the new one.
+    """
+
+    run: str
+    directory: str
+    scheduler: str
+    job_id: str | None
+
+
 def finish(
-    run: RunDirectory, record: Record, *lines: str, wait: bool, as_json: bool, **more: Any
+    run: RunDirectory,
+    record: Record,
+    *lines: str,
+    wait: bool,
+    as_json: bool,
+    **more: Unpack[_MoreJson],
 ) -> None:
     """Print a run that was submitted: ``lines`` and the command for its status, or its JSON with
     ``more`` keys. With ``wait``, follow it to its end."""
@@ -227,7 +264,7 @@ def finish(
         say_json(submission_json(run, record, **more))
 
 
-def submission_json(run: RunDirectory, record: Record, **more: Any) -> dict[str, Any]:
+def submission_json(run: RunDirectory, record: Record, **more: Unpack[_MoreJson]) -> SubmissionJson:
     """The JSON of a run that was submitted; ``more`` adds keys."""
     return {
         "run": run.name,

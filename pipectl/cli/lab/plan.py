@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import typer
 from rich.console import Group
@@ -162,6 +162,41 @@ def _change(
     return replace(inputs, request=request, cluster=machines)
 
 
+class BalanceJson(TypedDict):
+    """The partition with the smallest largest stage load.
+
+    Args:
+        objective: ``max-stage-load``.
+        value_s: the largest stage load.
+        lower_bound_s, gap: no partition has a smaller load; how far the value is above it.
+        exact: whether it is proven to be the smallest.
+        planning_s: time of the search.
+        accelerators: number of devices.
+        memory_limit_bytes: memory of a device; null if not limited.
+        bandwidth_bytes_per_s: of a link, for values without ``transfer_s``; null if not given.
+        communication_scale: factor of every ``transfer_s``.
+        stages: of each stage ``nodes``, ``replicas``, ``devices``, ``device`` and ``load_s``.
+        predicted: a simulated step, as ``prediction`` in ``plan.json``.
+        assumptions: what neither profile nor cluster said.
+        cut_short: whether ``--budget`` or Ctrl-C ended the search.
+    """
+
+    objective: str
+    value_s: float
+    lower_bound_s: float
+    gap: float
+    exact: bool
+    planning_s: float
+    accelerators: int
+    memory_limit_bytes: float | None
+    bandwidth_bytes_per_s: float | None
+    communication_scale: float
+    stages: list[dict[str, Any]]
+    predicted: dict[str, Any]
+    assumptions: list[str]
+    cut_short: bool
+
+
 def _show_balance(
     inputs: PlanInputs,
     search: PlanSearch,
@@ -209,24 +244,23 @@ def _show_balance(
              "load_s": stage.load_s}
             for index, stage in enumerate(result.stages)
         ]  # fmt: skip
-        say_json(
-            {
-                "objective": "max-stage-load",
-                "value_s": result.value_s,
-                "lower_bound_s": result.lower_bound_s,
-                "gap": result.gap,
-                "exact": result.exact,
-                "planning_s": planning_s,
-                "accelerators": request.devices,
-                "memory_limit_bytes": request.memory_limit_bytes,
-                "bandwidth_bytes_per_s": request.bandwidth_bytes_per_s,
-                "communication_scale": request.communication_scale,
-                "stages": stages,
-                "predicted": plan.to_json()["prediction"],
-                "assumptions": list(plan.assumptions),
-                "cut_short": search.cut_short,
-            }
-        )
+        answer: BalanceJson = {
+            "objective": "max-stage-load",
+            "value_s": result.value_s,
+            "lower_bound_s": result.lower_bound_s,
+            "gap": result.gap,
+            "exact": result.exact,
+            "planning_s": planning_s,
+            "accelerators": request.devices,
+            "memory_limit_bytes": request.memory_limit_bytes,
+            "bandwidth_bytes_per_s": request.bandwidth_bytes_per_s,
+            "communication_scale": request.communication_scale,
+            "stages": stages,
+            "predicted": plan.to_json()["prediction"],
+            "assumptions": list(plan.assumptions),
+            "cut_short": search.cut_short,
+        }
+        say_json(answer)
         return
     proven = "the smallest possible"
     if not result.exact:

@@ -45,7 +45,7 @@ def command(
     follow_or_exit(run, as_json=as_json)
     result = result_of(run)
     if as_json:
-        say_json({"run": run.name, **result})
+        say_json(result)
         return
     predicted_s, planned_s = result["predicted_step_time_s"], result["planned_step_time_s"]
     rehearsed, ratio = (

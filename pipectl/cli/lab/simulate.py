@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import typer
 
@@ -77,6 +77,34 @@ def command(
     _show(subject, machines, svg, as_json=as_json)
 
 
+class SimulationJson(TypedDict):
+    """A simulated step.
+
+    Args:
+        schedule: name of the schedule.
+        stages, ranks, micro_batches: numbers of them.
+        step_time_s: time of the step.
+        planned_step_time_s: what the plan predicts; null without a plan.
+        bubble: share of the ranks' time without computation.
+        utilisation: share of the step in which each rank computes.
+        peak_in_flight: largest number of micro-batches in flight, of each stage.
+        peak_memory_bytes: peak memory of each rank.
+        assumptions: what the cluster file does not say.
+    """
+
+    schedule: str
+    stages: int
+    ranks: int
+    micro_batches: int
+    step_time_s: float
+    planned_step_time_s: float | None
+    bubble: float
+    utilisation: list[float]
+    peak_in_flight: list[int]
+    peak_memory_bytes: list[int]
+    assumptions: list[str]
+
+
 def _show(subject: Plan, machines: Cluster, svg: Path | None, *, as_json: bool) -> None:
     """Simulate a plan, and print and draw the step."""
     step = simulate(subject, machines)
@@ -92,21 +120,20 @@ def _show(subject: Plan, machines: Cluster, svg: Path | None, *, as_json: bool) 
         title = f"{subject.name}: {subject.summary}"
         write_text(svg, gantt_svg(step.timeline, title, figures))
     if as_json:
-        say_json(
-            {
-                "schedule": subject.schedule,
-                "stages": len(subject.stages),
-                "ranks": subject.ranks,
-                "micro_batches": subject.micro_batches,
-                "step_time_s": step.step_time_s,
-                "planned_step_time_s": planned_s,
-                "bubble": step.bubble,
-                "utilisation": list(step.utilisation),
-                "peak_in_flight": list(in_flight),
-                "peak_memory_bytes": list(step.peak_memory_bytes),
-                "assumptions": list(machines.assumptions),
-            }
-        )
+        answer: SimulationJson = {
+            "schedule": subject.schedule,
+            "stages": len(subject.stages),
+            "ranks": subject.ranks,
+            "micro_batches": subject.micro_batches,
+            "step_time_s": step.step_time_s,
+            "planned_step_time_s": planned_s,
+            "bubble": step.bubble,
+            "utilisation": list(step.utilisation),
+            "peak_in_flight": list(in_flight),
+            "peak_memory_bytes": list(step.peak_memory_bytes),
+            "assumptions": list(machines.assumptions),
+        }
+        say_json(answer)
         return
     console = output()
     say(subject.summary, "bold")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
@@ -68,6 +68,27 @@ class Alternative:
     plan: Plan
 
 
+class ExplanationJson(TypedDict):
+    """The explanation of a plan.
+
+    Args:
+        binds: the bottleneck: ``rank`` or ``link``.
+        busiest_rank: how the rank that computes longest spends the step.
+        busiest_link: the link that carries messages longest: ``between`` two of ``rank``, ``node``
+            or ``switch``, ``source`` and ``target`` (null for the other end of a node's interface),
+            ``busy_s`` and ``bytes_per_step``; null if there are no messages.
+        alternatives: the next best plans: ``difference`` and ``step_time_s``.
+        offers: other resources or settings: ``change``, ``step_time_s``, ``gain`` (share of the
+            step), and ``reason`` if it was not tried.
+    """
+
+    binds: str
+    busiest_rank: dict[str, Any]
+    busiest_link: dict[str, Any] | None
+    alternatives: list[dict[str, Any]]
+    offers: list[dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Explanation:
     """The explanation of one plan.
@@ -88,12 +109,12 @@ class Explanation:
         """Whether a link is the bottleneck: busy for longer per step than the busiest rank."""
         return self.link is not None and self.link.busy_s > self.parts.busy_s
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ExplanationJson:
         """The documented object."""
         return {
             "binds": "link" if self.link_binds else "rank",
             "busiest_rank": asdict(self.parts),
-            "busiest_link": self.link and asdict(self.link),
+            "busiest_link": None if self.link is None else asdict(self.link),
             "alternatives": [
                 {"difference": other.difference, "step_time_s": other.plan.predicted_step_s}
                 for other in self.alternatives

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TypedDict
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
@@ -51,6 +51,46 @@ class Count:
         return None if step_s is None else self.nodes * step_s * _STEPS / _SECONDS_PER_HOUR
 
 
+class CountJson(TypedDict):
+    """The best plan for one number of nodes; null if nothing fits.
+
+    Args:
+        nodes, ranks: numbers of nodes and ranks.
+        feasible, reason: whether a plan fits, and why none does.
+        stages, micro_batches, schedule, step_time_s, bubble: of the plan.
+        samples_per_s: its throughput.
+        efficiency: speed-up per node over the first count that fits.
+        node_hours_per_1000_steps: cost of 1000 steps.
+    """
+
+    nodes: int
+    ranks: int
+    feasible: bool
+    reason: str | None
+    stages: int | None
+    micro_batches: int | None
+    schedule: str | None
+    step_time_s: float | None
+    samples_per_s: float | None
+    efficiency: float | None
+    bubble: float | None
+    node_hours_per_1000_steps: float | None
+
+
+class ScalingJson(TypedDict):
+    """Plans for several numbers of nodes.
+
+    Args:
+        objective: ``step-time``.
+        pays_until_nodes: number of nodes until which more nodes pay; null if nothing fits.
+        counts: the result for each number.
+    """
+
+    objective: str
+    pays_until_nodes: int | None
+    counts: list[CountJson]
+
+
 @dataclass(frozen=True)
 class Scaling:
     """All counts, by ascending number of nodes."""
@@ -79,29 +119,30 @@ class Scaling:
             last = after
         return last
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ScalingJson:
         """The documented object."""
         pays = self.pays_until
         return {
             "objective": "step-time",
-            "pays_until_nodes": pays and pays.nodes,
-            "counts": [
-                {
-                    "nodes": count.nodes,
-                    "ranks": count.ranks,
-                    "feasible": count.plan is not None,
-                    "reason": count.reason or None,
-                    "stages": count.plan and len(count.plan.stages),
-                    "micro_batches": count.plan and count.plan.micro_batches,
-                    "schedule": count.plan and count.plan.schedule,
-                    "step_time_s": count.step_s,
-                    "samples_per_s": count.samples_per_s,
-                    "efficiency": self.efficiency(count),
-                    "bubble": count.plan and count.plan.prediction and count.plan.prediction.bubble,
-                    "node_hours_per_1000_steps": count.node_hours,
-                }
-                for count in self.counts
-            ],
+            "pays_until_nodes": None if pays is None else pays.nodes,
+            "counts": [self._count_json(count) for count in self.counts],
+        }
+
+    def _count_json(self, count: Count) -> CountJson:
+        plan = count.plan
+        return {
+            "nodes": count.nodes,
+            "ranks": count.ranks,
+            "feasible": plan is not None,
+            "reason": count.reason or None,
+            "stages": None if plan is None else len(plan.stages),
+            "micro_batches": None if plan is None else plan.micro_batches,
+            "schedule": None if plan is None else plan.schedule,
+            "step_time_s": count.step_s,
+            "samples_per_s": count.samples_per_s,
+            "efficiency": self.efficiency(count),
+            "bubble": None if plan is None or plan.prediction is None else plan.prediction.bubble,
+            "node_hours_per_1000_steps": count.node_hours,
         }
 
 
