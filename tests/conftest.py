@@ -346,7 +346,6 @@ def run_in(profile_of: Callable[[Any], Any]) -> Callable[..., Any]:
     """
     from pipectl.cluster import assumed_cluster
     from pipectl.jobs.planning import plan_job
-    from pipectl.jobs.prepare import Job
     from pipectl.runs import RunDirectory
     from pipectl.spec import dump
 
@@ -357,7 +356,7 @@ def run_in(profile_of: Callable[[Any], Any]) -> Callable[..., Any]:
         run.job.write_text(dump(spec))
         profile.save(run.profile)
         cluster = assumed_cluster("here", [ranks], ranks, None)
-        plan_job(Job(spec, "local", cluster=cluster, profile=profile)).save(run.plan)
+        plan_job(spec, profile, cluster).save(run.plan)
         return run
 
     return make

@@ -20,23 +20,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import allocation
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError
 from pipectl.faults import ErrorReport, with_details
 from pipectl.files import write_text
+from pipectl.jobs import profiles
+from pipectl.jobs.job import PERCENT, move_to
 from pipectl.jobs.prepare import (
-    PERCENT,
-    Job,
+    join_rows,
     make_plan,
-    measure_profile,
-    move_to,
+    plan_file_key,
     plan_path,
     profile_path,
     read_plan,
     read_profile,
 )
-from pipectl.jobs.profiles import measure
 from pipectl.runs import ATTEMPT, Heartbeat, Record, RunDirectory, last_checkpoint
 from pipectl.spec import load
 from pipectl.units import printable
@@ -99,20 +97,17 @@ def profile_and_plan(run: RunDirectory) -> None:
             if record.sweep is None and not newer:
                 write_text(place, result.read_text(encoding="utf-8"))
 
-    job = Job(spec, allocation(), cluster=Cluster.load(run.cluster))
-    job = read_profile(job, run.profile)
-    if job.profile is None:
-        job = measure_profile(job, run.profile, progress)
+    cluster, profile = Cluster.load(run.cluster), read_profile(spec, run.profile)
+    if profile is None:
+        profile = profiles.measure(spec, run.profile, progress)
         share(run.profile, profile_path(spec))
-    job = read_plan(job, run.plan)
-    if job.plan is None:
-        job = make_plan(job, progress)
-    assert job.cluster is not None
-    assert job.plan is not None
+    profile, cluster = join_rows(profile, cluster)
+    plan = read_plan(run.plan, plan_file_key(spec, profile, cluster))
+    plan = plan or make_plan(spec, profile, cluster, progress)
     from pipectl.jobs.planning import write_plan
 
-    job.cluster.save(run.cluster)  # with the times of rows that the profile has
-    write_plan(run, job.plan, job.cluster)
+    cluster.save(run.cluster)  # with the times of rows that the profile has
+    write_plan(run, plan, cluster)
     share(run.plan, plan_path(spec))
 
 
@@ -135,8 +130,11 @@ def main(arguments: Sequence[str]) -> int:
         else:  # measure the model, and nothing else
             progress = progress_of(run, PERCENT, measures_only=True)
             progress(0, 0, "capturing")
-            spec, effort = move_to(run, load(run.job)), values.effort
-            measure(spec, run.profile, progress, effort, again=values.again).save(values.output)
+            spec = move_to(run, load(run.job))
+            profile = profiles.measure(
+                spec, run.profile, progress, values.effort, again=values.again
+            )
+            profile.save(values.output)
             Heartbeat("profiled", PERCENT, PERCENT, _attempt()).save(run.heartbeat)
     except Exception as raised:
         error = with_details(raised, run.preparation_error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, TypedDict
@@ -11,17 +10,8 @@ from typing import TYPE_CHECKING, TypedDict
 from pipectl.batch import LOCAL
 from pipectl.errors import UsageError
 from pipectl.files import is_stream, make_directory_of
-from pipectl.jobs.prepare import (
-    IN_JOB,
-    PERCENT,
-    Job,
-    change,
-    choose_scheduler,
-    cluster_file_key,
-    complete,
-    prepare,
-    profile_path,
-)
+from pipectl.jobs.job import IN_JOB, PERCENT, Task, change, choose_scheduler, make_job
+from pipectl.jobs.prepare import PreparedJob, cluster_file_key, prepare, profile_path
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import PROFILING, REHEARSAL, RunDirectory, read_metrics
@@ -45,7 +35,7 @@ _OVERSUBSCRIBE = {
 
 def make_measuring_job(
     spec: JobSpec, scheduler: str, output: Path, effort: str, *, links: bool, again: bool
-) -> Job:
+) -> PreparedJob:
     """Make a job that measures the model, or the links between the ranks.
 
     The model is measured on one node with all tasks that the job has there. For the links, all
@@ -67,21 +57,29 @@ def make_measuring_job(
         raise UsageError(f"{output}: is not a file that a job could write", cure="name another: -o")
     output = output.absolute()
     arguments = ["--output", str(output)]
-    job = Job(spec, scheduler, kind=PROFILING, steps=PERCENT, output=output.parent)
     if links:
         arguments += ["--key", cluster_file_key(spec, scheduler)]
         arguments += ["--budget", str(LINKS_BUDGET_S[effort])]
-        program = ("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run")
-        walltime = min(spec.resources.walltime, _LINKS_WALLTIME_S)
-        job = replace(job, suffix="-links", program=program, resources={"walltime": walltime})
     else:
         arguments += ["--effort", effort, *(["--again"] if again else [])]
-        job = replace(job, suffix="-profile", program=("-m", IN_JOB), alone=True)
-        job = replace(job, resources={"nodes": 1})
-    return complete(replace(job, arguments=tuple(arguments)))
+    probe = ("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run")
+    walltime = min(spec.resources.walltime, _LINKS_WALLTIME_S)
+    task = Task(
+        PROFILING,
+        suffix="-links" if links else "-profile",
+        program=probe if links else ("-m", IN_JOB),
+        arguments=tuple(arguments),
+        steps=PERCENT,
+        alone=not links,
+        resources={"walltime": walltime} if links else {"nodes": 1},
+        output=output.parent,
+    )
+    return PreparedJob(make_job(spec, scheduler, task))
 
 
-def plan_rehearsal(spec: JobSpec, scheduler: str | None, progress: Progress) -> Job:
+def plan_rehearsal(
+    spec: JobSpec, scheduler: str | None, progress: Progress
+) -> tuple[PreparedJob, Rehearsal]:
     """Make a job that rehearses a job's plan, on this machine unless a scheduler is named.
 
     Raises:
@@ -89,8 +87,8 @@ def plan_rehearsal(spec: JobSpec, scheduler: str | None, progress: Progress) -> 
         PipectlError: no plan fits, or a file cannot be used.
     """
     (planned,) = prepare(spec, None, progress, must_run=False)
-    plan, cluster = planned.plan, planned.cluster
-    if plan is None or cluster is None:
+    plan, machines = planned.plan, planned.machines
+    if plan is None or machines is None:
         raise UsageError(
             f"{profile_path(spec)}: no up-to-date profile, so there is no plan to rehearse",
             cure="measure the model first: pipectl profile --submit JOB.yaml",
@@ -109,22 +107,17 @@ def plan_rehearsal(spec: JobSpec, scheduler: str | None, progress: Progress) -> 
         }
         variables = {**spec.environment.variables, **_OVERSUBSCRIBE}
         spec = change(spec, launch=launch, environment={"variables": variables})
-    rehearsal = rehearsal_of(plan, cluster, ranks_per_core)
+    rehearsal = rehearsal_of(plan, machines.cluster, ranks_per_core)
     limit_s = int(_START_S + 2 * rehearsal.expected_s)
-    job = Job(
-        spec,
-        scheduler,
-        cluster=cluster,
-        warning=planned.warning,
-        plan=plan,
-        kind=REHEARSAL,
+    task = Task(
+        REHEARSAL,
         suffix="-rehearsal",
         program=("-m", "mpi4py", "-m", REHEARSAL_WORKER, "--run"),
         steps=rehearsal.steps,
-        rehearsal=rehearsal,
         resources={"walltime": min(spec.resources.walltime, limit_s), "gpus_per_node": 0},
     )
-    return complete(job)
+    job = make_job(spec, scheduler, task)
+    return PreparedJob(job, machines, plan=plan, rehearsal=rehearsal), rehearsal
 
 
 class RehearsalJson(TypedDict):

@@ -9,16 +9,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from pipectl.batch import LOCAL
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node, OffloadTarget
 from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError, UsageError
+from pipectl.jobs.job import choose_scheduler
 from pipectl.jobs.prepare import (
-    Job,
-    choose_scheduler,
     find_cluster,
     is_fresh,
+    join_rows,
+    plan_file_key,
     plan_path,
     profile_path,
 )
@@ -90,14 +90,6 @@ class PlanInputs:
     can_add_nodes: bool = True
     job_file: Path | None = None
 
-    @classmethod
-    def of(cls, job: Job, micro_batches: int | None = None, **values: Any) -> PlanInputs:
-        """The inputs of a job with a profile and a cluster; see :func:`request_of`."""
-        assert job.profile is not None
-        assert job.cluster is not None
-        request = request_of(job, micro_batches)
-        return cls(job.profile, job.cluster, request, job.cluster_file, job_file=job.file, **values)
-
     def fold(self) -> PlanInputs:
         """The inputs as the search for the shortest step needs them; see :func:`folded`."""
         profile = folded(prepared(self.profile))
@@ -156,16 +148,21 @@ def gather(
             f"node); measure again with: {again}"
         )
     micro_batches = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
-    planned = find_cluster(Job(spec, choose_scheduler(spec, scheduler), file=job))
-    planned = planned.with_profile(job_profile)
-    warnings += [planned.warning, coupling_warning(spec, job_profile)]
-    return PlanInputs.of(
-        _use_devices(planned, devices, "--nodes 1,2,4 plans for other sizes"),
-        micro_batches,
+    where = choose_scheduler(spec, scheduler)
+    machines = find_cluster(spec, where)
+    warnings += [machines.warning, coupling_warning(spec, job_profile)]
+    job_profile, all_devices = join_rows(job_profile, machines.cluster)
+    used = _use_devices(all_devices, devices, "--nodes 1,2,4 plans for other sizes")
+    return PlanInputs(
+        job_profile,
+        used,
+        request_of(spec, job_profile, used, micro_batches),
+        machines.file,
         plan_file=plan_path(spec) if devices is None else None,
         warnings=tuple(filter(None, warnings)),
         kept_micro_batches=micro_batches,
-        can_add_nodes=planned.scheduler != LOCAL,
+        can_add_nodes=where != LOCAL,
+        job_file=job,
     )
 
 
@@ -201,10 +198,9 @@ def _gather_profile(
         cluster = cluster if rate is None else with_bandwidth(cluster, rate)
     text = _JOB_OF_PROFILE.format(ranks=devices or cluster.ranks)
     spec = SpecFile.read(Path("job"), overrides, (), text).spec(check_files=False)
-    job = Job(spec, LOCAL, cluster=cluster, cluster_file=file, profile=profile)
-    job = _use_devices(job, devices, "describe more of them in the cluster file")
+    cluster = _use_devices(cluster, devices, "describe more of them in the cluster file")
     limit_bytes = int(_shipped_number(profile, "memory_limit_bytes") or 0)
-    request = request_of(job)
+    request = request_of(spec, profile, cluster)
     request = replace(
         request,
         name=profile.name,
@@ -225,7 +221,7 @@ def _gather_profile(
                 f"(--set {_BATCH}=N sets it)"
             )
             profile = replace(profile, assumptions=(*profile.assumptions, assumed))
-    return replace(PlanInputs.of(job), profile=profile, request=request)
+    return PlanInputs(profile, cluster, request, file)
 
 
 def _shipped_number(profile: Profile, *keys: str) -> float | None:
@@ -234,32 +230,38 @@ def _shipped_number(profile: Profile, *keys: str) -> float | None:
     return next((value for value in values if isinstance(value, int | float) and value > 0), None)
 
 
-def _use_devices(job: Job, devices: int | None, cure: str) -> Job:
-    """The job on ``devices`` devices of its cluster; on all if that is None."""
-    cluster = job.cluster
-    assert cluster is not None
+def _use_devices(cluster: Cluster, devices: int | None, cure: str) -> Cluster:
+    """``devices`` devices of a cluster; all if that is None."""
     if devices is None:
-        return job
+        return cluster
     if devices > cluster.ranks:
         raise UsageError(
             f"--devices {devices}: the cluster {cluster.name!r} has {cluster.ranks} ranks",
             cure=cure,
         )
-    return replace(job, cluster=with_ranks(cluster, devices))
+    return with_ranks(cluster, devices)
 
 
-def plan_job(job: Job, micro_batches: int | None = None) -> Plan:
-    """Make the best plan for a job with a profile and a cluster.
+def plan_job(
+    spec: JobSpec,
+    profile: Profile,
+    cluster: Cluster,
+    micro_batches: int | None = None,
+    file: Path | None = None,
+) -> Plan:
+    """Make the best plan for a job.
 
     Args:
         micro_batches: number of micro-batches to keep; None if the job decides.
+        file: of the job, for messages.
 
     Raises:
         InfeasibleError: nothing fits; the message says how much is missing.
     """
-    inputs = PlanInputs.of(job, micro_batches, kept_micro_batches=micro_batches)
+    request = request_of(spec, profile, cluster, micro_batches)
+    inputs = PlanInputs(profile, cluster, request, kept_micro_batches=micro_batches, job_file=file)
     with advise_other_micro_batches(inputs):
-        return make_plan(inputs.profile, inputs.cluster, inputs.request)
+        return make_plan(profile, cluster, request)
 
 
 def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
@@ -306,14 +308,15 @@ def advise_other_micro_batches(inputs: PlanInputs) -> Iterator[None]:
         raise
 
 
-def request_of(job: Job, micro_batches: int | None = None) -> PlanRequest:
-    """The request to the planner of a job with a profile and a cluster.
+def request_of(
+    spec: JobSpec, profile: Profile, cluster: Cluster, micro_batches: int | None = None
+) -> PlanRequest:
+    """The request of a job to the planner.
 
     Args:
         micro_batches: their number if the job does not set it; None lets the planner choose.
     """
-    spec, pipeline = job.spec, job.spec.pipeline
-    assert job.cluster is not None
+    pipeline = spec.pipeline
     listed = _own_schedule(spec)
     recompute, blocks = _RECOMPUTE[pipeline.recompute]
     if pipeline.offload in tuple(OffloadTarget):
@@ -324,7 +327,7 @@ def request_of(job: Job, micro_batches: int | None = None) -> PlanRequest:
     if pipeline.offload is not None:
         offload = pipeline.offload != "none"
     elif offload_to is OffloadTarget.DISK and any(
-        node.device.disk_link is None for node in job.cluster.nodes
+        node.device.disk_link is None for node in cluster.nodes
     ):
         offload = False  # it is unknown whether it pays
     backward_apart = None if pipeline.backward is None else pipeline.backward == "apart"
@@ -348,7 +351,7 @@ def request_of(job: Job, micro_batches: int | None = None) -> PlanRequest:
         shard_optimizer=pipeline.shard_optimizer,
         backward_apart=backward_apart,
         every_schedule=pipeline.schedule is None and listed is None and not spec.training.compile,
-        key=job.plan_file_key,
+        key=plan_file_key(spec, profile, cluster),
     )
 
 

@@ -22,7 +22,8 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
-from pipectl.jobs.prepare import Job, change, make_request
+from pipectl.jobs.job import change
+from pipectl.jobs.prepare import PreparedJob
 from pipectl.jobs.recover import refuse_duplicate
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import (
@@ -52,7 +53,7 @@ class Submission:
     """
 
     run: RunDirectory
-    job: Job
+    prepared: PreparedJob
     request: JobRequest
     record: Record
 
@@ -60,7 +61,7 @@ class Submission:
     def new(
         cls,
         run: RunDirectory,
-        job: Job,
+        prepared: PreparedJob,
         now: float,
         after: tuple[str, ...] = (),
         **fields_of_record: Any,
@@ -71,7 +72,7 @@ class Submission:
             after: see :class:`JobRequest`.
             fields_of_record: values of the record that differ from those of a single job.
         """
-        request = make_request(job, run.path, after=after)
+        request, job = prepared.request_for(run.path, after=after), prepared.job
         record = Record(
             name=request.name,
             scheduler=job.scheduler,
@@ -79,10 +80,10 @@ class Submission:
             submitted_at=now,
             ranks=request.ranks,
             nodes=request.resources.nodes,
-            steps=job.spec.training.steps if job.steps is None else job.steps,
-            kind=job.kind,
+            steps=job.steps,
+            kind=job.task.kind,
         )
-        return cls(run, job, request, replace(record, **fields_of_record))
+        return cls(run, prepared, request, replace(record, **fields_of_record))
 
 
 @dataclass
@@ -130,7 +131,7 @@ class Rollback:
 
 
 def submit(
-    jobs: Sequence[Job],
+    jobs: Sequence[PreparedJob],
     now: float,
     after: Sequence[RunDirectory] = (),
     *,
@@ -152,25 +153,25 @@ def submit(
         SchedulerError: see :func:`hand_over`. The run directories are removed unless the batch
             system may have the job.
     """
-    job = jobs[0]
+    first, job = jobs[0], jobs[0].job
     base = Path(job.spec.output.directory)
     refuse_duplicate(base, job.name, now)
     ids = ids_to_wait_for(after, job.scheduler, now)
     if job.values is None:
         run = RunDirectory.create(base, job.name, now)
         with locked(run), Rollback(created=[run.path]) as rollback:
-            return hand_over([Submission.new(run, job, now, ids)], rollback)
+            return hand_over([Submission.new(run, first, now, ids)], rollback)
     sweep, runs = SweepDirectory.create(base, job.name, len(jobs), now)
     with locked(sweep), Rollback(created=[*(run.path for run in runs), sweep.path]) as rollback:
         array = Array(tuple(run.path for run in runs), at_once)
-        request = make_request(job, sweep.path, after=ids, array=array)
+        request = first.request_for_array(sweep.path, array, after=ids)
         submissions = []
-        for index, (job, run) in enumerate(zip(jobs, runs, strict=True)):
+        for index, (prepared, run) in enumerate(zip(jobs, runs, strict=True)):
             # values that JSON does not have, such as infinity, are recorded as text
-            values = json.loads(json.dumps(dict(job.values or {})), parse_constant=str)
+            values = json.loads(json.dumps(dict(prepared.job.values or {})), parse_constant=str)
             setting = Setting(sweep.name, values)
             submissions.append(
-                Submission.new(run, job, now, tag=request.tag, sweep=setting, task=index)
+                Submission.new(run, prepared, now, tag=request.tag, sweep=setting, task=index)
             )
         return hand_over(submissions, rollback, (sweep, request))
 
@@ -199,7 +200,7 @@ def hand_over(
     first_runs: dict[int, RunDirectory] = {}  # by the identity of their plan
     for submission in submissions:
         text = scheduler.render(submission.request)
-        first_run = first_runs.setdefault(id(submission.job.plan), submission.run)
+        first_run = first_runs.setdefault(id(submission.prepared.plan), submission.run)
         _write_files(submission, text, first_run)
     script, request = submissions[0].run.script, submissions[0].request
     if array is not None:
@@ -228,22 +229,23 @@ def _write_files(submission: Submission, script: str, first_run: RunDirectory) -
     Args:
         first_run: first run with the same plan, whose files of the plan are copied.
     """
-    run, job, request = submission.run, submission.job, submission.request
-    write_job(run, job.spec, request.template)
-    if job.cluster is not None:
-        job.cluster.save(run.cluster)
-    if job.plan is not None and first_run is not run:
+    run, prepared, request = submission.run, submission.prepared, submission.request
+    profile, plan, machines = prepared.profile, prepared.plan, prepared.machines
+    write_job(run, prepared.job.spec, request.template)
+    if machines is not None:
+        machines.cluster.save(run.cluster)
+    if plan is not None and first_run is not run:
         for file in (run.profile, run.plan, run.predicted):
             shutil.copyfile(first_run.path / file.relative_to(run.path), file)
     else:
-        if job.profile is not None:
-            job.profile.save(run.profile)
-        if job.plan is not None and job.cluster is not None:
+        if profile is not None:
+            profile.save(run.profile)
+        if plan is not None and machines is not None:
             from pipectl.jobs.planning import write_plan
 
-            write_plan(run, job.plan, job.cluster)
-    if job.rehearsal is not None:
-        job.rehearsal.save(run.rehearsal)
+            write_plan(run, plan, machines.cluster)
+    if prepared.rehearsal is not None:
+        prepared.rehearsal.save(run.rehearsal)
     write_text(run.script, script, mode=0o700)
     if request.environment.variables:
         write_text(run.variables, render_variables(request), mode=_PRIVATE)

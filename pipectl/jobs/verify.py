@@ -23,15 +23,16 @@ import psutil
 from pipectl.batch import LOCAL, JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
+from pipectl.jobs.job import change, make_job
+from pipectl.jobs.owners import refuse_code_of_others
 from pipectl.jobs.prepare import (
-    Job,
-    change,
-    complete,
-    measure_profile,
+    PreparedJob,
+    find_cluster,
+    join_rows,
     profile_path,
     read_profile,
-    refuse_code_of_others,
 )
+from pipectl.jobs.profiles import measure
 from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit
 from pipectl.plan import Plan
@@ -42,6 +43,7 @@ from pipectl.units import format_bytes
 
 if TYPE_CHECKING:
     from pipectl.capture.job import Traits
+    from pipectl.profile import Profile
     from pipectl.profiler.progress import Progress
     from pipectl.runtime.compare import Comparison
     from pipectl.spec import JobSpec
@@ -91,23 +93,21 @@ def verify(
     with _temporary_directory() as directory:
         chunks = 1 if schedule is None else schedule.stages_per_rank[0]
         spec = load(job, [*overrides, *_changes(spec, steps, directory, chunks), *here])
-        pipeline = complete(Job(spec, LOCAL))
+        profile = None
         with suppress(PipectlError):  # use the job's profile: its times do not change results
             own = load(job, overrides)
-            as_own = read_profile(replace(pipeline, spec=own), profile_path(own))
-            if as_own.profile is not None and as_own.profile.fingerprint is not None:
-                pipeline = replace(as_own, spec=spec)
-        if pipeline.profile is None:
-            pipeline = measure_profile(pipeline, profile_path(spec), progress)
+            profile = read_profile(own, profile_path(own))
+        if profile is None or profile.fingerprint is None:
+            profile = measure(spec, profile_path(spec), progress)
         progress(0, 0, "planning")
-        pipeline, plan = _plan(pipeline)
+        pipeline, plan = _prepare(spec, profile)
         # Not earlier: the memory of this process while it measures counts as memory of a rank.
         from pipectl.capture.job import find_traits
         from pipectl.runtime.compare import Trained, compare
         from pipectl.runtime.plain import FirstWeights
 
         traits = find_traits(spec, plan.micro_batch_size)
-        reference = choose_reference(pipeline, plan, traits, two_plans=two_plans)
+        reference = choose_reference(spec, profile, plan, traits, two_plans=two_plans)
         notes, tolerance = expect(spec, traits, plan, reference.reason)
         changes: dict[str, object] = {}
         if tolerance:  # small differences must not become large ones
@@ -217,18 +217,20 @@ class Reference(NamedTuple):
     """
 
     words: str
-    job: Job | None = None
+    job: PreparedJob | None = None
     reason: str = ""
 
 
-def choose_reference(job: Job, plan: Plan, traits: Traits, *, two_plans: bool) -> Reference:
+def choose_reference(
+    spec: JobSpec, profile: Profile, plan: Plan, traits: Traits, *, two_plans: bool
+) -> Reference:
     """Choose one process, or another plan if no process can hold the model."""
     reason, alone = "--between-plans" if two_plans else "", None
-    if not reason and job.spec.model.materialize == "per_rank":
+    if not reason and spec.model.materialize == "per_rank":
         reason = "materialize: per_rank"
     elif not reason:
         try:
-            alone, alone_plan = _plan(_like(job, plan, ranks=1))
+            alone, alone_plan = _prepare(_like(spec, plan, ranks=1), profile)
         except InfeasibleError:
             reason = "one process would need more memory than there is"
         else:
@@ -242,7 +244,7 @@ def choose_reference(job: Job, plan: Plan, traits: Traits, *, two_plans: bool) -
     for ranks in (plan.ranks + 1, plan.ranks - 1):  # one stage more or less moves all cuts
         with suppress(PipectlError):
             if ranks:
-                other, other_plan = _plan(_like(job, plan, ranks))
+                other, other_plan = _prepare(_like(spec, plan, ranks), profile)
                 stages = len(other_plan.stages)
                 words = f"another plan: {other_plan.ranks} ranks, {stages} stages"
                 return Reference(words, other, reason)
@@ -252,17 +254,20 @@ def choose_reference(job: Job, plan: Plan, traits: Traits, *, two_plans: bool) -
     )
 
 
-def _plan(job: Job) -> tuple[Job, Plan]:
-    """Plan a job that has a profile."""
+def _prepare(spec: JobSpec, profile: Profile) -> tuple[PreparedJob, Plan]:
+    """Plan a job for this machine."""
     from pipectl.jobs.planning import plan_job
     from pipectl.runtime.nodes import check_supported
 
-    plan = plan_job(job)
+    machines = find_cluster(spec, LOCAL)
+    profile, cluster = join_rows(profile, machines.cluster)
+    plan = plan_job(spec, profile, cluster)
     check_supported(plan, "the plan")
-    return replace(job, plan=plan), plan
+    machines = replace(machines, cluster=cluster)
+    return PreparedJob(make_job(spec, LOCAL), machines, profile, plan), plan
 
 
-def _like(job: Job, plan: Plan, ranks: int) -> Job:
+def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
     """The job with one stage per rank on ``ranks`` ranks, and the micro-batches of a plan."""
     from pipectl.planner.request import (
         OTHER_SCHEDULES,  # not before the model is measured, see `prepare`
@@ -276,14 +281,16 @@ def _like(job: Job, plan: Plan, ranks: int) -> Job:
         "warm_up": None,
         **({"schedule": "1f1b"} if plan.schedule in OTHER_SCHEDULES else {}),
     }
-    spec = change(job.spec, resources={"tasks_per_node": ranks}, pipeline=pipeline)
-    return complete(Job(spec, LOCAL)).with_profile(job.profile)
+    return change(spec, resources={"tasks_per_node": ranks}, pipeline=pipeline)
 
 
-def _train(job: Job, changes: Mapping[str, object], progress: Progress) -> RunDirectory:
+def _train(
+    prepared: PreparedJob, changes: Mapping[str, object], progress: Progress
+) -> RunDirectory:
     """Run a job with changed sections of its spec to its end."""
+    job = prepared.job
     job = replace(job, spec=job.spec.model_copy(update=changes))
-    run = submit([job], time.time())[0].run
+    run = submit([replace(prepared, job=job)], time.time())[0].run
     try:
         for status in poll(run):
             progress(*status.progress)

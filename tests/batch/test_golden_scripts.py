@@ -9,7 +9,7 @@ import pytest
 from job_requests import change, make_request
 
 from pipectl.batch import Array, Template, get_scheduler
-from pipectl.jobs.prepare import IN_JOB
+from pipectl.jobs.job import IN_JOB
 from pipectl.spec.models import Checkpoint
 
 GOLDEN = Path(__file__).parents[2] / "slurm" / "golden"

@@ -33,7 +33,7 @@ from planner_scale import gpt_profile
 from tables import print_table
 
 from pipectl.cluster import Cluster, OffloadTarget
-from pipectl.jobs.prepare import TIGHT_HEAP
+from pipectl.jobs.job import TIGHT_HEAP
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan

@@ -14,7 +14,7 @@ from pipectl.batch import launchers
 from pipectl.cli import main
 from pipectl.cli.commands import doctor
 from pipectl.cli.commands.doctor import Finding, examine
-from pipectl.jobs.prepare import Job, complete
+from pipectl.jobs.job import make_job
 from pipectl.spec import load
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
     program("srun", f'printf "MPI plugin types are...\\n" >&2; printf "\\t%s\\n" {listed} >&2')
     spec = load(job, [f"launch={{launcher: srun, mpi: {wanted}}}"])
     assert of("PMI", examine(spec.launch, HERE, "Slurm")).level is level
-    warning = complete(Job(spec, "slurm")).mpi_choice.warning
+    warning = make_job(spec, "slurm").mpi.warning
     assert bool(warning) is (level == "fail")
 
 

@@ -13,7 +13,13 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import InvalidInputError
-from pipectl.jobs.prepare import UNKNOWN_ROWS, Job, cluster_file_key, prepare
+from pipectl.jobs.prepare import (
+    UNKNOWN_ROWS,
+    PreparedJob,
+    cluster_file_key,
+    plan_file_key,
+    prepare,
+)
 from pipectl.link import RowTimes
 from pipectl.plan import Plan
 from pipectl.profile import Profile
@@ -133,8 +139,8 @@ def test_on_this_machine_models_are_measured_once_each(
 def test_an_error_in_the_script_of_a_point_names_it_before_its_model_is_measured(
     sweep: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def render(job: Job) -> str:
-        if job.spec.model.kwargs:
+    def render(prepared: PreparedJob) -> str:
+        if prepared.job.spec.model.kwargs:
             raise InvalidInputError("launch.bind: cannot be written")
         return ""
 
@@ -170,9 +176,14 @@ def test_points_with_other_links_have_plans_of_their_own(profile: Path) -> None:
     key = cluster_file_key(points[1].spec, "slurm")
     replace(cluster, key=key).save(Path("runs/tiny.cluster.json"))
     found = prepare(spec, "slurm", points=points)
-    assert [job.cluster_file is None for job in found] == [True, False]
-    assert [job.plan.key == job.plan_file_key for job in found if job.plan] == [True, True]
-    assert Plan.load(Path("runs/tiny.plan.json")).key == found[0].plan_file_key
+    assert [each.machines.file is None for each in found if each.machines] == [True, False]
+    keys = [
+        plan_file_key(each.job.spec, each.profile, each.machines.cluster)
+        for each in found
+        if each.profile and each.machines
+    ]
+    assert [each.plan.key for each in found if each.plan] == keys
+    assert Plan.load(Path("runs/tiny.plan.json")).key == keys[0]
 
 
 def test_all_points_keep_the_micro_batches_of_the_last_plan(profile: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import DataFileError, MismatchError
-from pipectl.jobs.prepare import Job, cluster_file_key, cluster_path, find_cluster
+from pipectl.jobs.prepare import cluster_file_key, cluster_path, find_cluster
 from pipectl.spec import JobSpec, load
 
 RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"
@@ -22,7 +22,7 @@ def spec(write_job: WriteJob) -> JobSpec:
 
 
 def test_an_allocation_has_the_nodes_asked_for(spec: JobSpec) -> None:
-    cluster = find_cluster(Job(spec, "slurm")).cluster
+    cluster = find_cluster(spec, "slurm").cluster
     assert cluster.node_of_rank == (0, 0, 0, 1, 1, 1)
     assert [node.cores for node in cluster.nodes] == [3, 3]
     assert cluster.device(0).memory_bytes == 2 * 2**30
@@ -34,7 +34,7 @@ def test_locally_all_ranks_share_the_usable_cores(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch, usable: int, cores: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(usable)))
-    cluster = find_cluster(Job(spec, "local")).cluster
+    cluster = find_cluster(spec, "local").cluster
     assert [(node.ranks, node.cores) for node in cluster.nodes] == [(6, cores)]
 
 
@@ -45,7 +45,7 @@ def test_a_described_cluster_needs_as_many_ranks(
     assumed_cluster("mine", [ranks], 4, None).save(tmp_path / "cluster.json")
     spec = load(write_job(RESOURCES, "cluster: cluster.json"))
     with pytest.raises(MismatchError, match=f"describes {ranks} ranks, resources: ask for 6"):
-        find_cluster(Job(spec, "local"))
+        find_cluster(spec, "local")
 
 
 def put(spec: JobSpec, cluster: Cluster) -> Path:
@@ -73,8 +73,8 @@ def test_a_measured_cluster_is_found_at_its_usual_place(
     """It may have another layout than was asked for: the one that the launcher made."""
     cluster = measured([2, 4], cluster_file_key(spec, scheduler))
     path = put(spec, cluster)
-    found = find_cluster(Job(spec, scheduler))
-    assert (found.cluster, found.cluster_file, found.warning) == (cluster, path, "")
+    found = find_cluster(spec, scheduler)
+    assert (found.cluster, found.file, found.warning) == (cluster, path, "")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_a_cluster_measured_for_other_settings_is_not_used(
     spec: JobSpec, here: None, tmp_path: Path, change: str, is_used: bool
 ) -> None:
     put(spec, measured([3, 3], cluster_file_key(spec, "slurm")))
-    found = find_cluster(Job(load(tmp_path / "job.yaml", [change]), "slurm"))
-    assert found.cluster.assumed == (found.cluster_file is None) == (not is_used)
+    found = find_cluster(load(tmp_path / "job.yaml", [change]), "slurm")
+    assert found.cluster.assumed == (found.file is None) == (not is_used)
     why = "was measured for other resources, launch settings or machines; it is not used"
     assert found.warning == ("" if is_used else f"runs/tiny.cluster.json {why}")
 
@@ -105,15 +105,15 @@ def test_a_cluster_measured_on_this_machine_is_none_for_slurm_or_another_host(
     spec: JobSpec, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(spec, measured([6], cluster_file_key(spec, "local")))
-    assert find_cluster(Job(spec, "slurm")).warning
+    assert find_cluster(spec, "slurm").warning
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
-    assert find_cluster(Job(spec, "local")).warning
+    assert find_cluster(spec, "local").warning
 
 
 def test_a_cluster_without_a_key_is_used_where_it_fits(spec: JobSpec, here: None) -> None:
     put(spec, measured([3, 3], None))
-    assert find_cluster(Job(spec, "slurm")).cluster_file is not None
-    found = find_cluster(Job(spec, "local"))
+    assert find_cluster(spec, "slurm").file is not None
+    found = find_cluster(spec, "local")
     assert found.cluster.assumed
     assert "describes nodes of [3, 3] ranks, but resources: ask for [6]" in found.warning
 
@@ -126,12 +126,12 @@ def test_a_cluster_that_the_job_names_beats_the_measured_one(
     described.save(tmp_path / "mine.json")
     spec = load(job)
     put(spec, measured([3, 3], cluster_file_key(spec, "slurm")))
-    found = find_cluster(Job(spec, "slurm"))
-    assert (found.cluster, found.cluster_file) == (described, tmp_path / "mine.json")
+    found = find_cluster(spec, "slurm")
+    assert (found.cluster, found.file) == (described, tmp_path / "mine.json")
 
 
 def test_a_damaged_measured_cluster_is_an_error(spec: JobSpec, here: None) -> None:
     put(spec, measured([3, 3], None)).write_text("{")
     with pytest.raises(DataFileError, match=r"tiny\.cluster\.json") as caught:
-        find_cluster(Job(spec, "slurm"))
+        find_cluster(spec, "slurm")
     assert "pipectl profile --links" in (caught.value.cure or "")

@@ -8,7 +8,6 @@ import pytest
 
 from pipectl.cluster import OffloadTarget, assumed_cluster
 from pipectl.jobs.planning import request_of
-from pipectl.jobs.prepare import Job
 from pipectl.link import Link
 from pipectl.planner import PlanRequest
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
@@ -35,7 +34,7 @@ def asked(
     device = replace(cluster.nodes[0].device, disk_link=disk)
     cluster = replace(cluster, nodes=(replace(cluster.nodes[0], device=device),))
     spec = load(job, overrides, check_files=False)
-    return request_of(Job(spec, "local", cluster=cluster, profile=PROFILE))
+    return request_of(spec, PROFILE, cluster)
 
 
 @pytest.mark.parametrize(

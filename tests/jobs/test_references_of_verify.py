@@ -60,10 +60,11 @@ def test_two_plans_are_compared_if_memory_is_short(
     )
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 << 30))
     monkeypatch.setattr(verify, "_like", lambda *_, **__: None)
-    monkeypatch.setattr(verify, "_plan", lambda _: ("job", other))
+    monkeypatch.setattr(verify, "_prepare", lambda *_: ("job", other))
     plan: Any = SimpleNamespace(ranks=2)
-    job: Any = SimpleNamespace(spec=spec())
-    found = verify.choose_reference(job, plan, Traits((), (), False), two_plans=False)
+    profile: Any = None
+    traits = Traits((), (), False)
+    found = verify.choose_reference(spec(), profile, plan, traits, two_plans=False)
     needs = "one process would need 4.00 GiB, and 3.00 GiB are free"
     two: Any = Reference("another plan: 3 ranks, 3 stages", "job", needs)  # type: ignore[arg-type]
     assert found == (Reference("one plain PyTorch process") if fits else two)

@@ -14,16 +14,8 @@ from pipectl.batch import JobRequest
 from pipectl.batch.script import check_template
 from pipectl.cluster import OffloadTarget
 from pipectl.errors import SpecError
-from pipectl.jobs.prepare import (
-    TIGHT_HEAP,
-    Job,
-    check_script,
-    complete,
-    make_request,
-    prepare,
-    read_template,
-    render,
-)
+from pipectl.jobs.job import TIGHT_HEAP, check_script, make_job, read_template
+from pipectl.jobs.prepare import prepare, render
 from pipectl.jobs.submit import write_job
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runs import RunDirectory
@@ -39,9 +31,7 @@ def request_in_a_container(tmp_path: Path, image: str, code: str = CODE) -> JobR
     path = tmp_path / "job.yaml"
     more = f"environment: {{container: '{image}'}}\nresources: {{gpus_per_node: 1}}\n"
     path.write_text(code + SIZES + more)
-    job = complete(Job(load(path, check_files=False), "local"))
-    assert make_request(job).binds[0] == Path("runs").absolute()
-    return make_request(job, Path("/runs/x"))
+    return make_job(load(path, check_files=False), "local").request_for(Path("/runs/x"))
 
 
 @pytest.mark.parametrize(
@@ -74,22 +64,22 @@ def test_ranks_that_offload_to_a_disk_start_with_a_heap_that_joins_what_is_freed
     write_job: WriteJob, target: str, known: bool
 ) -> None:
     lines = (f"pipeline: {{offload: {target}}}", "resources: {gpus_per_node: 1}")
-    job = complete(Job(load(write_job(*lines), check_files=False), "local"))
+    job = make_job(load(write_job(*lines), check_files=False), "local")
     stage = Stage(("a",), (0,), StageCost(1.0, 1.0, 0.0, 1, 1, 1), offload=True)
     plan = Plan(
         "tiny", None, "1f1b", (1,), 4, 4, 1, (stage,), (), (0,), offload_to=OffloadTarget(target)
     )
-    request = make_request(replace(job, plan=plan if known else None))
+    request = job.request_for(Path("x"), plan if known else None)
     assert request.environment.variables == (TIGHT_HEAP if target == "disk" else {})
     kept = replace(plan, stages=(replace(stage, offload=False),))
-    assert make_request(replace(job, plan=kept)).environment.variables == {}
+    assert job.request_for(Path("x"), kept).environment.variables == {}
 
 
 def test_a_job_s_own_setting_of_the_heap_wins(write_job: WriteJob) -> None:
     own = {"GLIBC_TUNABLES": "glibc.malloc.check=1"}
     lines = ("pipeline: {offload: disk}", f"environment: {{variables: {json.dumps(own)}}}")
-    job = complete(Job(load(write_job(*lines), check_files=False), "local"))
-    assert make_request(job).environment.variables == own
+    job = make_job(load(write_job(*lines), check_files=False), "local")
+    assert job.request_for(Path("x")).environment.variables == own
 
 
 def spec_with_template(tmp_path: Path, head: str, name: str = "my site's.sh") -> JobSpec:

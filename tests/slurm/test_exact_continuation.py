@@ -23,8 +23,9 @@ import pytest
 import yaml
 
 from pipectl.batch import JobState
+from pipectl.jobs.job import make_job
 from pipectl.jobs.planning import plan_job
-from pipectl.jobs.prepare import Job, complete
+from pipectl.jobs.prepare import PreparedJob, find_cluster, join_rows
 from pipectl.jobs.resume import resume
 from pipectl.jobs.state import RunStatus, get_status
 from pipectl.jobs.submit import submit
@@ -258,8 +259,12 @@ def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterato
         changed["output.directory"] = str(folder / "runs")
         spec = load(path, [f"{key}={json.dumps(value)}" for key, value in changed.items()])
         fresh = replace(profile, key=profile_key(spec))
-        job = complete(Job(spec, scheduler)).with_profile(fresh)
-        run = submit([replace(job, plan=plan_job(job))], time.time())[0].run
+        machines = find_cluster(spec, scheduler)
+        fresh, cluster = join_rows(fresh, machines.cluster)
+        plan = plan_job(spec, fresh, cluster)
+        machines = replace(machines, cluster=cluster)
+        job = PreparedJob(make_job(spec, scheduler), machines, fresh, plan)
+        run = submit([job], time.time())[0].run
         seed = f"{SEED} {scheduler} {family} {ranks} {settings}"
         started.append(Continued(run, scheduler, random.Random(seed), family))
         return started[-1]

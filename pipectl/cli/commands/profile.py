@@ -17,13 +17,10 @@ from pipectl.cli.console import note, output, plain, say, say_json, short_path, 
 from pipectl.cli.follow import follow_or_exit, profiling_progress
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
+from pipectl.jobs.job import choose_scheduler
 from pipectl.jobs.measuring import make_measuring_job
-from pipectl.jobs.prepare import (
-    choose_scheduler,
-    cluster_path,
-    profile_path,
-    warning_of_code,
-)
+from pipectl.jobs.owners import warning_of_code
+from pipectl.jobs.prepare import cluster_path, profile_path
 from pipectl.jobs.profiles import measure
 from pipectl.jobs.submit import submit as submit_job
 from pipectl.link import Link

@@ -19,15 +19,9 @@ from pipectl.batch import LOCAL, get_scheduler
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.errors import UsageError
-from pipectl.jobs.prepare import (
-    Job,
-    choose_scheduler,
-    plan_path,
-    prepare,
-    profile_path,
-    render,
-    warning_of_code,
-)
+from pipectl.jobs.job import choose_scheduler
+from pipectl.jobs.owners import warning_of_code
+from pipectl.jobs.prepare import PreparedJob, plan_path, prepare, profile_path, render
 from pipectl.runs import Record, RunDirectory, SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
 
@@ -117,24 +111,27 @@ def _show_script(
     """Print the plan and the job script, after that of the array for a sweep; or with ``test_only``
     the forecast of the start."""
     now = time.time()
-    (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
-    script, array_script = render(job, now), ""
+    (prepared,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
+    script, array_script = render(prepared, now), ""
     if spec.sweep is not None:
-        array_script = render(job, now, len(points), spec.sweep.at_once)
+        array_script = render(prepared, now, len(points), spec.sweep.at_once)
     if test_only:
         from pipectl.jobs.submit import estimate
 
         forecast = "the scheduler gives no start time (without a queue, jobs start at once)"
-        say(estimate(array_script or script, job.scheduler) or f"the job is valid; {forecast}")
+        say(
+            estimate(array_script or script, prepared.job.scheduler)
+            or f"the job is valid; {forecast}"
+        )
         return
     if array_script:
         sys.stdout.write(array_script)
         note("\nEach task of the array runs the script of its run. The first one is:\n")
-    print_notes([job])
-    if job.plan is None and job.profile is not None:
-        note(f"no up-to-date plan: submit makes one from {profile_path(job.spec)}")
+    print_notes([prepared])
+    if prepared.plan is None and prepared.profile is not None:
+        note(f"no up-to-date plan: submit makes one from {profile_path(spec)}")
     else:
-        print_plan([job], before=f"plan: {plan_path(job.spec)}: ", tell=note)
+        print_plan([prepared], before=f"plan: {plan_path(spec)}: ", tell=note)
     sys.stdout.write(script)
 
 
@@ -167,7 +164,7 @@ def _submit_and_follow(
     if jobs[0].is_profiled_now and not points and jobs[0].profile is not None:
         note_origin(jobs[0].profile, began, "use `pipectl profile --again` to measure again")
     print_notes(jobs)
-    profiled = [(job.spec, job.profile) for job in jobs if job.profile is not None]
+    profiled = [(each.job.spec, each.profile) for each in jobs if each.profile is not None]
     for text in dict.fromkeys(coupling_warning(*each) for each in profiled):
         warn(text)
     at_once = None if spec.sweep is None else spec.sweep.at_once
@@ -280,16 +277,19 @@ def describe_job(record: Record) -> str:
     return f"{record.scheduler} job {record.job_id}"
 
 
-def print_notes(jobs: Sequence[Job]) -> None:
+def print_notes(jobs: Sequence[PreparedJob]) -> None:
     """Print the warnings of jobs, and the reasons for the choice of MPI, once each."""
-    for choice, warning in dict.fromkeys((job.mpi_choice, job.warning) for job in jobs):
+    notes = ((each.job.mpi, each.machines.warning if each.machines else "") for each in jobs)
+    for choice, warning in dict.fromkeys(notes):
         warn(warning)
         if choice.reason:
             note(choice.reason)
         warn(choice.warning)
 
 
-def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None] = say) -> None:
+def print_plan(
+    jobs: Sequence[PreparedJob], before: str = "", tell: Callable[[str], None] = say
+) -> None:
     """Print the plan and prediction of a single job, or that models are measured first.
 
     Args:

@@ -11,7 +11,7 @@ from pipectl.cli.commands.submit import finish, print_notes
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import follow_or_exit, profiling_progress
 from pipectl.jobs.measuring import plan_rehearsal, result_of
-from pipectl.jobs.prepare import warning_of_code
+from pipectl.jobs.owners import warning_of_code
 from pipectl.jobs.submit import submit
 from pipectl.spec import load
 from pipectl.units import format_time, plural
@@ -30,11 +30,10 @@ def command(
     spec = load(job, overrides or (), check_names=True)
     warn(warning_of_code(spec, job))
     with profiling_progress() as progress:
-        planned = plan_rehearsal(spec, scheduler, progress)
-    print_notes([planned])
-    (submission,) = submit([planned], time.time())
-    run, record, rehearsal = submission.run, submission.record, planned.rehearsal
-    assert rehearsal is not None
+        prepared, rehearsal = plan_rehearsal(spec, scheduler, progress)
+    print_notes([prepared])
+    (submission,) = submit([prepared], time.time())
+    run, record = submission.run, submission.record
     note(
         f"rehearsing {record.ranks} ranks ({record.scheduler}): {plural(rehearsal.steps, 'step')} "
         f"in about {format_time(rehearsal.expected_s)}, times stretched by {rehearsal.stretch:g}"

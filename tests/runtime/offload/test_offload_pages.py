@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipectl.jobs.prepare import TIGHT_HEAP
+from pipectl.jobs.job import TIGHT_HEAP
 from pipectl.runtime.offload import PAGE, DiskStore, Pages
 
 STRESS = Path(__file__).with_name("micro_batches_that_leave.py")

@@ -1,0 +1,245 @@
+"""A job before its model is measured and planned: what it runs, where, and how ranks are started.
+
+    JobSpec -> Job -> PreparedJob (with cluster, profile, plan) -> Submission -> RunStatus
+
+:func:`make_job` makes a job of a spec; :meth:`Job.request_for` is the request to the batch system
+for one of its runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipectl.batch import LOCAL, JobRequest, Template, find_scheduler, get_scheduler
+from pipectl.batch.launchers import MpiChoice, choose_mpi
+from pipectl.batch.script import check_template
+from pipectl.cluster import OffloadTarget
+from pipectl.errors import Problem, SchedulerError, SpecError
+from pipectl.files import read_limited
+from pipectl.runs import TRAINING, RunDirectory, read_starts
+from pipectl.spec import JobSpec
+
+if TYPE_CHECKING:
+    from pipectl.plan import Plan
+
+IN_JOB = "pipectl.jobs.in_job"
+"""The module that profiles and plans in a job's allocation."""
+PERCENT = 100
+"""Steps of a run that only measures: it reports its progress in percent."""
+TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
+"""Makes glibc join free memory at once. By default it keeps small pieces around aligned blocks
+apart, so a freed block is too small for the next one of its size, and the heap grows. glibc reads
+this before a process can set anything."""
+_MAX_TEMPLATE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the ranks of a job do. By default they train.
+
+    Args:
+        kind: see :class:`pipectl.runs.Record`.
+        suffix: appended to the name of the job to name the run.
+        program: arguments of Python before the run directory; ``arguments`` come after it.
+        steps: number of steps; None for those of the training.
+        alone: whether it is one process, without MPI.
+        resources: values that replace those of the spec.
+        output: directory that it writes to besides its run directory.
+    """
+
+    kind: str = TRAINING
+    suffix: str = ""
+    program: tuple[str, ...] = ("-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run")
+    arguments: tuple[str, ...] = ()
+    steps: int | None = None
+    alone: bool = False
+    resources: Mapping[str, int] = field(default_factory=dict)
+    output: Path | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as its spec describes it.
+
+    Args:
+        scheduler: name of the batch system.
+        request: to the batch system, for no run yet.
+        mpi: why ranks are started as the request says.
+        values: values of the job's point of the sweep, by dotted key; None without a sweep.
+    """
+
+    spec: JobSpec
+    scheduler: str
+    task: Task
+    request: JobRequest
+    mpi: MpiChoice
+    values: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.request.name
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the run."""
+        return self.spec.training.steps if self.task.steps is None else self.task.steps
+
+    def request_for(
+        self,
+        directory: Path,
+        plan: Plan | None = None,
+        *,
+        plans_in_job: bool = False,
+        tag: str | None = None,
+        after: tuple[str, ...] = (),
+        mpiexec: str | None = None,
+    ) -> JobRequest:
+        """The request to the batch system for the run in a directory.
+
+        Args:
+            plan: None if it is not known yet.
+            plans_in_job: whether the job profiles and plans in its allocation first.
+            tag, after, mpiexec: see :class:`JobRequest`.
+        """
+        directory, python, task = directory.absolute(), self.request.python, self.task
+        if plan is None:
+            offloads = self.spec.pipeline.offload == "disk"
+        else:
+            to_disk = plan.offload_to is OffloadTarget.DISK
+            offloads = to_disk and any(stage.offload for stage in plan.stages)
+        variables = {**(TIGHT_HEAP if offloads else {}), **self.spec.environment.variables}
+        return replace(
+            self.request.update(environment={"variables": variables}),
+            tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
+            run_directory=directory,
+            command=(python, *task.program, str(directory), *task.arguments),
+            first_command=(python, "-m", IN_JOB, str(directory)) if plans_in_job else (),
+            earlier_starts=read_starts(RunDirectory(directory)),
+            binds=_binds(self.spec, directory.parent, task.output),
+            mpiexec=mpiexec,
+            after=after,
+        )
+
+
+def make_job(
+    spec: JobSpec,
+    scheduler: str,
+    task: Task | None = None,
+    *,
+    values: Mapping[str, Any] | None = None,
+    mpi: MpiChoice | None = None,
+) -> Job:
+    """Make a job, and choose how its ranks are started.
+
+    Args:
+        task: None for training.
+        mpi: the choice for another job with the same launch settings and environment.
+
+    Raises:
+        SpecError: the template of the job script cannot be read or used.
+    """
+    task = task or Task()
+    request = JobRequest(
+        name=f"{spec.name}{task.suffix}",
+        tag="",
+        run_directory=Path(spec.output.directory).absolute(),
+        python=sys.executable,
+        command=(),
+        resources=spec.resources.model_copy(update=task.resources),
+        launch=spec.launch,
+        environment=spec.environment.model_copy(update={"container": spec.container}),
+        slurm=spec.slurm,
+        pbs=spec.pbs,
+        checkpoint=spec.checkpoint if task.kind == TRAINING else None,
+        alone=task.alone,
+        template=read_template(spec),
+    )
+    mpi = mpi or choose_mpi(request)
+    return Job(spec, scheduler, task, request.update(launch={"mpi": mpi.mpi}), mpi, values)
+
+
+def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: bool = False) -> str:
+    """Choose ``name``, or the spec's scheduler; ``auto`` is Slurm or PBS if one is installed.
+
+    Args:
+        must_answer: whether to raise a SchedulerError if the scheduler that ``auto`` chose does not
+            answer: its commands may be installed on a machine without a batch system.
+    """
+    name = name or str(spec.launch.scheduler)
+    if name != "auto" or (name := find_scheduler()) == LOCAL or not must_answer:
+        return name
+    try:
+        (system := get_scheduler(name)).ping()
+    except SchedulerError as error:
+        raise SchedulerError(
+            f"{system.title} is installed here, but does not answer: "
+            f"{error.message.splitlines()[-1]}",
+            cure="to train on this machine: --scheduler local\n"
+            f"to submit anyway: --scheduler {name}",
+        ) from error
+    return name
+
+
+def check_script(spec: JobSpec) -> None:
+    """Raise an InvalidInputError if the job's template, if any, cannot be rendered."""
+    if spec.template_file is not None:
+        job = make_job(spec, choose_scheduler(spec), mpi=MpiChoice("auto"))
+        request = job.request_for(job.request.run_directory / "check", mpiexec="mpiexec")
+        request = request.update(launch={"launcher": "mpiexec", "bind": "none"})
+        get_scheduler(job.scheduler).render(request)
+
+
+def read_template(spec: JobSpec) -> Template | None:
+    """Read the user's template of job scripts; None if the job names none.
+
+    Raises:
+        SpecError: the template cannot be read or used; names the line.
+    """
+    path = spec.template_file
+    if path is None:
+        return None
+    try:
+        content = read_limited(path, _MAX_TEMPLATE_BYTES)
+        template = Template(str(path), content.decode("utf-8"))
+    except OSError as error:
+        raise SpecError([Problem(str(path), 0, 0, error.strerror or "cannot be read")]) from None
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise SpecError([Problem(str(path), line, 1, "not UTF-8 text")]) from None
+    check_template(template)
+    return template
+
+
+def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:
+    """Directories that a container needs: the runs, and all files that the spec names.
+
+    A job that profiles in its allocation writes the profile beside its run directory.
+    """
+    if spec.container is None:
+        return ()
+    code = [reference for _, reference in spec.factories()]
+    files = (*(one.file for one in code), spec.weights_path, spec.cluster_file, spec.schedule_file)
+    needed = {path.parent for path in files if path is not None}
+    needed |= {one.root for one in code if one.root is not None}
+    further = () if output is None else (output,)
+    return tuple(dict.fromkeys((runs, *sorted(needed), *further)))
+
+
+def change(spec: JobSpec, **sections: Mapping[str, object]) -> JobSpec:
+    """The spec with other values in sections, e.g. ``launch={"mpi": "pmix"}``, not validated."""
+    new = {
+        name: getattr(spec, name).model_copy(update=dict(values))
+        for name, values in sections.items()
+    }
+    return spec.model_copy(update=new)
+
+
+def move_to(run: RunDirectory, spec: JobSpec) -> JobSpec:
+    """The spec with the directory that contains a run as its output directory."""
+    return change(spec, output={"directory": str(run.path.parent.absolute())})
