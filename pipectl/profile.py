@@ -120,6 +120,31 @@ class Operator:
     memory_bytes: Size | None = None
     transfer_s: float | None = None
 
+    def is_own(self, name: str) -> bool:
+        """Return whether the operator makes a saved value only for its backward."""
+        return name.startswith(f"{self.id}:")
+
+    @cached_property
+    def allocations(self) -> OperatorMemory:
+        """What it allocates; if not measured, no temporaries, and its value in own storage."""
+        if self.memory is not None:
+            return self.memory
+        own = sum(size for name, size in self.saved if self.is_own(name))
+        made, given = self.output_bytes, sum(size for _, size in self.parameters)
+        return OperatorMemory(made, self.id, made + own, given, self.parameters)
+
+    @cached_property
+    def parameter_gradients(self) -> tuple[tuple[str, int], ...]:
+        """(name, bytes) of the parameters whose gradients its backward computes."""
+        names = {name for name, _ in self.parameters}
+        return tuple(pair for pair in self.allocations.gradients if pair[0] in names)
+
+    @cached_property
+    def trained_parameters(self) -> tuple[tuple[str, int], ...]:
+        """(name, bytes) of its parameters that are trained."""
+        names = {name for name, _ in self.parameter_gradients}
+        return tuple(pair for pair in self.parameters if pair[0] in names)
+
     def scaled(self, forward: float, backward: float) -> Operator:
         """Return the operator with its forward and backward times multiplied by these factors."""
 

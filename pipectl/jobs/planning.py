@@ -25,7 +25,7 @@ from pipectl.jobs.prepare import (
 from pipectl.jobs.profiles import coupling_warning
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.costs.operator_times import operator_times
+from pipectl.planner.costs.stage_costs import operator_times
 from pipectl.planner.explain.what_if import with_bandwidth, with_ranks
 from pipectl.planner.graph.imported import folded, prepared
 from pipectl.profile import Profile

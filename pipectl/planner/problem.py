@@ -20,9 +20,7 @@ from pipectl.planner.costs.footprint import (
     Footprints,
     baseline_bytes,
 )
-from pipectl.planner.costs.liveness import parameter_gradients
-from pipectl.planner.costs.operator_times import OperatorTimes
-from pipectl.planner.costs.stage_costs import scaled_transfers, stage_costs
+from pipectl.planner.costs.stage_costs import OperatorTimes, scaled_transfers, stage_costs
 from pipectl.planner.graph.blocks import BlockGraph, bitset, condense
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.estimate import Estimator
@@ -96,7 +94,7 @@ class Problem:
         operators = self.profile.operators
         state = self.profile.optimizer_cost.state_bytes_per_parameter_byte
         named = dict(pair for operator in operators for pair in operator.parameters)
-        trained = dict(pair for operator in operators for pair in parameter_gradients(operator))
+        trained = dict(pair for operator in operators for pair in operator.parameter_gradients)
         return sum(named.values()) + (1 + state) * sum(trained.values())
 
     def scale(self, size: int) -> float:

@@ -29,9 +29,7 @@ import numpy as np
 from pipectl.arrays import Floats
 from pipectl.plan import Blocks, Plan, Replication, Stage, StagePeaks
 from pipectl.planner.costs.footprint import Footprint, Footprints
-from pipectl.planner.costs.liveness import memory_of
-from pipectl.planner.costs.operator_times import operator_times
-from pipectl.planner.costs.stage_costs import stage_times
+from pipectl.planner.costs.stage_costs import operator_times, stage_times
 from pipectl.profile import Operator, Profile
 
 LIMITS = tuple(0.7**power for power in range(1, 13))
@@ -43,7 +41,7 @@ class SegmentCuts:
 
     def __init__(self, profile: Profile) -> None:
         self._operators = profile.operators
-        self._storages = [memory_of(operator).storage for operator in profile.operators]
+        self._storages = [operator.allocations.storage for operator in profile.operators]
         self._readers = profile.readers
 
     def of(self, inside: Sequence[int]) -> list[tuple[int, ...]]:

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipectl.planner.costs.footprint import Footprint
-from pipectl.planner.costs.operator_times import Times
-from pipectl.planner.costs.stage_costs import stage_times
+from pipectl.planner.costs.stage_costs import Times, stage_times
 from pipectl.profile import StageOverhead
 
 Floats = npt.NDArray[np.float64]

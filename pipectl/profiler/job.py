@@ -18,7 +18,7 @@ from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
 from pipectl.planner.costs.footprint import Footprints
-from pipectl.planner.costs.operator_times import operator_times
+from pipectl.planner.costs.stage_costs import operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile, StageOverhead
 from pipectl.profiler.bench import OperatorTimes, Subject, time_operators, time_stages
 from pipectl.profiler.effort import Effort, measured_sizes

@@ -30,7 +30,7 @@ from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.costs.operator_times import OperatorTimes
+from pipectl.planner.costs.stage_costs import OperatorTimes
 from pipectl.profile import Profile
 
 DEVICES = (4, 8)

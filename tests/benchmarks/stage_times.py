@@ -33,8 +33,7 @@ from cuts import random_cut
 
 from pipectl.capture import CapturedJob
 from pipectl.planner.costs.footprint import Footprints
-from pipectl.planner.costs.operator_times import operator_times
-from pipectl.planner.costs.stage_costs import stage_times
+from pipectl.planner.costs.stage_costs import operator_times, stage_times
 from pipectl.profile import Profile
 from pipectl.profiler import profile_job
 from pipectl.profiler.bench import Bench, Subject, random_stages

@@ -22,8 +22,7 @@ from pipectl.capture.slices import Rows
 from pipectl.cluster import assumed_cluster
 from pipectl.plan import Plan, Stage
 from pipectl.planner.costs.footprint import Footprints
-from pipectl.planner.costs.operator_times import operator_times
-from pipectl.planner.costs.stage_costs import scaled_transfers, stage_costs
+from pipectl.planner.costs.stage_costs import operator_times, scaled_transfers, stage_costs
 from pipectl.profile import Profile
 from pipectl.profiler.machine import record_allocated
 from pipectl.runtime.device import CpuDevice

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from pipectl.graph import Lane, TransferKind
 from pipectl.plan import Transfer
 from pipectl.planner.costs.footprint import Footprints
-from pipectl.planner.costs.operator_times import operator_times
-from pipectl.planner.costs.stage_costs import scaled_transfers, stage_costs
+from pipectl.planner.costs.stage_costs import operator_times, scaled_transfers, stage_costs
 from pipectl.planner.graph.blocks import condense
 from pipectl.profile import OptimizerCost, StageOverhead
 

@@ -11,8 +11,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.graph import TransferKind
 from pipectl.link import Link
 from pipectl.planner.costs.footprint import Footprints
-from pipectl.planner.costs.operator_times import operator_times
-from pipectl.planner.costs.stage_costs import scaled_transfers, stage_costs
+from pipectl.planner.costs.stage_costs import operator_times, scaled_transfers, stage_costs
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.route_sums import PartitionSums
 from pipectl.planner.problem import Problem

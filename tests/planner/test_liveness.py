@@ -7,8 +7,7 @@ from typing import Any
 
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.liveness import peak_bytes
-from pipectl.planner.costs.operator_times import operator_times
-from pipectl.planner.costs.stage_costs import stage_costs
+from pipectl.planner.costs.stage_costs import operator_times, stage_costs
 from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile, StepMemory
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pipectl.planner.costs.footprint import Footprints
-from pipectl.planner.costs.operator_times import operator_times
-from pipectl.planner.costs.stage_costs import stage_times
+from pipectl.planner.costs.stage_costs import operator_times, stage_times
 from pipectl.profile import Operator, Profile, StageOverhead
 from pipectl.profiler.fit import DISTURBED, Sample, fit_stages
 

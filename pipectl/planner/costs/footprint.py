@@ -17,8 +17,6 @@ from pipectl.planner.costs.liveness import (
     Borders,
     Levels,
     levels_of,
-    memory_of,
-    parameter_gradients,
     peak_bytes,
 )
 from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead, StepMemory
@@ -163,9 +161,9 @@ class Footprints:
         self._operators = operators
         self._readers = profile.readers
         self._measured = all(operator.memory is not None for operator in operators)
-        self._memory = [memory_of(operator) for operator in operators]
+        self._memory = [operator.allocations for operator in operators]
         self._made = {o.id: m.made_bytes for o, m in zip(operators, self._memory, strict=True)}
-        self._gradients = [parameter_gradients(operator) for operator in operators]
+        self._gradients = [operator.parameter_gradients for operator in operators]
         uses = Counter(name for operator in operators for name, _ in operator.parameters)
         self._shared_uses = {name: count for name, count in uses.items() if count > 1}
         self._known: dict[tuple[tuple[int, ...], frozenset[str]], StageMemory] = {}

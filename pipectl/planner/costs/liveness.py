@@ -61,42 +61,13 @@ def peak_bytes(levels: Iterable[Level], scale: float) -> int:
     return max((ceil(scale * growing) + fixed for growing, fixed in levels), default=0)
 
 
-def memory_of(operator: Operator) -> OperatorMemory:
-    """What an operator allocates.
-
-    If this was not measured: no temporaries, and its value in memory of its own.
-    """
-    if operator.memory is not None:
-        return operator.memory
-    own = sum(size for name, size in operator.saved if _is_own(operator, name))
-    made, given = operator.output_bytes, sum(size for _, size in operator.parameters)
-    return OperatorMemory(made, operator.id, made + own, given, operator.parameters)
-
-
-def parameter_gradients(operator: Operator) -> list[tuple[str, int]]:
-    """(name, bytes) of the parameters whose gradients an operator's backward computes."""
-    names = {name for name, _ in operator.parameters}
-    return [pair for pair in memory_of(operator).gradients if pair[0] in names]
-
-
-def trained_parameters(operator: Operator) -> list[tuple[str, int]]:
-    """(name, bytes) of the parameters of an operator that are trained."""
-    names = {name for name, _ in parameter_gradients(operator)}
-    return [pair for pair in operator.parameters if pair[0] in names]
-
-
-def trained_bytes(operator: Operator) -> int:
-    """Bytes of the parameters of an operator that are trained."""
-    return sum(size for _, size in trained_parameters(operator))
-
-
 def levels_of(operators: Sequence[Operator], borders: Borders) -> Levels:
     """The highest levels of a stage.
 
     Args:
         operators: of the stage, in graph order.
     """
-    memory = [memory_of(operator) for operator in operators]
+    memory = [operator.allocations for operator in operators]
     backward = _Backward(operators, borders)
     for operator, own in zip(reversed(operators), reversed(memory), strict=True):
         backward.visit(operator, own)
@@ -116,7 +87,7 @@ def _forward(
         levels.append((level + own.forward_bytes, 0))
         live[operator.id] = own.made_bytes
         level += own.made_bytes
-        level += sum(size for name, size in operator.saved if _is_own(operator, name))
+        level += sum(size for name, size in operator.saved if operator.is_own(name))
         kept.update(name for name, _ in operator.saved)
         level -= sum(live.pop(storage, 0) for storage in ends.get(index, set()) - kept)
     return levels
@@ -131,7 +102,7 @@ def _inputs(
         name: size
         for operator in operators
         for name, size in operator.saved
-        if name not in known and not _is_own(operator, name)
+        if name not in known and not operator.is_own(name)
     }
 
 
@@ -216,11 +187,6 @@ class _Backward:
     def _note(self, growing: int, fixed: int) -> None:
         self.later.append((self._level + growing, fixed))
         self.first.append((self._level + growing, self._made + fixed))
-
-
-def _is_own(operator: Operator, name: str) -> bool:
-    """Whether the operator made a saved value only for its backward."""
-    return name.startswith(f"{operator.id}:")
 
 
 def _highest(levels: Sequence[Level]) -> tuple[Level, ...]:

@@ -26,8 +26,6 @@ from pipectl.arrays import Integers
 from pipectl.planner.bounds import Bound
 from pipectl.planner.costs.devices import Mix
 from pipectl.planner.costs.links import REFERENCE_BYTES
-from pipectl.planner.costs.liveness import memory_of
-from pipectl.planner.costs.table import CostTable, cost_table
 from pipectl.planner.graph.downsets import CutSpace, Partition
 from pipectl.planner.partition.programme import (
     ADDED,
@@ -43,9 +41,11 @@ from pipectl.planner.partition.programme import (
     Chain,
     Chains,
     Check,
+    CostTable,
     Goal,
     Options,
     best_chains,
+    cost_table,
 )
 from pipectl.planner.problem import Problem
 
@@ -237,7 +237,7 @@ class Cutter:
     @cached_property
     def _temporary(self) -> int:
         """Largest allocation of one operator at once, in bytes."""
-        memory = [memory_of(operator) for operator in self._problem.profile.operators]
+        memory = [operator.allocations for operator in self._problem.profile.operators]
         return max(max(one.forward_bytes - one.made_bytes, one.backward_bytes) for one in memory)
 
     def _balanced(self, size: int, mix: Mix) -> Chains:

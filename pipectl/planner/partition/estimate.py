@@ -21,7 +21,7 @@ from pipectl.cluster import Cluster
 from pipectl.compiled import compiled
 from pipectl.planner.costs.footprint import baseline_bytes
 from pipectl.planner.costs.links import Links, RankGroups
-from pipectl.planner.costs.operator_times import OperatorTimes
+from pipectl.planner.costs.stage_costs import OperatorTimes
 from pipectl.planner.graph.blocks import BlockGraph
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.layout import Layout

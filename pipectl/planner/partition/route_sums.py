@@ -14,7 +14,6 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers, Records, record
 from pipectl.compiled import compiled
-from pipectl.planner.costs.liveness import memory_of, parameter_gradients
 from pipectl.planner.graph.blocks import BlockGraph, membership
 from pipectl.planner.graph.downsets import Partition
 from pipectl.profile import Profile
@@ -150,7 +149,7 @@ class PartitionSums:
 
 def _tables(profile: Profile) -> Graph:
     operators = profile.operators
-    memory = [memory_of(operator) for operator in operators]
+    memory = [operator.allocations for operator in operators]
     made = {o.id: m.made_bytes for o, m in zip(operators, memory, strict=True)}
     kept = [made.get(m.storage) or o.output_bytes for o, m in zip(operators, memory, strict=True)]
     makers: dict[str, list[int]] = {}
@@ -164,8 +163,8 @@ def _tables(profile: Profile) -> Graph:
         users.extend(held)
         return len(users) - len(held), len(users)
 
-    trained_names = {name for each in operators for name, _ in parameter_gradients(each)}
-    trained = [sum(size for _, size in parameter_gradients(each)) for each in operators]
+    trained_names = {name for each in operators for name, _ in each.parameter_gradients}
+    trained = [sum(size for _, size in each.parameter_gradients) for each in operators]
     return Graph(
         operators=np.array(
             [
