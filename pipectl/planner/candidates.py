@@ -1,70 +1,193 @@
-"""Candidate layouts in the order of their estimates, and the simulation of the best.
+"""Combinations of stages and micro-batch sizes, and the cuts that are proposed for each.
 
-There may be many thousands of candidates per number of stages and micro-batch size, and few are
-simulated. Their estimates are computed together, and they are taken in ascending order of these.
+A search that ends before it has judged anything falls back to even cuts of the graph's own order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from functools import cache, cached_property
+from itertools import pairwise
 from math import inf
 
 import numpy as np
 
-from pipectl.plan import Plan
-from pipectl.planner.evaluate import TIE, Evaluator
-from pipectl.planner.modes import ModeSearch
-from pipectl.planner.partition.estimate import ROUNDING
-from pipectl.planner.partition.layout import Choice, Layout, Ranks
+from pipectl.planner.bounds import Bound, longest_path_s, outlook_s
+from pipectl.planner.costs.devices import (
+    Mix,
+    every_placement,
+    mixes,
+    one_each,
+    placements,
+)
+from pipectl.planner.graph.blocks import bitset
+from pipectl.planner.graph.downsets import CutSpace, Enumeration, Partition
+from pipectl.planner.judge import Candidate, Judge, Simplicity
+from pipectl.planner.partition.cutter import Cut, Cutter, fewest_of_table
+from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import Order, open_orders
+from pipectl.planner.request import Order, micro_batch_sizes, open_orders
 
+MICRO_BATCHES_PER_STAGE = 8
+"""With more, the step hardly gets shorter: the bubble is then about a tenth."""
+MICRO_BATCHES_IF_PROPORTIONAL = 4
+"""The same if times of small micro-batches are scaled from a larger size, not measured."""
+MAX_LAYOUTS = 300
+"""An area with fewer partitions times placements is tried in full."""
+SMALL, MORE = 10, 50
+"""Graphs of at most ``SMALL`` blocks may have ``MORE`` times as many."""
 OVERFULL = 1.5
 """Factor, plus the relative excess, of the estimates of candidates with replicas whose ranks exceed
 their memory limit."""
-Simplicity = tuple[int, int, int, int]
-"""Numbers of stages, recomputed stages, micro-batches in flight, and micro-batches. Lower is better
-if times tie."""
-Family = tuple[tuple[int, ...], int, str, tuple[int, ...]]
-"""Replicas of every stage, micro-batch size, schedule and warm-up."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A choice and the estimate of its step, a lower bound with one rank per stage.
+class Area:
+    """A number of stages and a micro-batch size.
 
     Args:
-        size: samples of a micro-batch in the estimate; replicas that take whole micro-batches may
-            have smaller ones.
-        micro_batches: of a step.
-        may_fit: whether the memory that every schedule needs is within the limits.
+        size: samples of a micro-batch.
+        least_s: lower bound on the step.
     """
 
-    choice: Choice
+    stages: int
     size: int
     micro_batches: int
-    estimate_s: float
-    may_fit: bool = True
+    least_s: float
+
+
+class Areas:
+    """The areas of a problem, their cuts and layouts, each computed once.
+
+    Args:
+        counts: numbers of stages to try, ascending.
+        cutter: cuts the search space.
+    """
+
+    def __init__(
+        self, problem: Problem, space: CutSpace, counts: Sequence[int], cutter: Cutter
+    ) -> None:
+        self.counts = counts
+        self._problem = problem
+        self._space = space
+        self._cutter = cutter
+        self._known: dict[tuple[int, int], Area] = {}
+        self._cuts: dict[tuple[int, int], list[Cut]] = {}
+        self.sizes = cache(self._find_sizes)
+        self._least_work = cache(self._find_least_work)
+        self._every_layout = cache(self._find_every_layout)
+        # Speeds of all devices, the fastest first, and the work per second of all cores, however
+        # many ranks share them.
+        self._speeds = [pool.speed for pool in problem.devices for _ in pool.ranks]
+        nodes = problem.cluster.nodes
+        self._capacity = sum(min(node.ranks, node.cores) * node.device.speed for node in nodes)
+
+    @cached_property
+    def all(self) -> list[Area]:
+        """Every area whose stages could hold the model."""
+        return [
+            self.of(stages, size)
+            for stages in self.counts
+            if self._problem.could_hold(stages)
+            for size in self.sizes(stages)
+        ]
 
     @property
-    def layout(self) -> Layout:
-        """Stages and their ranks."""
-        return self.choice.layout
+    def known(self) -> list[Area]:
+        """Every area, and those that :meth:`of` was called with."""
+        return list(dict.fromkeys([*self.all, *self._known.values()]))
 
-    @property
-    def simplicity(self) -> Simplicity:
-        """Key by which candidates are preferred if times tie."""
-        choice = self.choice
-        recomputed = sum(choice.layout.recompute)
-        return len(choice.layout.ranks), recomputed, sum(choice.warm_up), self.micro_batches
+    def of(self, stages: int, size: int) -> Area:
+        """One area, with its bound."""
+        if (stages, size) not in self._known:
+            problem, shares = self._problem, self._problem.shares(size)
+            total_s, _, path_s = self._least_work(size)
+            bottleneck_s = self.quick_bound(stages, size).load_s
+            least_s = outlook_s(bottleneck_s, path_s, shares, stages, self._speeds[0])
+            least_s = max(least_s, sum(shares) * total_s / self._capacity)
+            area = Area(stages, size, problem.micro_batches(size), least_s)
+            self._known[stages, size] = area
+        return self._known[stages, size]
 
-    @property
-    def family(self) -> Family:
-        """Key that is equal for candidates that differ only in their cuts."""
-        choice = self.choice
-        return choice.replicas, choice.size, choice.schedule, choice.warm_up
+    def _find_sizes(self, stages: int) -> list[int]:
+        several = self._problem.profile.has_several_sizes
+        most = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
+        return micro_batch_sizes(self._problem.request, stages * most)
+
+    @cached_property
+    def reference_size(self) -> int:
+        """The size that stages are cut for first: the measured one if the request allows it."""
+        measured = self._problem.profile.micro_batch_size
+        sizes = self.sizes(self.counts[-1])
+        return min(sizes, key=lambda size: (abs(size - measured), size))
+
+    def cuts(self, stages: int, size: int | None = None) -> list[Cut]:
+        """Good partitions into a number of stages, cut for a micro-batch size."""
+        size = size or self.reference_size
+        if (stages, size) not in self._cuts:
+            mixes = self.mixes(stages)
+            cuts = [cut for mix in mixes for cut in self._cutter.partitions(stages, size, mix)]
+            self._cuts[stages, size] = list(dict.fromkeys(cuts))
+        return self._cuts[stages, size]
+
+    def layouts(self, cuts: Iterable[Cut]) -> list[Layout]:
+        """Cuts with every placement."""
+        problem = self._problem
+        return [
+            Layout(cut.partition, one_each(place), cut.recompute)
+            for cut in cuts
+            for place in placements(problem.cluster, problem.devices, cut.kinds)
+        ]
+
+    def everything(self, area: Area) -> list[Layout] | None:
+        """All layouts of an area; None if there are more than the limit."""
+        return self._every_layout(area.stages)
+
+    def _find_every_layout(self, stages: int) -> list[Layout] | None:
+        most = MAX_LAYOUTS * (MORE if len(self._problem.graph) <= SMALL else 1)
+        if self._enumeration is None or self._enumeration.count(stages) > most:
+            return None
+        places = every_placement(self._problem.cluster, stages, MAX_LAYOUTS)
+        if not places or self._enumeration.count(stages) > most // len(places):
+            return None
+        partitions = self._enumeration.every_partition(stages)
+        ranks = list(map(one_each, places))
+        return [Layout(partition, held) for partition in partitions for held in ranks]
+
+    @cached_property
+    def _enumeration(self) -> Enumeration | None:
+        """The lister of all partitions; None if there are always too many."""
+        few = len(self._space) <= MAX_LAYOUTS * 4
+        whole = self._space.complete and not self._space.moved
+        return Enumeration(self._space.downsets) if few and whole else None
+
+    def bound(self, stages: int, size: int) -> Bound:
+        """The lower bound on the bottleneck of a number of stages."""
+        return self._cutter.bound(stages, size, self.mixes(stages), self._speeds[:stages])
+
+    def quick_bound(self, stages: int, size: int) -> Bound:
+        """A lower bound from sums of work alone."""
+        total_s, largest_s, _ = self._least_work(size)
+        speeds = self._speeds[:stages]
+        return Bound(max(total_s / sum(speeds), largest_s / speeds[0]), False)
+
+    def mixes(self, stages: int) -> list[Mix]:
+        """Ways in which a number of stages can use the devices."""
+        if len(self._problem.devices) == 1:
+            fewest = fewest_of_table(stages)
+            sharing = [count for count in self.counts if fewest_of_table(count) == fewest]
+            return [Mix.ordered([0] * max(stages, *sharing), 1)]
+        return mixes(self._problem.devices, len(self._space), stages, stages)
+
+    def orders(self, stages: int, size: int) -> list[Order]:
+        """Schedules and warm-ups, fewest micro-batches in flight first."""
+        return open_orders(self._problem.request, stages, self._problem.micro_batches(size))
+
+    def _find_least_work(self, size: int) -> tuple[float, float, float]:
+        """Seconds of all blocks, of the largest block, and of the longest path."""
+        times = self._problem.block_times(size, self._space.moved, cached=True)
+        return sum(times), max(times), longest_path_s(self._problem.graph, times)
 
 
 class Candidates:
@@ -164,124 +287,38 @@ class Candidates:
         return Candidate(choice, self._size, count, estimate_s, may_fit)
 
 
-MAX_ACTIONS_OF_SEARCH = 200_000
-"""Total of simulated forwards and backwards; keeps planning for many ranks within seconds."""
+def judge_promising(candidates: Candidates, judge: Judge) -> None:
+    """Judge the candidates that could be best."""
+    while candidates.next_s < inf and not judge.is_beaten(candidates.next_s):
+        judge.judge(candidates.take())
 
 
-class Outcome(Enum):
-    """What became of a candidate; one that cannot be best is not simulated."""
+def even_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:
+    """Even cuts of the graph's own order into the most stages and the fewest.
 
-    FITS, DOES_NOT_FIT, BEATEN = range(3)
+    Micro-batches have about the measured size, or the smallest size to try, which needs the least
+    memory. The schedule is the one with the fewest micro-batches in flight.
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """A simulated candidate that fits."""
-
-    candidate: Candidate
-    plan: Plan
-
-    @property
-    def step_s(self) -> float:
-        """Simulated time of the step."""
-        return self.plan.predicted_step_s
-
-
-class Judge:
-    """Collects the verdicts on the candidates of one problem.
-
-    Attributes:
-        evaluator: simulates the plans.
-        fastest_s: the shortest step so far.
-        gave_up: whether candidates were left out because of the limit on simulations.
+    Args:
+        counts: numbers of stages that are allowed, ascending.
     """
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._verdicts: list[Verdict] = []
-        self._steps_s: dict[Choice, float] = {}  # infinite if it does not fit
-        self.evaluator = Evaluator(problem, max_actions=MAX_ACTIONS_OF_SEARCH)
-        self._modes = ModeSearch(self.evaluator, (False,))
-        self.fastest_s = inf
-        self.gave_up = False
-
-    def consider(self, candidates: Candidates) -> None:
-        """Judge the candidates that could be best."""
-        while candidates.next_s < inf and not self.is_beaten(candidates.next_s):
-            self.judge(candidates.take())
-
-    def judge(self, candidate: Candidate) -> Outcome:
-        """Simulate a candidate, unless it does not fit or cannot be best."""
-        if candidate.choice not in self._steps_s:
-            if not candidate.may_fit:
-                self._steps_s[candidate.choice] = inf
-            elif self.is_beaten(candidate.estimate_s) or self._ties_at_best(candidate):
-                return Outcome.BEATEN
-        return self.examine(candidate)
-
-    def examine(self, candidate: Candidate) -> Outcome:
-        """Simulate a candidate even if it cannot be best.
-
-        Stages with replicas that do not fit recompute if they may and if that could be faster than
-        the best plan so far.
-        """
-        choice = candidate.choice
-        if choice not in self._steps_s:
-            plan = self.evaluator.run(self._problem.plan(choice))
-            fitting = plan if self.evaluator.fits(plan) else None
-            could_be_best = plan.predicted_step_s < self.fastest_s
-            if fitting is None and max(choice.replicas) > 1 and could_be_best:
-                fitting = self._modes.within_memory(plan)
-            self._steps_s[choice] = inf if fitting is None else fitting.predicted_step_s
-            if fitting is not None:
-                self._verdicts.append(Verdict(candidate, fitting))
-                self.fastest_s = min(self.fastest_s, fitting.predicted_step_s)
-        return Outcome.FITS if self._steps_s[choice] < inf else Outcome.DOES_NOT_FIT
-
-    def best(self) -> Verdict | None:
-        """The fastest plan that fits; among equals the simplest. None if there is none."""
-        if not self._verdicts:
-            return None
-        ties = [v for v in self._verdicts if v.step_s <= self.fastest_s * (1 + TIE)]
-        return min(ties, key=_preference)
-
-    def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
-        """The next best plans, all of which differ in more than their cuts."""
-        shapes = {best.candidate.family: best}
-        for verdict in sorted(self._verdicts, key=lambda v: v.step_s):
-            shapes.setdefault(verdict.candidate.family, verdict)
-        return list(shapes.values())[1 : most + 1]
-
-    def families(self) -> set[Family]:
-        """Families of all simulated plans that fit."""
-        return {verdict.candidate.family for verdict in self._verdicts}
-
-    def is_beaten(self, estimate_s: float) -> bool:
-        """Whether a plan with this estimate cannot even tie, or simulations are exhausted."""
-        return estimate_s > self.fastest_s * (1 + TIE) or self.is_exhausted()
-
-    def is_exhausted(self) -> bool:
-        """Whether enough were simulated, and some fit; what is left out then is given up."""
-        exhausted = self.evaluator.is_exhausted and bool(self._verdicts)
-        self.gave_up |= exhausted
-        return exhausted
-
-    def least_s(self, candidate: Candidate) -> float:
-        """The step of a candidate, or its estimate if it was not simulated; infinite if it does not
-        fit, even with recomputation."""
-        step_s = self._steps_s.get(candidate.choice, candidate.estimate_s)
-        helps = self._problem.request.recompute is None
-        return candidate.estimate_s if helps and step_s == inf else step_s
-
-    def _ties_at_best(self, candidate: Candidate) -> bool:
-        """Whether a candidate can at most tie, with plans that are as simple or simpler."""
-        best = self.best() if candidate.estimate_s >= self.fastest_s * (1 - TIE) else None
-        if best is None or candidate.simplicity < best.candidate.simplicity:
-            return False
-        equal = candidate.simplicity == best.candidate.simplicity
-        return not equal or candidate.estimate_s >= best.step_s * (1 - 2 * ROUNDING)
+    measured, request = problem.profile.micro_batch_size, problem.request
+    fastest = [rank for pool in problem.devices for rank in pool.ranks]
+    for stages in dict.fromkeys((counts[-1], counts[0])):
+        sizes = micro_batch_sizes(request, MICRO_BATCHES_IF_PROPORTIONAL * stages)
+        near = min(sizes, key=lambda size: (abs(size - measured), size))
+        for size in dict.fromkeys((near, min(sizes))):
+            order = open_orders(request, stages, problem.micro_batches(size))[0]
+            partition = even_partition(problem, stages, size)
+            ranks = one_each(tuple(sorted(fastest[:stages])))
+            yield Choice(Layout(partition, ranks), size, *order)
 
 
-def _preference(verdict: Verdict) -> tuple[Simplicity, float, Ranks]:
-    candidate = verdict.candidate
-    return candidate.simplicity, verdict.step_s, candidate.choice.layout.ranks
+def even_partition(problem: Problem, stages: int, size: int) -> Partition:
+    """Consecutive blocks, at least one per stage, cut where sums are nearest to even shares."""
+    times = problem.block_times(size)
+    sums, cuts = np.concatenate([[0.0], np.cumsum(times)]), [0]
+    for stage in range(1, stages):
+        nearest = int(np.abs(sums - sums[-1] * stage / stages).argmin())
+        cuts.append(min(max(nearest, cuts[-1] + 1), len(times) - stages + stage))
+    return tuple(bitset(range(*ends)) for ends in pairwise([*cuts, len(times)]))

@@ -33,13 +33,13 @@ from math import ceil, inf, log
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan, Replication
-from pipectl.planner.areas import Area, Areas, first_choices
 from pipectl.planner.bounds import Bound, with_findings, work_s
-from pipectl.planner.candidates import Candidate, Candidates, Judge, Outcome, Verdict
-from pipectl.planner.evaluate import out_of_time
+from pipectl.planner.candidates import Area, Areas, Candidates, even_choices, judge_promising
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
+from pipectl.planner.judge import Candidate, Judge, Outcome, Verdict, out_of_time
+from pipectl.planner.modes import ModeSearch
 from pipectl.planner.partition.cutter import MANY_RANKS, Cutter, cut_request
 from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import (
@@ -183,7 +183,7 @@ class Explorer:
             InfeasibleError, OutOfTimeError: they do not fit.
         """
         problem, counts, plan = self.problem, self._areas.counts, None
-        tried = first_choices(problem, counts)
+        tried = even_choices(problem, counts)
         if finished:
             choice, plan = least_demanding(problem, self.cutter, counts)
             tried = iter((choice,))
@@ -273,7 +273,7 @@ class Explorer:
                 cuts = self.cutter.balanced(each)
                 any_cuts |= bool(cuts)
                 layouts, order = self._areas.layouts(cuts), (recut.schedule, recut.warm_up)
-                self.judge.consider(Candidates(self.problem, layouts, area.size, [order]))
+                judge_promising(Candidates(self.problem, layouts, area.size, [order]), self.judge)
         return any_cuts
 
     def _recut_with_smaller_micro_batches(self) -> None:
@@ -300,7 +300,7 @@ class Explorer:
         if area in self._complete:
             return
         if self.problem.has_limits:
-            self.judge.consider(self._cut_for_size(area))
+            judge_promising(self._cut_for_size(area), self.judge)
         else:
             self._polish(best.candidate)
         while not self.judge.is_exhausted():
@@ -310,7 +310,7 @@ class Explorer:
             exact = before.step_s <= candidate.estimate_s * (1 + MIN_GAIN)
             if exact and candidate.choice in self._minima:
                 return  # estimates equal the simulation: no neighbour can be better
-            self.judge.consider(self._near(candidate))
+            judge_promising(self._near(candidate), self.judge)
             if self.judge.best() is before:
                 return
 
@@ -349,7 +349,9 @@ class Explorer:
                 self.judge.judge(candidate)
                 if self.judge.least_s(candidate) > candidate.estimate_s * (1 + MAX_ERROR):
                     break
-        self.judge.consider(self._candidates([candidate.layout], area))  # simpler orders may tie
+        judge_promising(
+            self._candidates([candidate.layout], area), self.judge
+        )  # simpler orders may tie
 
     def _cut_for_size(self, area: Area) -> Candidates:
         """Good cuts for the size of an area, if stages were first cut for another size."""
@@ -381,11 +383,12 @@ class Explorer:
             seen: set[tuple[int, Layout]] = set()
             improved = [self._descend(start, seen) for start in chosen]
             starts = _best_first([*improved, *starts])
+        modes = ModeSearch(self.judge.evaluator, (False,))
         for proposal in starts[:PROPOSALS]:
             for changed in self._shared(proposal):
                 if not self.judge.is_exhausted():
                     self._check()
-                    self.judge.examine(changed)
+                    self.judge.examine(changed, modes.within_memory)
 
     def _replicated(self) -> list[Candidate]:
         """Proposals of the programme for every size, with estimates on every order of the ranks."""

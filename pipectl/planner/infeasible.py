@@ -9,9 +9,9 @@ from math import ceil
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.costs.devices import mixes, one_each, placements
-from pipectl.planner.evaluate import Evaluator
 from pipectl.planner.explain.what_if import with_nodes, with_ranks
 from pipectl.planner.graph.downsets import CutSpace
+from pipectl.planner.judge import Evaluator
 from pipectl.planner.modes import ON_THE_DEVICE, ModeSearch
 from pipectl.planner.partition.cutter import Cutter, cut_request
 from pipectl.planner.partition.layout import Choice, Layout

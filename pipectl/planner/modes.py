@@ -36,7 +36,7 @@ from typing import NamedTuple
 from pipectl.cluster import OffloadTarget
 from pipectl.plan import Plan, Stage
 from pipectl.planner.bounds import least_step_s
-from pipectl.planner.evaluate import TIE, Evaluator, preference
+from pipectl.planner.judge import TIE, Evaluator, preference
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import choices
 from pipectl.planner.segments import SegmentPlans

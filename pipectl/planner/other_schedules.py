@@ -20,12 +20,12 @@ from math import ceil, inf
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.areas import even_partition
 from pipectl.planner.bounds import Bound, with_findings, work_s
+from pipectl.planner.candidates import even_partition
 from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
 from pipectl.planner.costs.stage_costs import with_halves
-from pipectl.planner.evaluate import out_of_time, preference
 from pipectl.planner.graph.downsets import CutSpace
+from pipectl.planner.judge import out_of_time, preference
 from pipectl.planner.modes import Shortlist
 from pipectl.planner.partition.cutter import Cutter, cut_request
 from pipectl.planner.partition.layout import Choice, Layout, Ranks, ranks_of

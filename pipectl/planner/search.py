@@ -38,11 +38,11 @@ from pipectl.plan import Plan, Replication
 from pipectl.planner.bounds import PLANNER, with_findings, work_s
 from pipectl.planner.costs.devices import mixes, one_each, placements
 from pipectl.planner.costs.stage_costs import with_halves
-from pipectl.planner.evaluate import TIE, out_of_time, preference
 from pipectl.planner.explain.what_if import with_enough_memory, with_ranks
 from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
+from pipectl.planner.judge import TIE, out_of_time, preference
 from pipectl.planner.modes import ON_THE_DEVICE, Shortlist
 from pipectl.planner.other_schedules import (
     SEVERAL_STAGES_GAIN,

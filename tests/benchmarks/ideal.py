@@ -43,7 +43,7 @@ from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.evaluate import plan_of_stages
+from pipectl.planner.judge import plan_of_stages
 from pipectl.profile import Profile
 from pipectl.schedule import Kind
 from pipectl.simulate import simulate

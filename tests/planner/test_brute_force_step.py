@@ -12,8 +12,8 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.costs.devices import one_each
-from pipectl.planner.evaluate import TIE
 from pipectl.planner.graph.blocks import bits, condense
+from pipectl.planner.judge import TIE
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders

@@ -13,7 +13,7 @@ from pipectl.link import Link
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.stage_costs import operator_times, scaled_transfers, stage_costs
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.partition.route_sums import PartitionSums
+from pipectl.planner.partition.estimate import PartitionSums
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import OperatorMemory, StageOverhead

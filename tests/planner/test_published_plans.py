@@ -15,8 +15,8 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.baselines import dapple
 from pipectl.planner.baselines.pipedream import antichain_states, solved
 from pipectl.planner.baselines.policy import Work
-from pipectl.planner.evaluate import TIE
 from pipectl.planner.graph.imported import prepared
+from pipectl.planner.judge import TIE
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
 

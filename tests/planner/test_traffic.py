@@ -9,7 +9,7 @@ from validator import validate
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.evaluate import TIE
+from pipectl.planner.judge import TIE
 from pipectl.schedule import lower
 from pipectl.simulate import simulate
 

@@ -22,9 +22,9 @@ from pipectl.plan import Replication
 from pipectl.planner.balance.balance import balance
 from pipectl.planner.balance.load_model import BalanceRequest
 from pipectl.planner.baselines import NAMES, OWN
-from pipectl.planner.evaluate import plan_of_stages
 from pipectl.planner.explain.what_if import with_bandwidth, with_ranks, with_slower_links
 from pipectl.planner.graph.imported import folded, prepared
+from pipectl.planner.judge import plan_of_stages
 from pipectl.units import (
     did_you_mean,
     format_bytes,

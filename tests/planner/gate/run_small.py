@@ -16,9 +16,10 @@ from gate_corpus import GRAPHS, cluster_of, profile_of
 
 from pipectl.cluster import Cluster
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.candidates import Candidates, Judge
+from pipectl.planner.candidates import Candidates, judge_promising
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import Enumeration, all_downsets
+from pipectl.planner.judge import Judge
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
@@ -51,7 +52,7 @@ def best_step_s(profile: Profile, cluster: Cluster, request: PlanRequest) -> flo
         ]
         for size in micro_batch_sizes(request, 8 * stages):
             orders = open_orders(request, stages, problem.micro_batches(size))
-            judge.consider(Candidates(problem, layouts, size, orders))
+            judge_promising(Candidates(problem, layouts, size, orders), judge)
     return judge.fastest_s
 
 
