@@ -17,8 +17,7 @@ from pipectl.planner.partition.cutter import Cutter, cut_request
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders
-from pipectl.schedule.gpipe import GPIPE
-from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
+from pipectl.schedule.one_f_one_b import GPIPE, ONE_F_ONE_B
 from pipectl.units import format_bytes, plural
 
 MAX_COUNTS = 8

@@ -12,10 +12,9 @@ from pipectl.errors import InfeasibleError, InvalidInputError
 from pipectl.plan import Plan, Replication
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
-from pipectl.schedule.gpipe import GPIPE
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.schedule.listed import Listed
-from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
+from pipectl.schedule.one_f_one_b import GPIPE, ONE_F_ONE_B
 from pipectl.schedule.order import Shape
 
 Order = tuple[str, tuple[int, ...]]

@@ -37,7 +37,8 @@ from pipectl.cluster import OffloadTarget
 from pipectl.errors import WorkerError
 from pipectl.plan import Plan
 from pipectl.runtime.waiting import gather_all
-from pipectl.schedule import lower, peak_host_bytes
+from pipectl.schedule import lower
+from pipectl.simulate.memory import peak_host_bytes
 from pipectl.units import format_bytes
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from pipectl.runtime.synchronous import SynchronousSteps
 from pipectl.runtime.telemetry import Telemetry
 from pipectl.runtime.tracing import Tracing
 from pipectl.schedule import channels, is_unflushed, lower, lower_renewal
-from pipectl.schedule.memory import room_bytes
+from pipectl.simulate.memory import room_bytes
 
 _CHECK_REPLICAS_EVERY = 100
 """In steps."""

@@ -1,17 +1,163 @@
-"""Channels: the ordered streams of messages between replicas of stages."""
+"""The replicas of stages on ranks: their part of the work, and the channels between them.
+
+A channel is the ordered stream of messages between two replicas. Replicas that take whole
+micro-batches take them in turn: from a stage with two replicas to a stage with three, a message of
+micro-batch i goes from replica i mod 2 to replica i mod 3. Otherwise every micro-batch is split by
+samples, for example six samples::
+
+    replica of two      0 0 0 1 1 1
+    replica of three    0 0 1 1 2 2      messages 0-0, 0-1, 1-1, 1-2
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil, lcm
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from pipectl.arrays import Floats
 from pipectl.graph import TransferKind
-from pipectl.plan import Plan
-from pipectl.schedule.actions import Actions
-from pipectl.schedule.placement import Portion, common, is_apart, pairs
+from pipectl.plan import Plan, Replication
+from pipectl.schedule.actions import Actions, Integers, Kind
+
+Column = Integers | int
+"""One value per micro-batch, or one value for all."""
+
+
+class Role(NamedTuple):
+    """The part of one replica of a stage on one rank; ``kind`` is FORWARD or BACKWARD."""
+
+    kind: Kind
+    stage: int
+    replica: int
+
+
+class Portion(NamedTuple):
+    """The part of a step that a replica computes or a channel carries, by ascending micro-batch.
+
+    Args:
+        start, stop: half-open range of samples of each micro-batch; both -1 for all.
+    """
+
+    micro_batches: Integers
+    start: Column = -1
+    stop: Column = -1
+
+    def some(self, chosen: Integers) -> Portion:
+        """Return the part with the micro-batches at these indices."""
+        start, stop = (
+            edge if isinstance(edge, int) else edge[chosen] for edge in (self.start, self.stop)
+        )
+        return Portion(self.micro_batches[chosen], start, stop)
+
+
+def plan_of_step(plan: Plan, samples: int) -> Plan:
+    """Return the plan of a step that may have fewer samples, such as the last of an epoch."""
+    if samples == plan.batch_size:
+        return plan
+    return replace(plan, batch_size=samples, micro_batches=ceil(samples / plan.micro_batch_size))
+
+
+def plan_of_trial(plan: Plan, size: int) -> Plan:
+    """Return the plan of a short step that uses every channel.
+
+    Args:
+        size: samples of each micro-batch.
+    """
+    count = 1
+    if plan.replication is Replication.WHOLE:
+        count = min(plan.micro_batches, lcm(*(stage.replicas for stage in plan.stages)))
+    return replace(plan, micro_batch_size=size, batch_size=count * size, micro_batches=count)
+
+
+def roles(plan: Plan, rank: int) -> tuple[Role, ...]:
+    """Return what a rank computes, forwards first, by ascending stage."""
+    return plan.derived(_roles)[rank]
+
+
+def is_apart(plan: Plan, stage: int, replica: int) -> bool:
+    """Return whether the forward and the backward of a replica run on different ranks."""
+    held = plan.stages[stage]
+    return held.updating_ranks[replica] != held.ranks[replica]
+
+
+def portion(plan: Plan, stage: int, replica: int, micro_batches: int) -> Portion:
+    """Return what a replica computes in a step of so many micro-batches."""
+    return common(plan, (stage, replica), (stage, replica), micro_batches)
+
+
+def shares(plan: Plan, rows: Actions) -> Floats:
+    """Return the samples of each row relative to a full micro-batch; shape [rows].
+
+    The share of a row that belongs to no micro-batch is 1.
+    """
+    micro_batch = rows.column("micro_batch")
+    sizes = np.ones(1 + micro_batch.max(initial=plan.micro_batches - 1) + 1)
+    sizes[:-1] = np.resize(plan.micro_batch_shares, len(sizes) - 1)
+    start, stop = rows.column("start"), rows.column("stop")
+    part: Floats = (stop - start) / plan.micro_batch_size
+    return np.where(start >= 0, part, sizes[micro_batch])
+
+
+def common(plan: Plan, source: tuple[int, int], target: tuple[int, int], number: int) -> Portion:
+    """Return the messages between two (stage, replica): the samples that both compute.
+
+    Args:
+        number: micro-batches in the step.
+    """
+    (first, one), (second, other) = source, target
+    counts = plan.stages[first].replicas, plan.stages[second].replicas
+    if counts == (1, 1):
+        return Portion(np.arange(number))
+    if plan.replication is Replication.WHOLE:
+        shared = np.arange(one, number, counts[0])
+        return Portion(shared[shared % counts[1] == other])
+    sizes = _sizes(plan, number)
+    ours, theirs = _edges(sizes, counts[0]), _edges(sizes, counts[1])
+    start = np.maximum(ours[one], theirs[other])
+    stop = np.minimum(ours[one + 1], theirs[other + 1])
+    index = np.flatnonzero(start < stop)
+    return Portion(index, start[index], stop[index])
+
+
+def pairs(plan: Plan, source: int, target: int) -> list[tuple[int, int]]:
+    """Return the pairs of replicas of two stages that exchange messages, in ascending order."""
+    one, other = plan.stages[source].replicas, plan.stages[target].replicas
+    if plan.replication is Replication.WHOLE:
+        period = min(plan.micro_batches, lcm(one, other))
+        return sorted({(index % one, index % other) for index in range(period)})
+    sizes = np.unique(_sizes(plan, plan.micro_batches))
+    ours, theirs = _edges(sizes, one), _edges(sizes, other)
+    first = np.maximum(ours[:-1, None], theirs[None, :-1])
+    overlap = first < np.minimum(ours[1:, None], theirs[None, 1:])
+    return [(int(a), int(b)) for a, b in np.argwhere(overlap.any(axis=2))]
+
+
+def _roles(plan: Plan) -> list[tuple[Role, ...]]:
+    by_rank: list[list[Role]] = [[] for _ in range(plan.ranks)]
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for index, stage in enumerate(plan.stages):
+            ranks = stage.ranks if kind is Kind.FORWARD else stage.updating_ranks
+            for replica, rank in enumerate(ranks):
+                by_rank[rank].append(Role(kind, index, replica))
+    return [tuple(items) for items in by_rank]
+
+
+def _sizes(plan: Plan, micro_batches: int) -> Integers:
+    sizes = np.full(micro_batches, plan.micro_batch_size)
+    if micro_batches == plan.micro_batches:
+        sizes[-1] = plan.batch_size - (micro_batches - 1) * plan.micro_batch_size
+    return sizes
+
+
+def _edges(sizes: Integers, replicas: int) -> Integers:
+    """Return the first sample of each replica, and the end; shape [replicas + 1, sizes]."""
+    edges: Integers = np.arange(replicas + 1)[:, None] * sizes // replicas
+    return edges
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""1F1B and ZB-H1: after its warm-up, a stage alternates one backward and one forward.
+"""1F1B, GPipe and ZB-H1: after its warm-up, a stage alternates one backward and one forward.
 
 1F1B with four stages, eight micro-batches and warm-up (4, 3, 2, 1). A backward is drawn twice as
 long as a forward; digits are forwards, letters (a = micro-batch 0) are backwards::
@@ -11,6 +11,18 @@ long as a forward; digits are forwards, letters (a = micro-batch 0) are backward
 The warm-up of a stage is the number of forwards before its first backward. It bounds the number of
 micro-batches whose activations the stage keeps. Sources: PipeDream-Flush (Narayanan et al., 2021);
 the two warm-up policies are DAPPLE's (Fan et al., PPoPP 2021).
+
+GPipe is 1F1B whose warm-up is the whole step: all forwards, then all backwards. With four
+micro-batches::
+
+    stage 0  0123.........aabbccdd
+    stage 1  .0123......aabbccdd
+    stage 2  ..0123...aabbccdd
+    stage 3  ...0123aabbccdd
+
+Activations of every micro-batch are kept. Gradients accumulate in ascending order of the
+micro-batches, as in every schedule here (in the paper, backwards run in reverse). Source: Huang et
+al., "GPipe", NeurIPS 2019.
 
 ZB-H1 is 1F1B that computes weight gradients in otherwise idle time. Forward, input half and weight
 half of a backward are drawn equally long; small letters are input halves, capitals weight halves::
@@ -83,6 +95,16 @@ def order(shape: Shape, warm_up: Sequence[int]) -> Order:
     return Order(forward, backward)
 
 
+def every_forward_first(shape: Shape) -> list[WarmUp]:
+    """Return the warm-up of schedules whose backwards follow all forwards."""
+    return [(shape.micro_batches,) * shape.stages]
+
+
+def _gpipe_order(shape: Shape, _: Sequence[int]) -> Order:
+    """Return 1F1B whose warm-up is the whole step."""
+    return order(shape, *every_forward_first(shape))
+
+
 def _split_order(shape: Shape, warm_up: Sequence[int]) -> Order:
     """Return 1F1B with doubled turns, and each weight half right after the s-th next input half.
 
@@ -104,3 +126,4 @@ def _split_order(shape: Shape, warm_up: Sequence[int]) -> Order:
 
 ONE_F_ONE_B = Schedule("1f1b", order, policies, chooses_warm_up=True, is_local=True)
 ZB_H1 = Schedule("zb-h1", _split_order, policies, splits_backward=True, chooses_warm_up=True)
+GPIPE = Schedule("gpipe", _gpipe_order, every_forward_first, is_local=True)

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from pipectl.errors import ScheduleError, UsageError
 from pipectl.plan import Plan, Replication
-from pipectl.schedule.gpipe import GPIPE, LOOPED_BFS
-from pipectl.schedule.interleaved import INTERLEAVED
+from pipectl.schedule.interleaved import INTERLEAVED, LOOPED_BFS
 from pipectl.schedule.listed import Listed, schedule_of_lists
-from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, ZB_H1
+from pipectl.schedule.one_f_one_b import GPIPE, ONE_F_ONE_B, ZB_H1
 from pipectl.schedule.order import Order, Placement, Schedule, Shape
 from pipectl.schedule.pipedream import PIPEDREAM, PIPEDREAM_2BW
 from pipectl.schedule.v_shaped import DUAL_PIPE_V, V_HALF, V_MIN, ZB_V

@@ -24,11 +24,11 @@ from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.rehearsal import Meeting, Passage, Rehearsal
 from pipectl.schedule.actions import Actions, Kind
+from pipectl.schedule.channel import shares
 from pipectl.schedule.lowering import lower
-from pipectl.schedule.placement import shares
 from pipectl.schedule.registry import is_unflushed
-from pipectl.simulate.machine import Machine
 from pipectl.simulate.network import Numbering, Stream, streams_of
+from pipectl.simulate.simulation import Machine
 
 SHORTEST_S = 0.020
 """Minimum length of an average computation, in time of the rehearsal."""

@@ -29,7 +29,7 @@ from pipectl.link import Link
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.schedule import default_warm_up, lower
 from pipectl.simulate import simulate
-from pipectl.simulate.machine import Machine
+from pipectl.simulate.simulation import Machine
 
 SHAPES = [(4, 8), (4, 16), (64, 512), (1024, 1024), (1024, 4096), (10_000, 1_000)]
 SMALL = 3

@@ -18,12 +18,11 @@ from pipectl.schedule import (
     Actions,
     Kind,
     channels,
-    host_bytes,
     lower,
     messages,
-    stage_peaks_in_flight,
 )
 from pipectl.simulate import simulate
+from pipectl.simulate.memory import host_bytes, stage_peaks_in_flight
 
 COST = StageCost(
     1.0, 2.0, 0.5, parameter_bytes=100, optimizer_bytes=50, saved_bytes=10, input_bytes=4

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pipectl.plan import Plan, Prediction, StageCost
-from pipectl.schedule.memory import copy_bytes, room_bytes
+from pipectl.simulate.memory import copy_bytes, room_bytes
 
 COST = StageCost(1.0, 2.0, 0.5, 40, 0, 0)
 

@@ -20,7 +20,6 @@ from pipectl.schedule import (
     channels,
     default_ranks,
     default_warm_up,
-    gpipe,
     interleaved,
     lower,
     lower_evaluation,
@@ -28,12 +27,12 @@ from pipectl.schedule import (
     lowering,
     one_f_one_b,
     pipedream,
-    stage_peaks_in_flight,
     v_shaped,
 )
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 from pipectl.schedule.registry import order_of
 from pipectl.simulate import simulate
+from pipectl.simulate.memory import stage_peaks_in_flight
 
 LENGTH = {
     Kind.FORWARD: 1,
@@ -103,9 +102,10 @@ def drawing(pending, stages, indent=4):
 @pytest.mark.parametrize(
     ("schedule", "ranks", "micro_batches", "module"),
     [
-        ("gpipe", 4, 4, gpipe), ("looped-bfs", 2, 4, gpipe), ("1f1b", 4, 8, one_f_one_b),
-        ("zb-h1", 4, 8, one_f_one_b), ("interleaved", 2, 4, interleaved), ("zb-v", 2, 6, v_shaped),
-        ("dualpipev", 2, 6, v_shaped), ("v-half", 3, 4, v_shaped), ("v-min", 3, 4, v_shaped),
+        ("gpipe", 4, 4, one_f_one_b), ("1f1b", 4, 8, one_f_one_b), ("zb-h1", 4, 8, one_f_one_b),
+        ("looped-bfs", 2, 4, interleaved), ("interleaved", 2, 4, interleaved),
+        ("zb-v", 2, 6, v_shaped), ("dualpipev", 2, 6, v_shaped), ("v-half", 3, 4, v_shaped),
+        ("v-min", 3, 4, v_shaped),
     ],
 )  # fmt: skip
 def test_a_schedule_is_as_it_is_drawn(pipeline, schedule, ranks, micro_batches, module):

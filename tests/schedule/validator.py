@@ -20,8 +20,7 @@ from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule import Action, Actions, Kind, channels, messages, portion, roles
 from pipectl.schedule.actions import Integers
-from pipectl.schedule.channel import is_kept
-from pipectl.schedule.placement import Portion, is_apart
+from pipectl.schedule.channel import Portion, is_apart, is_kept
 from pipectl.schedule.registry import is_unflushed, order_of, schedule_of
 from pipectl.simulate import simulate
 

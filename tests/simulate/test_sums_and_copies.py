@@ -9,7 +9,7 @@ from pipectl.graph import BUCKET_BYTES
 from pipectl.link import Link
 from pipectl.plan import StageCost
 from pipectl.schedule.actions import Action, Actions, Kind
-from pipectl.simulate import machine, simulate
+from pipectl.simulate import simulate, simulation
 from pipectl.simulate.network import reduction_s
 
 WITHIN, BETWEEN = Link(0.25, 100.0), Link(1.0, 10.0)
@@ -180,7 +180,7 @@ def test_links_with_equal_figures_are_two(pipeline):
 def test_returning_to_python_between_events_changes_nothing(random_case, monkeypatch):
     plan, shape = random_case(300)
     expected = simulate(plan, shape)
-    monkeypatch.setattr(machine, "EVENTS_AT_ONCE", 1)
+    monkeypatch.setattr(simulation, "EVENTS_AT_ONCE", 1)
     assert simulate(plan, shape) == expected
 
 

@@ -17,10 +17,10 @@ from pipectl.files import make_directory_of, write_text
 from pipectl.link import Link
 from pipectl.plan import Plan, StageCost
 from pipectl.report.gantt import gantt_svg
-from pipectl.schedule import stage_peaks_in_flight
 from pipectl.schedule.equal_stages import plan_equal_stages, reorder
 from pipectl.schedule.registry import read_listed
 from pipectl.simulate import simulate
+from pipectl.simulate.memory import stage_peaks_in_flight
 from pipectl.spec import SCHEDULE_SUFFIX
 from pipectl.units import format_time
 

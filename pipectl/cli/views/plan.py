@@ -333,7 +333,7 @@ def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
 
 def explanation_lines(explanation: Explanation, cluster: Cluster) -> Iterator[str]:
     """Time of the busiest rank, other plans, and the effect of changes."""
-    from pipectl.schedule.memory import copy_bytes  # numpy, which `status` does without
+    from pipectl.simulate.memory import copy_bytes  # numpy, which `status` does without
 
     parts, plan = explanation.parts, explanation.plan
     yield ""
