@@ -48,7 +48,6 @@ RANKS, MICRO_BATCHES, SAMPLES = 2, 16, 4
 JOB: Job = gpt(layers=4, width=768, batch=MICRO_BATCHES * SAMPLES)
 TOO_SLOW = 4
 JOB_RANKS, JOB_MICRO_BATCHES, JOB_STEPS = 4, 8, 7
-GOAL_PEAK, GOAL_LOSS = 0.40, 0.05
 BLOCKS, DEVICES, LARGE, MANY = 48, 16, 512, 64
 """Of the large GPT: its blocks, accelerators, samples and micro-batches."""
 REQUEST = PlanRequest("gpt", LARGE, micro_batches=MANY, schedule="1f1b", from_job=False)
@@ -140,7 +139,7 @@ def disk(rounds: int) -> None:
                 way.peaks.append(peak)
     saved, enough = needed(found["keep"].plan)
     print(f"\n### Offload to disk: {RANKS} ranks, {MICRO_BATCHES} micro-batches in flight, "
-          f"{rounds} rounds (goal: peak -{GOAL_PEAK:.0%}, throughput -{GOAL_LOSS:.0%} at most)\n\n"
+          f"{rounds} rounds\n\n"
           f"A forward saves {format_bytes(saved)}: hidden from {enough / 1e9:.2f} GB/s on; "
           f"the disk gives {link.bandwidth_bytes_per_s / 1e9:.2f} GB/s.\n")  # fmt: skip
     print_table(*comparison(found))

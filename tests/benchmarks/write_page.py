@@ -71,13 +71,8 @@ are, and what its features cost. The planner is on [a page of its own](planner-b
 
 Contenders take turns within one run. Figures are medians, with the lowest and the highest value in
 parentheses; a ratio above 1x means faster. *Load* is the load average of the machine before the
-section; a *goal* is the project's own. To measure all sections and write this page, in some hours:
-
-```sh setup
-make bench
-```
-
-`make bench ONLY="ideal peer"` measures two sections.
+section. `make bench` measures all sections and writes this page, in some hours; `make bench
+ONLY="ideal peer"` measures two of them.
 """,
 )
 PLANNER = Page(
@@ -124,9 +119,10 @@ def circumstances(page: Page, load: float, minutes: float) -> str:
 
 
 def introduction(program: Path) -> tuple[str, str]:
-    """Heading and text, from its docstring."""
-    first, _, rest = (ast.get_docstring(ast.parse(program.read_text())) or "").partition("\n")
-    return f"## {first.rstrip('.')}", rest.strip("\n")
+    """Heading and text, from its docstring without the command line."""
+    first, *rest = (ast.get_docstring(ast.parse(program.read_text())) or "").split("\n\n")
+    paragraphs = (text.strip("\n") for text in rest if "python tests/benchmarks/" not in text)
+    return f"## {first.rstrip('.')}", "\n\n".join(paragraphs)
 
 
 def as_markdown(printed: str) -> str:
