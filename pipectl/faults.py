@@ -97,7 +97,7 @@ class ErrorReport(LenientFields):
 
     Args:
         message: what went wrong.
-        rank: None for the preparation.
+        rank: number of the rank; None for the preparation.
         stage, step, action: what the rank was doing; stage and step are None if there is none.
         host: name of its machine.
         type: class of the exception; None if the rank was lost.

@@ -122,7 +122,7 @@ class Blocks:
         backward_s: backwards of all blocks, and forwards of all blocks except the last.
         kept_bytes: kept per micro-batch from forward to backward: the inputs of all blocks.
         last_bytes: saved by the last block in addition to its inputs.
-        peaks: as those of the stage, but for one block.
+        peaks: as in the cost of the stage, for a stage that runs in these blocks.
         recompute_peak_bytes: peak bytes that the forward of the last block allocates.
     """
 

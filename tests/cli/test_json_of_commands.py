@@ -1,4 +1,4 @@
-"""Every command with ``--json`` has the top-level keys that docs/formats.md says."""
+"""Every command with ``--json`` has the top-level keys that docs/json.md says."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def documented() -> dict[str, tuple[bool, set[str]]]:
 
     A link stands for the keys in the first table of the section that it leads to.
     """
-    section = part_of_page("formats.md", "what-commands-print-as-json")
+    section = part_of_page("json.md", "json-that-commands-print")
     rows = re.findall(r"^\| `pipectl ([^`]+)`([^|]*) \| (.*) \|$", section, re.MULTILINE)
     found = {}
     for command, of, what in rows:
         keys = set(re.findall(r"`([^`]+)`", what))
         for page, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", what):
             file = re.fullmatch(r"(plan|cluster)json", anchor)
-            part = part_of_page(page or "formats.md", anchor)
+            part = part_of_page(page or "json.md", anchor)
             keys |= {f"{file[1]}.json"} if file else documented_keys(part)
         found[command + of] = what.startswith("a list of "), keys
     return found

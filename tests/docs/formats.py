@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import import_module
+from math import inf
 from typing import Any, NotRequired, get_origin, get_type_hints
 
 _TABLE = re.compile(
@@ -62,7 +63,7 @@ def _rows(name: str) -> Iterator[tuple[str, str]]:
 def _default(defaults: dict[str, Any], names: tuple[str, ...]) -> str:
     """The default of a switch, choice or factor; other absent fields are empty, 0 or unknown."""
     value = defaults.get(names[0])
-    if not (isinstance(value, bool | Enum) or (isinstance(value, float) and value)):
+    if not (isinstance(value, bool | Enum) or (isinstance(value, float) and 0 < value < inf)):
         return ""
     value = value.value if isinstance(value, Enum) else value
     return f" (default: `{str(value).lower()}`)"
