@@ -13,19 +13,22 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pipectl.units import printable, printable_json
 
-_WIDTH_WITHOUT_TERMINAL = 120
+_WIDTH_WITHOUT_TERMINAL = 80
 _GAP = 2
 """Spaces between the columns of a table."""
 
 
 def output(*, stderr: bool = False) -> Console:
-    """Console of standard output; without a terminal it has no colours and a fixed width."""
+    """Console of standard output; without a terminal it has no colours, and 80 columns.
+
+    The variable ``COLUMNS`` sets another width.
+    """
     stream = sys.stderr if stderr else sys.stdout
     fixed = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH_WITHOUT_TERMINAL
     return Console(stderr=stderr, width=fixed, highlight=False, markup=False, emoji=False)
@@ -39,6 +42,11 @@ def errors() -> Console:
 def plain(text: object, style: str = "") -> Text:
     """Text without markup and without control characters other than newlines and tabs."""
     return Text(printable(text), style=style)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print tables and lines on standard output; a line that was not wrapped stays whole."""
+    output().print(*parts, sep="\n", crop=False)
 
 
 def say(text: object, style: str = "") -> None:
@@ -69,29 +77,28 @@ def short_path(path: Path) -> str:
 
 
 def label_lines(
-    lines: Iterable[tuple[str, str, str]], indent: int, width: int | None = None, bold: bool = False
+    lines: Iterable[tuple[str, str, str]], indent: int, width: int, bold: bool = False
 ) -> Iterator[Text]:
     """Lines that begin with labels; all lines of a text start in the same column.
 
     Args:
         lines: labels, texts and their styles.
         indent: column of the texts.
-        width: columns to wrap texts to, between words; None does not wrap.
+        width: columns to wrap texts to, between words; longer words stay whole.
         bold: whether labels are bold.
     """
+    fold = partial(
+        textwrap.wrap,
+        width=max(indent, width - indent),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     for label, text, style in lines:
-        parts = text.splitlines() or [""]
-        if width is not None and width >= 2 * indent:
-            fold = partial(
-                textwrap.wrap,
-                width=width - indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            parts = [piece for part in parts for piece in fold(part) or [""]]
+        parts = [piece for part in text.splitlines() or [""] for piece in fold(part) or [""]]
         for number, part in enumerate(parts):
             head = plain(f"{'' if number else label:<{indent}}", "bold" if bold else "")
-            yield Text.assemble(head, plain(part, style))  # the label's style is not the text's
+            # the label's style is not the text's
+            yield Text.assemble(head, plain(part, style), no_wrap=True, overflow="ignore")
 
 
 def table(

@@ -1,134 +1,157 @@
-"""Show the progress of work, and follow a run to its end: bars in a terminal, else lines."""
+"""A submission as a person sees it: the plan, what was submitted, and the run to its end.
+
+`submit`, `resume`, `profile --submit` and `lab rehearse` print it.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from time import monotonic
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import typer
-from rich import progress as bars
 
-from pipectl.cli.app import INTERRUPTED
-from pipectl.cli.console import errors, note, plain
-from pipectl.cli.views.run import print_run
+from pipectl.cli.console import errors, note, say, say_json, warn
+from pipectl.cli.progress import progress_bar
+from pipectl.cli.views.run import print_runs
 from pipectl.jobs.state import RunStatus, poll
-from pipectl.runs import PROFILING, RunDirectory, name_in_shell
-from pipectl.units import format_time
+from pipectl.runs import PROFILING, Record, RunDirectory, name_in_shell
 
 if TYPE_CHECKING:
-    from pipectl.profiler.progress import Progress
-
-LINE_S = 10.0
-"""Seconds of work before the first line."""
-_MAX_TEXT, _FIGURES = 48, 38
-"""Maximum columns of the text, and columns of the figures beside it."""
+    from pipectl.jobs.prepare import PreparedJob
+    from pipectl.jobs.submit import Submission
+    from pipectl.profile import Profile
 
 
-@contextmanager
-def progress_bar(work: str = "") -> Iterator[Progress]:
-    """Show progress; gives a function ``report(done, total, what)``.
+def print_notes(jobs: Sequence[PreparedJob]) -> None:
+    """Print the warnings of jobs, and the reasons for the choice of MPI, once each."""
+    notes = ((each.job.mpi, each.machines.warning if each.machines else "") for each in jobs)
+    for choice, warning in dict.fromkeys(notes):
+        warn(warning)
+        if choice.reason:
+            note(choice.reason)
+        warn(choice.warning)
+
+
+def print_plan(
+    jobs: Sequence[PreparedJob], before: str = "", tell: Callable[[str], None] = say
+) -> None:
+    """Print the plan and prediction of a single job, or that models are measured first.
 
     Args:
-        work: name of the work if ``done`` and ``total`` are amounts of expected work instead of
-            steps. It is then shown in percent, and also without a terminal.
+        before: text before the name of the plan.
+        tell: prints a line of the plan.
     """
-    console = errors()
-    if not console.is_terminal:
-        lines, over = Lines(work), threading.Event()
+    missing = sum(job.plan is None for job in jobs)
+    if missing:
+        of = "" if len(jobs) == 1 else f" for {missing} of {len(jobs)} runs"
+        where = ", in the job's allocation" if any(job.plans_in_job for job in jobs) else ""
+        note(f"no up-to-date profile{of}: the model is measured before it is trained{where}")
+    elif len(jobs) == 1 and (plan := jobs[0].plan) is not None:
+        from pipectl.cli.views.plan import prediction_lines
 
-        def look() -> None:
-            while not over.wait(1.0):
-                lines.tick()
+        for line in (f"{before}{plan.name}: {plan.summary}", *prediction_lines(plan)):
+            tell(line)
 
-        thread = threading.Thread(target=look, daemon=True)
-        if work:
-            thread.start()
-        try:
-            yield lines.report
-        finally:
-            over.set()
-            if work:
-                thread.join()
+
+def note_origin(profile: Profile, began: float, again: str) -> None:
+    """Print a note if a profile, or a part of it, was measured before the command began.
+
+    Args:
+        again: how to measure again.
+    """
+    device = profile.device
+    if device is None or device.measured_at is None:
         return
-    figure = bars.TaskProgressColumn() if work else bars.MofNCompleteColumn()
-    room = max(1, min(_MAX_TEXT, console.width - _FIGURES))
-    bar = (bars.TextColumn("{task.description}", markup=False), bars.BarColumn(12))
-    waiting = (*bar, bars.TimeElapsedColumn())
-    counting = (*bar, figure, bars.TimeRemainingColumn(), bars.TextColumn("left"))
-    with bars.Progress(*waiting, console=console, transient=True) as progress:
-        task = progress.add_task(work or "starting", total=None)
-
-        def report(done: int, total: int, what: str) -> None:
-            text = plain(what).plain.replace("\n", " ")
-            text = f"{work} {text}" if work and total else text
-            text = text if len(text) <= room else f"{text[: room - 1]}…"
-            progress.columns = counting if total else waiting
-            progress.update(
-                task,
-                completed=done,
-                total=total or None,
-                description=f"{text:{room}}",
-                refresh=not total,
-            )
-
-        yield report
+    if device.measured_at < began:
+        when = ago(time.time() - device.measured_at)
+        note(f"cached: measured {when} on {device.host} ({device.model}); {again}")
+    elif device.resumed:
+        note(f"{device.resumed} measurements are from an interrupted attempt")
 
 
-class Lines:
-    """Prints a line after 10, 20, 40, ... seconds of each phase."""
-
-    def __init__(self, work: str) -> None:
-        self._work, self._phase = work, ""
-        self._counted = work
-        self._began_s = self._pause_s = 0.0
-        self._first = self._done = self._total = 0
-
-    def report(self, done: int, total: int, what: str) -> None:
-        """Store the progress. Counted work is one phase until it is counted from the beginning."""
-        if total and done < self._done:
-            self._counted = f"{self._work} {what}"
-        phase = self._counted if total else what
-        if phase != self._phase:
-            self._phase, self._began_s, self._pause_s = phase, monotonic(), LINE_S
-            self._first = done
-        self._done, self._total = done, total
-
-    def tick(self) -> None:
-        """Print a line if it is time, with the time left at the speed so far."""
-        passed_s, done, total = monotonic() - self._began_s, self._done, self._total
-        if not self._phase or passed_s < self._pause_s or (total and done >= total):
-            return
-        self._pause_s *= 2
-        text = format_time(passed_s)
-        if total:
-            text = f"{done / total:.0%}"
-            if self._first < done < total:
-                left_s = passed_s / (done - self._first) * (total - done)
-                text += f", about {format_time(max(1.0, left_s))} left"
-        note(f"{self._phase}: {text}")
+def ago(age_s: float) -> str:
+    """An age in its largest unit: ``3 h ago``."""
+    for span_s, unit in ((86400, "day"), (3600, "h"), (60, "min")):
+        count = int(age_s // span_s)
+        if count > 0:
+            return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
+    return "just now"
 
 
-@contextmanager
-def profiling_progress() -> Iterator[Progress]:
-    """Show the progress of profiling; an interrupt prints what is kept, and exits with 130."""
-    try:
-        with progress_bar("profiling") as report:
-            yield report
-    except KeyboardInterrupt as stop:
-        count = getattr(stop, "kept", 0)
-        kept = f"; {count} measurements are kept: the same command continues from there"
-        note(f"interrupted{kept if count else ' before anything was measured'}", style="")
-        raise typer.Exit(INTERRUPTED) from stop
+def describe_job(record: Record) -> str:
+    """``slurm job 36``."""
+    return f"{record.scheduler} job {record.job_id}"
+
+
+class _MoreJson(TypedDict, total=False):
+    file: str
+    sweep: str
+    values: dict[str, Any]
+    from_step: int
+    planned_anew: bool
+    changes: Mapping[str, tuple[Any, Any]]
+
+
+class SubmissionJson(_MoreJson):
+    """A run that was submitted.
+
+    Args:
+        run, directory: its name, and the path of its directory.
+        scheduler: ``slurm``, ``pbs`` or ``local``.
+        job_id: id of the job in the batch system.
+        file: of a measurement: the profile or cluster file that it will write.
+        sweep, values: of a run of a sweep: the name of the sweep, and the run's values by key.
+        from_step: of a resumed run: step of the checkpoint that it starts from.
+        planned_anew: of a resumed run: whether it has a new plan.
+        changes: of a resumed run: keys of the job with the value so far and the new one.
+    """
+
+    run: str
+    directory: str
+    scheduler: str
+    job_id: str | None
+
+
+def submission_json(submission: Submission, **more: Unpack[_MoreJson]) -> SubmissionJson:
+    """The JSON of a run that was submitted; ``more`` adds keys."""
+    run, record = submission.run, submission.record
+    return {
+        "run": run.name,
+        "directory": str(run.path),
+        "scheduler": record.scheduler,
+        "job_id": record.job_id,
+        **more,
+    }
+
+
+def print_submission(
+    submission: Submission, *lines: str, as_json: bool, **more: Unpack[_MoreJson]
+) -> None:
+    """Print ``lines`` and the command for the status of a run, or its JSON with ``more`` keys."""
+    if as_json:
+        say_json(submission_json(submission, **more))
+        return
+    for line in (*lines, f"see: pipectl status {name_in_shell(submission.run)}"):
+        say(line)
+
+
+def finish(
+    submission: Submission, *lines: str, wait: bool, as_json: bool, **more: Unpack[_MoreJson]
+) -> None:
+    """Print a submission; with ``wait``, follow its run to its end and print that."""
+    if not (wait and as_json):
+        print_submission(submission, *lines, as_json=as_json, **more)
+    if wait:
+        status = follow_or_exit(submission.run, as_json=as_json)
+        print_runs(submission.run, [status], as_json=as_json)
 
 
 def follow_or_exit(run: RunDirectory, *, as_json: bool) -> RunStatus:
     """Follow a run until it is over. If it has failed, print it and exit with its code."""
     status = follow(run)
     if code := status.exit_code:
-        print_run(status, as_json=as_json)
+        print_runs(run, [status], as_json=as_json)
         raise typer.Exit(code)
     return status
 

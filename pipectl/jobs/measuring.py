@@ -151,7 +151,7 @@ class RehearsalJson(TypedDict):
 def result_of(run: RunDirectory) -> RehearsalJson:
     """Result of a rehearsal that is over."""
     plan, rehearsal, lines = Plan.load(run.plan), Rehearsal.load(run.rehearsal), read_metrics(run)
-    steps_s = [line["step_time_s"] for line in lines]
+    steps_s = [line.step_time_s for line in lines if line.step_time_s is not None]
     return {
         "run": run.name,
         "ranks": plan.ranks,
@@ -162,5 +162,5 @@ def result_of(run: RunDirectory) -> RehearsalJson:
         "steps_s": steps_s,
         "stretch": rehearsal.stretch,
         "message_share": rehearsal.message_share,
-        "late_s": max(line["late_s"] for line in lines),
+        "late_s": max(line.late_s or 0.0 for line in lines),
     }

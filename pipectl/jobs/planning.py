@@ -406,9 +406,7 @@ def corrected_profile(run: RunDirectory) -> Profile:
     profile = _scale_stages(
         profile, plan, [compare(predicted, measured, sent).parts for measured in recorded]
     )
-    times_s = {
-        line["step"]: line["step_time_s"] for line in read_metrics(run) if line.get("step_time_s")
-    }
+    times_s = {line.step: line.step_time_s for line in read_metrics(run) if line.step_time_s}
     pairs = [(each, times_s[each.step]) for each in recorded if each.step in times_s]
     update_s = sum(stage.cost.update_s for stage in plan.stages if 0 in stage.updating_ranks)
     timed = Steps(sent, [a for a, _ in pairs], [b for _, b in pairs], update_s)

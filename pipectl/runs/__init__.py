@@ -26,6 +26,8 @@ from pipectl.runs.readers import (
     Log,
     Logs,
     Measured,
+    MetricsLine,
+    NotFinite,
     RankBeat,
     last_checkpoint,
     measured_steps,
@@ -42,10 +44,10 @@ from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, S
 
 __all__ = [
     "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "TRAINING", "Event", "Heartbeat",
-    "Line", "Log", "Logs", "Measured", "RankBeat", "Record", "RunDirectory", "Setting",
-    "SweepDirectory", "checkpoints", "example_run", "find", "find_run", "find_runs", "is_job_id",
-    "last_checkpoint", "list_runs", "list_sweeps", "locked", "measured_steps", "name_in_shell",
-    "read_errors", "read_exit_code", "read_heartbeat", "read_measured", "read_metrics",
-    "read_requeue_error", "read_stall", "read_starts", "runs_directory", "stem_of", "step_of",
-    "sweep_of",
+    "Line", "Log", "Logs", "Measured", "MetricsLine", "NotFinite", "RankBeat", "Record",
+    "RunDirectory", "Setting", "SweepDirectory", "checkpoints", "example_run", "find", "find_run",
+    "find_runs", "is_job_id", "last_checkpoint", "list_runs", "list_sweeps", "locked",
+    "measured_steps", "name_in_shell", "read_errors", "read_exit_code", "read_heartbeat",
+    "read_measured", "read_metrics", "read_requeue_error", "read_stall", "read_starts",
+    "runs_directory", "stem_of", "step_of", "sweep_of",
 ]  # fmt: skip

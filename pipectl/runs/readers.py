@@ -16,8 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from math import inf
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pipectl.errors import DataFileError
@@ -157,7 +158,82 @@ def last_checkpoint(run: RunDirectory) -> Path | None:
     return next(iter(checkpoints(run.checkpoints)), None)
 
 
-def read_metrics(run: RunDirectory, *, whole: bool = True) -> list[dict[str, Any]]:
+def _to_finite(value: Any) -> float:
+    """Convert to a finite number, which may be negative."""
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise FieldError("must be a finite number")
+    return float(value)
+
+
+def _to_figures(value: Any) -> dict[str, float | None]:
+    figures: dict[str, float | None] = {}
+    for name, figure in read_value(Mapping[str, Any], value).items():
+        with suppress(FieldError):
+            figures[name] = None if figure is None else _to_finite(figure)
+    return figures
+
+
+def _to_text(value: Any) -> str:
+    text: str = read_value(str, value)
+    return text.encode(errors="replace").decode()
+
+
+Finite = Annotated[float, _to_finite]
+Words = Annotated[str, _to_text]
+
+
+@dataclass(frozen=True)
+class NotFinite(LenientFields):
+    """What was not finite in a step: the loss of a micro-batch, or a gradient in a stage."""
+
+    loss_of_micro_batch: int | None = None
+    gradient_of: Words | None = None
+    stage: int | None = None
+
+    def __str__(self) -> str:
+        if self.loss_of_micro_batch is not None:
+            return f"the loss of micro-batch {self.loss_of_micro_batch}"
+        return f"the gradient of {self.gradient_of!r} in stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class MetricsLine(LenientFields):
+    """A line of ``metrics.jsonl``: of a training step, an evaluation, or a step's ``not_finite``.
+
+    Args:
+        attempt: number of the job's start, from 1.
+        steps: number of steps of the run.
+        loss: None if it is not finite.
+        gradient_norm: None if gradients are not clipped.
+        skipped: whether gradients overflowed in float16, so that nothing was updated.
+        late_s: largest delay of a rank; of rehearsals only.
+        early_stop: why training ended after this evaluation; empty if it did not.
+    """
+
+    attempt: int
+    step: int
+    steps: int | None = None
+    time: Finite | None = None
+    loss: Finite | None = None
+    step_time_s: Finite | None = None
+    samples_per_s: Finite | None = None
+    tokens_per_s: Finite | None = None
+    learning_rate: Finite | None = None
+    gradient_norm: Finite | None = None
+    loss_scale: Finite | None = None
+    skipped: bool | None = None
+    late_s: Finite | None = None
+    evaluation: Annotated[Mapping[str, float | None], _to_figures] | None = None
+    early_stop: Words = ""
+    not_finite: NotFinite | None = None
+
+    @property
+    def is_step(self) -> bool:
+        """Whether the line has the figures of a training step."""
+        return self.evaluation is None and self.not_finite is None
+
+
+def read_metrics(run: RunDirectory, *, whole: bool = True) -> list[MetricsLine]:
     """Return the lines of ``metrics.jsonl``, see :func:`merge_attempts`; bad lines are skipped.
 
     Args:
@@ -178,27 +254,25 @@ def read_metrics(run: RunDirectory, *, whole: bool = True) -> list[dict[str, Any
         texts = [*texts[:_EDGE], *rare, *texts[-_EDGE:]]
     lines = []
     for text in texts:
-        with suppress(ValueError, RecursionError):
-            if isinstance(value := json.loads(text.decode("utf-8", "replace")), dict):
-                lines.append(_keep_valid(value))
-    has_place = (line for line in lines if None not in (line.get("step"), line.get("attempt")))
-    return merge_attempts(list(has_place))
+        with suppress(ValueError, RecursionError):  # a FieldError is a ValueError
+            lines.append(read_value(MetricsLine, json.loads(text.decode("utf-8", "replace"))))
+    return merge_attempts(lines)
 
 
-def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_attempts(lines: Iterable[MetricsLine]) -> list[MetricsLine]:
     """Return the lines by step: of training, of what was not finite, of the evaluation.
 
     If an attempt repeats steps of an earlier one, it replaces that one's lines from its first step.
     """
-    kept: dict[tuple[int, int], dict[str, Any]] = {}
-    end, of_attempt = inf, itemgetter("attempt")
+    kept: dict[tuple[int, int], MetricsLine] = {}
+    end, of_attempt = inf, attrgetter("attempt")
     for _, group in groupby(sorted(lines, key=of_attempt, reverse=True), key=of_attempt):
         attempt = list(group)
         for line in attempt:
-            if line["step"] < end:
-                kind = 1 if "not_finite" in line else 2 if "evaluation" in line else 0
-                kept[line["step"], kind] = line
-        end = min(end, min(line["step"] for line in attempt))
+            if line.step < end:
+                kind = 0 if line.is_step else 2 if line.not_finite is None else 1
+                kept[line.step, kind] = line
+        end = min(end, min(line.step for line in attempt))
     return [kept[key] for key in sorted(kept)]
 
 
@@ -243,34 +317,26 @@ class Measured:
         return (self.steps - self.step) * self.step_time_s
 
 
-def sum_up(lines: Iterable[Mapping[str, Any]]) -> Measured:
-    """Summarise lines of ``metrics.jsonl``, sorted by step, without repeated steps."""
-    lines = list(lines)
-    steps = [line for line in lines if "loss" in line]
-    first, last = (steps[0], steps[-1]) if steps else ({}, {})
-    evaluation: Mapping[str, Any] = next((x for x in reversed(lines) if "evaluation" in x), {})
-    times = [line["step_time_s"] for line in steps if line.get("step_time_s")]
-    times = sorted(times[min(_WARM_UP_STEPS, len(times) - 1) :]) if times else []
-    faults = [line for line in lines if isinstance(line.get("not_finite"), Mapping)]
-    fault = ""
-    if faults:
-        what = faults[-1]["not_finite"]
-        fault = f"the gradient of {what.get('gradient_of')!r} in stage {what.get('stage')}"
-        if "loss_of_micro_batch" in what:
-            fault = f"the loss of micro-batch {what['loss_of_micro_batch']}"
+def sum_up(lines: Sequence[MetricsLine]) -> Measured:
+    """Summarise the lines that :func:`read_metrics` returns."""
+    steps = [line for line in lines if line.is_step]
+    last = steps[-1] if steps else MetricsLine(0, 0)
+    evaluation = next((line for line in reversed(lines) if line.evaluation is not None), None)
+    times = [line.step_time_s for line in steps if line.step_time_s]
+    faults = [line for line in lines if line.not_finite is not None]
     return Measured(
-        step=last.get("step", 0),
-        steps=last.get("steps"),
-        first_loss=first.get("loss"),
-        last_loss=last.get("loss"),
-        samples_per_s=last.get("samples_per_s"),
-        tokens_per_s=last.get("tokens_per_s"),
-        step_time_s=(times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2 if times else None,
-        evaluation_step=evaluation.get("step"),
-        evaluation=evaluation.get("evaluation") or {},
-        early_stop=evaluation.get("early_stop") or "",
-        not_finite=tuple(line["step"] for line in faults),
-        fault=fault,
+        step=last.step,
+        steps=last.steps,
+        first_loss=steps[0].loss if steps else None,
+        last_loss=last.loss,
+        samples_per_s=last.samples_per_s,
+        tokens_per_s=last.tokens_per_s,
+        step_time_s=median(times[min(_WARM_UP_STEPS, len(times) - 1) :]) if times else None,
+        evaluation_step=evaluation.step if evaluation else None,
+        evaluation=(evaluation and evaluation.evaluation) or {},
+        early_stop=evaluation.early_stop if evaluation else "",
+        not_finite=tuple(line.step for line in faults),
+        fault=str(faults[-1].not_finite) if faults else "",
     )
 
 
@@ -359,47 +425,3 @@ class Logs:
         for path in (*self._run.rank_logs(), self._run.job_log):
             log = self._logs.setdefault(path, Log(path))
             yield from log.read_lines(to_the_end=to_the_end)
-
-
-def _keep_valid(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a line of metrics without those of a wrong type."""
-    sound = {}
-    for key, value in document.items():
-        with suppress(FieldError):
-            sound[key] = None if value is None else read_value(_TYPES.get(key, Any), value)
-    return sound
-
-
-def _to_text(value: Any) -> str:
-    text: str = read_value(str, value)
-    return text.encode(errors="replace").decode()
-
-
-def _to_finite(value: Any) -> float:
-    """Read a finite number, which may be negative."""
-    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-        raise FieldError("must be a finite number")
-    return float(value)
-
-
-def _to_figures(value: Any) -> dict[str, float | None]:
-    figures: dict[str, float | None] = {}
-    for name, figure in read_value(Mapping[str, Any], value).items():
-        with suppress(FieldError):
-            figures[name] = None if figure is None else _to_finite(figure)
-    return figures
-
-
-_TYPES: Mapping[str, Any] = {
-    **dict.fromkeys(("step", "steps", "attempt", "stage", "loss_of_micro_batch"), int),
-    **dict.fromkeys(
-        ("time", "loss", "step_time_s", "samples_per_s", "tokens_per_s", "learning_rate",
-         "gradient_norm", "loss_scale"),
-        Annotated[float, _to_finite],
-    ),
-    **dict.fromkeys(("gradient_of", "early_stop"), Annotated[str, _to_text]),
-    "evaluation": Annotated[Mapping[str, float], _to_figures],
-    "not_finite": Annotated[
-        Mapping[str, Any], lambda value: _keep_valid(read_value(Mapping[str, Any], value))
-    ],
-}  # fmt: skip

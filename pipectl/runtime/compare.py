@@ -40,7 +40,7 @@ class Trained:
     @classmethod
     def of_run(cls, run: RunDirectory) -> Trained:
         """A run that saved a checkpoint after every step."""
-        losses = {line["step"]: line["loss"] for line in read_metrics(run) if "loss" in line}
+        losses = {line.step: line.loss for line in read_metrics(run) if line.is_step}
         return cls(losses, lambda step: checkpoint.load(run.checkpoints / f"step-{step:06d}"))
 
     @classmethod

@@ -196,7 +196,7 @@ def as_job(plan: Plan, profile: Profile, folder: Path, name: str) -> Way:
         stdout=sys.stderr,
         check=True,
     )
-    steps_s = [line["step_time_s"] for line in read_metrics(run) if "step_time_s" in line]
+    steps_s = [line.step_time_s for line in read_metrics(run) if line.step_time_s is not None]
     ranks = json.loads(run.heartbeat.read_text())["ranks"]
     return Way(plan, steps_s[2:], [max(rank["peak_bytes"] for rank in ranks)])
 

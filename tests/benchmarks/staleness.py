@@ -78,7 +78,7 @@ def accuracy(way: Way, stages: int, more: list[str], profile: Profile, base: Pat
         capture_output=True,
         check=True,
     )
-    found = [line["evaluation"] for line in read_metrics(run) if "evaluation" in line]
+    found = [line.evaluation for line in read_metrics(run) if line.evaluation is not None]
     return float(found[-1]["accuracy"])
 
 

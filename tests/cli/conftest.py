@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipectl.cli import follow, main
+from pipectl.cli import main, progress
 
 GOLDEN = Path(__file__).with_name("golden")
 JOB = """\
@@ -62,7 +62,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def cli(place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """``cli("status", "last")`` runs that command; on a slow machine, too, it prints the same."""
-    monkeypatch.setattr(follow, "LINE_S", math.inf)
+    monkeypatch.setattr(progress, "LINE_S", math.inf)
 
     def run(*arguments: str) -> Result:
         capfd.readouterr()

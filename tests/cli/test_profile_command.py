@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipectl.cli.commands.submit import ago
+from pipectl.cli.follow import ago
 from pipectl.profiler.journal import Journal
 from pipectl.spec import load, profile_key
 

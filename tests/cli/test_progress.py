@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipectl.cli.app import signals_interrupt
 from pipectl.cli.commands.plan import interruptible
-from pipectl.cli.follow import Lines, progress_bar
+from pipectl.cli.progress import Lines, progress_bar
 from pipectl.jobs.plan_search import PlanSearch
 
 
@@ -42,7 +42,7 @@ def test_a_line_after_ten_twenty_and_forty_seconds_of_a_phase(
     said: list[str],
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("pipectl.cli.follow.monotonic", lambda: now)
+    monkeypatch.setattr("pipectl.cli.progress.monotonic", lambda: now)
     lines = Lines("profiling")
     for second in range(48):
         now = float(second)
@@ -57,7 +57,7 @@ def test_a_terminal_shows_what_goes_on_before_anything_is_counted(
 ) -> None:
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=80)
-    monkeypatch.setattr("pipectl.cli.follow.errors", lambda: terminal)
+    monkeypatch.setattr("pipectl.cli.progress.errors", lambda: terminal)
     with progress_bar("profiling") as report:
         report(0, 0, "loading torch")
         terminal.print("shown")

@@ -41,11 +41,11 @@ def trained(tmp_path: Path, run_in: Any, train: Any) -> Callable[..., list[RunDi
 
 
 def losses(run: RunDirectory) -> list[float]:
-    return [line["loss"] for line in read_metrics(run) if "loss" in line]
+    return [line.loss for line in read_metrics(run) if line.is_step]
 
 
 def evaluations(run: RunDirectory) -> list[Any]:
-    return [line["evaluation"] for line in read_metrics(run) if "evaluation" in line]
+    return [line.evaluation for line in read_metrics(run) if line.evaluation is not None]
 
 
 def weights_of(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:

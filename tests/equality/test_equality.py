@@ -64,9 +64,9 @@ def figures(run: Path) -> list[tuple[Any, ...]]:
     """Losses, gradient norms, loss scales, faults and evaluations, in order of their steps."""
     lines = read_metrics(RunDirectory(run))
     keys = ("loss", "gradient_norm", "loss_scale", "skipped")
-    found = [(line["step"], *map(line.get, keys)) for line in lines]
-    evaluations = [line["evaluation"] for line in lines if "evaluation" in line]
-    faults = [(line["step"], line["not_finite"]) for line in lines if "not_finite" in line]
+    found = [(line.step, *(getattr(line, key) for key in keys)) for line in lines]
+    evaluations = [line.evaluation for line in lines if line.evaluation is not None]
+    faults = [(line.step, line.not_finite) for line in lines if line.not_finite is not None]
     return [*sorted(item for item in found if item[1] is not None), faults, *evaluations]
 
 
@@ -124,7 +124,7 @@ def test_without_flushes_weights_and_losses_are_those_of_their_staleness(
     run = trained(ranks, cell)
     expected, losses = staleness.simulate(run, cell, ranks)
     assert different(expected, weights(run)) == []
-    assert [line["loss"] for line in read_metrics(RunDirectory(run)) if "loss" in line] == losses
+    assert [line.loss for line in read_metrics(RunDirectory(run)) if line.is_step] == losses
 
 
 @pytest.mark.mpi

@@ -38,9 +38,10 @@ def figures(trained: Trained, cell: Any) -> list[float | None]:
     The norm of a skipped step is None. Evaluations with statistics of a norm are left out.
     """
     lines = read_metrics(RunDirectory(trained(cell.ranks, cell)))
-    found = [line[key] for key in ("loss", "gradient_norm") for line in lines if "loss" in line]
+    steps = [line for line in lines if line.is_step]
+    found = [*(line.loss for line in steps), *(line.gradient_norm for line in steps)]
     if cell.model != "cnn":
-        found += [line["evaluation"]["loss"] for line in lines if "evaluation" in line]
+        found += [line.evaluation["loss"] for line in lines if line.evaluation is not None]
     return found
 
 

@@ -259,11 +259,11 @@ def of_slurm(_directory: Path) -> Example:
 
 def print_status(status: Any) -> None:
     """Everything that ``pipectl status`` would print of a run."""
-    from pipectl.cli.views.run import print_run, run_json, runs_table
+    from pipectl.cli.views.run import print_runs, run_json, runs_table
 
     json.dumps(run_json(status))
     runs_table([status], 80)
-    print_run(status)
+    print_runs(status.run, [status])
 
 
 KINDS: dict[str, Callable[[Path], Example]] = {

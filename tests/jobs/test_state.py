@@ -14,7 +14,7 @@ from pipectl.jobs import recover, state
 from pipectl.jobs.state import Poller, RunStatus, get_statuses
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runs import Heartbeat, Record, RunDirectory
-from pipectl.runs.readers import Measured, sum_up
+from pipectl.runs.readers import Measured, MetricsLine, sum_up
 
 
 class Clock:
@@ -189,7 +189,7 @@ def test_of_several_searches_only_the_first_waits_for_a_queue_that_hangs(
 
 @pytest.mark.parametrize(("times_s", "expected_s"), [([9.0], 9.0), ([9.0, 1.0], 1.0)])
 def test_with_few_steps_the_last_one_counts(times_s: list[float], expected_s: float) -> None:
-    lines = ({"loss": 1.0, "step": n, "step_time_s": time_s} for n, time_s in enumerate(times_s, 1))
+    lines = [MetricsLine(1, n, step_time_s=time_s) for n, time_s in enumerate(times_s, 1)]
     assert sum_up(lines).step_time_s == expected_s
 
 

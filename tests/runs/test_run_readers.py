@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from pipectl.runs import (
     Heartbeat,
+    MetricsLine,
     RankBeat,
     RunDirectory,
     read_errors,
@@ -27,12 +29,12 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path, "demo", 0.0)
 
 
-def line(attempt: int, step: int, **more: Any) -> dict[str, Any]:
-    return {"attempt": attempt, "step": step, "loss": attempt + step / 1000, **more}
+def line(attempt: int, step: int, **more: Any) -> MetricsLine:
+    return MetricsLine(attempt, step, loss=attempt + step / 1000, **more)
 
 
-def write(run: RunDirectory, lines: Iterable[dict[str, Any]], end: str = "\n") -> None:
-    run.metrics.write_text("\n".join(json.dumps(value) for value in lines) + end)
+def write(run: RunDirectory, lines: Iterable[MetricsLine], end: str = "\n") -> None:
+    run.metrics.write_text("\n".join(json.dumps(asdict(value)) for value in lines) + end)
 
 
 def test_metrics_come_by_step_with_the_evaluation_after(run: RunDirectory) -> None:
@@ -53,8 +55,8 @@ def test_lines_cut_by_a_crash_are_skipped(run: RunDirectory) -> None:
     write(run, whole, end='\n{"attempt":1,"st')
     assert read_metrics(run) == whole
     with run.metrics.open("a") as stream:
-        stream.write(json.dumps(line(2, 3)) + "\n" + json.dumps(line(2, 4)) + "\n")
-    assert [(value["attempt"], value["step"]) for value in read_metrics(run)] == [
+        stream.write(json.dumps(asdict(line(2, 3))) + "\n" + json.dumps(asdict(line(2, 4))) + "\n")
+    assert [(value.attempt, value.step) for value in read_metrics(run)] == [
         (1, 1),
         (1, 2),
         (2, 4),
@@ -72,9 +74,9 @@ def test_every_step_has_one_line_of_the_last_attempt_that_reached_it(
     pairs: list[tuple[int, int]],
 ) -> None:
     merged = merge_attempts([line(attempt, step) for attempt, step in pairs])
-    steps = [value["step"] for value in merged]
+    steps = [value.step for value in merged]
     assert steps == sorted(set(steps))
-    attempts = [value["attempt"] for value in merged]
+    attempts = [value.attempt for value in merged]
     assert attempts == sorted(attempts), "an earlier attempt never follows a later one"
     for attempt in {attempt for attempt, _ in pairs}:
         first = min(step for other, step in pairs if other == attempt)
@@ -95,7 +97,7 @@ STEPS = 20_000
 def step_line(step: int, attempt: int = 1, **more: object) -> str:
     """A line of a run with very many, of which most are not read."""
     whole = line(attempt, step, steps=STEPS, step_time_s=0.5, samples_per_s=16.0, time=1.7e9 + step)
-    return json.dumps({**whole, "loss": 3 / step, **more})
+    return json.dumps({**asdict(whole), "loss": 3 / step, **more})
 
 
 def test_figures_of_a_long_run_are_those_of_all_lines(run: RunDirectory) -> None:

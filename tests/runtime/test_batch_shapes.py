@@ -57,7 +57,7 @@ def test_a_batch_of_another_shape_ends_the_training(
     assert error.message.startswith(f"data: {found}")
     assert (error.type, error.step) == ("CaptureError", 3)
     assert ("keep all samples" if "lost" in kwargs else "pad all samples") in error.cure
-    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    assert [line.step for line in read_metrics(run)] == [1, 2]
 
 
 def test_held_out_data_of_another_shape_are_refused_before_the_training(
@@ -85,4 +85,4 @@ def test_a_number_is_that_of_the_graph_for_its_size(
         )
     )
     train(run)
-    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    assert [line.step for line in read_metrics(run)] == [1, 2]

@@ -38,7 +38,7 @@ def test_weights_of_micro_batches_are_the_same_on_one_and_two_ranks(
     two = make_run(make_spec(2, loss=loss, data={"workers": 1}, callbacks=told))
     train(one, two)
     figures = [
-        [(line["step"], line["loss"], line["gradient_norm"]) for line in read_metrics(run)]
+        [(line.step, line.loss, line.gradient_norm) for line in read_metrics(run)]
         for run in (one, two)
     ]
     assert figures[0] == figures[1]
@@ -93,7 +93,7 @@ def test_two_ranks_train_what_a_plain_process_trains(
     assert done.returncode == 0, done.stderr
     for run in runs:
         losses = json.loads((run.path / "losses.json").read_text())["losses"]
-        assert [line["loss"] for line in read_metrics(run)] == losses, run.job.read_text()
+        assert [line.loss for line in read_metrics(run)] == losses, run.job.read_text()
         expected = load_file(run.path / "step-000003.safetensors")
         trained = checkpoint.load(run.checkpoints / "step-000003", weights_only=True)
         assert set(trained) == set(expected)
@@ -107,7 +107,7 @@ def test_every_step_draws_masks_of_its_own(make_spec: Any, make_run: Any, train:
     still = {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.0}}
     run = make_run(make_spec(1, data={"kwargs": {"count": 4}}, model=model, optimizer=still))
     train(run)
-    losses = [line["loss"] for line in read_metrics(run)]
+    losses = [line.loss for line in read_metrics(run)]
     assert len(set(losses)) == len(losses) == 5
 
 
@@ -169,7 +169,7 @@ def test_the_loss_of_held_out_data_counts_every_valid_target_once(
     )
     run = make_run(spec)
     train(run)
-    (found,) = [line["evaluation"] for line in read_metrics(run) if "evaluation" in line]
+    (found,) = [line.evaluation for line in read_metrics(run) if line.evaluation is not None]
     job = CapturedJob(spec)
     parts = sys.modules[type(job.model).__module__]
     data = parts.HalfPadded()
@@ -196,9 +196,7 @@ def test_with_a_slow_rank_training_goes_on_with_the_same_bits_and_names_it(
     train(one, three)
     weights = [checkpoint.load(run.checkpoints / "step-000003") for run in (one, three)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert [line["loss"] for line in read_metrics(one)] == [
-        line["loss"] for line in read_metrics(three)
-    ]
+    assert [line.loss for line in read_metrics(one)] == [line.loss for line in read_metrics(three)]
     (laggard,) = [
         stage.ranks[0]
         for stage in Plan.load(three.plan).stages
@@ -223,7 +221,7 @@ def test_a_collate_fn_draws_for_a_split_micro_batch_what_it_draws_on_one_rank(
     cluster = assumed_cluster("here", [2], 2, None)
     make_plan(Profile.load(two.profile), cluster, request).save(two.plan)
     train(one, two)
-    losses = [[line["loss"] for line in read_metrics(run)] for run in (one, two)]
+    losses = [[line.loss for line in read_metrics(run)] for run in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -254,11 +252,10 @@ def all_figures(run: RunDirectory) -> list[tuple[Any, ...]]:
     """What the run said of every step, its times left out."""
     found: list[tuple[Any, ...]] = []
     for line in read_metrics(run):
-        if "evaluation" in line:
-            found.append((line["step"], "evaluation", line["evaluation"]["loss"]))
+        if line.evaluation is not None:
+            found.append((line.step, "evaluation", line.evaluation["loss"]))
         else:
-            keys = ("loss", "learning_rate", "gradient_norm")
-            found.append((line["step"], "step", *(line[key] for key in keys)))
+            found.append((line.step, "step", line.loss, line.learning_rate, line.gradient_norm))
     return sorted(found)
 
 

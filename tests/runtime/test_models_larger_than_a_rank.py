@@ -49,4 +49,4 @@ def test_a_model_three_times_larger_than_a_rank(
     assert max(peaks) <= limit, [peak >> 20 for peak in peaks]
     weights = checkpoint.load(run.checkpoints / "step-000002")
     assert 4 * sum(tensor.nbytes for tensor in weights.values()) >= state_bytes
-    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    assert [line.step for line in read_metrics(run)] == [1, 2]

@@ -61,7 +61,7 @@ def test_data_that_fail_in_the_middle_of_training(make_spec: Any, make_run: Any,
     assert (error.rank, error.step) == (0, 3)
     assert error.message == "sample 9 cannot be read"
     assert "job_parts.py" in error.traceback
-    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    assert [line.step for line in read_metrics(run)] == [1, 2]
     assert (run.path / "closed").read_text() == "OSError"
 
 
@@ -129,9 +129,9 @@ def test_a_rank_without_a_stage_takes_part(make_spec: Any, make_run: Any, train:
     run = make_run(make_spec(2, pipeline={"micro_batches": 2, "stages": 1}, evaluation=held_out))
     train(run)
     lines = read_metrics(run)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 5]
-    assert all(line["gradient_norm"] for line in lines[:5])
-    assert lines[5]["evaluation"]["loss"] > 0
+    assert [line.step for line in lines] == [1, 2, 3, 4, 5, 5]
+    assert all(line.gradient_norm for line in lines[:5])
+    assert lines[5].evaluation["loss"] > 0
     assert "head.weight" in checkpoint.load(run.checkpoints / "step-000005")
 
 
@@ -250,9 +250,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
     run = make_run(make_spec(2, data, model=model, training=half, lr_scheduler=schedule))
     train(run)
     lines = read_metrics(run)
-    assert [line["skipped"] for line in lines] == [False, True, False]
-    assert [line["loss_scale"] for line in lines] == [65536.0, 65536.0, 32768.0]
-    assert [line["learning_rate"] for line in lines] == pytest.approx([0.1, 0.01, 0.01])
+    assert [line.skipped for line in lines] == [False, True, False]
+    assert [line.loss_scale for line in lines] == [65536.0, 65536.0, 32768.0]
+    assert [line.learning_rate for line in lines] == pytest.approx([0.1, 0.01, 0.01])
 
 
 def test_a_short_last_batch_is_refused_before_the_first_step(

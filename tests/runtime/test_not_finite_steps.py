@@ -16,7 +16,7 @@ from torch import nn
 from pipectl.capture import Slot
 from pipectl.errors import UsageError, WorkerError
 from pipectl.jobs.state import get_status
-from pipectl.runs import RunDirectory, read_errors, read_metrics
+from pipectl.runs import NotFinite, RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.gradients import gradient_norms
 from pipectl.runtime.process import Doing
@@ -160,8 +160,8 @@ def test_one_rank_stops_and_saves_nothing_of_the_step(
     (error,) = read_errors(run)
     assert error.message.startswith("step 2: the gradient of 'gate' in stage 0 is not finite")
     assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-000001"]
-    (fault,) = [line for line in read_metrics(run) if "not_finite" in line]
-    assert (fault["step"], fault["not_finite"]) == (2, {"gradient_of": "gate", "stage": 0})
+    (fault,) = [line for line in read_metrics(run) if line.not_finite is not None]
+    assert (fault.step, fault.not_finite) == (2, NotFinite(gradient_of="gate", stage=0))
     found = get_status(run, 0.0).measured
     assert found.not_finite == (2,)
     assert found.fault == "the gradient of 'gate' in stage 0"
@@ -255,7 +255,7 @@ def test_all_ranks_skip_or_stop_at_the_same_step(
     place = f"'gate' in stage {stage}"
     assert error.message.startswith(f"step 2: the gradient of {place} is not finite")
     assert faults(one) == faults(two) == faults(replicated) == {
-        2: {"loss_of_micro_batch": 0}, 5: {"loss_of_micro_batch": 0},
+        2: NotFinite(0), 5: NotFinite(0),
     }  # fmt: skip
     weights = [checkpoint.load(run.checkpoints / "step-000006") for run in (one, two, replicated)]
     assert all(bool(tensor.isfinite().all()) for tensor in weights[0].values())
@@ -266,4 +266,4 @@ def test_all_ranks_skip_or_stop_at_the_same_step(
 
 
 def faults(run: RunDirectory) -> dict[int, Any]:
-    return {x["step"]: x["not_finite"] for x in read_metrics(run) if "not_finite" in x}
+    return {x.step: x.not_finite for x in read_metrics(run) if x.not_finite is not None}

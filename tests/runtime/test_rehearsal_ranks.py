@@ -36,8 +36,8 @@ def rehearse(tmp_path, launch):
     def start(plan, cluster):
         for _ in range(2):
             waits, line, timeline = once(plan, cluster)
-            close = line["step_time_s"] == pytest.approx(waits.predicted_s, rel=0.05)
-            if close or line["late_s"] * waits.stretch < waits.late_s:
+            close = line.step_time_s == pytest.approx(waits.predicted_s, rel=0.05)
+            if close or line.late_s * waits.stretch < waits.late_s:
                 return waits, line, timeline
         pytest.skip("the rehearsal says that this machine is too busy for it")
 
@@ -68,9 +68,9 @@ def test_32_ranks_take_what_the_simulator_says(pipeline, rehearse):
         size_bytes=1_000_000,
     )
     waits, line, timeline = rehearse(plan, cluster_of(*[8] * 4))
-    assert line["step_time_s"] == pytest.approx(waits.predicted_s, rel=0.05)
+    assert line.step_time_s == pytest.approx(waits.predicted_s, rel=0.05)
     assert timeline.ranks == 32
-    assert line["step_time_s"] == pytest.approx(timeline.end_s, rel=1e-3)
+    assert line.step_time_s == pytest.approx(timeline.end_s, rel=1e-3)
 
 
 @pytest.mark.mpi
@@ -98,7 +98,7 @@ def test_every_kind_of_row_is_rehearsed(pipeline, rehearse):
         kinds = {Kind(row[0]) for rank in range(6) for row in lower(asked, rank).rows}
         assert {Kind.OFFLOAD_START, Kind.FETCH_WAIT, Kind.REDUCE_START, Kind.RECOMPUTE} <= kinds
         waits, line, _ = rehearse(asked, cluster_of(6))
-        assert line["step_time_s"] == pytest.approx(waits.predicted_s, rel=0.05)
+        assert line.step_time_s == pytest.approx(waits.predicted_s, rel=0.05)
 
 
 def test_its_worker_loads_neither_torch_nor_a_compiler(launch):

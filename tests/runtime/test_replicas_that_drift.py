@@ -83,5 +83,5 @@ def test_a_flipped_bit_ends_the_job_where_replicas_are_compared_next(
         f"step {step + 1}: the replicas of stage 0 no longer hold the same weights: "
         "'layers.0.0.bias'; rank 1 differs from the others of ranks 0, 1, 2"
     )
-    assert {line["step"] for line in read_metrics(run)} <= {*range(1, step + 2)}
+    assert {line.step for line in read_metrics(run)} <= {*range(1, step + 2)}
     assert list(run.checkpoints.glob("step-*")) == []

@@ -55,7 +55,7 @@ def test_a_line_per_step(run: RunDirectory) -> None:
     for step in (1, 2):
         writer.report(report(step))
     writer.finish()
-    first, second = read_metrics(run)
+    first, second = (json.loads(line) for line in run.metrics.read_text().splitlines())
     assert first.pop("time") <= second["time"]
     assert first == {
         "attempt": 1,
@@ -67,7 +67,7 @@ def test_a_line_per_step(run: RunDirectory) -> None:
         "learning_rate": 0.1,
         "gradient_norm": None,
     }
-    assert second["loss"] == 1.0
+    assert read_metrics(run)[1].loss == second["loss"] == 1.0
 
 
 def test_a_step_is_written_once_every_rank_has_reported_it(run: RunDirectory) -> None:
@@ -77,7 +77,7 @@ def test_a_step_is_written_once_every_rank_has_reported_it(run: RunDirectory) ->
     writer.report(report(2))
     assert writer.has_written(1)
     assert not writer.has_written(2)
-    assert [line["step"] for line in read_metrics(run)] == [1]
+    assert [line.step for line in read_metrics(run)] == [1]
 
 
 def test_an_evaluation_is_a_line_of_its_own(run: RunDirectory) -> None:
@@ -86,8 +86,8 @@ def test_an_evaluation_is_a_line_of_its_own(run: RunDirectory) -> None:
     writer.evaluation(1, {"loss": 0.5, "accuracy": 0.9})
     writer.finish()
     line = read_metrics(run)[-1]
-    assert line["evaluation"] == {"loss": 0.5, "accuracy": 0.9}
-    assert (line["attempt"], line["step"]) == (2, 1)
+    assert line.evaluation == {"loss": 0.5, "accuracy": 0.9}
+    assert (line.attempt, line.step) == (2, 1)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -107,7 +107,7 @@ def test_lines_are_added_to_those_of_an_earlier_attempt(run: RunDirectory) -> No
         writer.report(report(1))
         writer.finish()
     assert len(run.metrics.read_text().splitlines()) == 2
-    assert [line["attempt"] for line in read_metrics(run)] == [2]
+    assert [line.attempt for line in read_metrics(run)] == [2]
 
 
 def test_the_heartbeat_says_who_does_what(run: RunDirectory) -> None:

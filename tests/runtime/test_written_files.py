@@ -142,7 +142,7 @@ def test_training_goes_on_while_the_disk_fails(
     assert process.wait() == 0, log
     assert f"{file} cannot be written, training continues: " in log
     assert f"{file} can be written again" in log
-    assert [line["step"] for line in read_metrics(run)] == [*range(1, STEPS + 1)]
+    assert [line.step for line in read_metrics(run)] == [*range(1, STEPS + 1)]
     last, beat = last_checkpoint(run), read_heartbeat(run)
     assert last is not None
     assert last.name == f"step-{STEPS:06d}"

@@ -114,7 +114,7 @@ class Continued:
         attempt = self.attempt()
         wanted, deadline = self.random.randint(2, 5), time.monotonic() + PATIENCE_S
         while True:
-            mine = [x["step"] for x in read_metrics(self.run) if x["attempt"] == attempt]
+            mine = [x.step for x in read_metrics(self.run) if x.attempt == attempt]
             if len(mine) >= wanted:
                 return int(mine[-1])
             assert time.monotonic() < deadline, self.log()
@@ -298,8 +298,7 @@ def check_same(one: RunDirectory, job: Continued, contents: Any) -> None:
     name = f"step-{STEPS:06d}"
     assert contents(one.checkpoints / name) == contents(job.run.checkpoints / name)
     first, second = (
-        {x["step"]: (x["loss"], x["learning_rate"]) for x in read_metrics(run)}
-        for run in (one, job.run)
+        {x.step: (x.loss, x.learning_rate) for x in read_metrics(run)} for run in (one, job.run)
     )
     assert first == second
     assert [*first] == [*range(1, STEPS + 1)]
@@ -348,7 +347,7 @@ def test_a_slurm_job_goes_on_under_its_plan(
     job.lab = lab
     if kind == "time limit":
         check_same(expected("flushed"), job, contents)
-        assert {x["attempt"] for x in read_metrics(job.run)} > {1}
+        assert {x.attempt for x in read_metrics(job.run)} > {1}
         return
     if job.end(kind).final:
         job.go_on(2, **QUICK)

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from pipectl.cli import options as opt
-from pipectl.cli.console import output, plain, say, say_json, short_path
+from pipectl.cli.console import plain, say, say_json, short_path, show
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_json
 from pipectl.jobs.job import check_script
@@ -56,7 +56,7 @@ def command(
     runs = f"; a sweep of {len(points)} runs" if points else ""
     say(f"{job}: valid; {spec.resources.ranks} ranks, {spec.training.steps} steps{runs}")
     if show_origins:
-        output().print(_origins_table(origins))
+        show(_origins_table(origins))
 
 
 def _origins_table(origins: Sequence[Origin]) -> Table:

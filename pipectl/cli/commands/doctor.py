@@ -22,7 +22,7 @@ from pipectl import __version__
 from pipectl.batch import LOCAL, find_scheduler, process
 from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, launch_command, list_pmis
 from pipectl.cli import options as opt
-from pipectl.cli.console import output, plain, say_json
+from pipectl.cli.console import label_lines, output, say_json, show
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.prepare import memory_of_this_machine
 from pipectl.jobs.profiles import request_of_two
@@ -108,11 +108,11 @@ def command(
         findings.append(finding)
         if as_json:
             continue
-        level = plain(f"{finding.level:<5}", _STYLES[finding.level])
-        text = plain(f"{finding.what:<14}{finding.text}")
-        output().print(level.append_text(text), soft_wrap=True)
-        if finding.cure:
-            output().print(plain(f"{'':<{_INDENT}}{finding.cure}"), soft_wrap=True)
+        lines = [(f"{finding.level:<5}{finding.what}", finding.text, "")]
+        lines += [("", finding.cure, "")] if finding.cure else []
+        first, *others = label_lines(lines, _INDENT, output().width)
+        first.stylize(_STYLES[finding.level], 0, len(finding.level))
+        show(first, *others)
     if as_json:
         say_json([finding.to_json() for finding in findings])
     if any(finding.fails for finding in findings):

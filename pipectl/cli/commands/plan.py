@@ -13,7 +13,7 @@ from rich.console import Group
 
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, warn
-from pipectl.cli.follow import progress_bar
+from pipectl.cli.progress import progress_bar
 from pipectl.cli.views import plan as view
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text

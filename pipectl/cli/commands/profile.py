@@ -12,9 +12,9 @@ from rich.console import Group, RenderableType
 
 from pipectl.batch import LOCAL, allocation
 from pipectl.cli import options as opt
-from pipectl.cli.commands.submit import describe_job, finish, note_origin
-from pipectl.cli.console import note, output, plain, say, say_json, short_path, table, warn
-from pipectl.cli.follow import follow_or_exit, profiling_progress
+from pipectl.cli.console import note, plain, say, say_json, short_path, show, table, warn
+from pipectl.cli.follow import describe_job, follow_or_exit, note_origin, print_submission
+from pipectl.cli.progress import profiling_progress
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.job import choose_scheduler
@@ -78,7 +78,7 @@ def command(
     if submit:
         lines = f"submitted: {run.name} ({describe_job(record)})", *(() if wait else (result,))
         if not (wait and as_json):
-            finish(run, record, *lines, wait=False, as_json=as_json, file=str(path.absolute()))
+            print_submission(submission, *lines, as_json=as_json, file=str(path.absolute()))
         if not wait:
             return
     else:
@@ -96,7 +96,7 @@ def _show_links(spec: JobSpec, path: Path, *, as_json: bool) -> None:
     if as_json:
         say_json(cluster.to_json())
     else:
-        output().print(links_view(cluster))
+        show(links_view(cluster))
         say(f"cluster: {path}")
         say(f"picture: {path.with_suffix('.svg')}")
     if spec.cluster_file is not None and path.absolute() != spec.cluster_file:

@@ -12,7 +12,17 @@ from typing import TypeVar
 from rich.table import Table
 
 from pipectl.cli import options as opt
-from pipectl.cli.console import label_lines, note, output, plain, say, say_json, short_path, table
+from pipectl.cli.console import (
+    label_lines,
+    note,
+    output,
+    plain,
+    say,
+    say_json,
+    short_path,
+    show,
+    table,
+)
 from pipectl.cli.views.run import run_facts
 from pipectl.errors import PipectlError
 from pipectl.files import is_stream, make_directory_of, write_text
@@ -39,8 +49,6 @@ from pipectl.units import format_bytes, format_time
 T = TypeVar("T")
 _MAX_PEAKS = 64
 """Maximum number of ranks whose memory is on the page."""
-_CURVES = {"loss": "loss", "samples/s": "samples_per_s"}
-"""Curves on the page, and their keys in the metrics."""
 _PARTS = ("stage", "rank", "action", "times", "predicted", "measured", "ratio")
 _MAX_PARTS, _MAX_RANKS, _INDENT = 32, 16, 13
 _NOTHING_S = 5e-7
@@ -52,7 +60,7 @@ def command(
     name: str = opt.LAST_RUN,
     directory: Path = opt.DIRECTORY,
     step: int | None = opt.count("Recorded step to show; by default the last."),
-    output: Path | None = opt.value(
+    output_file: Path | None = opt.value(
         "FILE", "Write an HTML page to this file instead of printing.", "-o", "--output"
     ),
     svg: Path | None = opt.value("FILE", "Write a picture of both timelines to this file."),
@@ -60,34 +68,31 @@ def command(
     as_json: bool = opt.JSON,
 ) -> None:
     run = find_run(directory, name)
-    for path in filter(None, (output, svg, perfetto)):
+    for path in filter(None, (output_file, svg, perfetto)):
         make_directory_of(path)
-    if output is not None:
+
+    def write(path: Path, text: str, where: str, tell: Callable[[str], None] = note) -> None:
+        write_text(path, text)
+        if not is_stream(path):
+            tell(f"{short_path(path.absolute())} ({format_bytes(len(text))}): open it {where}")
+
+    if output_file is not None:
         page = make_page(run, time.time(), step)
-        write_text(output, page)
-        if not is_stream(output):
-            size = format_bytes(len(page))
-            tell = note if as_json else say
-            tell(f"{short_path(output.absolute())} ({size}): open it in a browser")
-    if output is not None and not (svg or perfetto or as_json):
-        return
+        write(output_file, page, "in a browser", note if as_json else say)
+        if not (svg or perfetto or as_json):
+            return
     recorded = load_step(run, step)
     comparison = recorded.compare()
     if as_json:
         say_json({"run": run.name, "steps": recorded.steps, **comparison.to_json()})
-    elif output is None:
+    elif output_file is None:
         print_comparison(recorded, comparison)
     if perfetto is not None:
-        text = chrome_trace(recorded.timelines(), recorded.plan)
-        write_text(perfetto, text)
-        size = format_bytes(len(text))
-        note(f"{short_path(perfetto.absolute())} ({size}): open it at https://ui.perfetto.dev")
+        trace = chrome_trace(recorded.timelines(), recorded.plan)
+        write(perfetto, trace, "at https://ui.perfetto.dev")
     if svg is not None:
         title = step_line(recorded, comparison)
-        picture = gantt_svg(recorded.timelines(), title, recorded.plan.summary)
-        write_text(svg, picture)
-        size = format_bytes(len(picture))
-        note(f"{short_path(svg.absolute())} ({size}): open it in a browser")
+        write(svg, gantt_svg(recorded.timelines(), title, recorded.plan.summary), "in a browser")
 
 
 def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
@@ -116,15 +121,16 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
         with suppress(PipectlError):
             timelines = {"predicted": Timeline.load(run.predicted)}
     lines = read_metrics(run)
+    evaluated = [(line.step, (line.evaluation or {}).get("loss")) for line in lines]
     curves = {
-        title: {
-            "training": [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        }
-        for title, key in _CURVES.items()
+        "loss": {
+            "training": [(line.step, line.loss) for line in lines if line.loss is not None],
+            "evaluation": [(step, loss) for step, loss in evaluated if loss is not None],
+        },
+        "samples/s": {
+            "": [(each.step, each.samples_per_s) for each in lines if each.samples_per_s]
+        },
     }
-    for line in lines:
-        if (loss := (line.get("evaluation") or {}).get("loss")) is not None:
-            curves["loss"].setdefault("evaluation", []).append((line["step"], loss))
     peaks = sorted(status.peaks, key=lambda peak: -peak.measured_bytes)[:_MAX_PEAKS]
     return render_page(
         now=f"{datetime.fromtimestamp(now):%Y-%m-%d %H:%M:%S}",
@@ -143,22 +149,19 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
 
 def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
     """Print the comparison of a step with its prediction."""
-    console = output()
     say(step_line(recorded, comparison), "bold")
     lines = [(f"{label}:", text, "") for label, text in explain(comparison)]
-    width = console.width if console.is_terminal else None
-    for line in label_lines(lines, _INDENT, width, bold=True):
-        console.print(line, soft_wrap=True)
+    show(*label_lines(lines, _INDENT, output().width, bold=True))
     every = [part for part in comparison.parts if max(part.time) >= _NOTHING_S]
     parts = _choose_worst(every, _MAX_PARTS, lambda part: abs(part.time.more_s))
-    console.print("", _parts_table(parts), sep="\n")
+    show("", _parts_table(parts))
     ranks = _choose_worst(
         list(comparison.ranks.items()),
         _MAX_RANKS,
         lambda rank: max(abs(both.more_s) for both in rank[1].values()),
     )
     heading = plain("per rank in the step, predicted / measured", "dim")
-    console.print("", heading, _ranks_table(dict(ranks)), sep="\n")
+    show("", heading, _ranks_table(dict(ranks)))
     for remark in _remarks(recorded, comparison, len(parts) < len(every), len(ranks)):
         note(remark)
 

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from pipectl.cli import options as opt
-from pipectl.cli.commands import submit as view
 from pipectl.cli.console import say
+from pipectl.cli.follow import describe_job, finish, print_notes, print_plan
 from pipectl.jobs.resume import resume
 from pipectl.runs import find_run, last_checkpoint, step_of
 
@@ -28,15 +28,15 @@ def command(
     )
     prepared, record, checkpoint = submission.prepared, submission.record, last_checkpoint(run)
     step = 0 if checkpoint is None else step_of(checkpoint) or 0
-    view.print_notes([prepared])
+    print_notes([prepared])
     if not as_json:
         if prepared.plan is None or replanned:
-            view.print_plan([prepared], "new plan: ")
+            print_plan([prepared], "new plan: ")
         for key, (old, new) in changes.items():
             say(f"changed: {key} {json.dumps(old)} -> {json.dumps(new)}")
     begin = f"from step {step}" if step else "from the beginning: no checkpoint yet"
-    title = f"resumed: {record.name} ({view.describe_job(record)}), {begin}"
-    view.finish(
-        run, record, title, wait=wait, as_json=as_json,
+    title = f"resumed: {record.name} ({describe_job(record)}), {begin}"
+    finish(
+        submission, title, wait=wait, as_json=as_json,
         from_step=step, planned_anew=replanned, changes=changes,
     )  # fmt: skip

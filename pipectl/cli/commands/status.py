@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 
 from pipectl.batch import JobState
 from pipectl.cli import options as opt
-from pipectl.cli.console import note, output, plain, say, say_json
+from pipectl.cli.console import note, output, plain, say, show
 from pipectl.cli.views import run as view
 from pipectl.errors import UnknownRunError, UsageError
-from pipectl.jobs.state import Poller, RunStatus, get_statuses
+from pipectl.jobs.state import Poller, get_statuses
 from pipectl.runs import RunDirectory, SweepDirectory, example_run, find, find_runs, list_runs
 
 _POLL_S = 0.5
@@ -45,40 +45,19 @@ def command(
     if not names:
         runs = list_runs(directory)[-limit:]
     statuses = get_statuses(runs, time.time())
-    _print(one, statuses, directory, as_json=as_json)
+    if not runs and one is None and not as_json:
+        say(f"{directory}: no runs yet; start one with: pipectl submit JOB.yaml")
+    else:
+        view.print_runs(one, statuses, as_json=as_json)
     if ranks and not as_json:
-        output().print(view.ranks_table(statuses[0], width=output().width))
+        show(view.ranks_table(statuses[0], width=output().width))
     if not as_json and not names and (older := len(list_runs(directory)) - len(statuses)) > 0:
         note(f"{older} older runs are not shown; see --limit")
     if names and any(status.job.state is JobState.UNKNOWN for status in statuses):
         raise typer.Exit(UnknownRunError.exit_code)
 
 
-def _print(
-    one: RunDirectory | SweepDirectory | None,
-    statuses: Sequence[RunStatus],
-    directory: Path,
-    *,
-    as_json: bool,
-) -> None:
-    if isinstance(one, SweepDirectory):
-        view.print_sweep(one, statuses, as_json=as_json)
-    elif one is not None:
-        view.print_run(statuses[0], as_json=as_json)
-    elif as_json:
-        say_json([view.run_json(status) for status in statuses])
-    elif statuses:
-        output().print(view.runs_table(statuses, output().width))
-    else:
-        say(f"{directory}: no runs yet; start one with: pipectl submit JOB.yaml")
-
-
-def _watch(
-    one: RunDirectory | SweepDirectory | None,
-    named: Sequence[RunDirectory],
-    directory: Path,
-    limit: int,
-) -> None:
+def _watch(one: view.Subject, named: Sequence[RunDirectory], directory: Path, limit: int) -> None:
     """Show runs on the whole screen until Ctrl-C, or until all named runs are over.
 
     Args:
@@ -98,20 +77,15 @@ def _watch(
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while not all_over:
-                began_s, width = time.monotonic(), console.width
-                height = max(1, console.height - _MARGIN)
+                began_s, height = time.monotonic(), max(1, console.height - _MARGIN)
                 runs = list_runs(directory) if one is None and not named else named
                 runs = runs if one is not None else runs[-min(limit, height) :]
                 statuses = poller.get_statuses(runs, time.time())
                 all_over = all(status.job.state.final for status in statuses)
                 all_over = all_over and (one is not None or bool(named))
                 picture: RenderableType = plain(f"{directory}: no runs yet")
-                if isinstance(one, RunDirectory):
-                    picture = view.run_picture(statuses[0], width, height)
-                elif one is not None:
-                    picture = view.sweep_picture(one, statuses, width, height)
-                elif statuses:
-                    picture = view.runs_table(statuses, width)
+                if one is not None or statuses:
+                    picture = view.draw_runs(one, statuses, console.width, height)
                 foot = f"\n{time.strftime('%H:%M:%S')}  Ctrl-C closes the view; the runs continue"
                 has_shown = True
                 live.update(Group(picture, plain(foot, "dim")), refresh=True)

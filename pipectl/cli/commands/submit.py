@@ -1,7 +1,4 @@
-"""`pipectl submit`: run the job, or all jobs of its sweep, here or on a batch system.
-
-`resume`, `profile` and `lab rehearse` use what it prints about jobs and submitted runs.
-"""
+"""`pipectl submit`: run the job, or all jobs of its sweep, here or on a batch system."""
 
 from __future__ import annotations
 
@@ -9,24 +6,32 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import typer
 
 from pipectl.batch import LOCAL, get_scheduler
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
+from pipectl.cli.follow import (
+    describe_job,
+    finish,
+    follow,
+    note_origin,
+    print_notes,
+    print_plan,
+    submission_json,
+)
+from pipectl.cli.progress import profiling_progress
+from pipectl.cli.views.run import print_runs
 from pipectl.errors import UsageError
 from pipectl.jobs.job import choose_scheduler
 from pipectl.jobs.owners import warning_of_code
-from pipectl.jobs.prepare import PreparedJob, plan_path, prepare, profile_path, render
-from pipectl.runs import Record, RunDirectory, SweepDirectory, find_runs, name_in_shell, sweep_of
+from pipectl.jobs.prepare import plan_path, prepare, profile_path, render
+from pipectl.jobs.state import get_statuses
+from pipectl.runs import SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
-
-if TYPE_CHECKING:
-    from pipectl.profile import Profile
 
 _GPUS = re.compile(r"gpu(?::([A-Za-z_][^:]*))?(?::([0-9]+))?")
 """GPUs in the value of --gres, with their type and number per node."""
@@ -153,7 +158,6 @@ def _submit_and_follow(
         after: names of the runs to wait for.
     """
     # A dry run does not import these.
-    from pipectl.cli.follow import profiling_progress
     from pipectl.jobs.profiles import coupling_warning
     from pipectl.jobs.submit import submit
 
@@ -175,7 +179,7 @@ def _submit_and_follow(
     if record.sweep is None:
         place = f"run directory: {short_path(run.path)}"
         title = f"submitted: {record.name} ({describe_job(record)})"
-        finish(run, record, title, place, wait=wait, as_json=as_json)
+        finish(submissions[0], title, place, wait=wait, as_json=as_json)
         return
     sweep = sweep_of(run, record.sweep.name)
     if not as_json:
@@ -189,7 +193,7 @@ def _submit_and_follow(
     elif as_json:
         say_json(
             [
-                submission_json(each.run, each.record, sweep=sweep.name, values=dict(point.values))
+                submission_json(each, sweep=sweep.name, values=dict(point.values))
                 for each, point in zip(submissions, points, strict=True)
             ]
         )
@@ -197,137 +201,10 @@ def _submit_and_follow(
 
 def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
     """Follow the runs of a sweep one by one."""
-    from pipectl.cli.follow import follow
-    from pipectl.cli.views.run import print_sweep
-    from pipectl.jobs.state import get_statuses
-
     codes = []
     for run in sweep.runs():
         note(run.name)
         codes.append(follow(run).exit_code)
-    print_sweep(sweep, get_statuses(sweep.runs(), time.time()), as_json=as_json)
+    print_runs(sweep, get_statuses(sweep.runs(), time.time()), as_json=as_json)
     if code := next(filter(None, codes), 0):
         raise typer.Exit(code)
-
-
-class _MoreJson(TypedDict, total=False):
-    file: str
-    sweep: str
-    values: dict[str, Any]
-    from_step: int
-    planned_anew: bool
-    changes: Mapping[str, tuple[Any, Any]]
-
-
-class SubmissionJson(_MoreJson):
-    """A run that was submitted.
-
-    Args:
-        run, directory: its name, and the path of its directory.
-        scheduler: ``slurm``, ``pbs`` or ``local``.
-        job_id: id of the job in the batch system.
-        file: of a measurement: the profile or cluster file that it will write.
-        sweep, values: of a run of a sweep: the name of the sweep, and the run's values by key.
-        from_step: of a resumed run: step of the checkpoint that it starts from.
-        planned_anew: of a resumed run: whether it has a new plan.
-        changes: of a resumed run: keys of the job with the value so far and the new one.
-    """
-
-    run: str
-    directory: str
-    scheduler: str
-    job_id: str | None
-
-
-def finish(
-    run: RunDirectory,
-    record: Record,
-    *lines: str,
-    wait: bool,
-    as_json: bool,
-    **more: Unpack[_MoreJson],
-) -> None:
-    """Print a run that was submitted: ``lines`` and the command for its status, or its JSON with
-    ``more`` keys. With ``wait``, follow it to its end."""
-    if not as_json:
-        for line in (*lines, f"see: pipectl status {name_in_shell(run)}"):
-            say(line)
-    if wait:
-        from pipectl.cli.follow import follow_or_exit
-        from pipectl.cli.views.run import print_run
-
-        print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
-    elif as_json:
-        say_json(submission_json(run, record, **more))
-
-
-def submission_json(run: RunDirectory, record: Record, **more: Unpack[_MoreJson]) -> SubmissionJson:
-    """The JSON of a run that was submitted; ``more`` adds keys."""
-    return {
-        "run": run.name,
-        "directory": str(run.path),
-        "scheduler": record.scheduler,
-        "job_id": record.job_id,
-        **more,
-    }
-
-
-def describe_job(record: Record) -> str:
-    """``slurm job 36``."""
-    return f"{record.scheduler} job {record.job_id}"
-
-
-def print_notes(jobs: Sequence[PreparedJob]) -> None:
-    """Print the warnings of jobs, and the reasons for the choice of MPI, once each."""
-    notes = ((each.job.mpi, each.machines.warning if each.machines else "") for each in jobs)
-    for choice, warning in dict.fromkeys(notes):
-        warn(warning)
-        if choice.reason:
-            note(choice.reason)
-        warn(choice.warning)
-
-
-def print_plan(
-    jobs: Sequence[PreparedJob], before: str = "", tell: Callable[[str], None] = say
-) -> None:
-    """Print the plan and prediction of a single job, or that models are measured first.
-
-    Args:
-        before: text before the name of the plan.
-        tell: prints a line of the plan.
-    """
-    missing = sum(job.plan is None for job in jobs)
-    if missing:
-        of = "" if len(jobs) == 1 else f" for {missing} of {len(jobs)} runs"
-        where = ", in the job's allocation" if any(job.plans_in_job for job in jobs) else ""
-        note(f"no up-to-date profile{of}: the model is measured before it is trained{where}")
-    elif len(jobs) == 1 and (plan := jobs[0].plan) is not None:
-        from pipectl.cli.views.plan import prediction_lines
-
-        for line in (f"{before}{plan.name}: {plan.summary}", *prediction_lines(plan)):
-            tell(line)
-
-
-def note_origin(profile: Profile, began: float, again: str) -> None:
-    """Print a note if a profile, or a part of it, was measured before the command began.
-
-    Args:
-        again: how to measure again.
-    """
-    device = profile.device
-    if device is None or device.measured_at is None:
-        return
-    if device.measured_at < began:
-        when = ago(time.time() - device.measured_at)
-        note(f"cached: measured {when} on {device.host} ({device.model}); {again}")
-    elif device.resumed:
-        note(f"{device.resumed} measurements are from an interrupted attempt")
-
-
-def ago(age_s: float) -> str:
-    """An age in its largest unit: ``3 h ago``."""
-    for span_s, unit in ((86400, "day"), (3600, "h"), (60, "min")):
-        count = int(age_s // span_s)
-        if count > 0:
-            return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
-    return "just now"

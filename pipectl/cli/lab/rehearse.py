@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pipectl.batch import LOCAL
 from pipectl.cli import options as opt
-from pipectl.cli.commands.submit import finish, print_notes
 from pipectl.cli.console import note, say, say_json, short_path, warn
-from pipectl.cli.follow import follow_or_exit, profiling_progress
+from pipectl.cli.follow import follow_or_exit, print_notes, print_submission
+from pipectl.cli.progress import profiling_progress
 from pipectl.jobs.measuring import plan_rehearsal, result_of
 from pipectl.jobs.owners import warning_of_code
 from pipectl.jobs.submit import submit
@@ -39,7 +39,7 @@ def command(
         f"in about {format_time(rehearsal.expected_s)}, times stretched by {rehearsal.stretch:g}"
     )
     if not wait and record.scheduler != LOCAL:
-        finish(run, record, wait=False, as_json=as_json)
+        print_submission(submission, as_json=as_json)
         return
     follow_or_exit(run, as_json=as_json)
     result = result_of(run)

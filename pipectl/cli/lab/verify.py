@@ -8,7 +8,7 @@ import typer
 
 from pipectl.cli import options as opt
 from pipectl.cli.console import say, say_json
-from pipectl.cli.follow import progress_bar
+from pipectl.cli.progress import progress_bar
 from pipectl.jobs.verify import verify
 
 

@@ -1,4 +1,4 @@
-"""The state of runs as text and as JSON: one run, a table of many, a sweep, the ranks."""
+"""The state of runs as text and as JSON: one run, a list, a sweep, the ranks of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.cli.console import label_lines, output, plain, say_json, short_path, table
+from pipectl.cli.console import label_lines, output, plain, say_json, short_path, show, table
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import (
     PROFILING,
-    Record,
+    RunDirectory,
     SweepDirectory,
     last_checkpoint,
     name_in_shell,
@@ -42,6 +42,8 @@ _MAX_REASON, _MAX_VALUE = 40, 24
 """Maximum characters of a reason, and of a value of a sweep, in a table."""
 _NOTHING_S = 1e-4
 """Part of a step that is too short to mention."""
+_MAX_PARTS = 3
+"""Maximum number of parts of a difference."""
 _MOVES = {
     "none": "while a rank sends or waits",
     "poll": "also between operators",
@@ -54,21 +56,79 @@ _OPTIONAL = (  # the least important first
     "predicted", "memory", "efficiency", "on", "restarts", "remaining", "per step", "waits for",
     "values",
 )  # fmt: skip
+Subject = RunDirectory | SweepDirectory | None
+"""One run, a sweep, or a list of runs."""
+Fact = tuple[str, str, str]
+"""Label, text and style."""
+Difference = tuple[int, Mapping[str, float]]
+"""A recorded step, and how it differs from the prediction; see :func:`divide_last_step`."""
 
 
-def print_run(status: RunStatus, *, as_json: bool = False) -> None:
-    """Print everything about one run, and how a recorded step differs from the prediction."""
-    if as_json:
-        say_json(run_json(status))
-        return
-    difference = None
-    if status.prediction_ratio:  # the simulator is imported only if there is something to compare
-        from pipectl.report.comparison import divide_last_step
+def print_runs(subject: Subject, statuses: Sequence[RunStatus], *, as_json: bool = False) -> None:
+    """Print everything about one run, a sweep and its runs, or a table of runs."""
+    if not as_json:
+        show(draw_runs(subject, statuses, output().width))
+    elif isinstance(subject, RunDirectory):
+        say_json(run_json(statuses[0]))
+    elif subject is None:
+        say_json([run_json(status) for status in statuses])
+    else:
+        best = find_best(statuses)
+        answer: SweepJson = {
+            "sweep": subject.name,
+            "directory": str(subject.path),
+            "best": None if best is None else best.run.name,
+            "runs": [run_json(status) for status in statuses],
+        }
+        say_json(answer)
 
-        difference = divide_last_step(status.run)
-    console = output()
-    for line in run_lines(status, console.width if console.is_terminal else None, difference):
-        console.print(line, soft_wrap=True)
+
+class SweepJson(TypedDict):
+    """A sweep.
+
+    Args:
+        sweep, directory: its name, and the path of its directory.
+        best: name of the best completed run; null if there is none.
+        runs: its runs.
+    """
+
+    sweep: str
+    directory: str
+    best: str | None
+    runs: list[RunJson]
+
+
+def draw_runs(
+    subject: Subject, statuses: Sequence[RunStatus], width: int, height: int | None = None
+) -> RenderableType:
+    """The state of runs as text.
+
+    Args:
+        width: columns of the terminal.
+        height: lines of the full screen, on which one run has a curve of its loss and its ranks in
+            place of its files; of a sweep, runs that are over come last. None for a text of any
+            length.
+    """
+    if isinstance(subject, SweepDirectory):
+        return _draw_sweep(subject, statuses, width, height)
+    if subject is None:
+        return runs_table(statuses, width)
+    (status,) = statuses
+    if height is None:
+        difference = None
+        if status.prediction_ratio:  # the simulator is imported if there is something to compare
+            from pipectl.report.comparison import divide_last_step
+
+            difference = divide_last_step(status.run)
+        return Group(*run_lines(status, width, difference))
+    parts: list[RenderableType] = [*run_lines(status, width, files=False)]
+    losses = [line.loss for line in read_metrics(status.run) if line.loss is not None]
+    if losses:
+        parts += [Text(), plain(f"  loss  {sparkline(losses, max(10, width - 10))}", "cyan")]
+    room = height - len(parts)
+    if status.ranks and room > 0:
+        parts += [Text(), ranks_table(status, room, width)]
+    return Group(*parts)
 
 
 class RunJson(TypedDict):
@@ -185,22 +245,12 @@ def run_json(status: RunStatus) -> RunJson:
     }
 
 
-Fact = tuple[str, str, str]
-"""Label, text and style."""
-
-
 def run_lines(
-    status: RunStatus,
-    width: int | None = None,
-    difference: tuple[int, Mapping[str, float]] | None = None,
-    *,
-    files: bool = True,
+    status: RunStatus, width: int, difference: Difference | None = None, *, files: bool = True
 ) -> Iterator[Text]:
-    """Everything about one run, a label and a text per line.
+    """Everything about one run, a label and a text per line, wrapped to ``width`` columns.
 
     Args:
-        width: columns to wrap texts to; None does not wrap.
-        difference: difference of a recorded step from its prediction; see :func:`divide_last_step`.
         files: whether to list the files of the run.
     """
     record, job = status.record, status.job
@@ -209,16 +259,16 @@ def run_lines(
         job_text += f" on {job.nodes}"
     name, state = plain(status.run.name, "bold"), _state(status)
     head = Text("  ").join((name, state, plain(job_text)))
-    yield Text(" ").join(head.split("\n"))  # nobody's field looks like another line
+    head = Text(" ").join(head.split("\n"))  # nobody's field looks like another line
+    head.no_wrap, head.overflow = True, "ignore"
+    yield head
     facts = run_facts(status, difference)
     facts += _files(status) if files else ()
     indented = ((f"  {label}", text, style) for label, text, style in facts)
     yield from label_lines(indented, _INDENT, width)
 
 
-def run_facts(
-    status: RunStatus, difference: tuple[int, Mapping[str, float]] | None = None
-) -> list[Fact]:
+def run_facts(status: RunStatus, difference: Difference | None = None) -> list[Fact]:
     """Failure, progress, speed and memory of a run; see :func:`run_lines`."""
     facts = [*_failure(status), *_progress(status), *_pace(status)]
     return [*facts, *(_difference(*difference) if difference else ()), *_memory_and_waits(status)]
@@ -280,7 +330,7 @@ def _pace(status: RunStatus) -> Iterator[Fact]:
             flops = status.plan.describe_flops(step_s)
             text += f", {flops}" if flops else ""
         if status.efficiency is not None:
-            text += f", efficiency {status.efficiency:.0%} (profiled computing / ranks' time)"
+            text += f", efficiency {status.efficiency:.0%}"
         yield "speed", text, ""
     if status.predicted_step_s is not None:
         text, style = f"{format_time(status.predicted_step_s)} per step", ""
@@ -302,7 +352,7 @@ def _difference(step: int, parts: Mapping[str, float]) -> Iterator[Fact]:
     if worth:
         listed = ", ".join(
             f"{format_time(abs(part_s))} {'more' if part_s > 0 else 'less'} {name}"
-            for name, part_s in worth
+            for name, part_s in worth[:_MAX_PARTS]
         )
         how = "longer" if total_s > 0 else "shorter"
         yield "difference", f"step {step} was {format_time(abs(total_s))} {how}: {listed}", ""
@@ -332,11 +382,12 @@ def _files(status: RunStatus) -> Iterator[Fact]:
         yield "values", values_text(record.sweep.values), ""
         yield "sweep", record.sweep.name, ""
     if record is not None:
-        yield from _dates(record)
-    if _measures(status):
-        for label, path in (("profile", run.profile), ("cluster", run.cluster)):
-            if path.exists():
-                yield label, short_path(path), ""
+        first_s = min((record.submitted_at, *(event.time for event in record.history)))
+        times = {"submitted": first_s, "resumed": record.submitted_at}
+        for label, time_s in [*times.items()][: 2 if record.submitted_at > first_s else 1]:
+            yield label, f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M:%S}", ""
+    results = {"profile": run.profile, "cluster": run.cluster} if _measures(status) else {}
+    yield from ((label, short_path(path), "") for label, path in results.items() if path.exists())
     if status.plan is not None:
         yield "plan", status.plan.summary, ""
     yield "directory", short_path(run.path), ""
@@ -348,32 +399,8 @@ def _files(status: RunStatus) -> Iterator[Fact]:
         yield "resume with", f"pipectl resume {name_in_shell(run)}  (from {since})", ""
 
 
-def _dates(record: Record) -> Iterator[Fact]:
-    """When the run was submitted first, and when it was last resumed."""
-    first_s = min((record.submitted_at, *(event.time for event in record.history)))
-    for label, time_s in (("submitted", first_s), ("resumed", record.submitted_at)):
-        if label == "submitted" or time_s > first_s:
-            yield label, f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M:%S}", ""
-
-
-def run_picture(status: RunStatus, width: int, height: int) -> RenderableType:
-    """Full-screen view of one run: its lines, a curve of the loss, and its ranks if they fit."""
-    parts: list[RenderableType] = [*run_lines(status, width, files=False)]
-    losses = [line["loss"] for line in read_metrics(status.run) if line.get("loss") is not None]
-    if losses:
-        parts += [Text(), plain(f"  loss  {sparkline(losses, max(10, width - 10))}", "cyan")]
-    room = height - len(parts)
-    if status.ranks and room > 0:
-        parts += [Text(), ranks_table(status, room, width)]
-    return Group(*parts)
-
-
 def runs_table(statuses: Sequence[RunStatus], width: int) -> Table:
-    """One row per run, without empty columns, and without less important ones that do not fit.
-
-    Args:
-        width: width of the terminal.
-    """
+    """One row per run, without empty columns, and without less important ones that do not fit."""
     return _table([_row(status) for status in statuses], _OPTIONAL, width)
 
 
@@ -414,47 +441,12 @@ def _waits_for(job: JobStatus) -> str:
     return ", ".join(filter(None, (job.reason[:_MAX_REASON], start)))
 
 
-class SweepJson(TypedDict):
-    """A sweep.
-
-    Args:
-        sweep, directory: its name, and the path of its directory.
-        best: name of the best completed run; null if there is none.
-        runs: its runs.
-    """
-
-    sweep: str
-    directory: str
-    best: str | None
-    runs: list[RunJson]
-
-
-def print_sweep(
-    sweep: SweepDirectory, statuses: Sequence[RunStatus], *, as_json: bool = False
-) -> None:
-    """Print the states of the runs of a sweep."""
-    if not as_json:
-        console = output()
-        console.print(sweep_picture(sweep, statuses, console.width))
-        return
-    best = find_best(statuses)
-    answer: SweepJson = {
-        "sweep": sweep.name,
-        "directory": str(sweep.path),
-        "best": None if best is None else best.run.name,
-        "runs": [run_json(status) for status in statuses],
-    }
-    say_json(answer)
-
-
-def sweep_picture(
-    sweep: SweepDirectory, statuses: Sequence[RunStatus], width: int, height: int | None = None
+def _draw_sweep(
+    sweep: SweepDirectory, statuses: Sequence[RunStatus], width: int, height: int | None
 ) -> RenderableType:
     """The number of runs in each state, and a row per run; the best run is marked.
 
-    Args:
-        width: width of the terminal; if columns do not fit, those of values are left out last.
-        height: maximum number of lines; runs that are over come last. None sets no limit.
+    If columns do not fit, those of values are left out last.
     """
     states = Counter(status.job.state.value for status in statuses)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())

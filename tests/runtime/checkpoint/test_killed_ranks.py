@@ -256,9 +256,9 @@ def check_same(one: RunDirectory, other: RunDirectory, steps: int, contents: Any
     """Weights, the optimizer's state, and the figures of every step."""
     name = f"step-{steps:06d}"
     assert contents(one.checkpoints / name) == contents(other.checkpoints / name)
-    keys = ("loss", "learning_rate", "gradient_norm")
     first, second = (
-        {x["step"]: [x[key] for key in keys] for x in read_metrics(run)} for run in (one, other)
+        {x.step: (x.loss, x.learning_rate, x.gradient_norm) for x in read_metrics(run)}
+        for run in (one, other)
     )
     assert [*first] == [*second] == [*range(1, steps + 1)]
     assert first == second

@@ -45,7 +45,7 @@ def check_same(one: RunDirectory, other: RunDirectory) -> None:
     assert first.manifest.updates == second.manifest.updates
     assert first.manifest.loss_scale == second.manifest.loss_scale
     figures = [
-        {x["step"]: (x["loss"], x["learning_rate"]) for x in read_metrics(run) if "loss" in x}
+        {x.step: (x.loss, x.learning_rate) for x in read_metrics(run) if x.is_step}
         for run in (one, other)
     ]
     assert [*figures[1]] == [*range(STOPPED + 1, STEPS + 1)]
@@ -112,7 +112,9 @@ def test_steps_are_left_out_before_and_after_the_checkpoint(
 ) -> None:
     """The variant would also pass if nothing were spoilt."""
     whole, rest = trained["spoilt"]
-    found = [[x["step"] for x in read_metrics(run) if "not_finite" in x] for run in (whole, rest)]
+    found = [
+        [x.step for x in read_metrics(run) if x.not_finite is not None] for run in (whole, rest)
+    ]
     assert [step for step in found[0] if step > STOPPED] == found[1]
     assert min(found[0]) <= STOPPED < max(found[0])
 
@@ -184,11 +186,11 @@ def test_a_run_whose_rank_is_killed_goes_on(
     assert process.returncode == 0, log
     assert "missing or damaged; the checkpoint before it is used" in log
     lines = read_metrics(run)
-    assert [(line["step"], line["attempt"]) for line in lines] == [
+    assert [(line.step, line.attempt) for line in lines] == [
         *((step, 1) for step in range(1, 4)),
         *((step, 2) for step in range(4, STEPS + 1)),
     ]
-    losses = [[line["loss"] for line in read_metrics(found)] for found in (whole, run)]
+    losses = [[line.loss for line in read_metrics(found)] for found in (whole, run)]
     assert losses[0] == losses[1]
     ends = [checkpoint.load(found.checkpoints / f"step-{STEPS:06d}") for found in (whole, run)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
@@ -219,7 +221,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
         run.stop_request.unlink(missing_ok=True)
         run.stopped_marker.unlink(missing_ok=True)
     lines = read_metrics(run)
-    assert {line["attempt"] for line in lines} == {1, 2}
+    assert {line.attempt for line in lines} == {1, 2}
     ends = [checkpoint.load(found.checkpoints / f"step-{STEPS:06d}") for found in (whole, run)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
@@ -231,7 +233,7 @@ def test_steps_that_overlap_stop_where_the_pipeline_is_empty(module_runs: Any, t
     run.stop_request.write_text("")
     train(run)
     assert run.stopped_marker.exists()
-    assert [line["step"] for line in read_metrics(run)] == [*range(1, STOPPED + 1)]
+    assert [line.step for line in read_metrics(run)] == [*range(1, STOPPED + 1)]
     assert names(run) == [f"step-{STOPPED:06d}"]
 
 
@@ -265,7 +267,7 @@ def kill_a_rank_behind_step(run: RunDirectory, process: subprocess.Popen[str], s
     assert [pids[error.rank] for error in errors] == [pid]
     assert errors[0].step > step
     assert errors[0].message.startswith("its process was killed")
-    assert read_metrics(run)[-1]["step"] < STEPS
+    assert read_metrics(run)[-1].step < STEPS
 
 
 def damage(directory: Path) -> None:

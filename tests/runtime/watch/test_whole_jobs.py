@@ -122,5 +122,5 @@ def test_the_job_ends_is_explained_and_goes_on(job: Job, who: str, how: str, wor
     assert job.wait(lambda status: status["state"] not in ("RUNNING", "QUEUED"))["error"] is None
     assert job.status()["state"] == "COMPLETED"
     lines = read_metrics(job.run)
-    assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
-    assert {line["attempt"] for line in lines} == {1, 2}
+    assert [line.step for line in lines] == [*range(1, STEPS + 1)]
+    assert {line.attempt for line in lines} == {1, 2}
