@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NotRequired, TypedDict
 
@@ -17,7 +17,7 @@ from pipectl.planner.baselines import OWN
 from pipectl.planner.baselines.plans import policy_plans
 from pipectl.planner.explain.bottleneck import LinkLoad, StepParts, busiest_link, step_parts
 from pipectl.planner.explain.data_parallel import WithoutPipeline, without_pipeline
-from pipectl.planner.explain.explain import Explanation, ExplanationJson, explain
+from pipectl.planner.explain.explain import Explanation, explain
 from pipectl.planner.explain.what_if import step_range
 from pipectl.planner.search import MAX_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile
@@ -77,6 +77,27 @@ class PlanSearch:
     ) -> Plan:
         """The best plan; see :meth:`find`."""
         return self.find(profile, cluster, request, planner).plan
+
+
+class ExplanationJson(TypedDict):
+    """The explanation of a plan.
+
+    Args:
+        binds: the bottleneck: ``rank`` or ``link``.
+        busiest_rank: how the rank that computes longest spends the step.
+        busiest_link: the link that carries messages longest: ``between`` two of ``rank``, ``node``
+            or ``switch``, ``source`` and ``target`` (null for the other end of a node's interface),
+            ``busy_s`` and ``bytes_per_step``; null if there are no messages.
+        alternatives: the next best plans: ``difference`` and ``step_time_s``.
+        offers: other resources or settings: ``change``, ``step_time_s``, ``gain`` (share of the
+            step), and ``reason`` if it was not tried.
+    """
+
+    binds: str
+    busiest_rank: dict[str, Any]
+    busiest_link: dict[str, Any] | None
+    alternatives: list[dict[str, Any]]
+    offers: list[dict[str, Any]]
 
 
 class AnswerJson(TypedDict):
@@ -139,6 +160,11 @@ class StepAnswer:
     compiling_s: float
     range_s: tuple[float, float] | None = None
 
+    @property
+    def link_binds(self) -> bool:
+        """Whether a link is the bottleneck: busy for longer per step than the busiest rank."""
+        return self.link is not None and self.link.busy_s > self.parts.busy_s
+
     def to_json(self) -> dict[str, Any]:
         """The plan as in its file, with the keys of :class:`AnswerJson`."""
         from pipectl.runtime.nodes import unsupported
@@ -161,7 +187,17 @@ class StepAnswer:
             "compiling_s": self.compiling_s,
         }
         if self.explanation is not None:
-            answer["explanation"] = self.explanation.to_json()
+            step_s, others = plan.predicted_step_s, self.explanation.alternatives
+            answer["explanation"] = {
+                "binds": "link" if self.link_binds else "rank",
+                "busiest_rank": asdict(self.parts),
+                "busiest_link": None if self.link is None else asdict(self.link),
+                "alternatives": [
+                    {"difference": each.difference, "step_time_s": each.plan.predicted_step_s}
+                    for each in others
+                ],
+                "offers": [offer.to_json(step_s) for offer in self.explanation.offers],
+            }
         return {**document, **answer}
 
 

@@ -52,13 +52,13 @@ def printed(found: RenderableType, width: int) -> str:
     return console.file.getvalue()
 
 
+SLOW_PARTS = StepParts(0, (0,), 1.0, 0.5, 0.1, 0.05, 0.1, 0.0, 0.05, 0.2)
+LINK = LinkLoad("node", source=0, target=1, busy_s=0.25, bytes_per_step=2**30)
+
+
 def explanation(pipeline: Plans) -> Explanation:
     plan = timed(pipeline(2, 4), 1.0)
     return Explanation(
-        plan=plan,
-        measured_size=4,
-        parts=StepParts(0, (0,), 1.0, 0.5, 0.1, 0.05, 0.1, 0.0, 0.05, 0.2),
-        link=LinkLoad("node", source=0, target=1, busy_s=0.25, bytes_per_step=2**30),
         alternatives=(
             Alternative("schedule gpipe", timed(plan, 1.25)),
             Alternative("1 stage, 8 micro-batches of 2", timed(plan, 2.0)),
@@ -77,7 +77,7 @@ def answer(
     """Of a plan with these parts of a step, two nodes, and 16 samples; the job is open."""
     fields = {name: more.pop(name) for name in ("micro_batches", "replicas") if name in more}
     request = PlanRequest("x", 16, **fields)  # type: ignore[arg-type]
-    profile = Profile("x", "test", (), (), 1)
+    profile = Profile("x", "test", (), (), 4)
     inputs = PlanInputs(profile, CLUSTER, request)
     values = {"link": None, "stopped": "", "explanation": None, "compiling_s": 0.0, **more}
     ranks = [plan.node_of_rank.count(node) for node in range(max(plan.node_of_rank) + 1)]
@@ -88,7 +88,7 @@ def answer(
 def test_all_of_a_plan_and_of_its_explanation(pipeline: Plans, golden: Callable[..., None]) -> None:
     search = Search("pipectl", 0.1, 0.1, True, 2.0, 0.8, 0.25)
     plan = replace(timed(pipeline(2, 4, costs=[COST] * 2), 1.0), search=search)
-    found = answer(plan, explanation=explanation(pipeline))
+    found = answer(plan, SLOW_PARTS, link=LINK, explanation=explanation(pipeline))
     text = printed(step_view(found, 80), 80)
     assert max(map(len, text.splitlines()[:-1])) <= 80
     golden(text, printed(step_view(found, 120), 120))
@@ -124,8 +124,8 @@ def test_what_is_predicted_of_a_step(pipeline: Plans) -> None:
     assert next(prediction_lines(plan)).startswith("predicted: 2.00 s per step, 2.0 samples/s, ")
     idle = next(prediction_lines(timed(plan, 0.0)))
     assert idle.startswith("predicted: 0.00 us per step, bubble 25.0%")
-    no_work = replace(explanation(pipeline), parts=StepParts(0, (0,), *[0.0] * 8))
-    shown = list(explanation_lines(no_work, CLUSTER))
+    no_work = answer(plan, StepParts(0, (0,), *[0.0] * 8))
+    shown = list(explanation_lines(no_work, explanation(pipeline)))
     assert "  schedule gpipe                    1.25 s" in shown, "without a share"
 
 
@@ -147,8 +147,7 @@ def test_verdicts_advice_and_remarks(pipeline: Plans, golden: Callable[..., None
     """Of what is lost, of links, without a pipeline, and of the search."""
     plan, why = replace(timed(pipeline(2, 4), 1.0), batch_size=16), explanation(pipeline)
     search = Search("pipectl", 0.1, 0.1, True, 2.0, 0.8, 0.25)
-    assert why.link is not None
-    busy = replace(why.link, busy_s=0.9)
+    busy = replace(LINK, busy_s=0.9)
     ends = {"switch": ("a", "b"), "node": (0, None), "rank": (None, 1), "nodes": (1, 1)}
     links = {
         f"link {between}": replace(busy, between=between.rstrip("s"), source=source, target=target)

@@ -105,7 +105,7 @@ def step_view(answer: StepAnswer, width: int) -> RenderableType:
     parts += ["", *label_lines(lines, indent, width, bold=True), ""]
     parts += gantt_lines(answer.simulation.timeline, width)
     if explanation is not None:
-        parts += map(plain, explanation_lines(explanation, answer.inputs.cluster))
+        parts += map(plain, explanation_lines(answer, explanation))
     parts += assumption_lines(plan.assumptions)
     return Group(*parts)
 
@@ -206,7 +206,7 @@ def verdict(answer: StepAnswer) -> Iterator[tuple[str, str]]:
     parts, step_s = answer.parts, answer.parts.step_s or 1.0
     link = answer.link
     stages = _stages_in_words(parts.stages, len(answer.plan.stages) + 1)
-    if link is not None and link.busy_s > parts.busy_s:
+    if link is not None and answer.link_binds:
         ends, waiting = _link_ends(link, answer.inputs.cluster), f"rank {parts.rank} waits"
         yield "bottleneck", f"the link {ends}, in use for {link.busy_s / step_s:.1%} of the step"
     else:
@@ -331,11 +331,11 @@ def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
     return [*rows, plain(legend(timeline), "dim")]
 
 
-def explanation_lines(explanation: Explanation, cluster: Cluster) -> Iterator[str]:
+def explanation_lines(answer: StepAnswer, explanation: Explanation) -> Iterator[str]:
     """Time of the busiest rank, other plans, and the effect of changes."""
     from pipectl.simulate.memory import copy_bytes  # numpy, which `status` does without
 
-    parts, plan = explanation.parts, explanation.plan
+    parts, plan, cluster = answer.parts, answer.plan, answer.inputs.cluster
     yield ""
     yield f"the {format_time(parts.step_s)} of rank {parts.rank}:"
     for name, words in _PARTS:
@@ -344,8 +344,7 @@ def explanation_lines(explanation: Explanation, cluster: Cluster) -> Iterator[st
         if share >= _NOTHING:
             bar = "█" * round(share * _BAR)
             yield f"  {words:<32}{format_time(time_s):>9}{share:>7.1%}  {bar}".rstrip()
-    if explanation.link is not None:
-        link = explanation.link
+    if (link := answer.link) is not None:
         share = link.busy_s / parts.step_s if parts.step_s else 0.0
         yield f"busiest link: {_link_ends(link, cluster)}, in use for {share:.1%} of the step"
         yield f"  ({format_bytes(link.bytes_per_step)} per step take {format_time(link.busy_s)})"
@@ -375,10 +374,10 @@ def explanation_lines(explanation: Explanation, cluster: Cluster) -> Iterator[st
             value = format_time(offer.step_s)
         rows.append((offer.change, value, f"{-gain:+.1%}" if gain else ""))
     yield from _columns(rows)
-    if explanation.measured_size is not None:
+    if not answer.inputs.profile.has_several_sizes:
         yield (
-            f"(only micro-batches of {explanation.measured_size} were measured; the times of other "
-            "sizes are scaled: small ones may take longer)"
+            f"(only micro-batches of {answer.inputs.profile.micro_batch_size} were measured; the "
+            "times of other sizes are scaled: small ones may take longer)"
         )
 
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypedDict
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.baselines import OWN
-from pipectl.planner.explain.bottleneck import LinkLoad, StepParts, busiest_link, step_parts
 from pipectl.planner.explain.what_if import with_faster_links, with_memory, with_nodes
 from pipectl.planner.request import COMPARED, Planner, PlanRequest
 from pipectl.profile import Profile
-from pipectl.simulate import simulate
 from pipectl.units import plural
 
 NOTHING = 1e-3
@@ -68,59 +66,12 @@ class Alternative:
     plan: Plan
 
 
-class ExplanationJson(TypedDict):
-    """The explanation of a plan.
-
-    Args:
-        binds: the bottleneck: ``rank`` or ``link``.
-        busiest_rank: how the rank that computes longest spends the step.
-        busiest_link: the link that carries messages longest: ``between`` two of ``rank``, ``node``
-            or ``switch``, ``source`` and ``target`` (null for the other end of a node's interface),
-            ``busy_s`` and ``bytes_per_step``; null if there are no messages.
-        alternatives: the next best plans: ``difference`` and ``step_time_s``.
-        offers: other resources or settings: ``change``, ``step_time_s``, ``gain`` (share of the
-            step), and ``reason`` if it was not tried.
-    """
-
-    binds: str
-    busiest_rank: dict[str, Any]
-    busiest_link: dict[str, Any] | None
-    alternatives: list[dict[str, Any]]
-    offers: list[dict[str, Any]]
-
-
 @dataclass(frozen=True)
 class Explanation:
-    """The explanation of one plan.
+    """The next best plans, and the gains of changes."""
 
-    Args:
-        measured_size: the only micro-batch size that was measured; None if there are several.
-    """
-
-    plan: Plan
-    measured_size: int | None
-    parts: StepParts
-    link: LinkLoad | None
     alternatives: tuple[Alternative, ...]
     offers: tuple[Offer, ...]
-
-    @property
-    def link_binds(self) -> bool:
-        """Whether a link is the bottleneck: busy for longer per step than the busiest rank."""
-        return self.link is not None and self.link.busy_s > self.parts.busy_s
-
-    def to_json(self) -> ExplanationJson:
-        """The documented object."""
-        return {
-            "binds": "link" if self.link_binds else "rank",
-            "busiest_rank": asdict(self.parts),
-            "busiest_link": None if self.link is None else asdict(self.link),
-            "alternatives": [
-                {"difference": other.difference, "step_time_s": other.plan.predicted_step_s}
-                for other in self.alternatives
-            ],
-            "offers": [offer.to_json(self.plan.predicted_step_s) for offer in self.offers],
-        }
 
 
 def explain(
@@ -157,10 +108,6 @@ def explain(
             best[words] = other
     ranked = sorted(best.items(), key=lambda item: (item[1].predicted_step_s, item[0]))
     return Explanation(
-        plan=plan,
-        measured_size=None if profile.has_several_sizes else profile.micro_batch_size,
-        parts=step_parts(plan, cluster, simulate(plan, cluster)),
-        link=busiest_link(plan, cluster),
         alternatives=tuple(Alternative(*each) for each in ranked[:MAX_ALTERNATIVES]),
         offers=tuple(_offers(subject, can_add_nodes=can_add_nodes)),
     )
