@@ -5,13 +5,10 @@ Writing takes about a microsecond. The last value stays readable after the rank 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import struct
-from typing import Annotated, Any, ClassVar, NamedTuple
-
-_TEXT = 96
+from typing import Annotated, NamedTuple
 
 
 class Activity(NamedTuple):
@@ -40,32 +37,15 @@ class Activity(NamedTuple):
     awaited: str = ""
 
 
-_KINDS: dict[type, Any] = {
-    int: ctypes.c_int64,
-    bool: ctypes.c_bool,
-    float: ctypes.c_double,
-    str: ctypes.c_char * _TEXT,
-}
-
-
-_ACTION_FIELDS, _WAIT_FIELDS = ("stage", "in_program", "action"), ("awaited", "peer")
-"""Fields written together with the peer; they are contiguous in memory."""
-
-
-class _Memory(ctypes.Structure):
-    """The memory layout of an activity."""
-
-    _fields_: ClassVar = [
-        (name, _KINDS[type(Activity._field_defaults[name])])
-        for name in ("moves", "step", "waiting", "pace_s", *_WAIT_FIELDS, *_ACTION_FIELDS)
-    ]
-
-
-SIZE = ctypes.sizeof(_Memory)
+_NUMBERS = struct.Struct("qqd?")
+"""Moves, step, time of the last step, and whether the rank waits; each is aligned."""
+_INTEGER, _FLOAT, _FLAG = struct.Struct("q"), struct.Struct("d"), struct.Struct("?")
+_WAIT, _ACTION = struct.Struct("96sq"), struct.Struct("qq?96s")
+"""The awaited message and its peer; and the peer, stage, ``in_program`` and text of an action."""
+_STEP_AT, _PACE_AT, _WAITING_AT, _WAIT_AT = 8, 16, 24, 32
+_ACTION_AT = _WAIT_AT + 96  # both contain the peer
+SIZE = _ACTION_AT + _ACTION.size
 """Size of a board in bytes."""
-_ACTION, _WAIT = struct.Struct(f"=qq?{_TEXT}s"), struct.Struct(f"={_TEXT}sq")
-_ACTION_PLACE = slice(_Memory.peer.offset, _Memory.peer.offset + _ACTION.size)
-_WAIT_PLACE = slice(_Memory.awaited.offset, _Memory.awaited.offset + _WAIT.size)
 
 
 def action_record(action: str, stage: int, *, in_program: bool = True) -> bytes:
@@ -92,15 +72,14 @@ class Board:
         except OSError:
             self.handle = -1
         self._shared = mmap.mmap(self.handle, SIZE)
-        self._memory = _Memory.from_buffer(self._shared)
         self._moves = 0
         self.phase("")
 
     def begin(self, action: bytes) -> None:
         """Begin an action; see :func:`action_record`."""
-        self._shared[_ACTION_PLACE] = action
+        self._shared[_ACTION_AT:] = action
         self._moves += 1
-        self._memory.moves = self._moves
+        _INTEGER.pack_into(self._shared, 0, self._moves)
 
     def row(self, kind: str, stage: int, micro_batch: int) -> None:
         """Begin an action of the program; -1 stands for all micro-batches."""
@@ -118,19 +97,19 @@ class Board:
 
     def awaits(self, wait: bytes) -> None:
         """Record what the current action waits for; see :func:`wait_record`."""
-        self._shared[_WAIT_PLACE] = wait
+        self._shared[_WAIT_AT : _WAIT_AT + _WAIT.size] = wait
 
     def step(self, number: int) -> None:
         """Begin a step."""
-        self._memory.step = number
+        _INTEGER.pack_into(self._shared, _STEP_AT, number)
 
     def waits(self, waiting: bool) -> None:
         """Begin or end a wait for other ranks."""
-        self._memory.waiting = waiting
+        _FLAG.pack_into(self._shared, _WAITING_AT, waiting)
 
     def pace(self, seconds: float) -> None:
         """Record the time of the last step."""
-        self._memory.pace_s = seconds
+        _FLOAT.pack_into(self._shared, _PACE_AT, seconds)
 
     def read(self) -> Activity:
         """Return what the rank does now."""
@@ -139,8 +118,10 @@ class Board:
 
 def read_activity(shared: mmap.mmap) -> Activity:
     """Read the board of another process."""
-    memory = _Memory.from_buffer_copy(shared)
-    values = (getattr(memory, name) for name in Activity._fields)
-    return Activity._make(
-        value.decode(errors="replace") if isinstance(value, bytes) else value for value in values
+    moves, step, pace_s, waiting = _NUMBERS.unpack_from(shared)
+    awaited, _ = _WAIT.unpack_from(shared, _WAIT_AT)
+    peer, stage, in_program, action = _ACTION.unpack_from(shared, _ACTION_AT)
+    action, awaited = (
+        text.partition(b"\0")[0].decode(errors="replace") for text in (action, awaited)
     )
+    return Activity(moves, step, stage, peer, in_program, waiting, pace_s, action, awaited)

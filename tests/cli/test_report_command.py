@@ -133,13 +133,13 @@ def run(place: Path, pipeline: Callable[..., Plan]) -> RunDirectory:
 def test_the_last_recorded_step_is_compared(cli: Command, run: RunDirectory) -> None:
     result = cli("report", "last")
     assert result.code == 0
-    head, bottleneck, _, shares, difference, *table = result.out.splitlines()
-    assert head.startswith(f"{run.name}, step 10: ")
-    assert shares.startswith("ranks spend: ")
-    assert bottleneck.startswith("bottleneck:  rank 1 computes for ")
-    words = "difference:  backward of stage 1 on rank 1: 8.00 s longer than predicted (2.00 times)"
-    assert difference == words
-    rows = [line.split() for line in table]
+    assert result.out.startswith(f"{run.name}, step 10: ")
+    text = " ".join(result.out.split())
+    assert "bottleneck: rank 1 computes for " in text
+    assert "ranks spend: " in text
+    words = "difference: backward of stage 1 on rank 1: 8.00 s longer than predicted (2.00 times)"
+    assert words in text
+    rows = [line.split() for line in result.out.splitlines()]
     assert ["1", "1", "backward", "4", "2.00", "s", "4.00", "s", "2.00"] in rows
     assert ["0", "0", "forward", "3", "1.00", "s", "1.00", "s", "1.00"] in rows
     assert "agree to within 20.0 us" in result.err

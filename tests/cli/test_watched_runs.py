@@ -26,7 +26,8 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=100, height=30, color_system=None)
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr("pipectl.cli.commands.status.output", lambda: console)
+    for module in ("commands.status", "console"):
+        monkeypatch.setattr(f"pipectl.cli.{module}.output", lambda: console)
     return text
 
 
@@ -60,7 +61,9 @@ def test_one_run_is_watched_to_its_end(cli: Command, screen: io.StringIO, finish
     picture = screen.getvalue().partition(LEAVE)[0]
     assert "  loss  █" in picture, "as a curve"
     assert "rank  node  stage  busy" in picture, "as there is room for it"
-    assert "COMPLETED" in result.out, "the last state stays on the terminal"
+    assert "COMPLETED" in screen.getvalue().partition(LEAVE)[2], (
+        "the last state stays on the terminal"
+    )
 
 
 @pytest.mark.parametrize("arguments", [(), ("last",), ("rates",)])

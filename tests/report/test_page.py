@@ -91,8 +91,11 @@ def test_text_stays_text(page_with: Callable[[str], Reader]) -> None:
     assert plain.tags.count("script") == 1
     for text in HOSTILE:
         found = page_with(text)
-        assert (found.tags, found.attributes) == (plain.tags, plain.attributes), text
-        assert found.text.count(text) >= 4 + 4, "of the failure, and of the operators"
+        tags = [tag for tag in found.tags if tag != "code"]  # of words in backticks
+        assert tags == [tag for tag in plain.tags if tag != "code"], text
+        assert found.attributes == plain.attributes, text
+        shown = found.text.replace("`", "").count(text.replace("`", ""))
+        assert shown >= 4 + 4, "of the failure, and of the operators"
 
 
 def test_it_asks_nothing_of_the_network(page_with: Callable[[str], Reader], tmp_path: Path) -> None:
