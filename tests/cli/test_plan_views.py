@@ -77,7 +77,7 @@ def answer(
     """Of a plan with these parts of a step, two nodes, and 16 samples; the job is open."""
     fields = {name: more.pop(name) for name in ("micro_batches", "replicas") if name in more}
     request = PlanRequest("x", 16, **fields)  # type: ignore[arg-type]
-    profile = Profile("x", "test", (), (), 4)
+    profile = Profile("x", "test", 4, (), ())
     inputs = PlanInputs(profile, CLUSTER, request)
     values = {"link": None, "stopped": "", "explanation": None, "compiling_s": 0.0, **more}
     ranks = [plan.node_of_rank.count(node) for node in range(max(plan.node_of_rank) + 1)]
