@@ -277,7 +277,8 @@ def run_facts(status: RunStatus, difference: Difference | None = None) -> list[F
 def _failure(status: RunStatus) -> Iterator[Fact]:
     """What ended the run, or what it waits for."""
     job, failure = status.job, status.failure
-    details = f"details: {short_path(status.run.errors)}, pipectl logs {name_in_shell(status.run)}"
+    logs = f"pipectl logs {name_in_shell(status.run)}"
+    details = f"details: {short_path(status.run.errors)}\nlogs: {logs}"
     if failure is not None and job.state is not JobState.COMPLETED:
         others = len(status.errors) - 1
         also = f" (and {plural(others, 'more rank')})" if others else ""
@@ -286,7 +287,7 @@ def _failure(status: RunStatus) -> Iterator[Fact]:
     if job.reason and not (failure is not None and job.reason.startswith("exit code")):
         yield "reason", job.reason, ""
     if failure is None and job.state is JobState.FAILED:
-        yield "details", f"pipectl logs {name_in_shell(status.run)}", ""
+        yield "details", logs, ""
     if job.start is not None and job.state.waits:
         yield "expected", f"to start {datetime.fromtimestamp(job.start):%Y-%m-%d %H:%M}", ""
     if stalled := status.stalled:
