@@ -9,10 +9,9 @@ from pathlib import Path
 from types import FrameType
 
 import typer
-from rich.console import Group
 
 from pipectl.cli import options as opt
-from pipectl.cli.console import note, output, plain, say, say_json, short_path, warn
+from pipectl.cli.console import note, output, plain, say, say_json, short_path, show, warn
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views import plan as view
 from pipectl.errors import UsageError
@@ -68,7 +67,7 @@ def command(
         corrected = inputs.plan_file.with_name(f"{inputs.request.name}.profile.json")
         inputs.profile.save(corrected)
         note(f"profile: {short_path(corrected)}, {inputs.profile.source.rpartition('; ')[2]}")
-    show(
+    plan_and_print(
         inputs, PlanSearch(), counts,
         explained=explain, output_file=output_file or inputs.plan_file, svg=svg, as_json=as_json,
     )  # fmt: skip
@@ -117,7 +116,7 @@ def interruptible(search: PlanSearch) -> Iterator[Callable[[str], None]]:
         signal.signal(signal.SIGINT, before)
 
 
-def show(
+def plan_and_print(
     inputs: PlanInputs, search: PlanSearch, counts: tuple[int, ...] | None,
     *, explained: bool, output_file: Path | None, svg: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -128,7 +127,7 @@ def show(
     """
     for warning in inputs.warnings:
         warn(warning)
-    inputs, console = inputs.fold(), output()
+    inputs = inputs.fold()
     if counts is not None:
         _show_counts(inputs, search, counts, as_json=as_json)
         return
@@ -144,7 +143,7 @@ def show(
     if as_json:
         say_json(answer.to_json())
         return
-    console.print(view.step_view(answer, console.width))
+    show(view.step_view(answer, output().width))
     if inputs.cluster_file is not None:
         say(f"cluster: {inputs.cluster_file} ({inputs.cluster.source})")
     for label, path in (("plan", output_file), ("picture", svg)):
@@ -157,7 +156,6 @@ def _show_counts(
 ) -> None:
     """Compare numbers of nodes, and print."""
     subject, request = (inputs.profile, inputs.cluster, inputs.request), inputs.request
-    console = output()
     with interruptible(search) as tell:
         result = scaling(
             *subject, counts, search.plan, lambda count: tell(f"planning for {count} nodes")
@@ -167,7 +165,10 @@ def _show_counts(
         return
     samples = plural(request.batch_size, "sample")
     title = f"{request.name}: {samples} per step; node-hours of 1000 steps"
-    console.print(plain(title, "bold"), view.scaling_table(result, console.width), sep="\n")
-    lines = map(plain, view.scaling_lines(result))
     assumptions = (*inputs.profile.assumptions, *inputs.cluster.assumptions)
-    console.print(Group(*lines, *view.assumption_lines(assumptions)))
+    show(
+        plain(title, "bold"),
+        view.scaling_table(result, output().width),
+        *map(plain, view.scaling_lines(result)),
+        *view.assumption_lines(assumptions),
+    )

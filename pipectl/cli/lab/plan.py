@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import typer
-from rich.console import Group
 
 from pipectl.cli import options as opt
 from pipectl.cli.commands import plan as plan_command
-from pipectl.cli.console import output, say, say_json, table, warn
+from pipectl.cli.console import say, say_json, show, table, warn
 from pipectl.cli.views.plan import assumption_lines
 from pipectl.errors import InfeasibleError, PipectlError, UsageError
 from pipectl.jobs.plan_search import PlanSearch
@@ -115,7 +114,7 @@ def command(
     if objective == "max-stage-load":
         _show_balance(inputs, search, bandwidth, communication_scale, as_json=as_json)
         return
-    plan_command.show(
+    plan_command.plan_and_print(
         inputs, search, counts,
         explained=explain, output_file=output_file, svg=svg, as_json=as_json,
     )  # fmt: skip
@@ -279,12 +278,11 @@ def _show_balance(
         )
         for index, stage in enumerate(result.stages)
     ]
-    console = output()
-    console.print(table(("stage", "ops", "load", "", "from"), rows, left=("", "from")))
+    show(table(("stage", "ops", "load", "", "from"), rows, left=("", "from")))
     if plan.prediction is not None:
         say(
             f"as a 1f1b pipeline of {plural(plan.micro_batches, 'micro-batch')}: "
             f"{format_time(plan.prediction.step_time_s)} per step, "
             f"bubble {plan.prediction.bubble:.1%}"
         )
-    console.print(Group(*assumption_lines(plan.assumptions)))
+    show(*assumption_lines(plan.assumptions))

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import typer
 
 from pipectl.cli import options as opt
-from pipectl.cli.console import output, say, say_json
+from pipectl.cli.console import output, say, say_json, show
 from pipectl.cli.views.plan import assumption_lines, gantt_lines
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.errors import UsageError
@@ -135,14 +135,9 @@ def _show(subject: Plan, machines: Cluster, svg: Path | None, *, as_json: bool) 
         }
         say_json(answer)
         return
-    console = output()
     say(subject.summary, "bold")
     say(figures)
-    for line in (
-        *gantt_lines(step.timeline, console.width),
-        *assumption_lines(machines.assumptions),
-    ):
-        console.print(line)
+    show(*gantt_lines(step.timeline, output().width), *assumption_lines(machines.assumptions))
     if planned_s is not None and not isclose(planned_s, step.step_time_s, rel_tol=1e-6):
         time = format_time(planned_s)
         say(f"the plan predicts {time} per step, on the machines it was made for", "dim")
