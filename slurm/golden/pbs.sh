@@ -53,14 +53,11 @@ if ((attempt > 1)); then # what earlier starts reported is out of the way, not l
     rm -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json # they would count as failures of this start
 fi
 
-# Signals are passed on to the running command. Bash sees them only while it waits, so every
-# command runs in the background, and 'wait' is repeated while it runs, after one or more signals.
-# If a command ends in the very moment of a signal, bash may lose its exit code, and waits until it
-# has no other process either (wait then gives -1, or 127): those are killed, and the signal's code
-# counts.
+# Every command runs in the background, because bash handles signals only while it waits. Signals
+# are passed on to the command.
 child=
 helpers=() # processes beside it
-signal_code= # of the command, if bash loses its own: of the last signal, 1 if that asks to stop
+signal_code= # exit code if that of the command is lost, see await
 forward() {
     signal_code=$2
     if [[ -n $child ]]; then
@@ -89,21 +86,22 @@ run() {
     child=$!
     await
 }
+# Waits for the command, and returns its exit code.
 await() {
-    local code last # the code is negative if it is lost
+    local code last # a negative code is lost
     signal_code=
-    while :; do
+    while :; do # a signal ends 'wait'
         wait "$child"
         code=$?
         kill -s 0 "$child" 2>/dev/null || break
     done
-    if ((code > 128)); then # of the command, or of a signal
-        kill -s KILL "${helpers[@]-}" 2>/dev/null
+    if ((code > 128)); then # that of a signal to this script, or of the command: ask again
+        kill -s KILL "${helpers[@]-}" 2>/dev/null # bash may wait for them too
         wait "$child"
         last=$?
         if ((last != 127)); then
             code=$last
-        elif [[ $signal_code ]]; then
+        elif [[ $signal_code ]]; then # bash loses the code if the command ends as a signal comes
             code=-1
         fi
     fi
@@ -115,11 +113,7 @@ await() {
     return "$code"
 }
 
-# Launchers do not survive all signals that ranks do. A launcher may wait forever for a node that
-# does not answer: it is killed some time after a rank has failed.
-shielded=
-tick_s=5
-patience=12
+shielded= # from signals that ranks survive, but not all launchers
 run_ranks() {
     local code
     (
@@ -127,7 +121,7 @@ run_ranks() {
         with_variables "$@"
     ) &
     child=$!
-    guard "$child" &
+    kill_if_stuck "$child" &
     helpers+=("$!")
     disown "$!"
     await
@@ -135,17 +129,22 @@ run_ranks() {
     kill -s KILL "${helpers[@]}" 2>/dev/null
     return "$code"
 }
-guard() {
+# A launcher may wait forever for a node that does not answer: it is killed if it still runs after
+# `patience` looks since a rank has reported an error.
+tick_s=5
+patience=12
+kill_if_stuck() {
     trap '' TERM INT USR1 USR2
     trap - EXIT
-    while ((patience > 0)); do
-        read -rt "$tick_s" <> <(:)
-        kill -s 0 "$1" 2>/dev/null || return
+    while kill -s 0 "$1" 2>/dev/null; do
+        if ((patience == 0)); then
+            echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
+            kill -s KILL "$1" 2>/dev/null # last, because the script then kills this function
+            return
+        fi
+        read -rt "$tick_s" <> <(:) # sleeps, without a process that would outlive the script
         compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null && ((patience--))
     done
-    kill -s 0 "$1" 2>/dev/null || return
-    echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
-    kill -s KILL "$1" 2>/dev/null # last: the script, once its launcher is gone, ends this guard
 }
 
 set +u
