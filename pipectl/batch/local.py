@@ -57,13 +57,13 @@ class LocalScheduler(Scheduler):
     def __init__(self, grace_s: float = 5.0) -> None:
         self._grace_s = grace_s
 
-    def _template_values(self, request: JobRequest) -> Mapping[str, str]:
+    def render(self, request: JobRequest, **values: str) -> str:
         if request.after:
             raise SchedulerError(
                 "local jobs cannot wait for other runs",
                 cure="run `pipectl submit --wait` for each in turn",
             )
-        return {}
+        return super().render(request, **values)
 
     def submit(self, script: Path, request: JobRequest) -> str:
         """Start the script in its own session, with its output in ``logs/job.log``."""

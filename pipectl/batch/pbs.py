@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import getpass
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from pipectl.batch.request import JobRequest
@@ -20,6 +20,7 @@ from pipectl.batch.scheduler import (
     number_of,
     parse_limit,
 )
+from pipectl.directives import PBS_GPUS
 from pipectl.errors import InvalidInputError, SchedulerError
 
 _UNKNOWN_ID, _FINISHED = 153, 35
@@ -59,7 +60,7 @@ class PbsScheduler(CommandLineScheduler):
     def ping(self) -> None:
         self._ask("qselect", "-u", getpass.getuser())
 
-    def _template_values(self, request: JobRequest) -> Mapping[str, str]:
+    def render(self, request: JobRequest, **values: str) -> str:
         directory = str(request.run_directory)
         if ":" in directory:
             raise InvalidInputError(
@@ -73,27 +74,27 @@ class PbsScheduler(CommandLineScheduler):
             )
         # PBS has no field for comments, and names may have more than 200 characters.
         first = "" if request.name[:1].isalpha() else "j"
-        return {"job_name": f"{first}{request.name[:_NAME_LENGTH]}{_suffix(request.tag)}"}
+        name = f"{first}{request.name[:_NAME_LENGTH]}{_suffix(request.tag)}"
+        has_gpus = request.resources.gpus_per_node and not PBS_GPUS.search(request.pbs.select or "")
+        ngpus = str(request.resources.gpus_per_node) if has_gpus else ""
+        return super().render(request, job_name=name, ngpus=ngpus, **values)
 
     def _describe_tag(self, tag: str) -> str:
         return f"whose name ends in {_suffix(tag)!r}"
 
-    def query(
+    def _states(
         self,
         ids: Sequence[str],
-        *,
-        since: float | None = None,  # noqa: ARG002 - ids are not reused while history is kept
+        since: float | None,  # noqa: ARG002 - ids are not reused while history is kept
     ) -> Mapping[str, JobStatus]:
         """Ask qstat, also for ended jobs if the server keeps a history."""
-        if not ids:
-            return {}
         jobs = list(dict.fromkeys(map(self.array_id, ids)))
         expanded = ["-t"] if jobs != list(ids) else []
         done = self._run("qstat", "-x", *expanded, "-f", *jobs)
         states = parse_qstat(done.stdout)
         if not states and done.returncode not in {0, _UNKNOWN_ID, _FINISHED}:
             raise SchedulerError(f"qstat: {done.message}", cure="try again in a minute")
-        return {job_id: states[job_id] for job_id in ids if job_id in states}
+        return states
 
     def cancel(self, job_id: str) -> None:
         self._ask("qdel", job_id, harmless={0, _UNKNOWN_ID, _FINISHED})
@@ -107,13 +108,10 @@ class PbsScheduler(CommandLineScheduler):
     def dependency_id(self, task_id: str) -> str:
         return self.array_id(task_id)
 
-    def find(self, tag: str) -> str | None:
-        """Return the id of this user's latest job whose name ends as the tag says."""
+    def _find_all(self, tag: str) -> Iterator[str]:
         ids = self._ask("qselect", "-x", "-u", getpass.getuser()).stdout.split()
         jobs = parse_blocks(self._run("qstat", "-x", "-f", *ids).stdout) if ids else {}
-        suffix = _suffix(tag)
-        matches = (job for job in jobs if jobs[job].get("Job_Name", "").endswith(suffix))
-        return max(matches, key=number_of, default=None)
+        return (job for job in jobs if jobs[job].get("Job_Name", "").endswith(_suffix(tag)))
 
     def queues(self) -> tuple[Queue, ...]:
         commands = (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a"))

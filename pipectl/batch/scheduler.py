@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -118,21 +118,19 @@ class Scheduler(ABC):
     def ping(self) -> None:  # noqa: B027
         """Check with a cheap query that the system answers."""
 
-    def render(self, request: JobRequest) -> str:
+    def render(self, request: JobRequest, **values: str) -> str:
         """Render the job script.
 
+        Args:
+            values: further variables of the system's template.
+
         Raises:
-            PipectlError: see :func:`pipectl.batch.script.render_script`.
+            PipectlError: the job cannot run here; see also
+                :func:`pipectl.batch.script.render_script`.
         """
         from pipectl.batch.script import render_script
 
-        return render_script(
-            f"{self.name}.sh.j2", request, self.name, **self._template_values(request)
-        )
-
-    def _template_values(self, request: JobRequest) -> Mapping[str, str]:  # noqa: ARG002
-        """Return further variables of the template; raise an error if the job cannot run."""
-        return {}
+        return render_script(f"{self.name}.sh.j2", request, self.name, **values)
 
     @abstractmethod
     def submit(self, script: Path, request: JobRequest) -> str:
@@ -200,6 +198,23 @@ class CommandLineScheduler(Scheduler):
     @abstractmethod
     def _describe_tag(self, tag: str) -> str:
         """Describe a job with this tag, for messages."""
+
+    @abstractmethod
+    def _states(self, ids: Sequence[str], since: float | None) -> Mapping[str, JobStatus]:
+        """Return the states of at least those of the jobs that the system knows."""
+
+    @abstractmethod
+    def _find_all(self, tag: str) -> Iterable[str]:
+        """Return the ids of this user's jobs and arrays with a tag."""
+
+    def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
+        """See :meth:`Scheduler.query`."""
+        states = self._states(ids, since) if ids else {}
+        return {job_id: states[job_id] for job_id in ids if job_id in states}
+
+    def find(self, tag: str) -> str | None:
+        """Return the id of this user's latest job or array with the tag."""
+        return max(self._find_all(tag), key=number_of, default=None)
 
     def _run(self, *argv: str, **variables: str) -> process.Completed:
         """Run a command with additional environment variables."""

@@ -74,19 +74,20 @@ class SlurmScheduler(CommandLineScheduler):
     def _describe_tag(self, tag: str) -> str:
         return f"with the comment {tag!r}"
 
-    def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
+    def _states(self, ids: Sequence[str], since: float | None) -> Mapping[str, JobStatus]:
         """Ask squeue, and the accounting for jobs that have ended or are not listed."""
         # A damaged record must not hide the other jobs.
         ids = [job_id for job_id in ids if _ASKED.fullmatch(job_id)]
         if not ids:
             return {}
-        jobs = list(dict.fromkeys(map(array_of, ids)))
+        jobs = list(dict.fromkeys(map(self.array_id, ids)))
         # squeue fails for a single unknown id, but not for a repeated one.
         rows = self._squeue("-j", ",".join([*jobs, jobs[0]]))
         states = {row.job_id: row.status for row in rows}
         over = [job_id for job_id in ids if job_id not in states or states[job_id].state.final]
-        for job_id, account in (self._accounting(over, since) if over else {}).items():
-            queued = states.get(job_id)
+        accounts = self._accounting(over, since) if over else {}
+        for job_id in accounts.keys() & set(over):
+            account, queued = accounts[job_id], states.get(job_id)
             if queued is None and account.state.final:
                 states[job_id] = account
             elif queued is None:
@@ -94,7 +95,7 @@ class SlurmScheduler(CommandLineScheduler):
                 states[job_id] = replace(account, state=JobState.UNKNOWN, reason=reason)
             elif account.state is queued.state:  # the accounting may lag
                 states[job_id] = replace(queued, exit_code=account.exit_code)
-        return {job_id: states[job_id] for job_id in ids if job_id in states}
+        return states
 
     def cancel(self, job_id: str) -> None:
         self._ask("scancel", job_id)  # it is silent on unknown ids
@@ -103,7 +104,7 @@ class SlurmScheduler(CommandLineScheduler):
         return f"{array_id}_{index}"
 
     def array_id(self, task_id: str) -> str:
-        return array_of(task_id)
+        return task_id.partition("_")[0]
 
     def estimate(self, script: Path) -> str | None:
         """Return the forecast of ``sbatch --test-only``, which ignores partition time limits."""
@@ -114,10 +115,9 @@ class SlurmScheduler(CommandLineScheduler):
         forecasts = (line for line in lines if " to start at " in line)
         return next((line.removeprefix("sbatch: ") for line in forecasts), None)
 
-    def find(self, tag: str) -> str | None:
-        """Return the id of this user's latest job with the tag as its comment."""
-        matches = [array_of(row.job_id) for row in self._squeue("--me") if row.comment == tag]
-        return max(matches, key=number_of, default=None)
+    def _find_all(self, tag: str) -> Iterator[str]:
+        rows = self._squeue("--me")
+        return (self.array_id(row.job_id) for row in rows if row.comment == tag)
 
     def queues(self) -> tuple[Queue, ...]:
         return parse_sinfo(self._ask("sinfo", "-h", "-o", SINFO_FORMAT).stdout)
@@ -127,9 +127,9 @@ class SlurmScheduler(CommandLineScheduler):
         return list(parse_squeue(self._ask(*command, SLURM_TIME_FORMAT="%s").stdout))
 
     def _accounting(self, ids: Sequence[str], since: float | None) -> dict[str, JobStatus]:
-        """Return the latest attempt by id; empty if the site has no accounting."""
-        command = ["sacct", "-X", "-D", "-n", "-P", "-j"]
-        command += [",".join(dict.fromkeys(map(array_of, ids))), "-o", SACCT_FORMAT]
+        """Return the latest attempts; empty if the site has no accounting."""
+        jobs = ",".join(dict.fromkeys(map(self.array_id, ids)))
+        command = ["sacct", "-X", "-D", "-n", "-P", "-j", jobs, "-o", SACCT_FORMAT]
         if since is not None:
             command += ["-S", f"{datetime.fromtimestamp(since) - timedelta(days=1):%Y-%m-%d}"]
         try:
@@ -139,8 +139,7 @@ class SlurmScheduler(CommandLineScheduler):
         oldest = (since or 0.0) - _CLOCK_SKEW_S  # older jobs have reused ids
         rows = [row for row in parse_sacct(done.stdout) if (row.submitted_at or inf) >= oldest]
         rows.sort(key=lambda row: inf if row.status.start is None else row.status.start)
-        states = {row.job_id: row.status for row in rows}
-        return {job_id: states[job_id] for job_id in ids if job_id in states}
+        return {row.job_id: row.status for row in rows}
 
 
 # slurm_protocol_defs.c and job_state_codes.shtml: base states, then the flags shown instead.
@@ -200,11 +199,6 @@ def parse_sacct(stdout: str) -> Iterator[Listed]:
             status = _status(word, start, end, nodes, code=code, source="accounting")
             for job_id in _job_ids(job_ids):
                 yield Listed(job_id, status, submitted_at=_time(submit))
-
-
-def array_of(job_id: str) -> str:
-    """Return the id of the array, ``35`` for ``35_2``, or of a job outside an array."""
-    return job_id.partition("_")[0]
 
 
 def _job_ids(listed: str) -> Iterator[str]:

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from inspect import signature
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.directives import QSUB, SBATCH, fault_of_option, options_of
+from pipectl.directives import GPUS, PBS_GPUS, QSUB, SBATCH, fault_of_option, options_of
+from pipectl.spec import models
 from pipectl.spec.document import MAX_DEPTH, escape, resolve
-from pipectl.spec.models import (
-    Data,
-    Environment,
-    Evaluation,
-    Launch,
-    Loss,
-    Pbs,
-    Pipeline,
-    Resources,
-    Slurm,
-    Sweep,
-    Training,
-    factories_in,
-    files_in,
-    is_within,
-)
-from pipectl.spec.references import Reference, faults_of_use, parse
+from pipectl.spec.references import faults_of_use, parse
 
 if TYPE_CHECKING:
     from pipectl.schedule.order import Schedule
@@ -73,15 +58,12 @@ _STAGES = ("pipeline", "stages")
 _MICRO_BATCHES = ("pipeline", "micro_batches")
 _WARM_UP = ("pipeline", "warm_up")
 _BACKWARD = ("pipeline", "backward")
-_WEIGHTS = ("model", "weights")
 _GRES = ("gres", "tres-per-task")
 _GPU_OPTIONS = {
     "gres": "node", "gpus-per-node": "node", "gpus": "job", "G": "job", "gpus-per-task": "task",
     "tres-per-task": "task",
 }  # fmt: skip
 """Options of sbatch that ask for GPUs, and the unit that each counts them for."""
-_GPUS = re.compile(r"(?:gres[/:])?gpu(?:[:/]([A-Za-z_][^:=]*))?(?:[:=]([0-9]{1,9}))?")
-"""GPUs in a list of resources, with their type and number: ``gpu:a100:4``, ``gres/gpu=2``."""
 _PLACEHOLDER = "/path/to/"
 """Prefix of paths in recipes that users have to replace."""
 
@@ -116,64 +98,50 @@ def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
             yield from check(**{name: sections[name] for name in names})
 
 
-def missing_files(data: Mapping[str, Any], base: Path) -> Iterator[Finding]:
-    """Files that do not exist: those that a spec names, and placeholders of recipes.
-
-    Args:
-        data: of the spec, valid or not.
-        base: directory of the spec.
-    """
-    code = ((path, _parse(text, base)) for path, text, _ in factories_in(data))
-    files = [(path, None if each is None else each.file) for path, each in code]
-    for path, file in (*files, *((path, base / text) for path, text in files_in(data))):
-        try:
-            is_there = file is None or file.is_file() or (path == _WEIGHTS and file.is_dir())
-        except OSError:  # a name that no file can have
-            is_there = False
-        if not is_there:
-            yield path, f"no such file{' or directory' * (path == _WEIGHTS)}: {file}"
-    for path, _, kwargs in factories_in(data):
-        for name, value in kwargs.items():
-            is_placeholder = isinstance(value, str) and value.startswith(_PLACEHOLDER)
-            if is_placeholder and not Path(value).exists():
-                fault = f"{value!r} is the placeholder of the recipe; write your own path"
-                yield (*path[:-1], "kwargs", name), fault
-
-
-def wrong_uses(
-    data: Mapping[str, Any], base: Path, environment: Environment | None
+def check_code(
+    data: Mapping[str, Any], base: Path, environment: models.Environment | None, *, names: bool
 ) -> Iterator[Finding]:
-    """References to functions and classes that do not exist, or do not take their ``kwargs``.
-
-    Installed packages are not checked if the job runs with another Python.
+    """Files that do not exist, and placeholders of recipes.
 
     Args:
-        data: of the spec, valid or not.
+        data: of a spec, valid or not.
         base: directory of the spec.
         environment: of the spec; None if it is not valid.
+        names: whether to check also that functions and classes exist and take their ``kwargs``,
+            those of installed packages only if the job runs with this Python.
     """
     elsewhere = environment is None or (
         environment.container or environment.modules or environment.setup
         or "PYTHONPATH" in environment.variables
     )  # fmt: skip
-    for path, text, kwargs in factories_in(data):
-        reference = _parse(text, base)
-        if reference is None or (elsewhere and reference.is_installed):
+    files = [(path, base / text) for path, text in models.files_in(data)]
+    for path, text, kwargs in models.factories_in(data):
+        placeholders = ((x, y) for x, y in kwargs.items() if str(y).startswith(_PLACEHOLDER))
+        for name, value in placeholders:
+            if not Path(value).exists():
+                fault = f"{value!r} is the placeholder of the recipe; write your own path"
+                yield (*path[:-1], "kwargs", name), fault
+        try:
+            reference = parse(text, base)
+        except (OSError, ValueError):
+            continue
+        if reference.file is not None:
+            files.append((path, reference.file))
+        if not names or (elsewhere and reference.is_installed):
             continue
         is_alone = path[:-1] in (("model",), ("data",), ("evaluation", "data"))
         is_alone &= not data.get("sweep")  # a sweep may add arguments
-        for name, fault in faults_of_use(reference, list(kwargs), is_alone=is_alone):
-            yield (path if name is None else (*path[:-1], "kwargs", name)), fault
+        for wrong, fault in faults_of_use(reference, list(kwargs), is_alone=is_alone):
+            yield (path if wrong is None else (*path[:-1], "kwargs", wrong)), fault
+    for path, file in files:
+        or_directory = path == ("model", "weights")
+        with suppress(OSError):  # a name that no file can have
+            if file.is_file() or (or_directory and file.is_dir()):
+                continue
+        yield path, f"no such file{' or directory' * or_directory}: {file}"
 
 
-def _parse(text: str, base: Path) -> Reference | None:
-    try:
-        return parse(text, base)
-    except (OSError, ValueError):  # a name that no file can have
-        return None
-
-
-def _built_in(pipeline: Pipeline) -> Schedule | None:
+def _built_in(pipeline: models.Pipeline) -> Schedule | None:
     """The schedule that a job names; None if it names none, or the user's own."""
     if pipeline.schedule is None:
         return None
@@ -182,7 +150,7 @@ def _built_in(pipeline: Pipeline) -> Schedule | None:
     return SCHEDULES.get(pipeline.schedule)
 
 
-def _check_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
+def _check_ranks(pipeline: models.Pipeline, resources: models.Resources) -> Iterator[Finding]:
     """Faults of the numbers of stages and ranks, and of memory."""
     stages, name, ranks = pipeline.stages, pipeline.schedule, resources.ranks
     if pipeline.offload == "host" and not resources.gpus_per_node:
@@ -204,7 +172,7 @@ def _check_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
         yield _STAGES, f"{placement.misfit(stages, ranks)}; {hints[placement]}"
 
 
-def _check_warm_up(pipeline: Pipeline) -> Iterator[Finding]:
+def _check_warm_up(pipeline: models.Pipeline) -> Iterator[Finding]:
     warm_up, name = pipeline.warm_up, pipeline.schedule
     if warm_up is None:
         return
@@ -223,7 +191,7 @@ def _check_warm_up(pipeline: Pipeline) -> Iterator[Finding]:
 
 
 def _check_backward(
-    pipeline: Pipeline, resources: Resources, training: Training
+    pipeline: models.Pipeline, resources: models.Resources, training: models.Training
 ) -> Iterator[Finding]:
     """Faults of ``backward: apart``, which needs two ranks per stage."""
     if pipeline.backward != "apart":
@@ -251,7 +219,7 @@ def _check_backward(
         yield _BACKWARD, "with training.compile can be apart only if recompute is all"
 
 
-def _check_batch(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
+def _check_batch(pipeline: models.Pipeline, training: models.Training) -> Iterator[Finding]:
     """Faults of micro-batches, and of schedules without flushes, in which the gradients of all
     stages never exist at the same time."""
     micro_batches, schedule = pipeline.micro_batches or 1, _built_in(pipeline)
@@ -276,7 +244,7 @@ def _check_batch(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
         yield _MICRO_BATCHES, f"{fault}after each; leave it out{other}"
 
 
-def _check_buckets(data: Data) -> Iterator[Finding]:
+def _check_buckets(data: models.Data) -> Iterator[Finding]:
     buckets = data.buckets
     if any(short >= long for short, long in pairwise(buckets)):
         yield ("data", "buckets"), f"{list(buckets)} must rise from one length to the next"
@@ -287,18 +255,18 @@ def _check_buckets(data: Data) -> Iterator[Finding]:
         yield ("data", "pad"), "needs data.buckets: the lengths to pad to, such as [128, 512]"
 
 
-def _check_progress(launch: Launch, resources: Resources) -> Iterator[Finding]:
+def _check_progress(launch: models.Launch, resources: models.Resources) -> Iterator[Finding]:
     if resources.cpus_per_task <= launch.spare_cores:
         fault = "core leaves no core to compute with: resources.cpus_per_task is 1"
         yield ("launch", "progress"), f"{fault}; set it to 2 or more"
 
 
-def _check_loss(loss: Loss) -> Iterator[Finding]:
+def _check_loss(loss: models.Loss) -> Iterator[Finding]:
     if loss.factory == "model" and loss.kwargs:
         yield ("loss", "kwargs"), "has no meaning if the model returns its loss"
 
 
-def _check_evaluation(evaluation: Evaluation | None) -> Iterator[Finding]:
+def _check_evaluation(evaluation: models.Evaluation | None) -> Iterator[Finding]:
     if evaluation is None or (stopping := evaluation.early_stopping) is None:
         return
     key = ("evaluation", "early_stopping")
@@ -309,14 +277,16 @@ def _check_evaluation(evaluation: Evaluation | None) -> Iterator[Finding]:
         yield (*key, "metric"), f"{stopping.metric!r} is not one of {', '.join(metrics)}"
 
 
-def _check_options(slurm: Slurm, pbs: Pbs) -> Iterator[Finding]:
+def _check_options(slurm: models.Slurm, pbs: models.Pbs) -> Iterator[Finding]:
     for section, options, syntax in (("slurm", slurm.options, SBATCH), ("pbs", pbs.options, QSUB)):
         for name, value in options.items():
             if fault := fault_of_option(syntax, name, value):
                 yield (section, "options", name), fault
 
 
-def _check_gpus(slurm: Slurm, pbs: Pbs, resources: Resources) -> Iterator[Finding]:
+def _check_gpus(
+    slurm: models.Slurm, pbs: models.Pbs, resources: models.Resources
+) -> Iterator[Finding]:
     """GPUs that only options ask for: ranks would leave them idle and compute on CPUs.
 
     If the job says ``gpus_per_node: 0``, this is intended.
@@ -327,7 +297,7 @@ def _check_gpus(slurm: Slurm, pbs: Pbs, resources: Resources) -> Iterator[Findin
     for name, unit in _GPU_OPTIONS.items():
         texts = (text for _, text in options_of(name, slurm.options.get(name, False)) if text)
         for text in ",".join(texts).split(","):
-            gpus = _GPUS.fullmatch(text if name in _GRES else f"gpu:{text}")
+            gpus = GPUS.fullmatch(text if name in _GRES else f"gpu:{text}")
             if gpus is None or not (count := int(gpus[2] or 1)):
                 continue
             numbers = {"task": count * resources.tasks_per_node, "job": count // resources.nodes}
@@ -341,12 +311,14 @@ def _check_gpus(slurm: Slurm, pbs: Pbs, resources: Resources) -> Iterator[Findin
     lists: list[tuple[tuple[str, ...], str | None]] = [(("pbs", "select"), pbs.select)]
     lists += [(("pbs", "options", "l"), x) for _, x in options_of("l", pbs.options.get("l", False))]
     for path, resource_list in lists:
-        if gpus := re.search(r"\bngpus=([1-9][0-9]*)", resource_list or ""):
-            advice = f"write resources: {{gpus_per_node: {gpus[1]}}} instead"
+        gpus = PBS_GPUS.search(resource_list or "")
+        if gpus is not None and (count := int(gpus[2])):
+            how = "instead" if gpus[1] == "ngpus" else "as well"
+            advice = f"write resources: {{gpus_per_node: {count}}} {how}"
             yield path, f"{gpus[0]!r} {fault}; {advice}"
 
 
-def _check_sweep(sweep: Sweep | None) -> Iterator[Finding]:
+def _check_sweep(sweep: models.Sweep | None) -> Iterator[Finding]:
     """Faults of a sweep: runs without values, keys that cannot be swept, equal runs."""
     if sweep is None:
         return
@@ -377,14 +349,16 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
     """Why no sweep can set a key together with others; empty if it can."""
     if not all(key.split(".")) or key.count(".") > MAX_DEPTH:
         return "must be a key such as training.seed"
-    if any(is_within(key, shared) or is_within(shared, key) for shared in _SHARED):
+    if any(models.is_within(key, shared) or models.is_within(shared, key) for shared in _SHARED):
         return (
             "cannot differ between the runs of a sweep, which are one job array; instead, "
             f"submit several times with --set {escape(key)}=..."
         )
     if fault := fault_of_former_key(key.split(".")):
         return fault
-    around = next((other for other in together if other != key and is_within(key, other)), None)
+    around = next(
+        (other for other in together if other != key and models.is_within(key, other)), None
+    )
     return "" if around is None else f"is a part of {escape(around)}, which is set as well"
 
 

@@ -70,6 +70,14 @@ def test_resources_are_counted_by_chunk(make_request: MakeRequest) -> None:
     }
 
 
+@pytest.mark.parametrize("own", ["naccelerators=4", "model=x:gpus=2", "ngpus=4"])
+def test_accelerators_are_asked_for_by_the_name_that_the_site_gives_them(
+    make_request: MakeRequest, own: str
+) -> None:
+    asked = resources(make_request(gpus_per_node=4, pbs={"select": own}))
+    assert asked["select"] == f"1:ncpus=2:mpiprocs=2:ompthreads=1:{own}"
+
+
 def test_one_node_is_placed_as_the_site_likes(make_request: MakeRequest) -> None:
     assert "place" not in resources(make_request())
 

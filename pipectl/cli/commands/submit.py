@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from pipectl.cli.follow import (
 )
 from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.run import print_runs
+from pipectl.directives import GPUS
 from pipectl.errors import UsageError
 from pipectl.jobs.job import choose_scheduler
 from pipectl.jobs.owners import warning_of_code
@@ -32,9 +32,6 @@ from pipectl.jobs.prepare import plan_path, prepare, profile_path, render
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
-
-_GPUS = re.compile(r"gpu(?::([A-Za-z_][^:]*))?(?::([0-9]+))?")
-"""GPUs in the value of --gres, with their type and number per node."""
 
 
 def command(
@@ -76,7 +73,7 @@ def command(
         opt.refuse(context, "--json", f"{only} print text", cure=cure)
         opt.refuse(context, "--wait --after", f"{only} submit nothing", cure=cure)
     names = (gres or "").split(",")
-    gpus = next(filter(None, map(_GPUS.fullmatch, names)), None)
+    gpus = next(filter(None, map(GPUS.fullmatch, names)), None)
     if gpus is not None:
         names.remove(gpus[0])
     values = {
