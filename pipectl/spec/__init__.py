@@ -1,4 +1,9 @@
-"""The job spec: loading, checking, writing and documenting it."""
+"""The job spec: loading, checking, writing and documenting it.
+
+YAML text -> Node, with places -> layers merged -> JobSpec -> Problems | profile_key, plan_key
+   document                         load           models,      checks,        keys
+                                                   types        schema
+"""
 
 from pipectl.spec.keys import links_key, plan_key, profile_key
 from pipectl.spec.load import Origin, Point, SpecFile, dump, load, site_files

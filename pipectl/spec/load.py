@@ -18,31 +18,22 @@ from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem, SpecError, UsageError
 from pipectl.files import RUNS_VARIABLE
-from pipectl.spec.checks import (
-    cross_check,
-    drop_former_keys,
-    fault_of_former_key,
-    missing_files,
-    wrong_uses,
-)
+from pipectl.spec.checks import check_code, cross_check, drop_former_keys
 from pipectl.spec.document import (
     MAX_DEPTH,
     KeyPath,
     Node,
     Place,
-    Plain,
     describe,
     escape,
-    parse_scalar,
     read_file,
     read_text,
     resolve,
     to_yaml,
 )
 from pipectl.spec.models import JobSpec, holds_variables
-from pipectl.spec.schema import choices, describe_schema, json_schema, properties, schema_at
-from pipectl.spec.types import WrongTypeError, check_version
-from pipectl.units import did_you_mean
+from pipectl.spec.schema import explain_fault, properties, schema_at
+from pipectl.spec.types import check_version
 
 SITE_KEYS = (
     "version", "resources", "launch", "environment", "checkpoint", "trace", "output", "cluster",
@@ -52,7 +43,6 @@ _INIT = "write a starter spec with: pipectl init"
 _USAGE = "write --set KEY=VALUE, such as --set pipeline.stages=4"
 _NO_MAPPING = "must be a mapping of keys to values"
 _HIDDEN = "(not shown)"
-_NUMBERS = ("int_type", "float_type", "bool_type")
 
 
 @dataclass(frozen=True)
@@ -340,48 +330,7 @@ def _validate(
             sections.setdefault(name, field.get_default())
     faults = [*cross_check(sections)]
     if check_files:
-        faults += missing_files(data, base)
-    if check_names:
-        faults += wrong_uses(data, base, sections.get("environment"))
-    problems = [_explain_fault(root, detail) for detail in details]
+        faults += check_code(data, base, sections.get("environment"), names=check_names)
+    problems = [explain_fault(root, detail) for detail in details]
     problems += [root.problem(*fault) for fault in faults]
     return None if problems else spec, problems
-
-
-def _explain_fault(root: Node, detail: ErrorDetails) -> Problem:
-    """The problem for a pydantic error: its place, the expected and the actual value."""
-    path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
-    error = context.get("error")
-    if isinstance(error, ValueError) and not isinstance(error, WrongTypeError):
-        at_key = path[-1] == "[key]"
-        return root.problem(path[:-1] if at_key else path, str(error), at_key=at_key)
-    if kind == "extra_forbidden":
-        return root.problem(path, _explain_unknown_key(path), at_key=True)
-    if kind == "missing":
-        return root.problem(path, "missing", at_key=True)
-    nodes = root.nodes(path)
-    path, value = path[: len(nodes) - 1], nodes[-1].value  # pydantic adds names of types
-    schema = schema_at(path) or {"title": "something else"}
-    allowed = f"at most {context['le']}" if kind == "less_than_equal" else describe_schema(schema)
-    text = describe(value)
-    in_quotes = isinstance(value, str) and not isinstance(value, Plain)
-    if kind in _NUMBERS and in_quotes and not isinstance(parse_scalar(value), str | None):
-        text = f"the text {text}; remove the quotes"
-    word = value[:100] if isinstance(value, str) else ""
-    hint = did_you_mean(word, choices(schema), similarity=0.8)
-    return root.problem(path, f"must be {allowed}, not {text}{hint}")
-
-
-def _explain_unknown_key(path: KeyPath) -> str:
-    """The message for an unknown key: the most similar key here, or the section it belongs to."""
-    key = str(path[-1])
-    if fault := fault_of_former_key(path):
-        return fault
-    names = properties(schema_at(path[:-1]))
-    hint = did_you_mean(key[:100], names)
-    if not hint:
-        sections = properties(json_schema())
-        elsewhere = [f"{name}.{key}" for name in sections if key in properties(sections[name])]
-        if key in sections or len(elsewhere) == 1:
-            hint = f"; did you mean {[key, *elsewhere][-1]!r}?"
-    return f"unknown key{hint or '; known are ' + ', '.join(names)}"

@@ -577,52 +577,45 @@ class JobSpec(types.Section):
         return self.resources.cpus_per_task - self.launch.spare_cores
 
 
-def files_in(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+def files_in(data: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     """All files besides user code that the data of a spec name, with the paths of their keys.
 
     Args:
         data: valid or not.
     """
-    keys = ("cluster",), ("pipeline", "schedule"), ("launch", "template"), ("model", "weights")
-    for key in keys:
-        value: Any = data
-        for name in key:
-            value = value.get(name) if isinstance(value, Mapping) else None
-        if isinstance(value, str) and (
-            key[-1] != "schedule" or value.endswith(types.SCHEDULE_SUFFIX)
-        ):
-            yield key, value
+    for path, text in _values_at(data, "cluster launch.template model.weights pipeline.schedule"):
+        is_name = path[-1] == "schedule" and not str(text).endswith(types.SCHEDULE_SUFFIX)
+        if isinstance(text, str) and not is_name:
+            yield path, text
 
 
-def factories_in(
-    data: Mapping[str, Any],
-) -> Iterator[tuple[tuple[str, ...], str, Mapping[str, Any]]]:
+def factories_in(data: Any) -> Iterator[tuple[tuple[str, ...], str, Mapping[str, Any]]]:
     """Path of the key, reference and keyword arguments of all user code in the data of a spec.
 
     Args:
         data: valid or not; what is no reference, or no mapping, is left out.
     """
-
-    def mapping(value: Any) -> Mapping[str, Any]:
-        return value if isinstance(value, Mapping) else {}
-
-    names = ("model", "loss", "data", "optimizer", "lr_scheduler")
-    named: dict[tuple[str, ...], Any] = {(name,): data.get(name) for name in names}
-    evaluation = mapping(data.get("evaluation"))
-    named["evaluation", "data"] = evaluation.get("data")
-    groups: tuple[tuple[tuple[str, ...], Any], ...] = (
-        (("evaluation", "metrics"), evaluation.get("metrics")),
-        (("callbacks",), data.get("callbacks")),
-    )
-    for path, group in groups:
-        named |= {(*path, name): item for name, item in mapping(group).items()}
-    for path, item in named.items():
-        text = item if isinstance(item, str) else mapping(item).get("factory")
+    keys = "model loss data optimizer lr_scheduler evaluation.data evaluation.metrics.* callbacks.*"
+    for path, item in (*_values_at(data, keys), *_values_at(data, "loss.weight")):
+        key = () if path[-1] == "weight" else ("factory",)
+        section = item if isinstance(item, Mapping) else {"factory": item}
+        text, kwargs = section.get("factory"), section.get("kwargs")
         if isinstance(text, str) and not references.fault_of(text):  # as `model`, for the loss
-            yield (*path, "factory"), text, mapping(mapping(item).get("kwargs"))
-    weight = mapping(data.get("loss")).get("weight")
-    if isinstance(weight, str) and not references.fault_of(weight):
-        yield ("loss", "weight"), weight, {}
+            yield (*path, *key), text, kwargs if isinstance(kwargs, Mapping) else {}
+
+
+def _values_at(data: Any, keys: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values at dotted keys, with their paths; ``*`` stands for every key of a mapping."""
+    for key in keys.split():
+        values: list[tuple[tuple[str, ...], Any]] = [((), data)]
+        for step in key.split("."):
+            values = [
+                ((*path, name), item)
+                for path, value in values
+                for name, item in (value.items() if isinstance(value, Mapping) else ())
+                if step in ("*", name)
+            ]
+        yield from values
 
 
 def holds_variables(key: str) -> bool:

@@ -68,11 +68,18 @@ class Reference:
         return self.module is not None and self.root is None
 
     @property
+    def search(self) -> tuple[str, ...]:
+        """Directories that the module and what it imports are looked up in."""
+        directory = self.root or (self.file and self.file.parent)
+        return _SEARCH if directory is None else (str(directory), *_SEARCH)
+
+    @property
     def source(self) -> Path | None:
-        """The file, or that of the module; None for an installed module, or if there is none."""
-        if self.root is None or self.module is None:
+        """The file, or that of the module; None if there is none."""
+        if self.module is None:
             return self.file
-        return _file_of(_find(self.module, [str(self.root)]))
+        search = _SEARCH if self.root is None else (str(self.root),)
+        return _file_of(_find(self.module, [*search]))
 
 
 def parse(text: str, base: Path) -> Reference:
@@ -159,7 +166,7 @@ def faults_of_use(
         yield None, fault
         return
     try:
-        module = _Module.of(reference)
+        module = _Module.read(reference.source, reference.search)
     except SyntaxError as error:
         yield None, f"{error.filename}:{error.lineno or 1}: {error.msg}"
         return
@@ -215,19 +222,9 @@ class _Module:
     depth: int = 0
 
     @classmethod
-    def of(cls, reference: Reference) -> _Module | None:
-        """The module of a reference; None if it cannot be read. Raises a SyntaxError."""
-        if reference.is_installed:
-            file = _file_of(_find(str(reference.module), [*_SEARCH]))
-            return None if file is None else cls.read(file, _SEARCH)
-        file = reference.source
-        search = (str(reference.root or (file and file.parent)), *_SEARCH)
-        return None if file is None else cls.read(file, search)
-
-    @classmethod
-    def read(cls, file: Path, search: tuple[str, ...], depth: int = 0) -> _Module | None:
+    def read(cls, file: Path | None, search: tuple[str, ...], depth: int = 0) -> _Module | None:
         """The module in a file; None if it is not Python's text. Raises a SyntaxError."""
-        if file.suffix != ".py" or depth > _MAX_DEPTH:
+        if file is None or file.suffix != ".py" or depth > _MAX_DEPTH:
             return None
         try:
             code = decode_source(file.read_bytes())
@@ -269,14 +266,11 @@ class _Module:
             return None if module is None else module.parameters(inner)
         skipped = 0
         if isinstance(node, ast.ClassDef):
-            methods = [
-                each
-                for each in node.body
-                if isinstance(each, ast.FunctionDef) and each.name in ("__init__", "__new__")
-            ]
-            if node.decorator_list or node.keywords or [each.name for each in methods] != _INIT:
+            functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            makers = [each for each in functions if each.name in ("__init__", "__new__")]
+            if node.decorator_list or node.keywords or [each.name for each in makers] != _INIT:
                 return None
-            node, skipped = methods[0], 1
+            node, skipped = makers[0], 1
         if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.args.kwarg:
             return None
         args = node.args
@@ -297,7 +291,7 @@ class _Module:
         else:
             file = _file_of(_find(node.module or "", list(self.search)))
         try:
-            return None if file is None else _Module.read(file, self.search, self.depth + 1)
+            return _Module.read(file, self.search, self.depth + 1)
         except SyntaxError:
             return None
 

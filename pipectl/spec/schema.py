@@ -1,6 +1,6 @@
-"""The JSON Schema of the job spec: pydantic's, for editors, messages and the reference.
+"""The JSON Schema of the job spec: pydantic's, for editors, the reference and messages.
 
-It accepts whatever the loader accepts.
+It accepts whatever the loader accepts. What a value must be is described from the schema alone.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import ErrorDetails
 
+from pipectl.errors import Problem
 from pipectl.spec import models
+from pipectl.spec.checks import fault_of_former_key
+from pipectl.spec.document import KeyPath, Node, Plain, describe, parse_scalar
 from pipectl.spec.models import JobSpec
+from pipectl.spec.types import WrongTypeError
+from pipectl.units import did_you_mean
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_NUMBERS = ("int_type", "float_type", "bool_type")
 _TYPES = {"boolean": "true or false", "object": "a mapping", "array": "a list"}
 
 Schema = dict[str, Any]
@@ -140,3 +147,42 @@ def describe_schema(schema: Schema) -> str:
         else:
             parts.append(_TYPES.get(str(item["type"]), "text"))
     return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+def explain_fault(root: Node, detail: ErrorDetails) -> Problem:
+    """The problem for a pydantic error: its place, the expected and the actual value."""
+    path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
+    error = context.get("error")
+    if isinstance(error, ValueError) and not isinstance(error, WrongTypeError):
+        at_key = path[-1] == "[key]"
+        return root.problem(path[:-1] if at_key else path, str(error), at_key=at_key)
+    if kind == "extra_forbidden":
+        return root.problem(path, _explain_unknown_key(path), at_key=True)
+    if kind == "missing":
+        return root.problem(path, "missing", at_key=True)
+    nodes = root.nodes(path)
+    path, value = path[: len(nodes) - 1], nodes[-1].value  # pydantic adds names of types
+    schema = schema_at(path) or {"title": "something else"}
+    allowed = f"at most {context['le']}" if kind == "less_than_equal" else describe_schema(schema)
+    text = describe(value)
+    in_quotes = isinstance(value, str) and not isinstance(value, Plain)
+    if kind in _NUMBERS and in_quotes and not isinstance(parse_scalar(value), str | None):
+        text = f"the text {text}; remove the quotes"
+    word = value[:100] if isinstance(value, str) else ""
+    hint = did_you_mean(word, choices(schema), similarity=0.8)
+    return root.problem(path, f"must be {allowed}, not {text}{hint}")
+
+
+def _explain_unknown_key(path: KeyPath) -> str:
+    """The message for an unknown key: the most similar key here, or the section it belongs to."""
+    key = str(path[-1])
+    if fault := fault_of_former_key(path):
+        return fault
+    names = properties(schema_at(path[:-1]))
+    hint = did_you_mean(key[:100], names)
+    if not hint:
+        sections = properties(json_schema())
+        elsewhere = [f"{name}.{key}" for name in sections if key in properties(sections[name])]
+        if key in sections or len(elsewhere) == 1:
+            hint = f"; did you mean {[key, *elsewhere][-1]!r}?"
+    return f"unknown key{hint or '; known are ' + ', '.join(names)}"
