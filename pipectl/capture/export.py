@@ -19,8 +19,8 @@ from pipectl.capture.buckets import field_of
 from pipectl.capture.checks import drop_conditions
 from pipectl.capture.fallback import KeptModules, recorded_calls
 from pipectl.capture.patches import Recorder, patched_export, refused_reads
-from pipectl.capture.python_state import Assignments, numbers_in
-from pipectl.capture.refusals import Refusal, RefusedError, explain, refuse_backward_hooks
+from pipectl.capture.python_state import Assignments
+from pipectl.capture.refusals import Refusal, explain, refuse_backward_hooks
 from pipectl.capture.step import Step, own_name
 from pipectl.capture.tensors import octets_of
 from pipectl.errors import CaptureError
@@ -59,7 +59,7 @@ def export_step(
         try:
             program, assigned = _program(step, batch, kept, free)
             if assigned.tensors:  # only watching them shows whether the model reads what it kept
-                with refused_reads(assigned.tensors):
+                with refused_reads(step, assigned.tensors):
                     program, _ = _program(step, batch, kept, free)
             if assigned.numbers:
                 _refuse_counts(step, batch, kept, program, assigned.numbers, free)
@@ -93,7 +93,7 @@ def _refuse_counts(
         try:
             again, assignments = _program(step, batch, kept, free, values)
         except Exception as error:  # what else such a step needs is not known
-            return isinstance(error, RefusedError) and bool(error.loop), {}
+            return getattr(error, "refusal", None) is Refusal.LOOP, {}
         return _text(again) != text, assignments.numbers
 
     values = {name: after for name, (_, after) in numbers.items()}
@@ -105,9 +105,10 @@ def _refuse_counts(
     if not matters:
         return
     name = next((n for n in values if rerun({n: values[n]})[0]), next(iter(values)))
-    attribute = numbers_in(step)[name].attribute
-    if attribute is not None:
-        with refused_reads([attribute]):
+    path, _, attribute = name.rpartition(".")
+    module = dict(step.named_modules()).get(path)
+    if module is not None and attribute in vars(module):  # not something inside one
+        with refused_reads(step, [name]):
             _program(step, batch, kept, free)
     raise Refusal.CARRIED.error("", name=own_name(name))
 

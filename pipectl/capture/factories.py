@@ -39,7 +39,12 @@ def find(factory: str, base: Path) -> Callable[..., Any]:
     if reference.file is not None:
         module = _import_file(reference.file, factory)
     else:
-        module = _import_module(str(reference.module), reference.root, factory)
+        if reference.root is not None and str(reference.root) not in sys.path:
+            sys.path.insert(0, str(reference.root))
+        try:
+            module = importlib.import_module(str(reference.module))
+        except (Exception, SystemExit) as error:
+            raise _import_failed(factory, error) from error
     target: Any = module
     where = factory.rpartition(":")[0]
     for part in attribute.split("."):
@@ -120,15 +125,6 @@ def _import_file(path: Path, factory: str) -> ModuleType:
         del sys.modules[name]
         raise _import_failed(factory, error) from error
     return module
-
-
-def _import_module(name: str, root: Path | None, factory: str) -> ModuleType:
-    if root is not None and str(root) not in sys.path:
-        sys.path.insert(0, str(root))
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise _import_failed(factory, error) from error
 
 
 def _import_failed(factory: str, error: BaseException) -> CaptureError:

@@ -35,6 +35,7 @@ from pipectl.capture.randomness import (
 from pipectl.capture.refusals import (
     AS_IT_IS,
     Keep,
+    Refusal,
     RefusedError,
     culprit,
     explain,
@@ -132,14 +133,9 @@ class Fallback:
             CaptureError: it fails whatever is kept; names the user's line.
         """
         while True:
-            kept: KeptModules | None = None
             try:
-                kept = self._observe(size, example)
-                return capture(kept)
-            except CaptureError as error:
-                around = isinstance(error, RefusedError) and error.keep is Keep.AROUND
-                if kept is None and not around:
-                    raise
+                return capture(self._observe(size, example))
+            except RefusedError as error:
                 self._keep(error)
 
     def _observe(self, size: int, example: Callable[[int], Any]) -> KeptModules:
@@ -163,39 +159,36 @@ class Fallback:
                 failure = error
         assert failure is not None
         explained = explain(failure)
-        explained.__cause__ = failure
         if self._is_inside(self._path(culprit(failure))):
-            raise explained
-        self._keep(explained)  # a model without memory shows its further faults only now
-        return self._observe(size, example)
+            explained.keep = Keep.NOTHING
+        # Else it is a model without memory, which shows its further faults only now.
+        raise explained from failure
 
-    def _keep(self, error: CaptureError) -> None:
+    def _keep(self, error: RefusedError) -> None:
         """Keep the submodule in which an export failed; raise the error if there is none."""
-        refused = error if isinstance(error, RefusedError) else None
-        keep = refused.keep if refused else Keep.INNERMOST
-        part = refused.part if refused else None
+        part = error.part
         if part is None or part == "":  # a module may have a length, and be empty
             part = culprit(error)
         path = part if isinstance(part, str) else self._path(part)
-        if keep is Keep.AROUND:
+        if error.keep is Keep.AROUND:
             return self._widen(path, error.message, error.cure)
-        whole = path == _ROOT and (keep is Keep.WHOLE or self._is_of_a_library)
-        may_be_kept = self._may_be_kept(path)
-        if refused and refused.loop and not may_be_kept:
+        loops = error.refusal is Refusal.LOOP
+        whole = path == _ROOT and (error.keep is Keep.WHOLE or self._is_of_a_library)
+        if loops and not self._may_be_kept(path):
             self._unrolls = True
             self._notify(
-                f"capturing a long loop{refused.loop}, which takes minutes; to shorten it, "
+                f"capturing a long loop{error.place}, which takes minutes; to shorten it, "
                 f"{AS_IT_IS}"
             )
             return None
-        if keep is Keep.NOTHING or not (whole or may_be_kept):
+        if error.keep is Keep.NOTHING or not (whole or self._may_be_kept(path)):
             raise error
         if self._is_inside(path):
             return self._widen(path, error.message)
         kind = type(self._modules[path])
         alike = [p for p, module in self._modules.items() if type(module) is kind]
         # Submodules of one class break in the same way, mostly; the second one settles it.
-        again = any(other in self._reasons for other in alike) and not (refused and refused.loop)
+        again = not loops and any(other in self._reasons for other in alike)
         why = error.message.removeprefix("model: ").removeprefix("cannot be captured ")
         for other in alike if again else [path]:
             if whole or self._may_be_kept(other):

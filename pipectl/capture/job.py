@@ -23,6 +23,7 @@ from pipectl.capture.operators import is_random
 from pipectl.capture.python_state import preserve_state
 from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.capture.refusals import (
+    Refusal,
     RefusedError,
     misfit,
     place_of,
@@ -302,7 +303,7 @@ class CapturedJob:
             try:
                 graph = self._fallback.capture(size, example, capture)
             except RefusedError as error:
-                if error.is_explained:
+                if error.refusal is not Refusal.OTHER:
                     raise
                 # Whose fault it is: of the job, of what torch exports, or of pipectl.
                 cause = error.__cause__ or error

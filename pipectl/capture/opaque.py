@@ -112,23 +112,22 @@ class Form(NamedTuple):
     """A tensor of a result.
 
     Args:
-        origin: index of the argument whose memory it uses; None for memory of its own.
-        memory: number of the memory among those of arguments and result.
+        memory: index of the argument whose memory it uses; negative for memory that no argument
+            has, and equal for results that share it.
         layout: sizes, strides and offset in one tuple, each as (factor, rest) of the batch size.
     """
 
     dtype: torch.dtype
     requires_grad: bool
-    origin: int | None
     memory: int
     layout: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, tensor: Tensor, origin: int | None, memory: int = -1) -> Form:
+    def of(cls, tensor: Tensor, memory: int) -> Form:
         """Return the form of a tensor, in which all sizes are numbers."""
         numbers = (*tensor.shape, *tensor.stride(), int(tensor.storage_offset()))
         layout = tuple((0, number) for number in numbers)
-        return cls(tensor.dtype, tensor.requires_grad, origin, memory, layout)
+        return cls(tensor.dtype, tensor.requires_grad, memory, layout)
 
     def layout_at(self, batch: Any = 0) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
         """Return sizes, strides and offset for ``batch`` samples; symbolic if ``batch`` is."""
@@ -142,8 +141,8 @@ class Form(NamedTuple):
         return torch.empty_strided(sizes, strides, dtype=self.dtype, device=device)
 
     def in_own_memory(self, memory: int) -> Form:
-        """Return this form at the start of memory that no argument has."""
-        return self._replace(origin=None, memory=memory, layout=(*self.layout[:-1], (0, 0)))
+        """Return this form at the start of memory that no argument has, in place of a memory."""
+        return self._replace(memory=min(memory, ~memory), layout=(*self.layout[:-1], (0, 0)))
 
 
 class Unsteady:
@@ -198,12 +197,11 @@ class Outline:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 number = len(arguments) + len(memories)
-                memory = memories.setdefault(storage_of(leaf), number)
-                origin = memory if memory < len(arguments) else None
-                form = Form.of(leaf, origin, memory)
-                if draws and origin not in written:
+                memory = memories.setdefault(storage_of(leaf), ~number)
+                form = Form.of(leaf, memory)
+                if draws and memory not in written:
                     # Another draw may give more than an argument as it is.
-                    form = form if origin is None else form.in_own_memory(-1 - memory)
+                    form = form if memory < 0 else form.in_own_memory(memory)
                     if trained and form.dtype.is_floating_point:
                         form = form._replace(requires_grad=True)
                 leaves[place] = form
@@ -283,7 +281,7 @@ def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
         raise unsuitable("gives a tensor of another type from call to call")
     if any(other.memory != first.memory for other in column):
         # Sometimes an argument itself, sometimes not: taken to be none.
-        column = [other.in_own_memory(-1 - first.memory) for other in column]
+        column = [other.in_own_memory(first.memory) for other in column]
     layout = []
     for numbers in zip(*([rest for _, rest in form.layout] for form in column), strict=True):
         pairs = sorted(zip(batches, numbers, strict=True))
@@ -319,10 +317,10 @@ class Opaque:
         self._unshared = [  # results with gradients that share memory with nothing else
             index
             for index, form in enumerate(forms)
-            if form.requires_grad and form.origin is None and memories.count(form.memory) == 1
+            if form.requires_grad and form.memory < 0 and memories.count(form.memory) == 1
         ]
         first, count = len(states.names), len(arguments.tensors)
-        lent = {form.origin for form in forms} | outline.written
+        lent = {*memories, *outline.written}
         self._inputs = range(first, first + count)
         self._entered = [index for index in self._inputs if index not in lent]
 
@@ -381,13 +379,12 @@ class Opaque:
         forms = self.outline.forms
         for index in self.outline.written:
             torch.autograd.graph.increment_version(arguments[index])
-        bases: dict[tuple[int | None, int], Tensor] = {}
+        bases: dict[int, Tensor] = {}
         results = []
         for form in forms:
-            key = form.origin, form.memory
-            if form.origin is not None:
-                bases[key] = arguments[form.origin]
-            elif key not in bases:
+            if form.memory >= 0:
+                bases[form.memory] = arguments[form.memory]
+            elif form.memory not in bases:
                 extents = [0]  # elements of the memory, up to the last of every tensor in it
                 for other in forms:
                     if other.memory == form.memory:
@@ -396,8 +393,8 @@ class Opaque:
                         extents.append(offset + 1 + sum(steps))
                 base = torch.empty(max(extents), dtype=form.dtype)
                 grad = form.requires_grad and torch.is_grad_enabled()
-                bases[key] = anchored(base) if grad else base
-            view = bases[key].as_strided(*form.layout_at(batch))
+                bases[form.memory] = anchored(base) if grad else base
+            view = bases[form.memory].as_strided(*form.layout_at(batch))
             results.append(view if form.requires_grad else view.detach())
         return results
 
@@ -418,22 +415,19 @@ class Opaque:
                 if type(leaf) is not type(expected) or leaf != expected:
                     raise self._other(repr(leaf), repr(expected))
                 continue
-            self._check_form(leaf, expected, batch)
-            borrowed = expected.origin is None and storage_of(leaf) in memories
-            if leaf.stride() != expected.layout_at(batch)[1]:
+            sizes, strides, _ = expected.layout_at(batch)
+            if not isinstance(leaf, Tensor):
+                raise self._other(f"a {type(leaf).__name__}", "a tensor")
+            if (leaf.dtype, leaf.shape) != (expected.dtype, sizes):
+                form = f"{list(sizes)} of {expected.dtype}"
+                raise self._other(f"{list(leaf.shape)} of {leaf.dtype}", form)
+            if leaf.requires_grad and not expected.requires_grad:
+                raise Refusal.RESULT_GRADIENT.error("", name=self.path)
+            borrowed = expected.memory < 0 and storage_of(leaf) in memories
+            if leaf.stride() != strides:
                 leaf = expected.blank(batch, leaf.device).copy_(leaf)
             tensors.append(leaf.clone() if borrowed else leaf)
         return tensors
-
-    def _check_form(self, leaf: Any, expected: Form, batch: int) -> None:
-        sizes, _, _ = expected.layout_at(batch)
-        if not isinstance(leaf, Tensor):
-            raise self._other(f"a {type(leaf).__name__}", "a tensor")
-        if (leaf.dtype, leaf.shape) != (expected.dtype, sizes):
-            form = f"{list(sizes)} of {expected.dtype}"
-            raise self._other(f"{list(leaf.shape)} of {leaf.dtype}", form)
-        if leaf.requires_grad and not expected.requires_grad:
-            raise Refusal.RESULT_GRADIENT.error("", name=self.path)
 
     def _other(self, result: Any, expected: Any) -> RefusedError:
         return Refusal.RESULT.error("", name=self.path, result=result, expected=expected)

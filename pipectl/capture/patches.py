@@ -14,7 +14,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
 from types import CodeType, FrameType
@@ -43,7 +43,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from pipectl.capture.checks import is_caught, mark_condition, passing_answer
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.operators import FunctionCall
-from pipectl.capture.python_state import Attribute
 from pipectl.capture.randomness import LIBRARY_GENERATORS, generator_places, states_of
 from pipectl.capture.refusals import (
     Refusal,
@@ -241,7 +240,7 @@ class _WatchedCalls(TorchFunctionMode):
             )
             place = place_at(loop.f_code.co_filename, line)
             part = _calling_module(loop)[1]
-            raise Refusal.LOOP.error(place, part=part, loop=place, repeats=MAX_REPEATS)
+            raise Refusal.LOOP.error(place, part=part, repeats=MAX_REPEATS)
 
 
 _WRITES = re.compile(
@@ -390,19 +389,28 @@ def _recorded_functions(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def refused_reads(attributes: Sequence[Attribute]) -> Iterator[None]:
+def refused_reads(step: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """Refuse reads of attributes before they are written, while a step is exported again.
 
     An export reads plain attributes of modules as constants.
 
+    Args:
+        names: of the attributes, after the paths of their modules.
+
     Raises:
         RefusedError: from the export.
     """
+    unwritten: dict[tuple[type, str], dict[int, str]] = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        module = step.get_submodule(path)
+        # By their dictionaries, which the proxies that an export puts around modules share.
+        unwritten.setdefault((type(module), attribute), {})[id(vars(module))] = name
     with ExitStack() as stack:
-        for kind, name in {(type(each.module), each.name): None for each in attributes}:
-            same = [a for a in attributes if (type(a.module), a.name) == (kind, name)]
-            guard = _Guard(name, same, inspect.getattr_static(kind, name, _ABSENT))
-            stack.enter_context(mock.patch.object(kind, name, guard, create=True))
+        for (kind, attribute), names_of in unwritten.items():
+            default = inspect.getattr_static(kind, attribute, _ABSENT)
+            guard = _Guard(attribute, names_of, default)
+            stack.enter_context(mock.patch.object(kind, attribute, guard, create=True))
         yield
 
 
@@ -410,21 +418,19 @@ class _Guard:
     """Replaces an attribute in a class, in front of the values of its instances.
 
     Args:
-        attributes: the attribute in the modules that must write it before they read it.
+        unwritten: its full names in the modules that must write it before they read it, by the
+            ``id`` of their dictionaries.
         default: the value in the class.
     """
 
-    def __init__(self, name: str, attributes: Sequence[Attribute], default: Any) -> None:
-        self._name = name
-        self._default = default
-        # By their dictionaries, which the proxies that an export puts around modules share.
-        self._unwritten = {id(vars(each.module)): each for each in attributes}
+    def __init__(self, name: str, unwritten: dict[int, str], default: Any) -> None:
+        self._name, self._unwritten, self._default = name, unwritten, default
 
     def __get__(self, module: nn.Module | None, kind: type[nn.Module] | None = None) -> Any:
         own = {} if module is None else vars(module)
         unwritten = self._unwritten.get(id(own))
         if unwritten is not None:
-            raise Refusal.CARRIED.error(name=own_name(f"{unwritten.path}.{unwritten.name}"))
+            raise Refusal.CARRIED.error(name=own_name(unwritten))
         value = own.get(self._name, self._default)
         if value is _ABSENT:
             raise AttributeError(self._name)

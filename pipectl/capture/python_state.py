@@ -40,35 +40,24 @@ _CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "a
 _ABSENT = object()
 
 
-class Attribute(NamedTuple):
-    """A plain attribute of a module; ``path`` is the path of the module in the step."""
-
-    module: nn.Module
-    path: str
-    name: str
-
-
 class Number(NamedTuple):
     """A number or truth value in a Python object.
 
     Args:
         holder: the attributes, mapping or list that contains it.
         key: its name, key or index there.
-        attribute: the attribute of a module that it is; None if it is inside one.
     """
 
     value: Any
     holder: Any
     key: Any
-    attribute: Attribute | None
 
 
 class _Item(NamedTuple):
-    """A container, generator or array of a model; ``module`` if it is a module's attributes."""
+    """A container, generator or array of a model, or the attributes of an object."""
 
     value: Any
     path: str
-    module: nn.Module | None = None
     are_attributes: bool = False
 
 
@@ -89,20 +78,19 @@ def preserve_state(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None
 def numbers_in(model: nn.Module) -> dict[str, Number]:
     """Return all numbers by name, such as ``blocks.3.calls`` or ``meter.counts['steps']``."""
     numbers: dict[str, Number] = {}
-    for value, path, module, are_attributes in _items(model):
+    for value, path, are_attributes in _items(model):
         if type(value) in (*_MAPPINGS, list):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(item, int | float):
                     name = f"{path}.{key}" if are_attributes else f"{path}[{key!r}]"
-                    attribute = None if module is None else Attribute(module, path, str(key))
-                    numbers[name] = Number(item, value, key, attribute)
+                    numbers[name] = Number(item, value, key)
     return numbers
 
 
 def _items(model: nn.Module) -> Iterator[_Item]:
     """Yield everything in a model that may change, once."""
     visited = {id(value) for value in (*model.parameters(), *model.buffers(), *model.modules())}
-    waiting = [_Item(vars(m), path, m, True) for path, m in model.named_modules()]
+    waiting = [_Item(vars(m), path, True) for path, m in model.named_modules()]
     while waiting:
         item = waiting.pop()
         value, path = item.value, item.path
@@ -126,7 +114,7 @@ def _items(model: nn.Module) -> Iterator[_Item]:
             type(value).__module__.partition(".")[0] not in _SHARED
             and isinstance(getattr(value, "__dict__", None), dict)
         ):
-            waiting.append(_Item(vars(value), path, None, True))
+            waiting.append(_Item(vars(value), path, True))
 
 
 def _is_restorable(tensor: Tensor) -> bool:
@@ -183,13 +171,13 @@ class Assignments:
         numbers: values for numbers during the export, by name, as in later steps.
 
     Attributes:
-        tensors: attributes that were assigned tensors that follow from the batch, or from old
-            values.
+        tensors: names of attributes that were assigned tensors that follow from the batch, or from
+            old values.
         numbers: numbers that have changed, by name, with the old and the new value.
     """
 
     def __init__(self, step: nn.Module, numbers: Mapping[str, Any]) -> None:
-        self.tensors: list[Attribute] = []
+        self.tensors: list[str] = []
         self.numbers: dict[str, tuple[Any, Any]] = {}
         self._modules: dict[str, nn.Module] = dict(step.named_modules())
         own_numbers = numbers_in(step)
@@ -197,8 +185,7 @@ class Assignments:
         for number, value in zip(self._to_restore, numbers.values(), strict=True):
             number.holder[number.key] = value
         self._numbers = numbers_in(step)
-        self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
-        self._buffers = {path: dict(module._buffers) for path, module in self._modules.items()}
+        self._before = {p: {**vars(m), **m._buffers} for p, m in self._modules.items()}
         self._extra = extra_states(step, tensors=False)
         self._batch: set[fx.Node] = set()
         self._hooks = [
@@ -220,7 +207,7 @@ class Assignments:
             for name in vars(module).keys() - self._before[path].keys():
                 if tensors_in(vars(module)[name]):
                     del vars(module)[name]
-            for name in module._buffers.keys() - self._buffers[path].keys():
+            for name in module._buffers.keys() - self._before[path].keys():
                 del module._buffers[name]
         changed = [self._numbers[name] for name in self.numbers]
         for number in (*changed, *reversed(self._to_restore)):  # what they were first comes last
@@ -230,20 +217,20 @@ class Assignments:
         refuse_extra_states(self._modules[""], self._extra, tensors=False)
         caching: set[str] = set()  # modules that assigned tensors: numbers may say of what they are
         for path, module in self._modules.items():
-            before = {**self._before[path], **self._buffers[path]}
             for name, value in (*vars(module).items(), *module._buffers.items()):
-                old = before.get(name)
+                old = self._before[path].get(name)
                 if value is old:
                     continue
                 if isinstance(value, Tensor):
                     caching.add(path)
                 if name in vars(module) and self._changes(old, value):
-                    self.tensors.append(Attribute(module, path, name))
+                    self.tensors.append(f"{path}.{name}")
         for name, number in numbers_in(self._modules[""]).items():
             known = self._numbers.get(name)
             if known is None:
                 continue
-            if number.attribute and number.attribute.path in caching:
+            path, _, key = name.rpartition(".")
+            if path in caching and key in vars(self._modules[path]):
                 self._to_restore.append(known)
             elif type(number.value) is type(known.value) and number.value != known.value:
                 self.numbers[name] = known.value, number.value

@@ -58,9 +58,8 @@ class RefusedError(CaptureError):
         keep: what may become one operator instead.
         part: the module that does it, or its path; None for the innermost module that was being
             called.
-        loop: the line of a loop that is too long to be unrolled by default.
-        is_explained: whether the error says something about the user's code. If not, its cause is
-            an error of torch or pipectl.
+        refusal: why it is refused; None if it cannot be an operator either.
+        place: the line of the model.
     """
 
     def __init__(
@@ -70,11 +69,11 @@ class RefusedError(CaptureError):
         cure: str | None,
         keep: Keep = Keep.INNERMOST,
         part: nn.Module | str | None = None,
-        loop: str = "",
-        is_explained: bool = True,
+        refusal: Refusal | None = None,
+        place: str = "",
     ) -> None:
         super().__init__(message, cure=cure)
-        self.keep, self.part, self.loop, self.is_explained = keep, part, loop, is_explained
+        self.keep, self.part, self.refusal, self.place = keep, part, refusal, place
 
 
 class Refusal(Enum):
@@ -194,29 +193,19 @@ class Refusal(Enum):
         self._message, self._cure, self._keep = message, cure, keep
 
     def error(
-        self,
-        place: str | None = None,
-        *,
-        part: nn.Module | str | None = None,
-        loop: str = "",
-        is_explained: bool = True,
-        **words: Any,
+        self, place: str | None = None, *, part: nn.Module | str | None = None, **words: Any
     ) -> RefusedError:
         """Return the error, with the line of the model.
 
         Args:
             place: the line, as from :func:`place_of`; by default the line that is running.
-            part, loop, is_explained: as in :class:`RefusedError`.
+            part: as in :class:`RefusedError`.
             words: of the message.
         """
-        message = self._message.format(place=running_line() if place is None else place, **words)
+        place = running_line() if place is None else place
+        message, cure = self._message.format(place=place, **words), self._cure
         return RefusedError(
-            message,
-            cure=self._cure,
-            keep=self._keep,
-            part=part,
-            loop=loop,
-            is_explained=is_explained,
+            message, cure=cure, keep=self._keep, part=part, refusal=self, place=place
         )
 
 
@@ -246,7 +235,7 @@ def explain(error: BaseException) -> RefusedError:
     for pattern, refusal in _KINDS.items():
         if re.search(pattern, subject, re.I):
             return refusal.error(place)
-    return Refusal.OTHER.error(place, error=subject, is_explained=False)
+    return Refusal.OTHER.error(place, error=subject)
 
 
 def first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -316,7 +317,8 @@ class _Builder:
         self.switch.to(WHOLE)
         fork = self.graph.call_function(fork_uses, (self.local[Slot(name)], len(users)))
         for index, user in enumerate(users):
-            self.local[Slot(name, user)] = self.graph.call_function(_item, (fork, index))
+            item = self.graph.call_function(operator.getitem, (fork, index))
+            self.local[Slot(name, user)] = item
 
     def results(self) -> list[Slot]:
         """Return the slots of what leaves the stage.
@@ -347,10 +349,6 @@ class _Builder:
 def fork_uses(value: Tensor, uses: int) -> tuple[Tensor, ...]:
     """Return one alias of ``value`` per use; gradients are summed last use first, as usual."""
     return _Fork.apply(value, uses)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _item(values: tuple[Tensor, ...], index: int) -> Tensor:
-    return values[index]
 
 
 class _Fork(torch.autograd.Function):

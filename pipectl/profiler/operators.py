@@ -139,10 +139,10 @@ class Pattern:
     times: tuple[float, float] = (0.0, 0.0)
 
     @property
-    def origins(self) -> list[int | None]:
-        """For every tensor of the result the argument whose memory it uses, or None."""
+    def origins(self) -> list[int]:
+        """For every tensor of the result the argument whose memory it uses; -1 if none."""
         leaves = pytree.tree_leaves(self.result, is_leaf=_is_form)
-        return [leaf.origin for leaf in leaves if isinstance(leaf, Form)]
+        return [leaf.memory for leaf in leaves if isinstance(leaf, Form)]
 
 
 def _is_form(value: Any) -> bool:
@@ -180,7 +180,7 @@ def observe(call: Call, device: torch.device) -> tuple[Any, Pattern]:
             counted.append(gradient)
     result, results = run.result, storages_in(run.result)
     pattern = Pattern(
-        pytree.tree_map_only(Tensor, lambda t: Form.of(t, places.get(storage_of(t))), result),
+        pytree.tree_map_only(Tensor, lambda t: Form.of(t, places.get(storage_of(t), -1)), result),
         result.numel() * result.element_size() if isinstance(result, Tensor) else 0,
         [(places.get(s, _RESULT if s in results else None), n) for s, n in kept_bytes.items()],
         new_bytes(result, run.leaves),
@@ -308,11 +308,11 @@ class Walk:
         leaves = call.leaves
 
         def fill(form: Form) -> Tensor:
-            if form.origin is None:
+            if form.memory < 0:
                 tensor = fill_sample(form.blank(device=self._device))
             else:
                 sizes, strides, offset = form.layout_at()
-                storage = leaves[form.origin].detach().untyped_storage()
+                storage = leaves[form.memory].detach().untyped_storage()
                 tensor = torch.empty(0, dtype=form.dtype, device=self._device)
                 tensor.set_(storage, offset, sizes, strides)
             return tensor.requires_grad_(form.requires_grad)
@@ -332,7 +332,7 @@ class Walk:
             flops = count_flops(call)
             result, pattern = observe(call, self._device)
         pattern = replace(pattern, flops=flops, times=(forward_s, backward_s))
-        is_view = any(origin is not None for origin in pattern.origins)
+        is_view = any(origin >= 0 for origin in pattern.origins)
         written = written_tensors(node.target, call.args, call.kwargs)
         # A view of a parameter needs that parameter, and each write its own memory.
         if not (self._graph.states_of(node) and is_view) and not written:
@@ -379,7 +379,7 @@ class Walk:
             return self._storage_names.get(source, own)
 
         for origin in pattern.origins:
-            borrowed = "" if origin is None else storage_name(origin)
+            borrowed = "" if origin < 0 else storage_name(origin)
             self._storage_names[node] = borrowed or node.name
         saved: dict[str, int] = {}
         for index, (argument, size) in enumerate(pattern.kept):

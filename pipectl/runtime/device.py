@@ -208,9 +208,12 @@ def move(tensor: Tensor, device: torch.device) -> None:
 
 
 def settle_process(threads: int) -> None:
-    """Set the number of threads of this process, and make it keep freed memory."""
+    """Set the number of threads of this process, and make the C library keep freed memory."""
     torch.set_num_threads(threads)
-    keep_freed_memory()
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _LARGEST)
+        mallopt(_MMAP_MAX, 0)
 
 
 def release_freed_memory() -> None:
@@ -218,11 +221,3 @@ def release_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def keep_freed_memory() -> bool:
-    """Make the C library keep freed memory; returns whether it could (only glibc)."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(mallopt(_TRIM_THRESHOLD, _LARGEST)) and bool(mallopt(_MMAP_MAX, 0))

@@ -38,7 +38,7 @@ from pipectl.runtime.device import Device, move
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import SavedTensors, run_backward, unpack
-from pipectl.runtime.stage_code import Deferred, compile_stage, insert_ticks, split_backwards
+from pipectl.runtime.stage_code import WeightHalf, compile_stage, insert_ticks, split_backwards
 from pipectl.runtime.versions import Version, Versions
 
 Key = tuple[bool, Rows]
@@ -96,7 +96,7 @@ class Live:
     roots: dict[Slot, GradientEdge]
     loss: Tensor | None
     caught: dict[Slot, Tensor | None]
-    deferred: Deferred | None
+    weight_half: WeightHalf | None
     version: Version | None
     is_lasting: ClassVar[bool] = False
 
@@ -122,8 +122,8 @@ class Live:
                 roots.append(root)
                 seeds.append(gradient)
         if roots:
-            deferred = () if self.deferred is None else self.deferred.gradients
-            others = chain(seeds, gradients.values(), self.caught.values(), deferred)
+            later = () if self.weight_half is None else self.weight_half.gradients
+            others = chain(seeds, gradients.values(), self.caught.values(), later)
             run_backward(roots, seeds, leaves, others, retain_graph=self.is_lasting)
         return self.caught
 
@@ -206,9 +206,9 @@ class Segment:
         arguments = (t for code in self.codes.values() for t in code.arguments)
         trained = (tensor for tensor in arguments if tensor.requires_grad)
         self.leaves = list({id(tensor): tensor for tensor in trained}.values())
-        self.kept: dict[int, Start | Live | Deferred] = {}
+        self.kept: dict[int, Start | Live | WeightHalf] = {}
         self._splits = False
-        self._deferring = Deferred()
+        self._weight_half = WeightHalf()
 
     def forward(self, start: Start, pool: SavedTensors | None) -> dict[Slot, Tensor]:
         """Run a training forward and keep what its backward needs; returns the results.
@@ -250,16 +250,16 @@ class Segment:
         assert isinstance(live, Live)
         leaves = self.leaves if live.version is None else live.version.leaves.values()
         returned = live.backward(leaves, gradients, weight, scale)
-        if live.deferred is not None and live.deferred.roots:
-            self.kept[index] = live.deferred
+        if live.weight_half is not None and live.weight_half.roots:
+            self.kept[index] = live.weight_half
         return returned, live.version
 
     def finish_backward(self, index: int) -> None:
         """Run the second half of a backward: the deferred gradients of weights."""
-        deferred = self.kept.pop(index, None)
-        if deferred is not None:
-            assert isinstance(deferred, Deferred)
-            deferred.run()
+        half = self.kept.pop(index, None)
+        if half is not None:
+            assert isinstance(half, WeightHalf)
+            half.run()
 
     def run(
         self, start: Start, *, again: bool, pool: SavedTensors | None = None
@@ -276,9 +276,9 @@ class Segment:
                 if has_gradient
                 else tensor
             )
-        deferred = None
+        weight_half = None
         if self._splits:
-            deferred = self._deferring = Deferred()
+            weight_half = self._weight_half = WeightHalf()
         states: Sequence[Tensor] = code.arguments
         if again:  # its writes to buffers are dropped
             states = [start.buffers.get(i, state) for i, state in enumerate(states)]
@@ -299,7 +299,7 @@ class Segment:
             value = values.get(slot)
             if value is not None and value.requires_grad:
                 roots[slot] = get_gradient_edge(value)
-        return Live(roots, results.get(code.loss), caught, deferred, version), results
+        return Live(roots, results.get(code.loss), caught, weight_half, version), results
 
     def call(
         self,
@@ -320,7 +320,7 @@ class Segment:
         """Defer the gradients of weights of every backward to :meth:`finish_backward`."""
         self._splits = True
         for code in self.codes.values():
-            split_backwards(code.stage, code.cut.graph.states, lambda: self._deferring)
+            split_backwards(code.stage, code.cut.graph.states, lambda: self._weight_half)
 
 
 class Stage:

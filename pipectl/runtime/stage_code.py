@@ -3,9 +3,9 @@
 *Halves*: gradients of values first, gradients of weights later. Operators that multiply by weights
 (linear layers, convolutions, products of matrices) become a :class:`_Split`. Its forward builds the
 operator's own small autograd graph. Its backward computes only the gradients of the values from
-that graph, and leaves a :class:`Deferred`, which computes those of the weights from the same graph.
-So both halves run the kernels of a whole backward, on the same numbers. Between them, only the
-operator's input and the gradient of its output are kept.
+that graph, and leaves a :class:`WeightHalf`, which computes those of the weights from the same
+graph. So both halves run the kernels of a whole backward, on the same numbers. Between them, only
+the operator's input and the gradient of its output are kept.
 
 All other operators compute the gradients of their parameters in the first half: norms and
 embeddings would gain little from a second one.
@@ -57,7 +57,7 @@ Backend = str | Callable[..., Any]
 
 
 @dataclass
-class Deferred:
+class WeightHalf:
     """The weight half of one micro-batch's backward.
 
     Attributes:
@@ -77,7 +77,7 @@ class Deferred:
 
 
 def split_backwards(
-    code: StageCode, states: Mapping[str, State], current: Callable[[], Deferred]
+    code: StageCode, states: Mapping[str, State], current: Callable[[], WeightHalf]
 ) -> None:
     """Make the operators of a stage's code defer the gradients of their weights.
 
@@ -114,7 +114,7 @@ def _weights(parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
 class _Splitting:
     """An operator as a function of a graph, with a split backward."""
 
-    def __init__(self, target: Callable[..., Tensor], current: Callable[[], Deferred]) -> None:
+    def __init__(self, target: Callable[..., Tensor], current: Callable[[], WeightHalf]) -> None:
         self._target = target
         self._current = current
         self._anchor = torch.zeros((), requires_grad=True)
@@ -152,7 +152,7 @@ class _Split(torch.autograd.Function):
         anchor: Tensor,
         run: Callable[[Sequence[Tensor]], Tensor],
         weights: list[Tensor],
-        deferred: Deferred,
+        weight_half: WeightHalf,
         *values: Tensor,
     ) -> Tensor:
         """The operator's result; the first argument makes it require a gradient."""
@@ -164,23 +164,23 @@ class _Split(torch.autograd.Function):
             ]
             result = run(inner)
         ctx.edges = [get_gradient_edge(value) if value.requires_grad else None for value in inner]
-        ctx.root, ctx.weights, ctx.deferred = get_gradient_edge(result), weights, deferred
+        ctx.root, ctx.weights, ctx.weight_half = get_gradient_edge(result), weights, weight_half
         return result.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the values; those of the weights are deferred."""
-        root, edges, deferred = ctx.root, ctx.edges, ctx.deferred
-        ctx.root = ctx.edges = ctx.deferred = None
+        root, edges, half = ctx.root, ctx.edges, ctx.weight_half
+        ctx.root = ctx.edges = ctx.weight_half = None
         gradient_of: dict[GradientEdge, Tensor] = {}
         if gradient is not None:
             entered = [edge for edge in edges if edge is not None]
             if entered:
                 gradients = torch.autograd.grad([root], entered, [gradient], retain_graph=True)
                 gradient_of = dict(zip(entered, gradients, strict=True))
-            deferred.roots.append(root)
-            deferred.gradients.append(gradient)
-            deferred.weights += ctx.weights
+            half.roots.append(root)
+            half.gradients.append(gradient)
+            half.weights += ctx.weights
         return (None, None, None, None, *(gradient_of.get(edge) for edge in edges))
 
 

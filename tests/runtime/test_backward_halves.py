@@ -17,7 +17,7 @@ from pipectl.capture.stage import StageCode
 from pipectl.planner.costs import stage_costs
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.stage import MicroBatch, Stage
-from pipectl.runtime.stage_code import SPLIT, Deferred, split_backwards
+from pipectl.runtime.stage_code import SPLIT, WeightHalf, split_backwards
 
 PARTS = Path(__file__).with_name("job_parts.py")
 
@@ -80,7 +80,7 @@ def code_of(model: nn.Module, value: Tensor) -> tuple[StageCode, list[nn.Paramet
     return code, [found[name] for name in names]
 
 
-def split(code: StageCode, current: list[Deferred]) -> StageCode:
+def split(code: StageCode, current: list[WeightHalf]) -> StageCode:
     module = copy.deepcopy(code.module)
     apart = StageCode(module, code.states, code.inputs, code.received, code.results)
     states = {slot.value: SimpleNamespace(kind="parameter") for slot in code.states}
@@ -96,7 +96,7 @@ def trained(code, parameters, inputs, precision, deferred=None):
     for value in inputs:
         value = value.detach().requires_grad_()
         if deferred is not None:
-            deferred.append(Deferred())
+            deferred.append(WeightHalf())
         context = torch.autocast("cpu", dtype=precision) if precision else nullcontext()
         with context:
             result = code.module(0, *parameters, value * 1)
@@ -121,7 +121,7 @@ def test_halves_give_the_bits_of_a_whole_backward(case, precision):
         inputs.append(torch.randn(shape).to(memory_format=torch.channels_last))
     code, parameters = code_of(model, inputs[0])
     whole = trained(code, parameters, inputs, precision)
-    current: list[Deferred] = []
+    current: list[WeightHalf] = []
     halves = trained(split(code, current), parameters, inputs, precision, current)
     assert all(torch.equal(one, other) for one, other in zip(whole, halves, strict=True))
     strides = [[tensor.stride() for tensor in tensors] for tensors in (whole, halves)]
@@ -131,7 +131,7 @@ def test_halves_give_the_bits_of_a_whole_backward(case, precision):
 def one_linear(**more):
     model = nn.Linear(5, 6, **more)
     code, parameters = code_of(model, torch.randn(3, 5))
-    current = [Deferred()]
+    current = [WeightHalf()]
     return model, split(code, current), parameters, current
 
 
@@ -167,7 +167,7 @@ def test_a_weight_with_two_users_is_not_split():
             return (x @ self.weight) @ self.weight
 
     code, parameters = code_of(Twice(), torch.randn(3, 5))
-    current = [Deferred()]
+    current = [WeightHalf()]
     value = torch.randn(3, 5, requires_grad=True)
     split(code, current).module(0, *parameters, value).sum().backward()
     assert current[0].roots == []
@@ -197,11 +197,11 @@ def test_weight_halves_leave_the_gradients_alone_that_they_are_given():
             return torch.addmm(self.bias.t(), x, self.weight)
 
     code, parameters = code_of(Turned(), torch.randn(1, 5))
-    current = [Deferred()]
+    current = [WeightHalf()]
     apart = split(code, current)
     given = []
     for _ in range(2):
-        current.append(Deferred())
+        current.append(WeightHalf())
         result = apart.module(0, *parameters, torch.randn(1, 5, requires_grad=True))
         result.backward(torch.ones_like(result))
         given += current[-1].gradients

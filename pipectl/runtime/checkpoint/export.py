@@ -147,10 +147,10 @@ def export_directory(
     }
     places = {name: file for file, part in files.items() for name in part}
     total = sum(layout.nbytes for part in parts for layout in part.values())
-    document = {"metadata": {"total_size": total}, "weight_map": places}
+    index = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1)
     with ExitStack() as ends:
         if len(parts) > 1:
-            write_text(ends.enter_context(_whole(directory / INDEX)), _to_json(document))
+            write_text(ends.enter_context(_whole(directory / INDEX)), f"{index}\n")
         for file, part in files.items():
             partial = ends.enter_context(_whole(directory / file))
             write_tensors(partial, part, weights.__getitem__, _METADATA)
@@ -185,10 +185,6 @@ def export_dcp(weights: Source, directory: Path) -> int:
             ((failure, _),) = error.failures.values()
             raise failure from None
     return sum(layout.nbytes for layout in layouts.values())
-
-
-def _to_json(document: Any) -> str:
-    return json.dumps(document, indent=1) + "\n"
 
 
 def _parts(layouts: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:

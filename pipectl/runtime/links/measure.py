@@ -88,7 +88,8 @@ def time_by_size(
             start = perf_counter()
             once()
         once_s = perf_counter() - start
-        repeats = broadcast(communicator, repeats_for(once_s, left_s / (len(sizes) - index)))
+        wanted = left_s / (len(sizes) - index) / max(once_s, 1e-7)
+        repeats = broadcast(communicator, int(min(MAX_REPEATS, max(MIN_REPEATS, wanted))))
         mine = median([once() for _ in range(repeats)])
         table.append((size, max(communicator.allgather(mine))))
     return table
@@ -100,11 +101,6 @@ def _send(communicator: MPI.Comm, buffer: Array, rank: int, tag: int = 0) -> MPI
 
 def _receive(communicator: MPI.Comm, buffer: Array, rank: int, tag: int = 0) -> MPI.Request:
     return communicator.Irecv([buffer.view(np.uint8), MPI.BYTE], rank, tag)
-
-
-def repeats_for(once_s: float, share_s: float) -> int:
-    """How many repeats of ``once_s`` to make."""
-    return int(min(MAX_REPEATS, max(MIN_REPEATS, share_s / max(once_s, 1e-7))))
 
 
 def measure_link(communicator: MPI.Comm, pairs: Sequence[tuple[int, int]], share_s: float) -> Link:

@@ -23,10 +23,9 @@ from pipectl.files import write_text
 from pipectl.link import RowTimes
 from pipectl.report.charts import links_svg
 from pipectl.runs import Heartbeat, RunDirectory
-from pipectl.runtime.links.measure import measure_link, measure_sharing, measure_sums
+from pipectl.runtime.links.measure import measure_link, measure_sharing, measure_sums, run_on
 from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.process import report
-from pipectl.runtime.waiting import broadcast
 from pipectl.spec import JobSpec, load
 
 Pair = tuple[int, int]
@@ -86,7 +85,8 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
     places = communicator.allgather(Place.here())
     ranks_of = ranks_by_node(places)
     within, between = pairs_within(ranks_of), pairs_between(ranks_of)
-    counts = rank_counts(len(places))
+    powers = (1 << power for power in range(1, len(places).bit_length()))
+    counts = sorted({*powers, len(places)})
     share_s = budget_s / (2 * (len(within) + len(between)) + len(counts))
     within_node, between_nodes = ASSUMED_WITHIN, ASSUMED_BETWEEN
     if within:
@@ -129,18 +129,17 @@ def _measure_rows(
     """Time of rows of programs on two ranks; None on accelerators. Collective over all ranks."""
     if spec.resources.gpus_per_node:
         return None
-    mine = None
-    color, key = (0, pair.index(communicator.rank)) if communicator.rank in pair else (1, 0)
-    two = communicator.Split(color, key)
-    if communicator.rank in pair:
+
+    def measure(two: MPI.Comm) -> RowTimes:
         from pipectl.runtime.row_probe import measure_rows  # loads torch
 
         folder = directory.path / "rows"
-        mine = measure_rows(two, folder, spec.threads, budget_s * _ROWS_SHARE)
-        if communicator.rank == pair[0]:
+        rows = measure_rows(two, folder, spec.threads, budget_s * _ROWS_SHARE)
+        if two.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    two.Free()
-    return broadcast(communicator, mine, pair[0])
+        return rows
+
+    return run_on(communicator, pair, measure)
 
 
 def ranks_by_node(places: Sequence[Place]) -> list[list[int]]:
@@ -173,11 +172,6 @@ def pairs_between(nodes: Sequence[Sequence[int]]) -> list[Pair]:
         return []
     first, second, last = nodes[0][0], nodes[1][0], nodes[-1][0]
     return list(dict.fromkeys([(first, second), (first, last)]))
-
-
-def rank_counts(ranks: int) -> list[int]:
-    """2, 4, 8 and so on, and all."""
-    return sorted({*(1 << power for power in range(1, ranks.bit_length())), ranks})
 
 
 def describe_node(places: Sequence[Place], cpus_per_task: int, memory_per_node: int | None) -> Node:

@@ -129,7 +129,8 @@ def _judged(known: Circumstances) -> Iterator[tuple[bool, str]]:
         yield _measured("within a node", link, known.message_bytes) or (False, copied)
     if len(known.ranks_per_node) > 1:
         link = None if cluster is None else cluster.between_nodes
-        own = next((name for name in _OWN_PROGRESS if _is_set(known, name)), None)
+        words, off = known.environment or {}, ("", "0", "no", "off", "false")
+        own = next((n for n in _OWN_PROGRESS if words.get(n, "").lower() not in off), None)
         why = "between nodes, MPI may move large messages within its calls alone"
         if own is not None:
             why = f"between nodes, MPI moves messages by itself ({own})"
@@ -144,8 +145,3 @@ def _measured(where: str, link: Link | None, message_bytes: int) -> tuple[bool, 
     size, plain, polled = min(rows, key=lambda row: abs(log(row[0] / message_bytes)))
     words = f"{where}, {plain:.0%} of a message of {format_bytes(size)} is hidden without help"
     return polled - plain >= NEEDED, f"{words} and {polled:.0%} with it, as measured"
-
-
-def _is_set(known: Circumstances, name: str) -> bool:
-    environment = known.environment or {}
-    return environment.get(name, "").lower() not in ("", "0", "no", "off", "false")

@@ -94,10 +94,7 @@ class Transfer:
             WorkerError: a piece has another size than expected.
         """
         if not self.done:
-            if self._what is None:
-                self.done = self._request.Test()
-            else:
-                self.done = self._is_complete(self._request, self.buffer.nbytes)
+            self.done = self._is_complete(self._request, self.buffer.nbytes)
         return self.done
 
     def _is_complete(self, request: MPI.Request, size_bytes: int) -> bool:
