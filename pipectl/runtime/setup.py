@@ -48,7 +48,6 @@ class Setup:
         evaluator: None without evaluation data.
         cut: of the training graph at the plan's micro-batch size.
         written: the buffers of this rank that forwards write, by full name.
-        division: of the data into steps and micro-batches.
         loader: of the training data; None if this rank reads none.
         reading: this rank's stages that read the training data.
         loss_shares: the weights of this rank's parts of the loss.
@@ -67,11 +66,11 @@ class Setup:
         progress: Progress | None = None,
         stored: Stored | None = None,
     ) -> None:
-        self.progress = progress or Progress()
+        self._progress = progress or Progress()
         self.job, self.plan, self.communicator, self.device = job, plan, communicator, device
         self.doing = doing
         held_out = job.evaluation_loader
-        self.division = Division.of(job, plan, held_out, communicator)
+        self._division = Division.of(job, plan, held_out, communicator)
         cuts = self._cuts()
         self.owners, names = self._places(cuts)
         job.materialize(names)
@@ -80,7 +79,7 @@ class Setup:
         self._mover = mover_of(plan, communicator.rank, device.torch_device, offload_directory())
         has_backward_ranks = any(stage.backward_ranks for stage in plan.stages)
         own = communicator.Dup() if has_backward_ranks else communicator  # MPI has few thousand
-        wire = Wire(own, device, self.progress)
+        wire = Wire(own, device, self._progress)
         self.stages = {
             i: self._stage(i, cuts, wire) for i in plan.stages_of_rank(communicator.rank)
         }
@@ -89,15 +88,15 @@ class Setup:
                 stage.split_backwards()
             if job.spec.training.compile:
                 stage.compile()
-            elif self.progress.mode == "poll":
-                stage.let_advance(self.progress.tick)
+            elif self._progress.mode == "poll":
+                stage.let_advance(self._progress.tick)
         doing.action = "connecting to the other ranks"
         barrier(communicator)  # ranks that made more weights arrive later; MPI would spin
-        self.cut = cuts[True, self.division.planned]
+        self.cut = cuts[True, self._division.planned]
         written = _written_buffers(cuts, training=False) | _written_buffers(cuts, training=True)
         buffers = {n: t for stage in self.stages.values() for n, t in stage.buffers.items()}
         self.written = {name: tensor for name, tensor in buffers.items() if name in written}
-        self.replicas = Replicas(communicator, plan, self.stages, device, self.progress, written)
+        self.replicas = Replicas(communicator, plan, self.stages, device, self._progress, written)
         planned = channels(plan)
         lanes = [Lane(c.kind, c.source_stage, c.target_stage) for c in planned]
         missing = set(self.cut.lanes) - set(lanes)
@@ -110,11 +109,11 @@ class Setup:
         self.training = self._engine(self.cut, cuts)
         self.evaluator: Evaluator | None = None
         if held_out is not None:
-            cut = cuts[False, self.division.evaluation_sizes[0]]
+            cut = cuts[False, self._division.evaluation_sizes[0]]
             engine, writes = self._engine(cut, cuts), _written_buffers(cuts, training=False)
             first_ranks = [stage.ranks[0] for stage in plan.stages]
             self.evaluator = Evaluator(
-                communicator, job, self.division, engine, first_ranks, held_out, writes
+                communicator, job, self._division, engine, first_ranks, held_out, writes
             )
         weighing = self.cut.loss_stage if job.weight() is not None else None
         self.reading = tuple(i for i, s in self.stages.items() if s.reads or i == weighing)
@@ -122,7 +121,7 @@ class Setup:
         self.loss_shares = LossShares(communicator, job, plan, self.cut.loss_stage)
         updated = self.updated_stages
         self.shared_gradients = SharedGradients(
-            Wire(communicator.Dup(), device, self.progress),
+            Wire(communicator.Dup(), device, self._progress),
             shared_uses(self.cut),
             [stage.updating_ranks for stage in plan.stages],
             {slot: leaf for stage in updated for slot, leaf in stage.uses.items()},
@@ -144,7 +143,7 @@ class Setup:
         if is_unflushed(plan):  # the same messages, in steps that do not overlap
             plan = replace(plan, schedule=ONE_F_ONE_B.name)
         with preserve_state(self.job.step, self.written.values()):
-            for rows in self.division.sizes:
+            for rows in self._division.sizes:
                 trial = self.step_of(plan_of_trial(plan, rows.whole), rows.length)
                 assert trial.pieces is not None
                 example = partial(self.job.loader.example, rows.whole, length=rows.length)
@@ -194,11 +193,11 @@ class Setup:
         """A cut for micro-batches of every shape; they share the graph if its sizes are dynamic."""
         plan_stages = dict(self.plan.stage_of)
         cuts: dict[Key, Cut] = {}
-        for rows in self.division.sizes:
+        for rows in self._division.sizes:
             graph = self.job.training_graph(*rows.shape)
             cuts[True, rows] = Cut(graph, plan_stages, training=True)
-        training = cuts[True, self.division.planned].graph
-        for rows in self.division.evaluation_sizes:
+        training = cuts[True, self._division.planned].graph
+        for rows in self._division.evaluation_sizes:
             graph = self.job.evaluation_graph(*rows.shape)
             stages = evaluation_stages(graph, training, plan_stages)
             cuts[False, rows] = Cut(graph, stages, training=False)
@@ -208,7 +207,7 @@ class Setup:
         """An engine with its own messages, for one cut or for cuts of all sizes like it."""
         check = broadcast(self.communicator, CHECK_VARIABLE in os.environ)
         group = self.communicator.Dup()
-        transport = Transport(group, self.device, cut.lanes, self.progress, check=check)
+        transport = Transport(group, self.device, cut.lanes, self._progress, check=check)
         alike = {rows: each for (kind, rows), each in cuts.items() if kind is cut.training}
         graphs = {rows.shape: each.graph for rows, each in alike.items()}
         reductions = self.replicas.reductions
