@@ -151,7 +151,7 @@ class Fallback:
                 for rows in ([(0, size)] if fixed else _SAMPLES)
             }
             try:
-                outlines = _observe(self._step, paths, batches, self._make)
+                outlines = _observe_calls(self._step, paths, batches, self._make)
                 return KeptModules(outlines, fixed, self._unrolls)
             except CaptureError:
                 raise
@@ -227,7 +227,7 @@ class Fallback:
         return "" if module is None else self._path_of.get(id(vars(module)), "")
 
 
-def _observe(
+def _observe_calls(
     step: Step, paths: Sequence[str], batches: Mapping[tuple[int, int], Any], make: Make
 ) -> dict[str, list[Outline]]:
     """Return the results of all calls of some submodules, in order, by their paths.

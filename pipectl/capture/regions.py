@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -54,8 +53,8 @@ class Region(NamedTuple):
     autocasts: tuple[Autocast, ...]
     gradients: bool
 
-    def entered(self) -> AbstractContextManager[Any]:
-        """Return the context manager for operators of this region."""
+    def enter(self) -> ExitStack:
+        """Enter the region; the result leaves it when it is closed."""
         stack = ExitStack()
         for device, dtype, enabled in self.autocasts:
             for kind in _devices(device):
@@ -66,7 +65,7 @@ class Region(NamedTuple):
 
     def run(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run an operator in this region."""
-        with self.entered():
+        with self.enter():
             result = target(*args, **kwargs)
         return result if self.gradients else without_gradient(result, (args, kwargs))
 
@@ -106,27 +105,14 @@ class Switch:
         if region == self._region:
             return
         if self._open is not None:
-            self._graph.call_function(_leave, (self._open,))
-        self._open = None if region == WHOLE else self._graph.call_function(_Enter(region))
+            self._graph.call_function(ExitStack.close, (self._open,))
+        self._open = None if region == WHOLE else self._graph.call_function(region.enter)
         self._region = region
 
 
-@dataclass(frozen=True)
-class _Enter:
-    """A call in a graph that enters a region."""
-
-    region: Region
-
-    @property
-    def __name__(self) -> str:
-        return "enter_region"
-
-    def __call__(self) -> AbstractContextManager[Any]:
-        return self.region.entered()
-
-
-def _leave(entered: ExitStack) -> None:
-    entered.close()
+def switches_region(target: Any) -> bool:
+    """Return whether a call in the graph of a stage enters or leaves a region."""
+    return target is ExitStack.close or getattr(target, "__func__", None) is Region.enter
 
 
 def mark_regions(module: fx.GraphModule, signature: Any, passes: list[Any]) -> tuple[Any, Any]:

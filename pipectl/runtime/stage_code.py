@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.graph import State
 from pipectl.capture.randomness import SEEDERS
+from pipectl.capture.regions import switches_region
 from pipectl.capture.stage import StageCode
 from pipectl.errors import CaptureError
 from pipectl.runtime.saved_tensors import run_backward
@@ -225,8 +226,9 @@ def compile_stage(code: StageCode, backend: Backend = "inductor") -> StageCode:
     """The same code, compiled at its first call, for the sizes that it is called with.
 
     Random operators, and what seeds them, run uncompiled between compiled pieces: a compiler's own
-    dropout draws other masks than the operator. All else may be fused, so sums are rounded in
-    another order, and results agree only within a tolerance.
+    dropout draws other masks than the operator. So does what begins and ends an autocast inside the
+    model, which the compiler cannot follow. All else may be fused, so sums are rounded in another
+    order, and results agree only within a tolerance.
 
     Args:
         backend: of ``torch.compile``, or a name of one.
@@ -250,7 +252,7 @@ class _Compiled:
             if seeds:
                 node.target = self._seeding(node.target, node.args[1])
                 node.args = ()
-            elif drawing:
+            elif drawing or switches_region(node.target):
                 node.target = _uncompiled(node.target)
             drawing = seeds
         graph.erase_node(next(iter(graph.nodes)))

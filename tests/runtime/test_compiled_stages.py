@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from pipectl.capture import Slot
 from pipectl.capture.randomness import seed_operator
+from pipectl.capture.regions import WHOLE, Autocast, Region, Switch
 from pipectl.capture.stage import StageCode
 from pipectl.runtime.stage_code import compile_stage
 
@@ -47,6 +48,24 @@ def test_compiled_stages_draw_the_same_masks_and_agree_within_rounding() -> None
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
     assert not torch.equal(trained(compiled, 1)[0], trained(compiled, 2)[0])
+
+
+def test_compiled_stages_follow_an_autocast_inside_the_model() -> None:
+    graph = fx.Graph()
+    _, weight, x = (graph.placeholder(name) for name in ("seed", "weight", "x"))
+    switch = Switch(graph)
+    switch.to(Region((Autocast("cpu", torch.bfloat16, enabled=True),), gradients=True))
+    half = graph.call_function(F.linear, (x, weight))
+    switch.to(WHOLE)
+    whole = graph.call_function(F.linear, (x, weight))
+    graph.output((graph.call_function(torch.add, (whole, half)),))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    code = StageCode(module, (Slot("weight"),), ("x",), (), (Slot("add"),))
+    compiled = compile_stage(code, "eager")
+    for _ in range(2):
+        for one, other in zip(trained(compiled, 1), trained(code, 1), strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other)
 
 
 def test_a_new_seed_compiles_nothing_anew() -> None:
