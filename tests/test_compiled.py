@@ -14,6 +14,7 @@ import pytest
 import pipectl.compiled
 from pipectl.arrays import Floats, Integers, Records, Words, record
 from pipectl.compiled import Kernel, compiled, compiling_s
+from pipectl.errors import PipectlError
 
 LIMIT, STEP = 7, 0.25
 ENTRY = record("number", "time_s")
@@ -410,3 +411,9 @@ def test_arguments_are_taken_by_position() -> None:
         Kernel(whole)(value=1.5)
     with pytest.raises(TypeError, match="takes 1 arguments, not 2"):
         Kernel(whole)(1.5, 2)
+
+
+def test_an_installation_without_source_files_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(pipectl.compiled, "__file__", str(tmp_path / "compiled.pyc"))
+    with pytest.raises(PipectlError, match="source files of pipectl are missing"):
+        pipectl.compiled._translator.__wrapped__()

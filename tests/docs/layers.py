@@ -22,7 +22,6 @@ LAYERS = (
         "fields",
         "arrays",
         "compiled",
-        "translation",
         "versions",
         "faults",
         "directives",

@@ -1,93 +1,35 @@
-"""Translation of kernels from Python to LLVM IR.
-
-A kernel is a function of numbers, NumPy arrays in C order, tables (arrays of records; see
-:mod:`pipectl.arrays`) and named tuples of these. The types of a variable follow from the arguments
-and never change. A kernel may contain assignments, ``if``, ``while``, ``for`` over ``range``
-or over a tuple, arithmetic and comparisons, ``min``, ``max``, ``abs``, ``len``, ``int``, ``float``,
-``bool``, ``np.ceil``, ``np.uint64``, indices and slices of arrays, attributes of records and named
-tuples, calls of named tuples and of other kernels. Anything else is an error, as are variables that
-may be unset when they are read, and a missing return.
-
-The semantics are Python's with NumPy's numbers, without checks at run time: indices beyond the end
-and shifts by 64 bits or more are undefined. Integers have 64 bits. Division by 0 gives infinity for
-floats and 0 for integers; ``int`` of a number that is too large is the largest integer, and of NaN
-0. Operations on two numbers use the larger of their types. Global numbers are constants.
-
-Why not numba: it took ten seconds to compile kernels that take one here, and a second to load in
-every process.
-
-Every value is a list of LLVM operands: an array is its address and shape, a tuple its members.
-"""
+"""Expressions of kernels as LLVM IR, and the instructions and variables of a function."""
 
 from __future__ import annotations
 
 import ast
-import inspect
 import struct
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache
 from itertools import chain, islice
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-
-class Scalar(NamedTuple):
-    """A number.
-
-    Args:
-        name: ``int``, ``float``, ``bool`` or ``word``.
-        llvm: LLVM's name of the type.
-    """
-
-    name: str
-    llvm: str
-
-
-INT, FLOAT, BOOL = Scalar("int", "i64"), Scalar("float", "double"), Scalar("bool", "i1")
-WORD = Scalar("word", "i64")
-"""64 bits without a sign, for sets; supports only bitwise operators."""
-_SCALARS = {each.name: each for each in (BOOL, INT, FLOAT)}
-_STORED: dict[np.dtype[Any], tuple[str, Scalar]] = {
-    np.dtype(np.int32): ("i32", INT),
-    np.dtype(np.int64): ("i64", INT),
-    np.dtype(np.uint64): ("i64", WORD),
-    np.dtype(np.float64): ("double", FLOAT),
-}
-"""LLVM's type of the elements of an array, and the type of their values."""
-
-
-class Array(NamedTuple):
-    """Elements of a type, in C order."""
-
-    dtype: np.dtype[Any]
-    dimensions: int
-
-
-class Row(NamedTuple):
-    """One record of a table; its value is its address."""
-
-    dtype: np.dtype[Any]
-
-
-class Group(NamedTuple):
-    """A tuple; a named one has names."""
-
-    members: tuple[Any, ...]
-    names: tuple[str, ...] = ()
-
-
-Type = Scalar | Array | Row | Group
-_PYTHON: tuple[tuple[Any, Scalar], ...] = (
-    ((bool, np.bool_), BOOL),
-    ((int, np.signedinteger), INT),
-    (float, FLOAT),
-    (np.uint64, WORD),
+from pipectl.compiled import (
+    BOOL,
+    FLOAT,
+    INT,
+    SCALARS,
+    STORED,
+    WORD,
+    Array,
+    Group,
+    Row,
+    Scalar,
+    Type,
+    operand_types,
+    type_of,
 )
+
+if TYPE_CHECKING:
+    from pipectl.compiled.statements import Module
 
 
 class Value(NamedTuple):
@@ -97,38 +39,10 @@ class Value(NamedTuple):
     operands: tuple[str, ...]
 
 
-def operand_types(kind: Type) -> list[str]:
-    """LLVM's types of the operands of a value."""
-    if isinstance(kind, Scalar):
-        return [kind.llvm]
-    if isinstance(kind, Group):
-        return list(chain.from_iterable(map(operand_types, kind.members)))
-    return ["ptr", *["i64"] * (kind.dimensions if isinstance(kind, Array) else 0)]
-
-
-def _returned(kind: Type) -> str:
+def returned_type(kind: Type) -> str:
+    """LLVM's type of a result: a structure if it has several operands."""
     types = operand_types(kind)
     return types[0] if len(types) == 1 else f"{{{', '.join(types)}}}"
-
-
-def type_of(value: Any) -> Type:
-    """The type of an argument.
-
-    Raises:
-        TypeError: kernels do not support it.
-    """
-    if isinstance(value, np.ndarray):
-        if not value.flags.carray:
-            raise TypeError("kernels take aligned arrays in C order that can be written")
-        return Array(value.dtype, value.ndim)
-    if isinstance(value, tuple):
-        return Group(tuple(map(type_of, value)), getattr(value, "_fields", ()))
-    if isinstance(value, int | np.signedinteger) and not -(1 << 63) <= value < 1 << 63:
-        raise TypeError(f"kernels take integers of 64 bits, not {value}")
-    for python, kind in _PYTHON:
-        if isinstance(value, python):
-            return kind
-    raise TypeError(f"kernels do not take a {type(value).__name__}")
 
 
 def constant(value: float) -> Value:
@@ -139,56 +53,6 @@ def constant(value: float) -> Value:
     return Value(kind, (str(int(value)),))
 
 
-@dataclass
-class Module:
-    """An LLVM module, with one function for each kernel and types of arguments.
-
-    Args:
-        function_of: the Python function of a kernel; None for anything else.
-    """
-
-    function_of: Callable[[Any], FunctionType | None]
-    functions: dict[tuple[Any, ...], tuple[str, Any] | None] = field(default_factory=dict)
-    texts: list[str] = field(default_factory=list)
-
-    def call(self, function: FunctionType, kinds: Sequence[Type]) -> tuple[str, Any]:
-        """The name of a function for arguments of some types, and the type of its result."""
-        key = function, *kinds
-        if key not in self.functions:
-            name = f"@{function.__name__}.{len(self.functions)}"
-            self.functions[key] = None  # until it is translated
-            body = _Body(self, function, kinds, name)
-            self.functions[key] = name, body.result
-            self.texts.append(body.text)
-        translated = self.functions[key]
-        if translated is None:
-            raise TypeError(f"{function.__name__}: kernels do not call themselves")
-        return translated
-
-    def translate(self, function: FunctionType, kinds: Sequence[Type], symbol: str) -> str:
-        """Translate a function and all that it calls; exports only the function, as ``symbol``."""
-        name, _ = self.call(function, kinds)
-        *called, own = self.texts
-        begin, rest = own.split(name, 1)
-        own = f'{begin.replace("internal ", "")}@"{symbol}"{rest}'
-        return "\n".join([_INTRINSICS, *called, own])
-
-
-@cache
-def _tree(function: FunctionType) -> ast.FunctionDef:
-    node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    if not isinstance(node, ast.FunctionDef) or node.name != function.__name__:
-        raise TypeError(f"the file of {function.__module__}.{function.__name__} has changed")
-    return node
-
-
-_INTRINSICS = """
-declare double @llvm.fabs.f64(double)
-declare double @llvm.ceil.f64(double)
-declare i64 @llvm.fptosi.sat.i64.f64(double)
-declare i64 @llvm.smin.i64(i64, i64)
-declare i64 @llvm.smax.i64(i64, i64)
-"""
 _COMPARED = {
     ast.Lt: ("slt", "olt"),
     ast.LtE: ("sle", "ole"),
@@ -213,60 +77,26 @@ _COMPUTED = {
 }
 
 
-class _Body:
-    """The translation of one function for arguments of some types.
+class Expressions:
+    """The instructions of one function so far.
 
-    Attributes:
-        result: the type of the result; None if there is none.
-        text: the function in LLVM IR.
+    Args:
+        where: name of the function, for errors.
+        names: its global names.
+        changed: its local names that are assigned.
     """
 
     def __init__(
-        self, module: Module, function: FunctionType, kinds: Sequence[Type], name: str
+        self, module: Module, where: str, names: dict[str, Any], changed: set[str]
     ) -> None:
-        tree = _tree(function)
-        self._module, self._globals, self._names = module, function.__globals__, 0
-        self._where = f"{function.__module__}.{function.__name__}"
+        self._module, self._where, self._globals, self._names = module, where, names, 0
         self._slots: list[str] = []
         self._lines: list[str] = []
         self._open = True  # whether the current block has no terminator yet
         self._variables: dict[str, Value] = {}
         self._assigned: set[str] = set()  # the variables that have a value here
-        self._loops: list[tuple[str, str]] = []
-        self.result: Any = None
-        self._returns_nothing = False
-        declared = tree.returns.id if isinstance(tree.returns, ast.Name) else ""
-        self._declared = _SCALARS.get(declared)
-        every = (each for each in ast.walk(tree) if isinstance(each, ast.Name))
-        self._changed = {each.id for each in every if isinstance(each.ctx, ast.Store)}
+        self._changed = changed
         self._unchanged: dict[str, Value] = {}
-        parameters: list[str] = []
-        if function.__code__.co_freevars:
-            raise TypeError(f"{self._where}: kernels use no variables of other functions")
-        if len(tree.args.args) != len(kinds):
-            expected = len(tree.args.args)
-            raise TypeError(f"{self._where} takes {expected} arguments, not {len(kinds)}")
-        for argument, kind in zip(tree.args.args, kinds, strict=True):
-            operands = tuple(self._new() for _ in operand_types(kind))
-            parameters += map(" ".join, zip(operand_types(kind), operands, strict=True))
-            if argument.arg in self._changed:
-                self._bind(argument.arg, Value(kind, operands), argument)
-            else:
-                self._unchanged[argument.arg] = Value(kind, operands)
-        self._block(tree.body)
-        if self._open:
-            self._return(ast.Return())
-        if self._returns_nothing and (self._declared or self.result):
-            raise TypeError(f"{self._where} may end without a result")
-        returned = "void" if self.result is None else _returned(self.result)
-        self.text = "\n".join(
-            [
-                f"define internal {returned} {name}({', '.join(parameters)}) {{",
-                *self._slots,
-                *self._lines,
-                "}",
-            ]
-        )
 
     def _fail(self, node: ast.AST, why: str) -> TypeError:
         line = getattr(node, "lineno", 0)
@@ -337,171 +167,6 @@ class _Body:
             return self._as(FLOAT, self._as(INT, value, node), node)
         raise self._fail(node, f"{value.type} is not {kind}")
 
-    # Statements.
-
-    def _block(self, body: Sequence[ast.stmt]) -> None:
-        for node in body:
-            method = getattr(self, f"_{type(node).__name__.lower()}", None)
-            if method is None:
-                raise self._fail(node, "kernels have no such statement")
-            method(node)
-
-    def _expr(self, node: ast.Expr) -> None:
-        if not isinstance(node.value, ast.Constant):  # a docstring
-            self._value(node.value)
-
-    def _pass(self, _: ast.Pass) -> None:
-        """Nothing."""
-
-    def _return(self, node: ast.Return) -> None:
-        if node.value is None:
-            self._returns_nothing = True
-            self._end("ret void")
-            return
-        value = self._value(node.value)
-        kind = self._declared or self.result or value.type
-        value, self.result = self._as(kind, value, node), kind
-        types, returned = operand_types(kind), _returned(kind)
-        whole = value.operands[0] if len(types) == 1 else "undef"
-        for place, (each, operand) in enumerate(zip(types, value.operands, strict=True)):
-            if len(types) > 1:
-                whole = self._emit(f"insertvalue {returned} {whole}, {each} {operand}, {place}")
-        self._end(f"ret {returned} {whole}")
-
-    def _assign(self, node: ast.Assign) -> None:
-        value = self._value(node.value)
-        for target in node.targets:
-            self._set(target, value)
-
-    def _augassign(self, node: ast.AugAssign) -> None:
-        if isinstance(node.target, ast.Name):
-            value = self._compute(node.op, self._value_name(node.target), node.value, node)
-            self._bind(node.target.id, value, node)
-        else:
-            dtype, address = self._place(node.target)
-            old = self._read(dtype, address, node)
-            self._write(dtype, address, self._compute(node.op, old, node.value, node), node)
-
-    def _set(self, target: ast.expr, value: Value) -> None:
-        if isinstance(target, ast.Tuple):
-            members = self._members(value, target, len(target.elts))
-            if len(members) != len(target.elts):
-                raise self._fail(target, f"there are {len(members)} values for this")
-            for each, member in zip(target.elts, members, strict=True):
-                self._set(each, member)
-        elif isinstance(target, ast.Name):
-            self._bind(target.id, value, target)
-        else:
-            self._write(*self._place(target), value, target)
-
-    def _place(self, target: ast.expr) -> tuple[np.dtype[Any], str]:
-        """The type and the address of a field or an element."""
-        if isinstance(target, ast.Attribute):
-            return self._field(self._value(target.value), target)
-        if isinstance(target, ast.Subscript):
-            array, address, *_ = self._element(target, self._value(target.value))
-            if not array.dimensions:
-                return array.dtype, address
-        raise self._fail(target, "kernels set names, fields and single elements")
-
-    def _members(self, value: Value, node: ast.AST, count: int = 0) -> list[Value]:
-        """The members of a tuple, or the first ``count`` of an array with one dimension."""
-        if isinstance(value.type, Array) and value.type.dimensions == 1:
-            size, address = value.type.dtype.itemsize, value.operands[0]
-            places = [f"getelementptr i8, ptr {address}, i64 {size * n}" for n in range(count)]
-            return [self._read(value.type.dtype, self._emit(place), node) for place in places]
-        if not isinstance(value.type, Group):
-            raise self._fail(node, f"{value.type} is no tuple")
-        operands = iter(value.operands)
-        return [
-            Value(kind, tuple(islice(operands, len(operand_types(kind)))))
-            for kind in value.type.members
-        ]
-
-    def _if(self, node: ast.If) -> None:
-        then, other, after = self._new(), self._new(), self._new()
-        self._branch(node.test, then, other)
-        before, ends = self._assigned, []
-        for label, body in ((then, node.body), (other, node.orelse)):
-            self._assigned = set(before)
-            self._label(label)
-            self._block(body)
-            if self._open:
-                ends.append(self._assigned)
-                self._end(f"br label {after}")
-        if ends:
-            self._assigned = set.intersection(*ends)
-            self._label(after)
-
-    def _branch(self, test: ast.expr, then: str, other: str) -> None:
-        (truth,) = self._truth(test).operands
-        self._end(f"br i1 {truth}, label {then}, label {other}")
-
-    def _while(self, node: ast.While) -> None:
-        test, body, after = self._new(), self._new(), self._new()
-        self._label(test)
-        endless = isinstance(node.test, ast.Constant) and node.test.value is True
-        if not endless:
-            self._branch(node.test, body, after)
-            self._label(body)
-        self._repeat(node, test, after)
-        self._end(f"br label {test}")
-        if not endless or any(isinstance(each, ast.Break) for each in ast.walk(node)):
-            self._label(after)
-
-    def _repeat(
-        self, node: ast.While | ast.For, again: str, after: str, item: Value | None = None
-    ) -> None:
-        """Translate the body of a loop, with the labels of continue and break."""
-        if node.orelse:
-            raise self._fail(node, "loops of kernels have no else")
-        before = set(self._assigned)
-        if isinstance(node, ast.For) and item is not None:
-            self._set(node.target, item)
-        self._loops.append((again, after))
-        self._block(node.body)
-        self._loops.pop()
-        self._assigned = before  # the body may not have run, or not all of it
-
-    def _break(self, _: ast.Break) -> None:
-        self._end(f"br label {self._loops[-1][1]}")
-
-    def _continue(self, _: ast.Continue) -> None:
-        self._end(f"br label {self._loops[-1][0]}")
-
-    def _for(self, node: ast.For) -> None:
-        after = self._new()
-        if isinstance(node.iter, ast.Tuple):
-            for item in list(map(self._value, node.iter.elts)):
-                further = self._new()
-                self._repeat(node, further, after, item)
-                self._label(further)
-            self._label(after)
-            return
-        if not (isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "range"):
-            raise self._fail(node.iter, "kernels repeat over ranges and tuples")
-        arguments = node.iter.args
-        step = self._literal(arguments[2]) if len(arguments) == 3 else 1
-        if not 1 <= len(arguments) <= 3 or node.iter.keywords or not step:
-            raise self._fail(node.iter, "no range")
-        bounds = [self._as(INT, self._value(each), each) for each in arguments[:2]]
-        begin, stop = bounds if len(bounds) == 2 else (constant(0), bounds[0])
-        counter = self._slot(INT)
-        self._store(counter, begin, node)
-        test, body, further = (self._new() for _ in range(3))
-        self._label(test)
-        (now,) = self._load(counter).operands
-        compared = "slt" if step > 0 else "sgt"
-        truth = self._emit(f"icmp {compared} i64 {now}, {stop.operands[0]}")
-        self._end(f"br i1 {truth}, label {body}, label {after}")
-        self._label(body)
-        self._repeat(node, further, after, Value(INT, (now,)))
-        self._label(further)
-        (now,) = self._load(counter).operands
-        self._store(counter, Value(INT, (self._emit(f"add i64 {now}, {step}"),)), node)
-        self._end(f"br label {test}")
-        self._label(after)
-
     # Expressions.
 
     def _value(self, node: ast.expr) -> Value:
@@ -561,9 +226,9 @@ class _Body:
         return dtype, self._emit(f"getelementptr i8, ptr {value.operands[0]}, i64 {offset}")
 
     def _stored(self, dtype: np.dtype[Any], node: ast.AST) -> tuple[str, Scalar]:
-        if dtype not in _STORED:
+        if dtype not in STORED:
             raise self._fail(node, f"kernels do not know elements of type {dtype}")
-        return _STORED[dtype]
+        return STORED[dtype]
 
     def _read(self, dtype: np.dtype[Any], address: str, node: ast.AST) -> Value:
         """Load the value at an address."""
@@ -668,7 +333,7 @@ class _Body:
         """Two numbers converted to the larger type; or two words, if words are allowed."""
         if words and left.type is right.type is WORD:
             return WORD, left.operands[0], right.operands[0]
-        order = list(_SCALARS.values())
+        order = list(SCALARS.values())
         for each in (left, right):
             if each.type not in order:
                 raise self._fail(node, f"{each.type} is no number")
@@ -815,7 +480,7 @@ class _Body:
         if result is None:
             self._do(f"call void {name}({given})")
             return Value(Group(()), ())
-        returned, members = _returned(result), range(len(operand_types(result)))
+        returned, members = returned_type(result), range(len(operand_types(result)))
         whole = self._emit(f"call {returned} {name}({given})")
         if len(members) == 1:
             return Value(result, (whole,))
@@ -832,3 +497,21 @@ class _Body:
             chosen = self._emit(f"select i1 {better}, {kind.llvm} {two}, {kind.llvm} {one}")
             best = Value(kind, (chosen,))
         return best
+
+    def _members(self, value: Value, node: ast.AST, count: int = 0) -> list[Value]:
+        """The members of a tuple, or the first ``count`` of an array with one dimension."""
+        if isinstance(value.type, Array) and value.type.dimensions == 1:
+            size, address = value.type.dtype.itemsize, value.operands[0]
+            places = [f"getelementptr i8, ptr {address}, i64 {size * n}" for n in range(count)]
+            return [self._read(value.type.dtype, self._emit(place), node) for place in places]
+        if not isinstance(value.type, Group):
+            raise self._fail(node, f"{value.type} is no tuple")
+        operands = iter(value.operands)
+        return [
+            Value(kind, tuple(islice(operands, len(operand_types(kind)))))
+            for kind in value.type.members
+        ]
+
+    def _branch(self, test: ast.expr, then: str, other: str) -> None:
+        (truth,) = self._truth(test).operands
+        self._end(f"br i1 {truth}, label {then}, label {other}")
