@@ -25,7 +25,7 @@ from pipectl import __version__
 from pipectl.cli.console import (
     discard_unwritten,
     errors,
-    label_lines,
+    labels,
     plain,
     replace_unprintable,
     say,
@@ -225,9 +225,8 @@ def print_error(error: BaseException) -> int:
     console = errors()
     for message in messages:
         if console.is_terminal:
-            for text in label_lines([("error:", message, "")], len("error: "), console.width):
-                text.stylize("bold red", 0, len("error:"))
-                console.print(text, soft_wrap=True)
+            lines = [("error:", message, "")]
+            console.print(labels(lines, len("error: "), "bold red"), crop=False)
         else:
             console.print(plain(f"error: {message}"), soft_wrap=True)
     for line in (cure or "").splitlines():

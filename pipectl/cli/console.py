@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from io import TextIOWrapper
 from math import isfinite
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -42,6 +42,15 @@ def errors() -> Console:
 def plain(text: object, style: str = "") -> Text:
     """Text without markup and without control characters other than newlines and tabs."""
     return Text(printable(text), style=style)
+
+
+class Fitted(NamedTuple):
+    """A text or table that is drawn for the width of the console, in columns."""
+
+    draw: Callable[[int], RenderableType]
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.draw(options.max_width)
 
 
 def show(*parts: RenderableType) -> None:
@@ -76,8 +85,13 @@ def short_path(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
+def labels(lines: Sequence[tuple[str, str, str]], indent: int, style: str = "") -> Fitted:
+    """Lines that begin with labels; see :func:`label_lines`."""
+    return Fitted(lambda width: Group(*label_lines(lines, indent, width, style)))
+
+
 def label_lines(
-    lines: Iterable[tuple[str, str, str]], indent: int, width: int, bold: bool = False
+    lines: Iterable[tuple[str, str, str]], indent: int, width: int, label_style: str = ""
 ) -> Iterator[Text]:
     """Lines that begin with labels; all lines of a text start in the same column.
 
@@ -85,7 +99,7 @@ def label_lines(
         lines: labels, texts and their styles.
         indent: column of the texts.
         width: columns to wrap texts to, between words; longer words stay whole.
-        bold: whether labels are bold.
+        label_style: style of the labels.
     """
     fold = partial(
         textwrap.wrap,
@@ -96,7 +110,7 @@ def label_lines(
     for label, text, style in lines:
         parts = [piece for part in text.splitlines() or [""] for piece in fold(part) or [""]]
         for number, part in enumerate(parts):
-            head = plain(f"{'' if number else label:<{indent}}", "bold" if bold else "")
+            head = plain(f"{'' if number else label:<{indent}}", label_style)
             # the label's style is not the text's
             yield Text.assemble(head, plain(part, style), no_wrap=True, overflow="ignore")
 
@@ -107,16 +121,14 @@ def table(
     *,
     left: Collection[str] = (),
     optional: Sequence[str] = (),
-    width: int | None = None,
     wrap: bool = False,
-) -> Table:
+) -> Fitted:
     """A table with heads; cells that are not `Text` have no style.
 
     Args:
         left: heads of left-aligned columns; the others are right-aligned.
         optional: columns that are left out if all their cells are empty, and then, in this order,
-            until the table is not wider than ``width``.
-        width: width of the terminal; None sets no limit.
+            until the table fits the width of the console.
         wrap: whether cells may wrap; else the first column is cut if necessary.
     """
     texts = [[cell if isinstance(cell, Text) else plain(cell) for cell in row] for row in rows]
@@ -125,21 +137,26 @@ def table(
         max(map(cell_len, (head, *(cell.plain for cell in cells))))
         for head, cells in zip(heads, columns, strict=True)
     ]
-    indices = [i for i, head in enumerate(heads) if head not in optional or any(columns[i])]
-    for head in optional:
-        if width is not None and sum(widths[i] + _GAP for i in indices) - _GAP > width:
-            indices = [i for i in indices if heads[i] != head]
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    for i in indices:
-        grid.add_column(
-            heads[i],
-            justify="left" if heads[i] in left else "right",
-            no_wrap=not wrap and i > 0,
-            overflow="ellipsis",
-        )
-    for row in texts:
-        grid.add_row(*(row[i] for i in indices))
-    return grid
+    filled = [i for i, head in enumerate(heads) if head not in optional or any(columns[i])]
+
+    def draw(width: int) -> Table:
+        indices = filled
+        for head in optional:
+            if sum(widths[i] + _GAP for i in indices) - _GAP > width:
+                indices = [i for i in indices if heads[i] != head]
+        grid = Table(box=None, pad_edge=False, header_style="bold")
+        for i in indices:
+            grid.add_column(
+                heads[i],
+                justify="left" if heads[i] in left else "right",
+                no_wrap=not wrap and i > 0,
+                overflow="ellipsis",
+            )
+        for row in texts:
+            grid.add_row(*(row[i] for i in indices))
+        return grid
+
+    return Fitted(draw)
 
 
 def replace_unprintable() -> None:

@@ -89,9 +89,9 @@ def test_all_of_a_plan_and_of_its_explanation(pipeline: Plans, golden: Callable[
     search = Search("pipectl", 0.1, 0.1, True, 2.0, 0.8, 0.25)
     plan = replace(timed(pipeline(2, 4, costs=[COST] * 2), 1.0), search=search)
     found = answer(plan, SLOW_PARTS, link=LINK, explanation=explanation(pipeline))
-    text = printed(step_view(found, 80), 80)
+    text = printed(step_view(found), 80)
     assert max(map(len, text.splitlines()[:-1])) <= 80
-    golden(text, printed(step_view(found, 120), 120))
+    golden(text, printed(step_view(found), 120))
 
 
 def test_the_table_of_a_plan_with_replicas_and_marks(
@@ -112,7 +112,7 @@ def test_the_table_of_a_plan_with_replicas_and_marks(
     some = (replace(stages[0], recompute=True), replace(stages[1], recompute=True, blocks=blocks))
     in_blocks = replace(plan, stages=(*some, third))
     texts = (line for each in (plan, split, in_blocks) for line in (*mark_lines(each), ""))
-    golden(printed(stage_table(plan, ["a … b"] * 3, 80), 80), *texts)
+    golden(printed(stage_table(plan, ["a … b"] * 3), 80), *texts)
     assert list(mark_lines(pipeline(4, 8))) == []
 
 
@@ -133,7 +133,7 @@ def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline: Plans) -
     costs = [replace(COST, forward_s=5e-3 if index == 500 else 1e-3) for index in range(1024)]
     plan = timed(pipeline(1024, 4, costs=costs), 1.0)
     assert choose_stages(plan) == [*range(12), 500, *range(1020, 1024)]
-    rows = printed(stage_table(plan, ["a … b"] * 1024, 80), 80).splitlines()
+    rows = printed(stage_table(plan, ["a … b"] * 1024), 80).splitlines()
     assert len(rows) == 1 + 17 + 2
     assert rows[13].split() == ["…"] * 10
     assert rows[14].split()[:3] == ["500", "500", "0"]
@@ -213,7 +213,7 @@ def test_the_table_of_node_counts(
     counts: Callable[..., Scaling], golden: Callable[..., None]
 ) -> None:
     found = counts({1: None, 2: 7.2, 4: 4.0, 8: 3.9})
-    tables = (printed(scaling_table(found, width), width) for width in (120, 80))
+    tables = (printed(scaling_table(found), width) for width in (120, 80))
     others = ({1: 8.0, 2: 4.0}, {1: 8.0, 2: 8.0}, {1: None})
     golden(
         *tables,

@@ -183,8 +183,7 @@ def test_long_lines_are_indented_on_a_terminal(
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=44, color_system=None)
     whole = cli("status", "last").out
-    for module in ("views.run", "console"):
-        monkeypatch.setattr(f"pipectl.cli.{module}.output", lambda: terminal)
+    monkeypatch.setattr("pipectl.cli.console.output", lambda: terminal)
     cli("status", "last")
     lines = screen.getvalue().splitlines()
     assert [line for line in lines[1:] if len(line) > 44 and " " in line[16:]] == []
@@ -294,8 +293,10 @@ def test_how_messages_move_is_said_in_words(tmp_path: Path) -> None:
     sent = {"route": "in place", "progress": "none", "why": "a single rank"}
     beat = {"version": 1, "state": "training", "step": 1, "steps": 2, "messages": sent}
     run.heartbeat.write_text(json.dumps({**beat, "time": 1.0, "ranks": []}))
-    shown = ranks_table(status_of(tmp_path, [RankBeat(0)])).caption
-    assert str(shown) == (
+    console = Console(file=io.StringIO(), width=200)
+    console.print(ranks_table(status_of(tmp_path, [RankBeat(0)])))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[-1] == (
         "messages go straight from the ranks' memory and move while a rank sends or waits "
         "(launch.progress: none; reason: a single rank)"
     )

@@ -262,7 +262,7 @@ def print_status(status: Any) -> None:
     from pipectl.cli.views.run import print_runs, run_json, runs_table
 
     json.dumps(run_json(status))
-    runs_table([status], 80)
+    runs_table([status])
     print_runs(status.run, [status])
 
 

@@ -22,7 +22,7 @@ from pipectl import __version__
 from pipectl.batch import LOCAL, find_scheduler, process
 from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, launch_command, list_pmis
 from pipectl.cli import options as opt
-from pipectl.cli.console import label_lines, output, say_json, show
+from pipectl.cli.console import labels, say_json, show
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.prepare import memory_of_this_machine
 from pipectl.jobs.profiles import request_of_two
@@ -110,9 +110,7 @@ def command(
             continue
         lines = [(f"{finding.level:<5}{finding.what}", finding.text, "")]
         lines += [("", finding.cure, "")] if finding.cure else []
-        first, *others = label_lines(lines, _INDENT, output().width)
-        first.stylize(_STYLES[finding.level], 0, len(finding.level))
-        show(first, *others)
+        show(labels(lines, _INDENT, _STYLES[finding.level]))
     if as_json:
         say_json([finding.to_json() for finding in findings])
     if any(finding.fails for finding in findings):

@@ -11,7 +11,7 @@ from types import FrameType
 import typer
 
 from pipectl.cli import options as opt
-from pipectl.cli.console import note, output, plain, say, say_json, short_path, show, warn
+from pipectl.cli.console import note, plain, say, say_json, short_path, show, warn
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views import plan as view
 from pipectl.errors import UsageError
@@ -143,7 +143,7 @@ def plan_and_print(
     if as_json:
         say_json(answer.to_json())
         return
-    show(view.step_view(answer, output().width))
+    show(view.step_view(answer))
     if inputs.cluster_file is not None:
         say(f"cluster: {inputs.cluster_file} ({inputs.cluster.source})")
     for label, path in (("plan", output_file), ("picture", svg)):
@@ -168,7 +168,7 @@ def _show_counts(
     assumptions = (*inputs.profile.assumptions, *inputs.cluster.assumptions)
     show(
         plain(title, "bold"),
-        view.scaling_table(result, output().width),
+        view.scaling_table(result),
         *map(plain, view.scaling_lines(result)),
         *view.assumption_lines(assumptions),
     )

@@ -9,13 +9,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from rich.table import Table
+from rich.console import RenderableType
 
 from pipectl.cli import options as opt
 from pipectl.cli.console import (
-    label_lines,
+    labels,
     note,
-    output,
     plain,
     say,
     say_json,
@@ -151,7 +150,7 @@ def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
     """Print the comparison of a step with its prediction."""
     say(step_line(recorded, comparison), "bold")
     lines = [(f"{label}:", text, "") for label, text in explain(comparison)]
-    show(*label_lines(lines, _INDENT, output().width, bold=True))
+    show(labels(lines, _INDENT, "bold"))
     every = [part for part in comparison.parts if max(part.time) >= _NOTHING_S]
     parts = _choose_worst(every, _MAX_PARTS, lambda part: abs(part.time.more_s))
     show("", _parts_table(parts))
@@ -182,7 +181,7 @@ def _choose_worst(items: Sequence[T], count: int, difference_s: Callable[[T], fl
     return [items[index] for index in sorted(worst)]
 
 
-def _parts_table(parts: Sequence[Part]) -> Table:
+def _parts_table(parts: Sequence[Part]) -> RenderableType:
     """Mean times of the actions of each kind, per stage and rank."""
     rows = []
     for part in parts:
@@ -201,7 +200,7 @@ def _parts_table(parts: Sequence[Part]) -> Table:
     return table(_PARTS, rows, left=("action",))
 
 
-def _ranks_table(ranks: Mapping[int, TimeUses]) -> Table:
+def _ranks_table(ranks: Mapping[int, TimeUses]) -> RenderableType:
     """Predicted and measured times of the ranks in a step, without kinds that take no time."""
     kinds = [name for name in SPENT if any(max(r[name]) >= _NOTHING_S for r in ranks.values())]
     rows = [

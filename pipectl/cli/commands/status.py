@@ -50,7 +50,7 @@ def command(
     else:
         view.print_runs(one, statuses, as_json=as_json)
     if ranks and not as_json:
-        show(view.ranks_table(statuses[0], width=output().width))
+        show(view.ranks_table(statuses[0]))
     if not as_json and not names and (older := len(list_runs(directory)) - len(statuses)) > 0:
         note(f"{older} older runs are not shown; see --limit")
     if names and any(status.job.state is JobState.UNKNOWN for status in statuses):
@@ -85,7 +85,7 @@ def _watch(one: view.Subject, named: Sequence[RunDirectory], directory: Path, li
                 all_over = all_over and (one is not None or bool(named))
                 picture: RenderableType = plain(f"{directory}: no runs yet")
                 if one is not None or statuses:
-                    picture = view.draw_runs(one, statuses, console.width, height)
+                    picture = view.draw_runs(one, statuses, height)
                 foot = f"\n{time.strftime('%H:%M:%S')}  Ctrl-C closes the view; the runs continue"
                 has_shown = True
                 live.update(Group(picture, plain(foot, "dim")), refresh=True)

@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 import typer
 
 from pipectl.cli import options as opt
-from pipectl.cli.console import output, say, say_json, show
-from pipectl.cli.views.plan import assumption_lines, gantt_lines
+from pipectl.cli.console import say, say_json, show
+from pipectl.cli.views.plan import assumption_lines, draw_step
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
@@ -137,7 +137,7 @@ def _show(subject: Plan, machines: Cluster, svg: Path | None, *, as_json: bool) 
         return
     say(subject.summary, "bold")
     say(figures)
-    show(*gantt_lines(step.timeline, output().width), *assumption_lines(machines.assumptions))
+    show(draw_step(step.timeline), *assumption_lines(machines.assumptions))
     if planned_s is not None and not isclose(planned_s, step.step_time_s, rel_tol=1e-6):
         time = format_time(planned_s)
         say(f"the plan predicts {time} per step, on the machines it was made for", "dim")

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from pipectl.cli.console import label_lines, plain, table
+from pipectl.cli.console import Fitted, labels, plain, table
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication, Stage
 from pipectl.report.gantt import gantt, legend
@@ -76,12 +75,8 @@ def prediction_lines(plan: Plan, range_s: tuple[float, float] | None = None) -> 
     yield f"memory: at most {format_bytes(max(peaks))} per rank (rank {fullest}){within}"
 
 
-def step_view(answer: StepAnswer, width: int) -> RenderableType:
-    """Everything that `pipectl plan` shows about one plan.
-
-    Args:
-        width: width of the terminal.
-    """
+def step_view(answer: StepAnswer) -> RenderableType:
+    """Everything that `pipectl plan` shows about one plan."""
     plan, explanation = answer.plan, answer.explanation
     names = {operator.id: operator.name for operator in answer.inputs.profile.operators}
     ends = [
@@ -90,20 +85,18 @@ def step_view(answer: StepAnswer, width: int) -> RenderableType:
         )
         for stage in plan.stages
     ]
-    stages = stage_table(plan, ends, width)
     parts: list[RenderableType] = [plain(f"{plan.name}: {plan.summary}", "bold")]
     parts += [
         *map(plain, prediction_lines(plan, answer.range_s)),
         "",
-        stages,
+        stage_table(plan, ends if explanation is None else [""] * len(ends)),
         *map(plain, mark_lines(plan)),
     ]
-    if explanation is not None and stages.columns[-1].header != "operators":
+    if explanation is not None:  # in any width
         parts += [plain(f"stage {index}: {ends[index]}") for index in choose_stages(plan)]
     lines = [(f"{label}:", text, "") for label, text in (*verdict(answer), *remarks(answer))]
     indent = max(len(label) for label, _, _ in lines) + 1
-    parts += ["", *label_lines(lines, indent, width, bold=True), ""]
-    parts += gantt_lines(answer.simulation.timeline, width)
+    parts += ["", labels(lines, indent, "bold"), "", draw_step(answer.simulation.timeline)]
     if explanation is not None:
         parts += map(plain, explanation_lines(answer, explanation))
     parts += assumption_lines(plan.assumptions)
@@ -116,12 +109,11 @@ def assumption_lines(assumptions: Iterable[str]) -> list[Text]:
     return [plain(f"assumed: {text}", "dim") for text in words]
 
 
-def stage_table(plan: Plan, ends: Sequence[str], width: int) -> Table:
+def stage_table(plan: Plan, ends: Sequence[str]) -> RenderableType:
     """One row per stage with all its ranks; of very many stages, some are left out.
 
     Args:
         ends: names of the first and last operator of every stage, shown if there is room.
-        width: width of the terminal.
     """
     loads = [stage.load_s for stage in plan.stages]
     total_s, largest_s = sum(loads) or 1.0, max(loads) or 1.0
@@ -146,7 +138,7 @@ def stage_table(plan: Plan, ends: Sequence[str], width: int) -> Table:
         if after > index + 1:
             rows.append([plain(_GAP)] * len(_STAGE_COLUMNS))
     left, optional = ("", "operators"), ("operators",)
-    return table(_STAGE_COLUMNS, rows, left=left, optional=optional, width=width)
+    return table(_STAGE_COLUMNS, rows, left=left, optional=optional)
 
 
 def choose_stages(plan: Plan) -> list[int]:
@@ -325,10 +317,14 @@ def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
         yield "data parallelism", f"not compared: {answer.without.reason}"
 
 
-def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
-    """The rows of the Gantt chart in colours, and its legend."""
-    rows = [Text.assemble(*row) for row in gantt(timeline, width)]
-    return [*rows, plain(legend(timeline), "dim")]
+def draw_step(timeline: Timeline) -> RenderableType:
+    """The Gantt chart in colours, and its legend."""
+
+    def draw(width: int) -> RenderableType:
+        rows = (Text.assemble(*row) for row in gantt(timeline, width))
+        return Group(*rows, plain(legend(timeline), "dim"))
+
+    return Fitted(draw)
 
 
 def explanation_lines(answer: StepAnswer, explanation: Explanation) -> Iterator[str]:
@@ -404,12 +400,8 @@ def _link_ends(link: LinkLoad, cluster: Cluster) -> str:
     return f"{name(link.source)} to {name(link.target)}"
 
 
-def scaling_table(result: Scaling, width: int) -> Table:
-    """One row per number of nodes, with bars if there is room.
-
-    Args:
-        width: width of the terminal.
-    """
+def scaling_table(result: Scaling) -> RenderableType:
+    """One row per number of nodes, with bars if there is room."""
     heads = ("nodes", "ranks", "stages", "step", "samples/s", "efficiency", "bubble", "node-h/1000")
     bars, rows = "samples/s, · ideal", []
     for count in result.counts:
@@ -425,7 +417,7 @@ def scaling_table(result: Scaling, width: int) -> Table:
                 f"{count.node_hours:.3g}",
             ]
         rows.append((count.nodes, count.ranks, *cells, _scaling_bar(result, count)))
-    return table((*heads, bars), rows, left=(bars,), optional=(bars,), width=width)
+    return table((*heads, bars), rows, left=(bars,), optional=(bars,))
 
 
 def _scaling_bar(result: Scaling, count: Count) -> str:

@@ -8,11 +8,18 @@ from datetime import datetime
 from typing import Any, TypedDict
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.cli.console import label_lines, output, plain, say_json, short_path, show, table
+from pipectl.cli.console import (
+    Fitted,
+    label_lines,
+    plain,
+    say_json,
+    short_path,
+    show,
+    table,
+)
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import (
     PROFILING,
@@ -67,7 +74,7 @@ Difference = tuple[int, Mapping[str, float]]
 def print_runs(subject: Subject, statuses: Sequence[RunStatus], *, as_json: bool = False) -> None:
     """Print everything about one run, a sweep and its runs, or a table of runs."""
     if not as_json:
-        show(draw_runs(subject, statuses, output().width))
+        show(draw_runs(subject, statuses))
     elif isinstance(subject, RunDirectory):
         say_json(run_json(statuses[0]))
     elif subject is None:
@@ -99,20 +106,19 @@ class SweepJson(TypedDict):
 
 
 def draw_runs(
-    subject: Subject, statuses: Sequence[RunStatus], width: int, height: int | None = None
+    subject: Subject, statuses: Sequence[RunStatus], height: int | None = None
 ) -> RenderableType:
     """The state of runs as text.
 
     Args:
-        width: columns of the terminal.
         height: lines of the full screen, on which one run has a curve of its loss and its ranks in
             place of its files; of a sweep, runs that are over come last. None for a text of any
             length.
     """
     if isinstance(subject, SweepDirectory):
-        return _draw_sweep(subject, statuses, width, height)
+        return _draw_sweep(subject, statuses, height)
     if subject is None:
-        return runs_table(statuses, width)
+        return runs_table(statuses)
     (status,) = statuses
     if height is None:
         difference = None
@@ -120,15 +126,19 @@ def draw_runs(
             from pipectl.report.comparison import divide_last_step
 
             difference = divide_last_step(status.run)
-        return Group(*run_lines(status, width, difference))
-    parts: list[RenderableType] = [*run_lines(status, width, files=False)]
+        return Fitted(lambda width: Group(*run_lines(status, width, difference)))
     losses = [line.loss for line in read_metrics(status.run) if line.loss is not None]
-    if losses:
-        parts += [Text(), plain(f"  loss  {sparkline(losses, max(10, width - 10))}", "cyan")]
-    room = height - len(parts)
-    if status.ranks and room > 0:
-        parts += [Text(), ranks_table(status, room, width)]
-    return Group(*parts)
+
+    def draw_screen(width: int) -> RenderableType:
+        parts: list[RenderableType] = [*run_lines(status, width, files=False)]
+        if losses:
+            parts += [Text(), plain(f"  loss  {sparkline(losses, max(10, width - 10))}", "cyan")]
+        room = height - len(parts)
+        if status.ranks and room > 0:
+            parts += [Text(), ranks_table(status, room)]
+        return Group(*parts)
+
+    return Fitted(draw_screen)
 
 
 class RunJson(TypedDict):
@@ -400,15 +410,15 @@ def _files(status: RunStatus) -> Iterator[Fact]:
         yield "resume with", f"pipectl resume {name_in_shell(run)}  (from {since})", ""
 
 
-def runs_table(statuses: Sequence[RunStatus], width: int) -> Table:
+def runs_table(statuses: Sequence[RunStatus]) -> RenderableType:
     """One row per run, without empty columns, and without less important ones that do not fit."""
-    return _table([_row(status) for status in statuses], _OPTIONAL, width)
+    return _table([_row(status) for status in statuses], _OPTIONAL)
 
 
-def _table(rows: Sequence[Mapping[str, str | Text]], optional: Sequence[str], width: int) -> Table:
+def _table(rows: Sequence[Mapping[str, str | Text]], optional: Sequence[str]) -> RenderableType:
     """A table of rows, which map heads to cells."""
     cells = [tuple(row.values()) for row in rows]
-    return table(tuple(rows[0]), cells, left=_WORDS, optional=optional, width=width)
+    return table(tuple(rows[0]), cells, left=_WORDS, optional=optional)
 
 
 def _row(status: RunStatus) -> dict[str, str | Text]:
@@ -443,7 +453,7 @@ def _waits_for(job: JobStatus) -> str:
 
 
 def _draw_sweep(
-    sweep: SweepDirectory, statuses: Sequence[RunStatus], width: int, height: int | None
+    sweep: SweepDirectory, statuses: Sequence[RunStatus], height: int | None
 ) -> RenderableType:
     """The number of runs in each state, and a row per run; the best run is marked.
 
@@ -478,7 +488,7 @@ def _draw_sweep(
             }
         )
     optional = ("step", *reversed(keys.values()), "best")
-    return Group(head, _table(rows, optional, width))
+    return Group(head, _table(rows, optional))
 
 
 def values_text(values: Mapping[str, Any]) -> str:
@@ -502,12 +512,11 @@ def _value(values: Mapping[str, Any], key: str) -> str:
     return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."
 
 
-def ranks_table(status: RunStatus, max_rows: int | None = None, width: int | None = None) -> Table:
+def ranks_table(status: RunStatus, max_rows: int | None = None) -> RenderableType:
     """One row per rank that has reported: the share of time it computes, and its memory.
 
     Args:
         max_rows: None for all.
-        width: width of the terminal; less important columns that do not fit are left out.
     """
     peaks = {peak.rank: peak for peak in status.peaks}
     ranks, count = status.ranks, len(status.ranks)
@@ -533,16 +542,15 @@ def ranks_table(status: RunStatus, max_rows: int | None = None, width: int | Non
         rows.append(("…", f"{count - len(ranks)} more", *[""] * 6))
     heads = ("rank", "node", "stage", "busy", "waits", "computes per step", "memory", "predicted")
     optional = ("predicted", "computes per step", "busy", "stage", "waits", "memory", "node")
-    picture = table(heads, rows, left=heads[1:4], optional=optional, width=width)
+    parts: list[RenderableType] = [table(heads, rows, left=heads[1:4], optional=optional)]
     heartbeat = read_heartbeat(status.run)
     if heartbeat and (sent := heartbeat.messages):
         route, mode, why = (sent.get(key) for key in ("route", "progress", "why"))
         route = "straight from the ranks' memory" if route == "in place" else route
         moves = "".join(f" and move {words}" for key, words in _MOVES.items() if key == mode)
         how = f"messages go {route}{moves} (launch.progress: {mode}; reason: {why})"
-        picture.caption = plain(how, "dim")
-        picture.caption_justify = "left"
-    return picture
+        parts.append(plain(how, "dim"))
+    return Group(*parts)
 
 
 def bar(share: float, width: int) -> str:
