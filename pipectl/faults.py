@@ -1,4 +1,4 @@
-"""Whether an exception is a fault of the user's code or of pipectl, and how to report it."""
+"""Decides whether an exception is a fault of the user's code or of pipectl, and reports it."""
 
 from __future__ import annotations
 

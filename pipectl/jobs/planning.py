@@ -1,4 +1,4 @@
-"""Requests of jobs, or of profiles without a job, to the planner; and the plan of a job."""
+"""Plans: the request to the planner, of a job or of a profile without a job, and its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each stage does with the values its backward needs: keep, offload, recompute or send them.
+"""How each stage keeps the values that its backward needs: keep, offload, recompute or send.
 
 Recomputation costs computing time, for the whole stage at once or segment by segment. Segments take
 about the same time; they hold the inputs of all segments, and what one segment saves. Offload uses
