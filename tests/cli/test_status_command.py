@@ -19,10 +19,10 @@ from pipectl.cli.views.run import (
     bar,
     format_long_time,
     ranks_table,
-    run_json,
     run_lines,
     sparkline,
 )
+from pipectl.cli.views.run_json import run_json
 from pipectl.jobs.state import RunStatus
 from pipectl.plan import Prediction
 from pipectl.runs import RunDirectory

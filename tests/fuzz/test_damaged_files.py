@@ -259,7 +259,8 @@ def of_slurm(_directory: Path) -> Example:
 
 def print_status(status: Any) -> None:
     """Everything that ``pipectl status`` would print of a run."""
-    from pipectl.cli.views.run import print_runs, run_json, runs_table
+    from pipectl.cli.views.run import print_runs, runs_table
+    from pipectl.cli.views.run_json import run_json
 
     json.dumps(run_json(status))
     runs_table([status])

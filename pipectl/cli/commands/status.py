@@ -13,6 +13,7 @@ from pipectl.batch import JobState
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, output, plain, say, show
 from pipectl.cli.views import run as view
+from pipectl.cli.views.run_json import Subject
 from pipectl.errors import UnknownRunError, UsageError
 from pipectl.jobs.state import Poller, get_statuses
 from pipectl.runs import RunDirectory, SweepDirectory, example_run, find, find_runs, list_runs
@@ -57,7 +58,7 @@ def command(
         raise typer.Exit(UnknownRunError.exit_code)
 
 
-def _watch(one: view.Subject, named: Sequence[RunDirectory], directory: Path, limit: int) -> None:
+def _watch(one: Subject, named: Sequence[RunDirectory], directory: Path, limit: int) -> None:
     """Show runs on the whole screen until Ctrl-C, or until all named runs are over.
 
     Args:

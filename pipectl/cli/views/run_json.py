@@ -1,0 +1,159 @@
+"""The state of runs for programs: what `status --json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from pipectl.jobs.state import RunStatus, find_best
+from pipectl.runs import RunDirectory, SweepDirectory
+
+Subject = RunDirectory | SweepDirectory | None
+"""One run, a sweep, or a list of runs."""
+
+
+class RunJson(TypedDict):
+    """A run. Figures are null if they are not known.
+
+    Args:
+        run, directory: its name, and the path of its directory.
+        kind: ``training``, ``profile`` or ``rehearsal``.
+        sweep: ``name`` of its sweep and the run's ``values``; null outside a sweep.
+        scheduler, job_id, submitted_at: its batch system, and the job there.
+        state: such as ``RUNNING`` or ``FAILED``.
+        reason: why it is in this state.
+        source: where the state comes from: the batch system, ``run directory`` or ``heartbeat``.
+        nodes: names of its nodes.
+        exit_code: exit code of the job.
+        expected_start: when a waiting job is expected to start.
+        phase: what the ranks do.
+        stalled: who waits for whom, if no rank moves on; else null.
+        restarts: how often the job was started again.
+        step, steps: steps done, and steps of the run.
+        first_loss, last_loss: losses of the first and the last step.
+        samples_per_s, tokens_per_s: throughput.
+        step_time_s, predicted_step_time_s, measured_over_predicted: median measured step, the
+            prediction, and their ratio.
+        efficiency: profiled time of all computations, divided by ranks times step time.
+        remaining_s: time that the remaining steps take.
+        not_finite_steps: steps whose loss or gradients were not finite.
+        evaluation_step, evaluation: the last evaluation: its step, and its metrics by name.
+        early_stop: why training ended early, or null.
+        waits_for: ``rank`` and ``node`` that the others wait for, the ``share`` of its time that it
+            waits, and that of the ``others``; null if there is none.
+        ranks: of each rank, what the heartbeat says.
+        peaks: of each ``rank``, ``measured_bytes`` and ``predicted_bytes``.
+        error: ``where`` the first failure was, and its ``message``; null if there was none.
+    """
+
+    run: str
+    directory: str
+    kind: str | None
+    sweep: dict[str, Any] | None
+    scheduler: str | None
+    job_id: str | None
+    submitted_at: float | None
+    state: str
+    reason: str
+    source: str
+    nodes: str
+    exit_code: int | None
+    expected_start: float | None
+    phase: str
+    stalled: str | None
+    restarts: int
+    step: int
+    steps: int | None
+    first_loss: float | None
+    last_loss: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    step_time_s: float | None
+    predicted_step_time_s: float | None
+    measured_over_predicted: float | None
+    efficiency: float | None
+    remaining_s: float | None
+    not_finite_steps: list[int]
+    evaluation_step: int | None
+    evaluation: Mapping[str, float | None]
+    early_stop: str | None
+    waits_for: dict[str, Any] | None
+    ranks: list[dict[str, Any]]
+    peaks: list[dict[str, Any]]
+    error: dict[str, str] | None
+
+
+def run_json(status: RunStatus) -> RunJson:
+    """Everything about one run, for ``--json``."""
+    so_far, job, record, failure = status.measured, status.job, status.record, status.failure
+    sweep = None if record is None else record.sweep
+    return {
+        "run": status.run.name,
+        "directory": str(status.run.path),
+        "kind": None if record is None else record.kind,
+        "scheduler": None if record is None else record.scheduler,
+        "job_id": None if record is None else record.job_id,
+        "submitted_at": None if record is None else record.submitted_at,
+        "sweep": None if sweep is None else {"name": sweep.name, "values": dict(sweep.values)},
+        "state": job.state.value,
+        "reason": job.reason,
+        "source": job.source,
+        "nodes": job.nodes,
+        "exit_code": job.exit_code,
+        "expected_start": job.start if job.state.waits else None,
+        "phase": status.phase,
+        "stalled": status.stalled or None,
+        "restarts": status.restarts,
+        "step": so_far.step,
+        "steps": status.steps,
+        "first_loss": so_far.first_loss,
+        "last_loss": so_far.last_loss,
+        "samples_per_s": so_far.samples_per_s,
+        "tokens_per_s": so_far.tokens_per_s,
+        "step_time_s": so_far.step_time_s,
+        "remaining_s": so_far.remaining_s,
+        "evaluation_step": so_far.evaluation_step,
+        "evaluation": so_far.evaluation,
+        "predicted_step_time_s": status.predicted_step_s,
+        "measured_over_predicted": status.prediction_ratio,
+        "efficiency": status.efficiency,
+        "not_finite_steps": list(so_far.not_finite),
+        "early_stop": so_far.early_stop or None,
+        "waits_for": None if status.laggard is None else status.laggard._asdict(),
+        "ranks": [vars(rank) for rank in status.ranks],
+        "peaks": [peak._asdict() for peak in status.peaks],
+        "error": None if failure is None else {"where": failure.where, "message": failure.what},
+    }
+
+
+class SweepJson(TypedDict):
+    """A sweep.
+
+    Args:
+        sweep, directory: its name, and the path of its directory.
+        best: name of the best completed run; null if there is none.
+        runs: its runs.
+    """
+
+    sweep: str
+    directory: str
+    best: str | None
+    runs: list[RunJson]
+
+
+def runs_json(
+    subject: Subject, statuses: Sequence[RunStatus]
+) -> RunJson | SweepJson | list[RunJson]:
+    """Return everything about one run, a sweep and its runs, or a list of runs."""
+    runs = [run_json(status) for status in statuses]
+    if subject is None:
+        return runs
+    if isinstance(subject, RunDirectory):
+        return runs[0]
+    best = find_best(statuses)
+    return {
+        "sweep": subject.name,
+        "directory": str(subject.path),
+        "best": None if best is None else best.run.name,
+        "runs": runs,
+    }
