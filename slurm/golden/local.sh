@@ -85,13 +85,9 @@ await() {
     return "$code"
 }
 
-shielded= # from signals that ranks survive, but not all launchers
 run_ranks() {
     local code
-    (
-        [[ $shielded ]] && trap '' USR1 USR2
-        with_variables "$@"
-    ) &
+    with_variables "$@" &
     child=$!
     kill_if_stuck "$child" &
     helpers+=("$!")

@@ -113,11 +113,10 @@ await() {
     return "$code"
 }
 
-shielded= # from signals that ranks survive, but not all launchers
 run_ranks() {
     local code
     (
-        [[ $shielded ]] && trap '' USR1 USR2
+        trap '' USR1 USR2 # ranks survive these, but not all launchers
         with_variables "$@"
     ) &
     child=$!
@@ -193,7 +192,6 @@ fi
 trap 'ask_to_stop TERM' TERM # TERM would end the launcher, and the ranks with it
 trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
-shielded=1
 run_ranks /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 code=$?
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then

@@ -110,11 +110,10 @@ await() {
     return "$code"
 }
 
-shielded= # from signals that ranks survive, but not all launchers
 run_ranks() {
     local code
     (
-        [[ $shielded ]] && trap '' USR1 USR2
+        trap '' USR1 USR2 # ranks survive these, but not all launchers
         with_variables "$@"
     ) &
     child=$!
@@ -176,7 +175,6 @@ chmod u+x "$PIPECTL_RUN_DIRECTORY/agent"
 trap 'ask_to_stop TERM' TERM # TERM would end the launcher, and the ranks with it
 trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
-shielded=1
 run_ranks /opt/env/bin/mpiexec -n 4 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
 code=$?
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
