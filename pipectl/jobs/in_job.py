@@ -27,9 +27,8 @@ from pipectl.files import write_text
 from pipectl.jobs import profiles
 from pipectl.jobs.job import PERCENT, move_to
 from pipectl.jobs.prepare import (
+    ClusterChoice,
     join_rows,
-    make_plan,
-    plan_file_key,
     plan_path,
     profile_path,
     read_plan,
@@ -97,15 +96,17 @@ def profile_and_plan(run: RunDirectory) -> None:
             if record.sweep is None and not newer:
                 write_text(place, result.read_text(encoding="utf-8"))
 
-    cluster, profile = Cluster.load(run.cluster), read_profile(spec, run.profile)
+    machines = ClusterChoice(Cluster.load(run.cluster), run.cluster)
+    profile = read_profile(spec, run.profile)
     if profile is None:
         profile = profiles.measure(spec, run.profile, progress)
         share(run.profile, profile_path(spec))
-    profile, cluster = join_rows(profile, cluster)
-    plan = read_plan(run.plan, plan_file_key(spec, profile, cluster))
-    plan = plan or make_plan(spec, profile, cluster, progress)
-    from pipectl.jobs.planning import write_plan
+    profile, machines = join_rows(profile, machines)
+    cluster = machines.cluster
+    from pipectl.jobs.planning import plan_like_before, write_plan
 
+    plan = read_plan(run.plan, spec, profile, cluster)
+    plan = plan or plan_like_before(spec, profile, cluster, progress)
     cluster.save(run.cluster)  # with the times of rows that the profile has
     write_plan(run, plan, cluster)
     share(run.plan, plan_path(spec))

@@ -186,15 +186,6 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
     return name
 
 
-def check_script(spec: JobSpec) -> None:
-    """Raise an InvalidInputError if the job's template, if any, cannot be rendered."""
-    if spec.template_file is not None:
-        job = make_job(spec, choose_scheduler(spec), mpi=MpiChoice("auto"))
-        request = job.request_for(job.request.run_directory / "check", mpiexec="mpiexec")
-        request = request.update(launch={"launcher": "mpiexec", "bind": "none"})
-        get_scheduler(job.scheduler).render(request)
-
-
 def read_template(spec: JobSpec) -> Template | None:
     """Read the user's template of job scripts; None if the job names none.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, TypedDict
@@ -56,24 +57,26 @@ def make_measuring_job(
     if is_stream(output):
         raise UsageError(f"{output}: is not a file that a job could write", cure="name another: -o")
     output = output.absolute()
-    arguments = ["--output", str(output)]
+    to_file = ("--output", str(output))
     if links:
-        arguments += ["--key", cluster_file_key(spec, scheduler)]
-        arguments += ["--budget", str(LINKS_BUDGET_S[effort])]
+        task = Task(
+            suffix="-links",
+            program=("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run"),
+            arguments=(
+                *(*to_file, "--key", cluster_file_key(spec, scheduler)),
+                *("--budget", str(LINKS_BUDGET_S[effort])),
+            ),
+            resources={"walltime": min(spec.resources.walltime, _LINKS_WALLTIME_S)},
+        )
     else:
-        arguments += ["--effort", effort, *(["--again"] if again else [])]
-    probe = ("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run")
-    walltime = min(spec.resources.walltime, _LINKS_WALLTIME_S)
-    task = Task(
-        PROFILING,
-        suffix="-links" if links else "-profile",
-        program=probe if links else ("-m", IN_JOB),
-        arguments=tuple(arguments),
-        steps=PERCENT,
-        alone=not links,
-        resources={"walltime": walltime} if links else {"nodes": 1},
-        output=output.parent,
-    )
+        task = Task(
+            suffix="-profile",
+            program=("-m", IN_JOB),
+            arguments=(*to_file, "--effort", effort, *(("--again",) if again else ())),
+            alone=True,
+            resources={"nodes": 1},
+        )
+    task = replace(task, kind=PROFILING, steps=PERCENT, output=output.parent)
     return PreparedJob(make_job(spec, scheduler, task))
 
 

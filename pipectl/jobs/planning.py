@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from typing import TYPE_CHECKING
 
 from pipectl.batch import LOCAL
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node, OffloadTarget
@@ -25,19 +25,18 @@ from pipectl.jobs.prepare import (
 from pipectl.jobs.profiles import coupling_warning
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.costs.stage_costs import operator_times
 from pipectl.planner.explain.what_if import with_bandwidth, with_ranks
 from pipectl.planner.graph.imported import folded, prepared
 from pipectl.profile import Profile
-from pipectl.report.comparison import Part, compare
-from pipectl.runs import RunDirectory, find_run, measured_steps, read_metrics
-from pipectl.schedule import NAMES, channels
+from pipectl.runs import RunDirectory, find_run
+from pipectl.schedule import NAMES
 from pipectl.schedule.listed import Listed
-from pipectl.schedule.measured_rows import Steps, row_times_of
 from pipectl.schedule.registry import make_listed, read_listed
 from pipectl.simulate import simulate
 from pipectl.spec import JobSpec, SpecFile, load
-from pipectl.timeline import Timeline
+
+if TYPE_CHECKING:
+    from pipectl.profiler.progress import Progress
 
 _RECOMPUTE: dict[str | None, tuple[bool | None, bool | None]] = {
     None: (None, None),
@@ -59,12 +58,6 @@ resources: {{nodes: {ranks}, gpus_per_node: 1}}
 """
 """Spec for a profile without a job; the batch size is chosen later."""
 _TOTALS = "total memory of nodes (memory_bytes) counts for --objective max-stage-load only"
-_MAX_STEPS = 20
-"""Maximum number of recorded steps, the last ones, that correct a profile."""
-_FIRST_STEPS = 3
-"""Number of first steps, which are slower, and left out if there are others."""
-_PHASES = ({"forward", "recompute"}, {"backward", "backward_input", "backward_weight"})
-"""Kinds of actions that a profile counts as forward and as backward."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,9 @@ def gather(
     if from_run is None:
         job_profile = Profile.load(path)
     else:
-        job_profile = corrected_profile(find_run(Path(spec.output.directory), from_run))
+        from pipectl.jobs.corrections import correct_profile
+
+        job_profile = correct_profile(find_run(Path(spec.output.directory), from_run))
     if not is_fresh(spec, job_profile):
         changes = (word for each in overrides for word in ("--set", each))
         again = shlex.join(["pipectl", "profile", str(job), *changes])
@@ -151,8 +146,8 @@ def gather(
     where = choose_scheduler(spec, scheduler)
     machines = find_cluster(spec, where)
     warnings += [machines.warning, coupling_warning(spec, job_profile)]
-    job_profile, all_devices = join_rows(job_profile, machines.cluster)
-    used = _use_devices(all_devices, devices, "--nodes 1,2,4 plans for other sizes")
+    job_profile, machines = join_rows(job_profile, machines)
+    used = _use_devices(machines.cluster, devices, "--nodes 1,2,4 plans for other sizes")
     return PlanInputs(
         job_profile,
         used,
@@ -242,24 +237,35 @@ def _use_devices(cluster: Cluster, devices: int | None, cure: str) -> Cluster:
     return with_ranks(cluster, devices)
 
 
-def plan_job(
+def plan_job(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
+    """Make the best plan for a job.
+
+    Raises:
+        InfeasibleError: nothing fits; the message says how much is missing.
+    """
+    return make_plan(profile, cluster, request_of(spec, profile, cluster))
+
+
+def plan_like_before(
     spec: JobSpec,
     profile: Profile,
     cluster: Cluster,
-    micro_batches: int | None = None,
+    progress: Progress | None = None,
     file: Path | None = None,
 ) -> Plan:
-    """Make the best plan for a job.
+    """Make the best plan with the micro-batches of the job's previous plan, if possible.
 
     Args:
-        micro_batches: number of micro-batches to keep; None if the job decides.
         file: of the job, for messages.
 
     Raises:
         InfeasibleError: nothing fits; the message says how much is missing.
     """
-    request = request_of(spec, profile, cluster, micro_batches)
-    inputs = PlanInputs(profile, cluster, request, kept_micro_batches=micro_batches, job_file=file)
+    if progress is not None:
+        progress(0, 0, "planning")
+    count = kept_micro_batches(spec)
+    request = request_of(spec, profile, cluster, count)
+    inputs = PlanInputs(profile, cluster, request, kept_micro_batches=count, job_file=file)
     with advise_other_micro_batches(inputs):
         return make_plan(profile, cluster, request)
 
@@ -379,70 +385,3 @@ def _own_schedule(spec: JobSpec) -> Listed | None:
                 cure=f"leave pipeline.{key} out, or change the schedule",
             )
     return listed
-
-
-def corrected_profile(run: RunDirectory) -> Profile:
-    """The profile of a run, corrected by the measured times of its stages and rows.
-
-    All operators of a stage are scaled by the same factor.
-
-    Raises:
-        UsageError: no step was recorded with the run's plan.
-        DataFileError: a file is missing or damaged.
-    """
-    plan, profile = Plan.load(run.plan), Profile.load(run.profile)
-    steps = measured_steps(run)
-    timelines = []
-    for step in ([step for step in steps if step > _FIRST_STEPS] or steps)[-_MAX_STEPS:]:
-        with suppress(DataFileError):
-            timelines.append(Timeline.load(run.measured_of(step)))
-    recorded = [each for each in timelines if each.ranks == plan.ranks]
-    if not recorded:
-        raise UsageError(
-            f"{run.name}: no step is recorded under its plan",
-            cure="`trace.steps` in the job names the steps to record",
-        )
-    predicted, sent = Timeline.load(run.predicted), channels(plan)
-    profile = _scale_stages(
-        profile, plan, [compare(predicted, measured, sent).parts for measured in recorded]
-    )
-    times_s = {line.step: line.step_time_s for line in read_metrics(run) if line.step_time_s}
-    pairs = [(each, times_s[each.step]) for each in recorded if each.step in times_s]
-    update_s = sum(stage.cost.update_s for stage in plan.stages if 0 in stage.updating_ranks)
-    timed = Steps(sent, [a for a, _ in pairs], [b for _, b in pairs], update_s)
-    return replace(
-        profile,
-        rows=row_times_of([timed]) if pairs else profile.rows,
-        source=f"{profile.source.split('; corrected')[0]}; corrected by {run.name}",
-    )
-
-
-def _scale_stages(profile: Profile, plan: Plan, steps: list[tuple[Part, ...]]) -> Profile:
-    """Scale the operators of every stage to the median time of the stage in ``steps``.
-
-    Args:
-        steps: computations of each step, with predicted and measured times.
-    """
-    times = operator_times(profile, plan.micro_batch_size).uncached
-    factors: dict[str, list[float]] = {}
-    for index, stage in enumerate(plan.stages):
-        node_times = [
-            times[profile.index_of[node]] for node in stage.nodes if node in profile.by_id
-        ]
-        scales = []
-        for phase, kinds in enumerate(_PHASES):
-            ratios = []
-            for parts in steps:
-                pairs = [part.time for part in parts if part.stage == index and part.kind in kinds]
-                predicted_s, measured_s = (sum(pair[i] for pair in pairs) for i in (0, 1))
-                has_both = predicted_s > 0 and measured_s > 0
-                ratios.append(measured_s / predicted_s if has_both else 1.0)
-            whole_s = (stage.cost.forward_s, stage.cost.backward_s)[phase]
-            total_s = sum(each[phase] for each in node_times)
-            more = (median(ratios) - 1) * whole_s / total_s if total_s > 0 else 0.0
-            scales.append(max(0.0, 1 + more))
-        factors.update(dict.fromkeys(stage.nodes, scales))
-    operators = tuple(
-        each.scaled(*factors[each.id]) if each.id in factors else each for each in profile.operators
-    )
-    return replace(profile, operators=operators)

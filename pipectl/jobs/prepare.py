@@ -22,7 +22,7 @@ from pipectl.batch import LOCAL, Array, JobRequest, get_scheduler
 from pipectl.batch.launchers import MpiChoice
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, PipectlError
-from pipectl.jobs.job import Job, Task, choose_scheduler, make_job
+from pipectl.jobs.job import Job, Task, change, choose_scheduler, make_job
 from pipectl.runs import SweepDirectory, stem_of
 from pipectl.spec import JobSpec, Point, links_key, plan_key, profile_key
 
@@ -191,8 +191,8 @@ def prepare(
         if (profile := profiles[key]) is None:
             prepared.append(PreparedJob(job, machines, plans_in_job=name != LOCAL))
             continue
-        profile, cluster = join_rows(profile, machines.cluster)
-        machines, is_new = replace(machines, cluster=cluster), key in new_profiles
+        profile, machines = join_rows(profile, machines)
+        is_new = key in new_profiles
         prepared.append(PreparedJob(job, machines, profile, is_profiled_now=is_new))
     return _add_plans(prepared, spec, progress, file, make_missing=make_missing, must_run=must_run)
 
@@ -223,9 +223,11 @@ def _add_plans(
                 is_own = key[0] == plan_key(spec)
                 is_own &= cluster_file_key(job.spec, job.scheduler) == own_links
                 path = plan_path(job.spec)
-                plan = read_plan(path, plan_file_key(job.spec, profile, machines.cluster))
+                plan = read_plan(path, job.spec, profile, machines.cluster)
                 if plan is None and make_missing:
-                    plan = make_plan(job.spec, profile, machines.cluster, progress, file)
+                    from pipectl.jobs.planning import plan_like_before
+
+                    plan = plan_like_before(job.spec, profile, machines.cluster, progress, file)
                     own_plan = plan if is_own else own_plan
                 if must_run and plan is not None:
                     from pipectl.runtime.nodes import check_supported
@@ -309,20 +311,20 @@ def read_profile(spec: JobSpec, path: Path) -> Profile | None:
     return profile if is_fresh(spec, profile) else None
 
 
-def join_rows(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
+def join_rows(profile: Profile, machines: ClusterChoice) -> tuple[Profile, ClusterChoice]:
     """Complete the cluster by the profile's times of rows.
 
     If all are known, the profile no longer says that they are assumed.
     """
-    cluster = cluster.with_rows(profile.rows)
+    cluster = machines.cluster.with_rows(profile.rows)
     if all(node.device.rows is not None for node in cluster.nodes):
         others = [each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS)]
         profile = replace(profile, assumptions=tuple(others))
-    return profile, cluster
+    return profile, replace(machines, cluster=cluster)
 
 
-def read_plan(path: Path, key: str) -> Plan | None:
-    """The plan in ``path`` if it has this key; see :func:`plan_file_key`.
+def read_plan(path: Path, spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan | None:
+    """The plan in ``path`` if it is up to date.
 
     Raises:
         DataFileError: the file cannot be read.
@@ -332,28 +334,14 @@ def read_plan(path: Path, key: str) -> Plan | None:
     from pipectl.plan import Plan
 
     plan = Plan.load(path)
-    return plan if plan.key == key else None
+    return plan if plan.key == plan_file_key(spec, profile, cluster) else None
 
 
-def make_plan(
-    spec: JobSpec,
-    profile: Profile,
-    cluster: Cluster,
-    progress: Progress | None = None,
-    file: Path | None = None,
-) -> Plan:
-    """Make a plan, which has as many micro-batches as the last one of the job if possible.
-
-    See :func:`pipectl.jobs.planning.kept_micro_batches`.
-
-    Raises:
-        InfeasibleError: no plan fits.
-    """
-    if progress is not None:
-        progress(0, 0, "planning")
-    from pipectl.jobs.planning import kept_micro_batches, plan_job
-
-    return plan_job(spec, profile, cluster, kept_micro_batches(spec), file)
+def check_script(spec: JobSpec) -> None:
+    """Raise an InvalidInputError if the job's template, if any, cannot be rendered."""
+    if spec.template_file is not None:
+        plain = change(spec, launch={"launcher": "mpiexec", "bind": "none"})
+        render(PreparedJob(make_job(plain, choose_scheduler(spec), mpi=MpiChoice("auto"))))
 
 
 def render(

@@ -14,10 +14,8 @@ import shutil
 import socket
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -56,7 +54,6 @@ _ROW_RANKS = 2
 _ROW_PATIENCE_S = 120.0
 _ROWS_BUDGET_S = {"fast": 3.0, "normal": 10.0, "thorough": 30.0}
 """Time for the steps that measure rows, by effort."""
-_LOOK_S = 0.5
 _MPI_VARIABLES = ("MPI4PY_LIBMPI", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
 """Variables that choose the MPI library."""
 
@@ -284,18 +281,19 @@ def measure_rows(
         or spec.environment.container is not None
     ):
         return None, UNKNOWN_ROWS
+    if progress is not None:
+        progress(0, 0, "messages between ranks")
     if scheduler == "slurm" and launch.launcher == "srun":
         one_node = (*launch.args, "--nodes=1", "--overlap")
         launch = launch.model_copy(update={"args": one_node})
     try:
         with tempfile.TemporaryDirectory(prefix="pipectl-rows-") as name:
-            output, parts = Path(name, "rows.json"), Path(name, "parts")
+            output = Path(name, "rows.json")
             arguments = ["--run", name, "--output", str(output), "--threads", str(spec.threads)]
-            arguments += ["--budget", str(_ROWS_BUDGET_S[effort]), "--progress", str(parts)]
+            arguments += ["--budget", str(_ROWS_BUDGET_S[effort])]
             request = request_of_two(launch, "pipectl.runtime.row_probe", *arguments)
             command = launch_command(request, scheduler)
-            with _progress_of(parts, progress):
-                result = process.run(command, cure="", timeout_s=_ROW_PATIENCE_S)
+            result = process.run(command, cure="", timeout_s=_ROW_PATIENCE_S)
             if result.returncode:
                 raise SchedulerError(result.message.splitlines()[-1])
             document = read_json(output, cure=_CURE)
@@ -303,33 +301,6 @@ def measure_rows(
     except (PipectlError, OSError) as error:
         text = error.message if isinstance(error, PipectlError) else str(error)
         return None, f"{UNKNOWN_ROWS} (two ranks did not start: {text})"
-
-
-@contextmanager
-def _progress_of(parts: Path, progress: Progress | None) -> Iterator[None]:
-    """While the block runs, report the parts that the row probe notes in a file as finished."""
-    if progress is None:
-        yield
-        return
-    over = threading.Event()
-
-    def look() -> None:
-        done, total = 0, 1
-        while True:
-            with suppress(OSError, ValueError):
-                done, total = map(int, parts.read_text(encoding="ascii").split())
-            with suppress(PipectlError, OSError):  # a full disk fails where the profile is saved
-                progress(done, total, "messages between ranks")
-            if over.wait(_LOOK_S):
-                return
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def request_of_two(launch: Launch, *command: str) -> JobRequest:

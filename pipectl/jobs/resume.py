@@ -186,13 +186,14 @@ def _plan_again(
     micro-batches as before unless the job sets their number, or starts from the beginning with
     another model. If only the ranks change, the profile stays: it is accurate enough.
     """
-    from pipectl.jobs.planning import corrected_profile, plan_job
+    from pipectl.jobs.corrections import correct_profile
+    from pipectl.jobs.planning import plan_job
     from pipectl.runtime.nodes import check_supported
 
     own_profile, spec = Profile.load(run.profile), job.spec
-    profile, cluster = join_rows(own_profile, machines.cluster)
-    if plan.key == plan_file_key(spec, profile, cluster):
-        return PreparedJob(job, replace(machines, cluster=cluster), profile, plan)
+    profile, completed = join_rows(own_profile, machines)
+    if plan.key == plan_file_key(spec, profile, completed.cluster):
+        return PreparedJob(job, completed, profile, plan)
     like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
     same_model = is_fresh(like_before, own_profile)
     if spec.pipeline.micro_batches is None and (same_model or last_checkpoint(run) is not None):
@@ -204,11 +205,11 @@ def _plan_again(
     key = None if own_profile.key is None else profile_key(spec)
     profile = own_profile
     with suppress(PipectlError):  # the profile stays as it is if no step was recorded
-        profile = corrected_profile(run)
-    profile, cluster = join_rows(replace(profile, key=key), machines.cluster)
-    plan = plan_job(spec, profile, cluster)
+        profile = correct_profile(run)
+    profile, machines = join_rows(replace(profile, key=key), machines)
+    plan = plan_job(spec, profile, machines.cluster)
     check_supported(plan, str(run.plan))
-    return PreparedJob(job, replace(machines, cluster=cluster), profile, plan)
+    return PreparedJob(job, machines, profile, plan)
 
 
 def _hand_over_again(
@@ -228,15 +229,11 @@ def _hand_over_again(
         of_plan = [*run.trace.glob("step-*.json")]
         of_plan += [run.plan, run.predicted] if prepared.plan is None else []
         moved |= {path: run.trace_before(starts) / path.name for path in of_plan if path.exists()}
-    rewritten_files = (
+    rewritten = (
         run.job, run.template, run.cluster, run.profile, run.plan, run.predicted, run.script,
         run.variables, run.record,
     )  # fmt: skip
-    contents = {
-        path: path.read_text(encoding="utf-8") if path.exists() else None
-        for path in rewritten_files
-    }
-    with Rollback(contents=contents, moved=moved) as rollback:
+    with Rollback(rewritten=rewritten, moved=moved) as rollback:
         for path, place in moved.items():
             make_directory(place.parent)
             path.replace(place)

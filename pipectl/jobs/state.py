@@ -195,18 +195,18 @@ class Answer(NamedTuple):
     error: str | None = None
 
 
-def query_jobs(records: Sequence[Record], timeout_s: float) -> dict[str, Answer]:
-    """Ask every batch system once about its jobs; the answers by its name."""
-    answers = {}
-    for name in {record.scheduler for record in records if record.job_id}:
-        ours = [record for record in records if record.scheduler == name]
-        ids = [record.job_id for record in ours if record.job_id is not None]
-        try:
-            since = min(record.submitted_at for record in ours if record.job_id)
-            answers[name] = Answer(get_scheduler(name, timeout_s).query(ids, since=since))
-        except PipectlError as error:
-            answers[name] = Answer({}, error.message)
-    return answers
+class _Query(NamedTuple):
+    """The last query of a batch system.
+
+    Args:
+        jobs: ids of the jobs, and paths of runs whose job was not found.
+        pause_s: time until the next query, which is due at ``due_s``.
+    """
+
+    jobs: frozenset[str]
+    answer: Answer
+    pause_s: float
+    due_s: float
 
 
 def get_status(run: RunDirectory, now: float) -> RunStatus:
@@ -231,9 +231,7 @@ class Poller:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._pause_s, self._due_s = _MIN_PAUSE_S, 0.0
-        self._asked: frozenset[tuple[str, str]] = frozenset()
-        self._answers: Mapping[str, Answer] = {}
+        self._queries: dict[str, _Query] = {}
 
     def get_statuses(self, runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
         """The states now; answers of a batch system may be up to a minute old."""
@@ -247,10 +245,11 @@ class Poller:
         # Do not wait for a batch system that hangs if the files tell the state of every run.
         files_tell = all(run.heartbeat.exists() or run.exit_code.exists() for run in runs)
         timeout_s = _SHORT_TIMEOUT_S if files_tell else TIMEOUT_S
-        records, answers = self._query(records, now, timeout_s)
+        answers = self._query(records, now, timeout_s)
         newer = {run: add_next_job(run, record, now) for run, record in records.items()}
         if newer != records:
-            records, answers = self._query(newer, now, timeout_s)
+            records = newer
+            answers = self._query(records, now, timeout_s)
         statuses = []
         for run in runs:
             heartbeat = read_heartbeat(run)  # after the question, as all files
@@ -279,53 +278,57 @@ class Poller:
         return statuses
 
     def _query(
-        self, records: Mapping[RunDirectory, Record], now: float, timeout_s: float
-    ) -> tuple[dict[RunDirectory, Record], dict[str, Answer]]:
-        """The records with the jobs of interrupted submissions, and the newest answers."""
-        away = {run: record for run, record in records.items() if record.scheduler != LOCAL}
-        jobs = _names_of_jobs(away)
-        is_known = jobs <= self._asked
-        is_due = (
-            not is_known
-            or self._clock() >= self._due_s
-            or any(self._has_ended_since(run, record) for run, record in away.items())
-        )
-        errors: dict[str, Answer] = {}
-        missing_tags: set[str] = set()  # the runs of a sweep share one
-        records = dict(records)
+        self, records: dict[RunDirectory, Record], now: float, timeout_s: float
+    ) -> dict[str, Answer]:
+        """The newest answer of every batch system; ``records`` get the jobs of interrupted
+        submissions."""
+        answers = {}
+        for name in {record.scheduler for record in records.values()}:
+            ours = {run: each for run, each in records.items() if each.scheduler == name}
+            last, jobs = self._queries.get(name), _names_of_jobs(ours)
+            is_known = last is not None and jobs <= last.jobs
+            if last is None or name == LOCAL or not is_known or self._is_due(last, ours):
+                answer = _ask(name, ours, now, timeout_s)
+                pause_s = _MIN_PAUSE_S
+                if last is not None and is_known:
+                    pause_s = min(last.pause_s * _GROWTH, _MAX_PAUSE_S)
+                jobs |= _names_of_jobs(ours)
+                last = _Query(jobs, answer, pause_s, self._clock() + pause_s)
+                self._queries[name] = last
+            answers[name] = last.answer
+            records.update(ours)
+        return answers
+
+    def _is_due(self, last: _Query, records: Mapping[RunDirectory, Record]) -> bool:
+        """Whether it is time to ask again, or a job that ran has written its exit code."""
+        if self._clock() >= last.due_s:
+            return True
+        jobs = ((run, last.answer.listed.get(each.job_id or "")) for run, each in records.items())
+        running = (run for run, job in jobs if job and job.state.alive and not job.state.waits)
+        return any(run.exit_code.exists() for run in running)
+
+
+def _ask(name: str, records: dict[RunDirectory, Record], now: float, timeout_s: float) -> Answer:
+    """Ask a batch system once about its jobs; ``records`` get those of interrupted submissions."""
+    missing_tags: set[str] = set()  # the runs of a sweep share one
+    try:
         for run, record in records.items():
-            if record.job_id is not None or not (is_due or record.scheduler == LOCAL):
-                continue
-            if record.scheduler in errors or record.tag in missing_tags:
-                continue
-            try:
+            if record.job_id is None and record.tag not in missing_tags:
                 records[run] = recover(run, now, raises=True, timeout_s=timeout_s)
-            except PipectlError as error:
-                errors[record.scheduler] = Answer({}, error.message)
-            if records[run].job_id is None:
-                missing_tags.add(record.tag)
-        if is_due:
-            away = {run: record for run, record in records.items() if record.scheduler != LOCAL}
-            self._pause_s = min(self._pause_s * _GROWTH, _MAX_PAUSE_S) if is_known else _MIN_PAUSE_S
-            self._asked = jobs | _names_of_jobs(away)
-            reachable = [each for each in away.values() if each.scheduler not in errors]
-            self._answers = {**query_jobs(reachable, timeout_s), **errors}
-            self._due_s = self._clock() + self._pause_s
-        here = [record for record in records.values() if record.scheduler == LOCAL]
-        return records, {**self._answers, **query_jobs(here, timeout_s)}
-
-    def _has_ended_since(self, run: RunDirectory, record: Record) -> bool:
-        """Whether a job that ran according to the last answer has written its exit code."""
-        listed = self._answers.get(record.scheduler, Answer({})).listed.get(record.job_id or "")
-        is_running = listed is not None and listed.state.alive and not listed.state.waits
-        return is_running and run.exit_code.exists()
+                if records[run].job_id is None:
+                    missing_tags.add(record.tag)
+        times = {each.job_id: each.submitted_at for each in records.values() if each.job_id}
+        if not times:
+            return Answer({})
+        scheduler = get_scheduler(name, timeout_s)
+        return Answer(scheduler.query(list(times), since=min(times.values())))
+    except PipectlError as error:
+        return Answer({}, error.message)
 
 
-def _names_of_jobs(records: Mapping[RunDirectory, Record]) -> frozenset[tuple[str, str]]:
-    """Scheduler and id of every job; the path of the run while its job is not known."""
-    return frozenset(
-        (each.scheduler, each.job_id or str(run.path)) for run, each in records.items()
-    )
+def _names_of_jobs(records: Mapping[RunDirectory, Record]) -> frozenset[str]:
+    """The id of every job; the path of the run while its job is not known."""
+    return frozenset(each.job_id or str(run.path) for run, each in records.items())
 
 
 def poll(run: RunDirectory, max_unknown_s: float = _MAX_UNKNOWN_S) -> Iterator[RunStatus]:

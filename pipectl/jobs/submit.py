@@ -94,17 +94,22 @@ class Rollback:
 
     Args:
         created: new directories, which are removed.
-        contents: earlier text by file; None for new files, which are removed.
+        rewritten: files that get their earlier text; new ones are removed.
         moved: new path by old path of files, which are moved back.
+
+    Attributes:
         scheduler_called: whether the batch system was called.
     """
 
     created: Sequence[Path] = ()
-    contents: Mapping[Path, str | None] = field(default_factory=dict)
+    rewritten: Sequence[Path] = ()
     moved: Mapping[Path, Path] = field(default_factory=dict)
-    scheduler_called: bool = False
+    scheduler_called: bool = field(default=False, init=False)
 
     def __enter__(self) -> Rollback:
+        self._texts = {
+            path: path.read_text(encoding="utf-8") for path in self.rewritten if path.exists()
+        }
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -117,8 +122,8 @@ class Rollback:
             with suppress(OSError):
                 place.replace(path)
                 place.parent.rmdir()  # once it is empty
-        texts = {path: text for path, text in self.contents.items() if text is not None}
-        for path in self.contents.keys() - texts.keys():
+        texts = self._texts
+        for path in set(self.rewritten) - texts.keys():
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         # Files that still exist come first: on a full disk, they free the space that others need.

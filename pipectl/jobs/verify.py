@@ -259,11 +259,9 @@ def _prepare(spec: JobSpec, profile: Profile) -> tuple[PreparedJob, Plan]:
     from pipectl.jobs.planning import plan_job
     from pipectl.runtime.nodes import check_supported
 
-    machines = find_cluster(spec, LOCAL)
-    profile, cluster = join_rows(profile, machines.cluster)
-    plan = plan_job(spec, profile, cluster)
+    profile, machines = join_rows(profile, find_cluster(spec, LOCAL))
+    plan = plan_job(spec, profile, machines.cluster)
     check_supported(plan, "the plan")
-    machines = replace(machines, cluster=cluster)
     return PreparedJob(make_job(spec, LOCAL), machines, profile, plan), plan
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut
 from pipectl.fields import write_value
-from pipectl.files import make_private_directory, write_json, write_text
+from pipectl.files import make_private_directory, write_json
 from pipectl.link import RowTimes
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.runs import RunDirectory
@@ -38,8 +38,6 @@ MICRO_BATCHES = 8
 MIN_STEPS, MAX_STEPS = 3, 15
 """Measured steps for each size of messages. Each step has 16 messages."""
 _PILOT_STEPS = 2
-_START_PARTS = 3
-"""The start and the capture take about as long as measuring three sizes of messages."""
 _WIDTH, _HIDDEN, _ROWS, _BLOCKS = 1024, 256, 16, 8
 
 
@@ -182,11 +180,7 @@ def _affordable_steps(step_s: float, budget_s: float) -> int:
 
 
 def measure_rows(
-    communicator: MPI.Comm,
-    directory: Path,
-    threads: int,
-    budget_s: float,
-    progress: Path | None = None,
+    communicator: MPI.Comm, directory: Path, threads: int, budget_s: float
 ) -> RowTimes:
     """The time of rows on this node; collective over two ranks.
 
@@ -194,7 +188,6 @@ def measure_rows(
         directory: empty; for files of the trainings.
         threads: per rank.
         budget_s: for the steps; a minimum number of steps runs even if they take longer.
-        progress: file for the number of finished parts and the total.
     """
     settle_process(threads)
     if communicator.rank == 0:
@@ -204,11 +197,10 @@ def measure_rows(
         job.training_graph(samples)
     pilot = _train(communicator, directory / "pilot", job, max(SAMPLES), _PILOT_STEPS)
     step_s = broadcast(communicator, median(pilot.time_s or [0.0]))
-    steps, measured = _affordable_steps(step_s, budget_s), []
-    for index, samples in enumerate(SAMPLES):
-        if progress is not None and communicator.rank == 0:
-            write_text(progress, f"{_START_PARTS + index} {_START_PARTS + len(SAMPLES)}")
-        measured.append(_train(communicator, directory / f"{samples}", job, samples, steps))
+    steps = _affordable_steps(step_s, budget_s)
+    measured = [
+        _train(communicator, directory / f"{samples}", job, samples, steps) for samples in SAMPLES
+    ]
     mine = RowTimes() if communicator.rank else row_times_of(measured)
     return broadcast(communicator, mine)
 
@@ -220,11 +212,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="file for the times")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--budget", type=float, required=True, help="seconds for the steps")
-    parser.add_argument("--progress", type=Path, help="file for the progress")
     arguments = parser.parse_args()
-    times = measure_rows(
-        MPI.COMM_WORLD, arguments.run, arguments.threads, arguments.budget, arguments.progress
-    )
+    times = measure_rows(MPI.COMM_WORLD, arguments.run, arguments.threads, arguments.budget)
     if MPI.COMM_WORLD.rank == 0:
         write_json(arguments.output, write_value(times))
 

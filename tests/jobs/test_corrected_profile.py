@@ -7,7 +7,8 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError
-from pipectl.jobs.planning import corrected_profile, gather
+from pipectl.jobs.corrections import correct_profile
+from pipectl.jobs.planning import gather
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.runs import RunDirectory
@@ -60,7 +61,7 @@ def run(tmp_path, profile):
 
 def test_operators_take_what_their_stages_took(run, profile):
     directory, plan = run
-    found = corrected_profile(directory)
+    found = correct_profile(directory)
     for node, stage in plan.stage_of.items():
         before, after = profile.by_id[node], found.by_id[node]
         assert after.forward_s == pytest.approx(before.forward_s * SLOWER["forward", stage])
@@ -71,29 +72,29 @@ def test_operators_take_what_their_stages_took(run, profile):
 
 def test_a_corrected_profile_names_the_run_once(run, profile):
     directory, _ = run
-    found = corrected_profile(directory)
+    found = correct_profile(directory)
     assert found.source == "test; corrected by 20261125-120000-learnt"
     found.save(directory.profile)
-    assert corrected_profile(directory).source == "test; corrected by 20261125-120000-learnt"
+    assert correct_profile(directory).source == "test; corrected by 20261125-120000-learnt"
 
 
 def test_rows_come_from_steps_whose_time_is_known(run):
     directory, _ = run
-    assert corrected_profile(directory).rows is None
+    assert correct_profile(directory).rows is None
     directory.metrics.write_text(
         '{"attempt": 1, "step": 10, "steps": 20, "time": 1.0, "step_time_s": 2.0}\n'
     )
-    assert corrected_profile(directory).rows is not None
+    assert correct_profile(directory).rows is not None
 
 
 def test_without_a_recorded_step_there_is_nothing_to_learn(run):
     directory, _ = run
     directory.measured_of(10).unlink()
     with pytest.raises(UsageError, match="no step is recorded"):
-        corrected_profile(directory)
+        correct_profile(directory)
 
 
-def test_a_plan_from_a_run_is_made_with_the_corrected_profile(run, tmp_path, monkeypatch):
+def test_a_plan_from_a_run_is_made_with_the_correct_profile(run, tmp_path, monkeypatch):
     directory, _ = run
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -101,4 +102,4 @@ def test_a_plan_from_a_run_is_made_with_the_corrected_profile(run, tmp_path, mon
     (tmp_path / "job.yaml").write_text(JOB)
     monkeypatch.chdir(tmp_path)
     inputs = gather(tmp_path / "job.yaml", scheduler="local", from_run=directory.path.name)
-    assert inputs.profile == corrected_profile(RunDirectory(runs / directory.path.name))
+    assert inputs.profile == correct_profile(RunDirectory(runs / directory.path.name))

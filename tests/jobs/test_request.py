@@ -14,8 +14,8 @@ from pipectl.batch import JobRequest
 from pipectl.batch.script import check_template
 from pipectl.cluster import OffloadTarget
 from pipectl.errors import SpecError
-from pipectl.jobs.job import TIGHT_HEAP, check_script, make_job, read_template
-from pipectl.jobs.prepare import prepare, render
+from pipectl.jobs.job import TIGHT_HEAP, make_job, read_template
+from pipectl.jobs.prepare import check_script, prepare, render
 from pipectl.jobs.submit import write_job
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runs import RunDirectory

@@ -65,7 +65,7 @@ def test_questions_become_rare(tmp_path: Path, schedulers: dict[str, Scheduler])
         assert found.job.state is JobState.RUNNING
         clock.now += 0.5
     assert 10 <= len(schedulers["slurm"].asked) <= 17, "in ten minutes"
-    assert poller._pause_s == 60.0
+    assert poller._queries["slurm"].pause_s == 60.0
 
 
 def interrupted(tmp_path: Path) -> RunDirectory:

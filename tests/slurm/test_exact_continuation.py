@@ -259,10 +259,8 @@ def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterato
         changed["output.directory"] = str(folder / "runs")
         spec = load(path, [f"{key}={json.dumps(value)}" for key, value in changed.items()])
         fresh = replace(profile, key=profile_key(spec))
-        machines = find_cluster(spec, scheduler)
-        fresh, cluster = join_rows(fresh, machines.cluster)
-        plan = plan_job(spec, fresh, cluster)
-        machines = replace(machines, cluster=cluster)
+        fresh, machines = join_rows(fresh, find_cluster(spec, scheduler))
+        plan = plan_job(spec, fresh, machines.cluster)
         job = PreparedJob(make_job(spec, scheduler), machines, fresh, plan)
         run = submit([job], time.time())[0].run
         seed = f"{SEED} {scheduler} {family} {ranks} {settings}"

@@ -1,0 +1,91 @@
+"""Correct a profile by the recorded steps of a run."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from statistics import median
+
+from pipectl.errors import DataFileError, UsageError
+from pipectl.plan import Plan
+from pipectl.planner.costs.stage_costs import operator_times
+from pipectl.profile import Profile
+from pipectl.report.comparison import Part, compare
+from pipectl.runs import RunDirectory, measured_steps, read_metrics
+from pipectl.schedule import channels
+from pipectl.schedule.measured_rows import Steps, row_times_of
+from pipectl.timeline import Timeline
+
+_MAX_STEPS = 20
+"""Maximum number of recorded steps, the last ones, that correct a profile."""
+_FIRST_STEPS = 3
+"""Number of first steps, which are slower, and left out if there are others."""
+_PHASES = ({"forward", "recompute"}, {"backward", "backward_input", "backward_weight"})
+"""Kinds of actions that a profile counts as forward and as backward."""
+
+
+def correct_profile(run: RunDirectory) -> Profile:
+    """The profile of a run, corrected by the measured times of its stages and rows.
+
+    All operators of a stage are scaled by the same factor.
+
+    Raises:
+        UsageError: no step was recorded with the run's plan.
+        DataFileError: a file is missing or damaged.
+    """
+    plan, profile = Plan.load(run.plan), Profile.load(run.profile)
+    steps = measured_steps(run)
+    timelines = []
+    for step in ([step for step in steps if step > _FIRST_STEPS] or steps)[-_MAX_STEPS:]:
+        with suppress(DataFileError):
+            timelines.append(Timeline.load(run.measured_of(step)))
+    recorded = [each for each in timelines if each.ranks == plan.ranks]
+    if not recorded:
+        raise UsageError(
+            f"{run.name}: no step is recorded under its plan",
+            cure="`trace.steps` in the job names the steps to record",
+        )
+    predicted, sent = Timeline.load(run.predicted), channels(plan)
+    profile = _scale_stages(
+        profile, plan, [compare(predicted, measured, sent).parts for measured in recorded]
+    )
+    times_s = {line.step: line.step_time_s for line in read_metrics(run) if line.step_time_s}
+    pairs = [(each, times_s[each.step]) for each in recorded if each.step in times_s]
+    update_s = sum(stage.cost.update_s for stage in plan.stages if 0 in stage.updating_ranks)
+    timed = Steps(sent, [a for a, _ in pairs], [b for _, b in pairs], update_s)
+    return replace(
+        profile,
+        rows=row_times_of([timed]) if pairs else profile.rows,
+        source=f"{profile.source.split('; corrected')[0]}; corrected by {run.name}",
+    )
+
+
+def _scale_stages(profile: Profile, plan: Plan, steps: list[tuple[Part, ...]]) -> Profile:
+    """Scale the operators of every stage to the median time of the stage in ``steps``.
+
+    Args:
+        steps: computations of each step, with predicted and measured times.
+    """
+    times = operator_times(profile, plan.micro_batch_size).uncached
+    factors: dict[str, list[float]] = {}
+    for index, stage in enumerate(plan.stages):
+        node_times = [
+            times[profile.index_of[node]] for node in stage.nodes if node in profile.by_id
+        ]
+        scales = []
+        for phase, kinds in enumerate(_PHASES):
+            ratios = []
+            for parts in steps:
+                pairs = [part.time for part in parts if part.stage == index and part.kind in kinds]
+                predicted_s, measured_s = (sum(pair[i] for pair in pairs) for i in (0, 1))
+                has_both = predicted_s > 0 and measured_s > 0
+                ratios.append(measured_s / predicted_s if has_both else 1.0)
+            whole_s = (stage.cost.forward_s, stage.cost.backward_s)[phase]
+            total_s = sum(each[phase] for each in node_times)
+            more = (median(ratios) - 1) * whole_s / total_s if total_s > 0 else 0.0
+            scales.append(max(0.0, 1 + more))
+        factors.update(dict.fromkeys(stage.nodes, scales))
+    operators = tuple(
+        each.scaled(*factors[each.id]) if each.id in factors else each for each in profile.operators
+    )
+    return replace(profile, operators=operators)
