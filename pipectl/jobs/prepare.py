@@ -210,6 +210,7 @@ def _add_plans(
     # The links may be measured for some points with the same key, and not for others.
     plans: dict[tuple[str, Cluster], Plan | None] = {}
     own_plan: Plan | None = None
+    own_key = plan_key(spec), cluster_file_key(spec, jobs[0].job.scheduler)
     planned = []
     for prepared in jobs:
         job, profile, machines = prepared.job, prepared.profile, prepared.machines
@@ -219,9 +220,7 @@ def _add_plans(
         key = plan_key(job.spec), machines.cluster
         with _name_values_in_errors(job.values):
             if key not in plans:
-                own_links = cluster_file_key(spec, job.scheduler)
-                is_own = key[0] == plan_key(spec)
-                is_own &= cluster_file_key(job.spec, job.scheduler) == own_links
+                is_own = (key[0], cluster_file_key(job.spec, job.scheduler)) == own_key
                 path = plan_path(job.spec)
                 plan = read_plan(path, job.spec, profile, machines.cluster)
                 if plan is None and make_missing:
@@ -246,7 +245,7 @@ def _name_values_in_errors(values: Mapping[str, Any] | None) -> Iterator[None]:
     try:
         yield
     except PipectlError as error:
-        if values is not None:
+        if values:
             words = ", ".join(f"{key}={value}" for key, value in values.items())
             error.message = f"{words}: {error.message}"
         raise

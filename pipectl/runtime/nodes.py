@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Replication
-from pipectl.schedule import splits_backwards
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,8 +71,12 @@ def check_supported(plan: Plan, file: str = "plan.json") -> None:
 def unsupported(plan: Plan) -> list[str]:
     """The features of the plan that cannot be run, in words; empty if there are none."""
     stages = [stage for stage in plan.stages if stage.updating_ranks != stage.ranks]
+    if not stages:
+        return []
+    from pipectl.schedule import splits_backwards  # loads all schedules
+
     clashes = {
-        "split backwards": bool(stages) and splits_backwards(plan),
+        "split backwards": splits_backwards(plan),
         "replicas": any(stage.replicas > 1 for stage in stages),
     }
     return [f"{what} and a backward on other ranks" for what, found in clashes.items() if found]
