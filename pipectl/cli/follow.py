@@ -18,7 +18,7 @@ from pipectl.jobs.state import RunStatus, poll
 from pipectl.runs import PROFILING, Record, RunDirectory, name_in_shell
 
 if TYPE_CHECKING:
-    from pipectl.jobs.prepare import PreparedJob
+    from pipectl.jobs.job import PreparedJob
     from pipectl.jobs.submit import Submission
     from pipectl.profile import Profile
 

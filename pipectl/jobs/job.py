@@ -1,13 +1,13 @@
-"""A job before its model is measured and planned: what it runs, where, and how ranks are started.
+"""A job before it is submitted, and its request to the batch system.
 
     JobSpec -> Job -> PreparedJob (with cluster, profile, plan) -> Submission -> RunStatus
 
-:func:`make_job` makes a job of a spec; :meth:`Job.request_for` is the request to the batch system
-for one of its runs.
+:func:`make_job` makes a `Job`; :func:`pipectl.jobs.prepare.prepare` adds the rest.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import uuid
 from collections.abc import Mapping
@@ -15,17 +15,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import LOCAL, JobRequest, Template, find_scheduler, get_scheduler
+from pipectl.batch import LOCAL, Array, JobRequest, Template, find_scheduler, get_scheduler
 from pipectl.batch.launchers import MpiChoice, choose_mpi
 from pipectl.batch.script import check_template
-from pipectl.cluster import OffloadTarget
+from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import Problem, SchedulerError, SpecError
 from pipectl.files import read_limited
-from pipectl.runs import TRAINING, RunDirectory, read_starts
+from pipectl.runs import TRAINING, RunDirectory, SweepDirectory, read_starts, stem_of
 from pipectl.spec import JobSpec
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
+    from pipectl.profile import Profile
+    from pipectl.rehearsal import Rehearsal
 
 IN_JOB = "pipectl.jobs.in_job"
 """The module that profiles and plans in a job's allocation."""
@@ -80,50 +82,75 @@ class Job:
     mpi: MpiChoice
     values: Mapping[str, Any] | None = None
 
-    @property
-    def name(self) -> str:
-        """Name of the run."""
-        return self.request.name
 
-    @property
-    def steps(self) -> int:
-        """Number of steps of the run."""
-        return self.spec.training.steps if self.task.steps is None else self.task.steps
+@dataclass(frozen=True)
+class ClusterChoice:
+    """The machines to plan for.
+
+    Args:
+        file: file of the cluster; None if the cluster is assumed.
+        warning: why a measured cluster is not used; empty if there is nothing to say.
+    """
+
+    cluster: Cluster
+    file: Path | None = None
+    warning: str = ""
+
+
+@dataclass(frozen=True)
+class PreparedJob:
+    """A job that is ready to be submitted.
+
+    Args:
+        machines: None if the job only measures.
+        profile: None if the job measures its model itself, or needs no profile.
+        plan: None if the job plans itself, or needs no plan.
+        plans_in_job: whether the job profiles and plans in its allocation before it trains.
+        is_profiled_now: whether the profile was measured, or found in the cache, by this process.
+        rehearsal: None unless the job rehearses its plan.
+    """
+
+    job: Job
+    machines: ClusterChoice | None = None
+    profile: Profile | None = None
+    plan: Plan | None = None
+    plans_in_job: bool = False
+    is_profiled_now: bool = False
+    rehearsal: Rehearsal | None = None
 
     def request_for(
         self,
         directory: Path,
-        plan: Plan | None = None,
         *,
-        plans_in_job: bool = False,
         tag: str | None = None,
         after: tuple[str, ...] = (),
         mpiexec: str | None = None,
+        array: Array | None = None,
     ) -> JobRequest:
-        """The request to the batch system for the run in a directory.
-
-        Args:
-            plan: None if it is not known yet.
-            plans_in_job: whether the job profiles and plans in its allocation first.
-            tag, after, mpiexec: see :class:`JobRequest`.
-        """
-        directory, python, task = directory.absolute(), self.request.python, self.task
+        """The request to the batch system for the run in a directory, or for the job array of a
+        sweep whose first job this is; for the arguments see :class:`JobRequest`."""
+        directory, job, plan = directory.absolute(), self.job, self.plan
+        task, python = job.task, job.request.python
+        if array is not None:
+            task = Task(program=("-m", "pipectl.jobs.sweep"), arguments=(str(array.at_once or 1),))
+        prepares = self.plans_in_job and array is None
         if plan is None:
-            offloads = self.spec.pipeline.offload == "disk"
+            offloads = job.spec.pipeline.offload == "disk"
         else:
             to_disk = plan.offload_to is OffloadTarget.DISK
             offloads = to_disk and any(stage.offload for stage in plan.stages)
-        variables = {**(TIGHT_HEAP if offloads else {}), **self.spec.environment.variables}
+        variables = {**(TIGHT_HEAP if offloads else {}), **job.spec.environment.variables}
         return replace(
-            self.request.update(environment={"variables": variables}),
+            job.request.update(environment={"variables": variables}),
             tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
             run_directory=directory,
             command=(python, *task.program, str(directory), *task.arguments),
-            first_command=(python, "-m", IN_JOB, str(directory)) if plans_in_job else (),
+            first_command=(python, "-m", IN_JOB, str(directory)) if prepares else (),
             earlier_starts=read_starts(RunDirectory(directory)),
-            binds=_binds(self.spec, directory.parent, task.output),
+            binds=_binds(job.spec, directory.parent, task.output),
             mpiexec=mpiexec,
             after=after,
+            array=array,
         )
 
 
@@ -184,6 +211,36 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
             f"to submit anyway: --scheduler {name}",
         ) from error
     return name
+
+
+def check_script(spec: JobSpec) -> None:
+    """Raise an InvalidInputError if the job's template, if any, cannot be rendered."""
+    if spec.template_file is not None:
+        plain = change(spec, launch={"launcher": "mpiexec", "bind": "none"})
+        render(PreparedJob(make_job(plain, choose_scheduler(spec), mpi=MpiChoice("auto"))))
+
+
+def render(
+    prepared: PreparedJob, now: float = 0.0, count: int = 0, at_once: int | None = None
+) -> str:
+    """Render the script of a job as if it were submitted, without a batch system or MPI.
+
+    Args:
+        prepared: the job, or the first job of a sweep.
+        now: seconds since the epoch, for the name of the run.
+        count: number of runs of a sweep, for the script of its job array.
+        at_once: maximum number of runs at the same time; None sets no limit.
+    """
+    job, array = prepared.job, None
+    stem = Path(job.spec.output.directory).absolute() / stem_of(job.request.name, now)
+    directory = stem if job.values is None else Path(f"{stem}-0")
+    if count:
+        directory = SweepDirectory.beside(stem).path
+        array = Array(tuple(Path(f"{stem}-{index}") for index in range(count)), at_once)
+    installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
+    mpiexec, tag = None if installed else "mpiexec", f"{directory.name} dry-run"
+    request = prepared.request_for(directory, tag=tag, mpiexec=mpiexec, array=array)
+    return get_scheduler(job.scheduler).render(request)
 
 
 def read_template(spec: JobSpec) -> Template | None:

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, TypedDict
 from pipectl.batch import LOCAL
 from pipectl.errors import UsageError
 from pipectl.files import is_stream, make_directory_of
-from pipectl.jobs.job import IN_JOB, PERCENT, Task, change, choose_scheduler, make_job
-from pipectl.jobs.prepare import PreparedJob, cluster_file_key, prepare, profile_path
+from pipectl.jobs.job import (
+    IN_JOB,
+    PERCENT,
+    PreparedJob,
+    Task,
+    change,
+    choose_scheduler,
+    make_job,
+)
+from pipectl.jobs.prepare import cluster_file_key, prepare, profile_path
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import PROFILING, REHEARSAL, RunDirectory, read_metrics

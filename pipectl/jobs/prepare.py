@@ -9,79 +9,36 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import LOCAL, Array, JobRequest, get_scheduler
+from pipectl.batch import LOCAL
 from pipectl.batch.launchers import MpiChoice
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, PipectlError
-from pipectl.jobs.job import Job, Task, change, choose_scheduler, make_job
-from pipectl.runs import SweepDirectory, stem_of
+from pipectl.jobs.job import (
+    ClusterChoice,
+    Job,
+    PreparedJob,
+    choose_scheduler,
+    make_job,
+    render,
+)
 from pipectl.spec import JobSpec, Point, links_key, plan_key, profile_key
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
     from pipectl.profile import Profile
     from pipectl.profiler.progress import Progress
-    from pipectl.rehearsal import Rehearsal
 
 UNKNOWN_ROWS = (
     "what messages take of the ranks' own time, and the start and end of a step, is not measured, "
     "and taken as nothing"
 )
-
-
-@dataclass(frozen=True)
-class ClusterChoice:
-    """The machines to plan for.
-
-    Args:
-        file: file of the cluster; None if the cluster is assumed.
-        warning: why a measured cluster is not used; empty if there is nothing to say.
-    """
-
-    cluster: Cluster
-    file: Path | None = None
-    warning: str = ""
-
-
-@dataclass(frozen=True)
-class PreparedJob:
-    """A job that is ready to be submitted.
-
-    Args:
-        machines: None if the job only measures.
-        profile: None if the job measures its model itself, or needs no profile.
-        plan: None if the job plans itself, or needs no plan.
-        plans_in_job: whether the job profiles and plans in its allocation before it trains.
-        is_profiled_now: whether the profile was measured, or found in the cache, by this process.
-        rehearsal: None unless the job rehearses its plan.
-    """
-
-    job: Job
-    machines: ClusterChoice | None = None
-    profile: Profile | None = None
-    plan: Plan | None = None
-    plans_in_job: bool = False
-    is_profiled_now: bool = False
-    rehearsal: Rehearsal | None = None
-
-    def request_for(self, directory: Path, **more: Any) -> JobRequest:
-        """The request for the run in a directory; see :meth:`Job.request_for`."""
-        return self.job.request_for(directory, self.plan, plans_in_job=self.plans_in_job, **more)
-
-    def request_for_array(self, directory: Path, array: Array, **more: Any) -> JobRequest:
-        """The request for the job array of a sweep, whose first job this is."""
-        sweep = Task(program=("-m", "pipectl.jobs.sweep"), arguments=(str(array.at_once or 1),))
-        request = replace(self.job, task=sweep).request_for(directory, self.plan, **more)
-        return replace(request, array=array)
 
 
 def profile_path(spec: JobSpec) -> Path:
@@ -334,37 +291,3 @@ def read_plan(path: Path, spec: JobSpec, profile: Profile, cluster: Cluster) -> 
 
     plan = Plan.load(path)
     return plan if plan.key == plan_file_key(spec, profile, cluster) else None
-
-
-def check_script(spec: JobSpec) -> None:
-    """Raise an InvalidInputError if the job's template, if any, cannot be rendered."""
-    if spec.template_file is not None:
-        plain = change(spec, launch={"launcher": "mpiexec", "bind": "none"})
-        render(PreparedJob(make_job(plain, choose_scheduler(spec), mpi=MpiChoice("auto"))))
-
-
-def render(
-    prepared: PreparedJob, now: float = 0.0, count: int = 0, at_once: int | None = None
-) -> str:
-    """Render the script of a job as if it were submitted, without a batch system or MPI.
-
-    Args:
-        prepared: the job, or the first job of a sweep.
-        now: seconds since the epoch, for the name of the run.
-        count: number of runs of a sweep, for the script of its job array.
-        at_once: maximum number of runs at the same time; None sets no limit.
-    """
-    job = prepared.job
-    stem = Path(job.spec.output.directory).absolute() / stem_of(job.name, now)
-    installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
-    mpiexec = None if installed else "mpiexec"
-    if count:
-        directory = SweepDirectory.beside(stem).path
-        array = Array(tuple(Path(f"{stem}-{index}") for index in range(count)), at_once)
-        tag = f"{directory.name} dry-run"
-        request = prepared.request_for_array(directory, array, tag=tag, mpiexec=mpiexec)
-    else:
-        directory = stem if job.values is None else Path(f"{stem}-0")
-        tag = f"{directory.name} dry-run"
-        request = prepared.request_for(directory, tag=tag, mpiexec=mpiexec)
-    return get_scheduler(job.scheduler).render(request)

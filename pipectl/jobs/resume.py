@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import JobState
 from pipectl.errors import PipectlError, UsageError
 from pipectl.fields import leaves
 from pipectl.files import make_directory
-from pipectl.jobs.job import Job, choose_scheduler, make_job, move_to
-from pipectl.jobs.owners import refuse_code_of_others
-from pipectl.jobs.prepare import (
+from pipectl.jobs.job import (
     ClusterChoice,
+    Job,
     PreparedJob,
-    find_cluster,
-    is_fresh,
-    join_rows,
-    plan_file_key,
+    choose_scheduler,
+    make_job,
+    move_to,
 )
+from pipectl.jobs.owners import refuse_code_of_others
+from pipectl.jobs.prepare import find_cluster, is_fresh, join_rows, plan_file_key
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over
@@ -43,19 +43,6 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 
-class Resumption(NamedTuple):
-    """A run that was submitted again.
-
-    Args:
-        replanned: whether the plan has changed.
-        changes: old and new value of every key of the job that has changed.
-    """
-
-    submission: Submission
-    replanned: bool
-    changes: Mapping[str, tuple[Any, Any]]
-
-
 def resume(
     run: RunDirectory,
     overrides: Sequence[str],
@@ -63,7 +50,7 @@ def resume(
     *,
     force: bool = False,
     trust_owner: bool = False,
-) -> Resumption:
+) -> tuple[Submission, bool, dict[str, tuple[Any, Any]]]:
     """Submit a run again, in its own directory.
 
     Args:
@@ -71,6 +58,10 @@ def resume(
             number of micro-batches changes only if they set it, because results depend on it.
         force: resume even if it is unknown whether the run has ended.
         trust_owner: run code that another user could have written.
+
+    Returns:
+        The submission, whether the plan has changed, and the old and new value of every key of the
+        job that has changed.
 
     Raises:
         UsageError: the run still waits or runs, is not a training, or its code is not only ours; or
@@ -101,7 +92,7 @@ def resume(
             prepared = _plan_again(run, before, job, machines, overrides, plan)
         replanned = prepared.plan != plan
         submission = _hand_over_again(run, prepared, record, now, replanned=replanned)
-        return Resumption(submission, replanned, _changes(before, spec))
+        return submission, replanned, _changes(before, spec)
 
 
 def _changes(before: JobSpec, after: JobSpec) -> dict[str, tuple[Any, Any]]:

@@ -22,8 +22,7 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
-from pipectl.jobs.job import change
-from pipectl.jobs.prepare import PreparedJob
+from pipectl.jobs.job import PreparedJob, change
 from pipectl.jobs.recover import refuse_duplicate
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import (
@@ -80,7 +79,7 @@ class Submission:
             submitted_at=now,
             ranks=request.ranks,
             nodes=request.resources.nodes,
-            steps=job.steps,
+            steps=job.spec.training.steps if job.task.steps is None else job.task.steps,
             kind=job.task.kind,
         )
         return cls(run, prepared, request, replace(record, **fields_of_record))
@@ -160,16 +159,17 @@ def submit(
     """
     first, job = jobs[0], jobs[0].job
     base = Path(job.spec.output.directory)
-    refuse_duplicate(base, job.name, now)
+    name = job.request.name
+    refuse_duplicate(base, name, now)
     ids = ids_to_wait_for(after, job.scheduler, now)
     if job.values is None:
-        run = RunDirectory.create(base, job.name, now)
+        run = RunDirectory.create(base, name, now)
         with locked(run), Rollback(created=[run.path]) as rollback:
             return hand_over([Submission.new(run, first, now, ids)], rollback)
-    sweep, runs = SweepDirectory.create(base, job.name, len(jobs), now)
+    sweep, runs = SweepDirectory.create(base, name, len(jobs), now)
     with locked(sweep), Rollback(created=[*(run.path for run in runs), sweep.path]) as rollback:
         array = Array(tuple(run.path for run in runs), at_once)
-        request = first.request_for_array(sweep.path, array, after=ids)
+        request = first.request_for(sweep.path, after=ids, array=array)
         submissions = []
         for index, (prepared, run) in enumerate(zip(jobs, runs, strict=True)):
             # values that JSON does not have, such as infinity, are recorded as text

@@ -23,15 +23,9 @@ import psutil
 from pipectl.batch import LOCAL, JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.job import change, make_job
+from pipectl.jobs.job import PreparedJob, change, make_job
 from pipectl.jobs.owners import refuse_code_of_others
-from pipectl.jobs.prepare import (
-    PreparedJob,
-    find_cluster,
-    join_rows,
-    profile_path,
-    read_profile,
-)
+from pipectl.jobs.prepare import find_cluster, join_rows, profile_path, read_profile
 from pipectl.jobs.profiles import measure
 from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit

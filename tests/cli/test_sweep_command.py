@@ -13,9 +13,9 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import InvalidInputError
+from pipectl.jobs.job import PreparedJob
 from pipectl.jobs.prepare import (
     UNKNOWN_ROWS,
-    PreparedJob,
     cluster_file_key,
     plan_file_key,
     prepare,

@@ -15,7 +15,7 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import plain, say, say_json, short_path, show
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_json
-from pipectl.jobs.prepare import check_script
+from pipectl.jobs.job import check_script
 from pipectl.spec import Origin, SpecFile, json_schema
 from pipectl.spec.document import Place, parse_scalar, path_text
 

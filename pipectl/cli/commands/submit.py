@@ -26,9 +26,9 @@ from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.run import print_runs
 from pipectl.directives import GPUS
 from pipectl.errors import UsageError
-from pipectl.jobs.job import choose_scheduler
+from pipectl.jobs.job import choose_scheduler, render
 from pipectl.jobs.owners import warning_of_code
-from pipectl.jobs.prepare import plan_path, prepare, profile_path, render
+from pipectl.jobs.prepare import plan_path, prepare, profile_path
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
