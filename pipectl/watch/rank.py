@@ -69,6 +69,7 @@ class _Rank:
         self.heard, self.asked_at, self.lived_at = b"", float("-inf"), 0.0
         self.point, self.moved_at = (False, 0, 0), 0.0
         self.death: RankReport | None = None
+        self.ended_at: float | None = None  # when its end was noted, in the order of all ends
         self.has_ended = False
 
     @property
@@ -136,14 +137,14 @@ class LocalRanks:
         self._script = process_state(script) if self._needs_script else None
         self._memory_kills, self._memory_kill_at = _count_memory_kills(), float("-inf")
         self._epoll = select.epoll()
-        self._rank_of: dict[int, int] = {}
-        self._ended_at: dict[int, float] = {}
+        self._rank_of: dict[int, _Rank] = {}
+        self._last_end = 0.0
         for rank in self._ranks:
             # epoll always reports the end of a pipe.
             for handle, event in ((rank.words, 0), (rank.handle, select.EPOLLIN)):
                 if handle is not None:
                     self._epoll.register(handle, event)
-                    self._rank_of[handle] = rank.rank
+                    self._rank_of[handle] = rank
 
     def look(self, now: float) -> tuple[RankReport, ...]:
         """Return a report per rank; ``now`` is the watcher's time in seconds."""
@@ -169,7 +170,7 @@ class LocalRanks:
                 rank.shared |= shared_files(rank.pid)
         if rank.death is None and (lost_process or rank.has_ended):
             memory_kill = now - self._memory_kill_at <= _MEMORY_S
-            ended_at = self._note_end(rank.rank)
+            ended_at = self._note_end(rank)
             rank.death = rank.explain_death(ended_at, lost_process, memory_kill=memory_kill)
         if BYE in rank.heard:
             state = State.LEFT
@@ -190,15 +191,16 @@ class LocalRanks:
             self._epoll.unregister(handle)
             self._note_end(self._rank_of.pop(handle))
 
-    def _note_end(self, rank: int) -> float:
+    def _note_end(self, rank: _Rank) -> float:
         """Return when a rank ended: later than the ends noted before."""
-        latest = max(self._ended_at.values(), default=0.0)
-        return self._ended_at.setdefault(rank, max(time.time(), latest + 1e-6))
+        if rank.ended_at is None:
+            self._last_end = rank.ended_at = max(time.time(), self._last_end + 1e-6)
+        return rank.ended_at
 
     @property
     def are_ending(self) -> bool:
         """Whether the end of a rank is still to be reported."""
-        return any(rank.rank in self._ended_at and not rank.is_gone for rank in self._ranks)
+        return any(rank.ended_at is not None and not rank.is_gone for rank in self._ranks)
 
     @property
     def are_gone(self) -> bool:
