@@ -16,6 +16,7 @@ import numpy as np
 from pipectl.planner.bounds import Bound, longest_path_s, outlook_s
 from pipectl.planner.costs.devices import (
     Mix,
+    Placement,
     every_placement,
     mixes,
     one_each,
@@ -75,6 +76,7 @@ class Areas:
         self._known: dict[tuple[int, int], Area] = {}
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self.sizes = cache(self._find_sizes)
+        self._placements = cache(self._find_placements)
         self._least_work = cache(self._find_least_work)
         self._every_layout = cache(self._find_every_layout)
         # Speeds of all devices, the fastest first, and the work per second of all cores, however
@@ -133,12 +135,14 @@ class Areas:
 
     def layouts(self, cuts: Iterable[Cut]) -> list[Layout]:
         """Cuts with every placement."""
-        problem = self._problem
         return [
             Layout(cut.partition, one_each(place), cut.recompute)
             for cut in cuts
-            for place in placements(problem.cluster, problem.devices, cut.kinds)
+            for place in self._placements(cut.kinds)
         ]
+
+    def _find_placements(self, kinds: tuple[int, ...]) -> list[Placement]:
+        return placements(self._problem.cluster, self._problem.devices, kinds)
 
     def everything(self, area: Area) -> list[Layout] | None:
         """All layouts of an area; None if there are more than the limit."""

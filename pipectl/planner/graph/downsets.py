@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -86,7 +87,8 @@ def enumerate_downsets(
     count = np.array([len(held) for held in after], dtype=np.int64)
     first_after = np.cumsum([0, *count])[:-1]
     successors = np.array([block for held in after for block in held], dtype=np.int64)
-    weight = np.random.default_rng(0).integers(0, 2**64, blocks, dtype=np.uint64)
+    draw = Random(0)  # numpy.random takes long to load
+    weight = np.array([draw.getrandbits(64) for _ in range(blocks)], dtype=np.uint64)
 
     sets, keys = np.zeros((1, one.shape[1]), dtype=np.uint64), np.zeros(1, dtype=np.uint64)
     addable = np.array([[not held for held in before]], dtype=np.bool_)
