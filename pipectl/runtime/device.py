@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -51,6 +52,8 @@ class Device:
     torch_device = torch.device("cpu")
     route = "in place"
     staged = False
+    _peak_bytes = 0
+    _holds_copy = False
 
     def enter_thread(self) -> None:
         """Make this the current device of the calling thread, which may pass its memory to MPI."""
@@ -71,17 +74,38 @@ class Device:
         return buffer
 
     def peak_bytes(self) -> int:
-        """Peak memory of this rank: resident on the CPU, allocated on an accelerator."""
-        try:
-            status = Path("/proc/self/status").read_text(encoding="ascii")
-            peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-            return int(peak.split()[1]) * 1024
-        except (OSError, StopIteration):
-            return int(psutil.Process().memory_info().rss)
+        """Peak memory of this rank: resident on the CPU, allocated on an accelerator.
+
+        A copy for a checkpoint does not count; see :meth:`begin_copy`.
+        """
+        if not self._holds_copy:
+            self._peak_bytes = max(self._peak_bytes, _resident_peak_bytes())
+        return self._peak_bytes
+
+    def begin_copy(self) -> None:
+        """Leave what is allocated from now on to :meth:`end_copy` out of the peak."""
+        self.peak_bytes()
+        self._holds_copy = True
+
+    def end_copy(self) -> None:
+        """Measure the peak again; if the system does not allow it, the peak stays as it is."""
+        if self._holds_copy:
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
+                self._holds_copy = False
 
     def free_bytes(self) -> int:
         """Memory that is free now."""
         return int(psutil.virtual_memory().available)
+
+
+def _resident_peak_bytes() -> int:
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+        return int(peak.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return int(psutil.Process().memory_info().rss)
 
 
 class CpuDevice(Device):

@@ -173,6 +173,8 @@ class Trainer:
             self._save(step)
             self._begin("training")
         self._saver.poll()
+        if not self._saver.is_writing:
+            setup.device.end_copy()
 
     def _begin(self, phase: str, detail: str = "") -> None:
         self._telemetry.state(f"{phase}{detail}")
@@ -210,6 +212,7 @@ class Trainer:
         self._begin("saving")
         end, setup = self._end, self._setup
         states, stepper = setup.job.states, end.stepper
+        setup.device.begin_copy()
         snapshot = take_snapshot(
             {name: states[name] for name, owner in setup.owners.items() if owner == self._rank},
             self._persistent,

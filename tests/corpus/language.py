@@ -66,8 +66,8 @@ def build(config: str, model: str, **kwargs: Any) -> nn.Module:
     import transformers
 
     vocabulary = {} if config == "ViT" else {"vocab_size": VOCABULARY}
-    made = getattr(transformers, f"{config}Config")(**vocabulary, **SIZES[config], **kwargs)
-    return getattr(transformers, model)(made)
+    sizes = {**vocabulary, **SIZES[config], **kwargs}
+    return getattr(transformers, model)(getattr(transformers, f"{config}Config")(**sizes))
 
 
 class Tokens(Dataset):

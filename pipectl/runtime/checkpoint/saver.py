@@ -126,6 +126,11 @@ class Saver:
                 )
             poll(written.done, lambda _: False)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is not complete yet, so that this rank's copy may exist."""
+        return self._save is not None
+
     def poll(self) -> None:
         """Advance the checkpoint; never waits for another rank."""
         save = self._save
