@@ -3,7 +3,9 @@
 By default, glibc returns every large block to the system when it is freed, and the next tensor of
 that size gets new pages, each of which the system clears at its first use. A training step frees
 and allocates the same sizes repeatedly, so this takes up to a third of its time. So the process
-keeps freed blocks; its peak is the same, since all of them were in use at the peak.
+keeps freed blocks; its peak is the same, since all of them were in use at the peak. Before the
+steps, a rank drops the parameters of other stages. These return to the system: between smaller
+blocks that stay, little of their memory would fit what training allocates.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from torch import Tensor, nn
 
 Sizes = int | tuple[int, ...]
 """Sizes of a contiguous tensor's dimensions, or the number of elements of a vector."""
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 """Parameters of ``mallopt``, see its manual page; glibc has no other interface."""
-_LARGEST = 2**31 - 1
+_LARGEST, _LARGE_BYTES = 2**31 - 1, 2**17
 
 
 class MessageBuffer:
@@ -232,12 +234,27 @@ def move(tensor: Tensor, device: torch.device) -> None:
 
 
 def settle_process(threads: int) -> None:
-    """Set the number of threads of this process, and make the C library keep freed memory."""
+    """Set the number of threads of this process, and make it keep freed memory."""
     torch.set_num_threads(threads)
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Make the C library keep memory that is freed from now on, instead of returning it."""
+    _set_allocator(_TRIM_THRESHOLD, _LARGEST)
+    _set_allocator(_MMAP_MAX, 0)
+
+
+def return_freed_memory() -> None:
+    """Make the C library return large blocks that are allocated from now on to the system when they
+    are freed, also after :func:`keep_freed_memory`."""
+    _set_allocator(_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+def _set_allocator(parameter: int, value: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, _LARGEST)
-        mallopt(_MMAP_MAX, 0)
+        mallopt(parameter, value)
 
 
 def release_freed_memory() -> None:

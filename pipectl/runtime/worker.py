@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
@@ -24,7 +25,7 @@ from pipectl.runtime.agreement import (
     neighbours_of,
 )
 from pipectl.runtime.checkpoint import newest
-from pipectl.runtime.device import Device, choose_device, settle_process
+from pipectl.runtime.device import Device, choose_device, keep_freed_memory, return_freed_memory
 from pipectl.runtime.nodes import check_supported, check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
 from pipectl.runtime.optimizer import divides, refuse_coupled_updates
@@ -75,7 +76,8 @@ def _train(
         stored.check(plan.micro_batch_size)
     if rank == 0:
         Heartbeat("capturing", 0, spec.training.steps, attempt).save(directory.heartbeat)
-    settle_process(spec.threads)
+    torch.set_num_threads(spec.threads)
+    return_freed_memory()  # until other ranks' parameters are dropped
     doing.action = "choosing the device"
     nodes = neighbours_of(communicator)
     spin_if_alone(communicator, node_name())
@@ -105,6 +107,7 @@ def _train(
     doing.action = "building the stages"
     with choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress:
         setup = Setup(communicator, job, plan, device, doing, progress, stored)
+        keep_freed_memory()
         Trainer(setup, directory, attempt, messages, stored).train()
 
 

@@ -1,9 +1,9 @@
-"""The peak memory that a rank reports."""
+"""The resident memory of a rank: which part of it the reported peak counts, and what it keeps."""
 
 import subprocess
 import sys
 
-SCRIPT = """
+WITH_A_COPY = """
 import torch
 from pipectl.runtime.device import CpuDevice
 
@@ -20,11 +20,45 @@ print(during - first, after - first, device.peak_bytes() - first)
 """
 
 
-def test_a_copy_for_a_checkpoint_does_not_count():
+WITH_DROPPED_PARAMETERS = """
+import psutil
+import torch
+from pipectl.runtime.device import keep_freed_memory, return_freed_memory
+
+def resident():
+    return psutil.Process().memory_info().rss
+
+return_freed_memory()
+own, dropped, names = [], [], []
+first = resident()
+for index in range(64):
+    own.append(torch.ones(2**18))
+    dropped.append(torch.ones(2**18))
+    names.append(torch.ones(8))
+keep_freed_memory()
+del dropped
+after_drop = resident()
+gradients = [torch.ones(2**18) for _ in range(64)]
+del gradients
+print(after_drop - first, resident() - after_drop)
+"""
+
+
+def run(script: str) -> list[int]:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    during, after, with_large = map(int, done.stdout.split())
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_a_copy_for_a_checkpoint_does_not_count():
+    during, after, with_large = run(WITH_A_COPY)
     assert during == 0
     assert after < 2**23
     assert with_large > 2**26  # 128 MiB, less than the copy of 256 MiB
+
+
+def test_parameters_of_other_ranks_return_to_the_system_and_memory_of_steps_stays():
+    kept, added = run(WITH_DROPPED_PARAMETERS)
+    assert 2**26 <= kept < 2**26 + 2**24  # 64 MiB of its own
+    assert added >= 2**26
