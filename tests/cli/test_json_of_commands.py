@@ -218,6 +218,6 @@ def test_verify(shown: Shown, job: Path, pipeline: Callable[..., Plan], monkeypa
 
 
 def test_doctor(shown: Shown, place: Path, monkeypatch: Patch) -> None:
-    found = [Finding("python", "3"), Finding("MPI", "none", "install it")]
+    found = [Finding("python", "ok", "3"), Finding("MPI", "warn", "none", "install it")]
     monkeypatch.setattr("pipectl.cli.commands.doctor.examine", lambda *_: found)
     shown("doctor", "doctor")

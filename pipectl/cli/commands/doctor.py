@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 import typer
 
@@ -51,29 +51,6 @@ class Finding(NamedTuple):
     """The result of a check.
 
     Args:
-        cure: what to do; empty if nothing is wrong.
-        fails: whether jobs cannot run. If not, but there is a cure, they run less well.
-    """
-
-    what: str
-    text: str
-    cure: str = ""
-    fails: bool = False
-
-    @property
-    def level(self) -> Level:
-        """Severity."""
-        return "fail" if self.fails else "warn" if self.cure else "ok"
-
-    def to_json(self) -> FindingJson:
-        """Return the documented object."""
-        return {"what": self.what, "level": self.level, "text": self.text, "cure": self.cure}
-
-
-class FindingJson(TypedDict):
-    """The result of a check.
-
-    Args:
         what: what was checked.
         level: ``ok``, ``warn`` or ``fail``; with ``fail``, jobs cannot run.
         text: what was found.
@@ -83,7 +60,12 @@ class FindingJson(TypedDict):
     what: str
     level: Level
     text: str
-    cure: str
+    cure: str = ""
+
+
+def assess(what: str, text: str, cure: str = "") -> Finding:
+    """Return the finding of a check that did not fail; with a cure it is a warning."""
+    return Finding(what, "warn" if cure else "ok", text, cure)
 
 
 def command(
@@ -112,8 +94,8 @@ def command(
         lines += [("", finding.cure, "")] if finding.cure else []
         show(labels(lines, _INDENT, _STYLES[finding.level]))
     if as_json:
-        say_json([finding.to_json() for finding in findings])
-    if any(finding.fails for finding in findings):
+        say_json([finding._asdict() for finding in findings])
+    if any(finding.level == "fail" for finding in findings):
         raise typer.Exit(1)
 
 
@@ -142,13 +124,11 @@ def examine(launch: Launch | None, directory: Path, only: str | None = None) -> 
         except (PipectlError, OSError, ValueError, LookupError) as error:
             text = error.message if isinstance(error, PipectlError) else str(error)
             cure = (isinstance(error, PipectlError) and error.cure) or cure_of_failure
-            yield Finding(name, text, cure, fails=True)
+            yield Finding(name, "fail", text, cure)
 
 
 def _check_python() -> Iterator[Finding]:
-    yield Finding(
-        "python", f"{platform.python_version()} ({sys.executable}), pipectl {__version__}"
-    )
+    yield assess("python", f"{platform.python_version()} ({sys.executable}), pipectl {__version__}")
 
 
 def _check_torch() -> Iterator[Finding]:
@@ -156,23 +136,23 @@ def _check_torch() -> Iterator[Finding]:
     name, kind, count = _answer([sys.executable, "-c", _TORCH])
     untested = untested_torch()
     cure = f"if something fails, install {tested_torch()}"
-    yield Finding("torch", untested or name, cure if untested else "")
+    yield assess("torch", untested or name, cure if untested else "")
     if not kind:
-        yield Finding("accelerators", "none: ranks compute on cores")
+        yield assess("accelerators", "none: ranks compute on cores")
         return
     try:  # a test message from an accelerator's memory, which may crash the process
         _output([sys.executable, "-m", "mpi4py", "-m", _SELF_TEST, kind])
         way = "MPI reads their memory"
     except PipectlError:
         way = "messages pass through host memory"
-    yield Finding("accelerators", f"{count} of kind {kind}; {way}")
+    yield assess("accelerators", f"{count} of kind {kind}; {way}")
 
 
 def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
     """Start two ranks that send each other messages, as the ranks of a job do."""
     launch = Launch() if launch is None else launch.model_copy(update={"bind": "none"})
     if launch.launcher == "srun":
-        yield Finding("MPI", "ranks start with srun, which can only be tried within a job")
+        yield assess("MPI", "ranks start with srun, which can only be tried within a job")
         return
     request = request_of_two(launch, _REACH)
     command, mpi = launch_command(request, LOCAL), request.launch.mpi
@@ -183,35 +163,35 @@ def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
             f"MPI that mpi4py has loaded ({answer['library']})",
             cure="load only one MPI, or set MPI4PY_LIBMPI to the library of this mpiexec",
         )
-    yield Finding("MPI", f"{answer['library']}, started by {command[0]}")
+    yield assess("MPI", f"{answer['library']}, started by {command[0]}")
     if mpi == AUTO:
         cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
-        yield Finding("launcher", "mpiexec is of an unknown kind, so it cannot bind ranks", cure)
+        yield assess("launcher", "mpiexec is of an unknown kind, so it cannot bind ranks", cure)
     else:
-        yield Finding("launcher", f"mpiexec takes the options of {mpi} (launch.mpi)")
+        yield assess("launcher", f"mpiexec takes the options of {mpi} (launch.mpi)")
     threads = answer["threads"]
     cure = "messages are moved between operators instead; nothing needs to be done"
-    yield Finding("threads", f"MPI_THREAD_{threads.upper()}", "" if threads == "multiple" else cure)
+    yield assess("threads", f"MPI_THREAD_{threads.upper()}", "" if threads == "multiple" else cure)
     rate = format_bytes(int(answer["bandwidth_bytes_per_s"]))
-    yield Finding("messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine")
+    yield assess("messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine")
 
 
 def _check_slurm(launch: Launch | None) -> Iterator[Finding]:
     """Check that Slurm answers, and that ``srun --mpi`` accepts the value of the job."""
     if not shutil.which("sbatch"):
-        yield Finding("Slurm", "not installed")
+        yield assess("Slurm", "not installed")
         return
     release = _output(["sinfo", "--version"])
     partitions = _output(["sinfo", "-h", "-o", "%P"]).split()
-    yield Finding("Slurm", f"{release}; partitions {', '.join(partitions) or 'none'}")
+    yield assess("Slurm", f"{release}; partitions {', '.join(partitions) or 'none'}")
     kinds = list_pmis()
     mpi = AUTO if launch is None or launch.launcher != "srun" else launch.mpi
     text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
     if mpi != AUTO and not knows_pmi(kinds, mpi):
         cure = "set launch.mpi to the one that your MPI needs"
-        yield Finding("PMI", f"{text}; the job wants {mpi}", cure, fails=True)
+        yield Finding("PMI", "fail", f"{text}; the job wants {mpi}", cure)
     else:
-        yield Finding("PMI", text)
+        yield assess("PMI", text)
 
 
 def _check_pbs() -> Iterator[Finding]:
@@ -219,11 +199,11 @@ def _check_pbs() -> Iterator[Finding]:
     if find_scheduler() != "pbs":
         return
     release, server = _output(["qstat", "--version"]), _output(["qstat", "-B", "-f"])
-    yield Finding("PBS", release)
+    yield assess("PBS", release)
     if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
         text = "flatuid is not set: jobs may not be able to submit themselves again"
         cure = "ask the site for `set server flatuid = True`; else continue with pipectl resume"
-        yield Finding("PBS requeue", text, cure)
+        yield assess("PBS requeue", text, cure)
 
 
 def _check_file_system(directory: Path) -> Iterator[Finding]:
@@ -240,13 +220,13 @@ def _check_file_system(directory: Path) -> Iterator[Finding]:
     except OSError as error:
         raise SchedulerError(f"{place}: {error.strerror or error}") from error
     cure = "" if free_bytes >= _MIN_FREE_BYTES else "checkpoints need room: free some space"
-    yield Finding("files", f"{place}: {format_bytes(free_bytes)} free", cure)
+    yield assess("files", f"{place}: {format_bytes(free_bytes)} free", cure)
     if not has_locks:
         cure = "do not run two commands that change a run at the same time"
-        yield Finding("locks", "the file system has no locks", cure)
+        yield assess("locks", "the file system has no locks", cure)
     text = f"{skew_s:.1f} s from that of the file system"
     cure = "synchronise the clocks of all nodes (NTP); `status` may misjudge how old heartbeats are"
-    yield Finding("clock", text, "" if skew_s < _MAX_SKEW_S else cure)
+    yield assess("clock", text, "" if skew_s < _MAX_SKEW_S else cure)
 
 
 def _can_lock(path: Path) -> bool:
@@ -263,14 +243,14 @@ def _can_lock(path: Path) -> bool:
 def _check_machine() -> Iterator[Finding]:
     """Check cores, memory and compiler."""
     cores, memory = len(os.sched_getaffinity(0)), memory_of_this_machine()
-    yield Finding("machine", f"{cores} cores, {format_bytes(memory)} of memory")
+    yield assess("machine", f"{cores} cores, {format_bytes(memory)} of memory")
     with suppress(OSError):
         shared = shutil.disk_usage("/dev/shm").total
         if shared < _MIN_SHARED_BYTES:
             cure = "containers: start them with --shm-size=1g, or ranks of one node may crash"
-            yield Finding("shared memory", f"/dev/shm has only {format_bytes(shared)}", cure)
+            yield assess("shared memory", f"/dev/shm has only {format_bytes(shared)}", cure)
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
-        yield Finding("compiler", "no C++ compiler, which training.compile would need")
+        yield assess("compiler", "no C++ compiler, which training.compile would need")
 
 
 def _output(argv: Sequence[str]) -> str:
