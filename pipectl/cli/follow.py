@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import typer
 
 from pipectl.cli.console import errors, note, say, say_json, warn
-from pipectl.cli.progress import progress_bar
-from pipectl.cli.views.run import print_runs
-from pipectl.jobs.state import RunStatus, poll
 from pipectl.runs import PROFILING, Record, RunDirectory, name_in_shell
 
 if TYPE_CHECKING:
     from pipectl.jobs.job import PreparedJob
+    from pipectl.jobs.state import RunStatus
     from pipectl.jobs.submit import Submission
     from pipectl.profile import Profile
 
@@ -143,6 +141,8 @@ def finish(
     if not (wait and as_json):
         print_submission(submission, *lines, as_json=as_json, **more)
     if wait:
+        from pipectl.cli.views.run import print_runs
+
         status = follow_or_exit(submission.run, as_json=as_json)
         print_runs(submission.run, [status], as_json=as_json)
 
@@ -151,6 +151,8 @@ def follow_or_exit(run: RunDirectory, *, as_json: bool) -> RunStatus:
     """Follow a run until it is over. If it has failed, print it and exit with its code."""
     status = follow(run)
     if code := status.exit_code:
+        from pipectl.cli.views.run import print_runs
+
         print_runs(run, [status], as_json=as_json)
         raise typer.Exit(code)
     return status
@@ -158,6 +160,9 @@ def follow_or_exit(run: RunDirectory, *, as_json: bool) -> RunStatus:
 
 def follow(run: RunDirectory) -> RunStatus:
     """Wait until a run is over, or its state stays unknown; show a bar, or a line per change."""
+    from pipectl.cli.progress import progress_bar
+    from pipectl.jobs.state import poll
+
     try:
         with progress_bar() as progress:
             reported: tuple[str, str, int] | None = None

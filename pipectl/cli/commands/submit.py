@@ -22,14 +22,11 @@ from pipectl.cli.follow import (
     print_plan,
     submission_json,
 )
-from pipectl.cli.progress import profiling_progress
-from pipectl.cli.views.run import print_runs
 from pipectl.directives import GPUS
 from pipectl.errors import UsageError
 from pipectl.jobs.job import choose_scheduler, render
 from pipectl.jobs.owners import warning_of_code
 from pipectl.jobs.prepare import plan_path, prepare, profile_path
-from pipectl.jobs.state import get_statuses
 from pipectl.runs import SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
 
@@ -155,6 +152,7 @@ def _submit_and_follow(
         after: names of the runs to wait for.
     """
     # A dry run does not import these.
+    from pipectl.cli.progress import profiling_progress
     from pipectl.jobs.profiles import coupling_warning
     from pipectl.jobs.submit import submit
 
@@ -198,6 +196,9 @@ def _submit_and_follow(
 
 def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
     """Follow the runs of a sweep one by one."""
+    from pipectl.cli.views.run import print_runs
+    from pipectl.jobs.state import get_statuses
+
     codes = []
     for run in sweep.runs():
         note(run.name)
