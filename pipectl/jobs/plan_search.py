@@ -19,7 +19,7 @@ from pipectl.planner.explain.bottleneck import LinkLoad, StepParts, busiest_link
 from pipectl.planner.explain.data_parallel import WithoutPipeline, without_pipeline
 from pipectl.planner.explain.explain import Explanation, explain
 from pipectl.planner.explain.what_if import step_range
-from pipectl.planner.search import MAX_ALTERNATIVES, Found, search_plans
+from pipectl.planner.search import MAX_ALTERNATIVES, search_plans
 from pipectl.profile import Profile
 from pipectl.simulate import Simulation, simulate
 
@@ -58,8 +58,8 @@ class PlanSearch:
 
     def find(
         self, profile: Profile, cluster: Cluster, request: PlanRequest, planner: str | None = None
-    ) -> Found:
-        """Find the best plan and the next best ones.
+    ) -> list[Plan]:
+        """Find the best plan, and after it the next best ones.
 
         Args:
             planner: name of the planner; None for that of this search.
@@ -70,13 +70,13 @@ class PlanSearch:
         plan, *others = policy_plans(planner, profile, cluster, request, self.expired)
         assert plan.search is not None, "planners say how they found a plan"
         searched = replace(plan.search, planning_s=self.elapsed_s)
-        return Found(replace(plan, search=searched), tuple(others[:MAX_ALTERNATIVES]))
+        return [replace(plan, search=searched), *others[:MAX_ALTERNATIVES]]
 
     def plan(
         self, profile: Profile, cluster: Cluster, request: PlanRequest, planner: str | None = None
     ) -> Plan:
         """The best plan; see :meth:`find`."""
-        return self.find(profile, cluster, request, planner).plan
+        return self.find(profile, cluster, request, planner)[0]
 
 
 class ExplanationJson(TypedDict):
@@ -216,7 +216,7 @@ def plan_step(
     subject = inputs.profile, inputs.cluster, inputs.request
     with advise_other_micro_batches(inputs):
         before_s = compiling_s()
-        best = search.find(*subject)
+        best, *others = search.find(*subject)
         spent_s = compiling_s() - before_s
         stopped = ""
         if search.cut_short:
@@ -228,19 +228,19 @@ def plan_step(
         if explained:
             tell("explaining")
             explanation = explain(
-                best.plan, *subject, search.plan, best.alternatives, lambda: search.interrupted,
+                best, *subject, search.plan, others, lambda: search.interrupted,
                 can_add_nodes=inputs.can_add_nodes,
             )  # fmt: skip
-    simulation = simulate(best.plan, inputs.cluster)
+    simulation = simulate(best, inputs.cluster)
     return StepAnswer(
         inputs,
-        best.plan,
+        best,
         simulation,
-        step_parts(best.plan, inputs.cluster, simulation),
-        busiest_link(best.plan, inputs.cluster),
+        step_parts(best, inputs.cluster, simulation),
+        busiest_link(best, inputs.cluster),
         stopped,
         without,
         explanation,
         spent_s,
-        step_range(best.plan, inputs.cluster),
+        step_range(best, inputs.cluster),
     )

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipectl.planner.request import PlanRequest
-    from pipectl.planner.search import Found, make_plan, search_plans
+    from pipectl.planner.search import make_plan, search_plans
 
-__all__ = ["Found", "PlanRequest", "make_plan", "search_plans"]
+__all__ = ["PlanRequest", "make_plan", "search_plans"]
 _MODULES = {
-    "Found": "search",
     "PlanRequest": "request",
     "make_plan": "search",
     "search_plans": "search",

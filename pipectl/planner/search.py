@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from time import perf_counter
 
@@ -78,18 +78,6 @@ Expired = Callable[[], bool]
 Key = tuple[object, ...]
 
 
-@dataclass(frozen=True)
-class Found:
-    """The best plan, and the next best of other shapes.
-
-    Args:
-        alternatives: plans that differ in more than their cuts, with predictions, fastest first.
-    """
-
-    plan: Plan
-    alternatives: tuple[Plan, ...] = ()
-
-
 def make_plan(
     profile: Profile,
     cluster: Cluster,
@@ -106,7 +94,7 @@ def make_plan(
         InfeasibleError: nothing fits; says how much is missing and what would help.
         OutOfTimeError: time was up before any plan was found, and even cuts do not fit.
     """
-    return _ranked(profile, cluster, request, expired, 0)[0]
+    return search_plans(profile, cluster, request, expired, alternatives=0)[0]
 
 
 def search_plans(
@@ -114,16 +102,13 @@ def search_plans(
     cluster: Cluster,
     request: PlanRequest,
     expired: Expired = lambda: False,
-) -> Found:
-    """As :func:`make_plan`, with the next best plans."""
-    plan, *others = _ranked(profile, cluster, request, expired, MAX_ALTERNATIVES)
-    return Found(plan, tuple(others))
-
-
-def _ranked(
-    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired, alternatives: int
+    *,
+    alternatives: int = MAX_ALTERNATIVES,
 ) -> list[Plan]:
-    """The best plan, and at most ``alternatives`` of the next best."""
+    """The plan of :func:`make_plan`, then at most ``alternatives`` of the next best.
+
+    These differ from it and from each other in more than their cuts, and are sorted by their steps.
+    """
     started_s = perf_counter()
     schedule = SCHEDULES.get(request.schedule or "")
     if request.listed is not None or (schedule is not None and not schedule.flushes):
@@ -445,7 +430,7 @@ class VariantSearch:
         if request.backward_apart is not False and request.schedule not in OTHER_SCHEDULES:
             every = request.backward_apart is True
             for plan in plans:
-                for apart in some_apart(plan, self._cluster, every=every):
+                for apart in choose_backwards_elsewhere(plan, self._cluster, every=every):
                     yield from self._on_ranks(plan, ranks_of(apart, self._cluster))
             sizes = micro_batch_sizes(request, MICRO_BATCHES_ELSEWHERE * ranks)
             for size in sizes if request.fixed_stages is None else ():
@@ -496,7 +481,9 @@ class VariantSearch:
                             yield problem.plan(Choice(layout, size, *order))
 
 
-def some_apart(plan: Plan, cluster: Cluster, *, every: bool) -> Iterator[tuple[bool, ...]]:
+def choose_backwards_elsewhere(
+    plan: Plan, cluster: Cluster, *, every: bool
+) -> Iterator[tuple[bool, ...]]:
     """Which stages use the free ranks of a plan: one or more of the largest."""
     stages, spare = len(plan.stages), cluster.ranks - len(plan.stages)
     loads = [stage.cost.forward_s + stage.cost.backward_s for stage in plan.stages]

@@ -126,7 +126,7 @@ def test_schedules_that_are_named_stay(chain, named) -> None:
         cluster_of([4]),
         PlanRequest("job", 32, micro_batches=4, every_schedule=True, backward_apart=None, **named),
     )
-    for plan in (found.plan, *found.alternatives):
+    for plan in found:
         assert plan.schedule == named.get("schedule", "1f1b")
 
 
