@@ -597,7 +597,7 @@ def factories_in(data: Any) -> Iterator[tuple[tuple[str, ...], str, Mapping[str,
     """
     keys = "model loss data optimizer lr_scheduler evaluation.data evaluation.metrics.* callbacks.*"
     for path, item in (*_values_at(data, keys), *_values_at(data, "loss.weight")):
-        key = () if path[-1] == "weight" else ("factory",)
+        key = () if path == ("loss", "weight") else ("factory",)
         section = item if isinstance(item, Mapping) else {"factory": item}
         text, kwargs = section.get("factory"), section.get("kwargs")
         if isinstance(text, str) and not references.fault_of(text):  # as `model`, for the loss

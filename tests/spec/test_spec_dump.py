@@ -21,7 +21,8 @@ def job(tmp_path: Path, minimal: str) -> Path:
     )
     (home / "job.yaml").write_text(
         text
-        + "evaluation: {data: ./model.py:held_out, metrics: {m: ./model.py:m}}\n"
+        + "evaluation: {data: ./model.py:held_out, metrics: {m: ./model.py:m, weight: {factory: "
+        + "./model.py:w, kwargs: {q: 1}}}}\n"
         + "cluster: cluster.json\n"
         + "resources: {nodes: 2, walltime: 1:30:00, memory_per_node: 8GiB}\n"
         + "pipeline: {stages: 2, warm_up: [2, 1]}\n"
@@ -47,6 +48,8 @@ def test_a_dump_is_read_back_the_same_from_another_directory(job: Path, tmp_path
     assert again.loss.weight == f"{job.parent / 'model.py'}:weight"
     assert again.evaluation is not None
     assert again.evaluation.metrics["m"].factory == f"{job.parent / 'model.py'}:m"
+    weight = again.evaluation.metrics["weight"]  # the name of a key of the loss
+    assert (weight.factory, weight.kwargs) == (f"{job.parent / 'model.py'}:w", {"q": 1})
     assert again.cluster_file == job.parent / "cluster.json"
     assert again.site_defaults is False
     for name in ("training", "pipeline", "resources", "optimizer"):
