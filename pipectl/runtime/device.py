@@ -11,6 +11,7 @@ blocks that stay, little of their memory would fit what training allocates.
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,9 @@ Sizes = int | tuple[int, ...]
 """Sizes of a contiguous tensor's dimensions, or the number of elements of a vector."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 """Parameters of ``mallopt``, see its manual page; glibc has no other interface."""
-_LARGEST, _LARGE_BYTES = 2**31 - 1, 2**17
+_LARGEST, _LARGE_BYTES, _DEFAULT_MMAP_MAX = 2**31 - 1, 2**17, 2**16
+_COLLECTIONS = (700, 10, 10)
+"""Thresholds of Python's garbage collector, as it begins."""
 
 
 class MessageBuffer:
@@ -55,7 +58,7 @@ class Device:
     route = "in place"
     staged = False
     _peak_bytes = 0
-    _holds_copy = False
+    _copy_bytes = 0
 
     def enter_thread(self) -> None:
         """Make this the current device of the calling thread, which may pass its memory to MPI."""
@@ -80,21 +83,19 @@ class Device:
 
         A copy for a checkpoint does not count; see :meth:`begin_copy`.
         """
-        if not self._holds_copy:
-            self._peak_bytes = max(self._peak_bytes, _resident_peak_bytes())
+        self._peak_bytes = max(self._peak_bytes, _resident_peak_bytes() - self._copy_bytes)
         return self._peak_bytes
 
-    def begin_copy(self) -> None:
-        """Leave what is allocated from now on to :meth:`end_copy` out of the peak."""
-        self.peak_bytes()
-        self._holds_copy = True
+    def begin_copy(self, size_bytes: int) -> None:
+        """Leave a copy of this size out of the peak; call :meth:`peak_bytes` before it is made."""
+        self._copy_bytes = max(self._copy_bytes, size_bytes)
 
     def end_copy(self) -> None:
-        """Measure the peak again; if the system does not allow it, the peak stays as it is."""
-        if self._holds_copy:
+        """Count all memory again, from what is resident now, if the system allows that."""
+        if self._copy_bytes:
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
-                self._holds_copy = False
+                self._copy_bytes = 0
 
     def free_bytes(self) -> int:
         """Memory that is free now."""
@@ -234,9 +235,13 @@ def move(tensor: Tensor, device: torch.device) -> None:
 
 
 def settle_process(threads: int) -> None:
-    """Set the number of threads of this process, and make it keep freed memory."""
+    """Set the number of threads of this process, and make it keep freed memory.
+
+    It collects garbage as ranks do, because garbage counts as memory; commands do so less often.
+    """
     torch.set_num_threads(threads)
     keep_freed_memory()
+    gc.set_threshold(*_COLLECTIONS)
 
 
 def keep_freed_memory() -> None:
@@ -249,6 +254,7 @@ def return_freed_memory() -> None:
     """Make the C library return large blocks that are allocated from now on to the system when they
     are freed, also after :func:`keep_freed_memory`."""
     _set_allocator(_MMAP_THRESHOLD, _LARGE_BYTES)
+    _set_allocator(_MMAP_MAX, _DEFAULT_MMAP_MAX)
 
 
 def _set_allocator(parameter: int, value: int) -> None:

@@ -212,7 +212,7 @@ class Trainer:
         self._begin("saving")
         end, setup = self._end, self._setup
         states, stepper = setup.job.states, end.stepper
-        setup.device.begin_copy()
+        setup.device.peak_bytes()  # the copy, which comes next, does not count
         snapshot = take_snapshot(
             {name: states[name] for name, owner in setup.owners.items() if owner == self._rank},
             self._persistent,
@@ -220,6 +220,8 @@ class Trainer:
             end.owned_parameters,
             self._room_bytes,
         )
+        if snapshot.is_copy:
+            setup.device.begin_copy(snapshot.size_bytes)
         manifest = Manifest(
             step,
             setup.plan.micro_batch_size,
