@@ -230,7 +230,8 @@ class MetricsLine(LenientFields):
     @property
     def is_step(self) -> bool:
         """Whether the line has the figures of a training step."""
-        return self.evaluation is None and self.not_finite is None
+        is_other = self.evaluation is not None or self.not_finite is not None
+        return not is_other and (self.loss is not None or self.step_time_s is not None)
 
 
 def read_metrics(run: RunDirectory, *, whole: bool = True) -> list[MetricsLine]:
@@ -269,7 +270,7 @@ def merge_attempts(lines: Iterable[MetricsLine]) -> list[MetricsLine]:
     for _, group in groupby(sorted(lines, key=of_attempt, reverse=True), key=of_attempt):
         attempt = list(group)
         for line in attempt:
-            if line.step < end:
+            if line.step < end and (line.is_step or line.evaluation or line.not_finite):
                 kind = 0 if line.is_step else 2 if line.not_finite is None else 1
                 kept[line.step, kind] = line
         end = min(end, min(line.step for line in attempt))

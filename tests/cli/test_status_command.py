@@ -145,13 +145,16 @@ def test_json_has_every_key_of_a_rank_also_before_its_first_step(
 
 def test_metrics_that_are_not_finite_are_said_to_be(cli: Command, finished: Path) -> None:
     values = {"loss": None, "perplexity": 2.5}
-    line = {"attempt": 1, "step": 10, "time": 0, "evaluation": values}
+    first = json.loads(cli("status", "last", "--json").out)["first_loss"]
     with (finished / "metrics.jsonl").open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
+        for evaluation in (values, None):  # a line without figures changes nothing
+            line = {"attempt": 1, "step": 10, "time": 0, "evaluation": evaluation}
+            stream.write(json.dumps(line) + "\n")
     result = cli("status", "last")
     assert (result.code, result.err) == (0, "")
     assert "after step 10: loss not finite, perplexity 2.5" in result.out
-    assert json.loads(cli("status", "last", "--json").out)["evaluation"] == values
+    answer = json.loads(cli("status", "last", "--json").out)
+    assert (answer["evaluation"], answer["first_loss"]) == (values, first)
 
 
 def test_paths_elsewhere_are_shown_whole(
