@@ -20,6 +20,7 @@ from rich.text import Text
 from pipectl.units import printable, printable_json
 
 _WIDTH_WITHOUT_TERMINAL = 80
+_UNBROKEN = "\N{NO-BREAK SPACE}"
 _GAP = 2
 """Spaces between the columns of a table."""
 
@@ -30,8 +31,13 @@ def output(*, stderr: bool = False) -> Console:
     The variable ``COLUMNS`` sets another width.
     """
     stream = sys.stderr if stderr else sys.stdout
-    fixed = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH_WITHOUT_TERMINAL
+    fixed = None if _has_width(stream) else _WIDTH_WITHOUT_TERMINAL
     return Console(stderr=stderr, width=fixed, highlight=False, markup=False, emoji=False)
+
+
+def _has_width(stream: TextIO) -> bool:
+    """Whether a stream is a terminal, or the user has set its width."""
+    return stream.isatty() or "COLUMNS" in os.environ
 
 
 def errors() -> Console:
@@ -85,6 +91,11 @@ def short_path(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
+def whole(text: str) -> str:
+    """A command or path that :func:`label_lines` does not wrap."""
+    return text.replace(" ", _UNBROKEN)
+
+
 def labels(lines: Sequence[tuple[str, str, str]], indent: int, style: str = "") -> Fitted:
     """Lines that begin with labels; see :func:`label_lines`."""
     return Fitted(lambda width: Group(*label_lines(lines, indent, width, style)))
@@ -111,6 +122,7 @@ def label_lines(
         parts = [piece for part in text.splitlines() or [""] for piece in fold(part) or [""]]
         for number, part in enumerate(parts):
             head = plain(f"{'' if number else label:<{indent}}", label_style)
+            part = part.replace(_UNBROKEN, " ")
             # the label's style is not the text's
             yield Text.assemble(head, plain(part, style), no_wrap=True, overflow="ignore")
 
@@ -129,7 +141,7 @@ def table(
         left: heads of left-aligned columns; the others are right-aligned.
         optional: columns that are left out if all their cells are empty, and then, in this order,
             until the table fits the width of the console.
-        wrap: whether cells may wrap; else the first column is cut if necessary.
+        wrap: whether cells may wrap; else the first column is cut if necessary, on terminals.
     """
     texts = [[cell if isinstance(cell, Text) else plain(cell) for cell in row] for row in rows]
     columns = list(zip(*texts, strict=True)) or [()] * len(heads)
@@ -144,7 +156,10 @@ def table(
         for head in optional:
             if sum(widths[i] + _GAP for i in indices) - _GAP > width:
                 indices = [i for i in indices if heads[i] != head]
-        grid = Table(box=None, pad_edge=False, header_style="bold")
+        needed = sum(widths[i] + _GAP for i in indices) - _GAP
+        is_whole = not wrap and needed > width and not _has_width(sys.stdout)
+        size = needed if is_whole else None  # a script reads the names
+        grid = Table(box=None, pad_edge=False, header_style="bold", width=size)
         for i in indices:
             grid.add_column(
                 heads[i],

@@ -19,6 +19,7 @@ from pipectl.cli.console import (
     short_path,
     show,
     table,
+    whole,
 )
 from pipectl.cli.views.run_json import Subject, runs_json
 from pipectl.jobs.state import RunStatus, find_best
@@ -145,8 +146,8 @@ def run_facts(status: RunStatus, difference: Difference | None = None) -> list[F
 def _failure(status: RunStatus) -> Iterator[Fact]:
     """What ended the run, or what it waits for."""
     job, failure = status.job, status.failure
-    logs = f"pipectl logs {name_in_shell(status.run)}"
-    details = f"details: {short_path(status.run.errors)}\nlogs: {logs}"
+    logs = whole(f"pipectl logs {name_in_shell(status.run)}")
+    details = f"details: {whole(short_path(status.run.errors))}\nlogs: {logs}"
     if failure is not None and job.state is not JobState.COMPLETED:
         others = len(status.errors) - 1
         also = f" (and {plural(others, 'more rank')})" if others else ""
@@ -256,16 +257,18 @@ def _files(status: RunStatus) -> Iterator[Fact]:
         for label, time_s in [*times.items()][: 2 if record.submitted_at > first_s else 1]:
             yield label, f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M:%S}", ""
     results = {"profile": run.profile, "cluster": run.cluster} if _measures(status) else {}
-    yield from ((label, short_path(path), "") for label, path in results.items() if path.exists())
+    yield from (
+        (label, whole(short_path(path)), "") for label, path in results.items() if path.exists()
+    )
     if status.plan is not None:
         yield "plan", status.plan.summary, ""
-    yield "directory", short_path(run.path), ""
+    yield "directory", whole(short_path(run.path)), ""
     weights = last_checkpoint(run)
     if weights is not None:
-        yield "weights", short_path(weights), ""
+        yield "weights", whole(short_path(weights)), ""
     if status.can_go_on:
         since = "the beginning" if weights is None else f"step {step_of(weights)}"
-        yield "resume with", f"pipectl resume {name_in_shell(run)}  (from {since})", ""
+        yield "resume with", f"{whole(f'pipectl resume {name_in_shell(run)}')}  (from {since})", ""
 
 
 def runs_table(statuses: Sequence[RunStatus]) -> RenderableType:
