@@ -160,10 +160,10 @@ def follow_or_exit(run: RunDirectory, *, as_json: bool) -> RunStatus:
 
 def follow(run: RunDirectory) -> RunStatus:
     """Wait until a run is over, or its state stays unknown; show a bar, or a line per change."""
-    from pipectl.cli.progress import progress_bar
-    from pipectl.jobs.state import poll
-
     try:
+        from pipectl.cli.progress import progress_bar
+        from pipectl.jobs.state import poll
+
         with progress_bar() as progress:
             reported: tuple[str, str, int] | None = None
             for status in poll(run):
