@@ -23,7 +23,7 @@ import psutil
 from pipectl.batch import LOCAL, JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.job import PreparedJob, change, make_job
+from pipectl.jobs.job import PreparedJob, change, make_job, render
 from pipectl.jobs.owners import refuse_code_of_others
 from pipectl.jobs.prepare import find_cluster, join_rows, profile_path, read_profile
 from pipectl.jobs.profiles import measure
@@ -36,6 +36,7 @@ from pipectl.spec.models import Optimizer
 from pipectl.units import format_bytes
 
 if TYPE_CHECKING:
+    from pipectl.batch.launchers import MpiChoice
     from pipectl.capture.job import Traits
     from pipectl.profile import Profile
     from pipectl.profiler.progress import Progress
@@ -87,21 +88,23 @@ def verify(
     with _temporary_directory() as directory:
         chunks = 1 if schedule is None else schedule.stages_per_rank[0]
         spec = load(job, [*overrides, *_changes(spec, steps, directory, chunks), *here])
-        profile = None
+        described = make_job(spec, LOCAL)
+        render(PreparedJob(described))  # raise errors in the script before the model is measured
+        profile, mpi = None, described.mpi
         with suppress(PipectlError):  # use the job's profile: its times do not change results
             own = load(job, overrides)
             profile = read_profile(own, profile_path(own))
         if profile is None or profile.fingerprint is None:
             profile = measure(spec, profile_path(spec), progress)
         progress(0, 0, "planning")
-        pipeline, plan = _prepare(spec, profile)
+        pipeline, plan = _prepare(spec, profile, mpi)
         # Not earlier: the memory of this process while it measures counts as memory of a rank.
         from pipectl.capture.job import find_traits
         from pipectl.runtime.compare import Trained, compare
         from pipectl.runtime.plain import FirstWeights
 
         traits = find_traits(spec, plan.micro_batch_size)
-        reference = choose_reference(spec, profile, plan, traits, two_plans=two_plans)
+        reference = choose_reference(spec, profile, plan, traits, mpi, two_plans=two_plans)
         notes, tolerance = expect(spec, traits, plan, reference.reason)
         changes: dict[str, object] = {}
         if tolerance:  # small differences must not become large ones
@@ -216,7 +219,13 @@ class Reference(NamedTuple):
 
 
 def choose_reference(
-    spec: JobSpec, profile: Profile, plan: Plan, traits: Traits, *, two_plans: bool
+    spec: JobSpec,
+    profile: Profile,
+    plan: Plan,
+    traits: Traits,
+    mpi: MpiChoice,
+    *,
+    two_plans: bool,
 ) -> Reference:
     """Choose one process, or another plan if no process can hold the model."""
     reason, alone = "--between-plans" if two_plans else "", None
@@ -224,7 +233,7 @@ def choose_reference(
         reason = "materialize: per_rank"
     elif not reason:
         try:
-            alone, alone_plan = _prepare(_like(spec, plan, ranks=1), profile)
+            alone, alone_plan = _prepare(_like(spec, plan, ranks=1), profile, mpi)
         except InfeasibleError:
             reason = "one process would need more memory than there is"
         else:
@@ -238,7 +247,7 @@ def choose_reference(
     for ranks in (plan.ranks + 1, plan.ranks - 1):  # one stage more or less moves all cuts
         with suppress(PipectlError):
             if ranks:
-                other, other_plan = _prepare(_like(spec, plan, ranks), profile)
+                other, other_plan = _prepare(_like(spec, plan, ranks), profile, mpi)
                 stages = len(other_plan.stages)
                 words = f"another plan: {other_plan.ranks} ranks, {stages} stages"
                 return Reference(words, other, reason)
@@ -248,7 +257,7 @@ def choose_reference(
     )
 
 
-def _prepare(spec: JobSpec, profile: Profile) -> tuple[PreparedJob, Plan]:
+def _prepare(spec: JobSpec, profile: Profile, mpi: MpiChoice) -> tuple[PreparedJob, Plan]:
     """Plan a job for this machine."""
     from pipectl.jobs.planning import plan_job
     from pipectl.runtime.nodes import check_supported
@@ -256,7 +265,7 @@ def _prepare(spec: JobSpec, profile: Profile) -> tuple[PreparedJob, Plan]:
     profile, machines = join_rows(profile, find_cluster(spec, LOCAL))
     plan = plan_job(spec, profile, machines.cluster)
     check_supported(plan, "the plan")
-    return PreparedJob(make_job(spec, LOCAL), machines, profile, plan), plan
+    return PreparedJob(make_job(spec, LOCAL, mpi=mpi), machines, profile, plan), plan
 
 
 def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:

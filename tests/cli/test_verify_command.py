@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -226,6 +227,19 @@ def test_a_failure_of_the_ranks_is_told_and_leaves_nothing(
     assert error.startswith("error: rank ")
     assert "training.compile: torch.compile fails" in error
     assert "set training.compile: false" in result.err
+
+
+def test_a_template_is_checked_before_the_model_is_measured(
+    verify: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("pipectl.jobs.verify.measure", fail)
+    Path("bad.j2").write_text("{% extends base %}\n{% endfor %}\n")
+    result = verify("--set", "launch.template=bad.j2")
+    assert result.code == 3
+    assert re.search("bad.j2:2:1.* unknown tag 'endfor'", result.err)
 
 
 def test_more_stages_than_ranks_are_refused_at_once(verify: Command) -> None:
