@@ -57,13 +57,13 @@ class LocalScheduler(Scheduler):
     def __init__(self, grace_s: float = 5.0) -> None:
         self._grace_s = grace_s
 
-    def render(self, request: JobRequest, **values: str) -> str:
+    def render(self, request: JobRequest) -> str:
         if request.after:
             raise SchedulerError(
                 "local jobs cannot wait for other runs",
                 cure="run `pipectl submit --wait` for each in turn",
             )
-        return super().render(request, **values)
+        return super().render(request)
 
     def submit(self, script: Path, request: JobRequest) -> str:
         """Start the script in its own session, with its output in ``logs/job.log``."""

@@ -20,6 +20,7 @@ from pipectl.batch.scheduler import (
     number_of,
     parse_limit,
 )
+from pipectl.batch.script import render_script
 from pipectl.directives import PBS_GPUS
 from pipectl.errors import InvalidInputError, SchedulerError
 
@@ -60,7 +61,7 @@ class PbsScheduler(CommandLineScheduler):
     def ping(self) -> None:
         self._ask("qselect", "-u", getpass.getuser())
 
-    def render(self, request: JobRequest, **values: str) -> str:
+    def render(self, request: JobRequest) -> str:
         directory = str(request.run_directory)
         if ":" in directory:
             raise InvalidInputError(
@@ -77,7 +78,7 @@ class PbsScheduler(CommandLineScheduler):
         name = f"{first}{request.name[:_NAME_LENGTH]}{_suffix(request.tag)}"
         has_gpus = request.resources.gpus_per_node and not PBS_GPUS.search(request.pbs.select or "")
         ngpus = str(request.resources.gpus_per_node) if has_gpus else ""
-        return super().render(request, job_name=name, ngpus=ngpus, **values)
+        return render_script("pbs.sh.j2", request, self.name, job_name=name, ngpus=ngpus)
 
     def _describe_tag(self, tag: str) -> str:
         return f"whose name ends in {_suffix(tag)!r}"

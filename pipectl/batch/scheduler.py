@@ -118,11 +118,8 @@ class Scheduler(ABC):
     def ping(self) -> None:  # noqa: B027
         """Check with a cheap query that the system answers."""
 
-    def render(self, request: JobRequest, **values: str) -> str:
+    def render(self, request: JobRequest) -> str:
         """Render the job script.
-
-        Args:
-            values: further variables of the system's template.
 
         Raises:
             PipectlError: the job cannot run here; see also
@@ -130,7 +127,7 @@ class Scheduler(ABC):
         """
         from pipectl.batch.script import render_script
 
-        return render_script(f"{self.name}.sh.j2", request, self.name, **values)
+        return render_script(f"{self.name}.sh.j2", request, self.name)
 
     @abstractmethod
     def submit(self, script: Path, request: JobRequest) -> str:
