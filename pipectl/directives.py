@@ -14,8 +14,8 @@ written; several texts for an option that is written several times."""
 
 RESOURCES = re.compile(r"[A-Za-z0-9_=:.,+*~/@-]*")
 """Characters allowed in ``-l`` of qsub, which is not quoted."""
-GPUS = re.compile(r"(?:gres[/:])?gpu(?:[:/]([A-Za-z_][^:=]*))?(?:[:=]([0-9]{1,9}))?")
-"""GPUs in a list of resources of Slurm, with type and number: ``gpu:a100:4``, ``gres/gpu=2``."""
+GPUS = re.compile(r"(?:gres[/:])?gpu(?:[:/](?![0-9]+(?:[:=]|$))([^:=]+))?(?:[:=]([0-9]{1,9}))?")
+"""GPUs in a list of resources of Slurm, with type and number: ``gpu:1g.5gb:4``, ``gres/gpu=2``."""
 PBS_GPUS = re.compile(r"\b(n?gpus?|n?accelerators?)=([0-9]{1,9})\b")
 """GPUs in a list of resources of PBS, with the name that the site gives them."""
 REPLACEMENTS = {

@@ -61,7 +61,7 @@ _BACKWARD = ("pipeline", "backward")
 _GRES = ("gres", "tres-per-task")
 _GPU_OPTIONS = {
     "gres": "node", "gpus-per-node": "node", "gpus": "job", "G": "job", "gpus-per-task": "task",
-    "tres-per-task": "task",
+    "tres-per-task": "task", "gpus-per-socket": "socket",
 }  # fmt: skip
 """Options of sbatch that ask for GPUs, and the unit that each counts them for."""
 _PLACEHOLDER = "/path/to/"
@@ -284,38 +284,65 @@ def _check_options(slurm: models.Slurm, pbs: models.Pbs) -> Iterator[Finding]:
                 yield (section, "options", name), fault
 
 
-def _check_gpus(
-    slurm: models.Slurm, pbs: models.Pbs, resources: models.Resources
-) -> Iterator[Finding]:
-    """GPUs that only options ask for: ranks would leave them idle and compute on CPUs.
-
-    If the job says ``gpus_per_node: 0``, this is intended.
-    """
-    if "gpus_per_node" in resources.model_fields_set:
-        return
-    fault = "asks for GPUs, but ranks compute on CPUs unless resources.gpus_per_node says how many"
+def _check_slurm_gpus(slurm: models.Slurm, resources: models.Resources) -> Iterator[Finding]:
+    units = {"node": resources.nodes, "task": resources.ranks, "job": 1}
     for name, unit in _GPU_OPTIONS.items():
-        texts = (text for _, text in options_of(name, slurm.options.get(name, False)) if text)
-        for text in ",".join(texts).split(","):
-            gpus = GPUS.fullmatch(text if name in _GRES else f"gpu:{text}")
-            if gpus is None or not (count := int(gpus[2] or 1)):
-                continue
-            numbers = {"task": count * resources.tasks_per_node, "job": count // resources.nodes}
-            number = numbers.get(unit, count) or 1
-            advice, how = f"write resources: {{gpus_per_node: {number}}}", "instead"
+        for _, value in options_of(name, slurm.options.get(name, False)):
+            texts = [text for text in (value or "").split(",") if text]
+            matches = [GPUS.fullmatch(text if name in _GRES else f"gpu:{text}") for text in texts]
+            counts = [int(match[2] or 1) for match in matches if match]
+            total = sum(counts) * units[unit] if unit in units else None
+            number = "N" if total is None else str(total // resources.nodes or 1)
+            cure, how = f"write resources: {{gpus_per_node: {number}}}", "instead"
+            kinds = [match[1] for match in matches if match and match[1]]
             if name == "gpus-per-node":
                 how = "as well"
-            elif gpus[1]:
-                advice += f" and slurm.options: {{gpus-per-node: {gpus[1]}:{number}}}"
-            yield ("slurm", "options", name), f"{text!r} {fault}; {advice} {how}"
-    lists: list[tuple[tuple[str, ...], str | None]] = [(("pbs", "select"), pbs.select)]
-    lists += [(("pbs", "options", "l"), x) for _, x in options_of("l", pbs.options.get("l", False))]
-    for path, resource_list in lists:
-        gpus = PBS_GPUS.search(resource_list or "")
-        if gpus is not None and (count := int(gpus[2])):
-            how = "instead" if gpus[1] == "ngpus" else "as well"
-            advice = f"write resources: {{gpus_per_node: {count}}} {how}"
-            yield path, f"{gpus[0]!r} {fault}; {advice}"
+            elif len(kinds) == len(counts) == 1:
+                cure += f" and slurm.options: {{gpus-per-node: {kinds[0]}:{number}}}"
+            text = ",".join(text for text, match in zip(texts, matches, strict=True) if match)
+            fault = _fault_of_gpus(text, sum(counts), total, resources, f"{cure} {how}")
+            if counts and fault:
+                yield ("slurm", "options", name), fault
+
+
+def _check_pbs_gpus(pbs: models.Pbs, resources: models.Resources) -> Iterator[Finding]:
+    for gpus in PBS_GPUS.finditer(pbs.select or ""):
+        count, how = int(gpus[2]), "instead" if gpus[1] == "ngpus" else "as well"
+        cure = f"write resources: {{gpus_per_node: {count}}} {how}"
+        if fault := _fault_of_gpus(gpus[0], count, count * resources.nodes, resources, cure):
+            yield ("pbs", "select"), fault
+    for _, value in options_of("l", pbs.options.get("l", False)):
+        for gpus in PBS_GPUS.finditer(value or ""):
+            # Beside our `-l select`, PBS takes resources of nodes only within it.
+            chunk = "" if gpus[1] == "ngpus" else f" and pbs.select: {gpus[0]}"
+            cure = f"write resources: {{gpus_per_node: {gpus[2]}}}{chunk} instead"
+            if fault := _fault_of_gpus(gpus[0], int(gpus[2]), None, resources, cure):
+                yield ("pbs", "options", "l"), fault
+
+
+def _fault_of_gpus(
+    text: str, number: int, total: int | None, resources: models.Resources, cure: str
+) -> str:
+    """Why an option may not ask for GPUs; empty if it may.
+
+    Without ``resources.gpus_per_node``, ranks would leave them idle and compute on CPUs; 0 says
+    that this is intended. Any other number must be that of the option.
+
+    Args:
+        number: of GPUs that the option asks for.
+        total: for the whole job; None if it is not known.
+        cure: what to write if the job does not say how many GPUs it needs.
+    """
+    gpus, key = resources.gpus_per_node, "resources.gpus_per_node"
+    if "gpus_per_node" not in resources.model_fields_set:
+        fault = f"asks for GPUs, but ranks compute on CPUs unless {key} says how many"
+        return f"{text!r} {fault}; {cure}" if number else ""
+    if not gpus or total is None or total == gpus * resources.nodes:
+        return ""
+    count, rest = divmod(total, resources.nodes)
+    fault = f"asks for {total / resources.nodes:g} GPUs per node, but {key} is {gpus}"
+    other = f", or write resources: {{gpus_per_node: {count}}}" if count and not rest else ""
+    return f"{text!r} {fault}; ask for {gpus} per node{other}"
 
 
 def _check_sweep(sweep: models.Sweep | None) -> Iterator[Finding]:
@@ -364,6 +391,7 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_batch, _check_buckets, _check_warm_up, _check_backward, _check_progress,
-    _check_loss, _check_evaluation, _check_options, _check_gpus, _check_sweep,
+    _check_loss, _check_evaluation, _check_options, _check_slurm_gpus, _check_pbs_gpus,
+    _check_sweep,
 )  # fmt: skip
 """Checks; the names of their parameters are the sections they need."""

@@ -102,6 +102,7 @@ def test_local_without_mpi_fails_before_anything_is_made(
         ("-N 3 -t 30 -p debug -A me", "account=me partition=debug nodes=3 time=00:30:00"),
         ("--gres gpu:2", "gpus-per-node=2"),
         ("--gres gpu:a100:4", "gpus-per-node=a100:4"),
+        ("--gres gpu:1g.5gb:2", "gpus-per-node=1g.5gb:2"),
         ("--gres nvme:1,gpu:a100", "gpus-per-node=a100:1 gres=nvme:1"),
         ("--gres nvme:1 -p 12", "partition=12 gres=nvme:1"),
         ("-N 3 --set resources.nodes=5", "nodes=5"),

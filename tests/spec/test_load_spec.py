@@ -123,6 +123,9 @@ def test_how_it_runs(full: JobSpec) -> None:
     [
         "slurm: {options: {gres: gpu:2}}\nresources: {gpus_per_node: 2}",
         "slurm: {options: {gres: gpu:2}}\nresources: {gpus_per_node: 0}",
+        "slurm: {options: {gpus: 6, gpus-per-socket: 1}}\nresources: {nodes: 3, gpus_per_node: 2}",
+        "slurm: {options: {gpus-per-task: 1}}\nresources: {tasks_per_node: 2, gpus_per_node: 2}",
+        "pbs: {select: naccelerators=2}\nresources: {nodes: 2, gpus_per_node: 2}",
         "slurm: {options: {gres: 'gpu:0,nvme:1', gpus: 0, gpus-per-node: false}}",
         "pbs: {select: 'gpu_model=none:ngpus=0', options: {h: true}}",
     ],
