@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -417,3 +419,32 @@ def test_an_installation_without_source_files_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(pipectl.compiled, "__file__", str(tmp_path / "compiled.pyc"))
     with pytest.raises(PipectlError, match="source files of pipectl are missing"):
         pipectl.compiled._translator.__wrapped__()
+
+
+def test_ranks_list_the_actions_of_a_small_program_without_llvm() -> None:
+    """LLVM takes 46 MiB per rank. Machine code gives the same turns."""
+    script = """
+import sys
+import numpy as np
+from pipectl.schedule import sequences
+from pipectl.schedule.actions import Kind
+
+rows = [
+    np.array([(kind, stage, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in range(4)])
+    for stage in range(3)
+]
+small = sequences.execute(rows, 3, 4)
+print("llvmlite" in sys.modules)
+sequences._MAX_SMALL = 0
+large = sequences.execute(rows, 3, 4)
+print("llvmlite" in sys.modules)
+turns = [
+    [run.order.backward(stage, np.arange(4)).tolist() for stage in range(3)]
+    for run in (small, large)
+]
+print(turns[0] == turns[1], small.is_done.all(), large.is_done.all())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "True", "True", "False", "False"]  # no weight halves

@@ -156,6 +156,26 @@ class Kernel(Generic[P, R]):
         return code(*_operands(args))
 
 
+def run_small(kernel: Callable[..., R], *args: Any) -> R:
+    """Call a kernel, in Python if this process has not loaded LLVM.
+
+    For loops that end before LLVM would be loaded, which takes 46 MiB, too.
+    """
+    if isinstance(kernel, Kernel) and not _llvm.cache_info().currsize:
+        result: R = _in_python(kernel.function)(*args)
+        return result
+    return kernel(*args)
+
+
+def _in_python(function: Any) -> Callable[..., Any]:
+    """A function that calls the kernels in its global names in Python, too."""
+    names = dict(function.__globals__)
+    for name in function.__code__.co_names:
+        if (called := _function_of(names.get(name))) is not None:
+            names[name] = called if called is function else _in_python(called)
+    return FunctionType(function.__code__, names)
+
+
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a kernel; kernels may call each other."""
     return function if os.environ.get("PIPECTL_INTERPRET") else Kernel(function)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.compiled import compiled
+from pipectl.compiled import compiled, run_small
 from pipectl.schedule.actions import Integers, Kind
 from pipectl.schedule.order import Order, Turns
 
@@ -23,6 +23,9 @@ FORWARD, BACKWARD, WEIGHT = range(3)
 PART = np.full(len(Kind), -1, dtype=np.int64)
 PART[[Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT]] = FORWARD, BACKWARD, BACKWARD
 PART[Kind.BACKWARD_WEIGHT] = WEIGHT
+
+_MAX_SMALL = 20_000
+"""Actions that Python executes in the time in which LLVM is loaded, which ranks do not need."""
 
 
 class Execution(NamedTuple):
@@ -54,7 +57,11 @@ def execute(sequences: Sequence[Integers], stages: int, micro_batches: int) -> E
     over_at = np.full((WEIGHT + 1, stages, micro_batches), -1, dtype=np.int64)
     first = np.concatenate([[0], ends[:-1]])
     turns, position = over_at.copy(), first.copy()
-    _run(rows, duration, position, ends, np.zeros_like(ends), over_at, turns)
+    arguments = rows, duration, position, ends, np.zeros_like(ends), over_at, turns
+    if len(rows) > _MAX_SMALL:
+        _run(*arguments)
+    else:
+        run_small(_run, *arguments)
     weight = _turns_in(turns[WEIGHT]) if splits else None
     order = Order(_turns_in(turns[FORWARD]), _turns_in(turns[BACKWARD]), weight)
     return Execution(order, position - first, over_at >= 0)
