@@ -107,7 +107,7 @@ def test_results_are_kept_for_the_same_numbers_only(chain) -> None:
             space,
             table,
             options,
-            Goal(MEMORY, in_flight=np.ones(2), temporary_bytes=one, buffers=other, limit_bytes=0.0),
+            Goal(MEMORY, in_flight=np.ones(2), temporary_bytes=one, buffers=other),
         ).value(equal(2).tallies(2))
         for one, other in ((1.2, 12.5), (1.21, 2.5))
     ]

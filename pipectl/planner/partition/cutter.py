@@ -214,7 +214,6 @@ class Cutter:
                 temporary_bytes=self._problem.baseline_bytes + temporary,
                 buffers=buffers,
                 entering=entering,
-                limit_bytes=float(max(limits) - reserved.min()),  # one type, one kernel
             )
             chains = best_chains(space, table, options, goal, self._check)
             least, chain = chains.value(tallies), None

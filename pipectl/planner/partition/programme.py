@@ -39,6 +39,8 @@ FREE, ADDED, OVERLAPPED = range(3)
 """How messages count as load: not at all, added to compute, or as the maximum of both."""
 KEEP, RECOMPUTE, ELSEWHERE, RECOMPUTE_ELSEWHERE = range(4)
 """What a stage does with saved values; the last two run the backward on a second device."""
+ROUNDING_BYTES = 16.0
+"""More than sums of bytes are rounded by."""
 STEPS = 10**8
 """Steps of the inner loop between two checks of the time."""
 
@@ -221,7 +223,6 @@ class Goal(NamedTuple):
         buffers: additional copies of messages that count as memory.
         entering: share of the values that cross its start that a stage is taken to hold.
         bound: chains with this value or more are ignored.
-        limit_bytes: of the largest device, for MEMORY, which counts excess over a rank's limit.
     """
 
     objective: int
@@ -233,7 +234,6 @@ class Goal(NamedTuple):
     buffers: float = 0.0
     entering: float = 1.0
     bound: float = inf
-    limit_bytes: float = inf
 
 
 @dataclass(frozen=True)
@@ -302,16 +302,39 @@ def best_chains(
     each = options.each
     least_slow = float((each["slowness"] / each["devices"]).min())
     plain = bool(each["kind"].max() == 0 and each["devices"].max() == 1.0)
+    least_bytes, most_bytes = _least_bytes(table, options, goal)
     chunk = max(1, STEPS // max(1, states * options.following.size))
     for stop in range(states - 1, 0, -chunk):
         check()
         begin = max(0, stop - chunk)
-        _extend(words, table, options, goal, best, reached, begin, stop, least_slow, plain)
+        _extend(
+            *(words, table, options, goal, best, reached, begin, stop, least_slow, plain),
+            *(least_bytes, most_bytes),
+        )
     if best.nbytes <= MAX_KEPT_BYTES:
         if len(_known_chains) == MAX_KEPT:
             del _known_chains[next(iter(_known_chains))]
         _known_chains[key] = best
     return Chains(best, order)
+
+
+def _least_bytes(costs: CostTable, options: Options, goal: Goal) -> tuple[Floats, float]:
+    """What every stage holds at least, however it is run, and what it may hold at most.
+
+    Returns:
+        Bytes per downset, shape [2, downsets]: up to the downset, and the least up to it or a later
+        one. A stage holds no less than the second at its end minus the first at its start.
+    """
+    sums, each = costs.sums, options.each
+    if len(goal.in_flight) == 0:
+        return np.zeros((2, len(sums))), inf
+    bytes_ = sums["parameter_bytes"] + sums["summed_bytes"]
+    bytes_ += sums["state_bytes"] * each["state_share"].min()
+    bytes_ += sums["saved_bytes"] / each["replicas"].max()
+    later = np.minimum.accumulate(bytes_[::-1])[::-1]
+    most = each["limit_bytes"].max() - goal.temporary_bytes - goal.reserved_bytes.min()
+    most += goal.bound if goal.objective == MEMORY else 0.0
+    return np.stack([bytes_, later]), float(most) + ROUNDING_BYTES
 
 
 def _hash_of(values: Iterable[Any]) -> bytes:
@@ -347,12 +370,15 @@ def _extend(
     stop: int,
     least_slow: float,
     plain: bool,
+    least_bytes: Floats,
+    most_bytes: float,
 ) -> None:
     """Prepend a stage that begins at each downset from ``stop`` - 1 down to ``begin`` to chains.
 
     Args:
         least_slow: lower bound on the seconds that an option takes per second of work.
         plain: whether every stage takes one device of the only kind.
+        least_bytes, most_bytes: from :func:`_least_bytes`.
     """
     states, width = words.shape
     work_s = costs.work_s[0, 0]
@@ -363,6 +389,8 @@ def _extend(
             most -= min(most, int(np.ceil(before_s / goal.cap_s - 1e-9)))
         for end in range(start + 1, states):
             if (work_s[end] - work_s[start]) * least_slow > goal.cap_s:
+                break
+            if least_bytes[1, end] - least_bytes[0, start] > most_bytes:
                 break
             if reached[end, 0] >= min(reached[end, 1], most):
                 continue
@@ -437,11 +465,7 @@ def _load_s(stage: _Stage, costs: CostTable, option: Any, start: int, end: int) 
 
 @compiled
 def _is_allowed(stage: _Stage, option: Any, goal: Goal, load_s: float) -> bool:
-    """Whether a stage is within the limits of load and memory for any later stages."""
-    if goal.objective == MEMORY:
-        least = stage.fixed_bytes + stage.state_bytes + goal.temporary_bytes - goal.limit_bytes
-        if least >= goal.bound:
-            return False
+    """Whether a stage is within the limit of load for any later stages."""
     if goal.objective == DEVICES and goal.messages == OVERLAPPED:
         load_s = max(load_s, max(stage.there_bytes, stage.back_bytes) * option.s_per_byte)
     return load_s <= goal.cap_s
