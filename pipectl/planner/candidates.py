@@ -24,7 +24,7 @@ from pipectl.planner.costs.devices import (
 )
 from pipectl.planner.graph.blocks import bitset
 from pipectl.planner.graph.downsets import CutSpace, Enumeration, Partition
-from pipectl.planner.judge import Candidate, Judge, Simplicity
+from pipectl.planner.judge import Candidate, Judge, Outcome, Simplicity
 from pipectl.planner.partition.cutter import Cut, Cutter, fewest_of_table
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
@@ -291,10 +291,14 @@ class Candidates:
         return Candidate(choice, self._size, count, estimate_s, may_fit)
 
 
-def judge_promising(candidates: Candidates, judge: Judge) -> None:
-    """Judge the candidates that could be best."""
-    while candidates.next_s < inf and not judge.is_beaten(candidates.next_s):
-        judge.judge(candidates.take())
+def judge_promising(candidates: Candidates, judge: Judge) -> bool:
+    """Judge the candidates that could be best; false if there are none, or none fits."""
+    any_fits = False
+    while candidates.next_s < inf:
+        if judge.is_beaten(candidates.next_s):
+            return True
+        any_fits |= judge.judge(candidates.take()) is not Outcome.DOES_NOT_FIT
+    return any_fits
 
 
 def even_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:

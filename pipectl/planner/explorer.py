@@ -264,17 +264,17 @@ class Explorer:
         )
 
     def _judge_recut(self, recut: _Recut) -> bool:
-        """Judge the partitions that fit best, without and with recomputation; false if none."""
-        area, any_cuts = recut.area, False
+        """Judge the partitions that fit best, without and with recomputation; false if none fits."""
+        area, any_fits = recut.area, False
         for mix in self._areas.mixes(area.stages):
             wanted = cut_request(self.problem, area.size, recut.warm_up, mix)
             keeps = [replace(wanted, recompute=False)] if wanted.recompute is None else []
             for each in (*keeps, wanted):
                 cuts = self.cutter.balanced(each)
-                any_cuts |= bool(cuts)
                 layouts, order = self._areas.layouts(cuts), (recut.schedule, recut.warm_up)
-                judge_promising(Candidates(self.problem, layouts, area.size, [order]), self.judge)
-        return any_cuts
+                candidates = Candidates(self.problem, layouts, area.size, [order])
+                any_fits |= judge_promising(candidates, self.judge)
+        return any_fits
 
     def _recut_with_smaller_micro_batches(self) -> None:
         """Try more micro-batches than are fastest, down to single samples, most stages first.

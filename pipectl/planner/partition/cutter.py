@@ -165,11 +165,13 @@ class Cutter:
         known = all(mix.complete for mix in mixes) and self._space.complete
         if stages > 1 and not known:
             return Bound(proven_s, False)
-        goal = Goal(LOAD, entering=0.0)
-        best_s = min(
-            self._run(self._space, table, mix, goal).value(mix.tallies(stages))
-            for mix in (mix.up_to(stages) for mix in mixes)
-        )
+        tallies = [mix.up_to(stages).tallies(stages) for mix in mixes]
+        for cap_s in (self._short_s(table, stages, size), inf):
+            goal = Goal(LOAD, cap_s, entering=0.0)
+            chains = [self._run(self._space, table, mix.up_to(stages), goal) for mix in mixes]
+            best_s = min(map(Chains.value, chains, tallies))
+            if isfinite(best_s):
+                break
         proven_s = max(proven_s, best_s) if isfinite(best_s) else proven_s
         is_simple = not (self._space.moved or self._cache_matters(size))
         attained = is_simple and isfinite(best_s) and best_s <= proven_s * (1 + EQUAL)
@@ -199,9 +201,7 @@ class Cutter:
         table, tallies = self._table(space, request.size), mix.tallies(stages)
         modes = {False: (KEEP,), True: (RECOMPUTE,), None: (KEEP, RECOMPUTE)}[request.recompute]
         options = self._options(mix, limits, modes)
-        total_s = float(table.work_s[0, 1, -1]) / min(self._problem.speeds)
-        largest_s = float(max(self._problem.block_times(request.size))) / min(self._problem.speeds)
-        short_s = 2 * total_s / stages + largest_s + 2 * table.stage_s
+        short_s = self._short_s(table, stages, request.size)
         reserved = np.array(request.reserved_bytes[::-1] or (0.0,), dtype=np.float64)
         cuts: list[Cut] = []
         for entering, buffers in GUESSES:
@@ -244,12 +244,15 @@ class Cutter:
         if key not in self._bottlenecks or mix.kinds > 1:
             table, cap_s = self._table(self._space, size), inf
             if mix.kinds == 1:  # suffices for the fewest stages that share this table
-                fewest = fewest_of_table(int(mix.used[-1]))
-                largest_s = max(self._problem.block_times(size))
-                cap_s = float(table.work_s[0, 1, -1]) * 2 / fewest + largest_s + 2 * table.stage_s
-                cap_s /= min(self._problem.speeds)
+                cap_s = self._short_s(table, fewest_of_table(int(mix.used[-1])), size)
             self._bottlenecks[key] = self._run(self._space, table, mix, Goal(LOAD, cap_s))
         return self._bottlenecks[key]
+
+    def _short_s(self, table: CostTable, stages: int, size: int) -> float:
+        """A load that balanced stages hardly ever exceed."""
+        largest_s = max(self._problem.block_times(size))
+        load_s = float(table.work_s[0, 1, -1]) * 2 / stages + largest_s + 2 * table.stage_s
+        return load_s / min(self._problem.speeds)
 
     def _run(self, space: CutSpace, table: CostTable, mix: Mix, goal: Goal) -> Chains:
         """The best chains with one device of any kind per stage, without memory limits."""
