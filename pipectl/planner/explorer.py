@@ -264,7 +264,7 @@ class Explorer:
         )
 
     def _judge_recut(self, recut: _Recut) -> bool:
-        """Judge the partitions that fit best, without and with recomputation; false if none fits."""
+        """Judge partitions cut without and with recomputation; false if none fits."""
         area, any_fits = recut.area, False
         for mix in self._areas.mixes(area.stages):
             wanted = cut_request(self.problem, area.size, recut.warm_up, mix)

@@ -201,7 +201,7 @@ class Judge:
     def judge(self, candidate: Candidate) -> Outcome:
         """Simulate a candidate, unless it does not fit or cannot be best."""
         if candidate.choice not in self._steps_s:
-            if not candidate.may_fit:
+            if not (candidate.may_fit and self._problem.could_fit(candidate.choice)):
                 self._steps_s[candidate.choice] = inf
             elif self.is_beaten(candidate.estimate_s) or self._ties_at_best(candidate):
                 return Outcome.BEATEN

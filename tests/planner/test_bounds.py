@@ -54,16 +54,21 @@ def test_nothing_is_simulated_below_the_bounds(
         return
     size = min(size, batch)
     options = open_orders(problem.request, stages, problem.micro_batches(size))
-    layout = Layout(data.draw(st.sampled_from(partitions)), one_each(tuple(range(stages))))
+    recompute = data.draw(st.one_of(st.just(()), st.tuples(*[st.booleans()] * stages)))
+    partition = data.draw(st.sampled_from(partitions))
+    layout = Layout(partition, one_each(tuple(range(stages))), recompute)
     order = data.draw(st.sampled_from(options))
-    plan = problem.plan(Choice(layout, size, *order))
+    choice = Choice(layout, size, *order)
+    plan = problem.plan(choice)
     found = simulate(plan, cluster, process_baseline_bytes=problem.baseline_bytes)
     ((bound_s,),) = problem.estimator.steps_s([layout], size, [order[1]])
     assert bound_s <= found.step_time_s * (1 + 1e-12)
     peaks = found.peak_memory_bytes
     limited = replace(problem.request, memory_limit_bytes=max(peaks))
-    estimator = Problem(profile, cluster, limited, problem.graph).estimator
-    assert estimator.excess([layout], size, [order[1]])[0, 0] <= 1e-9, "what fits is never left out"
+    tight = Problem(profile, cluster, limited, problem.graph)
+    excess = tight.estimator.excess([layout], size, [order[1]])
+    assert excess[0, 0] <= 1e-9, "what fits is never left out"
+    assert tight.could_fit(choice)
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 1e-4])
