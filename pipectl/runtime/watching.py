@@ -35,6 +35,8 @@ from pipectl.watch.rank import BYE, FAILING, LocalRank
 from pipectl.watch.watcher import Settings
 
 _LOOK_S = 1.0
+_DEATH_S = 2.0
+"""Time for the launcher to end this rank after another one has died."""
 _MAX_STARTS = 4
 _pipes: list[int] = []
 """Pipes from this process to its watcher, while it is watched."""
@@ -160,6 +162,11 @@ def _last_words(pipe: int) -> Iterator[None]:
     try:
         yield
         last = BYE
+    except MPI.Exception:
+        # Another rank may have died, so that MPI could not reach it. Its watcher reports that, and
+        # the launcher ends this rank.
+        time.sleep(_DEATH_S)
+        raise
     finally:
         faulthandler.disable()
         if main:

@@ -53,7 +53,7 @@ def pass_on(
 ) -> None:
     rank, size = world.rank, world.size
     if rank:
-        receive(world, doing, rank - 1, micro_batch)
+        receive(world, doing, rank - 1, micro_batch, directory)
     doing.board.row("FORWARD", rank, micro_batch)
     time.sleep(PAUSE_S)
     if (rank, step, micro_batch) == (RANK, STEP, 1):
@@ -61,14 +61,21 @@ def pass_on(
     doing.board.row("SEND_WAIT", rank, micro_batch)
     wait([world.Isend(np.zeros(1), (rank + 1) % size)])
     if not rank:
-        receive(world, doing, size - 1, micro_batch)
+        receive(world, doing, size - 1, micro_batch, directory)
 
 
-def receive(world: MPI.Intracomm, doing: Doing, source: int, micro_batch: int) -> None:
+def receive(
+    world: MPI.Intracomm, doing: Doing, source: int, micro_batch: int, directory: RunDirectory
+) -> None:
     doing.board.row("RECEIVE_WAIT", world.rank, micro_batch)
     words = f"activation {micro_batch} of stage {source} from rank {source}"
     doing.board.awaits(wait_record(words, source))
-    wait([world.Irecv(np.zeros(1), source)])
+    message = world.Irecv(np.zeros(1), source)
+    if os.environ["TEST_HAPPENS"] == "killed in a copy":
+        while not message.Test():  # MPICH fails like this if the memory of the sender is gone
+            if (directory.path / "happened").exists():
+                raise MPI.Exception(MPI.ERR_OTHER)
+    wait([message])
 
 
 def happen(what: str, directory: RunDirectory) -> None:
@@ -76,6 +83,7 @@ def happen(what: str, directory: RunDirectory) -> None:
     events: dict[str, Any] = {
         "nothing": lambda: None,
         "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "killed in a copy": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "frozen": lambda: os.kill(os.getpid(), signal.SIGSTOP),
         "asked": lambda: os.kill(os.getpid(), signal.SIGTERM),
         "raises": lambda: [][1],

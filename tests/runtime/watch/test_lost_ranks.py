@@ -23,16 +23,18 @@ from pipectl.runtime import watching
 from pipectl.watch.watcher import Settings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+KILLED = "its process was killed (by SIGKILL, for example) or exited without a message"
 IN_FORWARD = {
-    "killed": "its process was killed (by SIGKILL, for example) or exited without a message",
+    "killed": KILLED,
+    "killed in a copy": KILLED,
     "frozen": "its process is stopped (SIGSTOP), for 3 s now; rank ",
     "memory": "no message",
     "raises": "list index out of range",
     "crashes": "its process crashed: Fatal Python error: Segmentation fault",
-    "exits": "its process was killed (by SIGKILL, for example) or exited without a message",
+    "exits": KILLED,
     "asked": "its process alone received SIGTERM",
 }
-OFTEN = [("killed", 1), ("frozen", 0), ("memory", 2)]
+OFTEN = [("killed", 1), ("killed in a copy", 1), ("frozen", 0), ("memory", 2)]
 RARELY = [(what, rank) for what in IN_FORWARD for rank in range(3) if (what, rank) not in OFTEN]
 GONE_WITHIN_S = 15 + 4
 """With the four seconds in which a frozen rank is found here."""
