@@ -372,7 +372,7 @@ def expect(spec: JobSpec, traits: Traits, plan: Plan, reason: str) -> tuple[tupl
         notes.append(f"{reason}: compared with another plan instead of one process")
     elif traits.random:
         notes.append(
-            f"{some(traits.random)} draw random numbers, and a plain loop draws others: "
+            f"{some(traits.random)}: random numbers, of which a plain loop draws others; "
             "compared with one rank instead"
         )
     elif traits.shared:

@@ -283,7 +283,7 @@ class Measured:
 
     Args:
         first_loss, last_loss: losses of the first and last recorded steps.
-        step_time_s: median without the first steps.
+        samples_per_s, tokens_per_s, step_time_s: medians without the first steps.
         evaluation: metrics of the last evaluation, after ``evaluation_step``.
         early_stop: why training ended after that evaluation; empty if it did not.
         not_finite: steps whose loss or gradients were not finite.
@@ -304,13 +304,6 @@ class Measured:
     fault: str = ""
 
     @property
-    def tokens_per_sample(self) -> float | None:
-        """Length of a sample; None if samples are not tokens."""
-        if not self.tokens_per_s or not self.samples_per_s:
-            return None
-        return self.tokens_per_s / self.samples_per_s
-
-    @property
     def remaining_s(self) -> float | None:
         """Time of the remaining steps at the measured step time."""
         if self.step_time_s is None or self.steps is None:
@@ -323,22 +316,27 @@ def sum_up(lines: Sequence[MetricsLine]) -> Measured:
     steps = [line for line in lines if line.is_step]
     last = steps[-1] if steps else MetricsLine(0, 0)
     evaluation = next((line for line in reversed(lines) if line.evaluation is not None), None)
-    times = [line.step_time_s for line in steps if line.step_time_s]
     faults = [line for line in lines if line.not_finite is not None]
     return Measured(
         step=last.step,
         steps=last.steps,
         first_loss=steps[0].loss if steps else None,
         last_loss=last.loss,
-        samples_per_s=last.samples_per_s,
-        tokens_per_s=last.tokens_per_s,
-        step_time_s=median(times[min(_WARM_UP_STEPS, len(times) - 1) :]) if times else None,
+        samples_per_s=_usual(line.samples_per_s for line in steps),
+        tokens_per_s=_usual(line.tokens_per_s for line in steps),
+        step_time_s=_usual(line.step_time_s for line in steps),
         evaluation_step=evaluation.step if evaluation else None,
         evaluation=(evaluation and evaluation.evaluation) or {},
         early_stop=evaluation.early_stop if evaluation else "",
         not_finite=tuple(line.step for line in faults),
         fault=str(faults[-1].not_finite) if faults else "",
     )
+
+
+def _usual(figures: Iterable[float | None]) -> float | None:
+    """The median of the figures of steps, without the first ones."""
+    known = [each for each in figures if each]
+    return median(known[min(_WARM_UP_STEPS, len(known) - 1) :]) if known else None
 
 
 def read_measured(run: RunDirectory, record: Record | None) -> Measured:

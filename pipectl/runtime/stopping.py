@@ -153,7 +153,9 @@ class EarlyStopping:
         count = count_without_improvement(self.metric_values, spec.mode, spec.min_delta)
         waited = plural(spec.patience, "evaluation")
         is_over = count >= spec.patience
-        self.reason = f"{spec.metric} has not improved in {waited}" if is_over else ""
+        enough = f" by more than {spec.min_delta:g}" if spec.min_delta else ""
+        words = f"{spec.metric} has not improved{enough} in {waited}"
+        self.reason = words if is_over else ""
 
 
 def count_without_improvement(values: Sequence[float], mode: str, min_delta: float) -> int:

@@ -163,7 +163,7 @@ def test_random_operators_are_compared_with_one_rank(verify: Command) -> None:
     assert result.code == 0
     assert lines[0].startswith("pipeline: 2 ranks, 2 stages, 1f1b, ")
     assert lines[1] == "reference: one rank"
-    assert lines[2].startswith("note: dropout draw")
+    assert lines[2].startswith("note: dropout: random numbers")
     assert lines[-1] == "equal: every loss and every weight, to the bit"
 
 

@@ -44,6 +44,8 @@ _STYLES = {
 }
 _SLOWER = 1.1
 """Measured over predicted step time of a run that counts as slow."""
+_FULL = 1.05
+"""Efficiency from which computing was clearly faster than in the profile."""
 _INDENT = 16
 """Width of the labels."""
 _MAX_REASON, _MAX_VALUE = 40, 24
@@ -172,7 +174,7 @@ def _progress(status: RunStatus) -> Iterator[Fact]:
         picture = bar(so_far.step / status.steps, 20).replace(" ", "░")
         done = f"{so_far.step}%" if _measures(status) else f"step {so_far.step} of {status.steps}"
         left_s = so_far.remaining_s if alive else None
-        left = "" if left_s is None else f", {format_long_time(left_s)} left"
+        left = f", {format_long_time(left_s)} left" if left_s else ""
         yield "progress", f"{picture} {done}{left}", ""
     if so_far.first_loss is not None:
         yield "loss", f"{so_far.first_loss:.4g} at first, {_figure(so_far.last_loss)} now", ""
@@ -192,22 +194,23 @@ def _pace(status: RunStatus) -> Iterator[Fact]:
     step_s = so_far.step_time_s
     if step_s is not None:
         text = f"{format_time(step_s)} per step"
+        if so_far.samples_per_s:
+            text += f", {so_far.samples_per_s:.1f} samples/s"
+        if so_far.tokens_per_s:
+            text += f", {so_far.tokens_per_s:,.0f} tokens/s"
         if status.plan is not None:
-            samples_per_s = status.plan.batch_size / step_s
-            text += f", {samples_per_s:.1f} samples/s"
-            if so_far.tokens_per_sample:
-                text += f", {samples_per_s * so_far.tokens_per_sample:,.0f} tokens/s"
             flops = status.plan.describe_flops(step_s)
             text += f", {flops}" if flops else ""
         if status.efficiency is not None:
             text += f", efficiency {status.efficiency:.0%}"
+            text += " (faster than profiled)" if status.efficiency > _FULL else ""
         yield "speed", text, ""
     if status.predicted_step_s is not None:
         text, style = f"{format_time(status.predicted_step_s)} per step", ""
         if ratio is not None:
             style, change = "yellow" if ratio >= _SLOWER else "green", abs(ratio - 1)
             how = f"{change:.0%} {'slower' if ratio > 1 else 'faster'}"
-            text += f"; the run is {how if change >= 0.005 else 'as fast'}"
+            text += f"; the run is {how if change >= 0.005 else 'as fast as that'}"
         yield "predicted", text, style
 
 

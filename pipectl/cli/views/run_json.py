@@ -22,8 +22,9 @@ class RunJson(TypedDict):
         scheduler, job_id, submitted_at: its batch system, and the job there.
         state: such as ``RUNNING`` or ``FAILED``.
         reason: why it is in this state.
-        source: where the state comes from: the batch system, ``run directory`` or ``heartbeat``.
-        nodes: names of its nodes.
+        source: where the state comes from: the batch system (``queue``, ``accounting``), a
+            ``process`` of this machine, ``run directory``, ``heartbeat``, ``record`` or ``none``.
+        nodes: names of its nodes as the batch system writes them, one text.
         exit_code: exit code of the job.
         expected_start: when a waiting job is expected to start.
         phase: what the ranks do.
@@ -31,7 +32,7 @@ class RunJson(TypedDict):
         restarts: how often the job was started again.
         step, steps: steps done, and steps of the run.
         first_loss, last_loss: losses of the first and the last step.
-        samples_per_s, tokens_per_s: throughput.
+        samples_per_s, tokens_per_s: median throughput.
         step_time_s, predicted_step_time_s, measured_over_predicted: median measured step, the
             prediction, and their ratio.
         efficiency: profiled time of all computations, divided by ranks times step time.
