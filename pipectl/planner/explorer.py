@@ -206,13 +206,15 @@ class Explorer:
         """Queue the candidates of an area.
 
         Once memory is known to be short, stages are first cut for the fewest micro-batches in
-        flight; if none of these fit, the area is dropped.
+        flight, of the smallest size and of the area's; if none of these fit, the area is dropped.
         """
         if self._memory_is_short:
-            recut = _Recut(area, *self._areas.orders(area.stages, area.size)[0])
-            if recut not in self._recuts:
-                self._recuts.add(recut)
-                self._try_recut(recut)
+            for size in (min(self._areas.sizes(area.stages)), area.size):
+                tried = self._areas.of(area.stages, size)
+                recut = _Recut(tried, *self._areas.orders(area.stages, size)[0])
+                if recut not in self._recuts:
+                    self._recuts.add(recut)
+                    self._try_recut(recut)
             if self._is_hopeless(recut):
                 return
         everything = self._areas.everything(area)
