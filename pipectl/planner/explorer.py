@@ -257,11 +257,15 @@ class Explorer:
             self._hopeless.append(recut)
 
     def _is_hopeless(self, recut: _Recut) -> bool:
-        """Whether a recut with lower demands has already failed."""
+        """Whether a recut with no more samples in a micro-batch and in flight has failed."""
+        size = recut.area.size
         return any(
             other.area.stages == recut.area.stages
-            and other.area.size <= recut.area.size
-            and all(less <= more for less, more in zip(other.warm_up, recut.warm_up, strict=True))
+            and other.area.size <= size
+            and all(
+                less * other.area.size <= more * size
+                for less, more in zip(other.warm_up, recut.warm_up, strict=True)
+            )
             for other in self._hopeless
         )
 
