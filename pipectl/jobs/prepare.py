@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from pipectl.profiler.progress import Progress
 
 UNKNOWN_ROWS = (
-    "what messages take of the ranks' own time, and the start and end of a step, is not measured, "
-    "and taken as nothing"
+    "the ranks' own time for messages, and for the start and end of a step, was not measured and "
+    "is left out"
 )
 
 

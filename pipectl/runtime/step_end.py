@@ -144,7 +144,7 @@ class Fault:
         """The origin, if it is known, as a suffix of the description."""
         if self.origin < 0:
             return ""
-        return f"; stage {self.origin} was the first to hand on something that is not"
+        return f"; the first output that is not finite is that of stage {self.origin}"
 
     def to_json(self) -> dict[str, Any]:
         """For ``metrics.jsonl``."""

@@ -35,7 +35,7 @@ def spec(precision: str = "float32", gpus: int = 0) -> Any:
         (spec("bf16"), ((), SHARED, False), "", 1, 2e-2, "tied.weight: used several times"),
         (spec("float16"), ((), SHARED, False), "", 1, 2e-2, "tied.weight: used several times"),
         (spec(), ((), (), True), "", 1, 0.0, ""),
-        (spec(), (RANDOM, SHARED, False), "", 1, 0.0, "dropout draw random numbers"),
+        (spec(), (RANDOM, SHARED, False), "", 1, 0.0, "dropout: random numbers"),
         (spec(), (RANDOM, SHARED, True), "why", 1, 0.0, "why: "),
         (spec(gpus=1), (RANDOM, SHARED, True), "why", 1, 2e-2, "why: "),
         (spec(), ((), (), False), "", 2, 1e-4, "replicas add up gradients in another order"),

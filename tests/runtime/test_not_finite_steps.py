@@ -138,7 +138,7 @@ def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
     for origin, stage in ((Origin(2, 1), 1), (Origin(0, 0), -1), (None, -1)):
         vote.cast(1, of_loss, origin)
         assert fault_in(vote) == Fault(1, micro_batch=2, origin=stage)
-    assert Fault(1, 2, origin=1).where == "; stage 1 was the first to hand on something that is not"
+    assert Fault(1, 2, origin=1).where == "; the first output that is not finite is that of stage 1"
 
 
 def test_later_stages_and_earlier_micro_batches_count_more() -> None:
@@ -225,7 +225,7 @@ def test_steps_that_overlap_stop_too(
     assert done.returncode != 0
     # Measured times decide which stage has the first layer; the last stage hands on nothing.
     first = next(i for i, stage in enumerate(Plan.load(run.plan).stages) if "linear" in stage.nodes)
-    origin = f"; stage {first} was the first to hand on something that is not"
+    origin = f"; the first output that is not finite is that of stage {first}"
     assert read_errors(run)[0].message == (
         "step 2: the loss of micro-batch 0 is not finite (infinite or NaN)"
         f"{origin if first < ranks - 1 else ''}"

@@ -55,8 +55,8 @@ def command(
     say(f"rehearsed: {rehearsed} per step, {ratio:.3f} times that")
     if planned_s is not None and abs(planned_s / predicted_s - 1) > _SHARED:
         say(
-            f"plan: {format_time(planned_s)} per step, with cores and links that ranks share, "
-            "which a rehearsal leaves out"
+            f"plan: {format_time(planned_s)} per step, because ranks share cores and links; the "
+            "rehearsal gives each its own"
         )
     if (share := result["message_share"]) < 1:
         say(f"messages: {share:.2g} of their size, their links' time in full")

@@ -300,8 +300,8 @@ def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
             else:
                 bound = format_time(search.step_lower_bound_s)
                 text += (
-                    f"; lower bound {bound} per step: with these micro-batch sizes no plan can be "
-                    "faster than that, and perhaps none is as fast"
+                    f"; no plan with these micro-batch sizes takes less than {bound} per step (a "
+                    "lower bound, which may not be reachable)"
                 )
         yield "search", text
     if inputs.kept_micro_batches is not None:
