@@ -10,7 +10,13 @@ from pipectl.errors import UsageError
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.schedule.listed import Listed
-from pipectl.schedule.registry import NAMES, default_ranks, default_warm_up, make_listed
+from pipectl.schedule.registry import (
+    NAMES,
+    default_ranks,
+    default_warm_up,
+    find_packaged,
+    make_listed,
+)
 
 
 def plan_equal_stages(
@@ -25,11 +31,13 @@ def plan_equal_stages(
         cost: of every stage.
 
     Raises:
-        UsageError: a number that the schedule needs is missing, or contradicts it.
+        UsageError: the schedule is unknown, or a number that it needs is missing or wrong.
         ScheduleError: the schedule is invalid.
     """
     stages, micro_batches, ranks = numbers.values()
     if listed is None:
+        if schedule not in NAMES:
+            find_packaged(schedule)
         if stages is None or micro_batches is None:
             raise UsageError(
                 f"schedule {schedule}: of how many stages and micro-batches?",

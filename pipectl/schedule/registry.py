@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from math import ceil
 from pathlib import Path
 
@@ -191,12 +191,11 @@ def read_listed(path: Path, name: str) -> Listed:
         ) from None
 
 
-def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Listed:
-    """Return the schedule that an entry point makes.
+def find_packaged(name: str) -> EntryPoint:
+    """Return the entry point of the schedule that an installed package offers.
 
     Raises:
-        UsageError: there is no entry point of this name, or its function fails.
-        ScheduleError: the lists are invalid.
+        UsageError: there is none of this name.
     """
     entries = entry_points(group=_GROUP, name=name)
     if not entries:
@@ -205,8 +204,19 @@ def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Liste
             f"there is no schedule {name!r}{did_you_mean(name, known)}",
             cure=f"one of: {', '.join(known)}, or a file that ends in .csv",
         )
+    return next(iter(entries))
+
+
+def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Listed:
+    """Return the schedule that an entry point makes.
+
+    Raises:
+        UsageError: there is no entry point of this name, or its function fails.
+        ScheduleError: the lists are invalid.
+    """
+    entry = find_packaged(name)
     try:
-        lists = next(iter(entries)).load()(ranks, stages, micro_batches)
+        lists = entry.load()(ranks, stages, micro_batches)
         rows = (each if isinstance(each, str) else ",".join(map(str, each)) for each in lists)
         text = "\n".join(rows)
     except Exception as error:

@@ -11,6 +11,7 @@ import pytest
 from pipectl.cluster import assumed_cluster
 from pipectl.link import Link
 from pipectl.plan import Plan
+from pipectl.units import format_time
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -56,11 +57,18 @@ def test_several_stages_a_rank(
     assert answer["bubble"] == pytest.approx(bubble, abs=0.001)
 
 
+def test_an_unknown_schedule_is_named_before_missing_numbers(cli: Command, place: Path) -> None:
+    result = cli("lab", "simulate", "--schedule", "1f1bb", "--stages", "2")
+    assert "there is no schedule '1f1bb'; did you mean '1f1b'?" in result.err
+
+
 def test_a_plan_and_its_stages_in_another_order(cli: Command, profile: Path) -> None:
     assert cli("plan", "job.yaml").code == 0
     plan = ("--plan", "runs/tiny.plan.json")
     planned = json.loads(cli("lab", "simulate", *plan, "--json").out)
     assert planned["schedule"] == "1f1b"
+    time = format_time(planned["step_time_s"])
+    assert f"step {time}, bubble" in cli("lab", "simulate", *plan).out
     serial = "0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3\n"
     Path("serial.csv").write_text(serial + serial.replace("0F", "1F").replace("0B", "1B"))
     other = json.loads(cli("lab", "simulate", *plan, "--schedule", "serial.csv", "--json").out)

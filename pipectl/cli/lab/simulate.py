@@ -35,8 +35,10 @@ def command(
     schedule: str | None = opt.value("NAME|F.csv", "Schedule: built in, a file, or of a package."),
     plan: Path | None = opt.value("FILE", "Plan to simulate instead: plan.json."),
     cluster: Path | None = opt.value("FILE", "Machines of the plan: cluster.json."),
-    stages: int | None = opt.count("Number of stages."),
-    micro_batches: int | None = opt.count("Number of micro-batches."),
+    stages: int | None = opt.count("Number of stages; needed with the name of a schedule."),
+    micro_batches: int | None = opt.count(
+        "Number of micro-batches; needed with the name of a schedule."
+    ),
     ranks: int | None = opt.count("Number of ranks, if fewer than stages."),
     forward: float = opt.value(
         "X", "Time of a forward, in any unit; by default 1.", default="1", **_TIME
@@ -74,7 +76,7 @@ def command(
         subject = plan_equal_stages(schedule, listed, numbers, cost)
         node, link = Node("one", subject.ranks, subject.ranks, Device("any")), Link(latency, _FAST)
         machines = Cluster("equal devices", "imagined", (node,), link, link)
-    _show(subject, machines, svg, as_json=as_json)
+    _show(subject, machines, svg, in_seconds=plan is not None, as_json=as_json)
 
 
 class SimulationJson(TypedDict):
@@ -105,17 +107,21 @@ class SimulationJson(TypedDict):
     assumptions: list[str]
 
 
-def _show(subject: Plan, machines: Cluster, svg: Path | None, *, as_json: bool) -> None:
-    """Simulate a plan, and print and draw the step."""
+def _show(
+    subject: Plan, machines: Cluster, svg: Path | None, *, in_seconds: bool, as_json: bool
+) -> None:
+    """Simulate a plan, and print and draw the step.
+
+    Args:
+        in_seconds: whether times are in seconds, not in a unit of the user's own.
+    """
     step = simulate(subject, machines)
     in_flight = stage_peaks_in_flight(subject)
     # Of another order than its own, a plan predicts nothing.
     planned_s = None if subject.prediction is None else subject.prediction.step_time_s
     peaks = " ".join(map(str, in_flight[:_MAX_SHOWN])) + " …" * (len(in_flight) > _MAX_SHOWN)
-    figures = (
-        f"step {step.step_time_s:.6g}, bubble {step.bubble:.1%}, "
-        f"micro-batches in flight by stage: {peaks}"
-    )
+    time = format_time(step.step_time_s) if in_seconds else f"{step.step_time_s:.6g}"
+    figures = f"step {time}, bubble {step.bubble:.1%}, micro-batches in flight by stage: {peaks}"
     if svg is not None:
         title = f"{subject.name}: {subject.summary}"
         write_text(svg, gantt_svg(step.timeline, title, figures))
