@@ -44,6 +44,7 @@ class PbsScheduler(CommandLineScheduler):
         "end of file",
         "pbs_submit: unexpected",
     )
+    unreachable_messages = ("cannot connect",)
     advice = (
         ("max_run_subjobs", "this PBS limits no arrays: leave sweep.at_once out"),
         ("usage:", "correct pbs.options"),

@@ -189,6 +189,8 @@ class CommandLineScheduler(Scheduler):
     """Variables with such a prefix that are not hidden."""
     unsure_messages: ClassVar[Sequence[str]]
     """Parts of error messages, in lower case, after which the job may still have been submitted."""
+    unreachable_messages: ClassVar[Sequence[str]]
+    """Parts of error messages, in lower case, that say that the system cannot be reached."""
     advice: ClassVar[Sequence[tuple[str, str]]]
     """Parts of error messages, in lower case, and what to do; the first match counts."""
 
@@ -273,13 +275,14 @@ class CommandLineScheduler(Scheduler):
         return job_id
 
     def _refusal(self, script: Path, done: process.Completed) -> SchedulerError:
-        """Return the error for a refused script, with what to do."""
+        """Return the error for a script that was not submitted, with what to do."""
         text = done.message.lower()
         fallback = "correct the job spec as the message says"
         cure = next((cure for phrase, cure in self.advice if phrase in text), fallback)
-        return SchedulerError(
-            f"{self.submit_command[0]} refuses {script}:\n{done.message}", cure=cure
-        )
+        what = f"{self.submit_command[0]} refuses {script}"
+        if any(phrase in text for phrase in self.unreachable_messages):
+            what = f"{self.title} does not answer"
+        return SchedulerError(f"{what}:\n{done.message}", cure=cure)
 
 
 def number_of(text: str) -> int:

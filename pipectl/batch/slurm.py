@@ -42,6 +42,7 @@ class SlurmScheduler(CommandLineScheduler):
         {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"}
     )
     unsure_messages = ("timed out", "unable to contact", "connection failure", "zero bytes")
+    unreachable_messages = ("configuration source",)
     advice = (
         (
             "configuration source",

@@ -125,6 +125,19 @@ def test_refusals_name_a_cure(system: System, make_request: MakeRequest) -> None
     assert system.fake.calls("squeue") == system.fake.calls("qselect") == [], "no search for a job"
 
 
+def test_an_unreachable_server_is_no_refusal(system: System, make_request: MakeRequest) -> None:
+    answers = {
+        "slurm": "sbatch: fatal: Could not establish a configuration source",
+        "pbs": "qsub: cannot connect to server pbs (errno=15010)",
+    }
+    system.fake.answer(system.submit, stderr=answers[system.name], rc=1)
+    with pytest.raises(
+        SchedulerError, match=f"^{system.scheduler.title} does not answer:\n"
+    ) as caught:
+        system.scheduler.submit(SCRIPT, make_request())
+    assert "cannot be reached" in (caught.value.cure or "")
+
+
 def test_missing_commands_are_named(
     system: System, make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
