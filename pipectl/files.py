@@ -97,10 +97,12 @@ def make_directory(path: Path, *, private: bool = True) -> None:
             path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"{path}: cannot be created: {error.strerror or error}", cure=cure
+            f"{_shown(path)}: cannot be created: {error.strerror or error}", cure=cure
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UsageError(f"{path}: cannot be written", cure=cure)
+        is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+        reason = os.strerror(errno.EROFS if is_read_only else errno.EACCES)
+        raise UsageError(f"{_shown(path)}: cannot be written: {reason}", cure=cure)
 
 
 def make_private_directory(path: Path) -> None:
@@ -214,9 +216,14 @@ def read_json(path: Path, *, cure: str, limit: int = MAX_BYTES) -> dict[str, Any
     raise DataFileError(f"{path}{fault}", cure=cure) from error
 
 
+def _shown(path: Path) -> Path:
+    """Return a path for messages, without ``..``."""
+    return path.resolve() if ".." in path.parts else path
+
+
 def _unwritable(path: Path, error: OSError) -> UsageError:
     return UsageError(
-        f"{path}: cannot be written: {error.strerror or error}",
+        f"{_shown(path)}: cannot be written: {error.strerror or error}",
         cure="choose a directory you may write to, or free some space",
     )
 

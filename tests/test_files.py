@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,16 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
         write_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_that_cannot_be_written_is_named_with_the_reason(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UsageError, match=f"^{tmp_path}: cannot be written: Permission denied"):
+        make_directory(tmp_path / "inner" / "..")
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(UsageError, match="inner: cannot be written: Read-only file system"):
+        make_directory(tmp_path / "inner")
 
 
 def test_only_a_durable_file_waits_for_the_disk(tmp_path, monkeypatch):
