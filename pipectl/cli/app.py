@@ -108,6 +108,14 @@ _UNWRITTEN = (ENOSPC, EDQUOT, EFBIG, EIO)
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
+class Command(TyperCommand):
+    """A command whose usage shows required arguments as `JOB.yaml`, not as `{JOB.yaml}`."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The pieces of the usage line."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+
 class Commands(TyperGroup):
     """Commands whose modules are imported when they run."""
 
@@ -124,7 +132,7 @@ class Commands(TyperGroup):
         if isinstance(command, TyperCommand):
             module = import_module(f"pipectl.cli.{_PACKAGES[str(self.name)]}.{name}")
             single = typer.Typer(rich_markup_mode=None, add_completion=False)
-            single.command(name, help=command.help)(module.command)
+            single.command(name, cls=Command, help=command.help)(module.command)
             command = get_command(single)
         return name, command, rest
 
@@ -209,11 +217,16 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _old_option(error: BaseException) -> UsageError | None:
-    """The error for an option of an earlier version; None for other errors."""
+    """The error for an option of an earlier version, or before its command; else None."""
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if option is None or context is None:
         return None
     path = str(context.command_path)
+    if isinstance(context.command, TyperGroup):
+        return UsageError(
+            f"{path} {option}: options of a command come after its name",
+            cure=f"write: {path} COMMAND {option}; see: {path} --help",
+        )
     instead = _OLD_OPTIONS.get(path.partition(" ")[2], {}).get(option)
     return UsageError(f"{path} {option}: use `{instead}` instead") if instead else None
 

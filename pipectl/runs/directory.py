@@ -319,10 +319,10 @@ def find(base: Path, name: str) -> RunDirectory | SweepDirectory:
     """
     matches = _find_all(base, name)
     if len(matches) > 1 and matches[0].name != name:
-        more = f"{len(matches) - 5} more, " if len(matches) > 5 else ""
+        more = f" and {len(matches) - 5} more" if len(matches) > 5 else ""
         names = ", ".join(run.name for run in matches[-5:])
         raise UnknownRunError(
-            f"{name!r} matches {len(matches)} runs: {more}{names}",
+            f"{name!r} matches {len(matches)} runs: {names}{more}",
             cure="write the whole name of one, or `last` for the newest run",
         )
     return matches[0]

@@ -54,6 +54,8 @@ _SHARED = (
     "checkpoint.lead_time", "checkpoint.max_requeues", "site_defaults", "sweep",
 )  # fmt: skip
 """Keys that all runs share, because the directives of a job array apply to all its jobs."""
+_POSITIONAL = {"optimizer": 1, "lr_scheduler": 1, "callbacks": 2}
+"""Arguments that pipectl gives before the ``kwargs``, by section."""
 _STAGES = ("pipeline", "stages")
 _MICRO_BATCHES = ("pipeline", "micro_batches")
 _WARM_UP = ("pipeline", "warm_up")
@@ -131,7 +133,10 @@ def check_code(
             continue
         is_alone = path[:-1] in (("model",), ("data",), ("evaluation", "data"))
         is_alone &= not data.get("sweep")  # a sweep may add arguments
-        for wrong, fault in faults_of_use(reference, list(kwargs), is_alone=is_alone):
+        positional = _POSITIONAL.get(str(path[0]), 0)
+        for wrong, fault in faults_of_use(
+            reference, list(kwargs), is_alone=is_alone, positional=positional
+        ):
             yield (path if wrong is None else (*path[:-1], "kwargs", wrong)), fault
     for path, file in files:
         or_directory = path == ("model", "weights")

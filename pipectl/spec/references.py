@@ -151,13 +151,14 @@ def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
 
 
 def faults_of_use(
-    reference: Reference, kwargs: Collection[str], *, is_alone: bool
+    reference: Reference, kwargs: Collection[str], *, is_alone: bool, positional: int
 ) -> Iterator[tuple[str | None, str]]:
     """Faults of a reference and of the keyword arguments of its call.
 
     Args:
         kwargs: names of the keyword arguments.
         is_alone: whether there are no other arguments.
+        positional: number of arguments that pipectl gives by position; kwargs cannot name them.
 
     Yields:
         (name of a wrong argument or None, fault), for faults that show without running the code.
@@ -180,7 +181,7 @@ def faults_of_use(
             where = reference.module if reference.is_installed else module.file
             yield None, f"{where} defines no {first!r}{did_you_mean(first, names)}"
         return
-    parameters = None if dot else module.parameters(first)
+    parameters = None if dot else module.parameters(first, positional)
     if parameters is None:
         return
     for name in kwargs:
@@ -250,9 +251,9 @@ class _Module:
                 names |= more
         return names
 
-    def parameters(self, name: str) -> dict[str, bool] | None:
-        """The keyword arguments of a function or constructor, and whether each is required; None if
-        any are accepted, or if this is only known at run time."""
+    def parameters(self, name: str, positional: int) -> dict[str, bool] | None:
+        """The keyword arguments of a function or constructor after ``positional`` arguments, and
+        whether each is required; None if any are accepted, or if this is only known at run time."""
         binders = [node for node in ast.walk(self.tree) if name in _bound_by(node)]
         if not binders:
             binders = [node for node in ast.walk(self.tree) if "*" in _bound_by(node)]
@@ -263,14 +264,14 @@ class _Module:
             module = self._imported(node)
             alias = next(each for each in node.names if (each.asname or each.name) in (name, "*"))
             inner = name if alias.name == "*" else alias.name
-            return None if module is None else module.parameters(inner)
-        skipped = 0
+            return None if module is None else module.parameters(inner, positional)
+        skipped = positional
         if isinstance(node, ast.ClassDef):
             functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
             makers = [each for each in functions if each.name in ("__init__", "__new__")]
             if node.decorator_list or node.keywords or [each.name for each in makers] != _INIT:
                 return None
-            node, skipped = makers[0], 1
+            node, skipped = makers[0], positional + 1
         if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.args.kwarg:
             return None
         args = node.args

@@ -281,6 +281,13 @@ def test_a_sweep_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.Monkey
     assert name_in_shell(SweepDirectory(tmp_path / "runs/sweeps" / STEM)) == STEM
 
 
+def test_of_many_matches_the_newest_are_named(tmp_path: Path) -> None:
+    runs = [RunDirectory.create(tmp_path, "gpt", NOW + i) for i in range(7)]
+    names = ", ".join(run.name for run in runs[2:])
+    with pytest.raises(UnknownRunError, match=f"matches 7 runs: {names} and 2 more"):
+        find(tmp_path, "gpt")
+
+
 def test_a_part_of_several_names_is_refused(tmp_path: Path) -> None:
     SweepDirectory.create(tmp_path, "gpt", 2, NOW)
     RunDirectory.create(tmp_path, "gpt", NOW + 1)

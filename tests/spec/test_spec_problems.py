@@ -154,6 +154,13 @@ def test_arguments_are_followed_through_imports_as_far_as_they_can_be_read(
     assert faults_of_code(text) == [each.replace("{}", str(Path.cwd())) for each in faults]
 
 
+def test_arguments_that_pipectl_gives_itself_are_not_listed(faults_of_code, minimal: str) -> None:
+    text = re.sub("^optimizer:.*\\n", "", minimal, flags=re.MULTILINE)
+    optimizer = "{factory: torch.optim:AdamW, kwargs: {zz: 1}}"
+    (fault,) = faults_of_code(f"{text}optimizer: {optimizer}\n")
+    assert "AdamW takes no argument 'zz'; it takes lr, betas" in fault
+
+
 def test_a_sweep_may_give_an_argument_that_the_job_leaves_out(faults_of_code, minimal: str) -> None:
     text = re.sub("^model:.*", "model: ./mine.py:Net", minimal, flags=re.MULTILINE)
     assert len(faults_of_code(text)) == 1
