@@ -350,7 +350,8 @@ def explain(comparison: Comparison) -> list[tuple[str, str]]:
     if cause_s > busy_s:
         bottleneck = f"{what}, {format_time(cause_s)}; {computes}"
     elif mean_s < _EVEN * busy_s:
-        bottleneck = f"{computes}; the others for {format_time(mean_s)}"
+        others = "the other" if len(computing_s) == 1 else "the others"
+        bottleneck = f"{computes}; {others} for {format_time(mean_s)}"
     else:
         bottleneck = f"computing, on all ranks alike: {computes}"
     if is_worth and cause_s <= busy_s:
@@ -368,10 +369,14 @@ def explain(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _find_largest_difference(comparison: Comparison) -> list[tuple[str, str]]:
-    """The largest difference to the prediction, other than waits for other ranks, and advice."""
+    """The largest difference to the prediction, other than waits for other ranks, and advice.
+
+    It has the sign of the difference of the whole step.
+    """
+    sign = 1 if comparison.time.more_s >= 0 else -1
     more_s, rank, name, both = max(
         (
-            (abs(both.more_s), -rank, name, both)
+            (sign * both.more_s, -rank, name, both)
             for rank, spent in comparison.ranks.items()
             for name, both in spent.items()
             if name != OTHERS
@@ -379,14 +384,12 @@ def _find_largest_difference(comparison: Comparison) -> list[tuple[str, str]]:
         key=lambda each: each[:2],
     )
     if more_s < _MIN_DIFFERENCE * comparison.time.predicted_s:
-        share = f"{_MIN_DIFFERENCE:.0%}"
-        return [
-            ("difference", f"no part of any rank's step differs by {share} of the step or more")
-        ]
+        how = f"{_MIN_DIFFERENCE:.0%} of the step {'longer' if sign > 0 else 'shorter'}"
+        return [("difference", f"no part of any rank's step is {how} than predicted, or more")]
     what, note = SPENT[name].name, ""
     parts = [part for part in comparison.parts if part.rank == -rank]
     if name == COMPUTING and parts:
-        part = max(parts, key=lambda each: abs(each.time.more_s))
+        part = max(parts, key=lambda each: sign * each.time.more_s)
         what, both = str(part), part.time
         note = "; loading the data counts as forward" if part.kind == "forward" else ""
     amount = f"{format_time(abs(both.more_s))} {'longer' if both.more_s > 0 else 'shorter'}"

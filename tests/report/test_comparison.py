@@ -64,7 +64,7 @@ def test_a_simulated_step_is_what_was_predicted(pipeline, schedule):
         assert spent["between_actions"].measured_s == pytest.approx(0.0)
     # 2.1 s a message, and activations follow one another: no rank hides them all
     assert found.ranks[1]["communication"].predicted_s > 1.0
-    words = "no part of any rank's step differs by 2% of the step or more"
+    words = "no part of any rank's step is 2% of the step longer than predicted, or more"
     assert dict(explain(found))["difference"] == words
 
 
@@ -84,7 +84,12 @@ def changed(*events):
         ),
         (
             changed(FORWARD_0._replace(start_s=0.5)),
-            "forward of stage 0 on rank 0: 500 ms shorter than predicted (0.50 times); loading "
+            "time between actions (Python) on rank 0: 500 ms longer than predicted",
+            "larger micro-batches",
+        ),
+        (
+            changed(FORWARD_0._replace(end_s=1.5)),
+            "forward of stage 0 on rank 0: 500 ms longer than predicted (1.50 times); loading "
             "the data counts as forward",
             "the nodes",
         ),
@@ -123,7 +128,7 @@ def test_what_limits_the_speed_is_what_takes_the_time(pipeline):
     assert explain(compare(Timeline(STEP, 2), slow, channels(pipeline(2, 1))))[:3] == [
         (
             "bottleneck",
-            "rank 1 computes for 5.00 s of 9.00 s, longest in backward of stage 1; the others for "
+            "rank 1 computes for 5.00 s of 9.00 s, longest in backward of stage 1; the other for "
             "3.00 s; filling and draining the pipeline adds 3.00 s",
         ),
         fuller,
