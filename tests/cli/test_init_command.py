@@ -388,3 +388,12 @@ def test_what_it_writes_has_the_permissions_of_the_umask(
     for root in (Path("a"), Path("recipe")):
         for path in (root, *root.rglob("*")):
             assert path.stat().st_mode & 0o777 == modes[path.is_file()], path
+
+
+def test_a_model_that_its_file_does_not_define_is_named_before_submission(cli: Command) -> None:
+    Path("net.py").write_text("class Net: ...\ndef training_data(): ...\n")
+    result = cli("init", "--model", "net.py:Nope", "--scheduler", "local")
+    assert result.code == 0
+    assert "model.factory: " in result.err
+    assert "net.py defines no 'Nope'" in result.err
+    assert result.out.endswith("next: correct this, then pipectl check job.yaml\n")

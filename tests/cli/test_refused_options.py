@@ -144,3 +144,13 @@ def test_wrong_command_lines(
 
 def test_a_job_for_no_accelerators_can_be_asked_for(cli: Command) -> None:
     assert cli("init", "new", "--gpus-per-node", "0").code == 0
+
+
+def test_an_option_before_its_command_is_told_where_it_belongs(cli: Command) -> None:
+    result = cli("--json", "status")
+    assert result.code == 2
+    assert result.err.startswith("error: pipectl --json: options of a command come after its name")
+
+
+def test_the_usage_shows_required_arguments_as_they_are_written(cli: Command) -> None:
+    assert cli("submit", "--help").out.startswith("Usage: pipectl submit [OPTIONS] JOB.yaml\n")

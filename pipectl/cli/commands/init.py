@@ -17,10 +17,10 @@ import typer
 from pipectl.batch import LOCAL, QUEUES_TIMEOUT_S, Queue, find_scheduler, get_scheduler
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say
-from pipectl.errors import SchedulerError, UsageError
+from pipectl.errors import SchedulerError, SpecError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
 from pipectl.jobs.prepare import memory_of_this_machine
-from pipectl.spec import json_schema
+from pipectl.spec import SpecFile, json_schema
 from pipectl.spec.models import Resources
 from pipectl.spec.references import fault_of, parse
 from pipectl.units import did_you_mean, format_bytes, format_clock, is_name
@@ -173,7 +173,17 @@ def command(
     for target in targets:
         say(f"written: {target}")
     elsewhere = "" if reachable or scheduler is not None else " --scheduler local"
-    say(f"next: pipectl submit {job} --wait{elsewhere}")
+    _say_next(job, f"pipectl submit {job} --wait{elsewhere}")
+
+
+def _say_next(job: Path, command: str) -> None:
+    """Print the next command, or what to correct before if the job has mistakes."""
+    try:
+        SpecFile.read(job).spec(check_names=True)
+    except SpecError as error:
+        note(error.message)
+        command = f"correct this, then pipectl check {job}"
+    say(f"next: {command}")
 
 
 def is_terminal() -> bool:
