@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import Slot
 from pipectl.capture.slices import Rows
-from pipectl.errors import CaptureError
+from pipectl.errors import CaptureError, WorkerError
 from pipectl.runtime.evaluation import Metrics
 
 
@@ -93,8 +93,9 @@ def test_a_metric_that_raises_is_named() -> None:
     def broken(outputs: Any, targets: Tensor) -> Tensor:
         raise KeyError("logit")
 
-    with pytest.raises(CaptureError) as raised:
+    with pytest.raises(WorkerError) as raised:
         fed({"broken": broken})
+    assert raised.value.exit_code == 1
     assert raised.value.message.startswith("evaluation.metrics.broken: raised KeyError: 'logit'")
 
 
