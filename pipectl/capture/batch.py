@@ -38,10 +38,11 @@ def split_sample(batch: Any) -> tuple[Any, Any]:
         return dict(batch), dict(batch)
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
-    length = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+    kind = type(batch).__name__
+    if isinstance(batch, tuple | list):  # collating makes lists of tuples
+        kind = f"tuple or list of {len(batch)}"
     raise CaptureError(
-        "data: a sample must be (inputs, targets) or a mapping, not "
-        f"a {type(batch).__name__}{length}",
+        f"data: a sample must be (inputs, targets) or a mapping, not a {kind}",
         cure="let the dataset return pairs, with several inputs or targets in a tuple or "
         "dictionary: (inputs, (targets, weights))",
     )

@@ -144,8 +144,7 @@ class Loader:
         if lengths is None:
             seeded, names = _Seeded(dataset, self._seed), (self._pad, self._section)
             lengths = [
-                length_of_sample(call(seeded.__getitem__, "data", (0, index)), *names)
-                for index in range(samples)
+                length_of_sample(self._sample(seeded, index), *names) for index in range(samples)
             ]
         elif len(lengths) != samples:
             raise CaptureError(
@@ -216,9 +215,10 @@ class Loader:
             if samples is None:
                 return list(islice(_SeededStream(self._dataset, self._seed, 0), size))
             seeded, count = self._seeded(), len(indices)
-            return [seeded[0, indices[(first + i) % count]] for i in range(min(size, count))]
+            picks = (indices[(first + i) % count] for i in range(min(size, count)))
+            return [self._sample(seeded, index) for index in picks]
 
-        loaded = call(load, "data")
+        loaded = call(load, self._section)
         if not loaded:
             raise CaptureError("data: the dataset is empty", cure="check the arguments of data:")
         batch = self._collate([loaded[i % len(loaded)] for i in range(size)], length)
@@ -266,6 +266,10 @@ class Loader:
 
     def _seeded(self) -> _Seeded:
         return _Seeded(self._dataset, self._seed, numbered=self.buckets is not None)
+
+    def _sample(self, seeded: _Seeded, index: int) -> Any:
+        """Return a sample of the first epoch; an error names its index."""
+        return call(seeded.__getitem__, f"{self._section}: sample {index}", (0, index))
 
     def _samples(self, batches: Iterable[Samples], pieces_of: Pieces) -> Iterator[list[Sample]]:
         """Yield the samples of every piece."""

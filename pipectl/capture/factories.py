@@ -62,8 +62,11 @@ def find(factory: str, base: Path) -> Callable[..., Any]:
     return target  # type: ignore[no-any-return]
 
 
-def call(function: Callable[..., Any], factory: str, /, *args: Any, **kwargs: Any) -> Any:
+def call(function: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call user code; an exception becomes an error that names file and line.
+
+    Args:
+        name: key of the job; for a factory, ``KEY.factory: `` and what the key says.
 
     Raises:
         CaptureError: the arguments do not fit, or the callable raises.
@@ -74,16 +77,22 @@ def call(function: Callable[..., Any], factory: str, /, *args: Any, **kwargs: An
         raise
     except (Exception, SystemExit) as error:
         place = user_line(error.__traceback__)
+        _, is_factory, target = name.rpartition(".factory: ")
+        what = f"call {target} in a Python shell with the kwargs of the job"
         raise CaptureError(
-            f"{factory}: raised {type(error).__name__}: {error}{place}",
-            cure="call it in a Python shell with the kwargs of the job to see the whole error",
+            f"{name}: raised {type(error).__name__}: {error}{place}",
+            cure=f"{what if is_factory else 'run it in a Python shell'} to see the whole error",
         ) from error
 
 
-def bind(function: Callable[..., Any], factory: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return a loss or metric: an instance of a class, or a function with ``kwargs`` bound."""
+def bind(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return a loss or metric: an instance of a class, or a function with ``kwargs`` bound.
+
+    Args:
+        name: see :func:`call`.
+    """
     if inspect.isclass(function):
-        return call(function, factory, **kwargs)
+        return call(function, name, **kwargs)
     return functools.partial(function, **kwargs) if kwargs else function
 
 

@@ -75,10 +75,12 @@ class CapturedJob:
         factory, name = self.find(spec.model), spec.model.factory
 
         def build() -> nn.Module:
-            return as_module(factories.call(factory, name, **spec.model.kwargs), name)
+            return as_module(
+                factories.call(factory, f"model.factory: {name}", **spec.model.kwargs), name
+            )
 
         model = build() if self._deferred is None else self._deferred.build(build)
-        loss = None if spec.loss.factory == "model" else self._bound(spec.loss)
+        loss = None if spec.loss.factory == "model" else self._bound(spec.loss, "loss")
         self.step = Step(model, loss, with_outputs=False)
         refuse_parts(self.step, name)
         refuse_parameter_hooks(self.step.named_parameters())
@@ -207,7 +209,10 @@ class CapturedJob:
         evaluation = self.spec.evaluation
         if evaluation is None:
             return {}
-        return {name: self._bound(item) for name, item in evaluation.metrics.items()}
+        return {
+            name: self._bound(item, f"evaluation.metrics.{name}")
+            for name, item in evaluation.metrics.items()
+        }
 
     def weight(self) -> Any | None:
         """Return the function that weighs a micro-batch by its targets; None weighs by samples."""
@@ -242,15 +247,17 @@ class CapturedJob:
             else self.states[name].clone()
         )
 
-    def _bound(self, item: Factory) -> Any:
-        return factories.bind(self.find(item), item.factory, item.kwargs)
+    def _bound(self, item: Factory, key: str) -> Any:
+        return factories.bind(self.find(item), f"{key}.factory: {item.factory}", item.kwargs)
 
     def _loader(self, item: Factory, section: str) -> Loader:
         data, seed = self.spec.data, self.spec.training.seed
         # By the factory's name, so that one for both kinds of data splits them alike; without the
         # directory of its file, which differs between checkouts.
         seed_everything(seed_of(seed, item.resolve(self.spec.base).portable) >> 32)
-        dataset = factories.call(self.find(item), item.factory, **item.kwargs)
+        dataset = factories.call(
+            self.find(item), f"{section}.factory: {item.factory}", **item.kwargs
+        )
         check_dataset(dataset, section, item.factory)
         training = item is data
         return Loader(

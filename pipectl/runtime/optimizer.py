@@ -156,7 +156,9 @@ def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> St
     refuse_parameter_hooks(unhooked)
     if schedule is None or function is None:
         return Stepper(optimizer, None)
-    lr_scheduler = call(function, schedule.factory, optimizer, **schedule.kwargs)
+    lr_scheduler = call(
+        function, f"lr_scheduler.factory: {schedule.factory}", optimizer, **schedule.kwargs
+    )
     return Stepper(optimizer, lr_scheduler, _watches(lr_scheduler, job))
 
 
@@ -174,8 +176,9 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
     spec = job.spec.optimizer
     if job.find(spec) is torch.optim.Muon:
         _refuse_all_but_matrices(parameters)
+    name = f"optimizer.factory: {spec.factory}"
     if not spec.groups:
-        optimizer = call(job.find(spec), spec.factory, list(parameters.values()), **spec.kwargs)
+        optimizer = call(job.find(spec), name, list(parameters.values()), **spec.kwargs)
         _refuse_closure(optimizer)
         return optimizer
     index = job.parameter_groups()
@@ -184,7 +187,7 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
         members[1 + index.get(name, -1)].append(parameter)
     options: list[dict[str, Any]] = [{}, *(group.options for group in spec.groups)]
     groups = [{**more, "params": own} for own, more in zip(members, options, strict=True)]
-    optimizer = call(job.find(spec), spec.factory, groups, **spec.kwargs)
+    optimizer = call(job.find(spec), name, groups, **spec.kwargs)
     _check_options(optimizer, options[1:])
     _refuse_closure(optimizer)
     return optimizer

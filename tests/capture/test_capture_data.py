@@ -260,5 +260,5 @@ def test_a_data_set_without_a_length() -> None:
 def test_a_sample_that_cannot_be_read_names_the_users_line(make_job) -> None:
     with pytest.raises(CaptureError) as raised:
         make_job("mlp", data="Raising").training_graph(2)
-    assert raised.value.message.startswith("data: raised OSError: the disk is gone (at ")
+    assert raised.value.message.startswith("data: sample 0: raised OSError: the disk is gone (at ")
     assert "models.py:" in raised.value.message

@@ -115,11 +115,13 @@ def test_a_raising_factory_names_the_users_deepest_line(tmp_path: Path) -> None:
     )
     function = find("./deep.py:build", tmp_path)
     with pytest.raises(CaptureError) as raised:
-        call(function, "./deep.py:build", text="{")
-    assert raised.value.message.startswith("./deep.py:build: raised JSONDecodeError: ")
+        call(function, "model.factory: ./deep.py:build", text="{")
+    assert raised.value.message.startswith(
+        "model.factory: ./deep.py:build: raised JSONDecodeError: "
+    )
     assert raised.value.message.endswith(f"(at {path}:5)")
     assert raised.value.cure is not None
-    assert raised.value.cure.startswith("call it in a Python shell")
+    assert raised.value.cure.startswith("call ./deep.py:build in a Python shell with the kwargs")
 
 
 def test_wrong_arguments_are_an_error_of_the_factory(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def nothing():
     [
         ("three", "Vectors", "loss.factory: .*'weights'.*called with outputs", "kwargs"),
         ("nll", "Mappings", "model.factory: .*keyword.*'x'.*x: .4, 6. of float", "inputs"),
-        ("three", "triples", "data: a sample must be .* not a list of 3", "weights"),
+        ("three", "triples", "data: a sample must be .* not a tuple or list of 3", "weights"),
         ("three", "loader", "data.factory: .* a DataLoader, not a dataset", "itself"),
         ("three", "tensors", "returned a tuple of tensors", "TensorDataset"),
         ("three", "nothing", "returned a NoneType, not a dataset", "__getitem__"),

@@ -200,7 +200,9 @@ def test_muon_names_what_it_cannot_update(job: Maker) -> None:
 
 
 def test_a_wrong_keyword_of_the_optimizer_is_an_error_of_the_spec(job: Maker) -> None:
-    with pytest.raises(CaptureError, match=r"torch\.optim:SGD: raised TypeError"):
+    with pytest.raises(
+        CaptureError, match=r"^optimizer\.factory: torch\.optim:SGD: raised TypeError"
+    ):
         stepper_of(job("factory: 'torch.optim:SGD', kwargs: {rate: 1.0}"))
 
 
