@@ -107,7 +107,7 @@ def as_module(model: Any, factory: str) -> nn.Module:
         return model
     kind = f"a {type(model).__name__}" + (f" with a {type(wrong).__name__}" if layers else "")
     raise CaptureError(
-        f"{factory}: returned {kind}, not a torch.nn.Module",
+        f"model.factory: {factory}: returned {kind}, not a torch.nn.Module",
         cure="return the model, or a list of layers, from this function",
     )
 
@@ -207,7 +207,7 @@ def target_weight(weigh: Callable[[Any], Any], name: str, targets: Any) -> float
     Args:
         name: of ``weigh``, for errors.
     """
-    return float(call(weigh, name, targets))
+    return float(call(weigh, f"loss.weight: {name}", targets))
 
 
 def weighted_loss(losses: Sequence[Tensor], shares: Sequence[float]) -> float:

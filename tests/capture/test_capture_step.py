@@ -72,7 +72,9 @@ def test_the_batch_must_come_first(make_job) -> None:
 
 
 def test_a_factory_that_returns_no_module(make_job) -> None:
-    with pytest.raises(CaptureError, match=r"returned a str, not a torch\.nn\.Module"):
+    with pytest.raises(
+        CaptureError, match=r"^model\.factory: .*returned a str, not a torch\.nn\.Module"
+    ):
         make_job("not_a_module")
 
 
