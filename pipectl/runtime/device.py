@@ -20,6 +20,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from pipectl.errors import MismatchError
+from pipectl.runtime.nodes import node_name
+
 Sizes = int | tuple[int, ...]
 """Sizes of a contiguous tensor's dimensions, or the number of elements of a vector."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
@@ -216,9 +219,19 @@ def choose_device(accelerators_per_node: int, local_rank: int, *, in_place: bool
         accelerators_per_node: as in the job spec; 0 for CPU ranks.
         local_rank: index of the rank on its node; ranks share accelerators round-robin.
         in_place: whether MPI can read and write an accelerator's memory.
+
+    Raises:
+        MismatchError: the job asks for accelerators, and torch finds none here.
     """
-    if accelerators_per_node == 0 or not torch.accelerator.is_available():
+    if accelerators_per_node == 0:
         return CpuDevice()
+    if not torch.accelerator.is_available():
+        raise MismatchError(
+            "the job asks for accelerators (resources.gpus_per_node), and torch finds none on "
+            f"{node_name()}",
+            cure="measure in a job on such a node: pipectl profile JOB.yaml --submit\n"
+            "to use the processors: --set resources.gpus_per_node=0",
+        )
     count = min(accelerators_per_node, torch.accelerator.device_count())
     return AcceleratorDevice(local_rank % count, in_place=in_place)
 

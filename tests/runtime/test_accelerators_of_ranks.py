@@ -37,6 +37,9 @@ def test_a_job_for_accelerators_does_not_fall_back_to_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(MismatchError, match="torch finds none on"):  # where it is profiled
+        device.choose_device(1, 0)
     with pytest.raises(MismatchError, match="no rank sees an accelerator"):
         accelerators_of(MPI.COMM_SELF)
 
