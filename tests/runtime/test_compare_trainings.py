@@ -100,7 +100,8 @@ def test_distance(one: list, other: list, expected: float) -> None:
 
 
 def test_losses_that_are_not_finite_agree_however_they_were_written(tmp_path: Path) -> None:
-    lines = [{"attempt": 1, "step": 1, "loss": None}, {"attempt": 1, "step": 2, "loss": 0.5}]
+    losses = [(1, None), (2, 0.5)]
+    lines = [{"attempt": 1, "step": n, "loss": loss, "step_time_s": 0.1} for n, loss in losses]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "losses.json").write_text('{"losses": [Infinity, 0.5]}')
     found, reference = Trained.of_run(RunDirectory(tmp_path)), Trained.of_process(tmp_path)

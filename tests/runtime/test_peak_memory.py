@@ -56,12 +56,12 @@ def run(script: str) -> list[int]:
 def test_a_copy_for_a_checkpoint_does_not_count():
     during, beside, after, with_large = run(WITH_A_COPY)
     assert during < 2**23
-    assert 2**26 <= beside < 2**26 + 2**23  # 64 MiB
+    assert abs(beside - 2**26) < 2**23  # 64 MiB
     assert after < 2**26 + 2**23
-    assert with_large >= 2**26 + 2**27  # 128 MiB more; the copy has 256 MiB
+    assert abs(with_large - 2**26 - 2**27) < 2**24  # 128 MiB more; the copy has 256 MiB
 
 
 def test_parameters_of_other_ranks_return_to_the_system_and_memory_of_steps_stays():
     kept, added = run(WITH_DROPPED_PARAMETERS)
-    assert 2**26 <= kept < 2**26 + 2**24  # 64 MiB of its own
-    assert added >= 2**26
+    assert abs(kept - 2**26) < 2**24  # 64 MiB of its own
+    assert added > 2**26 - 2**24
