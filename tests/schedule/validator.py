@@ -103,7 +103,10 @@ class Progress:
         kind, owner, index = row
         if kind not in STARTED_BY:
             return True
-        starters = self.starters[owner] if kind is Kind.REDUCE_WAIT else 1
+        sums = kind is Kind.REDUCE_WAIT
+        if sums and owner >= len(self.starters):
+            raise InvalidError(f"there is no stage {owner}")
+        starters = self.starters[owner] if sums else 1
         return self.started[STARTED_BY[kind], owner, index] >= starters
 
     def execute(self, rank: int, action: Action) -> None:
