@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipectl.errors import InvalidInputError
 
@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from pipectl.spec.models import Checkpoint, Environment, Launch, Pbs, Resources, Slurm
 
 _MIN_WALLTIME_PER_LEAD_TIME = 4
+
+
+def change_sections(owner: object, sections: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
+    """Copies of sections of a spec or request with other values, which are not validated."""
+    return {
+        name: getattr(owner, name).model_copy(update=dict(values))
+        for name, values in sections.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -84,11 +92,7 @@ class JobRequest:
 
         Example: ``update(launch={"mpi": "pmix"})``.
         """
-        new = {
-            name: getattr(self, name).model_copy(update=dict(values))
-            for name, values in sections.items()
-        }
-        return replace(self, **new)
+        return replace(self, **change_sections(self, sections))
 
     @property
     def ranks(self) -> int:

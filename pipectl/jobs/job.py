@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import LOCAL, Array, JobRequest, Template, find_scheduler, get_scheduler
 from pipectl.batch.launchers import MpiChoice, choose_mpi
+from pipectl.batch.request import change_sections
 from pipectl.batch.script import check_template
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import Problem, SchedulerError, SpecError
@@ -281,11 +282,7 @@ def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:
 
 def change(spec: JobSpec, **sections: Mapping[str, object]) -> JobSpec:
     """The spec with other values in sections, e.g. ``launch={"mpi": "pmix"}``, not validated."""
-    new = {
-        name: getattr(spec, name).model_copy(update=dict(values))
-        for name, values in sections.items()
-    }
-    return spec.model_copy(update=new)
+    return spec.model_copy(update=change_sections(spec, sections))
 
 
 def move_to(run: RunDirectory, spec: JobSpec) -> JobSpec:
