@@ -108,24 +108,24 @@ def prepare(
     """
     name = choose_scheduler(spec, scheduler, must_answer=make_missing and must_run)
     makes_profiles = make_missing and name == LOCAL
-    jobs: list[tuple[Job, ClusterChoice]] = []
+    jobs: list[tuple[Job, ClusterChoice, str]] = []
     launches: dict[str, MpiChoice] = {}
     for point in points or (None,):
         values, own = (None, spec) if point is None else (point.values, point.spec)
         settings = f"{own.launch} {own.environment}"
         with _name_values_in_errors(values):
             job = make_job(own, name, values=values, mpi=launches.get(settings))
-            jobs.append((job, find_cluster(own, name)))
+            jobs.append((job, find_cluster(own, name), profile_key(own)))
         launches[settings] = job.mpi
 
     # All profiles come first: the memory of a measuring process counts as memory of a rank, and
     # the planner is large.
     profiles: dict[str, Profile | None] = {}
     new_profiles: set[str] = set()
-    for job, _ in jobs:
+    for job, _, key in jobs:
+        if key in profiles:
+            continue
         with _name_values_in_errors(job.values):
-            if (key := profile_key(job.spec)) in profiles:
-                continue
             if must_run and makes_profiles:
                 render(PreparedJob(job))  # raise errors in the script before the model is measured
             path = profile_path(job.spec)
@@ -143,8 +143,7 @@ def prepare(
             profiles[key] = profile
 
     prepared = []
-    for job, machines in jobs:
-        key = profile_key(job.spec)
+    for job, machines, key in jobs:
         if (profile := profiles[key]) is None:
             prepared.append(PreparedJob(job, machines, plans_in_job=name != LOCAL))
             continue
