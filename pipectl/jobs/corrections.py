@@ -11,15 +11,13 @@ from pipectl.plan import Plan
 from pipectl.planner.costs.stage_costs import operator_times
 from pipectl.profile import Profile
 from pipectl.report.comparison import Part, compare
-from pipectl.runs import RunDirectory, measured_steps, read_metrics
+from pipectl.runs import WARM_UP_STEPS, RunDirectory, measured_steps, read_metrics
 from pipectl.schedule import channels
 from pipectl.schedule.measured_rows import Steps, row_times_of
 from pipectl.timeline import Timeline
 
 _MAX_STEPS = 20
 """Maximum number of recorded steps, the last ones, that correct a profile."""
-_FIRST_STEPS = 3
-"""Number of first steps, which are slower, and left out if there are others."""
 _PHASES = ({"forward", "recompute"}, {"backward", "backward_input", "backward_weight"})
 """Kinds of actions that a profile counts as forward and as backward."""
 
@@ -36,7 +34,7 @@ def correct_profile(run: RunDirectory) -> Profile:
     plan, profile = Plan.load(run.plan), Profile.load(run.profile)
     steps = measured_steps(run)
     timelines = []
-    for step in ([step for step in steps if step > _FIRST_STEPS] or steps)[-_MAX_STEPS:]:
+    for step in ([step for step in steps if step > WARM_UP_STEPS] or steps)[-_MAX_STEPS:]:
         with suppress(DataFileError):
             timelines.append(Timeline.load(run.measured_of(step)))
     recorded = [each for each in timelines if each.ranks == plan.ranks]

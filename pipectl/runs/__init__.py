@@ -21,6 +21,7 @@ from pipectl.runs.directory import (
     sweep_of,
 )
 from pipectl.runs.readers import (
+    WARM_UP_STEPS,
     Heartbeat,
     Line,
     Log,
@@ -43,11 +44,11 @@ from pipectl.runs.readers import (
 from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, Setting, is_job_id
 
 __all__ = [
-    "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "TRAINING", "Event", "Heartbeat",
-    "Line", "Log", "Logs", "Measured", "MetricsLine", "NotFinite", "RankBeat", "Record",
-    "RunDirectory", "Setting", "SweepDirectory", "checkpoints", "example_run", "find", "find_run",
-    "find_runs", "is_job_id", "last_checkpoint", "list_runs", "list_sweeps", "locked",
-    "measured_steps", "name_in_shell", "read_errors", "read_exit_code", "read_heartbeat",
-    "read_measured", "read_metrics", "read_requeue_error", "read_stall", "read_starts",
-    "runs_directory", "stem_of", "step_of", "sweep_of",
+    "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "TRAINING", "WARM_UP_STEPS",
+    "Event", "Heartbeat", "Line", "Log", "Logs", "Measured", "MetricsLine", "NotFinite",
+    "RankBeat", "Record", "RunDirectory", "Setting", "SweepDirectory", "checkpoints",
+    "example_run", "find", "find_run", "find_runs", "is_job_id", "last_checkpoint", "list_runs",
+    "list_sweeps", "locked", "measured_steps", "name_in_shell", "read_errors", "read_exit_code",
+    "read_heartbeat", "read_measured", "read_metrics", "read_requeue_error", "read_stall",
+    "read_starts", "runs_directory", "stem_of", "step_of", "sweep_of",
 ]  # fmt: skip

@@ -32,7 +32,8 @@ from pipectl.units import printable
 _EDGE = 40
 """Lines read at either end of a long metrics file."""
 _MAX_BYTES, _MAX_REPORT_BYTES, _MAX_DIGITS = 2**28, 2**24, 100
-_WARM_UP_STEPS = 3
+WARM_UP_STEPS = 3
+"""Number of first steps, which are slower; their times are left out if there are others."""
 _LABEL = re.compile(rb"\[(0|[1-9][0-9]{0,8})\] ")
 _OF_RANK = re.compile(r"rank-([0-9]{1,9})\.log")
 _CHUNK = 1 << 20
@@ -336,7 +337,7 @@ def sum_up(lines: Sequence[MetricsLine]) -> Measured:
 def _usual(figures: Iterable[float | None]) -> float | None:
     """The median of the figures of steps, without the first ones."""
     known = [each for each in figures if each]
-    return median(known[min(_WARM_UP_STEPS, len(known) - 1) :]) if known else None
+    return median(known[min(WARM_UP_STEPS, len(known) - 1) :]) if known else None
 
 
 def read_measured(run: RunDirectory, record: Record | None) -> Measured:
