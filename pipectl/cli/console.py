@@ -151,12 +151,15 @@ def table(
     ]
     filled = [i for i, head in enumerate(heads) if head not in optional or any(columns[i])]
 
+    def needed_for(indices: Sequence[int]) -> int:
+        return sum(widths[i] + _GAP for i in indices) - _GAP
+
     def draw(width: int) -> Table:
-        indices = filled
+        indices, needed = filled, needed_for(filled)
         for head in optional:
-            if sum(widths[i] + _GAP for i in indices) - _GAP > width:
+            if needed > width:
                 indices = [i for i in indices if heads[i] != head]
-        needed = sum(widths[i] + _GAP for i in indices) - _GAP
+                needed = needed_for(indices)
         is_whole = not wrap and needed > width and not _has_width(sys.stdout)
         size = needed if is_whole else None  # a script reads the names
         grid = Table(box=None, pad_edge=False, header_style="bold", width=size)

@@ -150,12 +150,12 @@ class EarlyStopping:
         self.metric_values += values
         if (spec := self._spec) is None:
             return
+        self.reason = ""
         count = count_without_improvement(self.metric_values, spec.mode, spec.min_delta)
-        waited = plural(spec.patience, "evaluation")
-        is_over = count >= spec.patience
-        enough = f" by more than {spec.min_delta:g}" if spec.min_delta else ""
-        words = f"{spec.metric} has not improved{enough} in {waited}"
-        self.reason = words if is_over else ""
+        if count >= spec.patience:
+            enough = f" by more than {spec.min_delta:g}" if spec.min_delta else ""
+            waited = plural(spec.patience, "evaluation")
+            self.reason = f"{spec.metric} has not improved{enough} in {waited}"
 
 
 def count_without_improvement(values: Sequence[float], mode: str, min_delta: float) -> int:
