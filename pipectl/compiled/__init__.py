@@ -2,10 +2,10 @@
 
 A kernel is a plain function of numbers and NumPy arrays. On its first call with given types,
 ``pipectl.compiled.statements`` translates it to LLVM IR, and LLVM compiles it in a tenth of a
-second.
-The machine code is cached in the user's cache directory. Its file name is a hash of the code of the
-kernel and of all that it calls, so it is never stale. Kernels use IEEE arithmetic in the order
-written, for any processor of the architecture (no fused operations, no vectors, no threads).
+second. The machine code is cached in the user's cache directory. Its file name is a hash of the
+code of the kernel and of all that it calls, so it is never stale. Kernels use IEEE arithmetic in
+the order written, for any processor of the architecture (no fused operations, no vectors, no
+threads).
 Results are the same on every machine, and the same as Python's with ``PIPECTL_INTERPRET=1``, which
 is for debugging kernels.
 """
