@@ -19,7 +19,7 @@ _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})")
 _DURATION = re.compile(r"(?:(\d+)d(?!\d+$))?(?:(\d+)h(?!\d+$))?(?:(\d+)m)?(?:(\d+)s?)?")
 """A number without a unit is seconds, alone or after minutes. ``1h30`` is ambiguous."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HARMFUL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -149,7 +149,7 @@ def format_ranges(numbers: Iterable[int], separator: str = ", ") -> str:
 
 def is_name(text: str) -> bool:
     """Return whether ``text`` is a valid job name: at most 64 letters, digits and ``. _ -``."""
-    return _NAME.fullmatch(text) is not None
+    return NAME.fullmatch(text) is not None
 
 
 def did_you_mean(word: str, known: Iterable[str], *, similarity: float = 0.6) -> str:

@@ -338,7 +338,7 @@ class Environment(types.Section):
 
     modules: tuple[types.Text, ...] = ()
     """Names for `module load`, in this order."""
-    setup: tuple[types.Script, ...] = ()
+    setup: tuple[str, ...] = ()
     """Shell code put into the job script verbatim, after the modules."""
     variables: types.Variables = Field(default_factory=dict)
     """Environment variables of all ranks. They may contain secrets: they are written only to two

@@ -20,7 +20,7 @@ from pipectl.spec import models
 from pipectl.spec.checks import fault_of_former_key
 from pipectl.spec.document import KeyPath, Node, Plain, describe, parse_scalar
 from pipectl.spec.models import JobSpec
-from pipectl.spec.types import WrongTypeError
+from pipectl.spec.types import SCALAR
 from pipectl.units import did_you_mean
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -35,6 +35,10 @@ class _Generator(GenerateJsonSchema):
 
     def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
         return False
+
+    def str_schema(self, schema: Any) -> Schema:
+        """The schema of a text, which may be written without quotes."""
+        return {**super().str_schema(schema), "type": SCALAR}
 
     def model_schema(self, schema: Any) -> Schema:
         """The schema of a section, with defaults as people write them."""
@@ -153,7 +157,7 @@ def explain_fault(root: Node, detail: ErrorDetails) -> Problem:
     """The problem for a pydantic error: its place, the expected and the actual value."""
     path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
     error = context.get("error")
-    if isinstance(error, ValueError) and not isinstance(error, WrongTypeError):
+    if isinstance(error, ValueError) and str(error):
         at_key = path[-1] == "[key]"
         return root.problem(path[:-1] if at_key else path, str(error), at_key=at_key)
     if kind == "extra_forbidden":

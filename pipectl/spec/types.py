@@ -1,4 +1,8 @@
-"""The types of the spec's fields: how values are read, checked and written."""
+"""The types of the spec's fields: how values are read, checked and written.
+
+If a function raises a ValueError without a message, the message describes the JSON Schema of the
+field.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,8 @@ from pipectl.directives import RESOURCES
 from pipectl.spec import references
 from pipectl.spec.document import parse_scalar, resolve
 from pipectl.units import (
+    NAME,
     format_clock,
-    is_name,
     parse_bytes,
     parse_duration,
     parse_memory,
@@ -42,7 +46,7 @@ _MAX_LEAD_TIME_S = 2**16 - 1
 _REFERENCE = "./file.py:name or package.module:name"
 _CHECK_MESSAGES = "PIPECTL_CHECK_MESSAGES"
 _READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
-_SCALAR = ["string", "number", "boolean"]
+SCALAR = ["string", "number", "boolean"]
 """JSON types of a text field, which is read verbatim, with or without quotes."""
 
 
@@ -64,10 +68,6 @@ def drop_nulls(value: Any, known: Iterable[str] | None = None) -> Any:
         return value
     free = set() if known is None else value.keys() - set(known)
     return {key: item for key, item in value.items() if item is not None or key in free}
-
-
-class WrongTypeError(ValueError):
-    """A value does not match the JSON Schema of its field; the message describes the schema."""
 
 
 class Auto:
@@ -99,7 +99,7 @@ def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
     def read(value: Any) -> int:
         with suppress(ValueError):
             return parse(str(value))
-        raise WrongTypeError
+        raise ValueError
 
     return BeforeValidator(read)
 
@@ -108,7 +108,7 @@ def _read_memory(value: Any) -> int:
     try:
         parse_bytes(str(value))
     except ValueError:
-        raise WrongTypeError from None
+        raise ValueError from None
     return parse_memory(str(value))
 
 
@@ -144,15 +144,6 @@ def _nonempty_line(text: str) -> str:
     return text
 
 
-def _check(is_valid: Callable[[str], object]) -> AfterValidator:
-    def check(text: str) -> str:
-        if not is_valid(text):
-            raise WrongTypeError
-        return text
-
-    return AfterValidator(check)
-
-
 def _reference(*words: str) -> AfterValidator:
     def check(text: str) -> str:
         if text not in words and (fault := references.fault_of(text)):
@@ -180,27 +171,27 @@ def _option(value: Any) -> bool | str | tuple[str, ...]:
     if not texts:
         raise ValueError("is empty")
     if not all(isinstance(text, str) for text in texts):
-        raise WrongTypeError
+        raise ValueError
     lines = tuple(map(_nonempty_line, texts))
     return lines if texts is value else lines[0]
 
 
-def _is_schedule(name: str) -> bool:
+def _schedule(name: str) -> str:
     from pipectl.schedule import SCHEDULES
     from pipectl.schedule.registry import packaged_names
 
-    return name in SCHEDULES or name.endswith(SCHEDULE_SUFFIX) or name in packaged_names()
+    if not (name in SCHEDULES or name.endswith(SCHEDULE_SUFFIX) or name in packaged_names()):
+        raise ValueError
+    return name
 
 
-def _json(title: str, pattern: str | None = None) -> WithJsonSchema:
+def _json(title: str, pattern: str = "") -> WithJsonSchema:
     """The JSON Schema of a text; ``title`` completes "must be ..."."""
-    if pattern is None:
-        return WithJsonSchema({"title": title, "type": _SCALAR})
-    return WithJsonSchema({"title": title, "type": "string", "pattern": pattern})
+    text = {"type": "string", "pattern": pattern} if pattern else {"type": SCALAR}
+    return WithJsonSchema({"title": title, **text})
 
 
 _YAML, _MAPPING = BeforeValidator(resolve), BeforeValidator(drop_nulls)
-_TEXT = WithJsonSchema({"type": _SCALAR})
 
 Version = Annotated[int, BeforeValidator(check_version), WithJsonSchema({"const": VERSION})]
 Value = Annotated[Any, _YAML]
@@ -227,18 +218,20 @@ LeadTime = Annotated[Seconds, AfterValidator(_lead_time)]
 Walltime = Annotated[
     _Clock, _quantity(parse_walltime), _json("a time such as 01:30:00, 90m or 90 (minutes)")
 ]
-Script = Annotated[str, _TEXT]
-"""Text, possibly empty or of several lines."""
-Text = Annotated[str, AfterValidator(_nonempty_line), _TEXT]
+Text = Annotated[str, AfterValidator(_nonempty_line)]
 """One line."""
-JobName = Annotated[Text, _check(is_name), _json("letters, digits, '.', '_' or '-', at most 64")]
-Select = Annotated[Text, _check(RESOURCES.fullmatch), _json("resources such as model=icelake")]
+JobName = Annotated[
+    Text, Field(pattern=f"^{NAME.pattern}$", title="letters, digits, '.', '_' or '-', at most 64")
+]
+Select = Annotated[
+    Text, Field(pattern=f"^{RESOURCES.pattern}$", title="resources such as model=icelake")
+]
 Reference = Annotated[Text, _reference(), _json(_REFERENCE, ":")]
 LossReference = Annotated[Text, _reference("model"), _json(f"model, {_REFERENCE}", "^model$|:")]
 WeightReference = Annotated[
     Text, _reference("samples"), _json(f"samples, {_REFERENCE}", "^samples$|:")
 ]
-_OPTION = {"type": [*_SCALAR, "array"], "items": {"type": _SCALAR}}
+_OPTION = {"type": [*SCALAR, "array"], "items": {"type": SCALAR}}
 _Option = Annotated[
     bool | str | tuple[str, ...],
     BeforeValidator(_option),
@@ -248,7 +241,7 @@ _Option = Annotated[
 Options = Annotated[dict[Text, _Option], _MAPPING]
 """Options of sbatch or qsub by name; :mod:`pipectl.directives` says which may be set."""
 _Variable = Annotated[Text, AfterValidator(_variable)]
-_Setting = Annotated[str, AfterValidator(_one_line), _TEXT]
+_Setting = Annotated[str, AfterValidator(_one_line)]
 Variables = Annotated[dict[_Variable, _Setting], _MAPPING]
 Replicas = Annotated[Literal["any"] | Count | None, Auto()]
 
@@ -261,5 +254,5 @@ def _describe_schedules(_core: Any, _handler: Any) -> dict[str, Any]:
     return {"anyOf": [{"enum": list(NAMES)}, file]}
 
 
-_Schedule = Annotated[str, _check(_is_schedule), GetPydanticSchema(None, _describe_schedules)]
+_Schedule = Annotated[str, AfterValidator(_schedule), GetPydanticSchema(None, _describe_schedules)]
 Schedule = Annotated[_Schedule | None, Auto()]
