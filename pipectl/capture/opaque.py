@@ -31,6 +31,8 @@ from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensor
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 """What a result may hold besides tensors."""
+_ANY_SIZE = 1 << 40
+"""Elements of memory without values, which may be larger than any result."""
 
 
 class States:
@@ -227,12 +229,34 @@ class Outline:
         """The forms of the tensors of the result, in order."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
 
-    def blanks(self, batch: Any, device: torch.device | None) -> list[Tensor]:
-        """Return the tensors of a result without values, each in memory of its own."""
-        blanks = [form.blank(batch, device) for form in self.forms]
-        grad = torch.is_grad_enabled()
-        pairs = zip(blanks, self.forms, strict=True)
-        return [anchored(b) if grad and form.requires_grad else b for b, form in pairs]
+    def blanks(
+        self,
+        batch: Any,
+        device: torch.device | None = None,
+        arguments: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Return the tensors of a result without values, with gradients like those of a real call.
+
+        Args:
+            batch: samples; may be symbolic.
+            arguments: of the call, without values, whose memory the tensors share as in a real
+                call; if None, each tensor has memory of its own.
+        """
+
+        def with_gradient(blank: Tensor, form: Form) -> Tensor:
+            return anchored(blank) if form.requires_grad and torch.is_grad_enabled() else blank
+
+        if arguments is None:
+            return [with_gradient(form.blank(batch, device), form) for form in self.forms]
+        bases = dict(enumerate(arguments))
+        views = []
+        for form in self.forms:
+            if form.memory not in bases:
+                memory = torch.empty(_ANY_SIZE, dtype=form.dtype)
+                bases[form.memory] = with_gradient(memory, form)
+            view = bases[form.memory].as_strided(*form.layout_at(batch))
+            views.append(view if form.requires_grad else view.detach())
+        return views
 
     def result(self, tensors: Sequence[Any]) -> Any:
         """Return the result with these tensors in it."""
@@ -344,7 +368,9 @@ class Opaque:
         """
         values, count = list(arguments), len(self._states.names)
         if any(isinstance(value, Tensor) and is_deferred(value) for value in values):
-            results = self._imitate(batch, values)
+            for index in self.outline.written:
+                torch.autograd.graph.increment_version(values[index])
+            results = self.outline.blanks(batch, arguments=values)
             return results[0] if len(results) == 1 else tuple(results)
         anchor = None
         if torch.is_grad_enabled():
@@ -369,34 +395,6 @@ class Opaque:
             for index, tensor in zip(self._unshared, left, strict=True):
                 results[index] = tensor
         return results[0] if len(results) == 1 else tuple(results)
-
-    def _imitate(self, batch: int, arguments: Sequence[Any]) -> list[Tensor]:
-        """Return tensors without values that share memory and have gradients like those of a real
-        call.
-
-        Arguments that a call writes are marked as written.
-        """
-        forms = self.outline.forms
-        for index in self.outline.written:
-            torch.autograd.graph.increment_version(arguments[index])
-        bases: dict[int, Tensor] = {}
-        results = []
-        for form in forms:
-            if form.memory >= 0:
-                bases[form.memory] = arguments[form.memory]
-            elif form.memory not in bases:
-                extents = [0]  # elements of the memory, up to the last of every tensor in it
-                for other in forms:
-                    if other.memory == form.memory:
-                        sizes, strides, offset = other.layout_at(batch)
-                        steps = ((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-                        extents.append(offset + 1 + sum(steps))
-                base = torch.empty(max(extents), dtype=form.dtype)
-                grad = form.requires_grad and torch.is_grad_enabled()
-                bases[form.memory] = anchored(base) if grad else base
-            view = bases[form.memory].as_strided(*form.layout_at(batch))
-            results.append(view if form.requires_grad else view.detach())
-        return results
 
     def _checked(self, result: Any, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of a result, in the layouts that were captured."""
