@@ -28,6 +28,17 @@ def test_operators_and_edges_of_a_chain(graph_of) -> None:
     assert all(graph.requires_grad.values())
 
 
+def test_readers_of_a_written_value_read_the_writing_operator(graph_of) -> None:
+    graph = graph_of("Inplace")
+    assert graph.users["linear"] == ("relu_",)
+    assert set(graph.users["relu_"]) == {"linear_1", "add_"}
+
+
+def test_a_norm_used_twice_stays_in_one_stage_with_its_counter(graph_of) -> None:
+    names = {"add_", "batch_norm", "add__1", "batch_norm_1"}
+    assert members(graph_of("SharedNorm"), "batch_norm") >= names
+
+
 def test_readers_behind_the_last_write_are_free(graph_of) -> None:
     graph = graph_of("Inplace")
     assert "linear_2" not in graph.groups
