@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.opaque import Arguments, Opaque, Outline, States, anchored
+from pipectl.capture.opaque import Arguments, Opaque, Outline, States, anchored, one_or_tuple
 from pipectl.capture.patches import Mask, Recorder
 from pipectl.capture.python_state import extra_states, preserve_state, refuse_extra_states
 from pipectl.capture.randomness import (
@@ -363,8 +363,7 @@ def recorded_calls(step: Step, kept: KeptModules, recorder: Recorder) -> Iterato
 
             def blanks() -> Any:
                 with torch._C.DisableTorchFunction():
-                    results = outline.blanks(size[0], device)
-                return results[0] if len(results) == 1 else tuple(results)
+                    return one_or_tuple(outline.blanks(size[0], device))
 
             operator = Opaque(path, module, states, arguments, outline)
             given = (size[0], *tensors, *arguments.sizes)

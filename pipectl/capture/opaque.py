@@ -368,10 +368,8 @@ class Opaque:
         """
         values, count = list(arguments), len(self._states.names)
         if any(isinstance(value, Tensor) and is_deferred(value) for value in values):
-            for index in self.outline.written:
-                torch.autograd.graph.increment_version(values[index])
-            results = self.outline.blanks(batch, arguments=values)
-            return results[0] if len(results) == 1 else tuple(results)
+            torch.autograd.graph.increment_version([values[i] for i in self.outline.written])
+            return one_or_tuple(self.outline.blanks(batch, arguments=values))
         anchor = None
         if torch.is_grad_enabled():
             # Aliases of the inputs that have a gradient and are not changed by that.
@@ -394,7 +392,7 @@ class Opaque:
             left = leave(anchor, [results[index] for index in self._unshared])
             for index, tensor in zip(self._unshared, left, strict=True):
                 results[index] = tensor
-        return results[0] if len(results) == 1 else tuple(results)
+        return one_or_tuple(results)
 
     def _checked(self, result: Any, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of a result, in the layouts that were captured."""
@@ -429,6 +427,11 @@ class Opaque:
 
     def _other(self, result: Any, expected: Any) -> RefusedError:
         return Refusal.RESULT.error("", name=self.path, result=result, expected=expected)
+
+
+def one_or_tuple(tensors: Sequence[Tensor]) -> Any:
+    """Return the only tensor, or all of them, as operators give their results."""
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def enter(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
