@@ -349,13 +349,6 @@ class Recomputed(Layers):
         return self.head(checkpoint(block, x, use_reentrant=self.reentrant))
 
 
-class GradientHook(Inner):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        y.register_hook(lambda gradient: gradient * 0.5)
-        return y
-
-
 class BackwardHook(Inner):
     def __init__(self) -> None:
         super().__init__()

@@ -32,24 +32,16 @@ def operators(graph: CapturedGraph) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", BREAKING)
-def test_a_layer_that_breaks_becomes_one_operator(
+def test_a_layer_that_breaks_becomes_one_operator_and_a_model_is_named(
     make_job, write_modules, place_of, kind: str
 ) -> None:
-    code, _ = BREAKING[kind]
+    code, what = BREAKING[kind]
     path = write_modules({kind: code})
     job = make_job(f"{path}:layers")
     graph = job.training_graph(4)
     assert operators(graph) == ["1"]
     assert len(graph.operators) == 4
     assert place_of(path, code) in job.kept["1"]
-
-
-@pytest.mark.parametrize("kind", BREAKING)
-def test_code_of_the_model_itself_that_breaks_is_named(
-    make_job, write_modules, place_of, kind: str
-) -> None:
-    code, what = BREAKING[kind]
-    path = write_modules({kind: code})
     with pytest.raises(CaptureError) as raised:
         make_job(f"{path}:Whole{kind}").training_graph(4)
     assert place_of(path, code) in raised.value.message
