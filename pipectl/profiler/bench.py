@@ -379,8 +379,8 @@ class OperatorTimes:
         loading_s: to load a micro-batch; 0 if other processes do that.
     """
 
-    uncached: Pairs
-    cached: Pairs
+    uncached: Mapping[str, tuple[float, float]]
+    cached: Mapping[str, tuple[float, float]]
     loading_s: float = 0.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,10 @@ from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.stage_costs import operator_times
-from pipectl.profile import MeasuredOn, Operator, Profile, StageOverhead
+from pipectl.profile import MeasuredOn, Operator, Profile
 from pipectl.profiler.bench import OperatorTimes, Subject, time_operators, time_stages
 from pipectl.profiler.effort import Effort, measured_sizes
-from pipectl.profiler.fit import CACHE_SHARES, DISTURBED, fit_stages
+from pipectl.profiler.fit import CACHE_SHARES, DISTURBED, Fit, fit_stages
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours
@@ -198,21 +198,16 @@ class _Profiling:
                 scale = max(1.0, size / base)
                 scaled = {name: amount * scale for name, amount in working_set.items()}
                 measure = partial(self._time_operators, size, scaled)
-                entry = self._journal.remember(str(size), measure)
-                uncached, cached = (
-                    {name: (forward_s, backward_s) for name, (forward_s, backward_s) in p.items()}
-                    for p in (entry["uncached"], entry["cached"])
-                )
-                times[size] = OperatorTimes(uncached, cached, entry["loading_s"])
+                times[size] = self._journal.remember(str(size), OperatorTimes, measure)
                 self._work.end(_size(size))
         profile = self._assemble(measured, times)
         cache_bytes = self._cache_bytes(working_set)
-        fit = self._journal.remember("stages", partial(self._fit, profile, cache_bytes))
+        fit = self._journal.remember("stages", Fit, partial(self._fit, profile, cache_bytes))
         self._work.end(_STAGES)
-        if fit["error"] > DISTURBED:
-            self._assumptions.append(_DISTURBED.format(fit["error"]))
-        operators = tuple(operator.scaled(*fit["factors"]) for operator in profile.operators)
-        profile = replace(profile, operators=operators, stage=StageOverhead(**fit["stage"]))
+        if fit.error > DISTURBED:
+            self._assumptions.append(_DISTURBED.format(fit.error))
+        operators = tuple(operator.scaled(*fit.factors) for operator in profile.operators)
+        profile = replace(profile, operators=operators, stage=fit.stage)
         return self._with_loading(profile, {size: each.loading_s for size, each in times.items()})
 
     def _is_captured(self, size: int) -> bool:
@@ -245,7 +240,7 @@ class _Profiling:
         cache_bytes = last_level_bytes()
         return cache_bytes if sum(working_set.values()) > CACHE_SHARES[0] * cache_bytes else None
 
-    def _time_operators(self, size: int, working_set: Mapping[str, float]) -> dict[str, Any]:
+    def _time_operators(self, size: int, working_set: Mapping[str, float]) -> OperatorTimes:
         loader = self._job.loader
         loaded: Iterator[Any] = iter(())
         if not self._job.spec.data.workers:  # a rank loads it itself, between its computations
@@ -254,15 +249,15 @@ class _Profiling:
         subject = Subject.of(self._job, size, self._device)
         cache_bytes = self._cache_bytes(working_set)
         rounds, advance = self._effort.operators, partial(self._work.advance, _size(size))
-        return asdict(time_operators(subject, working_set, cache_bytes, rounds, loaded, advance))
+        return time_operators(subject, working_set, cache_bytes, rounds, loaded, advance)
 
-    def _fit(self, profile: Profile, cache_bytes: int | None) -> dict[str, Any]:
+    def _fit(self, profile: Profile, cache_bytes: int | None) -> Fit:
         """Return what stages take besides operators, and the factors of operators."""
         size = profile.micro_batch_size
         subject = Subject.of(self._job, size, self._device)
         rounds, advance = self._effort.stages, partial(self._work.advance, _STAGES)
         samples = time_stages(subject, Footprints(profile), rounds, advance)
-        return asdict(fit_stages(samples, operator_times(profile, size), cache_bytes))
+        return fit_stages(samples, operator_times(profile, size), cache_bytes)
 
     def _assemble(
         self, measured: Mapping[str, Operator], times: Mapping[int, OperatorTimes]

@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipectl.errors import DataFileError, UsageError
+from pipectl.fields import FieldError, read_value, write_value
 from pipectl.files import read_json, write_json
 
+T = TypeVar("T")
 _GRAPH = "graph"
 
 
@@ -35,14 +37,14 @@ class Journal:
     def __init__(self, path: Path | None = None, header: Mapping[str, Any] | None = None) -> None:
         self._path = path
         self._header = json.loads(json.dumps(header))
-        self._entries: dict[str, dict[str, Any]] = {}
+        self._entries: dict[str, Any] = {}
         self._is_written = path is not None
         if path is not None:
             with suppress(DataFileError):
                 document = read_json(path, cure="")
                 entries = document.get("entries")
                 if document.get("journal") == self._header and isinstance(entries, dict):
-                    self._entries = {k: v for k, v in entries.items() if isinstance(v, dict)}
+                    self._entries = entries
             self._write()
         self.resumed = len(self)
 
@@ -50,11 +52,11 @@ class Journal:
         """Return the number of measurements."""
         return sum(key != _GRAPH for key in self._entries)
 
-    def find(self, key: str) -> dict[str, Any] | None:
-        """Return the entry of ``key``, from this process or an earlier one."""
+    def find(self, key: str) -> Any:
+        """Return the entry of ``key``, from this process or an earlier one; else None."""
         return self._entries.get(key)
 
-    def note(self, key: str, entry: dict[str, Any]) -> None:
+    def note(self, key: str, entry: Any) -> None:
         """Keep a finished measurement; it is in the file when this returns.
 
         Args:
@@ -66,13 +68,18 @@ class Journal:
         except UsageError:
             self._is_written = False
 
-    def remember(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the entry of ``key``; if there is none, measure and keep it."""
-        entry = self.find(key)
-        if entry is None:
-            entry = measure()
-            self.note(key, entry)
-        return entry
+    def remember(self, key: str, kind: type[T], measure: Callable[[], T]) -> T:
+        """Return the measurement of ``key``; if there is none, measure and keep it.
+
+        Args:
+            kind: of the measurement, as for :func:`pipectl.fields.read_value`.
+        """
+        with suppress(FieldError):
+            measurement: T = read_value(kind, self.find(key))
+            return measurement
+        measurement = measure()
+        self.note(key, write_value(measurement))
+        return measurement
 
     def match(self, fingerprint: str) -> None:
         """Remove everything that was not measured for this graph."""

@@ -322,16 +322,17 @@ class Walk:
     def _observe(self, node: fx.Node, key: Any) -> Pattern:
         """Measure an operator, and remember the figures for those with an equal key."""
         call = self._call(node, self._state)
-        (forward_s, backward_s), budget_s = (0.0, 0.0), self._budget_s
+        times, budget_s = (0.0, 0.0), self._budget_s
         with missing_kernels(node.name, self._subject.precision, self._device), torch.enable_grad():
             if budget_s is not None:
-                forward_s, backward_s = self._journal.remember(
+                times = self._journal.remember(
                     f"{self._subject.size}:{node.name}",
-                    lambda: {"times": time_alone(call, self._subject.device, budget_s)},
-                )["times"]
+                    tuple[float, float],
+                    lambda: time_alone(call, self._subject.device, budget_s),
+                )
             flops = count_flops(call)
             result, pattern = observe(call, self._device)
-        pattern = replace(pattern, flops=flops, times=(forward_s, backward_s))
+        pattern = replace(pattern, flops=flops, times=times)
         is_view = any(origin >= 0 for origin in pattern.origins)
         written = written_tensors(node.target, call.args, call.kwargs)
         # A view of a parameter needs that parameter, and each write its own memory.

@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from pipectl.capture.data import Loader, Samples, split_batch
+from pipectl.capture.data import Loader, Samples
 from pipectl.errors import CaptureError
 
 
@@ -61,21 +59,6 @@ def indices(found: list[Tensor]) -> list[int]:
     return [int(row[0]) for batch in found for row in batch]
 
 
-@given(samples=st.integers(0, 60), size=st.integers(1, 20))
-def test_micro_batches_make_up_the_batch(samples: int, size: int) -> None:
-    found = split_batch(samples, size)
-    assert sum(found) == samples
-    assert all(0 < n <= size for n in found)
-    assert set(found[:-1]) <= {size}
-
-
-@given(samples=st.integers(1, 50), batch=st.integers(1, 20), drop_last=st.booleans())
-def test_an_epoch_takes_every_sample_once(samples: int, batch: int, drop_last: bool) -> None:
-    loader = Loader(Noisy(samples), seed=1, batch_size=batch, drop_last=drop_last)
-    found = [index for part in loader.epoch(0) for index in part.positions]
-    assert found == list(range(samples - samples % batch if drop_last else samples))
-
-
 @pytest.mark.parametrize(
     ("dataset", "drop_last", "expected"),
     [
@@ -112,12 +95,6 @@ def test_micro_batches_take_the_samples_of_the_order() -> None:
     assert indices(found) == [*loader.order(0), *loader.order(1)[:4]]
 
 
-def test_the_size_of_micro_batches_does_not_change_a_sample() -> None:
-    parts = [torch.cat(taken(Loader(Noisy(), seed=1), 2, size)) for size in (1, 3, 10)]
-    assert torch.equal(parts[0], parts[1])
-    assert torch.equal(parts[0], parts[2])
-
-
 def test_loader_processes_see_the_same_samples() -> None:
     here, there = (
         torch.cat(taken(Loader(Noisy(), seed=1, workers=n, batch_size=4), 3, 2)) for n in (0, 2)
@@ -140,32 +117,6 @@ def test_an_iterable_goes_round_and_round_in_full_batches(dataset: Any) -> None:
     assert [len(batch) for batch in found] == [3, 1] * 4
     assert sorted(indices(found)[:5]) == list(range(5)) == sorted(indices(found)[5:10])
     assert indices(found)[:5] != indices(found)[5:10]
-
-
-def test_samples_of_an_iterable_do_not_depend_on_what_runs_between() -> None:
-    """Ranks run different operators between two samples, and these reseed torch's generator."""
-
-    def read(disturb: bool) -> Tensor:
-        loader = Loader(NoisyStream(), seed=1, batch_size=2)
-        loaded = loader.micro_batches(islice(loader.batches(), 5), 1)
-        found = []
-        for inputs, _ in loaded:
-            found.append(inputs)
-            if disturb:
-                torch.manual_seed(len(found))
-                random.seed(len(found))
-                np.random.seed(len(found))
-        return torch.cat(found)
-
-    assert torch.equal(read(disturb=False), read(disturb=True))
-
-
-def test_an_iterable_can_be_loaded_by_a_process() -> None:
-    here, there = (
-        torch.cat(taken(Loader(NoisyStream(), seed=1, workers=n, batch_size=3), 2, 3))
-        for n in (0, 1)
-    )
-    assert torch.equal(here, there)
 
 
 def test_a_generator_is_read_once_and_then_refused() -> None:

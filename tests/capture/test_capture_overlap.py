@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipectl.capture import CapturedJob
 from pipectl.capture.refusals import refuse_overlaps
 from pipectl.errors import CaptureError
 
@@ -32,40 +31,32 @@ SHARED = {
     "row": ("self.b.bias = nn.Parameter(self.a.weight.data[1])", "b.bias"),
     "buffer": ("self.register_buffer('kept', self.a.weight.detach())", "kept"),
     "frozen": ("self.b.bias = nn.Parameter(self.a.weight.data[1], False)", "b.bias"),
-}
-APART = {
-    "tied": "self.b.weight = self.a.weight",
-    "copied": "self.b.weight = nn.Parameter(self.a.weight.data.clone())",
+    "tied": ("self.b.weight = self.a.weight", ""),
+    "copied": ("self.b.weight = nn.Parameter(self.a.weight.data.clone())", ""),
     "neither is trained": (
         "self.a.weight.requires_grad_(False); "
-        "self.b.weight = nn.Parameter(self.a.weight.data, False)"
+        "self.b.weight = nn.Parameter(self.a.weight.data, False)",
+        "",
     ),
 }
-
-
-def job_of(make_job: Callable[..., Any], folder: Path, code: str, materialize: str) -> CapturedJob:
-    (folder / "parts.py").write_text(SOURCE.format(code=code))
-    return make_job(f"{folder / 'parts.py'}:Model", materialize=materialize)
+"""Code, and the name of what shares memory with ``a.weight``; empty if nothing does."""
 
 
 @pytest.mark.parametrize("materialize", ["eager", "per_rank"])
 @pytest.mark.parametrize("kind", SHARED)
-def test_a_view_of_a_trained_parameter_is_refused(
+def test_memory_that_a_trained_parameter_shares_is_refused(
     kind: str, materialize: str, make_job: Callable[..., Any], tmp_path: Path
 ) -> None:
     code, name = SHARED[kind]
-    with pytest.raises(CaptureError, match=rf"model: a\.weight and {name} share memory") as found:
-        job_of(make_job, tmp_path, code, materialize)
-    assert ".clone()" in found.value.cure
-    assert ("self.b.weight = self.a.weight" in found.value.cure) == (kind != "buffer")
-
-
-@pytest.mark.parametrize("materialize", ["eager", "per_rank"])
-@pytest.mark.parametrize("kind", APART)
-def test_one_parameter_of_two_names_and_memory_of_its_own_are_fine(
-    kind: str, materialize: str, make_job: Callable[..., Any], tmp_path: Path
-) -> None:
-    assert job_of(make_job, tmp_path, APART[kind], materialize).states
+    path = tmp_path / "parts.py"
+    path.write_text(SOURCE.format(code=code))
+    if not name:
+        assert make_job(f"{path}:Model", materialize=materialize).states
+        return
+    with pytest.raises(CaptureError, match=rf"model: a\.weight and {name} share memory") as raised:
+        make_job(f"{path}:Model", materialize=materialize)
+    assert ".clone()" in raised.value.cure
+    assert ("self.b.weight = self.a.weight" in raised.value.cure) == (kind != "buffer")
 
 
 def parameters(**tensors: Tensor) -> dict[str, Tensor]:
@@ -90,21 +81,26 @@ def test_neighbours_in_one_memory_do_not_overlap(states: dict[str, Tensor]) -> N
     refuse_overlaps(states)
 
 
-def overlapping() -> dict[str, dict[str, Tensor]]:
-    whole, wide = torch.zeros(12), torch.zeros(4, 6)
-    return {
-        "one element": parameters(a=whole[:7], b=whole[6:]),
-        "columns": parameters(a=wide[:, :4], b=wide[:, 3:]),
-        "every other": parameters(a=whole[::2], b=whole[4:5]),
-        "expanded": parameters(a=whole[:1].expand(5), b=whole),
-        "other type": parameters(a=whole[1:3], b=whole.view(torch.float16)[5:6]),
-        "by numpy": parameters(a=whole, b=torch.from_numpy(whole.numpy())[3:]),
-        "no memory": parameters(**dict.fromkeys("ab", torch.zeros(3, device="meta"))),
-        "behind others": parameters(a=whole, b=whole[1:2], c=whole[8:9]),
-    }
+WHOLE, WIDE = torch.zeros(12), torch.zeros(4, 6)
 
 
-@pytest.mark.parametrize("kind", overlapping())
-def test_any_byte_in_common_counts(kind: str) -> None:
+@pytest.mark.parametrize(
+    "states",
+    [
+        parameters(a=WHOLE[:7], b=WHOLE[6:]),
+        parameters(a=WIDE[:, :4], b=WIDE[:, 3:]),
+        parameters(a=WHOLE[::2], b=WHOLE[4:5]),
+        parameters(a=WHOLE[:1].expand(5), b=WHOLE),
+        parameters(a=WHOLE[1:3], b=WHOLE.view(torch.float16)[5:6]),
+        parameters(a=WHOLE, b=torch.from_numpy(WHOLE.numpy())[3:]),
+        parameters(**dict.fromkeys("ab", torch.zeros(3, device="meta"))),
+        parameters(a=WHOLE, b=WHOLE[1:2], c=WHOLE[8:9]),
+    ],
+    ids=[
+        *("one element", "columns", "every other", "expanded", "other type", "by numpy"),
+        *("no memory", "after others"),
+    ],
+)
+def test_any_byte_in_common_counts(states: dict[str, Tensor]) -> None:
     with pytest.raises(CaptureError, match="a and b share memory"):
-        refuse_overlaps(overlapping()[kind])
+        refuse_overlaps(states)

@@ -72,12 +72,6 @@ def test_what_drops_nothing_draws_nothing() -> None:
     }  # fmt: skip
 
 
-def test_dropout_in_evaluation_changes_nothing(job_of, run_whole) -> None:
-    job = job_of("Dropping")
-    losses = [run_whole(job, seed=seed, training=False) for seed in (1, 2)]
-    assert torch.equal(*losses)
-
-
 def test_a_mask_follows_from_the_seed_alone(job_of, run_whole) -> None:
     job = job_of("Dropping")
     graph = job.training_graph(4)

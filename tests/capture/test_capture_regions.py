@@ -18,12 +18,14 @@ HALF = Autocast("cpu", torch.bfloat16, enabled=True)
 FULL = Autocast("cpu", torch.bfloat16, enabled=False)
 
 
-class Nested(nn.Module):
-    """Half precision with a float32 softmax inside, and a weight used with and without grad."""
-
+class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+
+class Nested(Layers):
+    """Half precision with a float32 softmax inside, and a weight used with and without grad."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -36,23 +38,15 @@ class Nested(nn.Module):
         return self.head(y.float())
 
 
-class Inference(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
-
+class Inference(Layers):
     def forward(self, x: Tensor) -> Tensor:
         with torch.inference_mode():
             features = self.first(x)
         return self.head(features.clone())
 
 
-class Branches(nn.Module):
+class Branches(Layers):
     """An autocast within a branch, which is one operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         def half(x: Tensor) -> Tensor:
@@ -60,15 +54,11 @@ class Branches(nn.Module):
                 return self.first(x).float()
 
         y = torch.cond(x.sum() > -1e9, half, lambda x: self.first(x).sin(), (x,))
-        return self.head(y)
+        return self.head(self.second(y))
 
 
-class Written(nn.Module):
+class Written(Layers):
     """A value of several uses that is written where no gradients are recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
@@ -78,12 +68,11 @@ class Written(nn.Module):
         return self.head(z + y) + y.mean()
 
 
-class Asking(nn.Module):
+class Asking(Layers):
     """Asks for dtypes, switches autocast off in between, and uses a weight with a norm."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
         self.norm = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,8 +81,8 @@ class Asking(nn.Module):
         scaled = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
         with torch.autocast("cpu", enabled=False):
             angle = torch.sin(scaled.float())
-        x = self.norm(scaled + angle.to(x.dtype))
-        return self.second(x * 1.5 if x.dtype == torch.bfloat16 else x)
+        x = self.second(self.norm(scaled + angle.to(x.dtype)))
+        return self.head(x * 1.5 if x.dtype == torch.bfloat16 else x)
 
 
 class Switched(nn.Module):

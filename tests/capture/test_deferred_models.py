@@ -210,16 +210,3 @@ def test_copies_of_a_layer_that_is_not_in_the_model_are_equal() -> None:
 
     values = all_of(factory)
     assert torch.equal(values["0.weight"], values["1.weight"])
-
-
-def test_tied_parameters_are_one() -> None:
-    def factory(tie: bool) -> nn.Module:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        if tie:
-            model[1].weight = model[0].weight
-        return model
-
-    tied, apart = all_of(lambda: factory(True)), all_of(lambda: factory(False))
-    assert "1.weight" not in tied
-    assert torch.equal(tied["0.weight"], apart["0.weight"])
-    assert torch.equal(tied["1.bias"], apart["1.bias"])

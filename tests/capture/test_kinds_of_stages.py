@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipectl.capture import CapturedJob, Cut
+from pipectl.capture import Cut
 from pipectl.capture.batch import by_name
 from pipectl.capture.slices import Rows
 from pipectl.runtime.device import CpuDevice
@@ -20,48 +20,23 @@ from pipectl.runtime.stage import MicroBatch, Stage
 
 KINDS = ("keeping", "recomputing", "in blocks")
 ROWS = Rows.of(4)
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def job(job_of: Any) -> Any:
-    """Of five operators, the last four of which are a block."""
-    return job_of("deeper")
-
-
-def stage_of(job: CapturedJob, kind: str, mover: Mover | None = None) -> Stage:
-    """All of a model."""
-    graph = job.training_graph(4)
-    cuts = {(True, ROWS): Cut(graph, {node.name: 0 for node in graph.operators}, training=True)}
-    if kind == "in blocks":
-        firsts = [graph.operators[-4].name]
-        return Stage(0, cuts, job.states, CpuDevice(), firsts=firsts, mover=mover)
-    recompute = kind == "recomputing"
-    return Stage(0, cuts, job.states, CpuDevice(), recompute=recompute, mover=mover)
-
-
-def forward(job: CapturedJob, stage: Stage) -> None:
-    known = by_name(job.training_graph(4), job.loader.example(4))
-    inputs = {name: known[name] for name in stage.inputs(True, ROWS)}
-    stage.forward(MicroBatch(0, ROWS), inputs, {})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_forward_leaves_behind_may_leave_the_device(
-    job: CapturedJob, kind: str, monkeypatch: pytest.MonkeyPatch
+def test_saved_tensors_may_leave_the_device_and_messages_advance_between_operators(
+    job_of: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SavedTensors, "min_bytes", 0)
-    mover = Mover(None, CPU)
-    stage = stage_of(job, kind, mover)
-    forward(job, stage)
-    assert stage.saved[0].blocks
-    mover.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_messages_advance_between_operators(job: CapturedJob, kind: str) -> None:
-    calls: list[str] = []
-    stage = stage_of(job, kind)
+    job, mover, calls = job_of("deeper"), Mover(None, torch.device("cpu")), list[str]()
+    graph = job.training_graph(4)
+    cuts = {(True, ROWS): Cut(graph, {node.name: 0 for node in graph.operators}, training=True)}
+    firsts = [graph.operators[-4].name] if kind == "in blocks" else []  # the last four are a block
+    recompute = kind == "recomputing"
+    options = {"firsts": firsts, "recompute": recompute, "mover": mover}
+    stage = Stage(0, cuts, job.states, CpuDevice(), **options)
     stage.let_advance(lambda: calls.append("call"))
-    forward(job, stage)
+    known = by_name(graph, job.loader.example(4))
+    stage.forward(MicroBatch(0, ROWS), {name: known[name] for name in stage.inputs(True, ROWS)}, {})
+    assert stage.saved[0].blocks
     assert calls
+    mover.close()

@@ -12,6 +12,7 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
+from pipectl.capture.factories import find
 from pipectl.capture.weights import Weights
 from pipectl.errors import DataFileError, SpecError
 
@@ -32,16 +33,9 @@ def start(request: pytest.FixtureRequest, make_real_job: Callable[..., CapturedJ
 
 
 def model(name: str) -> nn.Module:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("weights_models", EQUALITY)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     torch.manual_seed(1)
-    found: nn.Module = getattr(module, name)()
-    return found
+    built: nn.Module = find(f"{EQUALITY}:{name}", EQUALITY.parent)()
+    return built
 
 
 def contents(name: str = "gpt") -> dict[str, Tensor]:

@@ -18,69 +18,53 @@ def ticking():
     return lambda: float(next(count))
 
 
-def code(graph: fx.Graph, last: fx.Node) -> StageCode:
-    graph.output((last,))
-    return StageCode(fx.GraphModule({}, graph), (), (), (), ())
+FREE = Cost(0.0, 0.0)
 
 
-def chain() -> StageCode:
+def measured(x: torch.Tensor, cost: Cost = FREE) -> tuple[torch.Tensor, MarkedCode]:
+    """The result of a chain of operators, after its backward if it has one."""
     graph = fx.Graph()
-    x = graph.placeholder("x")
-    doubled = graph.call_function(torch.mul, (x, 2.0), name="double")
+    given = graph.placeholder("x")
+    doubled = graph.call_function(torch.mul, (given, 2.0), name="double")
     graph.call_function(seed_operator, (1, 2))
     squared = graph.call_function(torch.square, (doubled,), name="square")
-    again = graph.call_function(torch.add, (squared, doubled), name="add")
-    return code(graph, again)
-
-
-def test_marked_code_gives_the_same_and_knows_the_parts_of_the_forward() -> None:
-    marked = MarkedCode(chain(), {"double", "square", "add"}, ticking(), Cost(0.0, 0.0))
-    x = torch.tensor(3.0, requires_grad=True)
+    graph.output((graph.call_function(torch.add, (squared, doubled), name="add"),))
+    code = StageCode(fx.GraphModule({}, graph), (), (), (), ())
+    marked = MarkedCode(code, {"double", "square", "add"}, ticking(), cost)
     (result,) = marked(x)
-    assert result.item() == 42.0
     marked.watch_backward()
-    result.backward()
+    if result.requires_grad:
+        result.backward()
+    return result, marked
+
+
+def test_marked_code_gives_the_same_and_the_times_of_its_parts() -> None:
+    x = torch.tensor(3.0, requires_grad=True)
+    result, marked = measured(x)
+    assert result.item() == 42.0
     assert x.grad is not None
     assert x.grad.item() == 26.0
-    forward = {name: forward_s for name, (forward_s, _) in marked.spent(100.0).items()}
-    assert forward == {"double": 1.0, "square": 1.0, "add": 1.0}
-
-
-def test_every_node_of_the_backward_belongs_to_the_operator_that_made_it() -> None:
-    marked = MarkedCode(chain(), {"double", "square", "add"}, ticking(), Cost(0.0, 0.0))
-    (result,) = marked(torch.tensor(3.0, requires_grad=True))
-    marked.watch_backward()
-    result.backward()
-    backward = {name: backward_s for name, (_, backward_s) in marked.spent(100.0).items()}
-    assert backward["add"] == backward["square"] == 1.0  # one node each, one look at the clock
-    assert backward["double"] == 100.0 - 6.0  # the last: up to the end
+    assert marked.spent(100.0) == {
+        "double": (1.0, 100.0 - 6.0),  # its backward is the last: up to the end
+        "square": (1.0, 1.0),
+        "add": (1.0, 1.0),  # one node, one look at the clock
+    }
 
 
 def test_what_was_there_before_belongs_to_no_operator() -> None:
-    marked = MarkedCode(chain(), {"double", "square", "add"}, ticking(), Cost(0.0, 0.0))
-    x = torch.tensor(3.0, requires_grad=True)
-    (result,) = marked(x.exp())
-    marked.watch_backward()
-    result.backward()
-    assert (
-        sum(backward_s for _, backward_s in marked.spent(7.0).values()) == 3.0
-    )  # of exp's node nothing
+    _, marked = measured(torch.tensor(3.0, requires_grad=True).exp())
+    assert sum(backward_s for _, backward_s in marked.spent(7.0).values()) == 3.0
 
 
 def test_the_cost_of_measuring_is_taken_off_but_no_time_is_negative() -> None:
-    marked = MarkedCode(chain(), {"double", "square", "add"}, ticking(), Cost(0.25, 5.0))
-    (result,) = marked(torch.tensor(3.0, requires_grad=True))
-    marked.watch_backward()
-    result.backward()
+    _, marked = measured(torch.tensor(3.0, requires_grad=True), Cost(0.25, 5.0))
     spent = marked.spent(100.0)
     assert {forward_s for forward_s, _ in spent.values()} == {0.75}
     assert spent["add"][1] == 0.0
 
 
 def test_a_stage_without_gradients_spends_nothing_in_its_backward() -> None:
-    marked = MarkedCode(chain(), {"double", "square", "add"}, ticking(), Cost(0.0, 0.0))
-    marked(torch.tensor(3.0))
-    marked.watch_backward()
+    _, marked = measured(torch.tensor(3.0))
     assert {backward_s for _, backward_s in marked.spent(100.0).values()} == {0.0}
 
 

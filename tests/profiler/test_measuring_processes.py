@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import yaml
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
@@ -26,25 +25,9 @@ from pipectl.profiler.neighbours import Neighbours, _compute, has_room, neighbou
 from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.runtime.device import CpuDevice
-from pipectl.spec import JobSpec, load
 
 MODELS = Path(__file__).with_name("models.py")
 CAPTURED = Path(__file__).parents[1] / "capture" / "models.py"
-
-
-def spec_of(tmp_path: Path, **more: Any) -> JobSpec:
-    document = {
-        "version": 1,
-        "name": "measured",
-        "site_defaults": False,
-        "model": f"{MODELS}:Counted",
-        "loss": "torch.nn:CrossEntropyLoss",
-        "data": f"{MODELS}:Vectors",
-        "training": {"steps": 1, "batch_size": 8},
-        **more,
-    }
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(document))
-    return load(tmp_path / "job.yaml")
 
 
 @pytest.mark.parametrize(
@@ -60,20 +43,20 @@ def spec_of(tmp_path: Path, **more: Any) -> JobSpec:
     ],
 )
 def test_as_many_neighbours_as_other_ranks_with_cores(
-    resources: dict[str, int], cores: int, count: int, tmp_path: Path
+    resources: dict[str, int], cores: int, count: int, spec_of: Any
 ) -> None:
-    assert neighbour_count(spec_of(tmp_path, resources=resources), cores) == count
+    assert neighbour_count(spec_of(resources=resources), cores) == count
 
 
 def test_neighbours_say_nothing_when_they_fail(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    spec_of: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     noise = "import multiprocessing\nif multiprocessing.parent_process(): print('beside')\n"
     fails = "def fails():\n    raise RuntimeError('no weights here')\n"
     (tmp_path / "noisy.py").write_text(noise + fails)
     context = multiprocessing.get_context("spawn")
     events = context.Event(), context.Event()
-    spec = spec_of(tmp_path, model=f"{tmp_path}/noisy.py:fails")
+    spec = spec_of(f"{tmp_path}/noisy.py:fails")
     process = context.Process(target=_compute, args=(spec, 2, 0, *events))
     process.start()
     process.join()
@@ -82,10 +65,10 @@ def test_neighbours_say_nothing_when_they_fail(
 
 
 def test_neighbours_compute_until_the_measurement_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    with Neighbours(spec_of(tmp_path, resources={"tasks_per_node": 3}), 4) as neighbours:
+    with Neighbours(spec_of(resources={"tasks_per_node": 3}), 4) as neighbours:
         neighbours.wait()
         assert neighbours.computing == 2
         assert neighbours.assumptions == ()
@@ -112,19 +95,20 @@ if __name__ == "__main__":
 
 
 def test_no_neighbour_outlives_a_measuring_process_that_is_killed_while_it_starts(
+    spec_of: Any,
     tmp_path: Path,
 ) -> None:
-    spec_of(tmp_path, resources={"tasks_per_node": 2})
+    spec = spec_of(resources={"tasks_per_node": 2})
     (tmp_path / "killed.py").write_text(KILLED_AT_ONCE)
-    command = [sys.executable, str(tmp_path / "killed.py"), str(tmp_path / "job.yaml")]
+    command = [sys.executable, str(tmp_path / "killed.py"), str(spec.base / "job.yaml")]
     started = int(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(started)
         assert psutil.wait_procs([process], timeout=120)[1] == []
 
 
-def test_a_profile_says_that_a_neighbour_failed(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, resources={"tasks_per_node": 2}, data=f"{MODELS}:Missing")
+def test_a_profile_says_that_a_neighbour_failed(spec_of: Any) -> None:
+    spec = spec_of(resources={"tasks_per_node": 2}, data=f"{MODELS}:Missing")
     neighbours = Neighbours(spec, 4)
     if neighbours.count:
         with neighbours:
@@ -145,8 +129,8 @@ def test_a_machine_that_does_not_say_has_some_cache(tmp_path: Path) -> None:
     assert last_level_bytes(tmp_path / "missing") > 1 << 20
 
 
-def test_windows_hold_no_more_than_they_may_and_part_no_group(tmp_path: Path) -> None:
-    graph = CapturedJob(spec_of(tmp_path)).training_graph(4)
+def test_windows_hold_no_more_than_they_may_and_part_no_group(spec_of: Any) -> None:
+    graph = CapturedJob(spec_of()).training_graph(4)
     names = [node.name for node in graph.operators]
     stage_of = windows(graph, dict.fromkeys(names, 1.0), 2.0)
     assert list(stage_of.values()) == sorted(stage_of.values())
@@ -158,8 +142,8 @@ def test_windows_hold_no_more_than_they_may_and_part_no_group(tmp_path: Path) ->
         assert len({stage_of[name] for name in names if groups[name] == group}) == 1
 
 
-def test_random_stages_are_runs_and_depend_on_the_seed(tmp_path: Path) -> None:
-    graph = CapturedJob(spec_of(tmp_path)).training_graph(4)
+def test_random_stages_are_runs_and_depend_on_the_seed(spec_of: Any) -> None:
+    graph = CapturedJob(spec_of()).training_graph(4)
     found = [random_stages(graph, seed) for seed in range(6)]
     assert found[0] == random_stages(graph, 0)
     assert len({tuple(cut.values()) for cut in found}) > 1
@@ -170,17 +154,17 @@ def test_random_stages_are_runs_and_depend_on_the_seed(tmp_path: Path) -> None:
 
 
 def test_neighbours_leave_room_for_those_before_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = CapturedJob(spec_of(tmp_path))
+    job = CapturedJob(spec_of())
     gradients = sum(parameter.nbytes for parameter in job.step.parameters())
     memory = psutil.virtual_memory()._replace(available=3 * gradients)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert [has_room(job, place) for place in range(3)] == [True, True, False]
 
 
-def test_gradients_do_not_stay_between_the_rounds_of_cuts(tmp_path: Path) -> None:
-    job = CapturedJob(spec_of(tmp_path))
+def test_gradients_do_not_stay_between_the_rounds_of_cuts(spec_of: Any) -> None:
+    job = CapturedJob(spec_of())
     subject = Subject.of(job, 4, CpuDevice())
     stages = Bench(subject, single_stage(subject.graph))
     stages.run(0)
@@ -189,8 +173,8 @@ def test_gradients_do_not_stay_between_the_rounds_of_cuts(tmp_path: Path) -> Non
     assert all(parameter.grad is None for parameter in job.step.parameters())
 
 
-def test_every_run_finds_the_batch_as_it_was(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, data=f"{MODELS}:FromOne", loss=f"{MODELS}:counted_from_one")
+def test_every_run_finds_the_batch_as_it_was(spec_of: Any) -> None:
+    spec = spec_of(data=f"{MODELS}:FromOne", loss=f"{MODELS}:counted_from_one")
     job = CapturedJob(spec)
     subject = Subject.of(job, 4, CpuDevice())
     before = {name: tensor.clone() for name, tensor in subject.batch.items()}
@@ -202,38 +186,38 @@ def test_every_run_finds_the_batch_as_it_was(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_cannot_step_is_named_before_anything_is_measured(
-    tmp_path: Path,
+    spec_of: Any,
 ) -> None:
-    spec = spec_of(tmp_path, optimizer={"factory": "torch.optim:LBFGS"})
+    spec = spec_of(optimizer={"factory": "torch.optim:LBFGS"})
     totals: list[int] = []
     with pytest.raises(CaptureError, match=r"^optimizer: LBFGS\.step\(\) needs a closure"):
         profile_job(spec, lambda _, total, *__: totals.append(total))
     assert set(totals) == {0}
 
 
-def walked(tmp_path: Path, model: str) -> dict[str, Operator]:
-    job = CapturedJob(spec_of(tmp_path, model=f"{CAPTURED}:{model}"))
+def walked(spec_of: Any, model: str) -> dict[str, Operator]:
+    job = CapturedJob(spec_of(f"{CAPTURED}:{model}"))
     subject = Subject.of(job, 4, CpuDevice())
     return Walk(job, subject, Journal(), None).measure(lambda _: None)
 
 
-def test_what_is_written_through_a_view_is_found_by_later_readers(tmp_path: Path) -> None:
-    assert "embedding" in walked(tmp_path, "WritesASlice")
+def test_what_is_written_through_a_view_is_found_by_later_readers(spec_of: Any) -> None:
+    assert "embedding" in walked(spec_of, "WritesASlice")
 
 
-def test_what_is_filled_through_a_view_is_kept_for_the_backward(tmp_path: Path) -> None:
-    saved = walked(tmp_path, "Filled")["tanh"].saved
+def test_what_is_filled_through_a_view_is_kept_for_the_backward(spec_of: Any) -> None:
+    saved = walked(spec_of, "Filled")["tanh"].saved
     assert saved == (("tanh", 4 * 6 * 4),)
 
 
-def test_steps_of_the_optimizer_are_timed_with_gradients(tmp_path: Path) -> None:
+def test_steps_of_the_optimizer_are_timed_with_gradients(spec_of: Any) -> None:
     optimizer = {"factory": f"{MODELS}:NeedsGradients", "kwargs": {"lr": 0.1}}
-    cost = optimizer_cost(CapturedJob(spec_of(tmp_path, optimizer=optimizer)), CpuDevice())
+    cost = optimizer_cost(CapturedJob(spec_of(optimizer=optimizer)), CpuDevice())
     assert cost.step_s_per_byte > 0
 
 
-def test_a_size_that_the_model_refuses_is_left_out(tmp_path: Path) -> None:
-    profile = profile_job(spec_of(tmp_path, model=f"{MODELS}:AtMostFour"))
+def test_a_size_that_the_model_refuses_is_left_out(spec_of: Any) -> None:
+    profile = profile_job(spec_of(f"{MODELS}:AtMostFour", pipeline={}))
     measured = {profile.micro_batch_size, *profile.operators[0].timings}
     assert max(measured) <= 4 < 8
     (said,) = [text for text in profile.assumptions if "were not measured" in text]

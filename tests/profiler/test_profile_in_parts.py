@@ -6,45 +6,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
 
 from pipectl.capture import CapturedJob
-from pipectl.profile import Operator, Profile
+from pipectl.profile import Operator
 from pipectl.profiler import operators, profile_job
 from pipectl.profiler.bench import Subject
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.journal import Journal
 from pipectl.runtime.device import CpuDevice
-from pipectl.spec import JobSpec, load
+from pipectl.spec import JobSpec
 
 EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
 
 
-def spec_of(tmp_path: Path, model: str, materialize: str) -> JobSpec:
-    tokens = model in ("gpt", "tied")
-    loss = f"{EQUALITY}:token_loss" if tokens else "torch.nn:CrossEntropyLoss"
-    document = {
-        "version": 1,
-        "name": "parts",
-        "site_defaults": False,
-        "model": {"factory": f"{EQUALITY}:{model}", "materialize": materialize},
-        "loss": {"factory": loss},
-        "data": {"factory": f"{EQUALITY}:{'Tokens' if tokens else 'Images'}"},
-        "training": {"steps": 1, "batch_size": 8},
-        "pipeline": {"micro_batches": 2},
-    }
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return load(path)
+@pytest.fixture
+def spec_of_real(spec_of: Any) -> Any:
+    def make(model: str, materialize: str) -> JobSpec:
+        tokens = model in ("gpt", "tied")
+        return spec_of(
+            {"factory": f"{EQUALITY}:{model}", "materialize": materialize},
+            f"{EQUALITY}:{'Tokens' if tokens else 'Images'}",
+            loss=f"{EQUALITY}:token_loss" if tokens else "torch.nn:CrossEntropyLoss",
+        )
+
+    return make
 
 
-def profiled(tmp_path: Path, model: str, materialize: str) -> Profile:
-    threads = torch.get_num_threads()
-    try:
-        return profile_job(spec_of(tmp_path, model, materialize), effort=Effort.FAST)
-    finally:
-        torch.set_num_threads(threads)
+@pytest.fixture
+def profiled(spec_of_real: Any) -> Any:
+    return lambda *names: profile_job(spec_of_real(*names), effort=Effort.FAST)
 
 
 def all_but_times(operator: Operator) -> tuple[Any, ...]:
@@ -56,10 +46,10 @@ def all_but_times(operator: Operator) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("model", ["gpt", "cnn", "dense"])
 def test_an_operator_equal_to_another_keeps_what_it_would_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+    spec_of_real: Any, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """Each has the figures that it would have by itself."""
-    job = CapturedJob(spec_of(tmp_path, model, "eager"))
+    job = CapturedJob(spec_of_real(model, "eager"))
     subject, observed = Subject.of(job, 4, CpuDevice()), list[object]()
     observe = operators.observe
 
@@ -82,11 +72,12 @@ def test_an_operator_equal_to_another_keeps_what_it_would_by_itself(
 
 
 @pytest.mark.parametrize("model", ["tied", "cnn", "dense"])
-def test_everything_but_times_is_that_of_the_whole_model(tmp_path: Path, model: str) -> None:
-    whole, parts = (profiled(tmp_path, model, how) for how in ("eager", "per_rank"))
+def test_everything_but_times_is_that_of_the_whole_model(profiled: Any, model: str) -> None:
+    whole, parts = (profiled(model, how) for how in ("eager", "per_rank"))
     assert list(map(all_but_times, parts.operators)) == list(map(all_but_times, whole.operators))
     assert (parts.edges, parts.fingerprint) == (whole.edges, whole.fingerprint)
     assert all(operator.forward_s > 0 for operator in parts.operators)
+    assert any("not scaled" in assumption for assumption in parts.assumptions)
     assert parts.optimizer is not None
     assert whole.optimizer is not None
     assert parts.optimizer.state_bytes_per_parameter_byte == pytest.approx(
@@ -94,7 +85,7 @@ def test_everything_but_times_is_that_of_the_whole_model(tmp_path: Path, model: 
     )
 
 
-def test_equal_operators_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_operators_are_measured_once(profiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
     measure = operators.time_alone
 
@@ -103,7 +94,7 @@ def test_equal_operators_are_measured_once(tmp_path: Path, monkeypatch: pytest.M
         return measure(call, device, budget_s)
 
     monkeypatch.setattr(operators, "time_alone", counting)
-    profile = profiled(tmp_path, "gpt", "per_rank")
+    profile = profiled("gpt", "per_rank")
     blocks = [
         {
             o.name.split(".", 2)[2]: (o.forward_s, o.backward_s)
@@ -116,10 +107,3 @@ def test_equal_operators_are_measured_once(tmp_path: Path, monkeypatch: pytest.M
     linear = [times for name, times in blocks[0].items() if "qkv" in name]
     assert linear
     assert linear == [times for name, times in blocks[1].items() if "qkv" in name]
-
-
-def test_the_profile_says_what_it_assumes(tmp_path: Path) -> None:
-    profile = profiled(tmp_path, "cnn", "per_rank")
-    assert any("not scaled" in assumption for assumption in profile.assumptions)
-    profile.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == profile

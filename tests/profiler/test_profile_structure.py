@@ -7,46 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
 from pipectl.profile import Profile
 from pipectl.profiler import measured_sizes, profile_job
 from pipectl.profiler.effort import Effort
-from pipectl.spec import JobSpec, load, profile_key
+from pipectl.spec import profile_key
 
 MODELS = Path(__file__).with_name("models.py")
+CORPUS = Path(__file__).parents[1] / "corpus" / "own.py"
 BATCH, SLOW_S = 4, 0.02
 
 
 @pytest.fixture(scope="session")
-def spec_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    def make(model: str, data: Any = "Vectors", **more: Any) -> JobSpec:
-        document = {
-            "version": 1,
-            "name": "counted",
-            "site_defaults": False,
-            "model": f"{MODELS}:{model}",
-            "loss": "torch.nn:CrossEntropyLoss",
-            "data": data if isinstance(data, dict) else f"{MODELS}:{data}",
-            "training": {"steps": 1, "batch_size": 8},
-            "pipeline": {"micro_batches": 2},
-            **more,
-        }
-        path = tmp_path_factory.mktemp("profiled") / "job.yaml"
-        path.write_text(yaml.safe_dump(document))
-        return load(path)
-
-    return make
-
-
-@pytest.fixture(scope="session")
 def profile_of(spec_of: Any) -> Any:
-    threads = torch.get_num_threads()
-    yield cache(lambda *args: profile_job(spec_of(*args)))
-    torch.set_num_threads(threads)
+    return cache(lambda *args: profile_job(spec_of(*args)))
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +38,6 @@ def test_one_operator_per_node_of_the_graph(counted: Profile, spec_of: Any) -> N
     assert {o.id: o.signature for o in counted.operators} == graph.signatures
     assert {o.id: o.group for o in counted.operators if o.group} == graph.groups
     assert counted.micro_batch_size == BATCH
-
-
-def test_operators_in_place_are_grouped(counted: Profile) -> None:
-    assert counted.by_id["relu_"].group == counted.by_id["linear"].group is not None
 
 
 def test_names_say_where_in_the_model(counted: Profile) -> None:
@@ -261,3 +233,11 @@ def test_the_operators_that_read_the_data_first_contain_the_time_to_load_it(spec
 def test_data_that_other_processes_load_take_a_rank_no_time(spec_of: Any) -> None:
     data = {"factory": f"{MODELS}:SlowVectors", "workers": 1}
     assert profile_job(spec_of("Counted", data), effort=Effort.FAST).loading_s == 0
+
+
+def test_an_operator_without_a_kernel_for_float16_is_named(spec_of: Any) -> None:
+    training = {"steps": 1, "batch_size": 2, "precision": "float16"}
+    spec = spec_of(f"{CORPUS}:Lstm", f"{CORPUS}:Sequences", training=training)
+    with pytest.raises(CaptureError, match="model: lstm cannot run in float16 on cpu") as raised:
+        profile_job(spec)
+    assert "bf16" in (raised.value.cure or "")
