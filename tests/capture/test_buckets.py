@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from pipectl.capture import Cut, build_stage
 from pipectl.capture.batch import Reader
-from pipectl.capture.data import Loader, Samples
+from pipectl.capture.data import Loader
 from pipectl.capture.slices import Rows
 from pipectl.errors import CaptureError
 
@@ -144,49 +144,46 @@ def test_what_a_collate_fn_pads_to_the_longest_is_padded_on() -> None:
     assert inputs["mask"].tolist() == [[True] * 3 + [False], [True] * 2 + [False] * 2]
 
 
-def refusal(call: Any) -> CaptureError:
-    with pytest.raises(CaptureError) as raised:
-        call()
-    return raised.value
-
-
-def test_a_sample_longer_than_all_buckets_is_named() -> None:
-    error = refusal(lambda: loader_of(Sequences([3, 14, 2, 13])).example(2))
-    assert error.message == (
-        "data: sample 1 has length 14, and the longest of data.buckets is 12 (2 samples are longer)"
-    )
-    assert "add a bucket to data.buckets" in error.cure
-    held_out = loader_of(Sequences([14]), section="evaluation.data")
-    assert refusal(lambda: held_out.example(2)).message.startswith("evaluation.data: sample 0 has")
-
-
-def test_lengths_that_are_wrong_are_told() -> None:
+def with_lengths(*lengths: int) -> Sequences:
     dataset = Sequences([3, 10])
-    dataset.lengths = [3]
-    assert "2 samples, but its attribute lengths has 1" in refusal(
-        lambda: loader_of(dataset).example(2)
-    ).message  # fmt: skip
-    dataset.lengths = [3, 7]
-    error = refusal(lambda: next(loader_of(dataset, shuffle=False).micro_batches(
-        [Samples(0, range(2), 8)], 2)))  # fmt: skip
-    assert error.message.startswith("data: 'inputs' of sample 1 has length 10, but its bucket")
+    dataset.lengths = list(lengths)
+    return dataset
 
 
-def test_a_field_that_no_sample_has() -> None:
-    error = refusal(lambda: loader_of(Mapped([3]), pad={"input_id": 0}).example(1))
-    assert error.message == (
-        "data: data.pad names 'input_id', but the sequences have the fields input_ids, mask, score"
-    )
-    error = refusal(lambda: loader_of(Mapped([3]), pad={"mask": 0, "label": 0}).example(1))
-    assert "names 'label', but" in error.message
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(())
 
 
-def test_iterable_data_are_refused() -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> Any:
-            return iter(())
+TOO_LONG = "sample 1 has length 14, and the longest of data.buckets is 12 (2 samples are longer)"
+FIELDS = "but the sequences have the fields input_ids, mask, score"
 
-    assert "data.buckets" in refusal(lambda: loader_of(Stream()).example(2)).message
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (Sequences([3, 14, 2, 13]), {}, f"data: {TOO_LONG}"),
+        (Sequences([3, 14, 13]), {"section": "evaluation.data"}, f"evaluation.data: {TOO_LONG}"),
+        (with_lengths(3), {}, "data: has 2 samples, but its attribute lengths has 1 entries"),
+        (
+            with_lengths(3, 7),
+            {},
+            "data: 'inputs' of sample 1 has length 10, but its bucket (data.buckets) has 8",
+        ),
+        (Mapped([3]), {"pad": {"input_id": 0}}, f"data: data.pad names 'input_id', {FIELDS}"),
+        (Mapped([3]), {"pad": {"mask": 0, "label": 0}}, f"data: data.pad names 'label', {FIELDS}"),
+        (
+            Stream(),
+            {},
+            "data: is iterable, so that data.buckets cannot sort its samples by length",
+        ),
+    ],
+)
+def test_data_that_fit_no_bucket_are_refused(dataset: Any, options: Any, message: str) -> None:
+    with pytest.raises(CaptureError) as raised:
+        loader_of(dataset, **options).example(2, length=8)
+    assert raised.value.message == message
+    assert raised.value.cure
 
 
 # Jobs with buckets
@@ -236,8 +233,9 @@ def test_the_graph_of_a_length_gives_what_the_model_gives(make_job: Any, model: 
 
 def test_a_model_that_computes_something_else_for_a_length_is_refused(make_job: Any) -> None:
     job = gpt_job(make_job, model=f"{__file__}:Branching")
-    error = refusal(lambda: job.check_shapes(4))
-    assert error.message.startswith(
+    with pytest.raises(CaptureError) as raised:
+        job.check_shapes(4)
+    assert raised.value.message.startswith(
         "model: its graph for sequences of 12 (data.buckets) differs from that for 5: "
     )
 

@@ -175,37 +175,38 @@ def test_what_collate_fn_draws_for_an_iterable_does_not_depend_on_what_runs_betw
     assert len(set(map(float, shifts))) == 4
 
 
-def test_samples_of_different_shape_say_what_to_do() -> None:
-    class Ragged(Noisy):
-        def __getitem__(self, index: int) -> tuple[Tensor, int]:
-            return torch.zeros(index + 1), index
-
-    with pytest.raises(CaptureError) as raised:
-        Loader(Ragged(), seed=1).example(3)
-    assert raised.value.message.startswith("data: samples cannot be collated into a batch: Runtime")
-    assert "name lengths to pad them to under data.buckets" in raised.value.cure
-
-
 def test_an_example_is_repeated_where_samples_are_too_few() -> None:
     inputs, _ = Loader(Noisy(3), seed=1).example(5)
     assert indices([inputs]) == [0, 1, 2, 0, 1]
 
 
-@pytest.mark.parametrize("dataset", [Noisy(0), NoisyStream(0), []], ids=["map", "iterable", "list"])
-def test_an_empty_data_set(dataset: Any) -> None:
-    with pytest.raises(CaptureError) as raised:
-        Loader(dataset, seed=1).example(2)
-    assert raised.value.message == "data: the dataset is empty"
+class Ragged(Noisy):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(index + 1), index
 
 
-def test_a_data_set_without_a_length() -> None:
-    class Endless(Dataset):
-        def __getitem__(self, index: int) -> tuple[Tensor, int]:
-            return torch.zeros(2), index
+class Endless(Dataset):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(2), index
 
-    with pytest.raises(CaptureError) as raised:
-        _ = Loader(Endless(), seed=1).samples
-    assert raised.value.message == "data: has __getitem__ but no __len__"
+
+@pytest.mark.parametrize(
+    ("dataset", "message", "cure"),
+    [
+        *((empty, "the dataset is empty", "arguments") for empty in (Noisy(0), NoisyStream(0), [])),
+        (Endless(), "has __getitem__ but no __len__", "add __len__"),
+        (
+            Ragged(),
+            "samples cannot be collated into a batch: Runtime",
+            "name lengths to pad them to under data.buckets",
+        ),
+    ],
+    ids=["map", "iterable", "list", "endless", "ragged"],
+)
+def test_data_that_make_no_batch(dataset: Any, message: str, cure: str) -> None:
+    with pytest.raises(CaptureError, match=f"^data: {message}") as raised:
+        Loader(dataset, seed=1).example(3)
+    assert cure in str(raised.value.cure)
 
 
 def test_a_sample_that_cannot_be_read_names_the_users_line(make_job) -> None:

@@ -45,15 +45,13 @@ def test_a_name_in_a_file_beside_the_spec_or_in_a_package_is_found(
     sys.modules.pop("the_neighbour_module", None)
 
 
-def test_a_file_is_run_once_however_often_it_is_named(tmp_path: Path) -> None:
-    written(tmp_path / "once.py", "class A: pass\nclass B: pass\n")
-    assert find("./once.py:A", tmp_path) is find("./once.py:A", tmp_path)
-
-
-def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
-    for folder, value in (("a", 1), ("b", 2)):
+def test_a_file_is_one_module_by_its_path_and_run_again_if_it_failed(tmp_path: Path) -> None:
+    for folder, text in (("a", "def build(): return 1"), ("b", "1 / 0")):
         (tmp_path / folder).mkdir()
-        written(tmp_path / folder / "model.py", f"def build(): return {value}\n")
+        written(tmp_path / folder / "model.py", text)
+    assert find("./a/model.py:build", tmp_path) is find("./a/model.py:build", tmp_path)
+    message("./b/model.py:build", tmp_path)
+    written(tmp_path / "b" / "model.py", "def build(): return 2\n# mended\n")
     assert find("./a/model.py:build", tmp_path)() == 1
     assert find("./b/model.py:build", tmp_path)() == 2
 
@@ -95,41 +93,21 @@ def test_files_and_modules_that_are_missing_are_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_failed_import_is_tried_again(tmp_path: Path) -> None:
-    path = written(tmp_path / "mended.py", "1 / 0\n")
-    message("./mended.py:build", tmp_path)
-    path.write_text("def build(): return 1\n# mended\n")
-    assert find("./mended.py:build", tmp_path)() == 1
-
-
 def test_a_raising_factory_names_the_users_deepest_line(tmp_path: Path) -> None:
-    path = written(
-        tmp_path / "deep.py",
-        """\
-        import json
-        def build(text):
-            return parse(text)
-        def parse(text):
-            return json.loads(text)
-        """,
-    )
-    function = find("./deep.py:build", tmp_path)
+    text = "import json\ndef build(text):\n    return parse(text)\n"
+    path = written(tmp_path / "deep.py", text + "def parse(text):\n    return json.loads(text)\n")
+    build = find("./deep.py:build", tmp_path)
+    name = "model.factory: ./deep.py:build"
     with pytest.raises(CaptureError) as raised:
-        call(function, "model.factory: ./deep.py:build", text="{")
-    assert raised.value.message.startswith(
-        "model.factory: ./deep.py:build: raised JSONDecodeError: "
-    )
+        call(build, name, text="{")
+    assert raised.value.message.startswith(f"{name}: raised JSONDecodeError: ")
     assert raised.value.message.endswith(f"(at {path}:5)")
     assert raised.value.cure is not None
     assert raised.value.cure.startswith("call ./deep.py:build in a Python shell with the kwargs")
-
-
-def test_wrong_arguments_are_an_error_of_the_factory(tmp_path: Path) -> None:
-    written(tmp_path / "few.py", "def build(width): return width\n")
     with pytest.raises(CaptureError) as raised:
-        call(find("./few.py:build", tmp_path), "./few.py:build", widht=3)
+        call(build, name, txet="{")
     assert raised.value.message == (
-        "./few.py:build: raised TypeError: build() got an unexpected keyword argument 'widht'"
+        f"{name}: raised TypeError: build() got an unexpected keyword argument 'txet'"
     )
 
 
