@@ -36,8 +36,8 @@ MICRO_BATCHES_IF_PROPORTIONAL = 4
 """The same if times of small micro-batches are scaled from a larger size, not measured."""
 MAX_LAYOUTS = 300
 """An area with fewer partitions times placements is tried in full."""
-SMALL, MORE = 10, 50
-"""Graphs of at most ``SMALL`` blocks may have ``MORE`` times as many."""
+SMALL_GRAPH, SMALL_GRAPH_FACTOR = 10, 50
+"""Graphs of at most ``SMALL_GRAPH`` blocks may have ``SMALL_GRAPH_FACTOR`` times as many."""
 OVERFULL = 1.5
 """Factor, plus the relative excess, of the estimates of candidates with replicas whose ranks exceed
 their memory limit."""
@@ -149,7 +149,7 @@ class Areas:
         return self._every_layout(area.stages)
 
     def _find_every_layout(self, stages: int) -> list[Layout] | None:
-        most = MAX_LAYOUTS * (MORE if len(self._problem.graph) <= SMALL else 1)
+        most = MAX_LAYOUTS * (SMALL_GRAPH_FACTOR if len(self._problem.graph) <= SMALL_GRAPH else 1)
         if self._enumeration is None or self._enumeration.count(stages) > most:
             return None
         places = every_placement(self._problem.cluster, stages, MAX_LAYOUTS)
@@ -157,7 +157,7 @@ class Areas:
             return None
         partitions = self._enumeration.every_partition(stages)
         ranks = list(map(one_each, places))
-        return [Layout(partition, held) for partition in partitions for held in ranks]
+        return [Layout(partition, place) for partition in partitions for place in ranks]
 
     @cached_property
     def _enumeration(self) -> Enumeration | None:

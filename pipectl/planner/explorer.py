@@ -40,7 +40,7 @@ from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
 from pipectl.planner.judge import Candidate, Judge, Outcome, Verdict, out_of_time
 from pipectl.planner.modes import ModeSearch
-from pipectl.planner.partition.cutter import MANY_RANKS, Cutter, cut_request
+from pipectl.planner.partition.cutter import MAX_RANKS_OF_DETAILED_SEARCH, Cutter, cut_request
 from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import (
     FAR,
@@ -62,7 +62,7 @@ from pipectl.planner.request import (
 )
 from pipectl.profile import Profile
 
-MAX_LOOKS = 4_000_000
+MAX_MOVE_WORK = 4_000_000
 """Budget of border moves: the sum of operators, actions and messages over the partitions tried."""
 PATIENCE, NEAREST = 150, 12
 """Turns without a better layout after which moves end; neighbours kept per turn."""
@@ -123,7 +123,7 @@ class Explorer:
         self._complete: dict[Area, Candidates] = {}
         self._opened: list[Candidates] = []
         self._minima: set[Choice] = set()
-        self._looks = MAX_LOOKS
+        self._move_work = MAX_MOVE_WORK
 
     def run(self) -> None:
         """Find the best plan; the judge has the best so far at any time."""
@@ -300,7 +300,7 @@ class Explorer:
     def _improve(self) -> None:
         """Move borders of the best plan while that makes its simulated step shorter."""
         best = self.judge.best()
-        if best is None or _is_replicated(best.candidate.choice):
+        if best is None or _is_replicated(best.candidate.choice) or self.judge.is_exhausted():
             return
         area = self._area_of(best.candidate)
         if area in self._complete:
@@ -336,8 +336,8 @@ class Explorer:
             candidate = other.take()
         numbers, turns, seen = count(), 0, {candidate.layout}
         queue = [(candidate.estimate_s, FEW, next(numbers), candidate)]
-        reserve = self._looks // 2
-        while queue and turns < PATIENCE and self._looks > reserve:
+        reserve = self._move_work // 2
+        while queue and turns < PATIENCE and self._move_work > reserve:
             estimate_s, reach, _, start = heappop(queue)
             turns += 1
             if reach < FAR:
@@ -371,16 +371,16 @@ class Explorer:
         area = self._area_of(candidate)
         times = self.problem.block_times(area.size)
         layouts = neighbours(candidate.layout, self.problem.graph, times, reach)
-        look = len(self.problem.profile.operators) + 2 * area.micro_batches * area.stages
-        near = list(islice(layouts, max(0, self._looks // look)))
-        self._looks -= max(1, len(near)) * look
+        work = len(self.problem.profile.operators) + 2 * area.micro_batches * area.stages
+        near = list(islice(layouts, max(0, self._move_work // work)))
+        self._move_work -= max(1, len(near)) * work
         return self._candidates(near, area)
 
     def _replicate(self) -> None:
         """Judge the layouts with replicas of best estimate, with every way to share work."""
         self.judge.evaluator.extend(MAX_ACTIONS_OF_REPLICAS)
         starts = self._replicated()
-        if self.problem.cluster.ranks <= MANY_RANKS:
+        if self.problem.cluster.ranks <= MAX_RANKS_OF_DETAILED_SEARCH:
             chosen: list[Candidate] = []
             for start in starts:
                 same = [each.layout for each in chosen if each.size == start.size]
@@ -399,12 +399,14 @@ class Explorer:
     def _replicated(self) -> list[Candidate]:
         """Proposals of the programme for every size, with estimates on every order of the ranks."""
         problem, ranks = self.problem, self.problem.cluster.ranks
-        if ranks > MANY_RANKS:
+        if ranks > MAX_RANKS_OF_DETAILED_SEARCH:
             sizes = micro_batch_sizes(problem.request, problem.request.batch_size)[-MAX_SIZES:]
         else:
             sizes = micro_batch_sizes(problem.request, MICRO_BATCHES_WITH_REPLICAS * ranks)
         sizes.sort(key=lambda size: abs(log(problem.micro_batches(size) / (2 * ranks))))
-        rank_orders = device_orders(problem.cluster.node_of_rank)[: 1 if ranks > MANY_RANKS else 2]
+        rank_orders = device_orders(problem.cluster.node_of_rank)[
+            : 1 if ranks > MAX_RANKS_OF_DETAILED_SEARCH else 2
+        ]
         starts: list[Candidate] = []
         for size in sizes:
             cuts = self.cutter.with_replicas(size)

@@ -116,8 +116,8 @@ class Evaluator:
     def stage_fits(self, tried: Plan, stage: int) -> bool:
         """Whether the ranks of a stage of a simulated plan stay within their limits."""
         assert tried.prediction is not None
-        held, peaks = tried.stages[stage], tried.prediction.peak_memory_bytes
-        ranks = (*held.ranks, *held.backward_ranks)
+        own, peaks = tried.stages[stage], tried.prediction.peak_memory_bytes
+        ranks = (*own.ranks, *own.backward_ranks)
         return all(peaks[rank] <= self.problem.limit_bytes(rank) for rank in ranks)
 
 
@@ -201,7 +201,7 @@ class Judge:
     def judge(self, candidate: Candidate) -> Outcome:
         """Simulate a candidate, unless it does not fit or cannot be best."""
         if candidate.choice not in self._steps_s:
-            if not (candidate.may_fit and self._problem.could_fit(candidate.choice)):
+            if not candidate.may_fit:
                 self._steps_s[candidate.choice] = inf
             elif self.is_beaten(candidate.estimate_s) or self._ties_at_best(candidate):
                 return Outcome.BEATEN

@@ -11,9 +11,8 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
-from pipectl.graph import TransferKind
 from pipectl.link import Link
-from pipectl.plan import Plan, Replication, Stage, StageCost, StagePeaks
+from pipectl.plan import Plan, Replication, Stage, StageCost
 from pipectl.planner.costs.devices import Pool, one_each, pools
 from pipectl.planner.costs.footprint import (
     DEFAULT_BASELINE_BYTES,
@@ -168,8 +167,8 @@ class Problem:
         if profile.process_baseline_bytes is None:
             mebibytes = DEFAULT_BASELINE_BYTES >> 20
             said.append(f"a process without a stage takes {mebibytes} MiB")
-        sizes = profile.edge_bytes.items()
-        if any(held != profile.by_id[source].output_bytes for (source, _), held in sizes):
+        edge_sizes = profile.edge_bytes.items()
+        if any(size != profile.by_id[source].output_bytes for (source, _), size in edge_sizes):
             said.append("a message has the output_bytes of its operator: edge_bytes are not used")
         said += self.cluster.assumptions
         if size != measured and not profile.has_several_sizes:
@@ -206,36 +205,6 @@ class Problem:
             costs = stage_costs(parts, self.times.at(size), scale, self.profile)
             self._costs[partition, size] = costs
         return self._costs[partition, size]
-
-    def could_fit(self, choice: Choice) -> bool:
-        """Whether no rank exceeds its limit by what it certainly holds at its first two backwards.
-
-        Args:
-            choice: by 1F1B or GPipe, with one rank per stage.
-        """
-        partition, size = choice.layout.partition, choice.size
-        again = choice.layout.recompute or (bool(self.request.recompute),) * len(partition)
-        returned = [0] * len(partition)
-        for transfer in scaled_transfers(self.footprint(partition), self.scale(size)):
-            if transfer.kind is TransferKind.GRADIENT:
-                returned[transfer.target] += transfer.size_bytes
-        full = self.request.batch_size // size  # micro-batches; a smaller one may follow
-        stages = zip(
-            self._costs_of(choice), choice.layout.ranks, choice.warm_up, again, strict=True
-        )
-        for stage, (cost, ranks, depth, recomputes) in enumerate(stages):
-            kept = cost.input_bytes if recomputes else cost.saved_bytes
-            peaks = cost.peaks or StagePeaks(0, 0, 0, 0)
-            backward = cost.saved_bytes - kept + returned[stage]
-            forward = peaks.forward_bytes if recomputes else 0
-            held = min(depth, full) * kept
-            most = held + max(forward, backward + peaks.first_backward_bytes)
-            if full > 1:
-                held = cost.accumulated_bytes + min(depth, full - 1) * kept
-                most = max(most, held + max(forward, backward + peaks.backward_bytes))
-            if self.baseline_bytes + cost.resident_bytes + most > self.limit_bytes(ranks[0]):
-                return False
-        return True
 
     def plan(self, choice: Choice) -> Plan:
         """The plan of a choice, without a prediction."""
@@ -296,7 +265,10 @@ class Problem:
         if apart and request.warm_up is None and request.schedule in (None, ONE_F_ONE_B.name):
             deeper = tuple(min(count, 2 * (stages - stage)) for stage in range(stages))
             orders = [*orders, (ONE_F_ONE_B.name, deeper)]
-        firsts, others = tuple(held[:1] for held in ranks), tuple(held[1:] for held in ranks)
+        firsts, others = (
+            tuple(of_stage[:1] for of_stage in ranks),
+            tuple(of_stage[1:] for of_stage in ranks),
+        )
         for order in dict.fromkeys(orders):
             choice = Choice(Layout(partition, firsts), size, *order, backward_ranks=others)
             yield self.plan(choice)

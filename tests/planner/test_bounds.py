@@ -68,7 +68,6 @@ def test_nothing_is_simulated_below_the_bounds(
     tight = Problem(profile, cluster, limited, problem.graph)
     excess = tight.estimator.excess([layout], size, [order[1]])
     assert excess[0, 0] <= 1e-9, "what fits is never left out"
-    assert tight.could_fit(choice)
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 1e-4])

@@ -14,7 +14,7 @@ from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.bounds import work_s
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.partition.cutter import MANY_RANKS
+from pipectl.planner.partition.cutter import MAX_RANKS_OF_DETAILED_SEARCH
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes
@@ -174,7 +174,7 @@ def test_a_given_number_of_stages_gets_replicas_for_the_ranks_that_are_left(chai
 
 def test_a_given_number_of_stages_is_looked_for_on_many_ranks(chain) -> None:
     """Though fewer stages would be faster."""
-    cluster = cluster_of(MANY_RANKS + 1, Link(1e-6, 1e11))
+    cluster = cluster_of(MAX_RANKS_OF_DETAILED_SEARCH + 1, Link(1e-6, 1e11))
     plans = search_plans(chain(12), cluster, PlanRequest("job", 64, stages=5, replicas=None))
     assert max(stage.replicas for stage in plans[0].stages) > 1
     assert {len(plan.stages) for plan in plans} == {5}
@@ -261,7 +261,7 @@ def owning(make_operator, make_profile, sizes, state=6.0):
     return replace(found, optimizer=OptimizerCost(state, 1e-9))
 
 
-@pytest.mark.parametrize("ranks", [2, MANY_RANKS + 1])
+@pytest.mark.parametrize("ranks", [2, MAX_RANKS_OF_DETAILED_SEARCH + 1])
 @pytest.mark.parametrize("replicas", [2, None])
 def test_shared_out_state_lets_a_plan_fit(make_operator, make_profile, replicas, ranks) -> None:
     """Whole it takes 32 MB; with two replicas, 20, and 6 more for the sums of gradients."""

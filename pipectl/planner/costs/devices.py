@@ -179,15 +179,15 @@ def _spread(cluster: Cluster, pool: Pool, stages: int) -> Placement:
     """Assign each stage in turn to the node with the fewest stages per core."""
     members = groupby(pool.ranks, key=cluster.node_of_rank.__getitem__)
     ranks = {node: list(group) for node, group in members}
-    held = dict.fromkeys(ranks, 0)
+    chosen = dict.fromkeys(ranks, 0)
     queue = [(1 / cluster.nodes[node].cores, node) for node in ranks]
     heapify(queue)
     for _ in range(stages):
         _, node = heappop(queue)
-        held[node] += 1
-        if held[node] < len(ranks[node]):
-            heappush(queue, ((held[node] + 1) / cluster.nodes[node].cores, node))
-    return tuple(rank for node in ranks for rank in ranks[node][: held[node]])
+        chosen[node] += 1
+        if chosen[node] < len(ranks[node]):
+            heappush(queue, ((chosen[node] + 1) / cluster.nodes[node].cores, node))
+    return tuple(rank for node in ranks for rank in ranks[node][: chosen[node]])
 
 
 def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]:

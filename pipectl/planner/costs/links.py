@@ -81,11 +81,11 @@ class Links:
         for row, each in enumerate(self._classes):
             for number, parts in each.loads:
                 link = self._links[number]
-                held = sum(hold_s(link, sizes * part) for part in parts)
+                part_s = sum(hold_s(link, sizes * part) for part in parts)
                 if last_share < 1 and link.timings:
                     last = sum(hold_s(link, sizes * part * last_share) for part in parts)
-                    held = np.minimum(held, last / last_share)
-                busy_s[row] = np.maximum(busy_s[row], held)
+                    part_s = np.minimum(part_s, last / last_share)
+                busy_s[row] = np.maximum(busy_s[row], part_s)
         return busy_s
 
     def transfer_s(
@@ -93,8 +93,8 @@ class Links:
     ) -> Message:
         """The message of one value of a micro-batch, which the senders hold in parts."""
         number = self.class_of(tuple(senders), tuple(receivers))
-        held = self.hold_s(np.array([float(size_bytes)]))[number, 0]
-        return Message(float(held), float(self.late_s()[number]))
+        busy_s = self.hold_s(np.array([float(size_bytes)]))[number, 0]
+        return Message(float(busy_s), float(self.late_s()[number]))
 
     def reduce_s(self, size_bytes: float, ranks: Sequence[int]) -> float:
         """Simulated time of a sum of gradients, ``size_bytes`` on each rank."""
@@ -143,8 +143,8 @@ def hold_s(link: Link, sizes: Floats) -> Floats:
         return sizes / link.bandwidth_bytes_per_s
     known, times = np.array(link.timings, dtype=float).T
     beyond = np.maximum(sizes - known[-1], 0.0) / link.bandwidth_bytes_per_s
-    held: Floats = np.maximum(np.interp(sizes, known, times) + beyond - link.latency_s, 0.0)
-    return held
+    busy_s: Floats = np.maximum(np.interp(sizes, known, times) + beyond - link.latency_s, 0.0)
+    return busy_s
 
 
 class RankGroups:
@@ -174,7 +174,7 @@ class RankGroups:
         """Group numbers of layouts with equally many stages; shape [layouts, stages]."""
         numbers, before = self._numbers, len(self._numbers)
         rows = {  # layouts that differ only in their cuts share this object
-            key: [numbers.setdefault(held, len(numbers)) for held in each]
+            key: [numbers.setdefault(ranks, len(numbers)) for ranks in each]
             for key, each in {id(each): each for each in layouts}.items()
         }
         if len(numbers) > before:
@@ -210,17 +210,17 @@ class RankGroups:
     def _describe(self) -> None:
         cluster, groups, limit = self._links.cluster, list(self._numbers), self._limit_bytes
         nodes, count = np.array(cluster.node_of_rank), len(cluster.nodes)
-        rows = [[cluster.device(rank).rows for rank in held] for held in groups]
-        self.sizes = np.array([float(len(held)) for held in groups])
+        rows = [[cluster.device(rank).rows for rank in group] for group in groups]
+        self.sizes = np.array([float(len(group)) for group in groups])
         self.slowness = np.array(
-            [1.0 / min(cluster.device(rank).speed for rank in held) for held in groups]
+            [1.0 / min(cluster.device(rank).speed for rank in group) for group in groups]
         )
         self.limits_bytes = np.array(
-            [min(cluster.memory_of(rank, limit) for rank in held) for held in groups]
+            [min(cluster.memory_of(rank, limit) for rank in group) for group in groups]
         )
         self.after_s = np.array(
             [min(0.0 if row is None else row.compute for row in each) for each in rows]
         )
         self.on_nodes = np.array(
-            [np.bincount(nodes[list(held)], minlength=count) for held in groups], dtype=np.float64
+            [np.bincount(nodes[list(group)], minlength=count) for group in groups], dtype=np.float64
         )

@@ -156,11 +156,11 @@ def _sizes(plan: Plan, channel: Channel) -> Iterator[tuple[float, int]]:
     if channel.kind is TransferKind.WEIGHT:
         yield channel.size_bytes, 1
         return
-    held = messages(plan, channel, plan.micro_batches)
-    if isinstance(held.start, int):
-        parts = np.array(plan.micro_batch_shares)[held.micro_batches]
+    sent = messages(plan, channel, plan.micro_batches)
+    if isinstance(sent.start, int):
+        parts = np.array(plan.micro_batch_shares)[sent.micro_batches]
     else:
-        parts = (held.stop - held.start) / plan.micro_batch_size
+        parts = (sent.stop - sent.start) / plan.micro_batch_size
     for part, number in zip(*np.unique(parts, return_counts=True), strict=True):
         yield channel.size_bytes * float(part), int(number)
 

@@ -83,15 +83,15 @@ def enumerate_downsets(
     one = np.zeros((blocks, max(1, -(-blocks // 64))), dtype=np.uint64)  # each block alone
     index = np.arange(blocks)
     one[index, index >> 6] = np.uint64(1) << (index & 63).astype(np.uint64)
-    needed = np.array([one[list(held)].sum(axis=0) for held in before], dtype=np.uint64)
-    count = np.array([len(held) for held in after], dtype=np.int64)
+    needed = np.array([one[list(blocks)].sum(axis=0) for blocks in before], dtype=np.uint64)
+    count = np.array([len(blocks) for blocks in after], dtype=np.int64)
     first_after = np.cumsum([0, *count])[:-1]
-    successors = np.array([block for held in after for block in held], dtype=np.int64)
+    successors = np.array([block for blocks in after for block in blocks], dtype=np.int64)
     draw = Random(0)  # numpy.random takes long to load
     weight = np.array([draw.getrandbits(64) for _ in range(blocks)], dtype=np.uint64)
 
     sets, keys = np.zeros((1, one.shape[1]), dtype=np.uint64), np.zeros(1, dtype=np.uint64)
-    addable = np.array([[not held for held in before]], dtype=np.bool_)
+    addable = np.array([[not blocks for blocks in before]], dtype=np.bool_)
     levels, arcs, total = [sets], [], 1
     while addable.any():
         source, block = np.nonzero(addable)
@@ -164,7 +164,7 @@ def topological_orders(before: Neighbours, after: Neighbours) -> list[list[int]]
         depth[block] = max((depth[b] + 1 for b in before[block]), default=0)
     for block in reversed(range(count)):
         height[block] = max((height[b] + 1 for b in after[block]), default=0)
-    latest = [max(held, default=-1) for held in before]
+    latest = [max(blocks, default=-1) for blocks in before]
     ranks = [
         [(block, 0) for block in range(count)],
         [(depth[block], block) for block in range(count)],
@@ -177,7 +177,7 @@ def topological_orders(before: Neighbours, after: Neighbours) -> list[list[int]]
     ]
     orders = []
     for rank in ranks:
-        missing = [len(held) for held in before]
+        missing = [len(blocks) for blocks in before]
         ready = [(rank[block], block) for block, number in enumerate(missing) if not number]
         heapq.heapify(ready)
         order = []
@@ -220,8 +220,8 @@ class Enumeration:
         for ways in self._ways[stages - 1 :: -1]:
             before, after = np.nonzero(self._larger[chains[:, -1]] & (ways > 0))
             chains = np.column_stack((chains[before], after))
-        held = [[self._downsets[state] for state in chain] for chain in chains.tolist()]
-        return [tuple(after & ~before for before, after in pairwise(chain)) for chain in held]
+        listed = [[self._downsets[state] for state in chain] for chain in chains.tolist()]
+        return [tuple(after & ~before for before, after in pairwise(chain)) for chain in listed]
 
 
 @dataclass(frozen=True)

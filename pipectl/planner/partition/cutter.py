@@ -53,7 +53,7 @@ CAPS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
 """Caps on the largest load, relative to the smallest possible."""
 SLACKS = (1.02, 1.1, 1.25)
 """Caps on the largest load within memory limits."""
-MANY_DOWNSETS = 1000
+MAX_DOWNSETS_UNDER_LOOSE_CAP = 1000
 """If there are more, stages far above the smallest bottleneck are skipped."""
 MAX_FITTING = 1500
 """Downsets of a search within memory limits; if there are more, prefixes are searched."""
@@ -65,7 +65,7 @@ REPLICA_CAPS = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5, 1.8, 2.5, 5.0, 1e9)
 """Caps on the largest load, relative to all work spread evenly over the ranks."""
 EVERY_COUNT = 24
 """Up to this many replicas, every number is tried; above, about six per doubling."""
-MANY_RANKS = 48
+MAX_RANKS_OF_DETAILED_SEARCH = 48
 """With more, a proposal with replicas is the smallest largest load per number of stages."""
 MAX_STAGES = 64
 """Maximum number of stages of such a proposal."""
@@ -144,7 +144,7 @@ class Cutter:
         tallies = mix.tallies(stages)
         cap_s = bottleneck_s * (1 + EQUAL)
         goals = [Goal(LATENCY, cap_s * cap) for cap in CAPS]
-        most_s = cap_s * (4.0 if len(self._space) <= MANY_DOWNSETS else 2.0)
+        most_s = cap_s * (4.0 if len(self._space) <= MAX_DOWNSETS_UNDER_LOOSE_CAP else 2.0)
         goals += [Goal(LOAD, most_s, messages=each) for each in (ADDED, OVERLAPPED)]
         cuts = []
         for goal in goals:
@@ -339,7 +339,7 @@ class Cutter:
             in_flight = np.minimum(depths, problem.micro_batches(size))
             baseline = float(problem.baseline_bytes)
             goal = Goal(LATENCY, in_flight=in_flight, temporary_bytes=baseline, entering=0.0)
-        if ranks > MANY_RANKS:
+        if ranks > MAX_RANKS_OF_DETAILED_SEARCH:
             cuts = self._least_loads(table, options, goal)
             return [cut for cut in cuts if fixed in (None, len(cut.partition))]
         even_s = sum(problem.block_times(size)) / max(problem.speeds) / ranks
@@ -420,7 +420,7 @@ class Cutter:
             if count > 1:
                 sums = [links.reduction_rate(tuple(pair[0]))[1] for pair in pairs]
                 summing[place] = sum(sums) / len(sums) / problem.micro_batches(size)
-        if ranks > MANY_RANKS:
+        if ranks > MAX_RANKS_OF_DETAILED_SEARCH:
             after = np.arange(1, min(ranks, len(self._replica_space) - 1, MAX_STAGES) + 2)
             after[-1] = -1
             following = np.repeat(after[:, None], len(counts), axis=1)

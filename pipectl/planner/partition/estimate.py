@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ from pipectl.profile import Profile
 
 ROUNDING = 1e-9
 """Share by which estimates are lowered, so that rounding raises none above the simulation."""
+ROUNDED_BYTES = 16
+"""More than the sizes of values are rounded by."""
 CHUNK = 10**7
 """Actions and messages of the recurrence between two returns to Python."""
 MAX_CUTS = 16
@@ -130,6 +133,19 @@ class Cuts:
         times_s[1] = np.where(times_s[1] > 0, times_s[1] + more_s, 0.0)
         return times_s
 
+    @cached_property
+    def arriving_bytes(self) -> tuple[Floats, Floats]:
+        """Activations and gradients of one micro-batch that every stage receives; each of shape
+        [partitions, stages]."""
+        partitions, stages = self.sums.stages.shape
+        count = np.diff(self.sums.first)
+        of = np.repeat(np.arange(2 * partitions), count)  # partition and kind of each transfer
+        transfers = self.sums.transfers[: len(of)]
+        place = of * stages + transfers["target"]
+        sizes = np.bincount(place, transfers["size_bytes"], 2 * partitions * stages)
+        received = sizes.reshape(partitions, 2, stages).astype(np.float64)
+        return received[:, 0], received[:, 1]
+
     def update_s(self) -> Floats:
         """Optimizer step; shape [partitions, stages]."""
         step_s_per_byte = self.profile.optimizer_cost.step_s_per_byte
@@ -180,9 +196,9 @@ def _tables(profile: Profile) -> Graph:
     owners, parameters = _users([dict(operator.parameters) for operator in operators])
     users: list[int] = []
 
-    def span(held: Sequence[int]) -> tuple[int, int]:
-        users.extend(held)
-        return len(users) - len(held), len(users)
+    def span(more: Sequence[int]) -> tuple[int, int]:
+        users.extend(more)
+        return len(users) - len(more), len(users)
 
     trained_names = {name for each in operators for name, _ in each.parameter_gradients}
     trained = [sum(size for _, size in each.parameter_gradients) for each in operators]
@@ -214,11 +230,11 @@ def _tables(profile: Profile) -> Graph:
     )
 
 
-def _users(held: Iterable[Mapping[str, int]]) -> tuple[dict[str, list[int]], dict[str, int]]:
+def _users(names_of: Iterable[Mapping[str, int]]) -> tuple[dict[str, list[int]], dict[str, int]]:
     """The operators that hold each name, and its bytes."""
     users: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
-    for index, named in enumerate(held):
+    for index, named in enumerate(names_of):
         for name in named:
             users.setdefault(name, []).append(index)
         sizes.update(named)
@@ -307,32 +323,37 @@ class Estimator:
     def excess(
         self, layouts: Sequence[Layout], size: int, warm_ups: Sequence[Sequence[int]]
     ) -> Floats:
-        """Relative excess of the fullest rank over its limit, without messages and temporaries;
-        0 if any stage recomputes. Shape [layouts, warm-ups]."""
+        """Relative excess of the fullest rank over its limit, by what it certainly holds at its
+        first two backwards, without temporary values; shape [layouts, warm-ups]."""
         cut, cuts = self._cut(layouts)
         group = self._groups.number([one.ranks for one in layouts])
         limits = self._groups.limits_bytes[group]
         if np.isinf(limits).all():
             return np.zeros((len(layouts), len(warm_ups)))
         profile, replicas = self._profile, self._groups.sizes[group]
-        sums = cuts.sums.stages[cut]
+        sums, per_replica = cuts.sums.stages[cut], size / profile.micro_batch_size / replicas
         summed = sums["gradient_bytes"]
         state = profile.optimizer_cost.state_bytes_per_parameter_byte
         state_share = 1.0 / replicas if self._request.shard_optimizer else 1.0
         resident = baseline_bytes(profile) + sums["parameter_bytes"]
         resident = resident + state * state_share * sums["trained_bytes"]
-        saved = sums["saved_bytes"] * (size / profile.micro_batch_size) / replicas
+        saved = sums["saved_bytes"] * per_replica
+        arrived, returned = (each[cut] * per_replica for each in cuts.arriving_bytes)
+        # A stage that recomputes keeps its inputs; all else exists from RECOMPUTE to BACKWARD.
+        kept = np.where(self._recomputing(layouts), arrived, saved)
+        backward = saved - kept + returned
         summing = np.where(replicas > 1, summed * (3 - 1 / replicas), summed)
         whole = self._request.batch_size / size  # the last micro-batch may be smaller
         shares = []
         for depths in warm_ups:
-            # Gradients exist from the first backward on. It frees the saved values of one
-            # micro-batch, and the next forward, if any, saves as much again.
-            later = np.where(np.asarray(depths) < whole, saved * depths, saved * (whole - 1))
-            most = np.maximum(saved * np.minimum(depths, whole), summed + later)
-            shares.append((resident + np.maximum(most, summing)) / limits - 1)
+            # The first backward frees what one micro-batch keeps; the next forward, if any, adds
+            # as much again. From then on there are gradients.
+            first = np.minimum(depths, whole) * kept + backward
+            second = summed + np.minimum(depths, whole - 1) * kept + backward * (whole >= 2)
+            most = np.maximum(np.maximum(first, second), summing)
+            shares.append((resident + most - ROUNDED_BYTES) / limits - 1)
         excess: Floats = np.maximum(0.0, np.stack([each.max(axis=1) for each in shares], axis=1))
-        return np.where(self._recomputing(layouts).any(axis=1, keepdims=True), 0.0, excess)
+        return excess
 
     def _cut(self, layouts: Sequence[Layout]) -> tuple[Integers, Cuts]:
         """The partition of each layout, and the sums of partitions, cached for other sizes."""

@@ -23,8 +23,8 @@ Ranks = tuple[tuple[int, ...], ...]
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)
 """Fractions of a stage's load that move to its neighbour; 0 is a single block."""
-MANY_BLOCKS = 60
-"""With more, only some fractions of the load move together with replicas."""
+MAX_BLOCKS_MOVED_SINGLY = 60
+"""In larger graphs, only some fractions of a load move together with replicas."""
 SPLITS = 8
 """Number of equal parts of a stage's load at whose borders it may be split."""
 FEW, EVERY, FAR = range(3)
@@ -234,7 +234,7 @@ def replica_moves(
     """
     partition, replicas = layout.partition, tuple(map(len, layout.ranks))
     stages, spare = len(partition), ranks - sum(replicas)
-    fractions = () if len(graph) <= MANY_BLOCKS else FRACTIONS
+    fractions = () if len(graph) <= MAX_BLOCKS_MOVED_SINGLY else FRACTIONS
     changes: list[tuple[Partition, Sequence[int]]] = []
     for moved in near_partitions(partition, graph, loads, fractions):
         border = next(at for at in range(stages) if moved[at] != partition[at])
@@ -255,7 +255,7 @@ def replica_moves(
 
 def _order(layout: Layout, ranks: int) -> tuple[int, ...]:
     """The ranks in the order of the stages, then the spare ones."""
-    used = [rank for held in layout.ranks for rank in held]
+    used = [rank for of_stage in layout.ranks for rank in of_stage]
     return (*used, *sorted(set(range(ranks)).difference(used)))
 
 

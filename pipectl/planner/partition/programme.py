@@ -266,12 +266,12 @@ class Chains:
 
     def chain(self, tallies: Integers) -> Chain:
         """The best chain; there must be one."""
-        state = self.best[0, int(tallies[self.values(tallies).argmin()])]
+        best, state = self.best, (0, int(tallies[self.values(tallies).argmin()]))
         cuts, options = [0], []
-        while state.depth:
-            options.append(int(state.option))
-            cuts.append(int(self.order[state.end]))
-            state = self.best[state.end, state.rest]
+        while best["depth"][state]:
+            options.append(int(best["option"][state]))
+            state = int(best["end"][state]), int(best["rest"][state])
+            cuts.append(int(self.order[state[0]]))
         return Chain(tuple(cuts), tuple(options))
 
 
@@ -484,11 +484,11 @@ def _excess_bytes(stage: _Stage, option: Any, goal: Goal, depth: int) -> float:
     taken += goal.reserved_bytes[min(depth, len(goal.reserved_bytes) - 1)]
     if option.mode == RECOMPUTE:
         return float(taken + in_flight * kept + stage.touched_bytes + buffers)
-    held = stage.touched_bytes + kept + buffers
+    kept_bytes = stage.touched_bytes + kept + buffers
     if option.replicas > 1.0:
         summing = stage.summed_bytes * (2.0 - 1.0 / option.replicas)
-        return float(taken + max(in_flight * held / option.replicas, summing))
-    return float(taken + in_flight * held)
+        return float(taken + max(in_flight * kept_bytes / option.replicas, summing))
+    return float(taken + in_flight * kept_bytes)
 
 
 @compiled

@@ -181,7 +181,7 @@ def cluster_of(
     )
 
 
-MANY = (1, 2, 4, 16, 32)
+SIZES_OF_MOST = (1, 2, 4, 16, 32)
 """Further sizes of profiles that were measured at several."""
 ONE, TWO = cluster_of(4), cluster_of(2, 2, between=1.2e8, shared=True)
 
@@ -195,7 +195,7 @@ def _case(
     batch: int = 64,
     *,
     memory: float | None = None,
-    sizes: tuple[int, ...] = MANY,
+    sizes: tuple[int, ...] = SIZES_OF_MOST,
     frozen: float = 0.0,
     cached: bool = False,
     tied: bool = False,
@@ -217,7 +217,7 @@ def _plain() -> Iterator[Case]:
     for place, graph in enumerate(GRAPHS):
         for number, count in enumerate((9, 16, 28, 40)):
             cluster = machines[(place + number) % len(machines)]
-            sizes = MANY if (place + number) % 3 else ()
+            sizes = SIZES_OF_MOST if (place + number) % 3 else ()
             yield _case(
                 "plain", graph, number, count, cluster, (32, 64, 100)[number % 3], sizes=sizes
             )
