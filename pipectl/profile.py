@@ -240,16 +240,6 @@ class StageOverhead:
     gradient_sent_s: float = 0.0
     cache_bytes: int | None = None
 
-    def uncached(self, working_set_bytes: float) -> float:
-        """Return how far operators are from cached times (0) to the others (1).
-
-        Args:
-            working_set_bytes: bytes that the stage touches in one forward and backward.
-        """
-        if not self.cache_bytes:
-            return 1.0
-        return min(1.0, max(0.0, 2 * (working_set_bytes / self.cache_bytes - 1)))
-
 
 @dataclass(frozen=True)
 class MeasuredOn:

@@ -64,7 +64,7 @@ def _scale_stages(profile: Profile, plan: Plan, steps: list[tuple[Part, ...]]) -
     Args:
         steps: computations of each step, with predicted and measured times.
     """
-    times = operator_times(profile, plan.micro_batch_size).uncached
+    times = operator_times(profile, plan.micro_batch_size).uncached.T.tolist()
     factors: dict[str, list[float]] = {}
     for index, stage in enumerate(plan.stages):
         node_times = [

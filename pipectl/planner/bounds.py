@@ -102,7 +102,7 @@ def work_s(problem: Problem, tried: Iterable[int] = ()) -> float:
     speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
     sizes = {*tried, *micro_batch_sizes(request, request.batch_size)}
     slices = {ceil(size / count) for size in sizes for count in range(1, cluster.ranks + 1)}
-    samples_s = (sum(map(sum, problem.times.at(size).cached)) / size for size in sorted(slices))
+    samples_s = (float(problem.times.at(size).cached.sum()) / size for size in sorted(slices))
     return min(samples_s) * request.batch_size / speed
 
 

@@ -120,14 +120,14 @@ class Problem:
             free: indices of operators that count as 0.
             cached: whether the data of the stage stays in the cache.
         """
-        cached_s, uncached_s = self.times.arrays_at(size)
+        cached_s, uncached_s = self.times.at(size)
         times_s = (cached_s if cached else uncached_s).sum(axis=0)
         times_s[list(free)] = 0.0
         return self._by_block(times_s)
 
     def forward_block_times(self, size: int) -> list[float]:
         """Forward of every block, in seconds, uncached."""
-        return self._by_block(self.times.arrays_at(size)[1][0])
+        return self._by_block(self.times.at(size).uncached[0])
 
     def _by_block(self, figures: Floats) -> list[float]:
         sums: list[float] = np.bincount(self._block_of, figures, len(self.graph)).tolist()

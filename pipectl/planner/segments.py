@@ -177,11 +177,8 @@ class SegmentPlans:
         """
         own = self._profile.micro_batch_size
         times = operator_times(self._profile, samples)
-        costs = [
-            stage_times(parts, segment, times, samples / own, self._profile.stage)
-            for segment in span
-        ]
-        forwards, backwards = zip(*costs, strict=True)
+        costs = stage_times(parts, times, samples / own, self._profile.stage)
+        forwards, backwards = zip(*costs[span.start : span.stop], strict=True)
         longer = size / samples
         held = [_held(parts, segment, size / own) for segment in span]
         inputs: dict[str, int] = {}

@@ -85,13 +85,12 @@ def _fit(samples: Sequence[Sample], times: Times, cache_bytes: int | None) -> Fi
     forward_rows, backward_rows = [], []
     forward_s, backward_s = [], []
     for sample in samples:
-        own_forward_s, own_backward_s = stage_times(sample.parts, sample.stage, times, 1.0, bare)
-        values = sample.parts.values[sample.stage]
-        forward_rows.append((own_forward_s, 1, values.received, values.sent))
+        own_forward_s, own_backward_s = stage_times(sample.parts, times, 1.0, bare)[sample.stage]
+        received, sent, got, gave = sample.parts.values[:, sample.stage].tolist()
+        forward_rows.append((own_forward_s, 1, received, sent))
         forward_s.append(sample.forward_s)
         if own_backward_s:
-            gradients = values.gradients_received, values.gradients_sent
-            backward_rows.append((own_backward_s, 1, *gradients))
+            backward_rows.append((own_backward_s, 1, got, gave))
             backward_s.append(sample.backward_s)
     (f_factor, f_fixed, received, sent), f_error = _least_relative_errors(forward_rows, forward_s)
     (b_factor, b_fixed, got, gave), b_error = _least_relative_errors(backward_rows, backward_s)

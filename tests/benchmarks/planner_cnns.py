@@ -22,7 +22,6 @@ from itertools import product
 from math import ceil
 from pathlib import Path
 
-import numpy as np
 from cnn_profiles import BATCH, FOLDER, PIXELS, profile_of
 from tables import print_table
 
@@ -96,7 +95,7 @@ def attainable(profile: Profile, alone_s: float, devices: int) -> tuple[float, f
     """
     times, found = OperatorTimes(profile), [(0.0, 0.0)]
     for size in range(1, BATCH + 1):
-        one = np.minimum(*times.arrays_at(size)).sum(axis=0)
+        one = times.at(size).cached.sum(axis=0)
         m, slices = ceil(BATCH / size), BATCH / size
         gain = alone_s / (slices * one.sum())
         pipeline = min(one.sum() / one.max(), m * devices / (m + devices - 1))

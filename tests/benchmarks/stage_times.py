@@ -103,7 +103,7 @@ def predict(stages: list[Stage], profile: Profile) -> None:
         cut = stage.stages.cut
         inside = [[position[n] for n in cut.operators(i)] for i in range(len(stage.stages))]
         parts = footprints.of(inside)
-        stage.predicted_s = sum(stage_times(parts, stage.index, times, 1.0, profile.stage))
+        stage.predicted_s = sum(stage_times(parts, times, 1.0, profile.stage)[stage.index])
 
 
 def compare(entry: Entry) -> list[Stage]:

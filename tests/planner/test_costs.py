@@ -14,7 +14,7 @@ from pipectl.profile import OptimizerCost, StageOverhead
 
 
 def forward_s(make_profile, operator, size):
-    return operator_times(make_profile([operator], []), size).uncached[0][0]
+    return operator_times(make_profile([operator], []), size).uncached[0, 0]
 
 
 def test_one_measured_size_scales_in_proportion(make_profile, make_operator) -> None:
@@ -128,7 +128,8 @@ def test_a_stage_that_stays_in_the_cache_is_faster(
 def test_nothing_is_slower_in_the_cache(make_profile, make_operator) -> None:
     operator = make_operator(0, forward_s=1.0, backward_s=2.0)
     times = measured_times(make_profile([replace(operator, cached={8: (1.5, 1.5)})], []))
-    assert (times.cached, times.uncached) == ([(1.0, 1.5)], [(1.0, 2.0)])
+    assert times.cached.T.tolist() == [[1.0, 1.5]]
+    assert times.uncached.T.tolist() == [[1.0, 2.0]]
 
 
 def measured_times(profile):

@@ -49,7 +49,7 @@ def test_arrays_say_the_same_as_footprints(
         return
     scale = size / profile.micro_batch_size
     cuts = PartitionSums(profile, problem.graph).cut(partitions)
-    times = cuts.times_s(problem.times.arrays_at(size), scale)
+    times = cuts.times_s(problem.times.at(size), scale)
     for place, partition in enumerate(partitions):
         members = [problem.graph.operators_of(blocks) for blocks in partition]
         parts = Footprints(profile).of(members)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pipectl.planner.costs.footprint import Footprints
-from pipectl.planner.costs.stage_costs import operator_times, stage_times
+from pipectl.planner.costs.stage_costs import operator_times, overhead_times, stage_times
 from pipectl.profile import Operator, Profile, StageOverhead
 from pipectl.profiler.fit import DISTURBED, Sample, fit_stages
 
@@ -48,8 +48,8 @@ def samples(of: Profile, stage: StageOverhead, factors: tuple[float, float]) -> 
         cut = [list(range(a, b)) for a, b in zip([0, *borders], [*borders, 40], strict=True)]
         parts = footprints.of(cut)
         for index in range(len(cut)):
-            operators = stage_times(parts, index, times, 1.0, bare)
-            more = parts.values[index].overhead_s(stage)
+            operators = stage_times(parts, times, 1.0, bare)[index]
+            more = overhead_times(parts.values[:, index], stage)
             forward_s, backward_s = (
                 factor * own + extra
                 for factor, own, extra in zip(factors, operators, more, strict=True)

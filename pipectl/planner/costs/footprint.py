@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
+from pipectl.arrays import Floats
 from pipectl.graph import Lane, TransferKind, owners_of, routes
 from pipectl.plan import StagePeaks, Transfer
 from pipectl.planner.costs.liveness import (
@@ -19,7 +22,7 @@ from pipectl.planner.costs.liveness import (
     levels_of,
     peak_bytes,
 )
-from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead, StepMemory
+from pipectl.profile import Operator, OptimizerCost, Profile, StepMemory
 
 DEFAULT_BASELINE_BYTES = 240 * 2**20
 """A process with Python, torch and MPI, if the profile has no measurement."""
@@ -29,26 +32,6 @@ def baseline_bytes(profile: Profile) -> int:
     """Memory of a process without a stage."""
     measured = profile.process_baseline_bytes
     return DEFAULT_BASELINE_BYTES if measured is None else measured
-
-
-@dataclass
-class Values:
-    """How many values enter a stage and leave it in one micro-batch.
-
-    Values without gradients (indices, masks) do not count: they are passed on unchanged.
-    """
-
-    received: int = 0
-    sent: int = 0
-    gradients_received: int = 0
-    gradients_sent: int = 0
-
-    def overhead_s(self, stage: StageOverhead) -> tuple[float, float]:
-        """Seconds of forward and backward besides the operators."""
-        forward_s = stage.forward_s + self.received * stage.received_s + self.sent * stage.sent_s
-        received_s = self.gradients_received * stage.gradient_received_s
-        sent_s = self.gradients_sent * stage.gradient_sent_s
-        return forward_s, stage.backward_s + received_s + sent_s
 
 
 @dataclass(frozen=True)
@@ -130,7 +113,9 @@ class Footprint:
         parameter_bytes: of every stage.
         memory: of every stage.
         transfers: messages of one micro-batch, one per kind and pair of stages.
-        values: how many values enter and leave every stage.
+        values: number of values with gradients that every stage receives and sends in one
+            micro-batch, then of gradients that it receives and sends; shape [4, stages]. Values
+            without gradients (indices, masks) are passed on unchanged.
         crossings: what enters and leaves every stage.
     """
 
@@ -139,7 +124,7 @@ class Footprint:
     parameter_bytes: tuple[int, ...]
     memory: tuple[StageMemory, ...]
     transfers: tuple[Transfer, ...]
-    values: tuple[Values, ...]
+    values: Floats
     crossings: tuple[Crossing, ...]
 
     @cached_property
@@ -173,7 +158,7 @@ class Footprints:
         operators = self._operators
         crossings = [Crossing() for _ in stages]
         messages: dict[Lane, int] = {}
-        values = [Values() for _ in stages]
+        received, got, gave = ([0] * len(stages) for _ in range(3))
         sent: set[tuple[int, str]] = set()
         for lane, index in self._routes(stages):
             operator = operators[index]
@@ -182,24 +167,24 @@ class Footprints:
             messages[lane] = messages.get(lane, 0) + size
             if backward:
                 crossings[lane.target].returning.add(operator.id)
-                values[lane.source].gradients_sent += 1
-                values[lane.target].gradients_received += 1
+                gave[lane.source] += 1
+                got[lane.target] += 1
                 continue
             storage = self._memory[index].storage
             crossings[lane.source].sent.setdefault(storage, size)
             crossings[lane.target].received[storage] += size
             if operator.gradient_bytes:
-                values[lane.target].received += 1
+                received[lane.target] += 1
                 sent.add((lane.source, operator.id))
-        for stage, _ in sent:
-            values[stage].sent += 1
+        senders = Counter(stage for stage, _ in sent)
+        given = [senders[stage] for stage in range(len(stages))]
         return Footprint(
             nodes=tuple(tuple(operators[index].id for index in inside) for inside in stages),
             members=tuple(tuple(inside) for inside in stages),
             parameter_bytes=tuple(sum(self._parameters(inside).values()) for inside in stages),
             memory=tuple(map(self._stage_memory, stages, crossings)),
             transfers=tuple(Transfer(*lane, size) for lane, size in sorted(messages.items())),
-            values=tuple(values),
+            values=np.array([received, given, got, gave], dtype=np.float64),
             crossings=tuple(crossings),
         )
 

@@ -9,41 +9,32 @@ the two halves of a split backward are assumptions, because profiles do not have
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
-from pipectl.arrays import Floats
+from pipectl.arrays import Floats, Integers
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.planner.costs.footprint import Footprint
 from pipectl.profile import Operator, Profile, StageOverhead
 from pipectl.schedule import splits_backwards
 
-Pairs = list[tuple[float, float]]
-"""(forward_s, backward_s) of every operator."""
 
-
-@dataclass(frozen=True)
-class Times:
-    """Times of every operator, in a stage with much data and in one that stays in the cache.
+class Times(NamedTuple):
+    """Forward and backward time of every operator; shapes [2, operators].
 
     Cached times are never longer than uncached times: bounds need this, and noise may violate it.
+
+    Args:
+        cached: in a stage that stays in the cache.
+        uncached: in a stage with much data.
     """
 
-    uncached: Pairs
-    cached: Pairs
-
-    def of(self, index: int, share: float) -> tuple[float, float]:
-        """(forward, backward) of one operator; ``share`` is 0 for cached, 1 for uncached."""
-        (slow_f, slow_b), (fast_f, fast_b) = self.uncached[index], self.cached[index]
-        return fast_f + (slow_f - fast_f) * share, fast_b + (slow_b - fast_b) * share
-
-    def total(self, members: Iterable[int], share: float) -> tuple[float, float]:
-        """Forward and backward of several operators together."""
-        pairs = [self.of(index, share) for index in members]
-        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+    cached: Floats
+    uncached: Floats
 
 
 def operator_times(profile: Profile, size: int) -> Times:
@@ -59,23 +50,14 @@ class OperatorTimes:
         uncached = [{**o.timings, own: (o.forward_s, o.backward_s)} for o in operators]
         cached = [o.cached or points for o, points in zip(operators, uncached, strict=True)]
         self._uncached, self._cached = _Points(uncached), _Points(cached)
-        self._known: dict[int, tuple[Floats, Floats]] = {}
+        self._known: dict[int, Times] = {}
 
     def at(self, size: int) -> Times:
-        """Forward and backward time of every operator for ``size`` samples."""
-        cached, uncached = self.arrays_at(size)
-        return Times(_pairs(uncached), _pairs(cached))
-
-    def arrays_at(self, size: int) -> tuple[Floats, Floats]:
-        """The same as arrays, cached and uncached; shapes [2, operators]."""
+        """Times of every operator for ``size`` samples."""
         if size not in self._known:
             uncached = self._uncached.at(size)
-            self._known[size] = np.minimum(self._cached.at(size), uncached), uncached
+            self._known[size] = Times(np.minimum(self._cached.at(size), uncached), uncached)
         return self._known[size]
-
-
-def _pairs(times: Floats) -> Pairs:
-    return [(forward_s, backward_s) for forward_s, backward_s in times.T.tolist()]
 
 
 class _Points:
@@ -131,14 +113,16 @@ def stage_costs(
     """Cost of every stage.
 
     Args:
-        times: of the operators at the micro-batch size.
+        times: at the micro-batch size.
         scale: micro-batch size over the profile's.
         profile: has the costs of the optimizer and of stages.
     """
     costs, optimizer = [], profile.optimizer_cost
-    for index, members in enumerate(parts.members):
+    times_s = stage_times(parts, times, scale, profile.stage)
+    for index, (members, (forward_s, backward_s)) in enumerate(
+        zip(parts.members, times_s, strict=True)
+    ):
         parameter_bytes, memory = parts.parameter_bytes[index], parts.memory[index]
-        forward_s, backward_s = stage_times(parts, index, times, scale, profile.stage)
         counts = [profile.operators[member].flops for member in members]
         state = optimizer.state_bytes_per_parameter_byte
         costs.append(
@@ -160,18 +144,53 @@ def stage_costs(
 
 
 def stage_times(
-    parts: Footprint, index: int, times: Times, scale: float, overhead: StageOverhead
-) -> tuple[float, float]:
-    """Forward and backward of a stage in seconds; without gradients there is no backward."""
-    share = overhead.uncached(working_set_bytes(parts, index, scale))
-    forward_s, backward_s = times.total(parts.members[index], share)
-    more_forward_s, more_backward_s = parts.values[index].overhead_s(overhead)
-    return forward_s + more_forward_s, backward_s + more_backward_s if backward_s else 0.0
+    parts: Footprint, times: Times, scale: float, overhead: StageOverhead
+) -> list[tuple[float, float]]:
+    """Forward and backward of every stage in seconds; without gradients there is no backward."""
+    counts = list(map(len, parts.members))
+    inside = np.concatenate([np.array(each, dtype=np.int64) for each in parts.members])
+    own = Times(times.cached[:, inside], times.uncached[:, inside])
+    parameter_bytes, saved_bytes = map(np.array, (parts.parameter_bytes, parts.saved_bytes))
+    working_set = 2 * parameter_bytes + saved_bytes * scale
+    place = np.repeat(np.arange(len(counts)), counts)
+    forward_s, backward_s = sum_times(own, place, working_set, parts.values, overhead).tolist()
+    return list(zip(forward_s, backward_s, strict=True))
 
 
-def working_set_bytes(parts: Footprint, index: int, scale: float) -> float:
-    """Bytes that a forward and backward touch: parameters, gradients, saved values."""
-    return 2 * parts.parameter_bytes[index] + parts.memory[index].saved * scale
+def sum_times(
+    times: Times, place: Integers, working_set: Floats, values: Floats, overhead: StageOverhead
+) -> Floats:
+    """Forward and backward of many stages; shape [2, ...] with the shape of the stages.
+
+    Args:
+        place: of the stage of every operator, in the raveled stages; shape [..., operators].
+        working_set: bytes that a forward and backward of every stage touch: parameters, their
+            gradients, and saved values.
+        values: that enter and leave every stage, as in a footprint; shape [4, ...].
+    """
+    share = np.ones(working_set.shape)  # of the way from cached to uncached times
+    if overhead.cache_bytes:
+        share = np.clip(2 * (working_set / overhead.cache_bytes - 1), 0.0, 1.0)
+    times_s, part = np.zeros((2, *share.shape)), share.ravel()[place]
+    for kind, (cached, uncached) in enumerate(zip(*times, strict=True)):
+        each = cached + (uncached - cached) * part
+        times_s[kind] = np.bincount(place.ravel(), each.ravel(), share.size).reshape(share.shape)
+    forward_s, backward_s = overhead_times(values, overhead)
+    times_s[0] += forward_s
+    times_s[1] = np.where(times_s[1] > 0, times_s[1] + backward_s, 0.0)
+    return times_s
+
+
+def overhead_times(values: Floats, overhead: StageOverhead) -> tuple[Floats, Floats]:
+    """Seconds of forwards and backwards besides the operators.
+
+    Args:
+        values: as in a footprint; shape [4, ...].
+    """
+    received, sent, gradients_received, gradients_sent = values
+    forward_s = overhead.forward_s + received * overhead.received_s + sent * overhead.sent_s
+    got_s = gradients_received * overhead.gradient_received_s
+    return forward_s, overhead.backward_s + got_s + gradients_sent * overhead.gradient_sent_s
 
 
 def scaled_transfers(parts: Footprint, scale: float) -> tuple[Transfer, ...]:

@@ -26,7 +26,7 @@ from pipectl.cluster import Cluster
 from pipectl.compiled import compiled
 from pipectl.planner.costs.footprint import baseline_bytes
 from pipectl.planner.costs.links import Links, RankGroups
-from pipectl.planner.costs.stage_costs import OperatorTimes
+from pipectl.planner.costs.stage_costs import OperatorTimes, Times, sum_times
 from pipectl.planner.graph.blocks import BlockGraph, membership
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.layout import Layout
@@ -42,8 +42,6 @@ CHUNK = 10**7
 """Actions and messages of the recurrence between two returns to Python."""
 MAX_CUTS = 16
 """Maximum number of lists of partitions with cached sums."""
-Timings = tuple[Floats, Floats]
-"""Cached and uncached forward and backward of every operator; shapes [2, operators]."""
 ACTIVATION, GRADIENT = range(2)
 REACHED, ARRIVED, KEPT = range(3)
 """Rows per stage: the last value sent to it, the last storage that arrived, and that it keeps."""
@@ -56,10 +54,9 @@ STORAGE = record("maker maker_end saver saver_end saved_bytes")
 backward."""
 PARAMETER = record("owner end size_bytes trained_bytes")
 """Per parameter: range of the operators that use it; ``trained_bytes`` is 0 if it is frozen."""
-STAGE_SUMS = record(
-    "parameter_bytes trained_bytes gradient_bytes saved_bytes"
-    " received sent gradients_received gradients_sent"
-)
+VALUES = ("received", "sent", "gradients_received", "gradients_sent")
+"""Numbers of values, as in a footprint."""
+STAGE_SUMS = record(f"parameter_bytes trained_bytes gradient_bytes saved_bytes {' '.join(VALUES)}")
 """Per stage: bytes, the third of the parameters' gradients, and numbers of values."""
 TRANSFER = record("source target size_bytes")
 
@@ -104,34 +101,18 @@ class Cuts:
     sums: Sums
     profile: Profile
 
-    def times_s(self, timings: Timings, scale: float) -> Floats:
+    def times_s(self, times: Times, scale: float) -> Floats:
         """Forward and backward of one micro-batch; shape [2, partitions, stages].
 
         Args:
             scale: micro-batch size over the profile's.
         """
-        overhead, sums = self.profile.stage, self.sums.stages
+        sums = self.sums.stages
         partitions, stages = sums.shape
-        place = (self.stage_of + stages * np.arange(partitions)[:, None]).ravel()
-        (cached, uncached), share = timings, np.ones(sums.shape)
-        if overhead.cache_bytes:
-            # pipectl.profile.StageOverhead.uncached of many stages
-            working_set = 2 * sums["parameter_bytes"] + sums["saved_bytes"] * scale
-            share = np.clip(2 * (working_set / overhead.cache_bytes - 1), 0.0, 1.0)
-        part = share.ravel()[place].reshape(self.stage_of.shape)
-        times_s = np.zeros((2, *sums.shape))
-        for kind in range(2):
-            each = cached[kind] + (uncached[kind] - cached[kind]) * part
-            times_s[kind] = np.bincount(place, each.ravel(), sums.size).reshape(sums.shape)
-        received_s = sums["received"] * overhead.received_s + sums["sent"] * overhead.sent_s
-        returned_s = (
-            sums["gradients_received"] * overhead.gradient_received_s
-            + sums["gradients_sent"] * overhead.gradient_sent_s
-        )
-        times_s[0] += overhead.forward_s + received_s
-        more_s = overhead.backward_s + returned_s
-        times_s[1] = np.where(times_s[1] > 0, times_s[1] + more_s, 0.0)
-        return times_s
+        place = self.stage_of + stages * np.arange(partitions)[:, None]
+        working_set = 2 * sums["parameter_bytes"] + sums["saved_bytes"] * scale
+        values = np.stack([sums[name] for name in VALUES])
+        return sum_times(times, place, working_set, values, self.profile.stage)
 
     @cached_property
     def arriving_bytes(self) -> tuple[Floats, Floats]:
@@ -374,8 +355,7 @@ class Estimator:
         samples = np.ceil(size / replicas)
         forward_s, backward_s = np.zeros(group.shape), np.zeros(group.shape)
         for part in np.unique(samples).tolist():
-            timings = self._times.arrays_at(int(part))
-            forward, backward = cuts.times_s(timings, part / own)[:, cut]
+            forward, backward = cuts.times_s(self._times.at(int(part)), part / own)[:, cut]
             taken = samples == part
             forward_s[taken], backward_s[taken] = forward[taken], backward[taken]
         sums = cuts.sums
