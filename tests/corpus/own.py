@@ -351,11 +351,13 @@ class Checkpointed(nn.Module):
 class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
         return x.round()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 0.5
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() < 4) * 0.5
 
 
 class StraightThrough(nn.Module):

@@ -1,13 +1,15 @@
 """Training the stages of a cut in one process, each with memory of its own, as ranks have it.
 
 Forwards run in the order of the stages, backwards in the reverse order; every value between two
-stages passes through the form it has in a message.
+stages passes through the form it has in a message. A stage may also have its backward apart, as on
+another rank.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.gradients import shared_uses
 from pipectl.runtime.layout import Layout
+from pipectl.runtime.pipefb import BackwardHalf, ForwardHalf, places_of
 from pipectl.runtime.stage import MicroBatch, Stage
 
 RATE, MOMENTUM = 0.001, 0.9
@@ -43,6 +46,19 @@ class _Own(dict[str, Tensor]):
         return copy
 
 
+class _Wire:
+    """To the other half of a stage, in this process."""
+
+    def __init__(self) -> None:
+        self._objects: defaultdict[int, list[Any]] = defaultdict(list)
+
+    def send_object(self, value: Any, _rank: int, tag: int) -> None:
+        self._objects[tag].append(deepcopy(value))
+
+    def receive_object(self, _rank: int, tag: int) -> Any:
+        return self._objects[tag].pop(0)
+
+
 class Stages:
     """The stages of a cut.
 
@@ -51,6 +67,10 @@ class Stages:
         stage_of: stage of every operator of the training graph.
         recompute: whether backwards compute the forward again.
         evaluates: whether :meth:`evaluate` is called.
+        apart: whether every stage has two halves, as on two ranks.
+
+    Attributes:
+        between_halves: messages by which forwards told backwards apart what these need.
     """
 
     def __init__(
@@ -61,25 +81,39 @@ class Stages:
         *,
         recompute: bool = False,
         evaluates: bool = True,
+        apart: bool = False,
     ) -> None:
         training = job.training_graph(size)
         self.cut = Cut(training, stage_of, training=True)
         self._job, self._rows, self._recompute = job, Rows.of(size), recompute
         cuts = {(True, self._rows): self.cut}
+        given = CpuDevice(), job.spec.training.precision
         if evaluates:
             evaluation = job.evaluation_graph(size)
             in_evaluation = evaluation_stages(evaluation, training, stage_of)
             self.evaluation_cut = Cut(evaluation, in_evaluation, training=False)
             cuts[False, self._rows] = self.evaluation_cut
-        self.stages = [
-            Stage(index, cuts, _Own(job.states), CpuDevice(), recompute=recompute)
-            for index in range(1 + max(stage_of.values()))
-        ]
+        wire: Any = _Wire()
+        self.forwards: list[Stage] = []
+        self.backwards: list[Stage] = []
+        for index in range(1 + max(stage_of.values())):
+            halves = [
+                kind(*way, index, cuts, _Own(job.states), *given, recompute=recompute)
+                for kind, *way in (
+                    [[ForwardHalf, wire, 0], [BackwardHalf, wire, 0]] if apart else [[Stage]]
+                )
+            ]
+            self.forwards.append(halves[0])
+            self.backwards.append(halves[-1])
+        self.between_halves: list[dict[Slot, Tensor | None]] = []
+        self._returned: list[tuple[Tensor, Tensor]] = []
+        """Gradients that left a stage, and copies made then: they must stay as they were, though
+        autograd may add to a parameter's gradient in the same memory."""
         self._loss = Slot(training.loss)
         self._arrived: defaultdict[tuple[TransferKind, int, int], dict[Slot, Tensor | None]]
         self._arrived = defaultdict(dict)
         self._shared = shared_uses(self.cut)
-        trained = [[p for p in s.parameters.values() if p.requires_grad] for s in self.stages]
+        trained = [[p for p in s.parameters.values() if p.requires_grad] for s in self.backwards]
         self._optimizers = [
             torch.optim.SGD(some, lr=RATE, momentum=MOMENTUM) for some in trained if some
         ]
@@ -97,20 +131,24 @@ class Stages:
         for index in range(len(micro_batches) if forwards_first else 0):
             self._backward(index, 1 / len(micro_batches))
         self._add_uses()
-        for stage in self.stages:
+        assert all(torch.equal(gradient, copy) for gradient, copy in self._returned)
+        self._returned.clear()
+        for stage in self.backwards:
             for name, parameter in stage.parameters.items():
                 if parameter.grad is not None:
                     _note(found, f"step {number} gradient of {name}", parameter.grad)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        self._hand_over_weights()
         return found
 
     def states(self) -> dict[str, Tensor]:
         """Parameters and buffers by full name; several copies of one must agree."""
         found: dict[str, Tensor] = {}
-        for stage in self.stages:
-            for name, tensor in (*stage.parameters.items(), *stage.buffers.items()):
+        for front, back in zip(self.forwards, self.backwards, strict=True):
+            parameters = (*front.parameters.items(), *back.parameters.items())
+            for name, tensor in (*parameters, *front.buffers.items()):
                 _note(found, name, tensor.detach())
         return found
 
@@ -119,7 +157,7 @@ class Stages:
         cut = self.evaluation_cut
         known = dict(zip(cut.graph.inputs, pytree.tree_leaves(batch), strict=True))
         arrived: dict[int, dict[Slot, Tensor | None]] = defaultdict(dict)
-        for index, stage in enumerate(self.stages):
+        for index, stage in enumerate(self.forwards):
             inputs = {name: known[name] for name in stage.inputs(False, self._rows)}
             made = stage.evaluate(
                 MicroBatch(0, self._rows, seed_of("evaluation")), inputs, arrived[index]
@@ -136,22 +174,29 @@ class Stages:
     def _forward(self, micro_batch: int, seed: int, batch: Batch) -> Tensor:
         known = dict(zip(self.cut.graph.inputs, pytree.tree_leaves(batch), strict=True))
         loss: Tensor | None = None
-        for index, stage in enumerate(self.stages):
+        drawn = MicroBatch(micro_batch, self._rows, seed)
+        for index, stage in enumerate(self.forwards):
             inputs = {name: known[name] for name in stage.inputs(True, self._rows)}
             given = self._arrived.pop((TransferKind.ACTIVATION, index, micro_batch), {})
-            made = stage.forward(MicroBatch(micro_batch, self._rows, seed), inputs, given)
+            made = stage.forward(drawn, inputs, given)
             loss = made.get(self._loss, loss)
+            if isinstance(stage, ForwardHalf):
+                left = stage.leaving(micro_batch)
+                places = (Slot(str(place)) for place in range(places_of(self.cut, index)))
+                self.between_halves.append({slot: _sent(left.get(slot)) for slot in places})
+                self.backwards[index].arriving(drawn, self.between_halves[-1])
             self._deliver(TransferKind.ACTIVATION, index, micro_batch, made)
         assert loss is not None
         return loss.clone()
 
     def _backward(self, micro_batch: int, weight: float) -> None:
-        for index, stage in reversed(list(enumerate(self.stages))):
+        for index, stage in reversed(list(enumerate(self.backwards))):
             gradients = self._arrived.pop((TransferKind.GRADIENT, index, micro_batch), {})
             latest_first = dict(sorted(gradients.items(), key=self._latest_use, reverse=True))
             if self._recompute:
                 stage.recompute(MicroBatch(micro_batch, self._rows))
             made = stage.backward(MicroBatch(micro_batch, self._rows), latest_first, weight)
+            self._returned += [(t, t.clone()) for t in made.values() if t is not None]
             self._deliver(TransferKind.GRADIENT, index, micro_batch, made)
 
     def _deliver(
@@ -166,12 +211,19 @@ class Stages:
         users = self.cut.graph.users.get(item[0].value, ("",))
         return self.cut.graph.position.get(users[-1], -1)
 
+    def _hand_over_weights(self) -> None:
+        """From the halves that train them."""
+        for front, back in zip(self.forwards, self.backwards, strict=True):
+            if isinstance(front, ForwardHalf):
+                weights = {slot: _sent(tensor) for slot, tensor in back.leaving(0).items()}
+                front.arriving(MicroBatch(0, self._rows), weights)
+
     def _add_uses(self) -> None:
         """Sum the gradients of a parameter's uses in graph order, for every stage's copy."""
         for name, uses in self._shared.items():
-            leaves = [self.stages[stage].uses[slot] for slot, stage in uses]
+            leaves = [self.backwards[stage].uses[slot] for slot, stage in uses]
             gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
-            for stage in self.stages:
+            for stage in self.backwards:
                 parameter = stage.parameters.get(name)
                 if parameter is not None and gradients:
                     parameter.grad = torch.empty_like(parameter).copy_(gradients[0])

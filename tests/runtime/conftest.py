@@ -2,61 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from pipectl.runs import RunDirectory
+from pipectl.runs import RunDirectory, checkpoints
+from pipectl.runtime import checkpoint
 from pipectl.spec import JobSpec, load
 
 PARTS = Path(__file__).with_name("job_parts.py")
 
 
-def spec_in(
-    folder: Path, ranks: int, data: dict[str, Any] | None = None, **sections: Any
-) -> JobSpec:
-    document = {
-        "version": 1,
-        "name": "job",
-        "site_defaults": False,
-        "model": {"factory": f"{PARTS}:Model"},
-        "loss": {"factory": f"{PARTS}:loss", "weight": f"{PARTS}:valid"},
-        "data": {"factory": f"{PARTS}:Samples", "shuffle": False, **(data or {})},
-        "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.1}},
-        "training": {"steps": 5, "batch_size": 4, "clip_grad_norm": 1.0},
-        "pipeline": {"micro_batches": 2, "stages": ranks},
-        "resources": {"tasks_per_node": ranks},
-        **sections,
-    }
-    path = folder / f"job-{ranks}.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return load(path)
-
-
-@pytest.fixture
-def make_spec(tmp_path: Path) -> Callable[..., JobSpec]:
+@pytest.fixture(scope="session")
+def make_spec(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., JobSpec]:
     """``make_spec(ranks, data={...}, **sections)``: four samples a step in two micro-batches."""
-    return partial(spec_in, tmp_path)
 
+    def make(ranks: int, data: dict[str, Any] | None = None, **sections: Any) -> JobSpec:
+        document = {
+            "version": 1,
+            "name": "job",
+            "site_defaults": False,
+            "model": {"factory": f"{PARTS}:Model"},
+            "loss": {"factory": f"{PARTS}:loss", "weight": f"{PARTS}:valid"},
+            "data": {"factory": f"{PARTS}:Samples", "shuffle": False, **(data or {})},
+            "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.1}},
+            "training": {"steps": 5, "batch_size": 4, "clip_grad_norm": 1.0},
+            "pipeline": {"micro_batches": 2, "stages": ranks},
+            "resources": {"tasks_per_node": ranks},
+            **sections,
+        }
+        path = tmp_path_factory.mktemp("job") / "job.yaml"
+        path.write_text(yaml.safe_dump(document))
+        return load(path)
 
-@pytest.fixture
-def make_run(tmp_path: Path, run_in: Callable[..., RunDirectory]) -> Callable[..., RunDirectory]:
-    """See ``run_in``."""
-    return partial(run_in, tmp_path / "runs")
+    return make
 
 
 @pytest.fixture(scope="session")
-def trained_alone(
-    tmp_path_factory: pytest.TempPathFactory,
+def make_run(
+    make_spec: Callable[..., JobSpec],
     run_in: Callable[..., RunDirectory],
-    train: Callable[..., None],
-) -> RunDirectory:
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., RunDirectory]:
+    """``make_run(ranks, data={...}, **sections)``: a run of such a job, with profile and plan.
+
+    With ``profile=``, the plan is made from that one.
+    """
+
+    def make(*given: Any, profile: Any = None, **sections: Any) -> RunDirectory:
+        return run_in(tmp_path_factory.mktemp("runs"), make_spec(*given, **sections), profile)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def trained_alone(make_run: Callable[..., RunDirectory], train) -> RunDirectory:
     """A run of the small job on one rank, at its end; not to be changed."""
-    folder = tmp_path_factory.mktemp("alone")
-    run = run_in(folder / "runs", spec_in(folder, 1))
+    run = make_run(1)
     train(run)
     return run
+
+
+@pytest.fixture(scope="session")
+def different() -> Callable[[RunDirectory, RunDirectory], list[str]]:
+    """``different(run, other)``: what differs in the weights of their newest checkpoints."""
+
+    def compare(run: RunDirectory, other: RunDirectory) -> list[str]:
+        one, two = (checkpoints(each.checkpoints)[0] for each in (run, other))
+        assert one.name == two.name
+        first, second = checkpoint.load(one), checkpoint.load(two)
+        assert first.keys() == second.keys()
+        return [name for name in first if not torch.equal(first[name], second[name])]
+
+    return compare
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """``disk(size)``: a file system of that size, which takes the right to mount one."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+
+    def mount(size: str) -> Path:
+        if shutil.which("mount") is None:
+            pytest.skip("no mount")
+        command = ["mount", "-t", "tmpfs", "tmpfs", str(directory), "-o", f"size={size}"]
+        done = subprocess.run(command, capture_output=True, check=False)
+        if done.returncode:
+            pytest.skip(f"cannot mount: {done.stderr.decode().strip()}")
+        return directory
+
+    yield mount
+    if directory.is_mount():
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)

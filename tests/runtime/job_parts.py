@@ -114,18 +114,10 @@ class RankDependent(Samples):
         super().__init__(24 - MPI.COMM_WORLD.rank)
 
 
-class Slow(Samples):
-    """As if it came from far away."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        time.sleep(0.1)
-        return super().__getitem__(index)
-
-
 class Paced(Samples):
     """Each sample takes some time, in seconds."""
 
-    def __init__(self, pause_s: float) -> None:
+    def __init__(self, pause_s: float = 0.1) -> None:
         super().__init__()
         self.pause_s = pause_s
 

@@ -1,16 +1,30 @@
-"""Ranks that train the jobs of several run directories, one after the other, as workers do."""
+"""Ranks that train the jobs of several run directories, one after the other, as workers do.
 
+Arguments: ``DIRECTORY``, or ``FROM:STEP:DIRECTORY`` to go on from another run's checkpoint.
+"""
+
+import os
+import shutil
 import sys
 from pathlib import Path
 
 from mpi4py import MPI
 
-from pipectl.runs import RunDirectory
-from pipectl.runtime.process import Doing, run_rank
+from pipectl.runs import ATTEMPT, RunDirectory
+from pipectl.runtime.process import run_rank
+from pipectl.runtime.waiting import barrier
 from pipectl.runtime.worker import run
 
-directories = sys.argv[1:]
-for directory in directories[:-1]:
-    run(RunDirectory(Path(directory)), MPI.COMM_WORLD, Doing())
-sys.argv[1:] = ["--run", directories[-1]]
-run_rank(run, __doc__)
+for argument in sys.argv[1:]:
+    *start, directory = argument.split(":")
+    if start:
+        os.environ[ATTEMPT] = "2"
+        name = f"step-{int(start[1]):06d}"
+        if MPI.COMM_WORLD.rank == 0:
+            checkpoints = RunDirectory(Path(directory)).checkpoints
+            shutil.copytree(Path(start[0]) / "checkpoints" / name, checkpoints / name)
+        barrier(MPI.COMM_WORLD)
+    sys.argv[1:] = ["--run", directory]
+    run_rank(run, __doc__)
+    if start:
+        del os.environ[ATTEMPT]

@@ -1,15 +1,13 @@
-"""Replicas that sum gradients, share out updates and agree on buffers.
+"""Replicas that sum gradients and agree on buffers; a difference aborts all.
 
-Started as ``mpiexec -n RANKS python -m mpi4py ranks_that_sum.py FILE MODE``; rank 0 writes FILE:
-what every rank found.
+Started as ``mpiexec -n RANKS python -m mpi4py ranks_that_sum.py MODE``.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from pathlib import Path
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,21 +15,16 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pipectl import graph
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.transport import Progress, Wire
 
-SIZES = {"a": 7, "b": 1, "c": 40, "unused": 3}
+SIZES = {"a": 7, "b": 1, "c": 40}
 
 
-def owners_of(parameters: dict[str, Tensor], replicas: int) -> dict[str, int]:
-    return graph.owners_of({name: each.nbytes for name, each in parameters.items()}, replicas)
-
-
-def made(dtype: torch.dtype) -> dict[str, Tensor]:
+def leaves_of(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: torch.zeros(size, dtype=dtype).requires_grad_() for name, size in SIZES.items()}
 
 
@@ -41,66 +34,46 @@ def gradient(name: str, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def backward(leaves: dict[str, Tensor], rank: int) -> None:
-    used = [name for name in SIZES if name != "unused"]
-    for name in used:
+    for name in SIZES:
         leaves[name].grad = None
-    sum((leaves[n] * gradient(n, rank, leaves[n].dtype)).sum() for n in used).backward()
+    sum((leaves[n] * gradient(n, rank, leaves[n].dtype)).sum() for n in SIZES).backward()
 
 
-def summed(wire: Wire, dtype: torch.dtype, *, shard: bool) -> dict[str, list[float] | None]:
-    """The gradients behind the second of two sums, with buckets of a few numbers."""
-    leaves = made(dtype)
-    owners = owners_of(leaves, wire.size) if shard else {}
-    reduction = StageReduction(wire, leaves, owners, bucket_bytes=32)
+def check_sums(wire: Wire, dtype: torch.dtype) -> None:
+    """Every replica has the sum in float32 by rising replica, after the second of two sums."""
+    leaves = {**leaves_of(dtype), "unused": torch.zeros(3, dtype=dtype).requires_grad_()}
+    reduction = StageReduction(wire, leaves, bucket_bytes=32)  # a few numbers
     for _ in range(2):
         reduction.arm()
         backward(leaves, wire.rank)
         reduction.advance()
         reduction.start()
         reduction.finish()
-    return {n: None if p.grad is None else p.grad.double().tolist() for n, p in leaves.items()}
+    assert leaves["unused"].grad is None
+    for name in SIZES:
+        parts = [gradient(name, rank, dtype).float() for rank in range(wire.size)]
+        assert leaves[name].grad is not None
+        assert torch.equal(leaves[name].grad, reduce(torch.add, parts).to(dtype)), name
 
 
-def branching(wire: Wire) -> dict[str, list[float] | None]:
-    """Sums of gradients that all replicas have, that one has, and that none has."""
-    leaves = made(torch.float32)
-    reduction = StageReduction(wire, leaves)
-    for name in "ab" if wire.rank else "abc":
-        leaves[name].grad = torch.ones_like(leaves[name])
-    reduction.start()
-    reduction.finish()
-    return {n: None if p.grad is None else p.grad.unique().tolist() for n, p in leaves.items()}
-
-
-def begun(wire: Wire) -> dict[str, list[bool]]:
-    """Whether each bucket is on its way behind a backward, before all are started."""
-    leaves, found = made(torch.float32), {}
-    del leaves["unused"]
+def check_beginnings(wire: Wire) -> None:
+    """Sums begin within the last backward, before all are started, and within no earlier one."""
+    leaves = leaves_of(torch.float32)
     reduction = StageReduction(wire, leaves, bucket_bytes=32)
-    for which in ("earlier", "last"):
-        if which == "last":
+    for is_last in (False, True):
+        if is_last:
             reduction.arm()
         backward(leaves, wire.rank)
-        found[which] = [bucket.started for bucket in reduction._buckets]
+        assert [bucket.started for bucket in reduction._buckets] == [is_last] * 2
     reduction.start()
     reduction.finish()
-    return found
 
 
-def shared(wire: Wire) -> dict[str, list[float]]:
-    """Parameters behind an update of each by its owner alone."""
-    leaves = made(torch.float32)
-    owners = owners_of(leaves, wire.size)
-    with torch.no_grad():
-        for name, owner in owners.items():
-            if owner == wire.rank:
-                leaves[name] += 1 + owner
-    StageReduction(wire, leaves, owners, bucket_bytes=32).share()
-    return {name: leaf.tolist() for name, leaf in leaves.items()}
+def check_buffers(world: MPI.Intracomm, progress: Progress) -> None:
+    """Statistics are means over micro-batches, and counts are sums.
 
-
-def agreed(world: MPI.Intracomm, progress: Progress) -> dict[str, list[float]]:
-    """Buffers behind a step of which the first replica computes two micro-batches, others one."""
+    The first replica computes two micro-batches of the step, others one.
+    """
     count = world.size + 1
     stage = Stage(("n",), tuple(range(world.size)), StageCost(1.0, 2.0, 0.0, 0, 0, 0))
     plan = Plan(
@@ -132,26 +105,22 @@ def agreed(world: MPI.Intracomm, progress: Progress) -> dict[str, list[float]]:
     buffers["seen"].copy_(torch.tensor([world.rank == 0, False, True]))
     replicas.agree_on_buffers(plan)
     buffers["phase"] = buffers["phase"].imag
-    return {name: buffer.tolist() for name, buffer in buffers.items()}
-
-
-def main(file: Path, mode: str) -> None:
-    world = MPI.COMM_WORLD
-    with Progress(mode) as progress:
-        wire = Wire(world.Dup(), CpuDevice(), progress)
-        found = {
-            "float32": summed(wire, torch.float32, shard=False),
-            "bfloat16": summed(wire, torch.bfloat16, shard=False),
-            "sharded": summed(wire, torch.float32, shard=True),
-            "branching": branching(wire),
-            "begun": begun(wire),
-            "shared": shared(wire),
-            "agreed": agreed(world, progress),
-        }
-    everyone = world.gather(found)
-    if everyone is not None:
-        file.write_text(json.dumps(everyone))
+    mean = sum(12.0 * replica for replica in range(world.size)) / count
+    assert {name: buffer.tolist() for name, buffer in buffers.items()} == {
+        "mean": [mean, 2 * mean],
+        "phase": [mean],
+        "same": [0.1, math.inf],
+        "count": [5 + count],
+        "large": [2**60 + world.size],
+        "place": [1],
+        "seen": [True, False, True],
+    }
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    with Progress(sys.argv[1]) as progress:
+        wire = Wire(MPI.COMM_WORLD.Dup(), CpuDevice(), progress)
+        for dtype in (torch.float32, torch.bfloat16):
+            check_sums(wire, dtype)
+        check_beginnings(wire)
+        check_buffers(MPI.COMM_WORLD, progress)

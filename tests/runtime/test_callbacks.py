@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from pipectl.errors import CaptureError
 from pipectl.runs import RunDirectory
 from pipectl.runtime.callbacks import Callbacks
-from pipectl.spec import JobSpec, load
+from pipectl.spec import JobSpec
 
 CODE = """
 import json
@@ -50,15 +51,7 @@ class Knowing(Closing):
 def nothing(run, config):
     pass
 """
-JOB = """\
-version: 1
-name: tiny
-model: {factory: "torch.nn:Linear", kwargs: {in_features: 2, out_features: 2}}
-loss: {factory: "torch.nn:MSELoss"}
-data: {factory: "torch.utils.data:TensorDataset"}
-training: {steps: 4, batch_size: 8}
-site_defaults: false
-"""
+SECRET = {"environment": {"variables": {"API_KEY": "swordfish"}, "setup": ["export B=swordfish"]}}
 LINE = {"attempt": 1, "step": 3, "loss": 0.5, "learning_rate": None, "time": 1.7e9}
 
 
@@ -67,43 +60,48 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path, "tiny", 1.7e9)
 
 
-def job(tmp_path: Path, callbacks: str, more: str = "") -> JobSpec:
-    (tmp_path / "mine.py").write_text(CODE)
-    path = tmp_path / "job.yaml"
-    path.write_text(f"{JOB}callbacks: {callbacks}\n{more}")
-    return load(path)
+@pytest.fixture
+def job(make_spec: Any, tmp_path: Path) -> Callable[..., JobSpec]:
+    """``job(tracking, **callbacks)``: by their names in the code above, some with arguments."""
+    code = tmp_path / "mine.py"
+    code.write_text(CODE)
+
+    def make(tracking: Any = None, **callbacks: Any) -> JobSpec:
+        factories = {
+            key: {"factory": f"{code}:{name}", "kwargs": kwargs}
+            for key, given in callbacks.items()
+            for name, kwargs in [given if isinstance(given, tuple) else (given, {})]
+        }
+        tracked = {} if tracking is None else {"tracking": tracking}
+        return make_spec(1, callbacks=factories, **tracked, **SECRET)
+
+    return make
 
 
-def test_they_are_told_every_line(tmp_path: Path, run: RunDirectory) -> None:
+def test_they_are_told_every_line(job, run: RunDirectory) -> None:
     warned: list[str] = []
-    spec = job(
-        tmp_path, '{a: "./mine.py:lines", b: {factory: "./mine.py:lines", kwargs: {name: b}}}'
-    )
+    spec = job(a="lines", b=("lines", {"name": "b"}))
     told = Callbacks(spec, run, warned.append)
     for _ in range(2):
         told(LINE)
     told.close()
     assert (run.path / "lines.jsonl").read_text() == (run.path / "b").read_text()
     assert (run.path / "b").read_text().count('"loss": 0.5') == 2
-    assert '"batch_size": 8' in (run.path / "config.json").read_text()
+    assert '"batch_size": 4' in (run.path / "config.json").read_text()
     assert warned == []
 
 
-def test_they_are_not_given_keys_and_tokens(tmp_path: Path, run: RunDirectory) -> None:
+def test_they_are_not_given_keys_and_tokens(job, run: RunDirectory) -> None:
     """What they are given, they send to servers."""
-    job(tmp_path, '{a: "./mine.py:lines"}')
-    path = tmp_path / "job.yaml"
-    secret = "environment: {variables: {API_KEY: swordfish}, setup: [export B=swordfish]}"
-    path.write_text(f"{path.read_text()}{secret}\n")
-    Callbacks(load(path), run, print).close()
+    Callbacks(job(a="lines"), run, print).close()
     config = (run.path / "config.json").read_text()
     assert "swordfish" not in config
     assert '"modules": []' in config
 
 
-def test_one_that_fails_is_left_alone(tmp_path: Path, run: RunDirectory) -> None:
+def test_one_that_fails_is_left_alone(job, run: RunDirectory) -> None:
     warned: list[str] = []
-    spec = job(tmp_path, '{loud: "./mine.py:Loud", more: "./mine.py:lines"}')
+    spec = job(loud="Loud", more="lines")
     told = Callbacks(spec, run, warned.append)
     for _ in range(3):
         told(LINE)
@@ -115,14 +113,14 @@ def test_one_that_fails_is_left_alone(tmp_path: Path, run: RunDirectory) -> None
     assert "mine.py:17); training continues" in text
 
 
-def test_they_are_closed(tmp_path: Path, run: RunDirectory) -> None:
-    Callbacks(job(tmp_path, '{a: "./mine.py:Closing"}'), run, print).close()
+def test_they_are_closed(job, run: RunDirectory) -> None:
+    Callbacks(job(a="Closing"), run, print).close()
     assert (run.path / "closed").exists()
 
 
-def test_a_failure_closes_them_once_and_stays_the_error(tmp_path: Path, run: RunDirectory) -> None:
+def test_a_failure_closes_them_once_and_stays_the_error(job, run: RunDirectory) -> None:
     warned: list[str] = []
-    spec = job(tmp_path, '{a: "./mine.py:Closing", b: "./mine.py:Knowing", c: "./mine.py:Loud"}')
+    spec = job(a="Closing", b="Knowing", c="Loud")
     with (
         pytest.raises(ValueError, match="in step 3"),
         Callbacks(spec, run, warned.append) as callbacks,
@@ -137,51 +135,44 @@ def test_a_failure_closes_them_once_and_stays_the_error(tmp_path: Path, run: Run
     ]
 
 
-def test_one_that_cannot_be_made_closes_those_before(tmp_path: Path, run: RunDirectory) -> None:
+def test_one_that_cannot_be_made_closes_those_before(job, run: RunDirectory) -> None:
     with pytest.raises(CaptureError, match="has no 'missing'"):
-        Callbacks(job(tmp_path, '{a: "./mine.py:Closing", b: "./mine.py:missing"}'), run, print)
+        Callbacks(job(a="Closing", b="missing"), run, print)
     assert (run.path / "closed").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("./mine.py:nothing", "returned a NoneType, which cannot be called"),
-        ("./mine.py:missing", "has no 'missing'"),
-        ("./mine.py:lines.no", "has no 'lines.no'"),
+        ("nothing", "returned a NoneType, which cannot be called"),
+        ("missing", "has no 'missing'"),
+        ("lines.no", "has no 'lines.no'"),
     ],
 )
-def test_one_that_cannot_be_made(
-    tmp_path: Path, run: RunDirectory, name: str, message: str
-) -> None:
+def test_one_that_cannot_be_made(job, run: RunDirectory, name: str, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
-        Callbacks(job(tmp_path, f'{{a: "{name}"}}'), run, print)
+        Callbacks(job(a=name), run, print)
 
 
-SECRET = "environment: {variables: {API_KEY: swordfish}}\n"
 EVALUATION: dict[str, Any] = {"attempt": 1, "step": 4, "evaluation": {"accuracy": 0.75}}
-
-
-def tracked(tmp_path: Path, tracking: str) -> JobSpec:
-    return job(tmp_path, "{}", f"tracking: {tracking}\n{SECRET}")
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_tracker_that_is_not_installed(
-    tmp_path: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
+    job, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(CaptureError, match="cannot be imported") as raised:
-        Callbacks(tracked(tmp_path, name), run, print)
+        Callbacks(job(name), run, print)
     assert raised.value.cure == f"pip install {name}"
 
 
-def test_tensorboard(tmp_path: Path, run: RunDirectory) -> None:
+def test_tensorboard(job, run: RunDirectory) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    told = Callbacks(tracked(tmp_path, "{tensorboard: {directory: curves}}"), run, print)
+    told = Callbacks(job({"tensorboard": {"directory": "curves"}}), run, print)
     told(LINE)
     told(EVALUATION)
     told.close()
@@ -191,12 +182,12 @@ def test_tensorboard(tmp_path: Path, run: RunDirectory) -> None:
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [(3, 0.5)]
 
 
-def test_wandb(tmp_path: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb(job, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a server: what it would send lies in the run directory."""
     pytest.importorskip("wandb", reason="pip install 'pipectl[tracking]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     warnings: list[str] = []
-    told = Callbacks(tracked(tmp_path, "{wandb: {project: demo}}"), run, warnings.append)
+    told = Callbacks(job({"wandb": {"project": "demo"}}), run, warnings.append)
     told(LINE)
     told(EVALUATION)
     told.close()
@@ -207,11 +198,11 @@ def test_wandb(tmp_path: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatc
     assert b"swordfish" not in content
 
 
-def test_mlflow(tmp_path: Path, run: RunDirectory) -> None:
+def test_mlflow(job, run: RunDirectory, tmp_path: Path) -> None:
     """Two starts of one job are one run."""
     mlflow = pytest.importorskip("mlflow", reason="pip install 'pipectl[tracking]'")
     server = f"sqlite:///{tmp_path}/mlflow.db"
-    spec = tracked(tmp_path, f"{{mlflow: {{tracking_uri: '{server}'}}}}")
+    spec = job({"mlflow": {"tracking_uri": server}})
     warnings: list[str] = []
     for line in (LINE, EVALUATION):
         told = Callbacks(spec, run, warnings.append)
@@ -222,5 +213,5 @@ def test_mlflow(tmp_path: Path, run: RunDirectory) -> None:
     assert only.info.run_name == run.name
     assert only.info.status == "FINISHED"
     assert only.data.metrics == {"loss": 0.5, "evaluation/accuracy": 0.75}
-    assert only.data.params["training.batch_size"] == "8"
+    assert only.data.params["training.batch_size"] == "4"
     assert "swordfish" not in repr(only.data)

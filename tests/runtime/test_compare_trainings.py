@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -110,7 +109,7 @@ def test_losses_that_are_not_finite_agree_however_they_were_written(tmp_path: Pa
     assert found.loss(2) == reference.loss(2) == 0.5
 
 
-def test_first_weights_are_made_one_by_one_where_nobody_holds_them(make_spec: Any) -> None:
+def test_first_weights_are_made_one_by_one_where_nobody_holds_them(make_spec) -> None:
     """The same ones that the ranks start from, tied names and buffers included."""
     tower = Path(__file__).with_name("tower.py")
     sections = {"data": {"factory": f"{tower}:Vectors"}, "loss": "torch.nn:CrossEntropyLoss"}

@@ -24,9 +24,7 @@ SAVED = {"checkpoint": {"every": 1, "keep": 1}}
 
 
 @pytest.mark.mpi
-def test_a_model_three_times_larger_than_a_rank(
-    make_spec: Any, make_run: Any, work: Any, profile_of: Any
-) -> None:
+def test_a_model_three_times_larger_than_a_rank(make_spec, make_run, work, profile_of) -> None:
     data = {"factory": f"{TOWER}:Vectors"}
     profile = profile_of(make_spec(4, data=data, **SECTIONS, **SAVED))
     baseline = profile.process_baseline_bytes
@@ -39,7 +37,7 @@ def test_a_model_three_times_larger_than_a_rank(
     limit = baseline + state_bytes // 3
 
     pipeline = {"micro_batches": 2, "stages": 4, "memory_limit": limit}
-    run = make_run(make_spec(4, data=data, **SECTIONS, **SAVED, pipeline=pipeline))
+    run = make_run(4, data=data, **SECTIONS, **SAVED, pipeline=pipeline)
     done = work(4, run, fresh=True)  # a fork has the memory of what it is forked from
     assert done.returncode == 0, done.stderr
 

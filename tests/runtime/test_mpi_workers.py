@@ -5,30 +5,34 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from mpi4py import MPI
 
-from pipectl.errors import DataFileError, PipectlError
+from pipectl.capture import CapturedJob
+from pipectl.capture.batch import Reader
+from pipectl.errors import CaptureError, DataFileError, MismatchError, PipectlError
+from pipectl.plan import Replication
 from pipectl.runs import RunDirectory, read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.engine import Engine
+from pipectl.runtime.nodes import check_supported
 from pipectl.runtime.process import Doing
 from pipectl.runtime.step import StepRun
 from pipectl.runtime.worker import run as work_here
 
-pytestmark = pytest.mark.mpi
-HERE = Path(__file__).parent
+PARTS = Path(__file__).with_name("job_parts.py")
 
 
-def test_a_rank_that_fails_in_step_3_ends_all_and_is_named(
-    make_spec: Any, make_run: Any, work: Any
-) -> None:
+@pytest.mark.mpi
+def test_a_rank_that_fails_in_step_3_ends_all_and_is_named(make_run, work) -> None:
     """From sample 8 on, targets are no classes: the loss, on the last rank, raises."""
-    run = make_run(make_spec(2, data={"kwargs": {"wrong_from": 8}}))
+    run = make_run(2, data={"kwargs": {"wrong_from": 8}})
     done = work(2, run)
     assert done.returncode not in (0, 3)
     (error,) = read_errors(run)
@@ -52,9 +56,10 @@ def all_end_before(deadline: float, run: RunDirectory) -> bool:
     return time.time() < deadline
 
 
-def test_data_that_fail_in_the_middle_of_training(make_spec: Any, make_run: Any, work: Any) -> None:
-    callbacks = {"closed": f"{HERE / 'job_parts.py'}:Closed"}
-    run = make_run(make_spec(1, data={"kwargs": {"fails_from": 9}}, callbacks=callbacks))
+@pytest.mark.mpi
+def test_data_that_fail_in_the_middle_of_training(make_run, work) -> None:
+    callbacks = {"closed": f"{PARTS}:Closed"}
+    run = make_run(1, data={"kwargs": {"fails_from": 9}}, callbacks=callbacks)
     done = work(0, run)
     assert done.returncode != 0
     (error,) = read_errors(run)
@@ -65,13 +70,12 @@ def test_data_that_fail_in_the_middle_of_training(make_spec: Any, make_run: Any,
     assert (run.path / "closed").read_text() == "OSError"
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("key", ["data", "evaluation.data"])
-def test_data_of_which_ranks_see_different_lengths(
-    make_spec: Any, make_run: Any, work: Any, key: str
-) -> None:
-    data = {"factory": f"{HERE / 'job_parts.py'}:RankDependent"}
+def test_data_of_which_ranks_see_different_lengths(make_run, work, key: str) -> None:
+    data = {"factory": f"{PARTS}:RankDependent"}
     sections = {"data": data} if key == "data" else {"evaluation": {"data": data}}
-    run = make_run(make_spec(2, **sections))
+    run = make_run(2, **sections)
     done = work(2, run)
     assert done.returncode == 3
     assert f"{key}: the ranks find different numbers of samples: [23, 24]" in done.stderr
@@ -79,8 +83,9 @@ def test_data_of_which_ranks_see_different_lengths(
     assert read_errors(run)[0].type == "MismatchError"
 
 
-def test_more_processes_than_ranks(make_spec: Any, make_run: Any, work: Any) -> None:
-    run = make_run(make_spec(1))
+@pytest.mark.mpi
+def test_more_processes_than_ranks(make_run, work) -> None:
+    run = make_run(1)
     done = work(2, run)
     assert done.returncode == 3
     assert "MPI started 2 process(es), but the plan has 1 ranks" in done.stderr
@@ -88,34 +93,8 @@ def test_more_processes_than_ranks(make_spec: Any, make_run: Any, work: Any) -> 
     assert "Traceback" not in done.stderr
 
 
-def test_processes_that_are_alone(make_spec: Any, make_run: Any, work: Any) -> None:
-    """As srun without the right --mpi starts them."""
-    run = make_run(make_spec(2))
-    done = work(0, run)
-    assert done.returncode == 3
-    assert "MPI started 1 process(es), but the plan has 2 ranks" in done.stderr
-    assert "every process is alone" in done.stderr
-    (error,) = read_errors(run)
-    assert error.exit_code == 3
-    assert "launch.mpi" in error.cure
-
-
-def test_a_plan_of_another_model(make_spec: Any, make_run: Any, work: Any) -> None:
-    run = make_run(make_spec(1))
-    deeper = {"factory": f"{HERE / 'job_parts.py'}:Model", "kwargs": {"depth": 3}}
-    other = make_run(make_spec(1, model=deeper))
-    for mine, others in ((run.plan, other.plan), (run.profile, other.profile)):
-        mine.write_bytes(others.read_bytes())
-    done = work(0, run)
-    assert done.returncode == 3
-    assert (
-        "MismatchError: plan.json was made for a different model: "
-        "operator 4, 'linear_2', has other arguments here than there" in done.stderr
-    )
-    assert "Traceback" not in done.stderr
-
-
-def test_a_run_directory_that_does_not_exist(launch: Any, tmp_path: Path) -> None:
+@pytest.mark.mpi
+def test_a_run_directory_that_does_not_exist(launch, tmp_path: Path) -> None:
     done = launch(0, "-m", "pipectl.runtime.worker", "--run", tmp_path / "absent")
     assert done.returncode == 3
     assert f"{tmp_path / 'absent' / 'job.yaml'}" in done.stderr
@@ -123,25 +102,17 @@ def test_a_run_directory_that_does_not_exist(launch: Any, tmp_path: Path) -> Non
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_rank_without_a_stage_takes_part(make_spec: Any, make_run: Any, train: Any) -> None:
+@pytest.mark.mpi
+def test_a_rank_without_a_stage_takes_part(make_run, train) -> None:
     """The planner may find one stage on two ranks the fastest."""
-    held_out = {"data": {"factory": f"{HERE / 'job_parts.py'}:Samples", "kwargs": {"count": 5}}}
-    run = make_run(make_spec(2, pipeline={"micro_batches": 2, "stages": 1}, evaluation=held_out))
+    held_out = {"data": {"factory": f"{PARTS}:Samples", "kwargs": {"count": 5}}}
+    run = make_run(2, pipeline={"micro_batches": 2, "stages": 1}, evaluation=held_out)
     train(run)
     lines = read_metrics(run)
     assert [line.step for line in lines] == [1, 2, 3, 4, 5, 5]
     assert all(line.gradient_norm for line in lines[:5])
     assert lines[5].evaluation["loss"] > 0
     assert "head.weight" in checkpoint.load(run.checkpoints / "step-000005")
-
-
-def refusal(run: RunDirectory) -> PipectlError:
-    """What the worker refuses a run with; in this process, which starts faster."""
-    with pytest.raises(PipectlError) as raised:
-        work_here(run, MPI.COMM_SELF, Doing())
-    assert raised.value.exit_code == 3
-    assert raised.value.cure
-    return raised.value
 
 
 class Noting(Doing):
@@ -161,8 +132,8 @@ class Noting(Doing):
         self.board.phase(phase)
 
 
-def test_a_rank_says_what_it_does_from_its_start(make_spec: Any, make_run: Any) -> None:
-    run = make_run(make_spec(1, training={"steps": 1, "batch_size": 4}))
+def test_a_rank_says_what_it_does_from_its_start(make_run) -> None:
+    run = make_run(1, training={"steps": 1, "batch_size": 4})
     doing = Noting()
     work_here(run, MPI.COMM_SELF, doing)
     assert doing.phases == [
@@ -187,7 +158,7 @@ def test_a_rank_says_what_it_does_from_its_start(make_spec: Any, make_run: Any) 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_step_is_freed_at_its_end_without_the_garbage_collector(
-    make_spec: Any, make_run: Any, monkeypatch: pytest.MonkeyPatch, schedule: str
+    make_run, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     steps: list[weakref.ref[StepRun]] = []
     still_there: list[int] = []
@@ -201,7 +172,7 @@ def test_a_step_is_freed_at_its_end_without_the_garbage_collector(
     monkeypatch.setattr(Engine, "run", run)
     training = {"steps": 4, "batch_size": 4, "clip_grad_norm": None}
     pipeline = {"schedule": schedule, "micro_batches": None if schedule == "pipedream" else 2}
-    job = make_run(make_spec(1, pipeline=pipeline, training=training, checkpoint={"every": 1}))
+    job = make_run(1, pipeline=pipeline, training=training, checkpoint={"every": 1})
     gc.disable()
     try:
         work_here(job, MPI.COMM_SELF, Doing())
@@ -212,42 +183,13 @@ def test_a_step_is_freed_at_its_end_without_the_garbage_collector(
     assert not any(still_there)
 
 
-def test_data_too_few_for_one_batch(make_spec: Any, make_run: Any) -> None:
-    data = {"kwargs": {"count": 3}, "drop_last": True}
-    run = make_run(make_spec(1, data=data))
-    assert refusal(run).message == "data: 3 samples fill no batch of 4"
-
-
-def test_held_out_data_without_an_end(make_spec: Any, make_run: Any) -> None:
-    held_out = {"data": f"{HERE / 'job_parts.py'}:Endless"}
-    run = make_run(make_spec(1, evaluation=held_out))
-    assert refusal(run).message == "evaluation.data: is iterable, so that its end is not known"
-
-
-@pytest.mark.parametrize("damage", ["missing", "truncated", "another file"])
-def test_a_plan_that_cannot_be_read(make_spec: Any, make_run: Any, damage: str) -> None:
-    run = make_run(make_spec(1))
-    if damage == "missing":
-        run.plan.unlink()
-    elif damage == "truncated":
-        run.plan.write_text(run.plan.read_text()[:200])
-    else:
-        run.plan.write_text('{"version": 1}')
-    error = refusal(run)
-    assert isinstance(error, DataFileError)
-    assert error.message.startswith(str(run.plan))
-    assert error.cure == "write a new one with: pipectl plan JOB.yaml"
-
-
-def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    make_spec: Any, make_run: Any, train: Any
-) -> None:
+@pytest.mark.mpi
+def test_an_overflow_on_one_rank_skips_the_step_on_all(make_run, train) -> None:
     """One parameter's gradient does, in step 2; the learning rate waits with the step."""
-    parts = HERE / "job_parts.py"
     half = {"precision": "float16", "steps": 3, "batch_size": 4}
     schedule = {"factory": "torch.optim.lr_scheduler:StepLR", "kwargs": {"step_size": 1}}
-    model, data = {"factory": f"{parts}:Overflowing"}, {"factory": f"{parts}:Marked"}
-    run = make_run(make_spec(2, data, model=model, training=half, lr_scheduler=schedule))
+    model, data = {"factory": f"{PARTS}:Overflowing"}, {"factory": f"{PARTS}:Marked"}
+    run = make_run(2, data, model=model, training=half, lr_scheduler=schedule)
     train(run)
     lines = read_metrics(run)
     assert [line.skipped for line in lines] == [False, True, False]
@@ -255,22 +197,164 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
     assert [line.learning_rate for line in lines] == pytest.approx([0.1, 0.01, 0.01])
 
 
-def test_a_short_last_batch_is_refused_before_the_first_step(
-    make_spec: Any, make_run: Any, work: Any
-) -> None:
-    """22 samples: the sixth step has 2 of them, long behind the first checkpoint."""
-    spec = make_spec(
-        2,
-        data={"kwargs": {"count": 22}},
-        training={"steps": 8, "batch_size": 4},
-        pipeline={"stages": 2, "schedule": "pipedream-2bw", "micro_batches": 2},
-        checkpoint={"every": 2},
-    )
-    run = make_run(spec)
-    assert work(2, run).returncode == 3
-    assert read_errors(run)[0].message == (
-        "data: the last batch of an epoch fills 1 of 2 micro-batches; schedule pipedream-2bw "
-        "takes as many in every step"
-    )
+def refusal(run: RunDirectory) -> PipectlError:
+    """What the worker refuses a run with before the first step, in this process."""
+    with pytest.raises(PipectlError) as raised:
+        work_here(run, MPI.COMM_SELF, Doing())
+    assert raised.value.exit_code == 3
+    assert raised.value.cure
     assert read_metrics(run) == []
     assert not list(run.checkpoints.glob("step-*"))
+    return raised.value
+
+
+RAGGED = f"{PARTS}:Ragged"
+LONGER = {"factory": RAGGED, "kwargs": {"count": 4, "longer_from": 0}}
+OVERLAPPING = {"stages": 1, "schedule": "pipedream-2bw", "micro_batches": 2}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"data": {"kwargs": {"count": 3}, "drop_last": True}},
+            "data: 3 samples fill no batch of 4",
+        ),
+        (
+            {"evaluation": {"data": f"{PARTS}:Endless"}},
+            "evaluation.data: is iterable, so that its end is not known",
+        ),
+        (
+            {"evaluation": {"data": LONGER, "every": 5}},
+            "evaluation.data: 'inputs' of a batch is [2, 8]",
+        ),
+        (  # the sixth step has 2 of 22 samples, long after the first checkpoint
+            {
+                "data": {"kwargs": {"count": 22}},
+                "training": {"steps": 8, "batch_size": 4},
+                "pipeline": OVERLAPPING,
+                "checkpoint": {"every": 2},
+            },
+            "data: the last batch of an epoch fills 1 of 2 micro-batches; schedule pipedream-2bw "
+            "takes as many in every step",
+        ),
+    ],
+)
+def test_data_that_do_not_suit_the_job_are_refused(
+    make_run, sections: dict[str, Any], message: str
+) -> None:
+    assert refusal(make_run(1, **sections)).message.startswith(message)
+
+
+def test_processes_that_are_alone(make_run) -> None:
+    """As srun without the right --mpi starts them."""
+    error = refusal(make_run(2))
+    assert "MPI started 1 process(es), but the plan has 2 ranks" in error.message
+    assert "every process is alone" in error.cure
+    assert "launch.mpi" in error.cure
+
+
+def test_a_plan_of_another_model(make_run) -> None:
+    run = make_run(1)
+    other = make_run(1, model={"factory": f"{PARTS}:Model", "kwargs": {"depth": 3}})
+    for mine, others in ((run.plan, other.plan), (run.profile, other.profile)):
+        mine.write_bytes(others.read_bytes())
+    error = refusal(run)
+    assert isinstance(error, MismatchError)
+    assert error.message == (
+        "plan.json was made for a different model: "
+        "operator 4, 'linear_2', has other arguments here than there"
+    )
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda _: None, lambda text: text[:200], lambda _: '{"version": 1}']
+)
+def test_a_plan_that_cannot_be_read(make_run, damage: Any) -> None:
+    run = make_run(1)
+    text = damage(run.plan.read_text())
+    run.plan.unlink()
+    if text is not None:
+        run.plan.write_text(text)
+    error = refusal(run)
+    assert isinstance(error, DataFileError)
+    assert error.message.startswith(str(run.plan))
+    assert error.cure == "write a new one with: pipectl plan JOB.yaml"
+
+
+def test_only_the_number_of_samples_is_free(make_spec) -> None:
+    graph = CapturedJob(make_spec(1)).training_graph(2)
+
+    def check(name: str, tensor: torch.Tensor, samples: int, *, training: bool = True) -> None:
+        Reader(graph, training=training).check({name: tensor}, samples, {name}, is_whole=True)
+
+    check("inputs", torch.zeros(5, 6), 5)
+    check("targets", torch.zeros(1, 3, dtype=torch.int64), 1, training=False)
+    for wrong in (torch.zeros(2, 7), torch.zeros(2), torch.zeros(2, 6, 1)):
+        with pytest.raises(CaptureError, match=r"^data: 'inputs' of a batch is") as caught:
+            check("inputs", wrong, 2)
+        assert f"{list(wrong.shape)} of torch.float32" in caught.value.message
+        assert "captured with [samples, 6] of torch.float32" in caught.value.message
+    with pytest.raises(CaptureError, match=r"^evaluation\.data: 'targets' .* of torch\.int32, but"):
+        check("targets", torch.zeros(2, 3, dtype=torch.int32), 2, training=False)
+    with pytest.raises(CaptureError, match=r"^data: 'inputs' of a .* has 5 samples, not 6"):
+        check("inputs", torch.zeros(5, 6), 6)
+
+
+def test_what_only_a_kept_submodule_reads_may_have_any_shape(make_spec) -> None:
+    spec = make_spec(1, model={"factory": f"{PARTS}:Model", "opaque": ["layers"]})
+    assert set(Reader(CapturedJob(spec).training_graph(2)).checked) == {"targets"}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("kwargs", "found"),
+    [({"longer_from": 8}, "'inputs' of a batch is [2, 8]"),
+     ({"fewer_from": 8}, "'targets' of a batch is [2, 2]"),
+     ({"lost": 9}, "'inputs' of a micro-batch has 1 sample, not 2")],
+)  # fmt: skip
+def test_a_batch_of_another_shape_ends_the_training(
+    make_run, work, kwargs: dict[str, int], found: str
+) -> None:
+    run = make_run(1, data={"factory": RAGGED, "kwargs": kwargs})
+    done = work(0, run)
+    assert done.returncode == 3
+    (error,) = read_errors(run)
+    assert error.message.startswith(f"data: {found}")
+    assert (error.type, error.step) == ("CaptureError", 3)
+    assert ("keep all samples" if "lost" in kwargs else "pad all samples") in error.cure
+    assert [line.step for line in read_metrics(run)] == [1, 2]
+
+
+@pytest.mark.mpi
+def test_a_number_is_that_of_the_graph_for_its_size(make_run, train) -> None:
+    """Five samples a step, in micro-batches of two."""
+    run = make_run(
+        1,
+        data={"factory": f"{PARTS}:Counted"},
+        loss={"factory": f"{PARTS}:counted_loss"},
+        training={"steps": 2, "batch_size": 5},
+        pipeline={"micro_batches": 3, "stages": 1},
+    )
+    train(run)
+    assert [line.step for line in read_metrics(run)] == [1, 2]
+
+
+def test_stages_may_have_replicas_as_long_as_each_gets_samples(pipeline):
+    plan = pipeline(2, 4, micro_batch_size=2, node_of_rank=[0, 0, 0, 0])
+    several = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], ranks=(1, 2, 3))))
+    check_supported(several)
+    with pytest.raises(MismatchError, match=r"stages\[1\] has 3 replicas for the 2 samples"):
+        check_supported(replace(several, replication=Replication.SPLIT))
+
+
+def test_backwards_on_other_ranks_are_neither_split_nor_of_replicas(pipeline) -> None:
+    plan = pipeline(2, 4, node_of_rank=[0] * 5)
+    first, last = plan.stages
+    apart = replace(plan, stages=(first, replace(last, backward_ranks=(2,))))
+    check_supported(apart)
+    with pytest.raises(MismatchError, match="split backwards and a backward on other ranks"):
+        check_supported(replace(apart, schedule="zb-h1"))
+    last = replace(last, ranks=(1, 2), backward_ranks=(3, 4))
+    with pytest.raises(MismatchError, match="replicas and a backward on other ranks"):
+        check_supported(replace(plan, stages=(first, last)))

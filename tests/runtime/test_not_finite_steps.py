@@ -107,22 +107,6 @@ def test_a_loss_comes_before_gradients_and_the_first_micro_batch_before_others()
     assert fault_in(vote) is None
 
 
-def test_a_vote_carries_overflow_and_norms_to_the_bit() -> None:
-    norms = {"a": 0.0, "c": math.inf, "d": 0.1, "e": -math.nan, "f": 5e-324}
-    vote = Vote(MPI.COMM_SELF, list("abcdef"), with_norms=True)
-    vote.cast(1, overflow=True, norms=norms)
-    vote.cast(2)
-    first, second = vote.count(), vote.count()
-    assert first is not None
-    assert second is not None
-    assert (first.step, first.fault, first.overflow) == (1, None, True)
-    a, b, c, d, e, f = first.norms
-    assert (a, b, c, d, f) == (0.0, None, math.inf, 0.1, 5e-324)
-    assert e is not None
-    assert math.isnan(e)
-    assert (second.overflow, second.norms) == (False, [None] * 6)
-
-
 def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
     slot, mask = Slot("block"), Slot("mask")
     origins = Origins({slot.value})
@@ -150,12 +134,10 @@ def test_later_stages_and_earlier_micro_batches_count_more() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("clip", [1.0, None], ids=["with all ranks", "a step later"])
-def test_one_rank_stops_and_saves_nothing_of_the_step(
-    make_spec: Any, make_run: Any, work: Any, clip: float | None
-) -> None:
+def test_one_rank_stops_and_saves_nothing_of_the_step(make_run, work, clip: float | None) -> None:
     """Samples 4 to 7, step 2, make the gradient of one parameter infinite, and no loss."""
     training = {"steps": 5, "batch_size": 4, "clip_grad_norm": clip}
-    run = make_run(make_spec(1, MARKED, model=STEEP, training=training, checkpoint={"every": 1}))
+    run = make_run(1, MARKED, model=STEEP, training=training, checkpoint={"every": 1})
     done = work(0, run)
     assert done.returncode != 0
     (error,) = read_errors(run)
@@ -169,10 +151,8 @@ def test_one_rank_stops_and_saves_nothing_of_the_step(
 
 
 @pytest.mark.mpi
-def test_what_is_not_finite_is_told_though_no_checkpoint_could_be_written(
-    make_spec: Any, make_run: Any, work: Any
-) -> None:
-    run = make_run(make_spec(1, MARKED, model=STEEP, checkpoint={"every": 1}))
+def test_what_is_not_finite_is_told_though_no_checkpoint_could_be_written(make_run, work) -> None:
+    run = make_run(1, MARKED, model=STEEP, checkpoint={"every": 1})
     run.checkpoints.rmdir()
     run.checkpoints.write_text("no folder")
     done = work(0, run)
@@ -215,12 +195,10 @@ def test_where_steps_overlap_a_rank_without_the_fault_says_the_same() -> None:
     [(2, {"schedule": "pipedream-2bw", "micro_batches": 2}), (3, {"schedule": "pipedream"})],
     ids=lambda item: f"{item}" if isinstance(item, int) else item["schedule"],
 )
-def test_steps_that_overlap_stop_too(
-    make_spec: Any, make_run: Any, work: Any, ranks: int, given: dict[str, Any]
-) -> None:
+def test_steps_that_overlap_stop_too(make_run, work, ranks: int, given: dict[str, Any]) -> None:
     training = {"steps": 5, "batch_size": 4}
     pipeline = {"stages": ranks, **given}
-    run = make_run(make_spec(ranks, SPOILT, training=training, pipeline=pipeline))
+    run = make_run(ranks, SPOILT, training=training, pipeline=pipeline)
     done = work(ranks, run)
     assert done.returncode != 0
     # Measured times decide which stage has the first layer; the last stage hands on nothing.
@@ -234,9 +212,7 @@ def test_steps_that_overlap_stop_too(
 
 
 @pytest.mark.mpi
-def test_all_ranks_skip_or_stop_at_the_same_step(
-    make_spec: Any, make_run: Any, train: Any, launch: Any
-) -> None:
+def test_all_ranks_skip_or_stop_at_the_same_step(make_run, train, launch) -> None:
     """Stages, and replicas, equal one rank; and a gradient stops all, named by the rank it is on.
 
     A buffer that the first forward left as it was is restored, too. The last training ends the
@@ -244,13 +220,13 @@ def test_all_ranks_skip_or_stop_at_the_same_step(
     """
     late = {"factory": f"{PARTS}:Late", "kwargs": {"after": 1}}
     skipping = {"steps": 6, "batch_size": 4, "on_nonfinite": "skip"}
-    one = make_run(make_spec(1, SPOILT, model=late, training=skipping))
-    two = make_run(make_spec(2, SPOILT, model=late, training=skipping))
+    one = make_run(1, SPOILT, model=late, training=skipping)
+    two = make_run(2, SPOILT, model=late, training=skipping)
     copies = {"micro_batches": 2, "stages": 1, "replicas": 2, "shard_optimizer": True}
-    replicated = make_run(make_spec(2, SPOILT, model=late, training=skipping, pipeline=copies))
+    replicated = make_run(2, SPOILT, model=late, training=skipping, pipeline=copies)
     train(one)
     stopping = {"steps": 5, "batch_size": 4}
-    stopped = make_run(make_spec(2, MARKED, model=STEEP, training=stopping))
+    stopped = make_run(2, MARKED, model=STEEP, training=stopping)
     done = launch(2, HERE / "ranks_in_turn.py", two.path, replicated.path, stopped.path)
     assert done.returncode != 0
     (error,) = read_errors(stopped)  # on the terminal MPI's abort may cut it off

@@ -30,12 +30,12 @@ pytestmark = [
 
 
 @pytest.fixture
-def trained(make_spec: Any, make_run: Any, train: Any) -> Any:
+def trained(make_run, train) -> Any:
     """``trained(ranks, gpus, **sections)``: the weights at the end."""
 
     def weights(ranks: int, gpus: int, **sections: Any) -> dict[str, Tensor]:
         resources = {"tasks_per_node": ranks, "gpus_per_node": gpus}
-        run = make_run(make_spec(ranks, resources=resources, **sections))
+        run = make_run(ranks, resources=resources, **sections)
         train(run)
         assert read_errors(run) == []
         beat = read_heartbeat(run)

@@ -59,17 +59,17 @@ def rehearse(tmp_path, launch):
 
 
 @pytest.mark.mpi
-def test_32_ranks_take_what_the_simulator_says(pipeline, rehearse):
+def test_16_ranks_take_what_the_simulator_says(pipeline, rehearse):
     plan: Plan = pipeline(
-        32,
+        16,
         8,
-        costs=[cost(0.05 + 0.0004 * index) for index in range(32)],
-        node_of_rank=[rank // 8 for rank in range(32)],
+        costs=[cost(0.05 + 0.0004 * index) for index in range(16)],
+        node_of_rank=[rank // 4 for rank in range(16)],
         size_bytes=1_000_000,
     )
-    waits, line, timeline = rehearse(plan, cluster_of(*[8] * 4))
+    waits, line, timeline = rehearse(plan, cluster_of(*[4] * 4))
     assert line.step_time_s == pytest.approx(waits.predicted_s, rel=0.05)
-    assert timeline.ranks == 32
+    assert timeline.ranks == 16
     assert line.step_time_s == pytest.approx(timeline.end_s, rel=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""What ranks record of their steps over a real MPI, and the columns they record it in."""
+"""What ranks record of their steps, on a common clock."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, measured_steps
+from pipectl.runtime import clock
 from pipectl.runtime.tracing import Recording, timeline_of
 from pipectl.schedule import Action, Actions, Kind, lower
 from pipectl.schedule.actions import EVENT_NAMES
@@ -53,10 +54,10 @@ def test_a_step_starts_when_its_first_rank_begins_it() -> None:
 
 
 @pytest.mark.mpi
-def test_two_ranks_whose_clocks_differ(make_spec: Any, make_run: Any, launch: Any) -> None:
+def test_two_ranks_whose_clocks_differ(make_run, launch) -> None:
     """Steps 2 to 4 are recorded; whatever one rank sends, the other has only later."""
-    run: RunDirectory = make_run(make_spec(2, trace={"steps": [3], "every": 2}))
-    done = launch(2, HERE / "ranks_that_trace.py", run.path, fresh=True)
+    run: RunDirectory = make_run(2, trace={"steps": [3], "every": 2})
+    done = launch(2, HERE / "changed_ranks.py", "ahead", run.path, fresh=True)
     assert done.returncode == 0, done.stderr
     assert measured_steps(run) == [2, 3, 4]
     plan = Plan.load(run.plan)
@@ -91,15 +92,11 @@ def check_messages(timeline: Timeline, error_s: float) -> None:
 
 
 @pytest.mark.mpi
-def test_steps_that_overlap_are_recorded_from_their_start(
-    make_spec: Any, make_run: Any, train: Any
-) -> None:
+def test_steps_that_overlap_are_recorded_from_their_start(make_run, train) -> None:
     run = make_run(
-        make_spec(
-            2,
-            training={"steps": 8, "batch_size": 4},
-            pipeline={"schedule": "pipedream-2bw", "micro_batches": 2, "stages": 2},
-        )
+        2,
+        training={"steps": 8, "batch_size": 4},
+        pipeline={"schedule": "pipedream-2bw", "micro_batches": 2, "stages": 2},
     )
     train(run)
     assert measured_steps(run) == [1]
@@ -107,3 +104,31 @@ def test_steps_that_overlap_are_recorded_from_their_start(
     kinds = Counter(event.kind for event in timeline.of_rank(0))
     assert kinds["update"] >= 4
     assert kinds["forward"] >= 2 * kinds["update"]
+
+
+@pytest.mark.parametrize("what", ["_BOOT", "_NAMESPACE"])
+def test_machines_and_namespaces_of_clocks_are_told_apart(monkeypatch, tmp_path, what):
+    for name in ("_BOOT", "_NAMESPACE"):
+        (tmp_path / name).symlink_to(__file__)
+        monkeypatch.setattr(clock, name, tmp_path / name)
+    here = clock._machine()
+    assert clock._machine() == here
+    (tmp_path / "other").write_text("other")
+    (tmp_path / what).unlink()
+    (tmp_path / what).symlink_to(tmp_path / "other")
+    assert clock._machine() != here
+
+
+AGREEING = """
+from mpi4py import MPI
+from pipectl.runtime.clock import CommonClock, agree
+assert agree(MPI.COMM_WORLD.Dup()) == CommonClock(0.0, 0.0)
+"""
+
+
+@pytest.mark.mpi
+def test_ranks_of_one_machine_read_the_same_clock(launch, tmp_path):
+    script = tmp_path / "agreeing.py"
+    script.write_text(AGREEING)
+    done = launch(2, script)
+    assert done.returncode == 0, done.stderr

@@ -119,7 +119,7 @@ for name, meet in (
 
 @pytest.mark.mpi
 def test_before_the_first_step_a_rank_that_waits_for_another_says_so(
-    launch: Any, tmp_path: Path
+    launch, tmp_path: Path
 ) -> None:
     """The second rank comes only when somebody has seen that the first one waits."""
     script = tmp_path / "seen.py"

@@ -1,10 +1,7 @@
 """Ranks that train until they are killed, by themselves and so at the moment that was chosen.
 
-``--run DIRECTORY`` under mpiexec, with what happens in the variable ``TEST_FATE``. Or ``serve``: a
-process that has imported all that training takes, and for every line of its input, JSON with
-``run``, ``attempt`` and ``fate``, becomes one rank of its own, or with ``save``, what writes some
-checkpoints without a training. It answers each with how that ended. MPI4PY_RC_INITIALIZE=0 keeps it
-from beginning with MPI itself.
+``--run DIRECTORY`` trains, and ``--save DIRECTORY KEEP STEP...`` writes some checkpoints without a
+training. What happens is in the variable ``TEST_FATE``.
 """
 
 from __future__ import annotations
@@ -15,21 +12,19 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
-from pipectl.capture import CapturedJob
 from pipectl.runs import ATTEMPT, RunDirectory
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Stepper
 from pipectl.runtime.process import Doing, run_rank
 from pipectl.runtime.worker import run
-from pipectl.spec import load
 
 FATE, STRUCK = "TEST_FATE", "struck.json"
 ENTRIES = ("os.remove", "os.rmdir")
@@ -57,9 +52,6 @@ class Fate:
     @classmethod
     def given(cls) -> Fate:
         return cls(**json.loads(os.environ.get(FATE, "{}")))
-
-    def give(self) -> dict[str, str]:
-        return {FATE: json.dumps(asdict(self))}
 
 
 class Killer:
@@ -146,46 +138,9 @@ def save(directory: Path, steps: list[int], keep: int) -> None:
     saver.finish()
 
 
-def serve() -> None:
-    """Fork for every line."""
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if "job" in asked:  # what a capture imports is imported once
-            CapturedJob(load(Path(asked["job"])))
-            print("{}", flush=True)
-            continue
-        began = time.monotonic()
-        pid = os.fork()
-        if not pid:
-            become(asked)
-        _, status = os.waitpid(pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        print(json.dumps({"code": code, "took_s": time.monotonic() - began}), flush=True)
-
-
-def become(asked: dict[str, Any]) -> None:
-    """A rank, or what only saves; never returns."""
-    code = 1
-    try:
-        with Path(asked["log"]).open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        os.environ[ATTEMPT] = str(asked["attempt"])
-        os.environ[FATE] = json.dumps(asked["fate"])
-        MPI.Init_thread()
-        if "save" in asked:
-            save(Path(asked["run"]), **asked["save"])
-        else:
-            sys.argv[1:] = ["--run", asked["run"]]
-            run_rank(train, None)
-        MPI.Finalize()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        os._exit(code)
-
-
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == ["serve"] else run_rank(train, __doc__)
+    if sys.argv[1] == "--save":
+        directory, keep, *steps = sys.argv[2:]
+        save(Path(directory), [*map(int, steps)], int(keep))
+    else:
+        run_rank(train, __doc__)

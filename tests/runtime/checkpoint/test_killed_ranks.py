@@ -6,9 +6,7 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -17,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from pipectl.runs import ATTEMPT, RUN_VARIABLE, RunDirectory, checkpoints, read_metrics, step_of
+from pipectl.runs import ATTEMPT, RunDirectory, checkpoints, read_metrics, step_of
 from pipectl.runtime import checkpoint
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(7200)]
 HERE = Path(__file__).parent
-RANKS = HERE / "ranks_that_die.py"
+RANKS, PARTS = HERE / "ranks_that_die.py", HERE.parent / "job_parts.py"
 STRUCK = "struck.json"
 KILLS = int(os.environ.get("PIPECTL_TORTURE_KILLS", "100"))
 SEED = int(os.environ.get("PIPECTL_TORTURE_SEED", "1"))
@@ -30,29 +28,18 @@ PATIENCE_S = 60
 NOBODY = {"victims": ""}
 
 
-@pytest.fixture(scope="module")
-def become() -> Iterator[Callable[..., dict[str, Any]]]:
-    """``become(run=…, attempt=…, fate=…)``: a process that has imported all; how it ended."""
-    server = subprocess.Popen(
-        [sys.executable, str(RANKS), "serve"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MPI4PY_RC_INITIALIZE": "0"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
+@pytest.fixture
+def start(launch, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """``start(ranks, attempt, fate, *arguments)``: the exit code of ranks that may be killed, and
+    what they print. One rank is forked, and needs no launcher."""
 
-    def ask(**asked: Any) -> dict[str, Any]:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(json.dumps(asked) + "\n")
-        server.stdin.flush()
-        return dict(json.loads(server.stdout.readline()))
+    def run(ranks: int, attempt: int, fate: dict[str, Any], *arguments: object) -> tuple[int, str]:
+        monkeypatch.setenv("TEST_FATE", json.dumps(fate))
+        monkeypatch.setenv(ATTEMPT, str(attempt))
+        done = launch(ranks if ranks > 1 else 0, RANKS, *arguments, fresh=ranks > 1)
+        return done.returncode, done.stdout + done.stderr
 
-    yield ask
-    server.stdin.close()
-    server.wait()
+    return run
 
 
 def visible(directory: Path) -> list[int]:
@@ -66,23 +53,22 @@ def hidden(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.torture)])
 def test_what_writes_checkpoints_is_killed_before_each_of_its_operations(
-    become: Callable[..., dict[str, Any]], tmp_path: Path, every: int
+    start: Callable[..., tuple[int, str]], tmp_path: Path, every: int
 ) -> None:
     """It replaces a damaged one, and drops what is too old, so there are all kinds of them."""
-    log, base = str(tmp_path / "log"), tmp_path / "base"
+    base = tmp_path / "base"
     base.mkdir()
-    given = {"save": {"steps": [2, 4, 6], "keep": 3}, "fate": NOBODY, "attempt": 1, "log": log}
-    assert become(run=str(base), **given)["code"] == 0
+    assert start(1, 1, NOBODY, "--save", base, 3, 2, 4, 6)[0] == 0
     (base / "step-000006" / "rank-0000.safetensors").write_bytes(b"")
     left = set[str]()
     for operation in count(1, every):
         directory = tmp_path / f"{operation}" / "checkpoints"
         shutil.copytree(base, directory)
-        rest = {"save": {"steps": [6, 8], "keep": 1}, "run": str(directory), "log": log}
-        fate = {"victims": "rank", "operation": operation}
-        if (code := become(**rest, fate=fate, attempt=2)["code"]) == 0:
+        again = "--save", directory, 1, 6, 8
+        code, log = start(1, 2, {"victims": "rank", "operation": operation}, *again)
+        if code == 0:
             break
-        assert code == -9, Path(log).read_text()
+        assert code == -9, log
         left |= set(hidden(directory))
         at_the_kill = json.loads((directory.parent / STRUCK).read_text())["names"]
         assert {*at_the_kill} >= {path.name for path in checkpoints(directory)}
@@ -90,7 +76,8 @@ def test_what_writes_checkpoints_is_killed_before_each_of_its_operations(
         assert all(is_whole(directory, step) for step in whole)
         assert whole[-1] >= 4
         if operation % (4 * every) == 1:
-            assert become(**rest, fate=NOBODY, attempt=3)["code"] == 0, Path(log).read_text()
+            code, log = start(1, 3, NOBODY, *again)
+            assert code == 0, log
             assert (visible(directory), hidden(directory)) == ([8], [])
     assert operation > 30
     assert {name.split(".")[2].split("-")[0] for name in left} == {"partial", "old", "dropped"}
@@ -112,6 +99,8 @@ RANKS_OF_STARTS = (1, 1, 1, 1, 2, 1, 1, 1, 1, 3)
 
 def sections(steps: int, every: int) -> dict[str, Any]:
     return {
+        "model": {"factory": f"{PARTS}:Model", "kwargs": {"depth": 3, "dropout": 0.2}},
+        "data": {"shuffle": True},
         "optimizer": {"factory": "torch.optim:AdamW", "kwargs": {"lr": 0.01}},
         "lr_scheduler": {
             "factory": "torch.optim.lr_scheduler:CosineAnnealingLR",
@@ -153,7 +142,7 @@ class Killed:
     """A run that is continued again and again, over some numbers of ranks."""
 
     def __init__(
-        self, run: RunDirectory, plans: dict[int, RunDirectory], become: Any, mpiexec: str
+        self, run: RunDirectory, plans: dict[int, RunDirectory], become, mpiexec: str
     ) -> None:
         self.run, self._plans, self._become, self._mpiexec = run, plans, become, mpiexec
         self.attempt = 0
@@ -167,24 +156,8 @@ class Killed:
             shutil.copy(planned.job, self.run.job)
             shutil.copy(planned.plan, self.run.plan)
         (self.run.path / STRUCK).unlink(missing_ok=True)
-        if ranks == 1:
-            asked = {"run": str(self.run.path), "attempt": self.attempt, "log": str(self.log)}
-            return int(self._become(**asked, fate=fate)["code"])
-        worker = [sys.executable, "-m", "mpi4py", str(RANKS), "--run", str(self.run.path)]
-        given = {"TEST_FATE": json.dumps(fate), ATTEMPT: str(self.attempt)}
-        with self.log.open("ab") as log:
-            return subprocess.run(
-                [self._mpiexec, "-n", str(ranks), *worker],
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    RUN_VARIABLE: str(self.run.path),
-                    **given,
-                },
-                stdout=log,
-                stderr=log,
-                check=False,
-            ).returncode
+        code, self.log = self._start(ranks, self.attempt, fate, "--run", self.run.path)
+        return code
 
     def kill(self, ranks: int, fate: dict[str, Any]) -> bool:
         """Whether it was killed before its end."""
@@ -192,7 +165,7 @@ class Killed:
         code, tally = self.start(ranks, fate), self.tally
         struck = self.run.path / STRUCK
         if not struck.exists():
-            assert code == 0, self.log.read_text()[-5000:]
+            assert code == 0, self.log[-5000:]
             return False
         assert code != 0
         found = json.loads(struck.read_text())
@@ -224,22 +197,21 @@ def wait_for(pids: list[int]) -> None:
 
 @pytest.mark.torture
 def test_a_run_that_is_killed_again_and_again_ends_to_the_bit(
-    module_runs: Any, become: Any, contents: Any, mpiexec: str
+    make_run: Any, start: Any, contents: Any
 ) -> None:
     """Each time, all that has the name of a checkpoint is whole, and none is lost."""
     random_, steps = random.Random(SEED), STEPS * KILLS + 4
-    plans = {ranks: module_runs(ranks, sections(steps, 2)) for ranks in {*RANKS_OF_STARTS}}
-    whole = Killed(module_runs(1, sections(steps, steps)), {}, become, mpiexec)
-    become(job=str(plans[1].job))
-    assert whole.start(1, NOBODY) == 0, whole.log.read_text()
-    killed = Killed(module_runs(1, sections(steps, 2)), plans, become, mpiexec)
+    plans = {ranks: make_run(ranks, **sections(steps, 2)) for ranks in {*RANKS_OF_STARTS}}
+    whole = Killed(make_run(1, **sections(steps, steps)), {}, start)
+    assert whole.start(1, NOBODY) == 0, whole.log
+    killed = Killed(make_run(1, **sections(steps, 2)), plans, start)
     print(f"seed {SEED}")
     while killed.tally.kills < KILLS:
         ranks = RANKS_OF_STARTS[killed.tally.kills % len(RANKS_OF_STARTS)]
         if not killed.kill(ranks, some_fate(random_, ranks)):  # it was too quick; once more
             check_same(whole.run, killed.run, steps, contents)
             again(killed)
-    assert killed.start(2, NOBODY) == 0, killed.log.read_text()
+    assert killed.start(2, NOBODY) == 0, killed.log
     check_same(whole.run, killed.run, steps, contents)
     assert hidden(killed.run.checkpoints) == []
     print(killed.tally)
@@ -252,7 +224,7 @@ def again(killed: Killed) -> None:
     killed.tally.newest = 0
 
 
-def check_same(one: RunDirectory, other: RunDirectory, steps: int, contents: Any) -> None:
+def check_same(one: RunDirectory, other: RunDirectory, steps: int, contents) -> None:
     """Weights, the optimizer's state, and the figures of every step."""
     name = f"step-{steps:06d}"
     assert contents(one.checkpoints / name) == contents(other.checkpoints / name)

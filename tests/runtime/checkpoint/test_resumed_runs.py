@@ -3,185 +3,209 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from mpi4py import MPI
 
+from pipectl.errors import MismatchError
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, checkpoints, read_errors, read_heartbeat, read_metrics
+from pipectl.runs.readers import sum_up
 from pipectl.runtime import checkpoint
+from pipectl.runtime.process import Doing
+from pipectl.runtime.stopping import count_without_improvement
+from pipectl.runtime.worker import run as work_here
+from pipectl.spec import dump, load
 
-pytestmark = pytest.mark.mpi
 HERE = Path(__file__).parent
 PARTS = HERE.parent / "job_parts.py"
-ADAM = {"optimizer": {"factory": "torch.optim:AdamW", "kwargs": {"lr": 0.05}}}
-COSINE = {
+EQUALITY = HERE.parents[1] / "equality" / "models.py"
+IN_TURN = HERE.parent / "ranks_in_turn.py"
+STEPS, STOPPED = 9, 3
+SLOW = {"factory": f"{PARTS}:Paced"}
+TRAINING = {"steps": STEPS, "batch_size": 4}
+HALF = {**TRAINING, "precision": "float16"}
+PLAIN: dict[str, Any] = {
+    "model": {"factory": f"{PARTS}:Model", "kwargs": {"depth": 3, "dropout": 0.2}},
+    "data": {"shuffle": True},
+    "optimizer": {"factory": "torch.optim:AdamW", "kwargs": {"lr": 0.05}},
     "lr_scheduler": {
         "factory": "torch.optim.lr_scheduler:CosineAnnealingLR",
         "kwargs": {"T_max": 11},
-    }
+    },
+    "training": {**TRAINING, "clip_grad_norm": 1.0},
+    "checkpoint": {"every": STOPPED},
 }
-STEPS, STOPPED = 9, 3
-
-
-def options(**more: Any) -> dict[str, Any]:
-    training = {"steps": STEPS, "batch_size": 4, "clip_grad_norm": 1.0}
-    return {**ADAM, **COSINE, "checkpoint": {"every": STOPPED}, "training": training, **more}
-
-
-def check_same(one: RunDirectory, other: RunDirectory) -> None:
-    """Weights, optimizer state, losses and learning rates."""
-    name = f"step-{STEPS:06d}"
-    first, second = (checkpoint.load(run.checkpoints / name) for run in (one, other))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[weight], second[weight]) for weight in first)
-    assert first.manifest.updates == second.manifest.updates
-    assert first.manifest.loss_scale == second.manifest.loss_scale
-    figures = [
-        {x.step: (x.loss, x.learning_rate) for x in read_metrics(run) if x.is_step}
-        for run in (one, other)
-    ]
-    assert [*figures[1]] == [*range(STOPPED + 1, STEPS + 1)]
-    assert all(figures[0][step] == found for step, found in figures[1].items())
-
-
-def in_float16(scale: float) -> dict[str, Any]:
-    """Sections of a job whose first loss scale is so large."""
-    training = {"steps": STEPS, "batch_size": 4, "precision": "float16"}
-    return options(training={**training, "loss_scale": {"initial": scale, "growth_interval": 2}})
-
-
-EQUALITY = HERE.parents[1] / "equality" / "models.py"
+ASYNCHRONOUS = {"stages": 2, "micro_batches": 2, "schedule": "pipedream-2bw"}
+SHARED = {"stages": 1, "micro_batches": 2, "replicas": 2, "shard_optimizer": True}
 BUCKETS = {
     "model": {"factory": f"{EQUALITY}:gpt"},
     "loss": {"factory": f"{EQUALITY}:token_loss", "weight": f"{EQUALITY}:valid_tokens"},
     "data": {
         "factory": f"{EQUALITY}:Sentences",
+        "shuffle": True,
         "buckets": [5, 12],
         "pad": {"inputs": 0, "targets": -100},
     },
 }
 """Twelve batches an epoch: the second run begins in the middle of it."""
-VARIANTS = {
-    "plain": (options(), {}),
-    "float16": (in_float16(2.0**40), {}),
-    "float16, trained": (in_float16(2.0**10), {}),
-    "spoilt": (
-        options(
-            data={"factory": f"{PARTS}:Spoilt"},
-            training={"steps": STEPS, "batch_size": 4, "on_nonfinite": "skip"},
-        ),
-        {},
-    ),
-    "buckets": (options(**BUCKETS), {}),
-    "endless": (options(data={"factory": f"{PARTS}:Endless"}), {}),
-    "asynchronous": (
-        options(training={"steps": STEPS, "batch_size": 4}),
-        {"schedule": "pipedream-2bw"},
-    ),
-    "shared out": (
-        options(loss={"factory": f"{PARTS}:Tempered", "weight": f"{PARTS}:valid"}),
-        {"replicas": 2, "shard_optimizer": True},
-    ),
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "float16": {"training": {**HALF, "loss_scale": {"initial": 2.0**40, "growth_interval": 2}}},
+    "float16, trained": {
+        "training": {**HALF, "loss_scale": {"initial": 2.0**10, "growth_interval": 2}}
+    },
+    "spoilt": {
+        "data": {"factory": f"{PARTS}:Spoilt", "shuffle": True},
+        "training": {**TRAINING, "on_nonfinite": "skip"},
+    },
+    "buckets": BUCKETS,
+    "endless": {"data": {"factory": f"{PARTS}:Endless"}},
+    "asynchronous": {"training": TRAINING, "pipeline": ASYNCHRONOUS},
+    "shared out": {
+        "loss": {"factory": f"{PARTS}:Tempered", "weight": f"{PARTS}:valid"},
+        "pipeline": SHARED,
+    },
 }
+Pair = tuple[RunDirectory, RunDirectory]
 
 
 @pytest.fixture(scope="module")
-def trained(module_runs: Any, launch: Any) -> dict[str, tuple[RunDirectory, RunDirectory]]:
+def trained(make_run: Any, launch: Any) -> dict[str, Pair]:
     """By variant, two ranks that train, and two that go on from the middle."""
     found, arguments = {}, []
-    for name, (sections, request) in VARIANTS.items():
-        ranks = 2
-        whole, rest = (module_runs(ranks, sections, **request) for _ in range(2))
+    for name, sections in VARIANTS.items():
+        whole, rest = (make_run(2, **{**PLAIN, **sections}) for _ in range(2))
         arguments += [whole.path, f"{whole.path}:{STOPPED}:{rest.path}"]
         found[name] = whole, rest
-    done = launch(2, HERE / "ranks_that_resume.py", *arguments)
+    done = launch(2, IN_TURN, *arguments)
     assert done.returncode == 0, done.stderr
     return found
 
 
-def test_steps_are_left_out_before_and_after_the_checkpoint(
-    trained: dict[str, tuple[RunDirectory, RunDirectory]],
-) -> None:
-    """The variant would also pass if nothing were spoilt."""
-    whole, rest = trained["spoilt"]
-    found = [
-        [x.step for x in read_metrics(run) if x.not_finite is not None] for run in (whole, rest)
+def check_same(one: RunDirectory, other: RunDirectory, contents: Any) -> None:
+    """Weights, optimizer state, loss scale, losses and learning rates."""
+    name = f"step-{STEPS:06d}"
+    assert contents(one.checkpoints / name) == contents(other.checkpoints / name)
+    figures = [
+        {x.step: (x.loss, x.learning_rate) for x in read_metrics(run) if x.is_step}
+        for run in (one, other)
     ]
-    assert [step for step in found[0] if step > STOPPED] == found[1]
-    assert min(found[0]) <= STOPPED < max(found[0])
+    assert [*figures[1]] == [*range(STOPPED + 1, STEPS + 1)]
+    assert figures[0] == {**figures[0], **figures[1]}
 
 
-def test_half_precision_is_left_between_two_growths_of_its_scale(
-    trained: dict[str, tuple[RunDirectory, RunDirectory]],
-) -> None:
-    """The variants would also pass if every step were skipped."""
-    whole, _ = trained["float16, trained"]
+def names(run: RunDirectory) -> list[str]:
+    """Of the checkpoints, from the newest."""
+    return [path.name for path in checkpoints(run.checkpoints)]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_ranks_go_on_to_the_bit(trained: dict[str, Pair], contents: Any, name: str) -> None:
+    check_same(*trained[name], contents)
+
+
+@pytest.mark.mpi
+def test_the_variants_have_what_they_are_for(trained: dict[str, Pair]) -> None:
+    """They would also pass without: steps left out on both sides of the checkpoint, a loss scale
+    that has grown before and grows after it, and the value and the optimizer state of a trained
+    loss in two files."""
+    before, after = (
+        [line.step for line in read_metrics(run) if line.not_finite is not None]
+        for run in trained["spoilt"]
+    )
+    assert [step for step in before if step > STOPPED] == after
+    assert min(before) <= STOPPED < max(before)
+    run, _ = trained["float16, trained"]
     stopped, ended = (
-        checkpoint.load(whole.checkpoints / f"step-{step:06d}").manifest
-        for step in (STOPPED, STEPS)
+        checkpoint.load(run.checkpoints / f"step-{step:06d}").manifest for step in (STOPPED, STEPS)
     )
     assert stopped.loss_scale is not None
-    assert stopped.loss_scale.steps_since == 1
-    assert ended.updates == STEPS
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_two_ranks_go_on_to_the_bit(
-    trained: dict[str, tuple[RunDirectory, RunDirectory]], name: str
-) -> None:
-    check_same(*trained[name])
-
-
-def test_a_trained_loss_has_its_value_and_its_optimizer_state_in_two_files(
-    trained: dict[str, tuple[RunDirectory, RunDirectory]],
-) -> None:
-    """The variant would also pass if one replica wrote both."""
-    whole, _ = trained["shared out"]
-    shards = checkpoint.load(whole.checkpoints / f"step-{STOPPED:06d}").manifest.training
+    assert (stopped.loss_scale.steps_since, ended.updates) == (1, STEPS)
+    run, _ = trained["shared out"]
+    shards = checkpoint.load(run.checkpoints / f"step-{STOPPED:06d}").manifest.training
     assert ["loss.temperature" in shard.names for shard in shards] == [True, True]
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_other_numbers_of_ranks_go_on_to_the_bit(
-    trained: dict[str, tuple[RunDirectory, RunDirectory]], module_runs: Any, launch: Any
+    trained: dict[str, Pair], make_run: Any, launch: Any, contents: Any, ranks: int
 ) -> None:
     """The optimizer's state follows its parameters."""
     whole, _ = trained["plain"]
-    sections, _ = VARIANTS["plain"]
-    for ranks in (1, 3):
-        rest = module_runs(ranks, sections)
-        again = f"{whole.path}:{STOPPED}:{rest.path}"
-        done = launch(ranks, HERE / "ranks_that_resume.py", again)
-        assert done.returncode == 0, done.stderr
-        check_same(whole, rest)
+    rest = make_run(ranks, **PLAIN)
+    done = launch(ranks, IN_TURN, f"{whole.path}:{STOPPED}:{rest.path}")
+    assert done.returncode == 0, done.stderr
+    check_same(whole, rest, contents)
 
 
+@pytest.mark.mpi
+def test_other_micro_batches_are_refused(trained: dict[str, Pair], make_run: Any) -> None:
+    whole, _ = trained["plain"]
+    rest = make_run(1, **{**PLAIN, "pipeline": {"micro_batches": 4, "stages": 1}})
+    assert Plan.load(rest.plan).micro_batch_size == 1
+    shutil.copytree(whole.checkpoints, rest.checkpoints, dirs_exist_ok=True)
+    words = "was written with micro-batches of 2 samples, and the plan has 1"
+    with pytest.raises(MismatchError, match=words):
+        work_here(rest, MPI.COMM_SELF, Doing())
+
+
+@pytest.fixture
+def start(
+    warm_python: str, mpiexec: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[RunDirectory, int], subprocess.Popen[str]]]:
+    """``start(run, attempt)``: two workers, as a process that goes on by itself."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(run: RunDirectory, attempt: int) -> subprocess.Popen[str]:
+        monkeypatch.setenv("PIPECTL_ATTEMPT", str(attempt))
+        worker = [warm_python, "-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run"]
+        command = [mpiexec, "-n", "2", *worker, str(run.path)]
+        given: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, **given))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.mpi
 def test_a_run_whose_rank_is_killed_goes_on(
-    trained: dict[str, tuple[RunDirectory, RunDirectory]],
-    module_runs: Any,
-    start: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    trained: dict[str, Pair], make_run: Any, start: Any, different: Any
 ) -> None:
     """The first attempt by far does not reach the end; its damaged checkpoint is passed over."""
     whole, _ = trained["plain"]
-    sections, _ = VARIANTS["plain"]
-    slow = {"data": {"factory": f"{PARTS}:Slow"}}
-    run = module_runs(2, {**sections, **slow})
-    monkeypatch.setenv("PIPECTL_ATTEMPT", "1")
-    process = start(2, run)
-    kill_a_rank_behind_step(run, process, 6)
-    newest = checkpoints(run.checkpoints)[0]
-    assert newest.name == "step-000006"
-    damage(newest)
-    monkeypatch.setenv("PIPECTL_ATTEMPT", "2")
-    process = start(2, run)
+    run = make_run(2, **{**PLAIN, "data": {**SLOW, "shuffle": True}})
+    process = start(run, 1)
+    while not (run.checkpoints / "step-000006").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    pids = {rank.rank: rank.pid for rank in read_heartbeat(run).ranks}
+    os.kill(pids[1], signal.SIGKILL)
+    process.communicate(timeout=280)
+    assert process.returncode != 0
+    while not (errors := read_errors(run)):
+        time.sleep(0.1)
+    assert [error.rank for error in errors] == [1]
+    assert errors[0].step > 6
+    assert errors[0].message.startswith("its process was killed")
+    assert read_metrics(run)[-1].step < STEPS
+    assert names(run)[0] == "step-000006"
+    damage(run.checkpoints / "step-000006")
+    process = start(run, 2)
     _, log = process.communicate(timeout=280)
     assert process.returncode == 0, log
     assert "missing or damaged; the checkpoint before it is used" in log
@@ -190,84 +214,8 @@ def test_a_run_whose_rank_is_killed_goes_on(
         *((step, 1) for step in range(1, 4)),
         *((step, 2) for step in range(4, STEPS + 1)),
     ]
-    losses = [[line.loss for line in read_metrics(found)] for found in (whole, run)]
-    assert losses[0] == losses[1]
-    ends = [checkpoint.load(found.checkpoints / f"step-{STEPS:06d}") for found in (whole, run)]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
-    trained: dict[str, tuple[RunDirectory, RunDirectory]],
-    module_runs: Any,
-    start: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Between two checkpoints: all ranks agree on the step, and end with 0."""
-    whole, _ = trained["plain"]
-    slow = {"data": {"factory": f"{PARTS}:Slow"}, "checkpoint": {"every": 100}}
-    run = module_runs(2, {**VARIANTS["plain"][0], **slow})
-    for attempt in (1, 2):
-        monkeypatch.setenv("PIPECTL_ATTEMPT", str(attempt))
-        process = start(2, run)
-        while attempt == 1 and not read_metrics(run):
-            time.sleep(0.05)
-        if attempt == 1:
-            run.stop_request.write_text("")
-        _, log = process.communicate(timeout=280)
-        assert process.returncode == 0, log
-        assert run.stopped_marker.exists() == (attempt == 1)
-        beat = read_heartbeat(run)
-        assert beat.state == ("stopped" if attempt == 1 else "done")
-        run.stop_request.unlink(missing_ok=True)
-        run.stopped_marker.unlink(missing_ok=True)
-    lines = read_metrics(run)
-    assert {line.attempt for line in lines} == {1, 2}
-    ends = [checkpoint.load(found.checkpoints / f"step-{STEPS:06d}") for found in (whole, run)]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
-def test_steps_that_overlap_stop_where_the_pipeline_is_empty(module_runs: Any, train: Any) -> None:
-    """Which is behind the next checkpoint."""
-    sections, request = VARIANTS["asynchronous"]
-    run = module_runs(2, sections, **request)
-    run.stop_request.write_text("")
-    train(run)
-    assert run.stopped_marker.exists()
-    assert [line.step for line in read_metrics(run)] == [*range(1, STOPPED + 1)]
-    assert names(run) == [f"step-{STOPPED:06d}"]
-
-
-def test_checkpoints_stay_as_the_job_says(module_runs: Any, train: Any) -> None:
-    run = module_runs(1, options(checkpoint={"every": 1, "keep": 2, "keep_every": 4}))
-    train(run)
-    assert names(run) == ["step-000009", "step-000008", "step-000004"]
-
-
-def names(run: RunDirectory) -> list[str]:
-    """Of the checkpoints, from the newest."""
-    return [path.name for path in checkpoints(run.checkpoints)]
-
-
-def kill_a_rank_behind_step(run: RunDirectory, process: subprocess.Popen[str], step: int) -> None:
-    """Once its checkpoint is there, which is behind the next step."""
-    deadline = time.monotonic() + 280
-    while not (run.checkpoints / f"step-{step:06d}").exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    pids = {rank.rank: rank.pid for rank in read_heartbeat(run).ranks}
-    pid = pids[1]
-    os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=280)
-    assert process.returncode != 0
-    deadline = time.monotonic() + 280
-    while not (errors := read_errors(run)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert [pids[error.rank] for error in errors] == [pid]
-    assert errors[0].step > step
-    assert errors[0].message.startswith("its process was killed")
-    assert read_metrics(run)[-1].step < STEPS
+    assert [line.loss for line in lines] == [line.loss for line in read_metrics(whole)]
+    assert different(whole, run) == []
 
 
 def damage(directory: Path) -> None:
@@ -277,32 +225,106 @@ def damage(directory: Path) -> None:
     file.write_bytes(content)
 
 
-def test_other_micro_batches_are_refused(
-    trained: dict[str, tuple[RunDirectory, RunDirectory]], module_runs: Any, launch: Any
+@pytest.mark.mpi
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
+    trained: dict[str, Pair], make_run: Any, start: Any, different: Any
 ) -> None:
+    """Between two checkpoints: all ranks agree on the step, and end with 0."""
     whole, _ = trained["plain"]
-    sections, _ = VARIANTS["plain"]
-    rest = module_runs(1, sections, micro_batches=4)
-    assert Plan.load(rest.plan).micro_batch_size == 1
-    shutil.copytree(whole.checkpoints, rest.checkpoints, dirs_exist_ok=True)
-    done = launch(1, "-m", "pipectl.runtime.worker", "--run", rest.path)
-    assert done.returncode == 3
-    assert "was written with micro-batches of 2 samples, and the plan has 1" in done.stderr
+    given = {"data": {**SLOW, "shuffle": True}, "checkpoint": {"every": 100}}
+    run = make_run(2, **{**PLAIN, **given})
+    for attempt, state in ((1, "stopped"), (2, "done")):
+        process = start(run, attempt)
+        while attempt == 1 and not read_metrics(run):
+            time.sleep(0.05)
+        if attempt == 1:
+            run.stop_request.write_text("")
+        _, log = process.communicate(timeout=280)
+        assert process.returncode == 0, log
+        assert run.stopped_marker.exists() == (attempt == 1)
+        assert read_heartbeat(run).state == state
+        run.stop_request.unlink(missing_ok=True)
+        run.stopped_marker.unlink(missing_ok=True)
+    assert {line.attempt for line in read_metrics(run)} == {1, 2}
+    assert different(whole, run) == []
 
 
-def test_a_checkpoint_becomes_valid_while_the_next_steps_overlap(
-    make_spec: Any, make_run: Any, train: Any
+@pytest.mark.mpi
+def test_steps_that_overlap_stop_where_the_pipeline_is_empty_and_save_while_it_is_not(
+    make_run: Any, train: Any
 ) -> None:
-    """Not at the next one, before which a job that is killed would have lost both."""
-    spec = make_spec(
-        2,
-        training={"steps": 12, "batch_size": 4},
-        pipeline={"stages": 2, "schedule": "pipedream-2bw", "micro_batches": 2},
-        checkpoint={"every": 6},
-        callbacks={"watching": f"{PARTS}:watching"},
-    )
-    run = make_run(spec)
-    train(run)
+    """A stop waits for the next checkpoint, and a checkpoint is valid before the one after it: a
+    job that is killed meanwhile would have lost both. And checkpoints stay as the job says."""
+    overlapping = {"training": {"steps": 12, "batch_size": 4}, "pipeline": ASYNCHRONOUS}
+    watching = {"callbacks": {"watching": f"{PARTS}:watching"}, "checkpoint": {"every": 6}}
+    run = make_run(2, **overlapping, **watching)
+    stopping = make_run(2, **{**overlapping, "checkpoint": {"every": STOPPED}})
+    stopping.stop_request.write_text("")
+    keeping = make_run(1, **{**PLAIN, "checkpoint": {"every": 1, "keep": 2, "keep_every": 4}})
+    train(run, stopping, keeping)
     seen = dict(map(json.loads, (run.path / "seen.jsonl").read_text().splitlines()))
     assert seen[6] == []
     assert seen[11] == ["step-000006"]
+    assert stopping.stopped_marker.exists()
+    assert [line.step for line in read_metrics(stopping)] == [*range(1, STOPPED + 1)]
+    assert names(stopping) == [f"step-{STOPPED:06d}"]
+    assert names(keeping) == ["step-000009", "step-000008", "step-000004"]
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "min_delta", "count"),
+    [
+        ([], "min", 0.0, 0),
+        ([3.0], "min", 0.0, 0),
+        ([3.0, 2.0, 2.0], "min", 0.0, 1),
+        ([3.0, 2.0, 2.5, 1.9], "min", 0.0, 0),
+        ([3.0, 2.0, 2.5, 1.9], "min", 0.2, 2),
+        ([0.5, 0.6, 0.6, 0.1], "max", 0.0, 2),
+        ([math.nan, 2.0, math.nan, math.inf], "min", 0.0, 2),
+        ([math.nan, math.nan], "max", 0.0, 2),
+        ([math.inf, 2.0], "min", 0.0, 0),
+    ],
+)
+def test_values_without_an_improvement_are_counted(
+    values: list[float], mode: str, min_delta: float, count: int
+) -> None:
+    assert count_without_improvement(values, mode, min_delta) == count
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("pipeline", [{"stages": 2, "micro_batches": 2}, ASYNCHRONOUS], ids=str)
+def test_a_run_ends_early_and_goes_on_to_the_bit(
+    make_run: Any,
+    launch: Any,
+    different: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    pipeline: dict[str, Any],
+) -> None:
+    def make(patience: int) -> RunDirectory:
+        stopping = {"patience": patience, "min_delta": 1e9}  # so that nothing is an improvement
+        held_out = {"data": f"{PARTS}:Samples", "every": 2, "early_stopping": stopping}
+        more = {"training": TRAINING, "checkpoint": {"every": 4}, "pipeline": pipeline}
+        return make_run(2, **{**PLAIN, **more, "evaluation": held_out})
+
+    def train(*runs: RunDirectory) -> str:
+        done = launch(2, IN_TURN, *(run.path for run in runs))
+        assert done.returncode == 0, done.stderr
+        return str(done.stderr)
+
+    whole, run = make(100), make(2)
+    why = "loss has not improved by more than 1e+09 in 2 evaluations"
+    assert f"the training ends after step 6: {why}" in train(whole, run)
+    measured = sum_up(read_metrics(run))
+    assert (measured.step, measured.evaluation_step, measured.early_stop) == (6, 6, why)
+    assert read_heartbeat(run).state == "done"
+    assert names(run) == ["step-000006", "step-000004"]
+
+    monkeypatch.setenv("PIPECTL_ATTEMPT", "2")
+    train(run)  # as it is, it has nothing to do
+    assert names(run)[0] == "step-000006"
+    run.job.write_text(dump(load(run.job, ["evaluation.early_stopping.patience=100"])))
+    monkeypatch.setenv("PIPECTL_ATTEMPT", "3")
+    train(run)
+    assert sum_up(read_metrics(run)).early_stop == ""
+    if pipeline is not ASYNCHRONOUS:  # whose checkpoints drain it, which is part of it
+        assert different(whole, run) == []

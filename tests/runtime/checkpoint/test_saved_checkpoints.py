@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 from mpi4py import MPI
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from pipectl.capture import tensor_file
 from pipectl.errors import CaptureError, DataFileError, MismatchError, UsageError
 from pipectl.runtime import checkpoint
-from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
-from pipectl.runtime.manifest import Manifest
+from pipectl.runtime.checkpoint import Keep, Saver, saver, take_snapshot
+from pipectl.runtime.manifest import Manifest, Shard
 from pipectl.runtime.optimizer import Stepper
 
 THREE = Keep(3)
@@ -41,14 +44,13 @@ def save(
     step: int,
     states: dict[str, Tensor],
     keep: Keep = THREE,
-    stepper: Stepper | None = None,
     warnings: list[str] | None = None,
 ) -> Path:
-    saver = Saver(MPI.COMM_SELF, directory, keep, 1, ([] if warnings is None else warnings).append)
+    writer = Saver(MPI.COMM_SELF, directory, keep, 1, ([] if warnings is None else warnings).append)
     persistent = states.keys() - {"model.scratch"}
-    own = take_snapshot(states, persistent, stepper or Stepper(None, None), {})
-    saver.start(Manifest(step, 4, {"b.weight": "a.weight"}), own)
-    saver.finish()
+    own = take_snapshot(states, persistent, Stepper(None, None), {})
+    writer.start(Manifest(step, 4, {"b.weight": "a.weight"}), own)
+    writer.finish()
     return directory / f"step-{step:06d}"
 
 
@@ -81,10 +83,25 @@ def test_states_that_look_into_one_memory_are_saved(tmp_path: Path) -> None:
     assert found["sin"].tolist() == [4, 5, 6, 7]
 
 
-def test_only_the_newest_are_kept(tmp_path: Path, states: dict[str, Tensor]) -> None:
-    for step in (5, 10, 999_999, 1_000_000):
-        save(tmp_path, step, states, Keep(2))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
+PASSED_OVER = [(9, Keep(2)), (12, Keep(2)), (3, Keep(1)), (6, Keep(1))]
+"""Later ones were damaged, or the run would not have gone on from before them."""
+
+
+@pytest.mark.parametrize(
+    ("saves", "kept"),
+    [
+        ([(step, Keep(2)) for step in (5, 10, 999_999, 1_000_000)], [999_999, 1_000_000]),
+        ([(step, Keep(2, keep_every=3)) for step in range(1, 8)], [3, 6, 7]),
+        (PASSED_OVER, [6, 9, 12]),
+        ([*PASSED_OVER, (12, Keep(1))], [12]),
+    ],
+)
+def test_the_newest_are_kept_and_some_for_good(
+    tmp_path: Path, states: dict[str, Tensor], saves: list[tuple[int, Keep]], kept: list[int]
+) -> None:
+    for step, keep in saves:
+        save(tmp_path, step, states, keep)
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-{step:06d}" for step in kept}
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
@@ -122,11 +139,6 @@ def test_the_manifest_says_what_is_where(tmp_path: Path, states: dict[str, Tenso
     assert manifest["aliases"] == {"b.weight": "a.weight"}
 
 
-@pytest.fixture
-def saved(tmp_path: Path, states: dict[str, Tensor]) -> Path:
-    return save(tmp_path, 3, states)
-
-
 DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
     "flipped bit": (
         "rank-0000.safetensors",
@@ -144,7 +156,8 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_found(saved: Path, damage: str) -> None:
+def test_damage_is_found(tmp_path: Path, states: dict[str, Tensor], damage: str) -> None:
+    saved = save(tmp_path, 3, states)
     name, change, words = DAMAGE[damage]
     content = change((saved / name).read_bytes())
     (saved / name).unlink()
@@ -155,19 +168,6 @@ def test_damage_is_found(saved: Path, damage: str) -> None:
     assert str(saved / name) in raised.value.message
     assert raised.value.message.endswith(words)
     assert raised.value.cure == "use another checkpoint of the run"
-
-
-def test_an_interrupted_save_leaves_the_old_one(
-    tmp_path: Path, states: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever a process that was killed had written: the next one begins with removing it."""
-    old = save(tmp_path, 3, states, Keep(1))
-    partial = tmp_path / ".step-000006.partial-1"
-    partial.mkdir()
-    (partial / "rank-0000.safetensors").write_bytes(b"half")
-    assert checkpoint.load(old)["count"] == 5
-    save(tmp_path, 9, states, Keep(1))
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000009"]
 
 
 def test_a_checkpoint_that_was_moved_aside_moves_back(
@@ -181,54 +181,39 @@ def test_a_checkpoint_that_was_moved_aside_moves_back(
     assert checkpoint.load(old)["count"] == 5
 
 
-@pytest.mark.parametrize("broken", ["write_tensors", "disk_usage"])
+def full(*_: object) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("broken", "how", "words"),
+    [
+        ("snapshot.write_tensors", full, "No space left on device"),
+        ("saver.shutil.disk_usage", full, "No space left on device"),
+        (
+            "saver.shutil.disk_usage",
+            lambda _: SimpleNamespace(free=20),
+            "it takes 65 B, and 20 B are free",
+        ),
+    ],
+)
 def test_a_disk_that_fails_leaves_the_old_one_and_is_told(
-    tmp_path: Path, states: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, broken: str
+    tmp_path: Path,
+    states: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+    how: Any,
+    words: str,
 ) -> None:
     old = save(tmp_path, 3, states, Keep(1))
-    module = f"snapshot.{broken}" if broken == "write_tensors" else "saver.shutil.disk_usage"
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(f"pipectl.runtime.checkpoint.{module}", full)
+    monkeypatch.setattr(f"pipectl.runtime.checkpoint.{broken}", how)
     warnings: list[str] = []
-    with pytest.raises(UsageError, match=r"the last checkpoint: .*No space left on device"):
-        save(tmp_path, 6, states, Keep(1), warnings=warnings)
+    with pytest.raises(UsageError, match=rf"the last checkpoint: .*{words}"):
+        save(tmp_path, 6, states, Keep(1), warnings)
     (warning,) = warnings
     assert warning.startswith("the checkpoint of step 6 was not written: ")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
     assert checkpoint.load(old)["count"] == 5
-
-
-def test_space_is_looked_for_first(
-    tmp_path: Path, states: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "pipectl.runtime.checkpoint.saver.shutil.disk_usage", lambda _: SimpleNamespace(free=20)
-    )
-    with pytest.raises(UsageError, match=r"it takes 65 B, and 20 B are free"):
-        save(tmp_path, 6, states)
-
-
-def test_some_checkpoints_are_kept_for_good(tmp_path: Path, states: dict[str, Tensor]) -> None:
-    for step in range(1, 8):
-        save(tmp_path, step, states, Keep(2, keep_every=3))
-    found = sorted(path.name for path in tmp_path.iterdir())
-    assert found == ["step-000003", "step-000006", "step-000007"]
-
-
-def test_later_ones_that_were_passed_over_take_no_place(
-    tmp_path: Path, states: dict[str, Tensor]
-) -> None:
-    """They were damaged, or the run would not have gone on from before them."""
-    for step, newest in ((9, 2), (12, 2), (3, 1), (6, 1)):
-        save(tmp_path, step, states, Keep(newest))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step-000006", "step-000009", "step-000012",
-    ]  # fmt: skip
-    save(tmp_path, 12, states, Keep(1))
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000012"]
 
 
 def test_a_checkpoint_waits_for_what_belongs_before_it(
@@ -241,10 +226,10 @@ def test_a_checkpoint_waits_for_what_belongs_before_it(
         asked.append((step, (tmp_path / "step-000006").exists()))
         return len(asked) > 3
 
-    saver = Saver(MPI.COMM_SELF, tmp_path, THREE, 1, print, ready)
+    writer = Saver(MPI.COMM_SELF, tmp_path, THREE, 1, print, ready)
     own = take_snapshot(states, states.keys(), Stepper(None, None), {})
-    saver.start(Manifest(6, 4, {}), own)
-    saver.finish()
+    writer.start(Manifest(6, 4, {}), own)
+    writer.finish()
     assert asked == [(6, False)] * 4
     assert (tmp_path / "step-000006").exists()
 
@@ -290,11 +275,11 @@ def test_optimizers_go_on_to_the_bit(tmp_path: Path, make: Any) -> None:
     parameters = some_parameters()
     stepper = Stepper(make(list(parameters.values())), None)
     train(stepper, parameters, range(3))
-    saver = Saver(MPI.COMM_SELF, tmp_path, Keep(1), 1, print)
+    writer = Saver(MPI.COMM_SELF, tmp_path, Keep(1), 1, print)
     manifest = Manifest(3, 4, {}, updates=stepper.updates)
-    saver.start(manifest, take_snapshot(parameters, set(parameters), stepper, parameters))
+    writer.start(manifest, take_snapshot(parameters, set(parameters), stepper, parameters))
     train(stepper, parameters, range(3, 6))  # while it is written
-    saver.finish()
+    writer.finish()
     stored = checkpoint.load(tmp_path / "step-000003")
     again = {name: nn.Parameter(torch.zeros_like(p)) for name, p in parameters.items()}
     stored.restore_states(again)
@@ -303,6 +288,59 @@ def test_optimizers_go_on_to_the_bit(tmp_path: Path, make: Any) -> None:
     train(other, again, range(3, 6))
     assert stored.manifest.updates == 3
     assert all(torch.equal(again[name], parameters[name]) for name in again)
+
+
+@pytest.mark.parametrize("room", [None, 0, 150, 10_000])
+def test_a_checkpoint_has_the_state_of_its_step_with_or_without_a_copy(
+    tmp_path: Path, room: int | None
+) -> None:
+    """A rank without memory for the copy writes what it saves before training goes on."""
+    warnings: list[str] = []
+    parameters, number = some_parameters(), torch.tensor(5)
+    stepper = Stepper(torch.optim.AdamW(list(parameters.values()), lr=0.1), None)
+    train(stepper, parameters, range(2))
+    states = {**parameters, "model.count": number, "model.scratch": number}
+    before = {name: tensor.detach().clone() for name, tensor in states.items()}
+    writer = Saver(MPI.COMM_SELF, tmp_path, Keep(2), 1, warnings.append)
+    for step in (1, 2):
+        own = take_snapshot(states, {*parameters, "model.count"}, stepper, parameters, room)
+        assert own.is_copy == (room is None or room >= own.size_bytes)
+        assert own.is_copy == (own.weights["count"].data_ptr() != number.data_ptr())
+        writer.start(Manifest(step, 4, {}), own)
+    number += 1  # as forwards do
+    train(stepper, parameters, range(2, 3))
+    writer.finish()
+    assert len(warnings) == (not own.is_copy)
+    assert all("training waits while they are written" in warning for warning in warnings)
+    again = {name: torch.zeros_like(tensor) for name, tensor in states.items()}
+    checkpoint.load(tmp_path / "step-000002").restore_states(again)
+    assert all(torch.equal(again[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("updates", [(5, 0), (0, 5)])
+def test_the_manifest_has_the_updates_of_the_rank_that_made_most(
+    tmp_path: Path, updates: tuple[int, int]
+) -> None:
+    """Ranks that only compute forwards move no schedule of learning rates."""
+    (partial := tmp_path / ".step-000007.partial-1").mkdir()
+    reports: list[Manifest | str] = [Manifest(7, 4, {}, updates=count) for count in updates]
+    made = saver._Save(Manifest(7, 4, {}), partial, Future(), reports=reports)
+    saver._commit(tmp_path, made, Keep(1))
+    assert Manifest.load(tmp_path / "step-000007").updates == 5
+
+
+def test_files_are_what_other_programs_read(tmp_path: Path) -> None:
+    """All types, empty tensors, numbers, strides; notes and names that are no ASCII."""
+    types = [*tensor_file.CODES]
+    given = {f"{index}-ä": torch.zeros(3, 2).to(dtype).t() for index, dtype in enumerate(types)}
+    given |= {"empty": torch.zeros(0, 4), "number": torch.tensor(2.5)}
+    written = tensor_file.write_tensors(tmp_path / "x", given, given.__getitem__, {"note": "é"})
+    assert Shard("x", *written, tuple(given)).is_whole(tmp_path)
+    found = load_file(tmp_path / "x")
+    assert found.keys() == given.keys()
+    for name, tensor in given.items():
+        assert found[name].dtype == tensor.dtype
+        assert tensor.is_complex() or torch.equal(found[name].float(), tensor.float())
 
 
 def test_an_optimizer_that_cannot_be_saved_is_named() -> None:

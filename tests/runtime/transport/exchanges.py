@@ -89,6 +89,7 @@ def main() -> None:
         several(two, "+0 -0 +1 +2 -2 -1", "none", 1000, check=True)
         for mode, check in (("none", 0), ("poll", 0), ("thread", 0), ("thread", 1)):
             several(two, MANY, mode, 16, check=bool(check))
+        send_and_go_on(two)
 
 
 def several(two: MPI.Intracomm, order: str, mode: str, piece_bytes: int, *, check: bool) -> None:
@@ -104,6 +105,27 @@ def several(two: MPI.Intracomm, order: str, mode: str, piece_bytes: int, *, chec
         else:
             receive(line, steps)
         two.Barrier()
+
+
+def send_and_go_on(two: MPI.Intracomm) -> None:
+    """The second message has left before its receiver, which has posted its buffers, waits for it.
+
+    Its note is far longer than it is.
+    """
+    slots = [Slot(f"{'long' * 50}-{index}") for index in range(2000)]
+    lanes = {Lane(TransferKind.ACTIVATION, 0, 1): slots}
+    line = Transport(two.Dup(), CpuDevice(), lanes, check=True).line(*lanes, 1 - two.rank)
+    message: dict[Slot, Tensor | None] = {**dict.fromkeys(slots), slots[7]: torch.ones(3)}
+    for index in range(2):
+        if two.rank:
+            posted = line.start_receive(index, 2)
+            if index == 1:
+                two.Barrier()
+            assert line.finish_receive(posted)[slots[7]] is not None
+        else:
+            line.finish_send(line.start_send(index, 2, message))
+            if index == 1:
+                two.Barrier()
 
 
 def size_of(name: str) -> int:

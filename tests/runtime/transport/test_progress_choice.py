@@ -1,8 +1,10 @@
-"""Which help messages get: by rule, the same in every run of a job."""
+"""How messages travel: which help they get, and whether MPI reads an accelerator's memory."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from mpi4py import MPI
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Observed
+from pipectl.runtime.transport import gpu_aware
 from pipectl.runtime.transport.choice import (
     HELPED,
     STAGED,
@@ -18,6 +21,7 @@ from pipectl.runtime.transport.choice import (
     choose_progress,
     decide,
 )
+from pipectl.runtime.transport.gpu_aware import Finding, find, judge, passes_self_test
 from pipectl.runtime.transport.transfer import WHOLE
 
 MIB = 2**20
@@ -95,3 +99,109 @@ def test_the_job_may_force_a_choice(mode: str) -> None:
 def test_pieces_follow_from_the_choice(mode, staged, pieces) -> None:
     with Choice(mode, "").progress(staged=staged) as progress:
         assert (progress.mode, progress.pieces) == (mode, pieces)
+
+
+def works(_: str) -> bool:
+    return True
+
+
+def fails(_: str) -> bool:
+    return False
+
+
+def never_asked(_: str) -> bool:
+    raise AssertionError("there is no need for a test message")
+
+
+def mpich(kind: int, answer: Any) -> int:
+    """MPIX_GPU_query_support: knows CUDA (0) alone."""
+    if kind.value > 1:
+        return 1
+    ctypes.cast(answer, ctypes.POINTER(ctypes.c_int))[0] = int(kind.value == 0)
+    return 0
+
+
+def libraries(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    monkeypatch.setattr(gpu_aware, "_library", lambda: SimpleNamespace(**functions))
+
+
+def kinds_of_memory(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    world = SimpleNamespace(
+        Get_info=lambda: {} if text is None else {"mpi_memory_alloc_kinds": text}
+    )
+    monkeypatch.setattr(gpu_aware, "MPI", SimpleNamespace(COMM_WORLD=world))
+
+
+def test_open_mpi_is_asked_by_its_function(monkeypatch) -> None:
+    libraries(monkeypatch, MPIX_Query_cuda_support=lambda: 1)
+    assert judge("cuda", {}, works).able
+    finding = judge("cuda", {}, fails)
+    assert not finding.able
+    assert "can, but a test message does not arrive" in finding.why
+    libraries(monkeypatch, MPIX_Query_cuda_support=lambda: 0)
+    assert not judge("cuda", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, never_asked).able
+
+
+def test_mpich_is_asked_by_its_function(monkeypatch) -> None:
+    libraries(monkeypatch, MPIX_GPU_query_support=mpich)
+    kinds_of_memory(monkeypatch, None)
+    assert judge("cuda", {}, works).able
+    assert not judge("xpu", {}, never_asked).able
+    assert judge("rocm", {"MV2_USE_ROCM": "1"}, works).why.startswith("MV2_USE_ROCM says")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "environment", "able"),
+    [
+        ("mpi,system,cuda:device", {}, True),
+        ("mpi,system", {"PSP_CUDA": "1"}, False),
+        (None, {"PSP_CUDA": "1"}, True),
+        (None, {"MPICH_GPU_SUPPORT_ENABLED": "0"}, False),
+        (None, {}, False),
+    ],
+)
+def test_without_a_function_the_list_counts_and_then_the_environment(
+    monkeypatch, kinds, environment, able
+) -> None:
+    libraries(monkeypatch)
+    kinds_of_memory(monkeypatch, kinds)
+    assert judge("cuda", environment, works if able else never_asked).able is able
+
+
+@pytest.mark.parametrize("wanted", ["always", "never"])
+def test_the_job_may_decide(wanted: str) -> None:
+    finding = find(MPI.COMM_SELF, wanted, asks=True)
+    assert (finding.able, finding.why) == (wanted == "always", "set in the job")
+
+
+@pytest.mark.parametrize(
+    ("asks", "test", "other", "able"),
+    [(True, works, False, False), (True, fails, True, False), (False, never_asked, True, True)],
+)
+def test_a_rank_that_cannot_decides_for_all_and_not_all_send_a_test_message(
+    monkeypatch, asks, test, other, able
+) -> None:
+    libraries(monkeypatch, MPIX_Query_cuda_support=lambda: 1)
+    monkeypatch.setattr(gpu_aware, "_kind", lambda: "cuda")
+    monkeypatch.setattr(gpu_aware, "passes_self_test", test)
+    world: Any = SimpleNamespace(
+        allgather=lambda mine: [mine, Finding(other, "there")],
+        Ibarrier=lambda: MPI.Request(MPI.REQUEST_NULL),
+    )
+    assert find(world, "auto", asks=asks).able is able
+
+
+def test_rocm_is_called_cuda_by_torch(monkeypatch) -> None:
+    asked: list[str] = []
+    libraries(monkeypatch, MPIX_Query_rocm_support=lambda: 1)
+    judge("rocm", {}, lambda device: asked.append(device) is None)
+    assert asked == ["cuda"]
+
+
+@pytest.mark.mpi
+def test_the_test_message_is_sent_by_a_process_of_its_own(monkeypatch, warm_python) -> None:
+    monkeypatch.setattr("sys.executable", warm_python)
+    assert passes_self_test("cpu")
+    assert not passes_self_test("a device that torch does not know")
+    monkeypatch.setattr(gpu_aware, "_MODULE", "faulthandler_that_is_not_there")
+    assert not passes_self_test("cpu")

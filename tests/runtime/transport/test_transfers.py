@@ -54,23 +54,6 @@ def pair(count: int, dtype: torch.dtype) -> Counted:
     return Counted(numbers, torch.full_like(numbers, 99))
 
 
-@pytest.mark.parametrize("mode", ["none", "poll", "thread"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
-@pytest.mark.parametrize("pieces", [Pieces(), Pieces(16, 1), Pieces(10, 3), Pieces(100)])
-def test_what_is_sent_arrives(mode: str, dtype: torch.dtype, pieces: Pieces) -> None:
-    both = pair(25, dtype)
-    size_bytes = both.sent.nbytes
-    with Progress(mode, pieces) as progress:
-        transfers = [
-            progress.begin(*both.to_send),
-            progress.begin(*both.to_receive, a_message),
-        ]
-        progress.wait(transfers)
-    assert torch.equal(both.sent, both.received)
-    assert sum(both.sizes) == size_bytes
-    assert max(both.sizes) <= pieces.size_bytes
-
-
 def test_no_more_pieces_are_under_way_than_allowed() -> None:
     both = pair(100, torch.uint8)
     sending = PiecewiseTransfer(*both.to_send, Pieces(10, 2))
@@ -80,16 +63,6 @@ def test_no_more_pieces_are_under_way_than_allowed() -> None:
     while not (sending.advance() & receiving.advance()):
         pass
     assert both.sizes == [10] * 10
-
-
-def test_a_message_without_bytes_is_a_message() -> None:
-    both = pair(0, torch.float32)
-    sending = PiecewiseTransfer(*both.to_send)
-    assert not sending.advance()
-    receiving = PiecewiseTransfer(*both.to_receive, what=a_message)
-    while not (sending.advance() & receiving.advance()):
-        pass
-    assert both.sizes == [0]
 
 
 def test_strided_memory_is_refused() -> None:

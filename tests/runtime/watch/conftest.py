@@ -80,13 +80,11 @@ class Ranks:
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+def begin(tmp_path: Path, mpiexec: str) -> Iterator[Callable[..., Ranks]]:
     """``begin(what, **variables)``: three ranks, of which one meets with something.
 
     ``directory`` holds the run if it is given; ``start`` is a command that starts the launcher.
     """
-    beside = Path(sys.prefix) / "bin" / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else "mpiexec"
     started: list[Ranks] = []
 
     def begin(

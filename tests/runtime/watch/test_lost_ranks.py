@@ -6,6 +6,7 @@ import errno
 import os
 import pwd
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -45,7 +46,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("what", "rank"), cases())
-def test_all_end_and_the_rank_is_named(begin: Any, what: str, rank: int) -> None:
+def test_all_end_and_the_rank_is_named(begin, what: str, rank: int) -> None:
     ranks = begin(what, TEST_RANK=str(rank))
     log = ranks.end()
     assert ranks.launcher.returncode > 0
@@ -67,7 +68,7 @@ def test_all_end_and_the_rank_is_named(begin: Any, what: str, rank: int) -> None
 
 
 @pytest.mark.parametrize("what", ["slow", pytest.param("nothing", marks=pytest.mark.torture)])
-def test_a_slow_step_is_not_taken_for_a_hang(begin: Any, what: str) -> None:
+def test_a_slow_step_is_not_taken_for_a_hang(begin, what: str) -> None:
     ranks = begin(what)
     log = ranks.end()
     assert ranks.launcher.returncode == 0, log
@@ -78,7 +79,7 @@ def test_a_slow_step_is_not_taken_for_a_hang(begin: Any, what: str) -> None:
     assert ranks.left_in_memory() == []
 
 
-def test_ranks_that_miss_each_other_before_the_first_step_are_told_of(begin: Any) -> None:
+def test_ranks_that_miss_each_other_before_the_first_step_are_told_of(begin) -> None:
     ranks = begin("misses a collective")
     log = ranks.end()
     assert ranks.launcher.returncode > 0
@@ -94,7 +95,7 @@ def test_ranks_that_miss_each_other_before_the_first_step_are_told_of(begin: Any
     assert ranks.gone_s() < GONE_WITHIN_S
 
 
-def test_the_end_of_a_watcher_ends_no_rank_and_another_is_started(begin: Any) -> None:
+def test_the_end_of_a_watcher_ends_no_rank_and_another_is_started(begin) -> None:
     ranks = begin("unwatched", TEST_STEPS="12")
     ranks.wait_for("happened")
     again = "the process that watches this node's ranks has ended; it is started again"
@@ -105,7 +106,7 @@ def test_the_end_of_a_watcher_ends_no_rank_and_another_is_started(begin: Any) ->
     assert ranks.gone_s() < 60
 
 
-def test_nobody_else_reaches_a_job_that_runs(begin: Any) -> None:
+def test_nobody_else_reaches_a_job_that_runs(begin) -> None:
     """No socket but those of MPI, nothing with a name, and files are the owner's alone."""
     ranks = begin("lingers")
     ranks.wait_for("happened")
@@ -149,7 +150,7 @@ exit 0
 
 
 @pytest.mark.parametrize("owner", ["root", "nobody"])
-def test_another_user_neither_ends_nor_reads_a_job_that_runs(begin: Any, owner: str) -> None:
+def test_another_user_neither_ends_nor_reads_a_job_that_runs(begin, owner: str) -> None:
     """The job of root and that of an ordinary user, in a directory that everybody may enter."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("only root has other users at hand")
@@ -200,7 +201,7 @@ def lines_of(path: str) -> list[str]:
         pytest.param("script", "the job script that started it", marks=pytest.mark.torture),
     ],
 )
-def test_ranks_do_not_outlive_what_started_them(begin: Any, gone: str, words: str) -> None:
+def test_ranks_do_not_outlive_what_started_them(begin, gone: str, words: str) -> None:
     script = psutil.Popen(["sleep", "100"])
     ranks = begin("lingers", PIPECTL_SCRIPT=str(script.pid))
     ranks.wait_for("happened")
@@ -232,7 +233,7 @@ def small_group() -> Iterator[Path]:
 
 
 @pytest.mark.torture
-def test_a_rank_that_the_kernel_kills_for_memory(begin: Any, small_group: Path) -> None:
+def test_a_rank_that_the_kernel_kills_for_memory(begin, small_group: Path) -> None:
     ranks = begin("killed for memory")
     (ranks.run.path / "group").write_text(str(small_group))
     ranks.end()
@@ -243,7 +244,7 @@ def test_a_rank_that_the_kernel_kills_for_memory(begin: Any, small_group: Path) 
 
 
 @pytest.mark.torture
-def test_a_job_that_is_suspended_goes_on(begin: Any) -> None:
+def test_a_job_that_is_suspended_goes_on(begin) -> None:
     """Twice as long as a rank may be frozen."""
     ranks = begin("slow")
     ranks.wait_for("happened")
@@ -260,7 +261,7 @@ def test_a_job_that_is_suspended_goes_on(begin: Any) -> None:
 
 
 @pytest.mark.torture
-def test_a_rank_that_is_stopped_and_goes_on_in_time(begin: Any) -> None:
+def test_a_rank_that_is_stopped_and_goes_on_in_time(begin) -> None:
     ranks = begin("frozen")
     ranks.wait_for("happened")
     time.sleep(1)
@@ -270,7 +271,7 @@ def test_a_rank_that_is_stopped_and_goes_on_in_time(begin: Any) -> None:
 
 
 @pytest.mark.torture
-def test_a_run_whose_errors_cannot_be_written_ends_all_the_same(begin: Any) -> None:
+def test_a_run_whose_errors_cannot_be_written_ends_all_the_same(begin) -> None:
     ranks = begin("killed")
     ranks.run.errors.rmdir()
     Path(ranks.run.errors).write_text("no folder")
@@ -289,3 +290,15 @@ def test_a_watcher_without_memory_ends_no_run(monkeypatch: pytest.MonkeyPatch) -
     settings = Settings("n", 0, 1, 1, (), False, 0, "", "", 1.0, 0.0)
     watching._Watcher(settings)
     assert [text for text in warnings if "they run without" in text] == warnings != []
+
+
+FORKING = Path(__file__).with_name("rank_with_children.py")
+CODES = [-signal.SIGTERM.value, -signal.SIGTERM.value, -signal.SIGSEGV.value]
+
+
+@pytest.mark.mpi
+def test_a_watcher_hears_nothing_of_children_that_end(launch) -> None:
+    """Only the signal that the rank gets itself; it is as it was before it forked them."""
+    done = launch(0, FORKING)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{CODES} {[signal.SIGUSR1.value]} [] True\n"

@@ -14,26 +14,19 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from pipectl.runs import RunDirectory, read_metrics
+from pipectl.spec import dump
 
 pytestmark = [pytest.mark.mpi, pytest.mark.torture, pytest.mark.timeout(600)]
 PARTS = Path(__file__).parent.parent / "job_parts.py"
 STEPS, RANKS = 60, 2
-JOB = {
-    "version": 1,
-    "name": "job",
-    "site_defaults": False,
+SECTIONS = {
     "model": {"factory": f"{PARTS}:Model", "kwargs": {"depth": 3, "dropout": 0.1}},
-    "loss": {"factory": f"{PARTS}:loss", "weight": f"{PARTS}:valid"},
-    "data": {"factory": f"{PARTS}:Slow"},
     "optimizer": {"factory": "torch.optim:AdamW"},
     "training": {"steps": STEPS, "batch_size": 4},
     "checkpoint": {"every": 2},
     "launch": {"hang_after": "5s"},
-    "pipeline": {"micro_batches": 2, "stages": RANKS},
-    "resources": {"tasks_per_node": RANKS},
 }
 
 
@@ -71,9 +64,10 @@ def command(folder: Path, *arguments: str) -> str:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(make_spec, tmp_path: Path) -> Job:
     """Submitted, and some steps on its way."""
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
+    spec = make_spec(RANKS, {"factory": f"{PARTS}:Paced", "shuffle": True}, **SECTIONS)
+    (tmp_path / "job.yaml").write_text(dump(spec))
     answer = json.loads(command(tmp_path, "submit", "job.yaml", "--scheduler", "local", "--json"))
     found = Job(tmp_path, RunDirectory(Path(answer["directory"])))
     found.wait(lambda status: status["step"] >= 3)

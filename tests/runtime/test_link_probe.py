@@ -13,19 +13,17 @@ from pathlib import Path
 import pytest
 
 from pipectl.cluster import Cluster
+from pipectl.errors import MismatchError
 from pipectl.link import Link
 from pipectl.runs import RunDirectory
+from pipectl.runtime.links.probe import (
+    Place,
+    describe_node,
+    describe_source,
+    ranks_by_node,
+)
+from pipectl.spec import dump
 
-JOB = """\
-version: 1
-name: probed
-model: {factory: "m:build"}
-loss: {factory: "model"}
-data: {factory: "m:data"}
-training: {steps: 4, batch_size: 8}
-resources: {tasks_per_node: 4, memory_per_node: 8GiB}
-site_defaults: false
-"""
 # The rank's number is known before MPI starts, from the launcher's environment.
 NODES = """\
 #!/bin/bash
@@ -34,14 +32,14 @@ export SLURMD_NODENAME=${nodes[${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}}]}
 exec "$@"
 """
 Probe = Callable[..., "subprocess.CompletedProcess[str]"]
-pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(make_spec, tmp_path: Path) -> RunDirectory:
     """A run directory with a job."""
     run = RunDirectory.create(tmp_path / "runs", "probed-links", 0.0)
-    run.job.write_text(JOB)
+    resources = {"tasks_per_node": 4, "memory_per_node": "8GiB"}
+    run.job.write_text(dump(make_spec(4, name="probed", resources=resources)))
     return run
 
 
@@ -82,6 +80,7 @@ def check(link: Link) -> None:
     assert all(0 <= share <= 1 for _, *shares in link.observed.overlap for share in shares)
 
 
+@pytest.mark.mpi
 def test_two_nodes_are_measured_within_and_between(
     probe: Probe, run: RunDirectory, tmp_path: Path
 ) -> None:
@@ -113,6 +112,7 @@ def test_two_nodes_are_measured_within_and_between(
     assert (beat["state"], beat["steps"]) == ("measuring sums over 4 ranks", 100)
 
 
+@pytest.mark.mpi
 def test_one_rank_a_node_leaves_the_link_within_assumed(probe: Probe, tmp_path: Path) -> None:
     assert probe("a", "b", "c").returncode == 0
     cluster = Cluster.load(tmp_path / "cluster.json")
@@ -125,6 +125,7 @@ def test_one_rank_a_node_leaves_the_link_within_assumed(probe: Probe, tmp_path: 
     assert cluster.assumptions == ()
 
 
+@pytest.mark.mpi
 def test_scattered_ranks_are_refused(probe: Probe, run: RunDirectory, tmp_path: Path) -> None:
     assert probe("a", "b", "a").returncode == 3
     error = json.loads(next(run.errors.glob("rank-*.json")).read_text())
@@ -133,8 +134,43 @@ def test_scattered_ranks_are_refused(probe: Probe, run: RunDirectory, tmp_path: 
     assert not (tmp_path / "cluster.json").exists()
 
 
+@pytest.mark.mpi
 def test_a_single_process_is_told_of_the_launcher(probe: Probe, run: RunDirectory) -> None:
     assert probe("a").returncode == 3
     error = json.loads(run.error_of(0).read_text())
     assert "single process" in error["message"]
     assert "launch.mpi" in error["cure"]
+
+
+def place(node: str, *cores: int) -> Place:
+    return Place(node, f"host-of-{node}", frozenset(cores), 16 * 2**30)
+
+
+def test_ranks_are_grouped_by_node() -> None:
+    assert ranks_by_node([place(name) for name in "bbaac"]) == [[0, 1], [2, 3], [4]]
+    with pytest.raises(MismatchError, match=r"node b has the ranks \[0, 2\]"):
+        ranks_by_node([place(name) for name in "bab"])
+
+
+@pytest.mark.parametrize(("asked", "memory"), [(8 * 2**30, 4 * 2**30), (None, 8 * 2**30)])
+def test_nodes_have_the_cores_of_their_ranks_and_their_share_of_memory(asked, memory) -> None:
+    bound = describe_node([place("a", 0, 1), place("a", 2, 3)], 2, asked)
+    free = describe_node([place("b", 0, 1, 2, 3), place("b", 0, 1, 2, 3)], 2, asked)
+    assert [(node.name, node.ranks, node.cores) for node in (bound, free)] == [
+        ("a", 2, 2),
+        ("b", 2, 2),
+    ]
+    assert free.device.memory_bytes == memory
+
+
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        ("MPICH Version:      5.0.2\nMPICH Release date: a day", "MPICH 5.0.2"),
+        ("Open MPI v5.0.11, package: Open MPI root@host, ident: 5.0.11", "Open MPI v5.0.11"),
+        ("", "an unknown MPI"),
+    ],
+)
+def test_the_source_names_the_library_without_its_dates(library: str, words: str) -> None:
+    places = [place("a", 0), place("a", 1), place("b", 0)]
+    assert describe_source(library, places) == f"measured with {words}: 3 ranks on 2 hosts"

@@ -1,14 +1,9 @@
-"""Sums over replicas on real ranks: the same bits everywhere, in the order of the replicas."""
+"""Replicas sum in one order, agree on buffers, and are noticed if they drift apart."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import math
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,102 +14,22 @@ from mpi4py import MPI
 from pipectl.cluster import assumed_cluster
 from pipectl.link import Link
 from pipectl.plan import Stage, StageCost
+from pipectl.runs import read_errors, read_metrics
+from pipectl.runtime import checkpoint
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.reduction import Bucket, StageReduction
+from pipectl.runtime.replicas import agree, checksum
 from pipectl.runtime.transport import Progress, Wire
 from pipectl.simulate.network import reduction_s
 
 PROGRAM = Path(__file__).with_name("ranks_that_sum.py")
-_SPEC = importlib.util.spec_from_file_location("ranks_that_sum", PROGRAM)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-RANKS = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(RANKS)
 
 
-@pytest.fixture(scope="module", params=[(2, "none"), (3, "thread")], ids=str)
-def found(
-    request: pytest.FixtureRequest,
-    launch: Callable[..., Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> list[dict[str, Any]]:
-    ranks, mode = request.param
-    file = tmp_path_factory.mktemp("sums") / "found.json"
-    done = launch(ranks, PROGRAM, file, mode)
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "mode"), [(2, "none"), (3, "thread")])
+def test_replicas_sum_in_their_order_and_agree_on_buffers(launch, ranks: int, mode: str) -> None:
+    done = launch(ranks, PROGRAM, mode)
     assert done.returncode == 0, done.stderr
-    loaded: list[dict[str, Any]] = json.loads(file.read_text())
-    return loaded
-
-
-def expected(name: str, ranks: int, dtype: torch.dtype) -> list[float]:
-    parts = [RANKS.gradient(name, rank, dtype).float() for rank in range(ranks)]
-    total: list[float] = reduce(torch.add, parts).to(dtype).double().tolist()
-    return total
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_replica_has_the_sum_in_float32_by_rising_replica(
-    found: list[dict[str, Any]], dtype: torch.dtype
-) -> None:
-    key = str(dtype).removeprefix("torch.")
-    for mine in found:
-        assert mine[key].pop("unused") is None
-        assert mine[key] == {name: expected(name, len(found), dtype) for name in mine[key]}
-
-
-@pytest.mark.mpi
-def test_sharded_sums_are_at_their_owners_alone(found: list[dict[str, Any]]) -> None:
-    owners = RANKS.owners_of(RANKS.made(torch.float32), len(found))
-    for replica, mine in enumerate(found):
-        for name, owner in owners.items():
-            here = owner == replica and name != "unused"
-            wanted = expected(name, len(found), torch.float32) if here else None
-            assert mine["sharded"][name] == wanted
-
-
-@pytest.mark.mpi
-def test_sums_begin_within_the_last_backward_and_no_earlier_one(
-    found: list[dict[str, Any]],
-) -> None:
-    for mine in found:
-        assert mine["begun"] == {"earlier": [False, False], "last": [True, True]}
-
-
-@pytest.mark.mpi
-def test_a_gradient_of_one_replica_is_one_of_all(
-    found: list[dict[str, Any]],
-) -> None:
-    everywhere = [float(len(found))]
-    for mine in found:
-        assert mine["branching"] == {"a": everywhere, "b": everywhere, "c": [1.0], "unused": None}
-
-
-@pytest.mark.mpi
-def test_all_replicas_get_what_an_owner_updated(found: list[dict[str, Any]]) -> None:
-    owners = RANKS.owners_of(RANKS.made(torch.float32), len(found))
-    for mine in found:
-        assert mine["shared"] == {
-            name: [1.0 + owner] * RANKS.SIZES[name] for name, owner in owners.items()
-        }
-
-
-@pytest.mark.mpi
-def test_statistics_are_means_over_micro_batches_and_counts_are_sums(
-    found: list[dict[str, Any]],
-) -> None:
-    micro_batches = len(found) + 1
-    mean = sum(12.0 * replica for replica in range(len(found))) / micro_batches
-    for mine in found:
-        assert mine["agreed"] == {
-            "mean": [mean, 2 * mean],
-            "phase": [mean],
-            "same": [0.1, math.inf],
-            "count": [5 + micro_batches],
-            "large": [2**60 + len(found)],
-            "place": [1],
-            "seen": [True, False, True],
-        }
 
 
 class Counting:
@@ -214,3 +129,86 @@ def test_the_work_on_sums_under_way_grows_with_their_number_and_no_faster(bucket
     messages.answers = True
     reduction.finish()
     assert messages.tests <= 8 * 2 * buckets
+
+
+@pytest.mark.parametrize(
+    ("taken", "split", "count"), [([[0, 1, 2]] * 2, True, 8), ([[0, 2, 4], [1, 3, 5]], False, 11)]
+)
+def test_a_micro_batch_that_replicas_split_counts_once(
+    taken: list[list[int]], split: bool, count: int
+) -> None:
+    before, after = torch.tensor([5]), torch.tensor([[8], [8]])
+    assert agree(after, taken, before, split=split).tolist() == [count]
+
+
+def test_a_mean_weighs_replicas_by_their_micro_batches() -> None:
+    after = torch.tensor([[0.0], [12.0]])
+    assert agree(after, [[0, 2], [1]], None, split=False).tolist() == [4.0]
+
+
+PARTS = Path(__file__).with_name("job_parts.py")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.complex64, torch.bool]
+)
+def test_every_bit_counts(dtype: torch.dtype) -> None:
+    tensor = torch.arange(13).to(dtype)
+    before = checksum(tensor)
+    octets = tensor.view(torch.uint8)
+    for index in range(octets.numel()):
+        for bit in range(8) if dtype != torch.bool else [0]:
+            octets[index] ^= 1 << bit
+            assert checksum(tensor) != before
+            octets[index] ^= 1 << bit
+    assert checksum(tensor) == before
+
+
+@pytest.mark.mpi
+def test_replicas_agree_on_a_buffer_that_the_first_forward_leaves_as_it_was(
+    make_spec, make_run, train
+) -> None:
+    """Each takes one of two micro-batches; after a step both have the mean of theirs."""
+    late = {"factory": f"{PARTS}:Late"}
+    training = {"steps": 6, "batch_size": 4}
+    pipeline = {"micro_batches": 2, "stages": 1, "replicas": 2}
+    run = make_run(2, model=late, training=training, pipeline=pipeline)
+    train(run)
+    generator = torch.Generator().manual_seed(2)
+    samples = torch.randn(24, 6, generator=generator)  # those of job_parts, in order
+    mean = torch.zeros(6)
+    for step in range(6):
+        parts = samples[4 * step : 4 * step + 4].split(2)
+        if 2 * step > 3:
+            mean = sum(0.9 * mean + 0.1 * part.mean(0) for part in parts) / 2
+    weights = checkpoint.load(run.checkpoints / "step-000006")
+    assert int(weights["count"]) == 12
+    assert torch.allclose(weights["mean"], mean, atol=1e-6)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("step", "saving", "stop"),
+    [(99, {}, False), (3, {"checkpoint": {"every": 4}}, False), (1, {}, True)],
+    ids=["every hundred steps", "before a checkpoint", "before a stop"],
+)
+def test_a_flipped_bit_ends_the_job_where_replicas_are_compared_next(
+    make_spec, make_run, work, step: int, saving: dict[str, Any], stop: bool
+) -> None:
+    """On the second of three replicas, a step before; no checkpoint has it."""
+    optimizer = {"factory": f"{PARTS}:Faulty", "kwargs": {"lr": 0.1, "rank": 1, "step": step}}
+    training = {"steps": step + 3, "batch_size": 6}
+    pipeline = {"micro_batches": 3, "stages": 1, "replicas": 3}
+    run = make_run(3, optimizer=optimizer, training=training, pipeline=pipeline, **saving)
+    if stop:  # all ranks do, behind step 2
+        run.stop_request.write_text("")
+    done = work(3, run)
+    assert done.returncode != 0
+    (error,) = read_errors(run)
+    assert error.rank == 1
+    assert error.message.startswith(
+        f"step {step + 1}: the replicas of stage 0 no longer hold the same weights: "
+        "'layers.0.0.bias'; rank 1 differs from the others of ranks 0, 1, 2"
+    )
+    assert {line.step for line in read_metrics(run)} <= {*range(1, step + 2)}
+    assert list(run.checkpoints.glob("step-*")) == []

@@ -1,23 +1,32 @@
-"""Split backwards of single operators, against whole ones: values, gradients, layouts, memory."""
+"""The code of stages: split backwards, compilation, versions of the weights."""
 
 from __future__ import annotations
 
 import copy
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from pipectl.capture import CapturedJob, Cut, Slot
+from pipectl.capture.randomness import seed_operator
+from pipectl.capture.regions import WHOLE, Autocast, Region, Switch
 from pipectl.capture.slices import Rows
 from pipectl.capture.stage import StageCode
+from pipectl.errors import CaptureError, MismatchError
 from pipectl.planner.costs import stage_costs
+from pipectl.runtime.asynchronous import refuse
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.stage import MicroBatch, Stage
-from pipectl.runtime.stage_code import SPLIT, WeightHalf, split_backwards
+from pipectl.runtime.stage_code import SPLIT, WeightHalf, compile_stage, split_backwards
+from pipectl.runtime.versions import Versions
+from pipectl.spec.models import Training
 
 PARTS = Path(__file__).with_name("job_parts.py")
 
@@ -135,26 +144,6 @@ def one_linear(**more):
     return model, split(code, current), parameters, current
 
 
-def test_inputs_without_gradient_are_enough_for_weights():
-    model, code, parameters, current = one_linear(bias=False)
-    value = torch.randn(3, 5)
-    code.module(0, *parameters, value).sum().backward()
-    assert model.weight.grad is None
-    current[0].run()
-    assert torch.equal(model.weight.grad, torch.ones(6, 3) @ value)
-
-
-def test_results_may_be_written_in_place():
-    model, code, parameters, current = one_linear()
-    value = torch.randn(3, 5, requires_grad=True)
-    code.module(0, *parameters, value).relu_().sum().backward()
-    current[0].run()
-    found = [value.grad, model.weight.grad]
-    model.weight.grad = value.grad = None
-    model(value).relu().sum().backward()
-    assert all(map(torch.equal, found, [value.grad, model.weight.grad]))
-
-
 def test_a_weight_with_two_users_is_not_split():
     """Its gradient would be summed in another order."""
 
@@ -233,3 +222,116 @@ def test_weight_halves_that_come_late_use_the_gradients_of_their_own_micro_batch
     whole, late = found
     assert len(whole) == 5
     assert [name for name in whole if not torch.equal(whole[name], late[name])] == []
+
+
+WEIGHT, INPUT = torch.linspace(-1, 1, 48).view(6, 8), torch.linspace(-2, 2, 24).view(3, 8)
+
+
+def stage() -> StageCode:
+    """A layer and a dropout, as the builder of stages writes them."""
+    graph = fx.Graph()
+    seed, weight, x = (graph.placeholder(name) for name in ("seed", "weight", "x"))
+    layer = graph.call_function(F.gelu, (graph.call_function(F.linear, (x, weight)),))
+    graph.call_function(seed_operator, (seed, 7))
+    dropped = graph.call_function(F.dropout, (layer, 0.5))
+    graph.output((graph.call_function(torch.sin, (dropped,)),))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return StageCode(module, (Slot("weight"),), ("x",), (), (Slot("sin"),))
+
+
+def trained_once(code: StageCode, seed: int) -> tuple[Tensor, Tensor]:
+    weight = WEIGHT.clone().requires_grad_()
+    (result,) = code.module(seed, weight, INPUT)
+    result.sum().backward()
+    assert weight.grad is not None
+    return result.detach(), weight.grad
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_compiled_stages_draw_the_same_masks_and_agree_within_rounding() -> None:
+    compiled = compile_stage(stage())
+    for seed in (1, 2, 3):
+        expected, found = trained_once(stage(), seed), trained_once(compiled, seed)
+        assert torch.equal(found[0] == 0, expected[0] == 0)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+    assert not torch.equal(trained_once(compiled, 1)[0], trained_once(compiled, 2)[0])
+
+
+def test_compiled_stages_follow_an_autocast_inside_the_model() -> None:
+    graph = fx.Graph()
+    _, weight, x = (graph.placeholder(name) for name in ("seed", "weight", "x"))
+    switch = Switch(graph)
+    switch.to(Region((Autocast("cpu", torch.bfloat16, enabled=True),), gradients=True))
+    half = graph.call_function(F.linear, (x, weight))
+    switch.to(WHOLE)
+    whole = graph.call_function(F.linear, (x, weight))
+    graph.output((graph.call_function(torch.add, (whole, half)),))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    code = StageCode(module, (Slot("weight"),), ("x",), (), (Slot("add"),))
+    compiled = compile_stage(code, "eager")
+    for _ in range(2):
+        for one, other in zip(trained_once(compiled, 1), trained_once(code, 1), strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other)
+
+
+def test_a_new_seed_compiles_nothing_anew() -> None:
+    compiled: list[int] = []
+
+    def counting(module: fx.GraphModule, _: Any) -> Any:
+        compiled.append(len(module.graph.nodes))
+        return module
+
+    code = compile_stage(stage(), counting)
+    trained_once(code, 1)
+    pieces = len(compiled)
+    assert pieces == 2  # what is before the dropout, and what is behind it
+    trained_once(code, 2)
+    trained_once(code, 3)
+    assert len(compiled) == pieces
+
+
+def forward(versions, age, inputs, weight, bias):
+    version = versions.of_age(age)
+    leaves = [version.leaves[id(each)] for each in (weight, bias)]
+    return version, torch.nn.functional.linear(inputs, *leaves).tanh().square().sum()
+
+
+def step(versions, optimizer, in_use):
+    versions.before_update(in_use)
+    optimizer.step()
+    versions.after_update()
+
+
+def test_nothing_is_copied_where_nothing_waits():
+    layer = nn.Linear(3, 2)
+    versions, optimizer = (
+        Versions(list(layer.parameters()), kept=1),
+        torch.optim.SGD(layer.parameters(), lr=0.1),
+    )
+    address = layer.weight.data_ptr()
+    version, loss = forward(versions, 0, torch.ones(1, 3), layer.weight, layer.bias)
+    loss.backward()
+    versions.collect(version)
+    step(versions, optimizer, [])
+    assert layer.weight.data_ptr() == address
+    version, _ = forward(versions, 0, torch.ones(1, 3), layer.weight, layer.bias)
+    step(versions, optimizer, [version])
+    assert layer.weight.data_ptr() != address
+    assert version.leaves[id(layer.weight)].data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [({"clip_grad_norm": 1.0}, "training.clip_grad_norm needs"),
+     ({"precision": "float16"}, "training.precision: float16 needs")],
+)  # fmt: skip
+def test_what_needs_all_stages_at_once_is_refused(training, message):
+    with pytest.raises(MismatchError, match=message):
+        refuse(Training(steps=1, batch_size=1, **training), "pipedream", {})
+
+
+def test_weights_with_several_uses_are_refused():
+    with pytest.raises(CaptureError, match=r"'head\.weight' is used by several operators"):
+        refuse(Training(steps=1, batch_size=1), "pipedream", {"model.head.weight": ()})

@@ -1,0 +1,165 @@
+"""Ranks agree on what they are, where they are and what they run, or end before training."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from pipectl import __version__
+from pipectl.errors import MismatchError
+from pipectl.plan import Plan
+from pipectl.runs import RunDirectory, read_errors, read_metrics
+from pipectl.runtime import device
+from pipectl.runtime.agreement import accelerators_of, misplaced, sharing_ranks
+from pipectl.runtime.transport import Progress
+
+HERE = Path(__file__).parent
+PROGRAM = HERE / "changed_ranks.py"
+
+
+@pytest.fixture
+def two(make_run) -> tuple[RunDirectory, RunDirectory]:
+    """The same run twice: what rank 0 sees, and what rank 1 does."""
+    run = make_run(2)
+    copy = run.path.with_name("copy")
+    shutil.copytree(run.path, copy)
+    return run, RunDirectory(copy)
+
+
+@pytest.fixture
+def refused(launch, two: Any) -> Any:
+    """``refused(words)``: both ranks end with code 3 and the words, and neither has trained."""
+
+    def check(words: str, change: str = "") -> None:
+        done = launch(2, PROGRAM, change, *(run.path for run in two))
+        assert done.returncode == 3, done.stderr
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+        reports = [report for run in two for report in read_errors(run)]
+        assert reports
+        assert {report.type for report in reports} == {"MismatchError"}
+        assert all(words in report.message and report.cure for report in reports)
+        for run in two:
+            assert read_metrics(run) == []
+            for file in run.errors.iterdir():
+                file.unlink()
+
+    return check
+
+
+@pytest.mark.mpi
+def test_what_differs_is_named_with_both_sides(two: Any, refused: Any) -> None:
+    versions = [("pipectl", __version__), ("torch", torch.__version__)]
+    told = "; ".join(f"{name} 0.0.7, not {mine}" for name, mine in versions)
+    refused(f" has {told}, as rank 0 on ", "pipectl,pytorch")
+    refused("rank 1 runs another pipectl than rank 0", "stranger")
+    refused(
+        "has a different model from the other ranks and plan.json: "
+        "operator 4, 'linear_2', has other arguments here than there",
+        "deeper",
+    )
+    move_an_operator(two[1])
+    text = two[1].job.read_text()
+    assert "steps: 5" in text
+    two[1].job.write_text(text.replace("steps: 5", "steps: 6"))
+    refused(" has another job.yaml; another plan.json, as rank 0 on ")
+
+
+def move_an_operator(run: RunDirectory) -> None:
+    """To the other stage, while all messages keep their sizes."""
+    plan = Plan.load(run.plan)
+    first, second = plan.stages
+    moved = (
+        replace(first, nodes=first.nodes[:-2]),
+        replace(second, nodes=(*first.nodes[-2:], *second.nodes)),
+    )
+    replace(plan, stages=moved).save(run.plan)
+
+
+@pytest.mark.mpi
+def test_an_accelerator_that_only_some_ranks_see_is_named(two: Any, refused: Any) -> None:
+    for run in two:
+        text = run.job.read_text()
+        assert "gpus_per_node: 0" in text
+        run.job.write_text(text.replace("gpus_per_node: 0", "gpus_per_node: 1"))
+    refused("sees an accelerator of type cuda, but rank 0 on ", "accelerator")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node_of_rank"),
+    [
+        ([[0, 1], [2, 3]], (0, 0, 1, 1)),
+        ([[0]], (0,)),
+        ([[0, 1, 2], [3]], (5, 5, 5, 7)),
+    ],
+)
+def test_nothing_is_said_of_ranks_that_are_in_their_places(nodes, node_of_rank) -> None:
+    assert misplaced(nodes, node_of_rank) == ""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node_of_rank", "words"),
+    [
+        ([[0, 2], [1, 3]], (0, 0, 1, 1), "has the ranks 0, 2, where the plan counts on 0-1"),
+        ([[0, 1, 2, 3]], (0, 0, 1, 1), "has the ranks 0-3, where the plan counts on 0-1"),
+        ([[0, 1], [2], [3]], (0, 0, 1, 1), "has the ranks 2, where the plan counts on 2-3"),
+    ],
+)
+def test_the_first_node_that_differs_is_named(nodes, node_of_rank, words: str) -> None:
+    assert words in misplaced(nodes, node_of_rank)
+
+
+@pytest.mark.parametrize(
+    ("asked", "seen", "taken"),
+    [
+        (4, 4, [0, 1, 2, 3]),
+        (2, 2, [0, 1, 0, 1]),
+        (8, 8, [0, 1, 2, 3]),
+        (4, 1, [0, 0, 0, 0]),  # each rank is shown its own, always under the number 0
+        (2, 4, [0, 1, 0, 1]),
+    ],
+)
+def test_ranks_of_a_node_take_turns(
+    monkeypatch: pytest.MonkeyPatch, asked: int, seen: int, taken: list[int]
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
+    monkeypatch.setattr(device, "AcceleratorDevice", lambda index, in_place: index)
+    assert [device.choose_device(asked, local) for local in range(4)] == taken
+
+
+def test_a_job_for_accelerators_does_not_fall_back_to_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(MismatchError, match="torch finds none on"):  # where it is profiled
+        device.choose_device(1, 0)
+    with pytest.raises(MismatchError, match="no rank sees an accelerator"):
+        accelerators_of(MPI.COMM_SELF)
+
+
+def test_the_first_ranks_that_share_an_accelerator_are_named() -> None:
+    places = [("a", "x"), None, ("a", "y"), ("b", "x"), None, ("a", "y"), ("a", "x")]
+    assert sharing_ranks(places) == (2, 5)
+    assert sharing_ranks(places[:5]) is None
+
+
+def test_the_thread_that_moves_messages_enters_the_device_first() -> None:
+    entered: list[str] = []
+    done = threading.Event()
+
+    def enter() -> None:
+        entered.append(threading.current_thread().name)
+        done.set()
+
+    with Progress("thread", enter_thread=enter):
+        assert done.wait(10)
+    assert entered == ["progress"]
