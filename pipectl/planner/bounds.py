@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
+from operator import attrgetter
 
 from pipectl.cluster import Cluster
+from pipectl.graph import TransferKind
 from pipectl.plan import Plan, Search, Stage
 from pipectl.planner.graph.blocks import BlockGraph, bits
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes
+from pipectl.schedule.registry import is_unflushed
 
 PLANNER = "pipectl"
 
@@ -75,21 +78,65 @@ def longest_path_s(graph: BlockGraph, times_s: Sequence[float]) -> float:
 
 
 def least_step_s(plan: Plan, cluster: Cluster) -> float:
-    """Lower bound on the simulated step of a plan: the computations of its busiest rank.
+    """Lower bound on the simulated step of a plan: the time of its busiest rank, or the work of its
+    busiest node per core, and the longest update.
 
-    Replicas are taken to share their stage's work in proportion to their speeds.
+    A rank waits until a micro-batch has passed the stages before its first, and its last gradient
+    has to return through them. Weight halves of split backwards may run meanwhile. Replicas are
+    taken to share their stage's work in proportion to their speeds.
     """
-    share = plan.batch_size / plan.micro_batch_size
-    loads = [0.0] * plan.ranks
-    for stage in plan.stages:
-        for ranks, time_s in (
-            (stage.ranks, stage.cost.forward_s),
-            (stage.updating_ranks, stage.cost.backward_s),
+    share, ranks = plan.batch_size / plan.micro_batch_size, range(plan.ranks)
+    through_s = _through_s(plan, cluster)
+    first_s, last_s = ([inf] * plan.ranks for _ in range(2))
+    loads, weights, updates = ([0.0] * plan.ranks for _ in range(3))
+    for stage, (before_s, after_s) in zip(plan.stages, through_s, strict=True):
+        cost = stage.cost
+        for own_ranks, time_s in (
+            (stage.ranks, cost.forward_s),
+            (stage.updating_ranks, cost.backward_s),
         ):
-            speed = sum(cluster.device(rank).speed for rank in ranks)
-            for rank in ranks:
+            speed = _speed(own_ranks, cluster)
+            for rank in own_ranks:
                 loads[rank] += time_s * share / speed
-    return max(loads)
+                first_s[rank] = min(first_s[rank], before_s)
+                last_s[rank] = min(last_s[rank], after_s)
+        for rank in stage.updating_ranks:
+            weights[rank] += (cost.weight_s or 0.0) * share / _speed(stage.updating_ranks, cluster)
+            updates[rank] += cost.update_s / cluster.device(rank).speed
+    busiest_s = max(
+        first_s[rank] + max(loads[rank], loads[rank] - weights[rank] + last_s[rank])
+        for rank in ranks
+        if first_s[rank] < inf
+    )
+    nodes = [0.0] * len(cluster.nodes)
+    for rank in ranks:
+        nodes[cluster.node_of_rank[rank]] += loads[rank]
+    per_core = (load_s / node.cores for load_s, node in zip(nodes, cluster.nodes, strict=True))
+    at_once = not (plan.shard_optimizer or is_unflushed(plan))  # all ranks update together
+    return max(busiest_s, *per_core) + (max(updates) if at_once else 0.0)
+
+
+def _through_s(plan: Plan, cluster: Cluster) -> list[tuple[float, float]]:
+    """Per stage, the least time before its first forward, and after its last backward; 0 if steps
+    overlap."""
+    before_s, after_s = ([0.0] * len(plan.stages) for _ in range(2))
+    part = min(plan.micro_batch_shares)
+    transfers = [] if is_unflushed(plan) else sorted(plan.transfers, key=attrgetter("source"))
+    for each in transfers:
+        if each.kind is TransferKind.ACTIVATION:
+            stage = plan.stages[each.source]
+            forward_s = part * stage.cost.forward_s / _speed(stage.ranks, cluster)
+            before_s[each.target] = max(before_s[each.target], before_s[each.source] + forward_s)
+        elif each.kind is TransferKind.GRADIENT:
+            stage = plan.stages[each.target]
+            backward_s = stage.cost.backward_s - (stage.cost.weight_s or 0.0)
+            backward_s *= part / _speed(stage.updating_ranks, cluster)
+            after_s[each.source] = max(after_s[each.source], after_s[each.target] + backward_s)
+    return list(zip(before_s, after_s, strict=True))
+
+
+def _speed(ranks: Iterable[int], cluster: Cluster) -> float:
+    return sum(cluster.device(rank).speed for rank in ranks)
 
 
 def work_s(problem: Problem, tried: Iterable[int] = ()) -> float:

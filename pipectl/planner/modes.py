@@ -147,7 +147,9 @@ class ModeSearch:
         some = any(mode.segments for mode in chosen)
         segments = self._segment_plans.of(plan) if some else [None] * len(plan.stages)
         stages = (
-            replace(
+            stage
+            if mode == Mode.of(stage) and not mode.segments
+            else replace(
                 stage,
                 recompute=mode.recompute,
                 offload=mode.offload,
@@ -282,17 +284,24 @@ class Shortlist:
                 without a required gain (of all plans, if there are no such plans). If it is more
                 than a tie, only a new fastest plan is accepted.
         """
-        gain_s = self._limit_s(gain)
+        limit_s = min(self._limit_s(gain), self.fastest_s * (1 - TIE))
         simulated: list[Plan] = []
-        for plan in proposed:
+        bounded: Iterable[tuple[float, Plan]]
+        bounded = ((least_step_s(plan, self._cluster), plan) for plan in proposed)
+        if gain > TIE:  # at most the fastest is accepted: the most promising come first
+            bounded = sorted(bounded, key=lambda pair: pair[0])
+        for least_s, plan in bounded:
             if self.evaluator.is_exhausted and (self.plans or simulated):
                 self.finished = False
                 break
-            if least_step_s(plan, self._cluster) < min(gain_s, self.fastest_s * (1 - TIE)):
-                simulated.append(self._modes.simplest(plan))
+            if least_s < limit_s:
+                tried = self._modes.simplest(plan)
+                simulated.append(tried)
                 excess, closest = self.evaluator.problem.excess_bytes, self.closest
-                if closest is None or excess(simulated[-1]) < excess(closest):
-                    self.closest = simulated[-1]
+                if closest is None or excess(tried) < excess(closest):
+                    self.closest = tried
+                if gain > TIE and self.evaluator.fits(tried) and self._accepts(tried):
+                    limit_s = min(limit_s, tried.predicted_step_s)
         self.settle(simulated, gain)
 
     def settle(self, simulated: Iterable[Plan], gain: float = TIE) -> None:
