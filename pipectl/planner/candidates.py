@@ -201,9 +201,11 @@ class Candidates:
         orders: by default all open orders for the stages of each layout.
         with_replicas: whether stages may have replicas. If so, only the two orders with the fewest
             micro-batches in flight are tried, and :data:`OVERFULL` applies.
+        only_fitting: whether layouts that certainly do not fit in any order are left out.
 
     Attributes:
         taken: candidates taken so far.
+        some_left_out: whether some layouts were left out.
     """
 
     def __init__(
@@ -214,12 +216,14 @@ class Candidates:
         orders: Sequence[Order] | None = None,
         *,
         with_replicas: bool = False,
+        only_fitting: bool = False,
     ) -> None:
         self._problem = problem
         self._layouts = list(dict.fromkeys(layouts))
         self._size = size
         self._orders: list[Order] = []
         self.taken: list[Candidate] = []
+        self.some_left_out = False
         by_stages: dict[int, list[int]] = {}
         for place, layout in enumerate(self._layouts):
             by_stages.setdefault(len(layout.partition), []).append(place)
@@ -230,8 +234,15 @@ class Candidates:
             numbers = np.arange(len(self._orders), len(self._orders) + len(fresh))
             self._orders += fresh
             chosen, warm_ups = [self._layouts[place] for place in places], [w for _, w in fresh]
-            steps_s = problem.estimator.steps_s(chosen, size, warm_ups)
             excess = problem.estimator.excess(chosen, size, warm_ups)
+            if only_fitting:
+                kept = np.flatnonzero((excess <= 0).any(axis=1)).tolist()
+                self.some_left_out |= len(kept) < len(places)
+                if not kept:
+                    continue
+                excess, chosen = excess[kept], [chosen[row] for row in kept]
+                places = [places[row] for row in kept]
+            steps_s = problem.estimator.steps_s(chosen, size, warm_ups)
             if with_replicas:
                 steps_s = np.where(excess > 0, steps_s * (OVERFULL + excess), steps_s)
             columns.append(
@@ -291,14 +302,14 @@ class Candidates:
         return Candidate(choice, self._size, count, estimate_s, may_fit)
 
 
-def judge_promising(candidates: Candidates, judge: Judge) -> bool:
-    """Judge the candidates that could be best; false if there are none, or none fits."""
-    any_fits = False
+def judge_promising(candidates: Candidates, judge: Judge) -> set[Outcome]:
+    """Judge the candidates that could be best; what became of all."""
+    outcomes = {Outcome.DOES_NOT_FIT} if candidates.some_left_out else set()
     while candidates.next_s < inf:
         if judge.is_beaten(candidates.next_s):
-            return True
-        any_fits |= judge.judge(candidates.take()) is not Outcome.DOES_NOT_FIT
-    return any_fits
+            return outcomes | {Outcome.BEATEN}
+        outcomes.add(judge.judge(candidates.take()))
+    return outcomes
 
 
 def even_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:

@@ -276,10 +276,15 @@ class Explorer:
             wanted = cut_request(self.problem, area.size, recut.warm_up, mix)
             keeps = [replace(wanted, recompute=False)] if wanted.recompute is None else []
             for each in (*keeps, wanted):
-                cuts = self.cutter.balanced(each)
-                layouts, order = self._areas.layouts(cuts), (recut.schedule, recut.warm_up)
-                candidates = Candidates(self.problem, layouts, area.size, [order])
-                any_fits |= judge_promising(candidates, self.judge)
+                for cuts in self.cutter.balanced(each):
+                    layouts, order = self._areas.layouts(cuts), (recut.schedule, recut.warm_up)
+                    candidates = Candidates(
+                        self.problem, layouts, area.size, [order], only_fitting=True
+                    )
+                    outcomes = judge_promising(candidates, self.judge)
+                    any_fits |= bool(outcomes - {Outcome.DOES_NOT_FIT})
+                    if Outcome.DOES_NOT_FIT not in outcomes:
+                        break  # with more memory counted, no stages are balanced better
         return any_fits
 
     def _recut_with_smaller_micro_batches(self) -> None:

@@ -27,7 +27,7 @@ from pipectl.planner.costs.stage_costs import with_halves
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.judge import out_of_time, preference
 from pipectl.planner.modes import Shortlist
-from pipectl.planner.partition.cutter import Cutter, cut_request
+from pipectl.planner.partition.cutter import Cutter, cut_request, merged
 from pipectl.planner.partition.layout import Choice, Layout, Ranks, ranks_of
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
@@ -291,7 +291,7 @@ def _cut_for_memory(plan: Plan, cutter: Cutter, shortlist: Shortlist) -> list[Pl
                 reserved_bytes=_reserved_bytes(last, problem),
             )
             tried = []
-            for cut in cutter.balanced(wanted) or cutter.smallest_peak(wanted):
+            for cut in merged(cutter.balanced(wanted)) or cutter.smallest_peak(wanted):
                 if evaluator.is_exhausted:
                     break
                 layout = Layout(cut.partition, ranks, cut.recompute)

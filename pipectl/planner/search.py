@@ -51,7 +51,7 @@ from pipectl.planner.other_schedules import (
     orders_of_schedule,
     propose_other_schedules,
 )
-from pipectl.planner.partition.cutter import Cutter, cut_request
+from pipectl.planner.partition.cutter import Cutter, cut_request, merged
 from pipectl.planner.partition.layout import Choice, Layout, ranks_of
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
@@ -474,7 +474,9 @@ class VariantSearch:
         on_device = tuple(min(depth, ON_THE_DEVICE) for depth in orders[0][1])
         for mix in mixes(problem.devices, len(problem.graph) + 1, stages, stages):
             with suppress(OutOfTimeError):
-                for cut in self._cutter.balanced(cut_request(problem, size, on_device, mix)):
+                for cut in merged(
+                    self._cutter.balanced(cut_request(problem, size, on_device, mix))
+                ):
                     for place in placements(problem.cluster, problem.devices, cut.kinds):
                         layout = Layout(cut.partition, one_each(place))
                         for order in orders:

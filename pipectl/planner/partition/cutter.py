@@ -15,7 +15,7 @@ NeurIPS 2021).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite
@@ -177,8 +177,9 @@ class Cutter:
         attained = is_simple and isfinite(best_s) and best_s <= proven_s * (1 + EQUAL)
         return Bound(proven_s, attained)
 
-    def balanced(self, request: CutRequest) -> list[Cut]:
-        """Partitions with small bottlenecks that nearly fit; the caller checks exact peaks.
+    def balanced(self, request: CutRequest) -> Iterator[list[Cut]]:
+        """Partitions with small bottlenecks that nearly fit, for one guess of :data:`GUESSES` after
+        another; the caller checks exact peaks.
 
         Includes nearly balanced partitions with the shortest latency.
         """
@@ -187,11 +188,11 @@ class Cutter:
     def smallest_peak(self, request: CutRequest) -> list[Cut]:
         """Partitions whose largest memory of a rank, relative to its limit, is smallest."""
         limits = tuple(limit if isfinite(limit) else 0.0 for limit in request.limits_bytes)
-        return self._within_memory(request, MEMORY, limits)
+        return merged(self._within_memory(request, MEMORY, limits))
 
     def _within_memory(
         self, request: CutRequest, objective: int, limits: Sequence[float]
-    ) -> list[Cut]:
+    ) -> Iterator[list[Cut]]:
         """The best cuts by load or by memory, for every guess of :data:`GUESSES`.
 
         Short stages are tried first; they nearly always suffice for balance.
@@ -203,7 +204,6 @@ class Cutter:
         options = self._options(mix, limits, modes)
         short_s = self._short_s(table, stages, request.size)
         reserved = np.array(request.reserved_bytes[::-1] or (0.0,), dtype=np.float64)
-        cuts: list[Cut] = []
         for entering, buffers in GUESSES:
             temporary = buffers * self._problem.scale(request.size) * self._temporary
             goal = Goal(
@@ -226,12 +226,12 @@ class Cutter:
                     least, chain = chains.value(tallies), chains.chain(tallies)
             if chain is None:
                 break
-            cuts.append(self._cut(space, chain, modes))
+            cuts = [self._cut(space, chain, modes)]
             for slack in SLACKS if objective == LOAD else ():
                 near = goal._replace(objective=LATENCY, cap_s=least * slack)
                 best = best_chains(space, table, options, near, self._check)
                 cuts.append(self._cut(space, best.chain(tallies), modes))
-        return list(dict.fromkeys(cuts))
+            yield cuts
 
     @cached_property
     def _temporary(self) -> int:
@@ -457,6 +457,11 @@ class Cutter:
             table = table_of(self._problem, space, size, free=space.moved if least else ())
             self._tables[key] = table._replace(stage_s=0.0) if least else table
         return self._tables[key]
+
+
+def merged(guesses: Iterable[list[Cut]]) -> list[Cut]:
+    """The distinct cuts for all guesses."""
+    return list(dict.fromkeys(cut for cuts in guesses for cut in cuts))
 
 
 def fewest_of_table(stages: int) -> int:

@@ -41,7 +41,7 @@ KEEP, RECOMPUTE, ELSEWHERE, RECOMPUTE_ELSEWHERE = range(4)
 """What a stage does with saved values; the last two run the backward on a second device."""
 ROUNDING_BYTES = 16.0
 """More than sums of bytes are rounded by."""
-STEPS = 10**8
+STEPS = 10**9
 """Steps of the inner loop between two checks of the time."""
 
 MAX_KEPT, MAX_KEPT_BYTES = 128, 2**20
