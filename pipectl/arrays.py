@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,6 +14,14 @@ Words = npt.NDArray[np.uint64]
 """Sets of small integers, one bit each, 64 per word."""
 Records = npt.NDArray[np.void]
 """A table: an array of records whose fields can be read as attributes."""
+
+
+def unique(values: npt.NDArray[Any], axis: int | None = None) -> npt.NDArray[Any]:
+    """Return the different values, or rows for axis 0, in ascending order.
+
+    Only without counts, `np.unique` imports `numpy.ma`, which takes as long as all of NumPy.
+    """
+    return np.unique(values, return_counts=True, axis=axis)[0]
 
 
 def record(integers: str = "", floats: str = "") -> np.dtype[np.void]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.arrays import Floats
+from pipectl.arrays import Floats, unique
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan, Replication
 from pipectl.schedule.actions import Actions, Integers, Kind
@@ -130,7 +130,7 @@ def pairs(plan: Plan, source: int, target: int) -> list[tuple[int, int]]:
     if plan.replication is Replication.WHOLE:
         period = min(plan.micro_batches, lcm(one, other))
         return sorted({(index % one, index % other) for index in range(period)})
-    sizes = np.unique(_sizes(plan, plan.micro_batches))
+    sizes = unique(_sizes(plan, plan.micro_batches))
     ours, theirs = _edges(sizes, one), _edges(sizes, other)
     first = np.maximum(ours[:-1, None], theirs[None, :-1])
     overlap = first < np.minimum(ours[1:, None], theirs[None, 1:])

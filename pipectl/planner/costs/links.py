@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipectl.arrays import Floats, Integers
+from pipectl.arrays import Floats, Integers, unique
 from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.simulate.network import reduction_s, way_between, way_latency_s
@@ -188,7 +188,7 @@ class RankGroups:
     def classes(self, senders: Integers, receivers: Integers) -> Integers:
         """Classes of pairs of groups, valid for at least these pairs; shape [groups, groups]."""
         missing = self._classes[senders, receivers] < 0
-        pairs = np.unique(np.stack([senders[missing], receivers[missing]], axis=1), axis=0)
+        pairs = unique(np.stack([senders[missing], receivers[missing]], axis=1), axis=0)
         groups = list(self._numbers)
         for sender, receiver in pairs.tolist():
             number = self._links.class_of(groups[sender], groups[receiver])
@@ -200,7 +200,7 @@ class RankGroups:
         if (self.sizes[groups] == 1).all():
             return np.zeros(groups.shape)
         known = list(self._numbers)
-        for number in np.unique(groups).tolist():
+        for number in unique(groups).tolist():
             if number not in self._reductions:
                 self._reductions[number] = self._links.reduction_rate(known[number])
         rates = np.array([self._reductions.get(n, (0.0, 0.0)) for n in range(len(known))])

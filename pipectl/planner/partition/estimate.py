@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipectl.arrays import Floats, Integers, Records, record
+from pipectl.arrays import Floats, Integers, Records, record, unique
 from pipectl.cluster import Cluster
 from pipectl.compiled import compiled
 from pipectl.planner.costs.footprint import baseline_bytes
@@ -354,14 +354,14 @@ class Estimator:
         slowness, replicas = groups.slowness[group], groups.sizes[group]
         samples = np.ceil(size / replicas)
         forward_s, backward_s = np.zeros(group.shape), np.zeros(group.shape)
-        for part in np.unique(samples).tolist():
+        for part in unique(samples).tolist():
             forward, backward = cuts.times_s(self._times.at(int(part)), part / own)[:, cut]
             taken = samples == part
             forward_s[taken], backward_s[taken] = forward[taken], backward[taken]
         sums = cuts.sums
         transfers = sums.transfers[: int(sums.first[-1])]
         source, target = transfers["source"], transfers["target"]
-        pairs = np.unique(np.stack([source, target], axis=1), axis=0)
+        pairs = unique(np.stack([source, target], axis=1), axis=0)
         class_of = groups.classes(group[:, pairs[:, 0]].ravel(), group[:, pairs[:, 1]].ravel())
         sizes = np.ceil(transfers["size_bytes"] * (size / own))
         # On shared cores, this is work before the next computation instead.
