@@ -1,4 +1,4 @@
-"""Search for a plan within a time limit, and describe its step."""
+"""Search for a plan within a time limit, and describe its step or its stages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NotRequired, TypedDict
 
 from pipectl.cluster import Cluster
 from pipectl.compiled import compiling_s
+from pipectl.errors import InfeasibleError, PipectlError
 from pipectl.jobs.planning import PlanInputs, advise_other_micro_batches
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
@@ -18,10 +19,13 @@ from pipectl.planner.baselines.plans import policy_plans
 from pipectl.planner.explain.bottleneck import LinkLoad, StepParts, busiest_link, step_parts
 from pipectl.planner.explain.data_parallel import WithoutPipeline, without_pipeline
 from pipectl.planner.explain.explain import Explanation, explain
-from pipectl.planner.explain.what_if import step_range
+from pipectl.planner.explain.what_if import step_range, with_ranks
+from pipectl.planner.graph.imported import folded, prepared
+from pipectl.planner.judge import plan_of_stages
 from pipectl.planner.search import MAX_ALTERNATIVES, search_plans
 from pipectl.profile import Profile
 from pipectl.simulate import Simulation, simulate
+from pipectl.units import format_bytes
 
 
 class PlanSearch:
@@ -244,3 +248,103 @@ def plan_step(
         spent_s,
         step_range(best, inputs.cluster),
     )
+
+
+class BalanceJson(TypedDict):
+    """The partition with the smallest largest stage load.
+
+    Args:
+        objective: ``max-stage-load``.
+        value_s: the largest stage load.
+        lower_bound_s, gap: no partition has a smaller load; how far the value is above it.
+        exact: whether it is proven to be the smallest.
+        planning_s: time of the search.
+        accelerators: number of devices.
+        memory_limit_bytes: memory of a device; null if not limited.
+        bandwidth_bytes_per_s: of a link, for values without ``transfer_s``; null if not given.
+        communication_scale: factor of every ``transfer_s``.
+        stages: of each stage ``nodes``, ``replicas``, ``devices``, ``device`` and ``load_s``.
+        predicted: a simulated step, as ``prediction`` in ``plan.json``.
+        assumptions: what neither profile nor cluster said.
+        cut_short: whether ``--budget`` or Ctrl-C ended the search.
+    """
+
+    objective: str
+    value_s: float
+    lower_bound_s: float
+    gap: float
+    exact: bool
+    planning_s: float
+    accelerators: int
+    memory_limit_bytes: float | None
+    bandwidth_bytes_per_s: float | None
+    communication_scale: float
+    stages: list[dict[str, Any]]
+    predicted: dict[str, Any]
+    assumptions: list[str]
+    cut_short: bool
+
+
+def plan_balance(
+    inputs: PlanInputs, search: PlanSearch, communication_scale: float, *, links_count: bool
+) -> tuple[BalanceJson, Plan]:
+    """Minimise the largest stage load, as related work does.
+
+    Args:
+        communication_scale: factor of every ``transfer_s``; the cluster's links have it already.
+        links_count: whether what values cost on the links of the cluster counts.
+
+    Returns:
+        The stages, and a plan of 1F1B with one device per stage.
+
+    Raises:
+        InfeasibleError: no partition fits.
+        PipectlError: the search ended before any partition was found.
+    """
+    from pipectl.planner.balance.balance import balance
+    from pipectl.planner.balance.load_model import BalanceRequest
+
+    profile, cluster = prepared(inputs.profile), inputs.cluster
+    limit_bytes = inputs.request.memory_limit_bytes
+    request = BalanceRequest(
+        devices=cluster.ranks,
+        memory_limit_bytes=limit_bytes,
+        bandwidth_bytes_per_s=cluster.widest_link.bandwidth_bytes_per_s if links_count else None,
+        communication_scale=communication_scale,
+    )
+    search.restart()
+    result = balance(profile, request, search.expired)
+    planning_s = search.elapsed_s
+    if result is None and search.cut_short:
+        raise PipectlError("planning was ended before any plan was found", cure="allow more time")
+    if result is None:
+        within = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)} each"
+        names = inputs.request.named("ranks"), inputs.request.named("memory_limit")
+        raise InfeasibleError(
+            f"no feasible plan: no partition fits on {request.devices} devices{within}",
+            cure=f"give {names[0]}, or a larger {names[1]}",
+        )
+    nodes = [stage.nodes for stage in result.stages]
+    machines = with_ranks(cluster, len(nodes))
+    plan = plan_of_stages(folded(profile, nodes), machines, inputs.request, nodes)
+    answer: BalanceJson = {
+        "objective": "max-stage-load",
+        "value_s": result.value_s,
+        "lower_bound_s": result.lower_bound_s,
+        "gap": result.gap,
+        "exact": result.exact,
+        "planning_s": planning_s,
+        "accelerators": request.devices,
+        "memory_limit_bytes": request.memory_limit_bytes,
+        "bandwidth_bytes_per_s": request.bandwidth_bytes_per_s,
+        "communication_scale": request.communication_scale,
+        "stages": [
+            {"nodes": list(stage.nodes), "replicas": 1, "devices": [index], "device": "acc",
+             "load_s": stage.load_s}
+            for index, stage in enumerate(result.stages)
+        ],
+        "predicted": plan.to_json()["prediction"],
+        "assumptions": list(plan.assumptions),
+        "cut_short": search.cut_short,
+    }  # fmt: skip
+    return answer, plan

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import stat
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,12 @@ class Result:
     code: int
     out: str
     err: str
+
+    @property
+    def json(self) -> Any:
+        """The document that the command has printed."""
+        assert self.out, self.err
+        return json.loads(self.out)
 
 
 Command = Callable[..., Result]
@@ -107,6 +114,23 @@ def program(place: Path) -> Program:
         return path
 
     return write
+
+
+@pytest.fixture
+def slurm(program: Program) -> Program:
+    """Slurm takes every job as number 41, and lists none."""
+    program("sbatch", "echo 41")
+    program("squeue", "exit 0")
+    program("sacct", "exit 1")
+    return program
+
+
+@pytest.fixture
+def mpiexec(place: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """``mpiexec("exit 9")`` pretends to be the mpiexec beside the interpreter."""
+    (place / "bin/python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
+    return lambda text: program("mpiexec", text)
 
 
 @pytest.fixture

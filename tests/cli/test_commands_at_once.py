@@ -119,7 +119,7 @@ def test_an_interrupted_submission_is_completed_by_the_next_status(
     cli: Command, profile: Path, queue: Path, how: signal.Signals
 ) -> None:
     run = interrupted(how)
-    found = json.loads(cli("status", "last", "--json").out)
+    found = cli("status", "last", "--json").json
     assert (found["state"], found["job_id"], found["source"]) == ("QUEUED", "41", "queue")
     record = Record.load(run.record)
     assert (record.state, record.job_id) == ("submitted", "41")
@@ -217,7 +217,7 @@ def test_a_batch_system_that_is_down_loses_no_unconfirmed_job(
     assert cli("status", "last").code == 0
     assert Record.load(run.record).job_id is None
     program("squeue", SQUEUE)
-    assert json.loads(cli("status", "last", "--json").out)["job_id"] == "41"
+    assert cli("status", "last", "--json").json["job_id"] == "41"
 
 
 def test_clocks_that_differ_and_long_steps_change_no_state(
@@ -234,7 +234,7 @@ def test_clocks_that_differ_and_long_steps_change_no_state(
 
     def state(age_s: float = 0.0) -> Any:
         os.utime(run.heartbeat, (time.time() - age_s, time.time() - age_s))
-        return json.loads(cli("status", "last", "--json").out)["state"]
+        return cli("status", "last", "--json").json["state"]
 
     for skew in (-86400, 86400):
         beat = {"time": time.time() + skew, "state": "training", "step": 3, "steps": 4}
@@ -248,23 +248,44 @@ def test_clocks_that_differ_and_long_steps_change_no_state(
     assert cli("status", "last").code == 0
 
 
-@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
-def test_everything_of_a_run_is_for_its_owner_alone(
-    cli: Command, profile: Path, queue: Path, mask: int
-) -> None:
-    before = os.umask(mask)
-    try:
-        assert cli(*SUBMIT, "--set", "environment.variables={KEY: swordfish}").code == 0
-        (run,) = runs()
-        assert cli("cancel", "last").code == 0
-        run.exit_code.write_text("1\n")
-        run.exit_code.chmod(0o600)
-        assert cli("resume", "last").code == 0
-    finally:
-        os.umask(before)
-    for path in (run.path, *run.path.rglob("*")):
+def check_owner(run: RunDirectory) -> None:
+    """Files are for their owner alone, and variables of the job are in two of them."""
+    paths = [*run.path.rglob("*")]
+    for path in paths:
         whole = path.is_dir() or path == run.script
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if whole else 0o600), path
+    texts = {path: path.read_bytes() for path in paths if path.is_file()}
+    assert sorted(path for path in texts if b"swordfish" in texts[path]) == [run.job, run.variables]
+    assert not any(b"of the environment" in text for text in texts.values())
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
+def test_everything_of_a_run_is_for_its_owner_alone(
+    cli: Command, profile: Path, queue: Path, monkeypatch: pytest.MonkeyPatch, mask: int
+) -> None:
+    """Also if the run directory is opened to others, and then resumed."""
+    monkeypatch.setenv("WANDB_API_KEY", "swordfish of the environment")
+    given = ("--set", "environment.variables={KEY: swordfish}")
+    before = os.umask(mask)
+    try:
+        assert "swordfish" not in cli(*SUBMIT, *given, "--dry-run").out
+        assert "swordfish" not in cli("check", SUBMIT[1], *given, "--origins").out
+        assert cli(*SUBMIT, *given).code == 0
+        (run,) = runs()
+        assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+        check_owner(run)
+        run.path.chmod(0o755)
+        for name in ("cancel", "resume"):
+            run.exit_code.write_text("1\n")
+            run.exit_code.chmod(0o600)
+            assert cli(name, "last").code == 0
+            check_owner(run)
+        run.exit_code.write_text("1\n")
+        assert cli("cancel", "last").code == 0
+        assert cli("resume", "last", "--set", "environment.variables={KEY: ~}").code == 0
+        assert not run.variables.exists()
+    finally:
+        os.umask(before)
 
 
 TRAINING = """\
@@ -301,35 +322,5 @@ def test_everything_that_a_trained_run_leaves_is_for_its_owner_alone(
     assert {"metrics.jsonl", "checkpoints/step-000004/manifest.json", "variables.sh"} <= names
     assert {"logs/job.log", "logs/rank-0000.log"} <= names
     assert len(list(run.watch.glob("*/node-0000.json"))) == 1
-    for path in (run.path, *run.path.rglob("*")):
-        whole = path.is_dir() or path == run.script
-        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if whole else 0o600), path
-    holds = [
-        path for path in run.path.rglob("*") if path.is_file() and b"swordfish" in path.read_bytes()
-    ]
-    assert sorted(holds) == [run.job, run.variables]
-
-
-def test_variables_of_a_job_are_in_two_files_for_its_owner_alone(
-    cli: Command, profile: Path, queue: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if the run directory is opened to others, and then resumed; others are in none."""
-    monkeypatch.setenv("WANDB_API_KEY", "swordfish of the environment")
-    given = ("--set", "environment.variables={KEY: swordfish}")
-    assert "swordfish" not in cli(*SUBMIT, *given, "--dry-run").out
-    assert "swordfish" not in cli("check", SUBMIT[1], *given, "--origins").out
-    assert cli(*SUBMIT, *given).code == 0
-    (run,) = runs()
-    run.path.chmod(0o755)
-    for name in ("cancel", "resume"):
-        run.exit_code.write_text("1\n")
-        assert cli(name, "last").code == 0
-        holds = [path for path in run.path.rglob("*") if path.is_file()]
-        holds = [path for path in holds if "swordfish" in path.read_text()]
-        assert sorted(holds) == [run.job, run.variables]
-        assert {stat.S_IMODE(path.stat().st_mode) for path in holds} == {0o600}
-        assert not any("of the environment" in path.read_text() for path in holds)
-    run.exit_code.write_text("1\n")
-    assert cli("cancel", "last").code == 0
-    assert cli("resume", "last", "--set", "environment.variables={KEY: ~}").code == 0
-    assert not run.variables.exists()
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    check_owner(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,19 +66,8 @@ def refusals(cli: Command, disk: Path, *words: str) -> int:
     raise AssertionError(result.err)
 
 
-@pytest.fixture
-def profiled(disk: Path, job: Path, profile_document: Callable[..., object]) -> Path:
-    import json
-
-    from pipectl.spec import load, profile_key
-
-    path = disk / "tiny.profile.json"
-    path.write_text(json.dumps(profile_document(key=profile_key(load(job)))))
-    return path
-
-
 def test_submit_says_so_and_leaves_nothing_half(
-    cli: Command, profiled: Path, disk: Path, program: Program
+    cli: Command, disk: Path, profile: Path, program: Program
 ) -> None:
     program("sbatch", ": >>submitted; echo 41")
     assert cli("plan", "job.yaml", *SLURM).code == 0
@@ -86,7 +75,7 @@ def test_submit_says_so_and_leaves_nothing_half(
 
 
 def test_plan_and_profile_keep_what_there_was(
-    cli: Command, profiled: Path, disk: Path, program: Program
+    cli: Command, disk: Path, profile: Path, program: Program
 ) -> None:
     assert cli("plan", "job.yaml", *SLURM).code == 0
     before = contents(disk)
@@ -98,7 +87,7 @@ def test_plan_and_profile_keep_what_there_was(
 
 
 def test_resume_leaves_the_run_as_it_was(
-    cli: Command, profiled: Path, disk: Path, program: Program
+    cli: Command, disk: Path, profile: Path, program: Program
 ) -> None:
     program("sbatch", "echo 41")
     program("squeue", "exit 0")
@@ -110,13 +99,13 @@ def test_resume_leaves_the_run_as_it_was(
 
 
 def test_profile_measures_on_and_keeps_the_earlier_one(
-    cli: Command, profiled: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Command, disk: Path, profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk gets full while it measures: what it notes then is kept in memory."""
     from pipectl.profile import Profile
 
-    before = profiled.read_bytes()
-    measured = Profile.load(profiled)
+    before = profile.read_bytes()
+    measured = Profile.load(profile)
     pages = 0
 
     def profile_job(*_arguments: object, journal: Any, **_more: object) -> Profile:
@@ -135,8 +124,8 @@ def test_profile_measures_on_and_keeps_the_earlier_one(
         assert result.code == 2
         assert "cannot be written: No space left on device" in result.err
         assert "Exception ignored" not in result.err
-        assert profiled.read_bytes() == before
+        assert profile.read_bytes() == before
         pages += 1
     assert pages > 1
-    assert Profile.load(profiled).device is not None
+    assert Profile.load(profile).device is not None
     assert not list(disk.rglob("*.journal"))

@@ -14,7 +14,7 @@ from pipectl.cli.commands import init
 from pipectl.spec import JobSpec, json_schema, load
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from conftest import Command, Program
 
 Pretend = Callable[..., None]
 DATA = Path(__file__).parents[1] / "data" / "scheduler"
@@ -25,42 +25,37 @@ def written(path: str = "job.yaml") -> JobSpec:
     return load(Path(path), sites=())
 
 
-def fake(place: Path, command: str, text: str, rc: int = 0) -> None:
-    path = place / "bin" / command
-    path.write_text(f"#!/bin/bash\ncat <<'END'\n{text}\nEND\nexit {rc}\n")
-    path.chmod(0o755)
-
-
 @pytest.fixture(autouse=True)
 def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "installed_version", lambda _: "2.13.0")
 
 
+def printing(text: str) -> str:
+    """A command that prints this."""
+    return f"cat <<'END'\n{text}\nEND\n"
+
+
 @pytest.fixture
-def slurm(place: Path) -> Callable[[str], None]:
+def slurm(program: Program) -> Pretend:
     """Pretend that `sinfo` prints this."""
 
     def prints(text: str, rc: int = 0) -> None:
-        fake(place, "sbatch", "")
-        fake(place, "sinfo", text, rc)
+        program("sbatch", "exit 1")
+        program("sinfo", f"{printing(text)}exit {rc}")
 
     return prints
 
 
 @pytest.fixture
-def pbs(place: Path) -> None:
+def pbs(program: Program) -> None:
     def sample(name: str) -> str:
-        return "\n".join((DATA / "pbs" / name).read_text().splitlines()[1:-1])
+        return printing("\n".join((DATA / "pbs" / name).read_text().splitlines()[1:-1]))
 
     for command in ("qsub", "qselect"):
-        fake(place, command, "")
-    fake(place, "pbsnodes", sample("pbsnodes-a.txt"))
-    path = place / "bin" / "qstat"
-    path.write_text(
-        "#!/bin/bash\nif [[ $1 == -Q ]]; then cat <<'END'\n"
-        f"{sample('qstat-Q-f.txt')}\nEND\nelse cat <<'END'\n{sample('qstat-B-f.txt')}\nEND\nfi\n"
-    )
-    path.chmod(0o755)
+        program(command, "exit 1")
+    program("pbsnodes", sample("pbsnodes-a.txt"))
+    listed = f"{sample('qstat-Q-f.txt')}else\n{sample('qstat-B-f.txt')}fi"
+    program("qstat", f"if [[ $1 == -Q ]]; then\n{listed}")
 
 
 BIG = "debug*|30:00|4|8|16000|(null)|up\nlong|infinite|64|128|256000|gpu:4|up"
@@ -113,9 +108,7 @@ def test_flags_for_everything(cli: Command, slurm: Pretend) -> None:
         (["--tasks-per-node", "3", "--cpus-per-task", "3"], "9 cores per node of 8"),
         (["--walltime", "31m"], "a longer walltime"),
         (["--memory", "17GB"], "more memory"),
-        (["--memory", "much"], "not a size"),
         (["--memory", "16"], "16 is 16 bytes; did you mean 16GiB?"),
-        (["--walltime", "0"], "more than 0"),
         (["--name", "a b"], "cannot name a job"),
         (["--model", "model"], "--model: 'model' names no function"),
         (["--model", ""], "--model: '' names no function"),
@@ -198,14 +191,8 @@ def test_held_out_data_is_recognized_by_its_usual_names(
     evaluation = written().evaluation
     factory = evaluation and evaluation.data.factory
     assert factory == (chosen and f"./mine.py:{chosen}")
-
-
-def test_held_out_data_that_is_not_there_is_a_comment_in_the_job(cli: Command) -> None:
-    Path("mine.py").write_text("class Net: ...\ndef training_data(): ...\n")
-    assert cli("init", "--model", "mine.py:Net").code == 0
-    assert written().evaluation is None
-    text = Path("job.yaml").read_text()
-    assert '# evaluation: {data: {factory: "./mine.py:held_out_data"}, every: 50}' in text
+    comment = '# evaluation: {data: {factory: "./mine.py:held_out_data"}, every: 50}'
+    assert (comment in Path("job.yaml").read_text()) is (chosen is None)
 
 
 def test_a_recipe_is_copied_with_its_code(cli: Command) -> None:
@@ -260,9 +247,14 @@ def test_a_rank_may_hold_its_share_of_the_node(cli: Command, slurm: Pretend) -> 
     assert spec.resources.memory_per_node == pytest.approx(0.9 * 64000 * 2**20 * 2 / 8, rel=0.03)
     limit = spec.pipeline.memory_limit
     assert limit == pytest.approx(0.45 * spec.resources.memory_per_node, rel=0.03)
+    for text, size_bytes in (("10KiB", 10 * 2**10), ("1MiB", 2**20), ("1GB", 953 * 2**20)):
+        assert cli("init", "--force", "--memory", text).code == 0
+        assert written().resources.memory_per_node == size_bytes
 
 
-def test_a_partition_with_gpus_is_asked_for_one_per_rank(cli: Command, slurm: Pretend) -> None:
+def test_a_partition_with_gpus_is_asked_for_one_per_rank_if_torch_can_use_them(
+    cli: Command, slurm: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slurm("gpus*|1:00:00|4|32|64000|gpu:a100:4|up")
     assert cli("init", "two").code == 0
     assert written("two/job.yaml").resources.gpus_per_node == 2
@@ -272,25 +264,13 @@ def test_a_partition_with_gpus_is_asked_for_one_per_rank(cli: Command, slurm: Pr
     assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (2, 1, 1)
     assert cli("init", "none", "--gpus-per-node", "0").code == 0
     assert written("none/job.yaml").resources.gpus_per_node == 0
-
-
-def test_gpus_are_not_proposed_to_a_torch_that_cannot_use_them(
-    cli: Command, slurm: Pretend, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(init, "installed_version", lambda _: "2.13.0+cpu")
-    slurm("gpus*|1:00:00|4|32|64000|gpu:1|up")
     result = cli("init", "cpu")
     assert (result.code, written("cpu/job.yaml").resources.gpus_per_node) == (0, 0)
     assert "nodes of gpus have GPUs, but torch 2.13.0+cpu computes on CPUs only" in result.err
     result = cli("init", "gpu", "--gpus-per-node", "1")
     assert written("gpu/job.yaml").resources.gpus_per_node == 1
     assert "CPUs only" not in result.err
-
-
-def test_little_memory_is_what_was_asked_for(cli: Command) -> None:
-    for text, size_bytes in (("10KiB", 10 * 2**10), ("1MiB", 2**20), ("1GB", 953 * 2**20)):
-        assert cli("init", "--force", "--memory", text).code == 0
-        assert written().resources.memory_per_node == size_bytes
 
 
 def test_where_one_file_cannot_be_written_none_is(cli: Command) -> None:
@@ -303,13 +283,6 @@ def test_where_one_file_cannot_be_written_none_is(cli: Command) -> None:
     result = cli("init", "file/new")
     assert result.code == 2
     assert result.err.startswith("error: file/new: cannot be created: Not a directory\n")
-
-
-def test_every_option_says_what_it_is(cli: Command) -> None:
-    for line in cli("init", "--help").out.splitlines():
-        if line.startswith("  -"):
-            words = line.split("  ", 2)[2].replace("[x>=1]", "").replace("[x>=0]", "")
-            assert words.strip(), line
 
 
 def test_a_hostile_partition_is_one_value(cli: Command, slurm: Pretend) -> None:

@@ -23,34 +23,22 @@ LONG_MIDDLE = ((0.001, 1), (0.1, 1), (0.001, 1), (0.001, 1))
 """Seconds and bytes of parameters: of two ranks, one has nothing to do without replicas."""
 
 
-def answer(cli: Command, *arguments: str) -> dict[str, Any]:
-    result = cli(*arguments, "--json")
-    assert result.code == 0, result.err
-    found: dict[str, Any] = json.loads(result.out)
-    return found
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_planners_can_be_compared(cli: Command, alone: Path, name: str) -> None:
-    found = answer(cli, *BASE, "--planner", name)
+    found = cli(*BASE, "--planner", name, "--json").json
     assert found["search"]["planner"] == name
     assert found["planning_s"] == found["search"]["planning_s"] > 0
     assert found["value_s"] == found["predicted"]["step_time_s"]
     assert sum(len(stage["nodes"]) for stage in found["stages"]) == 4
-    text = cli(*BASE, "--planner", name).out
+    text = cli(*BASE, "--planner", name, "--explain").out
     assert f"search:     {'' if name == OWN else f'by {name}, '}took " in text
     assert "cannot be submitted" not in text
-
-
-def test_other_planners_answer_the_other_questions_too(cli: Command, alone: Path) -> None:
-    explained = cli(*BASE, "--planner", "uniform", "--explain")
-    assert "with other resources or settings:" in explained.out
-    assert "stages with replicas" not in explained.out
-    table = cli(*PROFILE, "--planner", "dapple", "--nodes", "1,2")
+    assert "with other resources or settings:" in text
+    table = cli(*PROFILE, "--planner", name, "--nodes", "1,2")
     assert (table.code, table.out.count("\n    ")) == (0, 2)
 
 
-def test_a_plan_with_replicas_can_be_submitted(
+def test_a_plan_with_replicas_is_written_if_asked_and_can_be_submitted(
     cli: Command, profile: Path, profile_document: Callable[..., dict[str, Any]]
 ) -> None:
     document = profile_document(key=json.loads(profile.read_text())["key"])
@@ -59,16 +47,12 @@ def test_a_plan_with_replicas_can_be_submitted(
     profile.write_text(json.dumps(document))
     options = ("--scheduler", "slurm", "--set", "pipeline.stages=auto")
     dapple = ("lab", "plan", "job.yaml", "--planner", "dapple", *options)
+    assert cli(*dapple, "--json").json["cannot_run"] == []
+    assert not Path("runs/tiny.plan.json").exists()
     shown = cli(*dapple, "-o", "runs/tiny.plan.json")
     assert "replicas: the ranks of a stage take samples of every micro-batch" in shown.out
     assert "cannot be submitted" not in shown.out
-    assert answer(cli, *dapple)["cannot_run"] == []
     assert "asks for" not in cli("submit", "job.yaml", *options).err
-
-
-def test_no_plan_is_written_unless_asked(cli: Command, profile: Path) -> None:
-    assert cli("lab", "plan", "job.yaml").code == 0
-    assert not Path("runs/tiny.plan.json").exists()
 
 
 def test_errors_name_keys_of_the_job(cli: Command, profile: Path, alone: Path) -> None:
@@ -79,48 +63,31 @@ def test_errors_name_keys_of_the_job(cli: Command, profile: Path, alone: Path) -
     assert "raise pipeline.memory_limit, or use --planner pipectl" in dapple
 
 
-@pytest.fixture
-def heavy(place: Path, profile_document: Callable[..., dict[str, Any]]) -> tuple[str, ...]:
-    """Planning a profile whose first operator has nearly all of the time."""
+def test_replicas_come_only_if_they_are_allowed(
+    cli: Command, place: Path, profile_document: Callable[..., dict[str, Any]]
+) -> None:
+    """The first operator has nearly all of the time."""
     document = profile_document()
     document["nodes"][0] |= {"forward_s": 0.1, "backward_s": 0.2}
     Path("p.json").write_text(json.dumps(document))
     batch = ("--set", "training.batch_size=64")
-    return (*PROFILE, "--devices", "4", *batch, "--bandwidth", "100GB/s")
-
-
-def test_replicas_come_only_if_they_are_allowed(cli: Command, heavy: tuple[str, ...]) -> None:
-    without, several = answer(cli, *heavy), answer(cli, *heavy, "--allow", "replicas")
+    line = (*PROFILE, "--devices", "4", *batch, "--bandwidth", "100GB/s", "--json")
+    without, several = cli(*line).json, cli(*line, "--allow", "replicas").json
     assert {stage["replicas"] for stage in without["stages"]} == {1}
     assert max(stage["replicas"] for stage in several["stages"]) > 1
     assert (several["replication"], several["cannot_run"]) == ("whole", [])
     assert several["value_s"] < without["value_s"]
-    assert answer(cli, *heavy, "--allow", "split")["replication"] == "split"
+    assert cli(*line, "--allow", "split").json["replication"] == "split"
     everything = "replicas,split,recompute,offload,pipefb,schedules"
-    assert answer(cli, *heavy, "--allow", everything)["value_s"] <= without["value_s"] * 1.001
+    assert cli(*line, "--allow", everything).json["value_s"] <= without["value_s"] * 1.001
 
 
 def test_slower_links_make_longer_steps(cli: Command, alone: Path) -> None:
-    slow = (*BASE, "--bandwidth", "1MB/s")
+    slow = (*BASE, "--bandwidth", "1MB/s", "--json")
     scales = ("0.5", "1", "4")
-    times = [answer(cli, *slow, "--communication-scale", scale)["value_s"] for scale in scales]
+    times = [cli(*slow, "--communication-scale", scale).json["value_s"] for scale in scales]
     assert times == sorted(times)
     assert times[0] < times[2]
-
-
-def test_the_stages_with_the_smallest_largest_load(cli: Command, alone: Path) -> None:
-    result = cli(*BALANCE, "4", "--set", "training.batch_size=8")
-    assert (result.code, result.err) == (0, "")
-    lines = result.out.splitlines()
-    assert lines[0] == "tiny: 4 stages on 4 devices"
-    assert lines[1].startswith("largest stage load 30.0 ms: the smallest possible, in ")
-    assert lines[2].split() == ["stage", "ops", "load", "from"]
-    assert [line.split()[1:4] for line in lines[3:7]] == [["1", "30.0", "ms"]] * 4
-    assert lines[7].startswith("as a 1f1b pipeline of 4 micro-batches: ")
-    found = answer(cli, *BALANCE, "2")
-    assert found["value_s"] == pytest.approx(0.06)
-    assert found["cut_short"] is False
-    assert [stage["nodes"] for stage in found["stages"]] == [["op0", "op1"], ["op2", "op3"]]
 
 
 @pytest.fixture
@@ -136,13 +103,15 @@ def chain(cli: Command) -> Callable[..., dict[str, Any]]:
 
     def balance(*arguments: str, **changes: Any) -> dict[str, Any]:
         Path("p.json").write_text(json.dumps({**document, "edges": edges, **changes}))
-        return answer(cli, *BALANCE, "2", *arguments)
+        found: dict[str, Any] = cli(*BALANCE, "2", "--json", *arguments).json
+        return found
 
     return balance
 
 
-def test_the_best_cut_of_a_chain(chain: Callable[..., dict[str, Any]]) -> None:
-    found = chain("--set", "training.batch_size=8")
+def test_the_smallest_largest_load(cli: Command, chain: Callable[..., dict[str, Any]]) -> None:
+    batch = ("--set", "training.batch_size=8")
+    found = chain(*batch)
     assert (found["objective"], found["exact"]) == ("max-stage-load", True)
     assert found["value_s"] == pytest.approx(found["lower_bound_s"]) == pytest.approx(3.0)
     assert [stage["nodes"] for stage in found["stages"]] == [["n1", "n2"], ["n3"]]
@@ -151,13 +120,17 @@ def test_the_best_cut_of_a_chain(chain: Callable[..., dict[str, Any]]) -> None:
         "load_s": pytest.approx(3.0),
     }  # fmt: skip
     assert found["predicted"]["step_time_s"] == pytest.approx(15.0, rel=0.01)
-    assert found["bandwidth_bytes_per_s"] is None
-
-
-def test_links_count_once_they_are_known(chain: Callable[..., dict[str, Any]]) -> None:
-    found = chain("--bandwidth", "1MB/s", "--communication-scale", "2")
-    assert found["bandwidth_bytes_per_s"] == pytest.approx(5e5)
-    assert found["value_s"] == pytest.approx(6.0)  # a cut would cost 4 s on either side
+    assert (found["bandwidth_bytes_per_s"], found["cut_short"]) == (None, False)
+    result = cli(*BALANCE, "2", *batch)
+    lines = result.out.splitlines()
+    assert (result.err, lines[0]) == ("", "chain: 2 stages on 2 devices")
+    assert lines[1].startswith("largest stage load 3.00 s: the smallest possible, in ")
+    assert lines[2].split() == ["stage", "ops", "load", "from"]
+    assert [line.split()[1:4] for line in lines[3:5]] == [["2", "3.00", "s"], ["1", "3.00", "s"]]
+    assert lines[5].startswith("as a 1f1b pipeline of 4 micro-batches: 15.0 s per step, ")
+    linked = chain("--bandwidth", "1MB/s", "--communication-scale", "2")
+    assert linked["bandwidth_bytes_per_s"] == pytest.approx(5e5)
+    assert linked["value_s"] == pytest.approx(6.0)  # a cut would cost 4 s on either side
 
 
 def test_backward_operators_send_against_the_stages(chain: Callable[..., dict[str, Any]]) -> None:
@@ -185,14 +158,13 @@ def test_what_fits_nowhere_and_what_has_no_time_is_no_balance(
 
 def test_a_job_is_balanced_over_its_ranks(cli: Command, profile: Path) -> None:
     command = ("lab", "plan", "job.yaml", "--objective", "max-stage-load", "--scheduler", "slurm")
-    found = answer(cli, *command)
-    assert found["accelerators"] == 2
+    assert cli(*command, "--json").json["accelerators"] == 2
 
 
 @pytest.mark.skipif(WORKLOADS is None, reason="PIPECTL_WORKLOADS is not set")
 def test_a_known_optimum_as_the_file_ships_it(cli: Command) -> None:
     path = Path(str(WORKLOADS)) / "dnnpart-throughput-layer-bert24_training.json"
     known = json.loads(path.read_text())["best_known"][0]["value"]
-    file = ("--profile", str(path.absolute()))
-    found = answer(cli, "lab", "plan", *file, "--objective", "max-stage-load")
+    file = ("--profile", str(path.absolute()), "--json")
+    found = cli("lab", "plan", *file, "--objective", "max-stage-load").json
     assert found["value_s"] == pytest.approx(known, rel=1e-9)

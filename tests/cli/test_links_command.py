@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from conftest import Command
 
 CLUSTER = Path("runs/tiny.cluster.json")
-ONE = ("--set", "resources.nodes=1", "--set", "pipeline.stages=1")
 
 
 @pytest.fixture
@@ -70,13 +69,6 @@ def test_json_is_the_cluster_and_output_says_where_it_goes(
     assert "plans look for it in runs/tiny.cluster.json" in result.err
     failing = cli("profile", "job.yaml", "--links", "--set", 'environment.setup=["exit 3"]')
     assert (failing.code, "FAILED" in failing.out, CLUSTER.exists()) == (1, True, False)
-
-
-def test_one_rank_has_no_links(cli: Command, job: Path) -> None:
-    result = cli("profile", "job.yaml", "--links", *ONE)
-    assert result.code == 2
-    assert "one rank has no links" in result.err
-    assert not list(Path().glob("runs/*"))
 
 
 def test_submit_returns_at_once_and_hands_over_the_probe(

@@ -24,41 +24,32 @@ def test_logs_without_control_characters(cli: Command, finished: Path) -> None:
     assert cli("logs", "last", "-f").out == result.out
 
 
+@pytest.mark.parametrize(("state", "exit_code"), [("RUNNING", None), ("PENDING", "75\n")])
 def test_a_log_is_followed_as_it_grows(
-    cli: Command, queued: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+    cli: Command,
+    queued: Path,
+    program: Program,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    exit_code: str | None,
 ) -> None:
+    """Also if the run will start again: its exit code is that of the start before."""
     (queued / "logs/job.log").write_text("started\n")
-    program("squeue", LISTED.format("RUNNING"))
-
-    def end(_seconds: float) -> None:
-        with (queued / "logs/job.log").open("a") as log:
-            log.write("more\n")
-        (queued / "exit_code").write_text("0\n")
-
-    clock = SimpleNamespace(time=time.time, sleep=end)
-    monkeypatch.setattr("pipectl.jobs.state.time", clock)
-    assert cli("logs", "-f").out == "started\nmore\n"
-
-
-def test_the_log_of_a_run_that_will_start_again_is_followed(
-    cli: Command, queued: Path, program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The exit code of the start before stays until the next one."""
-    (queued / "logs/job.log").write_text("before\n")
-    (queued / "exit_code").write_text("75\n")
-    program("squeue", LISTED.format("PENDING"))
+    if exit_code is not None:
+        (queued / "exit_code").write_text(exit_code)
+    program("squeue", LISTED.format(state))
     program("sacct", "exit 1")
     looks = iter(range(100))
 
     def goes_on(_seconds: float) -> None:
         if next(looks) == 3:
-            (queued / "logs/job.log").write_text("before\nand on\n")
+            (queued / "logs/job.log").write_text("started\nmore\n")
             (queued / "exit_code").write_text("0\n")
             program("squeue", "exit 0")
 
     clock = SimpleNamespace(time=time.time, sleep=goes_on)
     monkeypatch.setattr("pipectl.jobs.state.time", clock)
-    assert cli("logs", "-f").out == "before\nand on\n"
+    assert cli("logs", "-f").out == "started\nmore\n"
 
 
 @pytest.mark.parametrize("lost", ["machine", "directory", "scheduler"])
@@ -145,7 +136,6 @@ def test_cancel_leaves_finished_runs_alone(cli: Command, finished: Path, failed:
     over = [f"{run.name} had already ended" for run in (failed, finished)]
     assert (result.code, result.out.splitlines()) == (0, over)
     assert (finished / "record.json").read_text() == before
-    assert cli("cancel").code == 2
     result = cli("cancel", "last", "no-such-run")
     assert (result.code, result.out) == (6, ""), "nothing is ended before all are known"
 
@@ -167,7 +157,7 @@ def test_the_job_of_a_run_that_is_over_is_cancelled_as_long_as_it_may_be_listed(
     assert "had already ended; its job was still listed and is cancelled" in result.out
     assert (place / "cancelled").read_text().split()[-1] == "12"
     program("squeue", "exit 0")
-    assert json.loads(cli("status", "last", "--json").out)["state"] == state
+    assert cli("status", "last", "--json").json["state"] == state
 
 
 def test_a_run_that_waits_to_start_again_is_cancelled(
@@ -180,7 +170,7 @@ def test_a_run_that_waits_to_start_again_is_cancelled(
     assert cli("cancel", "last").out == "cancelled: 20250103-120000-tiny\n"
     program("squeue", "exit 0")
     program("sacct", "exit 1")
-    assert json.loads(cli("status", "last", "--json").out)["state"] == "CANCELLED"
+    assert cli("status", "last", "--json").json["state"] == "CANCELLED"
 
 
 def test_cancel_on_slurm_a_run_and_one_that_was_never_confirmed(

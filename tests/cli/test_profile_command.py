@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,19 +61,6 @@ def real_job(job: Path) -> Path:
     return job
 
 
-@pytest.fixture
-def killing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The profiler is interrupted, by Ctrl-C or a signal, after two measurements."""
-
-    def profile_job(*_arguments: Any, journal: Journal, **_more: Any) -> None:
-        journal.note("a", {})
-        journal.note("b", {})
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(10)
-
-    monkeypatch.setattr("pipectl.profiler.profile_job", profile_job)
-
-
 def test_the_second_time_a_profile_is_taken_from_the_cache(
     cli: Command, real_job: Path, place: Path
 ) -> None:
@@ -95,7 +80,7 @@ def test_the_second_time_a_profile_is_taken_from_the_cache(
     assert (second.code, second.out) == (0, first.out)
     assert second.err.startswith("cached: measured just now on ")
     assert second.err.endswith("; use --again to measure again\n")
-    found = json.loads(cli("profile", "job.yaml", "--json").out)
+    found = cli("profile", "job.yaml", "--json").json
     assert (found["cached"], found["file"]) == (True, str(place / PROFILE))
     assert found["operators"] == len(json.loads(PROFILE.read_text())["nodes"])
     assert (found["micro_batch_size"], found["parameter_bytes"]) == (2, 232)
@@ -150,30 +135,32 @@ def test_a_fault_of_pipectl_says_so_and_keeps_its_details_beside_the_profile(
     assert details.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "interrupted before anything was measured\n"),
+        (2, "interrupted; 2 measurements are kept: the same command continues from there\n"),
+    ],
+)
 def test_an_interrupt_says_what_is_kept_in_one_line(
-    cli: Command, real_job: Path, killing: None
+    cli: Command, real_job: Path, monkeypatch: pytest.MonkeyPatch, count: int, said: str
 ) -> None:
+    def profile_job(*_arguments: Any, journal: Journal, **_more: Any) -> None:
+        for number in range(count):
+            journal.note(str(number), {})
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("pipectl.profiler.profile_job", profile_job)
     PROFILE.parent.mkdir()
     PROFILE.write_text("earlier")
     handler = signal.getsignal(signal.SIGTERM)
     result = cli("profile", "job.yaml")
-    assert (result.code, result.out) == (130, "")
-    assert result.err == (
-        "interrupted; 2 measurements are kept: the same command continues from there\n"
-    )
+    assert (result.code, result.out, result.err) == (130, "", said)
     assert PROFILE.read_text() == "earlier"
     assert signal.getsignal(signal.SIGTERM) is handler
-
-
-def test_an_interrupt_before_the_first_measurement(
-    cli: Command, real_job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_arguments: Any, **_more: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pipectl.profiler.profile_job", stop)
+    PROFILE.unlink()
     result = cli("submit", "job.yaml", "--scheduler", "local")
-    assert (result.code, result.err) == (130, "interrupted before anything was measured\n")
+    assert (result.code, result.err.startswith("interrupted")) == (130, True)
 
 
 def test_what_is_left_over_is_used_and_said_to_be(
@@ -244,7 +231,7 @@ def test_a_job_measures_in_percent_and_leaves_the_profile(
     assert re.search(r"^  progress .* 100%$", shown, re.MULTILINE)
     assert f"  profile       {run}/profile.json\n" in shown
     assert "100%" in cli("status").out
-    status = json.loads(cli("status", "last", "--json").out)
+    status = cli("status", "last", "--json").json
     assert (status["kind"], status["step"], status["steps"]) == ("profile", 100, 100)
     assert cli("status", "tiny").code == 6  # the name of the job means its training
 
@@ -262,7 +249,7 @@ def test_the_job_has_one_node_with_all_its_tasks(
 ) -> None:
     program("sbatch", "echo 77")
     settings = ("--set", "resources.tasks_per_node=3", "--effort", "thorough", "--again")
-    found = json.loads(cli("profile", "job.yaml", "--submit", "--json", *settings).out)
+    found = cli("profile", "job.yaml", "--submit", "--json", *settings).json
     place = str(Path("runs/tiny.profile.json").absolute())
     assert (found["scheduler"], found["job_id"], found["file"]) == ("slurm", "77", place)
     script = (only_run() / "job.sh").read_text()

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 NINES = "9" * 400
 LINES = f"""\
+--json status
+cancel
 check
 check job.yaml --json
 check job.yaml --schema
@@ -61,6 +63,7 @@ lab simulate --plan plan.json --micro-batches 2
 lab simulate --plan plan.json --ranks 2
 lab simulate --plan plan.json --stages 2
 lab simulate --schedule 1f1b
+lab simulate --schedule 1f1bb --stages 2
 lab simulate --schedule 1f1b --stages 4 --micro-batches 8 --backward nan
 lab simulate --schedule 1f1b --stages 4 --micro-batches 8 --cluster c
 lab simulate --schedule 1f1b --stages 4 --micro-batches 8 --forward -1
@@ -104,10 +107,15 @@ profile job.yaml --effort some
 profile job.yaml --fast
 profile job.yaml --here
 profile job.yaml --links --again
+profile job.yaml --links --set resources.nodes=1 --set pipeline.stages=1
 profile job.yaml --wait
 report last --step 0
+resume
 schema
 simulate --json
+status --ranks
+status --watch
+status --watch --json
 submit
 submit --foo
 submit job.yaml --dry-run --after x
@@ -140,17 +148,3 @@ def test_wrong_command_lines(
         answer = f"$ pipectl {line}\n{result.err}exit code {result.code}\n"
         texts.append(answer.replace(NINES, "9..."))
     golden(*texts)
-
-
-def test_a_job_for_no_accelerators_can_be_asked_for(cli: Command) -> None:
-    assert cli("init", "new", "--gpus-per-node", "0").code == 0
-
-
-def test_an_option_before_its_command_is_told_where_it_belongs(cli: Command) -> None:
-    result = cli("--json", "status")
-    assert result.code == 2
-    assert result.err.startswith("error: pipectl --json: options of a command come after its name")
-
-
-def test_the_usage_shows_required_arguments_as_they_are_written(cli: Command) -> None:
-    assert cli("submit", "--help").out.startswith("Usage: pipectl submit [OPTIONS] JOB.yaml\n")

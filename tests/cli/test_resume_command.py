@@ -21,16 +21,14 @@ FOUR_RANKS = ("--set", "resources.nodes=4", "--set", "pipeline={stages: 4}")
 
 
 @pytest.fixture
-def ended(cli: Command, profile: Path, program: Program) -> RunDirectory:
+def ended(cli: Command, profile: Path, slurm: Program) -> RunDirectory:
     """A run on Slurm that failed behind its checkpoint of step 2."""
-    program("sbatch", "echo 41")
-    program("squeue", "exit 0")
     assert cli("submit", "job.yaml", "--scheduler", "slurm").code == 0
     (path,) = (path for path in Path("runs").iterdir() if path.is_dir())
     run = RunDirectory(path)
     run.exit_code.write_text("1\n")
     (run.checkpoints / "step-000002").mkdir()
-    program("sbatch", "echo 42")
+    slurm("sbatch", "echo 42")
     return run
 
 
@@ -243,7 +241,7 @@ def test_a_completed_run_is_not_resumed_and_cancel_leaves_it_completed(
     )
     assert cli("cancel", "last").out == f"{ended.name} had already ended\n"
     assert contents(ended) == before
-    assert json.loads(cli("status", "last", "--json").out)["state"] == "COMPLETED"
+    assert cli("status", "last", "--json").json["state"] == "COMPLETED"
 
 
 def test_a_rejected_submission_leaves_the_run_as_it_was(

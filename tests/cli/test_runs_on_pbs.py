@@ -51,7 +51,7 @@ def test_a_run_that_submits_itself_again(cli: Any, run: Path, program: Program) 
 
     (run / "resubmitted").write_text("12.vm\n")
     program("qstat", '[[ $* == "-x -f 12.vm" ]] && ' + listing("12.vm", "R"))
-    shown = json.loads(cli("status", "last", "--json").out)
+    shown = cli("status", "last", "--json").json
     assert (shown["job_id"], shown["state"]) == ("12.vm", "RUNNING")
     assert told(run)["job_id"] == "12.vm"
     assert [event["what"] for event in told(run)["history"]][-1] == "submitted"
@@ -68,7 +68,7 @@ def test_why_a_job_could_not_submit_itself_again_is_the_reason_of_its_run(
     (run / "exit_code").write_text("75\n")
     (run / "requeue_error").write_text("qsub: Bad UID for job execution\n")
     program("qstat", listing("7.vm", "F", "    substate = 93\n    Exit_status = 75\n"))
-    shown = json.loads(cli("status", "last", "--json").out)
+    shown = cli("status", "last", "--json").json
     assert shown["state"] == "PREEMPTED"
     assert shown["reason"].endswith("started again: qsub: Bad UID for job execution")
 
@@ -120,7 +120,7 @@ def test_a_run_that_nobody_else_may_write_is_shown(
         raise UsageError(f"{path}: cannot be written", cure="")
 
     monkeypatch.setattr(Record, "save", refuse)
-    shown = json.loads(cli("status", "last", "--json").out)
+    shown = cli("status", "last", "--json").json
     assert (shown["job_id"], shown["state"]) == ("12.vm", "RUNNING")
     assert told(run)["job_id"] == "7.vm"
 

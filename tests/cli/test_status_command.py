@@ -66,7 +66,6 @@ def test_one_run_and_a_table_of_all(
     cut = cli("status", "--limit", "1")
     assert "20250101" not in cut.out
     assert cut.err == "2 older runs are not shown; see --limit\n"
-    assert cli("status", "--ranks").code == 2
 
 
 @pytest.mark.parametrize("width", [55, 66, 100])
@@ -114,38 +113,29 @@ def test_several_runs_in_a_table(cli: Command, finished: Path, failed: Path, run
     names = ("4711", finished.name, finished.name)
     found = [line.split()[0] for line in cli("status", *names).out.splitlines()]
     assert found == ["run", "20250103-120000-tiny", finished.name]
-    assert [one["run"] for one in json.loads(cli("status", *names, "--json").out)] == found[1:]
-    assert cli("status", *names, "--ranks").code == 2
+    assert [one["run"] for one in cli("status", *names, "--json").json] == found[1:]
     assert cli("status", "no-such-run", finished.name).code == 6
 
 
-def test_json_holds_the_same(cli: Command, finished: Path) -> None:
-    one = json.loads(cli("status", "last", "--json").out)
+def test_json_holds_the_same_and_every_key_of_a_rank_before_its_first_step(
+    cli: Command, finished: Path, failed: Path
+) -> None:
+    one = cli("status", finished.name, "--json").json
     assert one["state"] == "COMPLETED"
     assert (one["step"], one["steps"], one["first_loss"], one["last_loss"]) == (10, 10, 3.0, 0.3)
     assert (one["step_time_s"], one["samples_per_s"], one["restarts"]) == (0.5, 16.0, 0)
     assert (one["evaluation_step"], one["evaluation"]) == (10, {"loss": 0.25})
-    assert json.loads(cli("status", "--json").out) == [one]
-
-
-def test_json_has_every_key_of_a_rank_also_before_its_first_step(
-    cli: Command, failed: Path
-) -> None:
+    assert cli("status", "--json").json[0] == one
     heartbeat(failed, ranks=[*RANKS, {"rank": 3, "node": "n3", "stages": []}])
-    ranks = json.loads(cli("status", failed.name, "--json").out)["ranks"]
+    ranks = cli("status", failed.name, "--json").json["ranks"]
     assert ranks[0] == {**RANKS[0], "host": "", "pid": None}
-    assert ranks[3] == {
-        **dict.fromkeys(ranks[0]),
-        "rank": 3,
-        "host": "",
-        "node": "n3",
-        "stages": [],
-    }
+    unknown = dict.fromkeys(ranks[0])
+    assert ranks[3] == {**unknown, "rank": 3, "host": "", "node": "n3", "stages": []}
 
 
 def test_metrics_that_are_not_finite_are_said_to_be(cli: Command, finished: Path) -> None:
     values = {"loss": None, "perplexity": 2.5}
-    first = json.loads(cli("status", "last", "--json").out)["first_loss"]
+    first = cli("status", "last", "--json").json["first_loss"]
     with (finished / "metrics.jsonl").open("a") as stream:
         for evaluation in (values, None):  # a line without figures changes nothing
             line = {"attempt": 1, "step": 10, "time": 0, "evaluation": evaluation}
@@ -153,17 +143,8 @@ def test_metrics_that_are_not_finite_are_said_to_be(cli: Command, finished: Path
     result = cli("status", "last")
     assert (result.code, result.err) == (0, "")
     assert "after step 10: loss not finite, perplexity 2.5" in result.out
-    answer = json.loads(cli("status", "last", "--json").out)
+    answer = cli("status", "last", "--json").json
     assert (answer["evaluation"], answer["first_loss"]) == (values, first)
-
-
-def test_paths_elsewhere_are_shown_whole(
-    cli: Command, finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    out = cli("status", "last", "--directory", str(finished.parent)).out
-    assert out.splitlines()[-1] == f"  directory     {finished}"
 
 
 def test_a_failure_of_the_preparation_comes_first_and_an_update_names_no_stage(
@@ -180,18 +161,23 @@ def test_a_failure_of_the_preparation_comes_first_and_an_update_names_no_stage(
     assert "                CaptureError: no\n                do\n" in out
 
 
-def test_long_lines_are_indented_on_a_terminal(
-    cli: Command, finished: Path, monkeypatch: pytest.MonkeyPatch
+def test_long_lines_are_indented_on_a_terminal_and_paths_are_whole(
+    cli: Command, finished: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=44, color_system=None)
     whole = cli("status", "last").out
-    monkeypatch.setattr("pipectl.cli.console.output", lambda: terminal)
-    cli("status", "last")
+    with monkeypatch.context() as patch:
+        patch.setattr("pipectl.cli.console.output", lambda: terminal)
+        cli("status", "last")
     lines = screen.getvalue().splitlines()
     assert [line for line in lines[1:] if len(line) > 44 and " " in line[16:]] == []
     assert any(line.startswith(16 * " ") for line in lines)
     assert "".join(whole.split()) == "".join(screen.getvalue().split())
+    (place / "elsewhere").mkdir()
+    monkeypatch.chdir(place / "elsewhere")
+    out = cli("status", "last", "--directory", str(finished.parent)).out
+    assert out.splitlines()[-1] == f"  directory     {finished}"
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "cancel"])
@@ -249,7 +235,7 @@ def test_a_run_that_does_not_move_on_says_who_waits_for_whom(
     file.write_text(json.dumps({**report, "ranks": []}))
     shown = words.replace("\x1b", "")
     assert f"  stalled       {shown}\n" in cli("status", "last").out
-    assert json.loads(cli("status", "last", "--json").out)["stalled"] == shown
+    assert cli("status", "last", "--json").json["stalled"] == shown
     for damaged in ("{", json.dumps({**report, "stalled": 5, "ranks": []}), "[]"):
         file.write_text(damaged)
         result = cli("status", "last")

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import json
-import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -74,21 +73,14 @@ def test_dry_run_uses_nothing_stale_and_says_what_would_be_made(
     assert "pipectl.jobs.in_job" not in result.out
 
 
-@pytest.mark.parametrize("scheduler", ["local", "slurm"])
-def test_dry_run_needs_no_mpi(
-    cli: Command, job: Path, place: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str
-) -> None:
-    monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
-    result = cli("submit", "job.yaml", "--scheduler", scheduler, "--dry-run")
-    assert (result.code, result.err.startswith("no up-to-date profile: ")) == (0, True)
-    launch = next(line for line in result.out.splitlines() if line.startswith("run_ranks mpiexec"))
-    assert shlex.split(launch)[:4] == ["run_ranks", "mpiexec", "-n", "2"]
-
-
-def test_local_without_mpi_fails_before_anything_is_made(
+def test_a_dry_run_needs_no_mpi_and_a_submission_fails_before_anything_is_made(
     cli: Command, profile: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
+    for scheduler in ("local", "slurm"):
+        result = cli("submit", "job.yaml", "--scheduler", scheduler, "--dry-run")
+        assert result.code == 0
+        assert "\nrun_ranks mpiexec -n 2 " in result.out
     result = cli("submit", "job.yaml", "--scheduler", "local")
     assert (result.code, result.out) == (5, "")
     assert result.err.startswith("error: mpiexec: not found")
@@ -252,18 +244,16 @@ echo '{"attempt":1,"step":1,"steps":4,"time":0,"loss":2.5,"step_time_s":0.1}' > 
 
 
 @pytest.fixture
-def local_mpi(place: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> Program:
+def local_mpi(mpiexec: Callable[[str], Path]) -> Callable[[str], Path]:
     """mpiexec beside the interpreter; what it runs is up to the test."""
-    (place / "bin/python").symlink_to(sys.executable)
-    monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
-    return lambda name, text: program(name, LOCAL_JOB + text)
+    return lambda text: mpiexec(LOCAL_JOB + text)
 
 
 def test_wait_follows_a_local_run_to_its_end_and_tells_phase_step_and_loss(
-    cli: Command, profile: Path, local_mpi: Program, only_run: OnlyRun
+    cli: Command, profile: Path, local_mpi: Callable[[str], Path], only_run: OnlyRun
 ) -> None:
     beat = '{"version":1,"state":"training","step":1,"steps":4,"time":1,"ranks":[]}'
-    local_mpi("mpiexec", f"echo '{beat}' > $run/heartbeat.json; sleep 2.5; exit 0")
+    local_mpi(f"echo '{beat}' > $run/heartbeat.json; sleep 2.5; exit 0")
     result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
     assert result.code == 0
     assert f"{only_run().name}  COMPLETED  local job " in result.out
@@ -273,10 +263,10 @@ def test_wait_follows_a_local_run_to_its_end_and_tells_phase_step_and_loss(
 
 
 def test_wait_returns_the_code_of_the_failure(
-    cli: Command, profile: Path, local_mpi: Program
+    cli: Command, profile: Path, local_mpi: Callable[[str], Path]
 ) -> None:
     report = '{"rank":1,"type":"MismatchError","message":"no","time":1,"exit_code":3}'
-    local_mpi("mpiexec", f"echo '{report}' > $run/errors/rank-0001.json; exit 9")
+    local_mpi(f"echo '{report}' > $run/errors/rank-0001.json; exit 9")
     result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
     assert result.code == 3
     assert "  FAILED  local job " in result.out
@@ -284,7 +274,7 @@ def test_wait_returns_the_code_of_the_failure(
 
 
 def test_an_interrupt_ends_the_waiting_and_not_the_run(
-    cli: Command, profile: Path, local_mpi: Program, monkeypatch: pytest.MonkeyPatch,
+    cli: Command, profile: Path, local_mpi: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch,
     only_run: OnlyRun,
 ) -> None:  # fmt: skip
     def interrupt(_seconds: float) -> None:
@@ -292,7 +282,7 @@ def test_an_interrupt_ends_the_waiting_and_not_the_run(
             time.sleep(0.02)
         signal.raise_signal(signal.SIGHUP)
 
-    local_mpi("mpiexec", "exec sleep 60")
+    local_mpi("exec sleep 60")
     with monkeypatch.context() as patch:
         patch.setattr("pipectl.jobs.state.time", SimpleNamespace(time=time.time, sleep=interrupt))
         result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")

@@ -48,10 +48,10 @@ def sweep(profile: Path) -> None:
 
 
 @pytest.fixture
-def submitted(cli: Command, sweep: None, program: Program) -> None:
+def submitted(cli: Command, sweep: None, slurm: Program) -> None:
     """That sweep waits in Slurm's queue as job 35."""
+    program = slurm
     program("sbatch", "echo 35")
-    program("sacct", "exit 1")
     program("scontrol", "exit 1")
     program("squeue", listed(ROW.format("35_[0-3%2]", "PENDING", "t")))
     program("scancel", 'echo "$@" >>scancel.argv')
@@ -265,7 +265,7 @@ def test_status_of_a_sweep(cli: Command, submitted: None, program: Program) -> N
     assert titles.split() == names.split()
     assert rows[1].split() == ["1", "0.1", "1", "COMPLETED", "4/4", *["0.25"] * 2, "0.9", "*"]
     assert [row.rstrip().endswith("*") for row in rows] == [False, True, False, False]
-    found = json.loads(cli("status", "tiny", "--json").out)
+    found = cli("status", "tiny", "--json").json
     assert (found["best"], len(found["runs"])) == (runs()[1].name, 4)
     assert found["runs"][3]["sweep"]["values"] == {"optimizer.kwargs.lr": 0.01, "training.seed": 1}
     assert "lr=0.01 seed=1" in cli("status").out
@@ -314,7 +314,7 @@ def test_on_pbs(cli: Command, sweep: None, program: Program) -> None:
 
     (runs()[1] / "resubmitted").write_text("57.vm\n")
     program("qstat", listed(*rows, "Job Id: 57.vm\n    job_state = Q"))
-    assert json.loads(cli("status", "tiny-1", "--json").out)["job_id"] == "57.vm"
+    assert cli("status", "tiny-1", "--json").json["job_id"] == "57.vm"
     program("qdel", 'echo "$@" >>qdel.argv')
     assert "cancelled: 3 of the 4 runs" in cli("cancel", "tiny").out
     assert sorted(Path("qdel.argv").read_text().split()) == ["41[].vm", "57.vm"]

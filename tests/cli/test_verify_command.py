@@ -97,33 +97,36 @@ def warm(monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else it starts a pool of processes
 
 
-@pytest.mark.mpi
-@pytest.mark.usefixtures("warm")
-def test_a_pipeline_equals_a_plain_loop_to_the_bit(verify: Command) -> None:
-    schedule = "lr_scheduler={factory: 'torch.optim.lr_scheduler:StepLR', kwargs: {step_size: 1}}"
-    arguments = ("--set", schedule, "--set", "training.clip_grad_norm=0.1")
-    answer = answer_of(
-        verify, "--ranks", "3", "--steps", "4", "--set", "pipeline.stages=3", *arguments
-    )
-    assert answer["max_abs_difference"] == 0.0
-    assert answer["first_difference"] is None
-    assert (answer["reference"], answer["tolerance"]) == ("one plain PyTorch process", 0.0)
-    assert (answer["ranks"], answer["stages"]) == (3, 3)
-    assert (answer["micro_batches"], answer["micro_batch_size"]) == (4, 2)
-    losses = [pair[0] for pair in answer["losses"]]
-    assert len(set(losses)) == 4
+SCHEDULE = "lr_scheduler={factory: 'torch.optim.lr_scheduler:StepLR', kwargs: {step_size: 1}}"
+BUCKETS = "buckets: [4, 8], pad: {inputs: 0, targets: -100}"
+SEQUENCES = f"data={{factory: './model.py:sequences', {BUCKETS}}}"
+SCALING = "training.loss_scale={initial: 1048576, growth_interval: 2}"
 
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("warm")
-def test_batches_of_several_lengths_equal_a_plain_loop_to_the_bit(verify: Command) -> None:
-    buckets = "buckets: [4, 8], pad: {inputs: 0, targets: -100}"
-    data = f"data={{factory: './model.py:sequences', {buckets}}}"
-    changes = ("model=./model.py:tagger", "loss=./model.py:tags", data, "pipeline.stages=2")
+@pytest.mark.parametrize(
+    ("ranks", "steps", "changes"),
+    [
+        (3, 4, ["pipeline.stages=3", SCHEDULE, "training.clip_grad_norm=0.1"]),
+        (2, 5, ["model=./model.py:tagger", "loss=./model.py:tags", SEQUENCES]),
+        (2, 8, ["training.precision=float16", SCALING]),
+    ],
+    ids=["clipped", "several lengths", "float16 with torch's own scaler"],
+)
+def test_a_pipeline_equals_a_plain_loop_to_the_bit(
+    verify: Command, ranks: int, steps: int, changes: list[str]
+) -> None:
     options = [word for change in changes for word in ("--set", change)]
-    answer = answer_of(verify, "--ranks", "2", "--steps", "5", *options)
-    assert answer["max_abs_difference"] == 0.0
-    assert len(answer["losses"]) == 5
+    answer = answer_of(verify, "--ranks", str(ranks), "--steps", str(steps), *options)
+    assert (answer["max_abs_difference"], answer["tolerance"]) == (0.0, 0.0)
+    assert answer["first_difference"] is None
+    assert answer["compared"] == "a plan and one process"
+    assert answer["reference"] == "one plain PyTorch process"
+    assert (answer["ranks"], answer["stages"]) == (ranks, ranks)
+    assert (answer["micro_batches"], answer["micro_batch_size"]) == (4, 2)
+    assert len({loss for loss, _ in answer["losses"]}) > 1
+    assert len(answer["losses"]) == steps
 
 
 @pytest.mark.mpi
@@ -191,17 +194,6 @@ def test_two_plans_are_compared_if_one_asks(verify: Command) -> None:
     assert (answer["ranks"], answer["stages"]) == (2, 2)
     assert answer["notes"][0].startswith("--between-plans: compared with another plan")
     assert all(one == other for one, other in answer["losses"])
-
-
-@pytest.mark.mpi
-@pytest.mark.usefixtures("warm")
-def test_half_precision_with_overflows_equals_torchs_own_scaler(verify: Command) -> None:
-    """The plain process uses ``torch.amp.GradScaler`` itself."""
-    scaling = "training.loss_scale={initial: 1048576, growth_interval: 2}"
-    half = ("--set", "training.precision=float16", "--set", scaling)
-    answer = answer_of(verify, "--steps", "8", *half)
-    assert answer["max_abs_difference"] == 0.0
-    assert answer["compared"] == "a plan and one process"
 
 
 @pytest.mark.mpi

@@ -80,10 +80,3 @@ def test_ctrl_c_in_the_first_look_ends_the_command(
     monkeypatch.setattr("pipectl.jobs.state.Poller.get_statuses", interrupt)
     result = cli("status", *arguments, "--watch")
     assert (result.code, result.out, result.err) == (130, "", "")
-
-
-def test_it_needs_a_terminal(cli: Command, finished: Path) -> None:
-    for arguments in ([], ["last"]):
-        result = cli("status", *arguments, "--watch")
-        assert (result.code, "needs a terminal" in result.err) == (2, True)
-    assert cli("status", "--watch", "--json").code == 2

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import import_module
 from math import inf
-from typing import Any, NotRequired, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 _TABLE = re.compile(
     r"(<!-- keys of (?P<type>[\w.]+:\w+) -->\n\n\|.*\n\|[-|]+\n)(?:\|.*\n)*", re.MULTILINE
@@ -29,23 +29,9 @@ def with_tables(page: str) -> str:
     return _TABLE.sub(rows, page)
 
 
-def documented_keys(section: str) -> set[str]:
-    """All keys of the first table in a part of a page, without those that may be absent."""
-    table = _TABLE.search(section)
-    assert table is not None, f"no table of keys in: {section[:80]}"
-    kind = _load(table["type"])
-    hints = get_type_hints(kind, include_extras=True)
-    optional = {key for key, hint in hints.items() if get_origin(hint) is NotRequired}
-    return set(hints) - optional - getattr(kind, "__optional_keys__", set())
-
-
-def _load(name: str) -> Any:
-    module, _, kind = name.partition(":")
-    return getattr(import_module(module), kind)
-
-
 def _rows(name: str) -> Iterator[tuple[str, str]]:
-    kind = _load(name)
+    module, _, kind_name = name.partition(":")
+    kind: Any = getattr(import_module(module), kind_name)
     texts, defaults = _descriptions(kind), {}
     names = {each: each for each in get_type_hints(kind)}
     if is_dataclass(kind):

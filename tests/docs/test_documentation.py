@@ -154,6 +154,19 @@ def test_tables_of_keys_are_made_from_the_types(name):
     assert text == with_tables(text), f"{page} differs; if that is intended: make golden"
 
 
+def test_every_command_that_prints_json_has_a_row():
+    """Its keys are those of a type in ``with_tables``, which mypy compares with what it prints."""
+    rows = re.findall(
+        r"^\| `pipectl ((?:lab )?[a-z]+)", (CHECKOUT / "docs/json.md").read_text(), re.M
+    )
+    printing = {
+        name
+        for name, command in commands_of(get_command(app)).items()
+        if any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert set(rows) == printing
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tests_that_are_named_exist(page):
     for file, name in re.findall(r"`(tests/[\w/.]+\.py)(?:::(\w+))?`", page.read_text("utf-8")):

@@ -53,9 +53,6 @@ def test_rows_show_blocks_micro_batches_and_idle_time() -> None:
     row = rows_of(STEP, 17)[0]
     assert [text for text, _ in row] == ["rank 0 ", "0░", "1░", "  ", "0██", "U"]
     assert gantt(Timeline((), 4), 80) == []
-
-
-def test_every_row_has_the_same_width() -> None:
     for width in range(17, 90):
         assert set(map(len, gantt(STEP, width))) == {width}
 

@@ -43,8 +43,8 @@ def command(
     runs = find_runs(directory, names or ())
     if watching:
         _watch(one, runs, directory, limit)
-    if not names:
-        runs = list_runs(directory)[-limit:]
+    known = runs if names else list_runs(directory)
+    runs = runs if names else known[-limit:]
     statuses = get_statuses(runs, time.time())
     if not runs and one is None and not as_json:
         say(f"{directory}: no runs yet; start one with: pipectl submit JOB.yaml")
@@ -52,8 +52,8 @@ def command(
         view.print_runs(one, statuses, as_json=as_json)
     if ranks and not as_json:
         show(view.ranks_table(statuses[0]))
-    if not as_json and not names and (older := len(list_runs(directory)) - len(statuses)) > 0:
-        note(f"{older} older runs are not shown; see --limit")
+    if len(runs) < len(known) and not as_json:
+        note(f"{len(known) - len(runs)} older runs are not shown; see --limit")
     if names and any(status.job.state is JobState.UNKNOWN for status in statuses):
         raise typer.Exit(UnknownRunError.exit_code)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import typer
 
@@ -14,24 +14,13 @@ from pipectl.cli import options as opt
 from pipectl.cli.commands import plan as plan_command
 from pipectl.cli.console import say, say_json, show, table, warn
 from pipectl.cli.views.plan import assumption_lines
-from pipectl.errors import InfeasibleError, PipectlError, UsageError
-from pipectl.jobs.plan_search import PlanSearch
+from pipectl.errors import UsageError
+from pipectl.jobs.plan_search import BalanceJson, PlanSearch, plan_balance
 from pipectl.jobs.planning import PlanInputs, gather
-from pipectl.plan import Replication
-from pipectl.planner.balance.balance import balance
-from pipectl.planner.balance.load_model import BalanceRequest
+from pipectl.plan import Plan, Replication
 from pipectl.planner.baselines import NAMES, OWN
-from pipectl.planner.explain.what_if import with_bandwidth, with_ranks, with_slower_links
-from pipectl.planner.graph.imported import folded, prepared
-from pipectl.planner.judge import plan_of_stages
-from pipectl.units import (
-    did_you_mean,
-    format_bytes,
-    format_time,
-    parse_bytes,
-    parse_duration,
-    plural,
-)
+from pipectl.planner.explain.what_if import with_bandwidth, with_slower_links
+from pipectl.units import did_you_mean, format_time, parse_bytes, parse_duration, plural
 
 _TECHNIQUES: dict[str, dict[str, Any]] = {
     "replicas": {"replicas": None, "replication": Replication.WHOLE},
@@ -112,7 +101,16 @@ def command(
     inputs = _change(inputs, planner, names, bandwidth, communication_scale)
     search = PlanSearch(planner, budget)
     if objective == "max-stage-load":
-        _show_balance(inputs, search, bandwidth, communication_scale, as_json=as_json)
+        for warning in inputs.warnings:
+            warn(warning)
+        links_count = bandwidth is not None or inputs.cluster_file is not None
+        scale = communication_scale or 1.0
+        with plan_command.interruptible(search):
+            answer, plan = plan_balance(inputs, search, scale, links_count=links_count)
+        if as_json:
+            say_json(answer)
+        else:
+            _print_balance(answer, inputs, plan)
         return
     plan_command.plan_and_print(
         inputs, search, counts,
@@ -161,122 +159,26 @@ def _change(
     return replace(inputs, request=request, cluster=machines)
 
 
-class BalanceJson(TypedDict):
-    """The partition with the smallest largest stage load.
-
-    Args:
-        objective: ``max-stage-load``.
-        value_s: the largest stage load.
-        lower_bound_s, gap: no partition has a smaller load; how far the value is above it.
-        exact: whether it is proven to be the smallest.
-        planning_s: time of the search.
-        accelerators: number of devices.
-        memory_limit_bytes: memory of a device; null if not limited.
-        bandwidth_bytes_per_s: of a link, for values without ``transfer_s``; null if not given.
-        communication_scale: factor of every ``transfer_s``.
-        stages: of each stage ``nodes``, ``replicas``, ``devices``, ``device`` and ``load_s``.
-        predicted: a simulated step, as ``prediction`` in ``plan.json``.
-        assumptions: what neither profile nor cluster said.
-        cut_short: whether ``--budget`` or Ctrl-C ended the search.
-    """
-
-    objective: str
-    value_s: float
-    lower_bound_s: float
-    gap: float
-    exact: bool
-    planning_s: float
-    accelerators: int
-    memory_limit_bytes: float | None
-    bandwidth_bytes_per_s: float | None
-    communication_scale: float
-    stages: list[dict[str, Any]]
-    predicted: dict[str, Any]
-    assumptions: list[str]
-    cut_short: bool
-
-
-def _show_balance(
-    inputs: PlanInputs,
-    search: PlanSearch,
-    bandwidth: float | None,
-    communication_scale: float | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Minimise the largest stage load, as related work does, and print the stages.
-
-    The prediction is that of 1F1B with one device per stage.
-    """
-    for warning in inputs.warnings:
-        warn(warning)
-    profile, cluster = prepared(inputs.profile), inputs.cluster
-    # What values cost counts if the bandwidth is given, by a cluster file or here. The scale of
-    # messages is in it already.
-    links_count = bandwidth is not None or inputs.cluster_file is not None
-    request = BalanceRequest(
-        devices=cluster.ranks,
-        memory_limit_bytes=inputs.request.memory_limit_bytes,
-        bandwidth_bytes_per_s=cluster.widest_link.bandwidth_bytes_per_s if links_count else None,
-        communication_scale=communication_scale or 1.0,
-    )
-    with plan_command.interruptible(search):
-        search.restart()
-        result = balance(profile, request, search.expired)
-        planning_s = search.elapsed_s
-    if result is None and search.cut_short:
-        raise PipectlError("planning was ended before any plan was found", cure="allow more time")
-    if result is None:
-        limit = request.memory_limit_bytes
-        within = "" if limit is None else f" of {format_bytes(limit)} each"
-        names = inputs.request.named("ranks"), inputs.request.named("memory_limit")
-        raise InfeasibleError(
-            f"no feasible plan: no partition fits on {request.devices} devices{within}",
-            cure=f"give {names[0]}, or a larger {names[1]}",
-        )
-    nodes = [stage.nodes for stage in result.stages]
-    machines = with_ranks(cluster, len(nodes))
-    plan = plan_of_stages(folded(profile, nodes), machines, inputs.request, nodes)
-    if as_json:
-        stages = [
-            {"nodes": list(stage.nodes), "replicas": 1, "devices": [index], "device": "acc",
-             "load_s": stage.load_s}
-            for index, stage in enumerate(result.stages)
-        ]  # fmt: skip
-        answer: BalanceJson = {
-            "objective": "max-stage-load",
-            "value_s": result.value_s,
-            "lower_bound_s": result.lower_bound_s,
-            "gap": result.gap,
-            "exact": result.exact,
-            "planning_s": planning_s,
-            "accelerators": request.devices,
-            "memory_limit_bytes": request.memory_limit_bytes,
-            "bandwidth_bytes_per_s": request.bandwidth_bytes_per_s,
-            "communication_scale": request.communication_scale,
-            "stages": stages,
-            "predicted": plan.to_json()["prediction"],
-            "assumptions": list(plan.assumptions),
-            "cut_short": search.cut_short,
-        }
-        say_json(answer)
-        return
+def _print_balance(answer: BalanceJson, inputs: PlanInputs, plan: Plan) -> None:
+    """Print the stages with the smallest largest load."""
+    value_s, stages = answer["value_s"], answer["stages"]
     proven = "the smallest possible"
-    if not result.exact:
-        least = format_time(result.lower_bound_s)
-        proven = f"within {result.gap:.1%} of the smallest possible (none is below {least})"
-    devices, value = plural(request.devices, "device"), format_time(result.value_s)
-    say(f"{inputs.profile.name}: {plural(len(nodes), 'stage')} on {devices}")
-    say(f"largest stage load {value}: {proven}, in {format_time(planning_s)}")
+    if not answer["exact"]:
+        least = format_time(answer["lower_bound_s"])
+        proven = f"within {answer['gap']:.1%} of the smallest possible (none is below {least})"
+    devices = plural(answer["accelerators"], "device")
+    say(f"{inputs.profile.name}: {plural(len(stages), 'stage')} on {devices}")
+    planning = format_time(answer["planning_s"])
+    say(f"largest stage load {format_time(value_s)}: {proven}, in {planning}")
     rows = [
         (
             index,
-            len(stage.nodes),
-            format_time(stage.load_s),
-            "█" * round(_BAR * stage.load_s / (result.value_s or 1.0)),
-            inputs.profile.by_id[stage.nodes[0]].name,
+            len(stage["nodes"]),
+            format_time(stage["load_s"]),
+            "█" * round(_BAR * stage["load_s"] / (value_s or 1.0)),
+            inputs.profile.by_id[stage["nodes"][0]].name,
         )
-        for index, stage in enumerate(result.stages)
+        for index, stage in enumerate(stages)
     ]
     show(table(("stage", "ops", "load", "", "from"), rows, left=("", "from")))
     if plan.prediction is not None:
