@@ -20,8 +20,6 @@ ONE = "must be a whole number of at least 1, not"
     [
         ("job.yaml", 0, ["job.yaml: valid; 2 ranks, 4 steps"]),
         ("many.yaml", 3, [f"error: many.yaml:6:19: training.steps: {ONE} 'many'"]),
-        ("nope.yaml", 3, ["error: nope.yaml: no such file",
-                          "  write a starter spec with: pipectl init"]),
         ("job.yaml --set training.stps=3 --set resources.nodes=0", 3,
          [f"error: --set resources.nodes: {ONE} 0",
           "error: --set training.stps: unknown key; did you mean 'steps'?"]),

@@ -248,14 +248,17 @@ def test_clocks_that_differ_and_long_steps_change_no_state(
     assert cli("status", "last").code == 0
 
 
-def check_owner(run: RunDirectory) -> None:
-    """Files are for their owner alone, and variables of the job are in two of them."""
-    paths = [*run.path.rglob("*")]
-    for path in paths:
+def check_owner(run: RunDirectory, *, opened: bool = False) -> None:
+    """Files are for their owner alone, and variables of the job are in two of them.
+
+    If the owner has opened the directory to others, only these two stay closed.
+    """
+    paths, secret = [*run.path.rglob("*")], [run.job, run.variables]
+    for path in secret if opened else [run.path, *paths]:
         whole = path.is_dir() or path == run.script
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if whole else 0o600), path
     texts = {path: path.read_bytes() for path in paths if path.is_file()}
-    assert sorted(path for path in texts if b"swordfish" in texts[path]) == [run.job, run.variables]
+    assert sorted(path for path in texts if b"swordfish" in texts[path]) == secret
     assert not any(b"of the environment" in text for text in texts.values())
 
 
@@ -263,7 +266,6 @@ def check_owner(run: RunDirectory) -> None:
 def test_everything_of_a_run_is_for_its_owner_alone(
     cli: Command, profile: Path, queue: Path, monkeypatch: pytest.MonkeyPatch, mask: int
 ) -> None:
-    """Also if the run directory is opened to others, and then resumed."""
     monkeypatch.setenv("WANDB_API_KEY", "swordfish of the environment")
     given = ("--set", "environment.variables={KEY: swordfish}")
     before = os.umask(mask)
@@ -272,14 +274,14 @@ def test_everything_of_a_run_is_for_its_owner_alone(
         assert "swordfish" not in cli("check", SUBMIT[1], *given, "--origins").out
         assert cli(*SUBMIT, *given).code == 0
         (run,) = runs()
-        assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
         check_owner(run)
-        run.path.chmod(0o755)
-        for name in ("cancel", "resume"):
-            run.exit_code.write_text("1\n")
-            run.exit_code.chmod(0o600)
-            assert cli(name, "last").code == 0
-            check_owner(run)
+        for opened in (False, True):
+            run.path.chmod(0o755 if opened else 0o700)
+            for name in ("cancel", "resume"):
+                run.exit_code.write_text("1\n")
+                run.exit_code.chmod(0o600)
+                assert cli(name, "last").code == 0
+                check_owner(run, opened=opened)
         run.exit_code.write_text("1\n")
         assert cli("cancel", "last").code == 0
         assert cli("resume", "last", "--set", "environment.variables={KEY: ~}").code == 0
@@ -322,5 +324,4 @@ def test_everything_that_a_trained_run_leaves_is_for_its_owner_alone(
     assert {"metrics.jsonl", "checkpoints/step-000004/manifest.json", "variables.sh"} <= names
     assert {"logs/job.log", "logs/rank-0000.log"} <= names
     assert len(list(run.watch.glob("*/node-0000.json"))) == 1
-    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
     check_owner(run)

@@ -18,8 +18,6 @@ from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Stepper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from conftest import Command
 
 
@@ -127,18 +125,14 @@ def test_a_checkpoint_of_torch(cli: Command, saved: Path, model: Tied) -> None:
     assert torch.equal(other.norm.running_var, model.norm.running_var + 1)
 
 
-def test_what_cannot_be_exported_is_named(
-    cli: Command, saved: Path, run_of: Callable[..., Path]
-) -> None:
+def test_what_cannot_be_exported_is_named(cli: Command, saved: Path) -> None:
     Path("here").write_text("mine")
     (saved / "checkpoints/step-000010/rank-0000.safetensors").write_bytes(b"")
-    run_of("20260101-120000-tiny")
     for words, code, error in (
         (f"{saved.name} --step 7", 2, "has no checkpoint of step 7\n  it has those of steps 5, 10"),
         (f"{saved.name} -o here", 2, "here: already exists"),
         (f"{saved.name} --format dcp --shard-size 1GB", 2, "--shard-size: has no meaning"),
         (f"{saved.name} --shard-size many", 2, "not a size"),
-        ("last", 2, "has no checkpoint yet"),
         (saved.name, 3, "rank-0000.safetensors: missing or damaged"),
     ):
         result = cli("export", *words.split())

@@ -75,7 +75,6 @@ def test_a_variable_says_where_runs_are(
     assert "directory     away/" in cli("status", finished.name).out
     assert "see: pipectl status 20250101" in cli("logs", "last", "--rank", "1").err
     assert cli("status", "-d", "elsewhere").out.startswith("elsewhere: no runs yet")
-    assert cli("doctor", "no-job.yaml").err.startswith("error: no-job.yaml: no such file")
 
 
 def test_runs_that_wait_for_others_name_them(
@@ -127,11 +126,7 @@ def test_runs_that_nothing_can_start_behind(
     program("sacct", "exit 1")
     run_of("20250103-120000-tiny", scheduler="pbs", job_id="12.vm")
     program("qstat", "printf 'Job Id: 12.vm\\n    job_state = R\\n'")
-    for name, words in (
-        (failed.name, "is FAILED, so this job would never start"),
-        ("20250103", "is on pbs, and this job goes to slurm"),
-        ("no-such-run", "no run 'no-such-run'"),
-    ):
+    for name, words in (("20250103", "is on pbs, and this job goes to slurm"),):
         result = cli("submit", "job.yaml", *SLURM, "--after", name)
         assert (result.code in (2, 6), words in result.err) == (True, True), result.err
     assert len(list(Path("runs").iterdir())) == 2

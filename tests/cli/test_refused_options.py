@@ -18,12 +18,16 @@ NINES = "9" * 400
 LINES = f"""\
 --json status
 cancel
+cancel 20250101-120000-tinny
 check
 check job.yaml --json
 check job.yaml --schema
 check job.yaml -o x
+check nope.yaml
 doctor --set training.steps=1
 doctor job.yaml -d elsewhere
+doctor no-job.yaml
+export last
 export last --shard-size 0
 export last --step 0
 foo
@@ -55,6 +59,7 @@ lab plan --profile p.json --devices 2 --objective max-stage-load -o x
 lab plan --profile p.json --devices 2 --objective throughput
 lab plan --profile p.json --devices 2 --planner dapple --allow replicas
 lab plan --profile p.json --devices 2 --planner pipectl2
+lab rehearse job.yaml --set launch.scheduler=slurm
 lab simulate
 lab simulate --plan plan.json --backward 2
 lab simulate --plan plan.json --forward 2
@@ -63,7 +68,6 @@ lab simulate --plan plan.json --micro-batches 2
 lab simulate --plan plan.json --ranks 2
 lab simulate --plan plan.json --stages 2
 lab simulate --schedule 1f1b
-lab simulate --schedule 1f1bb --stages 2
 lab simulate --schedule 1f1b --stages 4 --micro-batches 8 --backward nan
 lab simulate --schedule 1f1b --stages 4 --micro-batches 8 --cluster c
 lab simulate --schedule 1f1b --stages 4 --micro-batches 8 --forward -1
@@ -73,6 +77,7 @@ lab simulate --schedule 1f1b --stages 4 --micro-batches 8 --forward nan
 lab simulate --schedule 1f1b --stages 4 --micro-batches 8 --forward soon
 lab simulate --schedule 1f1b --stages 4 --micro-batches 8 --latency nan
 lab simulate --schedule 1f1b --stages 4 --micro-batches 8 --ranks 2
+lab simulate --schedule 1f1bb --stages 2
 lab simulate --schedule bad.csv
 lab simulate --schedule gpipe --ranks 0
 lab simulate --schedule gpipe --stages 0
@@ -83,7 +88,11 @@ lab simulate --schedule none.csv
 lab simulate --schedule zb-v --stages 3 --micro-batches 4
 lab simulate --schedule zigzag --stages 4 --micro-batches 8
 lab verify job.yaml --ranks 0
+lab verify job.yaml --set pipeline.stages=3
 lab verify job.yaml --steps 0
+logs 20250101-120000-tinny
+logs last --rank 2
+logs last 20250101 -f
 plan
 plan --batch-size 8
 plan --objective max-stage-load
@@ -101,6 +110,7 @@ plan --profile p.json --nodes 0
 plan --profile p.json --nodes 1 --explain
 plan --profile p.json --nodes 1 -o x
 plan --profile p.json --nodes 1,x
+plan job.yaml
 plan job.yaml --devices 0
 plan job.yaml --nodes 1 --svg x.svg
 profile job.yaml --effort some
@@ -109,6 +119,7 @@ profile job.yaml --here
 profile job.yaml --links --again
 profile job.yaml --links --set resources.nodes=1 --set pipeline.stages=1
 profile job.yaml --wait
+report last
 report last --step 0
 resume
 schema
@@ -116,6 +127,8 @@ simulate --json
 status --ranks
 status --watch
 status --watch --json
+status 20250101 20250102 --ranks
+status 20250101-120000-tinny
 submit
 submit --foo
 submit job.yaml --dry-run --after x
@@ -124,6 +137,10 @@ submit job.yaml --dry-run --test-only
 submit job.yaml --dry-run --wait
 submit job.yaml --gres a --scheduler pbs
 submit job.yaml --rehearse
+submit job.yaml --scheduler slurm --after 20250102
+submit job.yaml --scheduler slurm --after no-such-run
+submit job.yaml --scheduler slurm --dry-run -t soon
+submit job.yaml --scheduler slurm -t 1 --set resources.walltime=soon
 submit job.yaml --test-only --after x
 submit job.yaml --test-only --json
 submit job.yaml --test-only --wait
@@ -136,15 +153,21 @@ verify job.yaml
 
 
 def test_wrong_command_lines(
-    cli: Command, job: Path, alone: Path, pipeline: Callable[..., Plan], golden: Callable[..., None]
+    cli: Command,
+    job: Path,
+    alone: Path,
+    finished: Path,
+    failed: Path,
+    pipeline: Callable[..., Plan],
+    golden: Callable[..., None],
 ) -> None:
     Path("mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     Path("bad.csv").write_text("0F0,0X0")
     pipeline(2, 2).save(Path("plan.json"))
-    before, texts = sorted(Path().iterdir()), []
+    before, texts = sorted(Path().rglob("*")), []
     for line in LINES.splitlines():
         result = cli(*line.split())
-        assert (result.out, sorted(Path().iterdir())) == ("", before), line
+        assert (result.out, sorted(Path().rglob("*"))) == ("", before), line
         answer = f"$ pipectl {line}\n{result.err}exit code {result.code}\n"
         texts.append(answer.replace(NINES, "9..."))
     golden(*texts)

@@ -74,10 +74,3 @@ def test_json_stays_json_beside_warnings(
     assert (result.code, json.loads(result.out)["state"]) == (1, "FAILED")
     result = cli("lab", "rehearse", "job.yaml", *FOUR)
     assert (result.code, result.out.split()[1]) == (1, "FAILED")
-
-
-def test_without_a_profile_a_job_for_slurm_has_no_plan_to_rehearse(cli: Command, job: Path) -> None:
-    result = cli("lab", "rehearse", "job.yaml", "--set", "launch.scheduler=slurm")
-    assert result.code == 2
-    assert "no plan to rehearse" in result.err
-    assert "pipectl profile --submit" in result.err

@@ -202,8 +202,3 @@ def test_what_is_not_there_is_said(cli: Command, run: RunDirectory) -> None:
         assert result.code == 3
         assert "step-000010.json: events[0]: " in result.err
     assert cli("report", "-o", "page.html").code == 0
-    for path in run.trace.glob("step-*"):
-        path.unlink()
-    result = cli("report")
-    assert result.code == 2
-    assert "no step is recorded yet" in result.err

@@ -1,4 +1,4 @@
-"""`pipectl status`: one run, a table of many, and what is told if files or machines fail."""
+"""`pipectl status`: one run, a table of many, a watched view, and what fails."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +26,7 @@ from pipectl.cli.views.run import (
 from pipectl.cli.views.run_json import run_json
 from pipectl.jobs.state import RunStatus
 from pipectl.plan import Prediction
-from pipectl.runs import RunDirectory
+from pipectl.runs import RunDirectory, SweepDirectory
 from pipectl.runs.readers import Measured, RankBeat
 
 if TYPE_CHECKING:
@@ -178,13 +179,6 @@ def test_long_lines_are_indented_on_a_terminal_and_paths_are_whole(
     monkeypatch.chdir(place / "elsewhere")
     out = cli("status", "last", "--directory", str(finished.parent)).out
     assert out.splitlines()[-1] == f"  directory     {finished}"
-
-
-@pytest.mark.parametrize("command", ["status", "logs", "cancel"])
-def test_an_unknown_run(cli: Command, finished: Path, command: str) -> None:
-    result = cli(command, "20250101-120000-tinny")
-    assert (result.code, result.out) == (6, "")
-    assert result.err.startswith("error: runs: no run '20250101-120000-tinny'; did you mean ")
 
 
 def test_a_damaged_record_is_an_unknown_state(cli: Command, finished: Path) -> None:
@@ -346,3 +340,68 @@ def test_what_is_drawn_of_figures() -> None:
     assert len(sparkline(range(1000), 37)) == 37
     shares = (0, 1, 0.5, 0.53, 7)
     assert [bar(share, 4) for share in shares] == ["    ", "████", "██  ", "██▏ ", "████"]
+
+
+ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a terminal of 100 columns and 30 lines is sent while a command watches."""
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=100, height=30, color_system=None)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for module in ("commands.status", "console"):
+        monkeypatch.setattr(f"pipectl.cli.{module}.output", lambda: console)
+    return text
+
+
+def test_ctrl_c_ends_the_view_and_leaves_the_terminal_clean(
+    cli: Command, screen: io.StringIO, run_of: RunOf, finished: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    run_of("20250103-120000-tiny")
+
+    def interrupt(_seconds: float) -> None:
+        assert "Ctrl-C closes the view" in screen.getvalue()
+        raise KeyboardInterrupt
+
+    clock = SimpleNamespace(**{**vars(time), "sleep": interrupt})
+    monkeypatch.setattr("pipectl.cli.commands.status.time", clock)
+    result = cli("status", "--watch")
+    assert (result.code, result.err) == (0, "")
+    text = screen.getvalue()
+    assert text.count(ENTER) == text.count(LEAVE) == 1
+    assert text.rindex(SHOW_CURSOR) > text.index(ENTER)
+    for shown in text.split(LEAVE):
+        assert "20250101-120000-tiny" in shown, "on the screen, and once more when it is left"
+
+
+def test_one_run_is_watched_to_its_end(cli: Command, screen: io.StringIO, finished: Path) -> None:
+    rank = {"rank": 0, "node": "n1", "stages": [0], "waiting": 0.5}
+    beat = {"version": 1, "state": "training", "ranks": [rank]}
+    (finished / "heartbeat.json").write_text(json.dumps(beat))
+    result = cli("status", "last", "--watch")
+    assert result.code == 0
+    picture = screen.getvalue().partition(LEAVE)[0]
+    assert "  loss  █" in picture, "as a curve"
+    assert "rank  node  stage  busy" in picture, "as there is room for it"
+    assert "COMPLETED" in screen.getvalue().partition(LEAVE)[2], (
+        "the last state stays on the terminal"
+    )
+
+
+@pytest.mark.parametrize("arguments", [(), ("last",), ("rates",)])
+def test_ctrl_c_in_the_first_look_ends_the_command(
+    cli: Command, screen: io.StringIO, finished: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Of all runs, one, or a sweep, while the batch system is asked, say."""
+    SweepDirectory.create(Path("runs"), "rates", 2, 1.8e9)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipectl.jobs.state.Poller.get_statuses", interrupt)
+    result = cli("status", *arguments, "--watch")
+    assert (result.code, result.out, result.err) == (130, "", "")

@@ -117,13 +117,6 @@ def test_options_for_queues_of_pbs_and_what_auto_is(
     assert "#PBS -A me\n#PBS -q long\n" in cli(*words).out
 
 
-def test_a_wrong_value_is_reported_under_the_name_of_its_option(cli: Command, job: Path) -> None:
-    wrong = cli("submit", "job.yaml", *SLURM, "--dry-run", "-t", "soon")
-    assert (wrong.code, "--time': 'soon' is not a duration" in wrong.err) == (2, True)
-    both = ("-t", "1", "--set", "resources.walltime=soon")
-    assert "--set resources.walltime: " in cli("submit", "job.yaml", *SLURM, *both).err
-
-
 @pytest.mark.parametrize(
     ("title", "programs", "said"),
     [

@@ -232,9 +232,3 @@ def test_a_template_is_checked_before_the_model_is_measured(
     result = verify("--set", "launch.template=bad.j2")
     assert result.code == 3
     assert re.search("bad.j2:2:1.* unknown tag 'endfor'", result.err)
-
-
-def test_more_stages_than_ranks_are_refused_at_once(verify: Command) -> None:
-    result = verify("--ranks", "2", "--set", "pipeline.stages=3")
-    assert (result.code, result.out) == (3, "")
-    assert "3 stages need as many ranks" in result.err
