@@ -106,6 +106,7 @@ class Stages:
             self.forwards.append(halves[0])
             self.backwards.append(halves[-1])
         self.between_halves: list[dict[Slot, Tensor | None]] = []
+        self._drawn: dict[int, MicroBatch] = {}
         self._returned: list[tuple[Tensor, Tensor]] = []
         """Gradients that left a stage, and copies made then: they must stay as they were, though
         autograd may add to a parameter's gradient in the same memory."""
@@ -174,22 +175,18 @@ class Stages:
     def _forward(self, micro_batch: int, seed: int, batch: Batch) -> Tensor:
         known = dict(zip(self.cut.graph.inputs, pytree.tree_leaves(batch), strict=True))
         loss: Tensor | None = None
-        drawn = MicroBatch(micro_batch, self._rows, seed)
+        drawn = self._drawn[micro_batch] = MicroBatch(micro_batch, self._rows, seed)
         for index, stage in enumerate(self.forwards):
             inputs = {name: known[name] for name in stage.inputs(True, self._rows)}
             given = self._arrived.pop((TransferKind.ACTIVATION, index, micro_batch), {})
             made = stage.forward(drawn, inputs, given)
             loss = made.get(self._loss, loss)
-            if isinstance(stage, ForwardHalf):
-                left = stage.leaving(micro_batch)
-                places = (Slot(str(place)) for place in range(places_of(self.cut, index)))
-                self.between_halves.append({slot: _sent(left.get(slot)) for slot in places})
-                self.backwards[index].arriving(drawn, self.between_halves[-1])
             self._deliver(TransferKind.ACTIVATION, index, micro_batch, made)
         assert loss is not None
         return loss.clone()
 
     def _backward(self, micro_batch: int, weight: float) -> None:
+        self._hand_over_saved(micro_batch)
         for index, stage in reversed(list(enumerate(self.backwards))):
             gradients = self._arrived.pop((TransferKind.GRADIENT, index, micro_batch), {})
             latest_first = dict(sorted(gradients.items(), key=self._latest_use, reverse=True))
@@ -210,6 +207,15 @@ class Stages:
     def _latest_use(self, item: tuple[Slot, Any]) -> int:
         users = self.cut.graph.users.get(item[0].value, ("",))
         return self.cut.graph.position.get(users[-1], -1)
+
+    def _hand_over_saved(self, micro_batch: int) -> None:
+        """From halves whose next forwards may have run while it was on its way."""
+        for index, (front, back) in enumerate(zip(self.forwards, self.backwards, strict=True)):
+            if isinstance(front, ForwardHalf):
+                left = front.leaving(micro_batch)
+                places = (Slot(str(place)) for place in range(places_of(self.cut, index)))
+                self.between_halves.append({slot: _sent(left.get(slot)) for slot in places})
+                back.arriving(self._drawn[micro_batch], self.between_halves[-1])
 
     def _hand_over_weights(self) -> None:
         """From the halves that train them."""

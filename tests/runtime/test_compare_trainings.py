@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from pipectl.capture import CapturedJob
 from pipectl.capture.tensors import is_deferred
 from pipectl.runs import RunDirectory
-from pipectl.runtime.compare import Comparison, Trained, compare, distance
+from pipectl.runtime.compare import Trained, compare, distance
 from pipectl.runtime.plain import FirstWeights
 
 START = {"a": torch.zeros(3), "b": torch.ones(2, 2)}
@@ -36,47 +37,34 @@ def made(changes: dict[tuple[int, str], float] | None = None, *missing: str) -> 
     return Trained({step: 10.0 / step + change(step, "loss") for step in (1, 2, 3)}, weights)
 
 
-def compared(
-    found: Trained, tolerance: float = 0.0, reference: Trained | None = None
-) -> Comparison:
-    return compare(found, reference or made(), 3, tolerance, START)
-
-
-def test_the_same_training_is_equal() -> None:
-    comparison = compared(made())
-    assert (comparison.equal, comparison.first, comparison.largest) == (True, None, 0.0)
-    assert comparison.losses == ((10.0, 10.0), (5.0, 5.0), (10 / 3, 10 / 3))
-
-
-def test_the_first_difference_is_told_and_the_largest_of_all() -> None:
-    comparison = compared(made({(2, "b"): 0.25, (3, "a"): 2.0}))
-    assert not comparison.equal
-    assert comparison.first == (2, "b", 0.25)
-    assert comparison.largest == 2.0
-
-
-def test_the_loss_of_a_step_comes_before_its_weights() -> None:
-    assert compared(made({(2, "loss"): 0.5, (2, "a"): 0.5})).first == (2, "loss", 0.5)
-
-
-def test_without_tolerance_the_smallest_difference_counts() -> None:
-    assert compared(made({(1, "a"): 1e-7})).first is not None
-
-
-def test_the_tolerance_is_a_share_of_how_far_weights_have_moved() -> None:
-    assert compared(made({(3, "b"): 0.029}), tolerance=0.01).equal  # all moved by 3
-    assert compared(made({(3, "b"): 0.031}), tolerance=0.01).first is not None
-    assert compared(made({(1, "b"): 0.029}), tolerance=0.01).first is not None  # by 1 only
-    assert compared(made({(2, "loss"): 0.049}), tolerance=0.01).equal
-    assert not compared(made({(2, "loss"): 0.051}), tolerance=0.01).equal
+@pytest.mark.parametrize(
+    ("changes", "tolerance", "first"),
+    [
+        ({}, 0.0, None),
+        ({(2, "b"): 0.25, (3, "a"): 2.0}, 0.0, (2, "b", 0.25)),
+        ({(2, "loss"): 0.5, (2, "a"): 0.5}, 0.0, (2, "loss", 0.5)),
+        ({(1, "a"): 2.0**-23}, 0.0, (1, "a", 2.0**-23)),
+        # The tolerance is a share of how far weights have moved: by the number of the step.
+        ({(3, "b"): 0.03125}, 0.011, None),
+        ({(3, "b"): 0.03125}, 0.01, (3, "b", 0.03125)),
+        ({(1, "b"): 0.03125}, 0.011, (1, "b", 0.03125)),
+        ({(2, "loss"): 0.0625}, 0.013, None),
+        ({(2, "loss"): 0.0625}, 0.012, (2, "loss", 0.0625)),
+    ],
+)
+def test_the_first_difference_is_told_and_the_largest_of_all(
+    changes: dict[tuple[int, str], float], tolerance: float, first: Any
+) -> None:
+    comparison = compare(made(changes), made(), 3, tolerance, START)
+    assert (comparison.equal, comparison.first) == (first is None, first)
+    assert comparison.largest == max(changes.values(), default=0.0)
+    losses = [10.0 / step for step in (1, 2, 3)]
+    assert [reference for _, reference in comparison.losses] == losses
 
 
 def test_a_missing_tensor_is_a_difference_even_within_a_tolerance() -> None:
-    for comparison in (
-        compared(made(None, "a"), tolerance=0.5),
-        compared(made(), tolerance=0.5, reference=made(None, "a")),
-    ):
-        assert comparison.first == (1, "a", float("inf"))
+    for runs in ((made(None, "a"), made()), (made(), made(None, "a"))):
+        assert compare(*runs, 3, 0.5, START).first == (1, "a", float("inf"))
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ from pipectl.runtime.pipefb import Agreement, check_operators
 from pipectl.runtime.stage import MicroBatch
 
 WIDTH, SIZE = 24, 2
-MODELS = (
-    *("lstm", "autoencoder", "views", "straight-through", "codebook", "running-norm", "frozen"),
-    *("checkpointed", "siamese", "experts", "islands", "parametrized", "attention", "Placed"),
-)
+MODELS = """
+    lstm autoencoder views straight-through codebook running-norm frozen checkpointed siamese
+    experts encoder-decoder islands parametrized attention Placed
+"""
 
 
 class Samples(Dataset):
@@ -145,8 +145,13 @@ def bytes_of(stages: Stages) -> int:
     )
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_gradients_and_buffers_are_those_of_whole_stages(capture: Any, model: str) -> None:
+@pytest.mark.parametrize("model", MODELS.split())
+@pytest.mark.parametrize("bundled_bytes", [0, pipefb.BUNDLED_BYTES])
+def test_gradients_and_buffers_are_those_of_whole_stages(
+    capture: Any, monkeypatch: pytest.MonkeyPatch, model: str, bundled_bytes: int
+) -> None:
+    """Whether small tensors are copied into one vector, or sent from where they are."""
+    monkeypatch.setattr(pipefb, "BUNDLED_BYTES", bundled_bytes)
     job = capture(model)
     for count, recompute in product((1, 3), (False, True)):
         whole, apart = (

@@ -18,7 +18,6 @@ from mpi4py import MPI
 from pipectl.errors import UsageError
 from pipectl.runs import RunDirectory, last_checkpoint, read_heartbeat, read_metrics
 from pipectl.runtime import reports
-from pipectl.runtime.nodes import node_name
 from pipectl.runtime.reports import Attempts, Lines
 from pipectl.runtime.telemetry import StepReport, Telemetry
 
@@ -42,8 +41,8 @@ def report(step: int, **changed: Any) -> StepReport:
     return StepReport(**{**fields, **changed})
 
 
-def telemetry(run: RunDirectory, attempt: int = 1) -> Telemetry:
-    found = Telemetry(MPI.COMM_SELF.Dup(), run, steps=3, attempt=attempt, stages=(0, 1))
+def telemetry(run: RunDirectory) -> Telemetry:
+    found = Telemetry(MPI.COMM_SELF.Dup(), run, steps=3, attempt=1, stages=(0, 1))
     found.state("training")
     return found
 
@@ -57,12 +56,16 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_a_line_per_step(run: RunDirectory) -> None:
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_line_per_step_is_json_also_of_a_run_that_diverged(
+    run: RunDirectory, value: float
+) -> None:
     writer = telemetry(run)
-    for step in (1, 2):
-        writer.report(report(step))
+    writer.report(report(1))
+    writer.report(report(2, loss=value, gradient_norm=value))
+    writer.evaluation(2, {"loss": value})
     writer.finish()
-    first, second = (json.loads(line) for line in run.metrics.read_text().splitlines())
+    first, second, held_out = map(strict, run.metrics.read_text().splitlines())
     assert first.pop("time") <= second["time"]
     assert first == {
         "attempt": 1,
@@ -74,7 +77,8 @@ def test_a_line_per_step(run: RunDirectory) -> None:
         "learning_rate": 0.1,
         "gradient_norm": None,
     }
-    assert read_metrics(run)[1].loss == second["loss"] == 1.0
+    assert second["loss"] is second["gradient_norm"] is None
+    assert held_out["evaluation"] == {"loss": None}
 
 
 def test_a_step_is_written_once_every_rank_has_reported_it(run: RunDirectory) -> None:
@@ -85,17 +89,6 @@ def test_a_step_is_written_once_every_rank_has_reported_it(run: RunDirectory) ->
     assert writer.has_written(1)
     assert not writer.has_written(2)
     assert [line.step for line in read_metrics(run)] == [1]
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_diverged_run_still_writes_json(run: RunDirectory, value: float) -> None:
-    writer = telemetry(run)
-    writer.report(report(1, loss=value, gradient_norm=value))
-    writer.evaluation(1, {"loss": value})
-    writer.finish()
-    lines = [strict(line) for line in run.metrics.read_text().splitlines()]
-    assert lines[0]["loss"] is lines[0]["gradient_norm"] is None
-    assert lines[1]["evaluation"] == {"loss": None}
 
 
 def test_the_heartbeat_says_who_does_what(run: RunDirectory) -> None:
@@ -114,13 +107,6 @@ def test_the_heartbeat_says_who_does_what(run: RunDirectory) -> None:
     assert beat["ranks"][0]["busy_s"] == 0.3
     assert beat["ranks"][0]["peak_bytes"] == 1 << 20
     assert beat["ranks"][0]["rss_bytes"] > 1 << 20
-
-
-def test_nodes_have_the_batch_systems_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "n7")
-    assert node_name() == "n7"
-    monkeypatch.delenv("SLURMD_NODENAME")
-    assert node_name()
 
 
 PARTS = Path(__file__).with_name("job_parts.py")

@@ -121,51 +121,37 @@ def mpich(kind: int, answer: Any) -> int:
     return 0
 
 
-def libraries(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
-    monkeypatch.setattr(gpu_aware, "_library", lambda: SimpleNamespace(**functions))
-
-
-def kinds_of_memory(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
-    world = SimpleNamespace(
-        Get_info=lambda: {} if text is None else {"mpi_memory_alloc_kinds": text}
-    )
-    monkeypatch.setattr(gpu_aware, "MPI", SimpleNamespace(COMM_WORLD=world))
-
-
-def test_open_mpi_is_asked_by_its_function(monkeypatch) -> None:
-    libraries(monkeypatch, MPIX_Query_cuda_support=lambda: 1)
-    assert judge("cuda", {}, works).able
-    finding = judge("cuda", {}, fails)
-    assert not finding.able
-    assert "can, but a test message does not arrive" in finding.why
-    libraries(monkeypatch, MPIX_Query_cuda_support=lambda: 0)
-    assert not judge("cuda", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, never_asked).able
-
-
-def test_mpich_is_asked_by_its_function(monkeypatch) -> None:
-    libraries(monkeypatch, MPIX_GPU_query_support=mpich)
-    kinds_of_memory(monkeypatch, None)
-    assert judge("cuda", {}, works).able
-    assert not judge("xpu", {}, never_asked).able
-    assert judge("rocm", {"MV2_USE_ROCM": "1"}, works).why.startswith("MV2_USE_ROCM says")
+ABLE, UNABLE = ({"MPIX_Query_cuda_support": lambda answer=answer: answer} for answer in (1, 0))
+MPICH = {"MPIX_GPU_query_support": mpich}
 
 
 @pytest.mark.parametrize(
-    ("kinds", "environment", "able"),
+    ("functions", "kinds", "device", "environment", "test", "able", "words"),
     [
-        ("mpi,system,cuda:device", {}, True),
-        ("mpi,system", {"PSP_CUDA": "1"}, False),
-        (None, {"PSP_CUDA": "1"}, True),
-        (None, {"MPICH_GPU_SUPPORT_ENABLED": "0"}, False),
-        (None, {}, False),
+        (ABLE, None, "cuda", {}, works, True, ""),
+        (ABLE, None, "cuda", {}, fails, False, "can, but a test message does not arrive"),
+        (UNABLE, None, "cuda", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, never_asked, False, ""),
+        (MPICH, None, "cuda", {}, works, True, ""),
+        (MPICH, None, "xpu", {}, never_asked, False, ""),
+        (MPICH, None, "rocm", {"MV2_USE_ROCM": "1"}, works, True, "MV2_USE_ROCM says"),
+        # Without a function, a list of kinds of memory counts, and then the environment.
+        ({}, "mpi,system,cuda:device", "cuda", {}, works, True, ""),
+        ({}, "mpi,system", "cuda", {"PSP_CUDA": "1"}, never_asked, False, ""),
+        ({}, None, "cuda", {"PSP_CUDA": "1"}, works, True, ""),
+        ({}, None, "cuda", {"MPICH_GPU_SUPPORT_ENABLED": "0"}, never_asked, False, ""),
+        ({}, None, "cuda", {}, never_asked, False, ""),
     ],
 )
-def test_without_a_function_the_list_counts_and_then_the_environment(
-    monkeypatch, kinds, environment, able
+def test_who_is_asked_and_believed(
+    monkeypatch, functions, kinds, device, environment, test, able, words
 ) -> None:
-    libraries(monkeypatch)
-    kinds_of_memory(monkeypatch, kinds)
-    assert judge("cuda", environment, works if able else never_asked).able is able
+    info = {} if kinds is None else {"mpi_memory_alloc_kinds": kinds}
+    world = SimpleNamespace(Get_info=lambda: info)
+    monkeypatch.setattr(gpu_aware, "_library", lambda: SimpleNamespace(**functions))
+    monkeypatch.setattr(gpu_aware, "MPI", SimpleNamespace(COMM_WORLD=world))
+    finding = judge(device, environment, test)
+    assert finding.able is able
+    assert words in finding.why
 
 
 @pytest.mark.parametrize("wanted", ["always", "never"])
@@ -181,7 +167,7 @@ def test_the_job_may_decide(wanted: str) -> None:
 def test_a_rank_that_cannot_decides_for_all_and_not_all_send_a_test_message(
     monkeypatch, asks, test, other, able
 ) -> None:
-    libraries(monkeypatch, MPIX_Query_cuda_support=lambda: 1)
+    monkeypatch.setattr(gpu_aware, "_library", lambda: SimpleNamespace(**ABLE))
     monkeypatch.setattr(gpu_aware, "_kind", lambda: "cuda")
     monkeypatch.setattr(gpu_aware, "passes_self_test", test)
     world: Any = SimpleNamespace(
@@ -193,7 +179,8 @@ def test_a_rank_that_cannot_decides_for_all_and_not_all_send_a_test_message(
 
 def test_rocm_is_called_cuda_by_torch(monkeypatch) -> None:
     asked: list[str] = []
-    libraries(monkeypatch, MPIX_Query_rocm_support=lambda: 1)
+    library = SimpleNamespace(MPIX_Query_rocm_support=lambda: 1)
+    monkeypatch.setattr(gpu_aware, "_library", lambda: library)
     judge("rocm", {}, lambda device: asked.append(device) is None)
     assert asked == ["cuda"]
 
