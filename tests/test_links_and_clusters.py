@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node, assumed_cluster
 from pipectl.errors import DataFileError
 from pipectl.fields import read_value, write_value
-from pipectl.jobs.job import ClusterChoice
-from pipectl.jobs.prepare import UNKNOWN_ROWS, join_rows
+from pipectl.jobs.job import UNKNOWN_ROWS, join_rows
 from pipectl.link import BySize, Link, Observed, RowTimes, measured_link, seconds_of
 from pipectl.profile import Profile
 
@@ -186,7 +185,6 @@ def test_rows_of_a_profile_replace_none_that_a_device_has() -> None:
 def test_rows_of_a_cluster_end_what_a_profile_assumes_of_them() -> None:
     profile = Profile("p", "test", 1, (), (), assumptions=(f"{UNKNOWN_ROWS} (why)", "other"))
     cluster = assumed_cluster("c", [2], 2, None)
-    machines = ClusterChoice(cluster)
-    assert join_rows(profile, machines) == (profile, machines)
-    known = ClusterChoice(cluster.with_rows(ROWS))
+    assert join_rows(profile, cluster) == (profile, cluster)
+    known = cluster.with_rows(ROWS)
     assert join_rows(profile, known) == (replace(profile, assumptions=("other",)), known)

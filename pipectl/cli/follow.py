@@ -15,15 +15,15 @@ from pipectl.cli.console import errors, note, say, say_json, warn
 from pipectl.runs import PROFILING, Record, RunDirectory, name_in_shell
 
 if TYPE_CHECKING:
-    from pipectl.jobs.job import PreparedJob
+    from pipectl.jobs.job import Job
     from pipectl.jobs.state import RunStatus
     from pipectl.jobs.submit import Submission
     from pipectl.profile import Profile
 
 
-def print_notes(jobs: Sequence[PreparedJob]) -> None:
+def print_notes(jobs: Sequence[Job]) -> None:
     """Print the warnings of jobs, and the reasons for the choice of MPI, once each."""
-    notes = ((each.job.mpi, each.machines.warning if each.machines else "") for each in jobs)
+    notes = ((each.mpi, each.machines.warning if each.machines else "") for each in jobs)
     for choice, warning in dict.fromkeys(notes):
         warn(warning)
         if choice.reason:
@@ -31,9 +31,7 @@ def print_notes(jobs: Sequence[PreparedJob]) -> None:
         warn(choice.warning)
 
 
-def print_plan(
-    jobs: Sequence[PreparedJob], before: str = "", tell: Callable[[str], None] = say
-) -> None:
+def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None] = say) -> None:
     """Print the plan and prediction of a single job, or that models are measured first.
 
     Args:

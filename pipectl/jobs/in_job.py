@@ -25,8 +25,8 @@ from pipectl.errors import PipectlError
 from pipectl.faults import ErrorReport, with_details
 from pipectl.files import write_text
 from pipectl.jobs import profiles
-from pipectl.jobs.job import PERCENT, ClusterChoice, move_to
-from pipectl.jobs.prepare import join_rows, plan_path, profile_path, read_plan, read_profile
+from pipectl.jobs.job import PERCENT, join_rows, move_to
+from pipectl.jobs.prepare import plan_path, profile_path, read_plan, read_profile
 from pipectl.runs import ATTEMPT, Heartbeat, Record, RunDirectory, last_checkpoint
 from pipectl.spec import load
 from pipectl.units import printable
@@ -89,17 +89,16 @@ def profile_and_plan(run: RunDirectory) -> None:
             if record.sweep is None and not newer:
                 write_text(place, result.read_text(encoding="utf-8"))
 
-    machines = ClusterChoice(Cluster.load(run.cluster), run.cluster)
+    cluster = Cluster.load(run.cluster)
     profile = read_profile(spec, run.profile)
     if profile is None:
         profile = profiles.measure(spec, run.profile, progress)
         share(run.profile, profile_path(spec))
-    profile, machines = join_rows(profile, machines)
-    cluster = machines.cluster
-    from pipectl.jobs.planning import plan_like_before, write_plan
+    profile, cluster = join_rows(profile, cluster)
+    from pipectl.jobs.planning import plan_job, write_plan
 
     plan = read_plan(run.plan, spec, profile, cluster)
-    plan = plan or plan_like_before(spec, profile, cluster, progress)
+    plan = plan or plan_job(spec, profile, cluster, progress)
     cluster.save(run.cluster)  # with the times of rows that the profile has
     write_plan(run, plan, cluster)
     share(run.plan, plan_path(spec))

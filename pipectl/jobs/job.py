@@ -1,8 +1,9 @@
 """A job before it is submitted, and its request to the batch system.
 
-    JobSpec -> Job -> PreparedJob (with cluster, profile, plan) -> Submission -> RunStatus
+    JobSpec -> Job -> Submission -> RunStatus
 
-:func:`make_job` makes a `Job`; :func:`pipectl.jobs.prepare.prepare` adds the rest.
+:func:`make_job` makes a `Job`; :func:`pipectl.jobs.prepare.prepare` adds its cluster, profile and
+plan.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast
 """Makes glibc join free memory at once. By default it keeps small pieces around aligned blocks
 apart, so a freed block is too small for the next one of its size, and the heap grows. glibc reads
 this before a process can set anything."""
+UNKNOWN_ROWS = (
+    "the ranks' own time for messages, and for the start and end of a step, was not measured and "
+    "is left out"
+)
 _MAX_TEMPLATE_BYTES = 2**20
 
 
@@ -66,25 +71,6 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A job as its spec describes it.
-
-    Args:
-        scheduler: name of the batch system.
-        request: to the batch system, for no run yet.
-        mpi: why ranks are started as the request says.
-        values: values of the job's point of the sweep, by dotted key; None without a sweep.
-    """
-
-    spec: JobSpec
-    scheduler: str
-    task: Task
-    request: JobRequest
-    mpi: MpiChoice
-    values: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
 class ClusterChoice:
     """The machines to plan for.
 
@@ -99,10 +85,14 @@ class ClusterChoice:
 
 
 @dataclass(frozen=True)
-class PreparedJob:
-    """A job that is ready to be submitted.
+class Job:
+    """A job as its spec describes it, and what it is planned and trained with.
 
     Args:
+        scheduler: name of the batch system.
+        request: to the batch system, for no run yet.
+        mpi: why ranks are started as the request says.
+        values: values of the job's point of the sweep, by dotted key; None without a sweep.
         machines: None if the job only measures.
         profile: None if the job measures its model itself, or needs no profile.
         plan: None if the job plans itself, or needs no plan.
@@ -111,13 +101,29 @@ class PreparedJob:
         rehearsal: None unless the job rehearses its plan.
     """
 
-    job: Job
+    spec: JobSpec
+    scheduler: str
+    task: Task
+    request: JobRequest
+    mpi: MpiChoice
+    values: Mapping[str, Any] | None = None
     machines: ClusterChoice | None = None
     profile: Profile | None = None
     plan: Plan | None = None
     plans_in_job: bool = False
     is_profiled_now: bool = False
     rehearsal: Rehearsal | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machines to plan for."""
+        assert self.machines is not None, "the job only measures"
+        return self.machines.cluster
+
+    def with_plan(self, profile: Profile, cluster: Cluster, plan: Plan | None) -> Job:
+        """The job with a plan, and with the profile and the cluster that it was made for."""
+        machines = self.machines and replace(self.machines, cluster=cluster)
+        return replace(self, machines=machines, profile=profile, plan=plan, plans_in_job=False)
 
     def request_for(
         self,
@@ -130,29 +136,41 @@ class PreparedJob:
     ) -> JobRequest:
         """The request to the batch system for the run in a directory, or for the job array of a
         sweep whose first job this is; for the arguments see :class:`JobRequest`."""
-        directory, job, plan = directory.absolute(), self.job, self.plan
-        task, python = job.task, job.request.python
+        directory, spec, plan = directory.absolute(), self.spec, self.plan
+        task, python = self.task, self.request.python
         if array is not None:
             task = Task(program=("-m", "pipectl.jobs.sweep"), arguments=(str(array.at_once or 1),))
         prepares = self.plans_in_job and array is None
         if plan is None:
-            offloads = job.spec.pipeline.offload == "disk"
+            offloads = spec.pipeline.offload == "disk"
         else:
             to_disk = plan.offload_to is OffloadTarget.DISK
             offloads = to_disk and any(stage.offload for stage in plan.stages)
-        variables = {**(TIGHT_HEAP if offloads else {}), **job.spec.environment.variables}
+        variables = {**(TIGHT_HEAP if offloads else {}), **spec.environment.variables}
         return replace(
-            job.request.update(environment={"variables": variables}),
+            self.request.update(environment={"variables": variables}),
             tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
             run_directory=directory,
             command=(python, *task.program, str(directory), *task.arguments),
             first_command=(python, "-m", IN_JOB, str(directory)) if prepares else (),
             earlier_starts=read_starts(RunDirectory(directory)),
-            binds=_binds(job.spec, directory.parent, task.output),
+            binds=_binds(spec, directory.parent, task.output),
             mpiexec=mpiexec,
             after=after,
             array=array,
         )
+
+
+def join_rows(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
+    """Complete a cluster by a profile's times of rows.
+
+    If all are known, the profile no longer says that they are assumed.
+    """
+    cluster = cluster.with_rows(profile.rows)
+    if all(node.device.rows is not None for node in cluster.nodes):
+        others = [each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS)]
+        profile = replace(profile, assumptions=tuple(others))
+    return profile, cluster
 
 
 def make_job(
@@ -218,21 +236,19 @@ def check_script(spec: JobSpec) -> None:
     """Raise an InvalidInputError if the job's template, if any, cannot be rendered."""
     if spec.template_file is not None:
         plain = change(spec, launch={"launcher": "mpiexec", "bind": "none"})
-        render(PreparedJob(make_job(plain, choose_scheduler(spec), mpi=MpiChoice("auto"))))
+        render(make_job(plain, choose_scheduler(spec), mpi=MpiChoice("auto")))
 
 
-def render(
-    prepared: PreparedJob, now: float = 0.0, count: int = 0, at_once: int | None = None
-) -> str:
+def render(job: Job, now: float = 0.0, count: int = 0, at_once: int | None = None) -> str:
     """Render the script of a job as if it were submitted, without a batch system or MPI.
 
     Args:
-        prepared: the job, or the first job of a sweep.
+        job: the job, or the first job of a sweep.
         now: seconds since the epoch, for the name of the run.
         count: number of runs of a sweep, for the script of its job array.
         at_once: maximum number of runs at the same time; None sets no limit.
     """
-    job, array = prepared.job, None
+    array = None
     stem = Path(job.spec.output.directory).absolute() / stem_of(job.request.name, now)
     directory = stem if job.values is None else Path(f"{stem}-0")
     if count:
@@ -240,7 +256,7 @@ def render(
         array = Array(tuple(Path(f"{stem}-{index}") for index in range(count)), at_once)
     installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
     mpiexec, tag = None if installed else "mpiexec", f"{directory.name} dry-run"
-    request = prepared.request_for(directory, tag=tag, mpiexec=mpiexec, array=array)
+    request = job.request_for(directory, tag=tag, mpiexec=mpiexec, array=array)
     return get_scheduler(job.scheduler).render(request)
 
 

@@ -14,7 +14,7 @@ from pipectl.files import is_stream, make_directory_of
 from pipectl.jobs.job import (
     IN_JOB,
     PERCENT,
-    PreparedJob,
+    Job,
     Task,
     change,
     choose_scheduler,
@@ -44,7 +44,7 @@ _OVERSUBSCRIBE = {
 
 def make_measuring_job(
     spec: JobSpec, scheduler: str, output: Path, effort: str, *, links: bool, again: bool
-) -> PreparedJob:
+) -> Job:
     """Make a job that measures the model, or the links between the ranks.
 
     The model is measured on one node with all tasks that the job has there. For the links, all
@@ -85,12 +85,12 @@ def make_measuring_job(
             resources={"nodes": 1},
         )
     task = replace(task, kind=PROFILING, steps=PERCENT, output=output.parent)
-    return PreparedJob(make_job(spec, scheduler, task))
+    return make_job(spec, scheduler, task)
 
 
 def plan_rehearsal(
     spec: JobSpec, scheduler: str | None, progress: Progress
-) -> tuple[PreparedJob, Rehearsal]:
+) -> tuple[Job, Rehearsal]:
     """Make a job that rehearses a job's plan, on this machine unless a scheduler is named.
 
     Raises:
@@ -128,7 +128,7 @@ def plan_rehearsal(
         resources={"walltime": min(spec.resources.walltime, limit_s), "gpus_per_node": 0},
     )
     job = make_job(spec, scheduler, task)
-    return PreparedJob(job, machines, plan=plan, rehearsal=rehearsal), rehearsal
+    return replace(job, machines=machines, plan=plan, rehearsal=rehearsal), rehearsal
 
 
 class RehearsalJson(TypedDict):

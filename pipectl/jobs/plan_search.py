@@ -218,7 +218,7 @@ def plan_step(
         InfeasibleError: nothing fits; the message says how much is missing.
     """
     subject = inputs.profile, inputs.cluster, inputs.request
-    with advise_other_micro_batches(inputs):
+    with advise_other_micro_batches(inputs.profile, inputs.request):
         before_s = compiling_s()
         best, *others = search.find(*subject)
         spent_s = compiling_s() - before_s

@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING
 from pipectl.batch import LOCAL
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node, OffloadTarget
 from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError, UsageError
-from pipectl.jobs.job import choose_scheduler
-from pipectl.jobs.prepare import (
-    find_cluster,
-    is_fresh,
-    join_rows,
-    plan_file_key,
-    plan_path,
-    profile_path,
-)
+from pipectl.jobs.job import choose_scheduler, join_rows
+from pipectl.jobs.prepare import find_cluster, is_fresh, plan_file_key, plan_path, profile_path
 from pipectl.jobs.profiles import coupling_warning
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
@@ -68,9 +61,7 @@ class PlanInputs:
         cluster_file: file of the cluster; None if the cluster is assumed.
         plan_file: file for the job's own plan; None if the plan is another one.
         warnings: about the profile and the cluster.
-        kept_micro_batches: number of micro-batches of the job's last plan, if it is kept.
         can_add_nodes: whether more nodes can be asked for; not for a job on this machine alone.
-        job_file: file of the job, if it is known.
     """
 
     profile: Profile
@@ -79,9 +70,7 @@ class PlanInputs:
     cluster_file: Path | None = None
     plan_file: Path | None = None
     warnings: tuple[str, ...] = ()
-    kept_micro_batches: int | None = None
     can_add_nodes: bool = True
-    job_file: Path | None = None
 
     def fold(self) -> PlanInputs:
         """The inputs as the search for the shortest step needs them; see :func:`folded`."""
@@ -142,22 +131,19 @@ def gather(
             f"{path} was measured for other settings (model, data, optimizer, batch or ranks per "
             f"node); measure again with: {again}"
         )
-    micro_batches = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
     where = choose_scheduler(spec, scheduler)
     machines = find_cluster(spec, where)
     warnings += [machines.warning, coupling_warning(spec, job_profile)]
-    job_profile, machines = join_rows(job_profile, machines)
-    used = _use_devices(machines.cluster, devices, "--nodes 1,2,4 plans for other sizes")
+    job_profile, joined = join_rows(job_profile, machines.cluster)
+    used = _use_devices(joined, devices, "--nodes 1,2,4 plans for other sizes")
     return PlanInputs(
         job_profile,
         used,
-        request_of(spec, job_profile, used, micro_batches),
+        request_of(spec, job_profile, used, like_before=not new_micro_batches and nodes is None),
         machines.file,
         plan_file=plan_path(spec) if devices is None else None,
         warnings=tuple(filter(None, warnings)),
-        kept_micro_batches=micro_batches,
         can_add_nodes=where != LOCAL,
-        job_file=job,
     )
 
 
@@ -237,36 +223,18 @@ def _use_devices(cluster: Cluster, devices: int | None, cure: str) -> Cluster:
     return with_ranks(cluster, devices)
 
 
-def plan_job(spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan:
-    """Make the best plan for a job.
-
-    Raises:
-        InfeasibleError: nothing fits; the message says how much is missing.
-    """
-    return make_plan(profile, cluster, request_of(spec, profile, cluster))
-
-
-def plan_like_before(
-    spec: JobSpec,
-    profile: Profile,
-    cluster: Cluster,
-    progress: Progress | None = None,
-    file: Path | None = None,
+def plan_job(
+    spec: JobSpec, profile: Profile, cluster: Cluster, progress: Progress | None = None
 ) -> Plan:
-    """Make the best plan with the micro-batches of the job's previous plan, if possible.
-
-    Args:
-        file: of the job, for messages.
+    """Make the best plan for a job, with the micro-batches of its previous plan, if possible.
 
     Raises:
         InfeasibleError: nothing fits; the message says how much is missing.
     """
     if progress is not None:
         progress(0, 0, "planning")
-    count = kept_micro_batches(spec)
-    request = request_of(spec, profile, cluster, count)
-    inputs = PlanInputs(profile, cluster, request, kept_micro_batches=count, job_file=file)
-    with advise_other_micro_batches(inputs):
+    request = request_of(spec, profile, cluster, like_before=True)
+    with advise_other_micro_batches(profile, request):
         return make_plan(profile, cluster, request)
 
 
@@ -276,16 +244,10 @@ def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
     simulate(plan, cluster).timeline.save(run.predicted)
 
 
-def kept_micro_batches(spec: JobSpec) -> int | None:
-    """Number of micro-batches of the job's previous plan, which a new plan keeps.
-
-    Results depend on it, so a new profile should not change it.
-
-    Returns:
-        None if the job sets the number, or if there is no plan for this batch size.
-    """
+def _micro_batches_before(spec: JobSpec) -> int | None:
+    """Number of micro-batches of the job's previous plan; None if there is none for this batch."""
     path = plan_path(spec)
-    if spec.pipeline.micro_batches is not None or not path.exists():
+    if not path.exists():
         return None
     try:
         plan = Plan.load(path)
@@ -295,7 +257,7 @@ def kept_micro_batches(spec: JobSpec) -> int | None:
 
 
 @contextmanager
-def advise_other_micro_batches(inputs: PlanInputs) -> Iterator[None]:
+def advise_other_micro_batches(profile: Profile, request: PlanRequest) -> Iterator[None]:
     """A context whose InfeasibleError says that the number of micro-batches was kept.
 
     It does not if the limit is too small for the process alone.
@@ -303,27 +265,29 @@ def advise_other_micro_batches(inputs: PlanInputs) -> Iterator[None]:
     try:
         yield
     except InfeasibleError as error:
-        limit, count = inputs.request.memory_limit_bytes, inputs.kept_micro_batches
-        is_enough = limit is None or limit > (inputs.profile.process_baseline_bytes or 0)
-        if count is not None and is_enough:
-            file = "JOB.yaml" if inputs.job_file is None else shlex.quote(str(inputs.job_file))
+        limit = request.memory_limit_bytes
+        is_enough = limit is None or limit > (profile.process_baseline_bytes or 0)
+        if request.keeps_micro_batches and is_enough:
             error.cure = (
-                f"{error.cure}\nor let the planner choose the number of micro-batches again "
-                f"(now {count}, from the previous plan): pipectl plan {file} --new-micro-batches"
+                f"{error.cure}\nor let the planner choose the number of micro-batches again (now "
+                f"{request.micro_batches}, from the previous plan): "
+                "pipectl plan JOB.yaml --new-micro-batches"
             )
         raise
 
 
 def request_of(
-    spec: JobSpec, profile: Profile, cluster: Cluster, micro_batches: int | None = None
+    spec: JobSpec, profile: Profile, cluster: Cluster, *, like_before: bool = False
 ) -> PlanRequest:
     """The request of a job to the planner.
 
     Args:
-        micro_batches: their number if the job does not set it; None lets the planner choose.
+        like_before: whether to keep the number of micro-batches of the job's previous plan, if the
+            job does not set it: results depend on it, so a new profile should not change it.
     """
     pipeline = spec.pipeline
     listed = _own_schedule(spec)
+    kept = _micro_batches_before(spec) if like_before and not pipeline.micro_batches else None
     recompute, blocks = _RECOMPUTE[pipeline.recompute]
     if pipeline.offload in tuple(OffloadTarget):
         offload_to = OffloadTarget(pipeline.offload)
@@ -343,7 +307,8 @@ def request_of(
     return PlanRequest(
         name=spec.name,
         batch_size=spec.training.batch_size,
-        micro_batches=pipeline.micro_batches or micro_batches,
+        micro_batches=pipeline.micro_batches or kept,
+        keeps_micro_batches=kept is not None,
         stages=pipeline.stages,
         schedule=None if listed else pipeline.schedule,
         listed=listed,

@@ -20,25 +20,13 @@ from pipectl.batch import LOCAL
 from pipectl.batch.launchers import MpiChoice
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, PipectlError
-from pipectl.jobs.job import (
-    ClusterChoice,
-    Job,
-    PreparedJob,
-    choose_scheduler,
-    make_job,
-    render,
-)
+from pipectl.jobs.job import ClusterChoice, Job, choose_scheduler, join_rows, make_job, render
 from pipectl.spec import JobSpec, Point, links_key, plan_key, profile_key
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
     from pipectl.profile import Profile
     from pipectl.profiler.progress import Progress
-
-UNKNOWN_ROWS = (
-    "the ranks' own time for messages, and for the start and end of a step, was not measured and "
-    "is left out"
-)
 
 
 def profile_path(spec: JobSpec) -> Path:
@@ -81,11 +69,10 @@ def prepare(
     scheduler: str | None,
     progress: Progress | None = None,
     *,
-    file: Path | None = None,
     points: Sequence[Point] = (),
     make_missing: bool = True,
     must_run: bool = True,
-) -> list[PreparedJob]:
+) -> list[Job]:
     """Find the cluster, launcher, profile and plan of a job, or of all jobs of a sweep.
 
     Missing and out-of-date profiles and plans are made, once for all points that share them. On a
@@ -94,7 +81,6 @@ def prepare(
 
     Args:
         spec: the job, without the values of its sweep.
-        file: of the job, for messages.
         points: points of the sweep; empty for a single job.
         make_missing: whether to make missing and out-of-date profiles and plans, and to check that
             the batch system answers.
@@ -107,92 +93,96 @@ def prepare(
         InfeasibleError: no plan fits.
     """
     name = choose_scheduler(spec, scheduler, must_answer=make_missing and must_run)
-    makes_profiles = make_missing and name == LOCAL
-    jobs: list[tuple[Job, ClusterChoice, str]] = []
+    jobs: list[Job] = []
     launches: dict[str, MpiChoice] = {}
     for point in points or (None,):
         values, own = (None, spec) if point is None else (point.values, point.spec)
         settings = f"{own.launch} {own.environment}"
         with _name_values_in_errors(values):
             job = make_job(own, name, values=values, mpi=launches.get(settings))
-            jobs.append((job, find_cluster(own, name), profile_key(own)))
+            jobs.append(replace(job, machines=find_cluster(own, name)))
         launches[settings] = job.mpi
 
     # All profiles come first: the memory of a measuring process counts as memory of a rank, and
     # the planner is large.
-    profiles: dict[str, Profile | None] = {}
-    new_profiles: set[str] = set()
-    for job, _, key in jobs:
-        if key in profiles:
-            continue
-        with _name_values_in_errors(job.values):
-            if must_run and makes_profiles:
-                render(PreparedJob(job))  # raise errors in the script before the model is measured
-            path = profile_path(job.spec)
-            profile = read_profile(job.spec, path)
-            if profile is None and makes_profiles:
-                from pipectl.jobs.profiles import measure
+    keys, own_key = [profile_key(job.spec) for job in jobs], profile_key(spec)
+    profiles: dict[str, tuple[Profile | None, bool]] = {}
+    for job, key in zip(jobs, keys, strict=True):
+        if key not in profiles:
+            with _name_values_in_errors(job.values):
+                profiles[key] = _find_or_measure(
+                    job, progress, measures=make_missing and name == LOCAL, must_run=must_run,
+                    saves=key == own_key,
+                )  # fmt: skip
 
-                profile = measure(job.spec, path if key == profile_key(spec) else None, progress)
-                new_profiles.add(key)
-            if must_run and profile is not None and profile.fingerprint is None:
-                raise MismatchError(
-                    f"{path}: an imported profile can be planned, not submitted",
-                    cure="remove it; the model is then measured",
-                )
-            profiles[key] = profile
-
-    prepared = []
-    for job, machines, key in jobs:
-        if (profile := profiles[key]) is None:
-            prepared.append(PreparedJob(job, machines, plans_in_job=name != LOCAL))
-            continue
-        profile, machines = join_rows(profile, machines)
-        is_new = key in new_profiles
-        prepared.append(PreparedJob(job, machines, profile, is_profiled_now=is_new))
-    return _add_plans(prepared, spec, progress, file, make_missing=make_missing, must_run=must_run)
-
-
-def _add_plans(
-    jobs: Sequence[PreparedJob],
-    spec: JobSpec,
-    progress: Progress | None,
-    file: Path | None,
-    *,
-    make_missing: bool,
-    must_run: bool,
-) -> list[PreparedJob]:
-    """Give every job with a profile its plan; that of ``spec`` is saved if it is new."""
     # The links may be measured for some points with the same key, and not for others.
     plans: dict[tuple[str, Cluster], Plan | None] = {}
-    own_plan: Plan | None = None
-    own_key = plan_key(spec), cluster_file_key(spec, jobs[0].job.scheduler)
-    planned = []
-    for prepared in jobs:
-        job, profile, machines = prepared.job, prepared.profile, prepared.machines
-        if profile is None or machines is None:
-            planned.append(prepared)
+    own_links, own_plan = cluster_file_key(spec, name), None
+    prepared = []
+    for job, key in zip(jobs, keys, strict=True):
+        profile, is_new = profiles[key]
+        if profile is None:
+            prepared.append(replace(job, plans_in_job=name != LOCAL))
             continue
-        key = plan_key(job.spec), machines.cluster
-        with _name_values_in_errors(job.values):
-            if key not in plans:
-                is_own = (key[0], cluster_file_key(job.spec, job.scheduler)) == own_key
-                path = plan_path(job.spec)
-                plan = read_plan(path, job.spec, profile, machines.cluster)
-                if plan is None and make_missing:
-                    from pipectl.jobs.planning import plan_like_before
-
-                    plan = plan_like_before(job.spec, profile, machines.cluster, progress, file)
-                    own_plan = plan if is_own else own_plan
-                if must_run and plan is not None:
-                    from pipectl.runtime.nodes import check_supported
-
-                    check_supported(plan, str(path) if is_own else "the plan")
-                plans[key] = plan
-        planned.append(replace(prepared, plan=plans[key]))
+        profile, cluster = join_rows(profile, job.cluster)
+        inputs = plan_key(job.spec), cluster
+        if inputs not in plans:
+            with _name_values_in_errors(job.values):
+                plan, is_planned_now = _find_or_plan(
+                    job.spec, profile, cluster, progress, plans=make_missing, must_run=must_run
+                )
+            plans[inputs] = plan
+            is_own = inputs[0] == plan_key(spec)
+            if is_planned_now and is_own and cluster_file_key(job.spec, name) == own_links:
+                own_plan = plan
+        job = replace(job, is_profiled_now=is_new)
+        prepared.append(job.with_plan(profile, cluster, plans[inputs]))
     if own_plan is not None:  # at the end, as all plans keep the micro-batches of the last one
         own_plan.save(plan_path(spec))
-    return planned
+    return prepared
+
+
+def _find_or_measure(
+    job: Job, progress: Progress | None, *, measures: bool, must_run: bool, saves: bool
+) -> tuple[Profile | None, bool]:
+    """The up-to-date profile of a job, and whether it is new; None if it may not be measured."""
+    path = profile_path(job.spec)
+    if must_run and measures:
+        render(job)  # raise errors in the script before the model is measured
+    profile, is_new = read_profile(job.spec, path), False
+    if profile is None and measures:
+        from pipectl.jobs.profiles import measure
+
+        profile, is_new = measure(job.spec, path if saves else None, progress), True
+    if must_run and profile is not None and profile.fingerprint is None:
+        raise MismatchError(
+            f"{path}: an imported profile can be planned, not submitted",
+            cure="remove it; the model is then measured",
+        )
+    return profile, is_new
+
+
+def _find_or_plan(
+    spec: JobSpec,
+    profile: Profile,
+    cluster: Cluster,
+    progress: Progress | None,
+    *,
+    plans: bool,
+    must_run: bool,
+) -> tuple[Plan | None, bool]:
+    """The up-to-date plan of a job, and whether it is new; None if it may not be planned."""
+    path = plan_path(spec)
+    plan, is_new = read_plan(path, spec, profile, cluster), False
+    if plan is None and plans:
+        from pipectl.jobs.planning import plan_job
+
+        plan, is_new = plan_job(spec, profile, cluster, progress), True
+    if must_run and plan is not None:
+        from pipectl.runtime.nodes import check_supported
+
+        check_supported(plan, "the new plan" if is_new else str(path))
+    return plan, is_new
 
 
 @contextmanager
@@ -264,18 +254,6 @@ def read_profile(spec: JobSpec, path: Path) -> Profile | None:
 
     profile = Profile.load(path)
     return profile if is_fresh(spec, profile) else None
-
-
-def join_rows(profile: Profile, machines: ClusterChoice) -> tuple[Profile, ClusterChoice]:
-    """Complete the cluster by the profile's times of rows.
-
-    If all are known, the profile no longer says that they are assumed.
-    """
-    cluster = machines.cluster.with_rows(profile.rows)
-    if all(node.device.rows is not None for node in cluster.nodes):
-        others = [each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS)]
-        profile = replace(profile, assumptions=tuple(others))
-    return profile, replace(machines, cluster=cluster)
 
 
 def read_plan(path: Path, spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan | None:

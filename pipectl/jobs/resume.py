@@ -11,16 +11,9 @@ from pipectl.batch import JobState
 from pipectl.errors import PipectlError, UsageError
 from pipectl.fields import leaves
 from pipectl.files import make_directory
-from pipectl.jobs.job import (
-    ClusterChoice,
-    Job,
-    PreparedJob,
-    choose_scheduler,
-    make_job,
-    move_to,
-)
+from pipectl.jobs.job import Job, choose_scheduler, join_rows, make_job, move_to
 from pipectl.jobs.owners import refuse_code_of_others
-from pipectl.jobs.prepare import find_cluster, is_fresh, join_rows, plan_file_key
+from pipectl.jobs.prepare import find_cluster, is_fresh, plan_file_key
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over
@@ -85,13 +78,12 @@ def resume(
             _check_incomplete(run, record, before, spec)
         _check_unchanged(run, record, before, spec)
         plan = Plan.load(run.plan) if run.plan.exists() else None
-        job = make_job(spec, record.scheduler)
         machines = find_cluster(move_to(run, spec), record.scheduler)
-        prepared = PreparedJob(job, machines, plans_in_job=True)
+        job = replace(make_job(spec, record.scheduler), machines=machines, plans_in_job=True)
         if plan is not None:
-            prepared = _plan_again(run, before, job, machines, overrides, plan)
-        replanned = prepared.plan != plan
-        submission = _hand_over_again(run, prepared, record, now, replanned=replanned)
+            job = _plan_again(run, before, job, overrides, plan)
+        replanned = job.plan != plan
+        submission = _hand_over_again(run, job, record, now, replanned=replanned)
         return submission, replanned, _changes(before, spec)
 
 
@@ -164,13 +156,8 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
 
 
 def _plan_again(
-    run: RunDirectory,
-    before: JobSpec,
-    job: Job,
-    machines: ClusterChoice,
-    overrides: Sequence[str],
-    plan: Plan,
-) -> PreparedJob:
+    run: RunDirectory, before: JobSpec, job: Job, overrides: Sequence[str], plan: Plan
+) -> Job:
     """The job with the run's plan if that is up to date, else with a new plan.
 
     If the model has changed, the job measures and plans in its allocation. A new plan has as many
@@ -182,35 +169,35 @@ def _plan_again(
     from pipectl.runtime.nodes import check_supported
 
     own_profile, spec = Profile.load(run.profile), job.spec
-    profile, completed = join_rows(own_profile, machines)
-    if plan.key == plan_file_key(spec, profile, completed.cluster):
-        return PreparedJob(job, completed, profile, plan)
+    profile, cluster = join_rows(own_profile, job.cluster)
+    if plan.key == plan_file_key(spec, profile, cluster):
+        return job.with_plan(profile, cluster, plan)
     like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
     same_model = is_fresh(like_before, own_profile)
     if spec.pipeline.micro_batches is None and (same_model or last_checkpoint(run) is not None):
         spec = load(run.job, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])
     job = replace(job, spec=spec)
     if not same_model:
-        return PreparedJob(job, machines, plans_in_job=True)
+        return job
     # the key of the changed job, so that later changes are noticed
     key = None if own_profile.key is None else profile_key(spec)
     profile = own_profile
     with suppress(PipectlError):  # the profile stays as it is if no step was recorded
         profile = correct_profile(run)
-    profile, machines = join_rows(replace(profile, key=key), machines)
-    plan = plan_job(spec, profile, machines.cluster)
+    profile, cluster = join_rows(replace(profile, key=key), job.cluster)
+    plan = plan_job(spec, profile, cluster)
     check_supported(plan, str(run.plan))
-    return PreparedJob(job, machines, profile, plan)
+    return job.with_plan(profile, cluster, plan)
 
 
 def _hand_over_again(
-    run: RunDirectory, prepared: PreparedJob, record: Record, now: float, *, replanned: bool
+    run: RunDirectory, job: Job, record: Record, now: float, *, replanned: bool
 ) -> Submission:
     """Submit the run without the reports of its earlier start; on failure, restore them."""
     starts = read_starts(run)
     record = record.after(now, "submitting", detail="resumed")
     new = Submission.new(
-        run, prepared, now, name=record.name, history=record.history, sweep=record.sweep
+        run, job, now, name=record.name, history=record.history, sweep=record.sweep
     )
     # Reports of the earlier start say nothing about the run while it waits.
     reports = [run.exit_code, run.resubmitted, run.stopped_marker, run.requeue_error, run.heartbeat]
@@ -218,7 +205,7 @@ def _hand_over_again(
     moved = {path: run.errors_before(starts) / path.name for path in reports if path.exists()}
     if replanned:  # recorded steps are of the earlier plan
         of_plan = [*run.trace.glob("step-*.json")]
-        of_plan += [run.plan, run.predicted] if prepared.plan is None else []
+        of_plan += [run.plan, run.predicted] if job.plan is None else []
         moved |= {path: run.trace_before(starts) / path.name for path in of_plan if path.exists()}
     rewritten = (
         run.job, run.template, run.cluster, run.profile, run.plan, run.predicted, run.script,

@@ -22,7 +22,7 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
-from pipectl.jobs.job import PreparedJob, change
+from pipectl.jobs.job import Job, change
 from pipectl.jobs.recover import refuse_duplicate
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import (
@@ -52,7 +52,7 @@ class Submission:
     """
 
     run: RunDirectory
-    prepared: PreparedJob
+    job: Job
     request: JobRequest
     record: Record
 
@@ -60,7 +60,7 @@ class Submission:
     def new(
         cls,
         run: RunDirectory,
-        prepared: PreparedJob,
+        job: Job,
         now: float,
         after: tuple[str, ...] = (),
         **fields_of_record: Any,
@@ -71,7 +71,7 @@ class Submission:
             after: see :class:`JobRequest`.
             fields_of_record: values of the record that differ from those of a single job.
         """
-        request, job = prepared.request_for(run.path, after=after), prepared.job
+        request = job.request_for(run.path, after=after)
         record = Record(
             name=request.name,
             scheduler=job.scheduler,
@@ -82,7 +82,7 @@ class Submission:
             steps=job.spec.training.steps if job.task.steps is None else job.task.steps,
             kind=job.task.kind,
         )
-        return cls(run, prepared, request, replace(record, **fields_of_record))
+        return cls(run, job, request, replace(record, **fields_of_record))
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Rollback:
 
 
 def submit(
-    jobs: Sequence[PreparedJob],
+    jobs: Sequence[Job],
     now: float,
     after: Sequence[RunDirectory] = (),
     *,
@@ -157,12 +157,11 @@ def submit(
         SchedulerError: see :func:`hand_over`. The run directories are removed unless the batch
             system may have the job.
     """
-    first, job = jobs[0], jobs[0].job
-    base = Path(job.spec.output.directory)
-    name = job.request.name
+    first = jobs[0]
+    base, name = Path(first.spec.output.directory), first.request.name
     refuse_duplicate(base, name, now)
-    ids = ids_to_wait_for(after, job.scheduler, now)
-    if job.values is None:
+    ids = ids_to_wait_for(after, first.scheduler, now)
+    if first.values is None:
         run = RunDirectory.create(base, name, now)
         with locked(run), Rollback(created=[run.path]) as rollback:
             return hand_over([Submission.new(run, first, now, ids)], rollback)
@@ -171,12 +170,12 @@ def submit(
         array = Array(tuple(run.path for run in runs), at_once)
         request = first.request_for(sweep.path, after=ids, array=array)
         submissions = []
-        for index, (prepared, run) in enumerate(zip(jobs, runs, strict=True)):
+        for index, (job, run) in enumerate(zip(jobs, runs, strict=True)):
             # values that JSON does not have, such as infinity, are recorded as text
-            values = json.loads(json.dumps(dict(prepared.job.values or {})), parse_constant=str)
+            values = json.loads(json.dumps(dict(job.values or {})), parse_constant=str)
             setting = Setting(sweep.name, values)
             submissions.append(
-                Submission.new(run, prepared, now, tag=request.tag, sweep=setting, task=index)
+                Submission.new(run, job, now, tag=request.tag, sweep=setting, task=index)
             )
         return hand_over(submissions, rollback, (sweep, request))
 
@@ -205,7 +204,7 @@ def hand_over(
     first_runs: dict[int, RunDirectory] = {}  # by the identity of their plan
     for submission in submissions:
         text = scheduler.render(submission.request)
-        first_run = first_runs.setdefault(id(submission.prepared.plan), submission.run)
+        first_run = first_runs.setdefault(id(submission.job.plan), submission.run)
         _write_files(submission, text, first_run)
     script, request = submissions[0].run.script, submissions[0].request
     if array is not None:
@@ -234,9 +233,9 @@ def _write_files(submission: Submission, script: str, first_run: RunDirectory) -
     Args:
         first_run: first run with the same plan, whose files of the plan are copied.
     """
-    run, prepared, request = submission.run, submission.prepared, submission.request
-    profile, plan, machines = prepared.profile, prepared.plan, prepared.machines
-    write_job(run, prepared.job.spec, request.template)
+    run, job, request = submission.run, submission.job, submission.request
+    profile, plan, machines = job.profile, job.plan, job.machines
+    write_job(run, job.spec, request.template)
     if machines is not None:
         machines.cluster.save(run.cluster)
     if plan is not None and first_run is not run:
@@ -249,8 +248,8 @@ def _write_files(submission: Submission, script: str, first_run: RunDirectory) -
             from pipectl.jobs.planning import write_plan
 
             write_plan(run, plan, machines.cluster)
-    if prepared.rehearsal is not None:
-        prepared.rehearsal.save(run.rehearsal)
+    if job.rehearsal is not None:
+        job.rehearsal.save(run.rehearsal)
     write_text(run.script, script, mode=0o700)
     if request.environment.variables:
         write_text(run.variables, render_variables(request), mode=_PRIVATE)

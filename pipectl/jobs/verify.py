@@ -23,10 +23,9 @@ import psutil
 from pipectl.batch import LOCAL, JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.job import PreparedJob, change, make_job, render
+from pipectl.jobs.job import Job, change
 from pipectl.jobs.owners import refuse_code_of_others
-from pipectl.jobs.prepare import find_cluster, join_rows, profile_path, read_profile
-from pipectl.jobs.profiles import measure
+from pipectl.jobs.prepare import prepare, profile_path, read_profile
 from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit
 from pipectl.plan import Plan
@@ -36,7 +35,6 @@ from pipectl.spec.models import Optimizer
 from pipectl.units import format_bytes
 
 if TYPE_CHECKING:
-    from pipectl.batch.launchers import MpiChoice
     from pipectl.capture.job import Traits
     from pipectl.profile import Profile
     from pipectl.profiler.progress import Progress
@@ -88,23 +86,21 @@ def verify(
     with _temporary_directory() as directory:
         chunks = 1 if schedule is None else schedule.stages_per_rank[0]
         spec = load(job, [*overrides, *_changes(spec, steps, directory, chunks), *here])
-        described = make_job(spec, LOCAL)
-        render(PreparedJob(described))  # raise errors in the script before the model is measured
-        profile, mpi = None, described.mpi
         with suppress(PipectlError):  # use the job's profile: its times do not change results
             own = load(job, overrides)
             profile = read_profile(own, profile_path(own))
-        if profile is None or profile.fingerprint is None:
-            profile = measure(spec, profile_path(spec), progress)
-        progress(0, 0, "planning")
-        pipeline, plan = _prepare(spec, profile, mpi)
+            if profile is not None and profile.fingerprint is not None:
+                _use_for_all_plans(profile, spec)
+        pipeline, plan = _prepare(spec, progress)
+        assert pipeline.profile is not None
+        _use_for_all_plans(pipeline.profile, spec)
         # Not earlier: the memory of this process while it measures counts as memory of a rank.
         from pipectl.capture.job import find_traits
         from pipectl.runtime.compare import Trained, compare
         from pipectl.runtime.plain import FirstWeights
 
         traits = find_traits(spec, plan.micro_batch_size)
-        reference = choose_reference(spec, profile, plan, traits, mpi, two_plans=two_plans)
+        reference = choose_reference(spec, plan, traits, two_plans=two_plans)
         notes, tolerance = expect(spec, traits, plan, reference.reason)
         changes: dict[str, object] = {}
         if tolerance:  # small differences must not become large ones
@@ -214,26 +210,18 @@ class Reference(NamedTuple):
     """
 
     words: str
-    job: PreparedJob | None = None
+    job: Job | None = None
     reason: str = ""
 
 
-def choose_reference(
-    spec: JobSpec,
-    profile: Profile,
-    plan: Plan,
-    traits: Traits,
-    mpi: MpiChoice,
-    *,
-    two_plans: bool,
-) -> Reference:
+def choose_reference(spec: JobSpec, plan: Plan, traits: Traits, *, two_plans: bool) -> Reference:
     """Choose one process, or another plan if no process can hold the model."""
     reason, alone = "--between-plans" if two_plans else "", None
     if not reason and spec.model.materialize == "per_rank":
         reason = "materialize: per_rank"
     elif not reason:
         try:
-            alone, alone_plan = _prepare(_like(spec, plan, ranks=1), profile, mpi)
+            alone, alone_plan = _prepare(_like(spec, plan, ranks=1))
         except InfeasibleError:
             reason = "one process would need more memory than there is"
         else:
@@ -247,7 +235,7 @@ def choose_reference(
     for ranks in (plan.ranks + 1, plan.ranks - 1):  # one stage more or less moves all cuts
         with suppress(PipectlError):
             if ranks:
-                other, other_plan = _prepare(_like(spec, plan, ranks), profile, mpi)
+                other, other_plan = _prepare(_like(spec, plan, ranks))
                 stages = len(other_plan.stages)
                 words = f"another plan: {other_plan.ranks} ranks, {stages} stages"
                 return Reference(words, other, reason)
@@ -257,15 +245,16 @@ def choose_reference(
     )
 
 
-def _prepare(spec: JobSpec, profile: Profile, mpi: MpiChoice) -> tuple[PreparedJob, Plan]:
-    """Plan a job for this machine."""
-    from pipectl.jobs.planning import plan_job
-    from pipectl.runtime.nodes import check_supported
+def _use_for_all_plans(profile: Profile, spec: JobSpec) -> None:
+    """Save a profile for all plans of this verification: without a key, it fits every job."""
+    replace(profile, key=None).save(profile_path(spec))
 
-    profile, machines = join_rows(profile, find_cluster(spec, LOCAL))
-    plan = plan_job(spec, profile, machines.cluster)
-    check_supported(plan, "the plan")
-    return PreparedJob(make_job(spec, LOCAL, mpi=mpi), machines, profile, plan), plan
+
+def _prepare(spec: JobSpec, progress: Progress | None = None) -> tuple[Job, Plan]:
+    """Plan a job for this machine."""
+    (job,) = prepare(spec, LOCAL, progress)
+    assert job.plan is not None, "a job that runs here is planned here"
+    return job, job.plan
 
 
 def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
@@ -285,13 +274,10 @@ def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
     return change(spec, resources={"tasks_per_node": ranks}, pipeline=pipeline)
 
 
-def _train(
-    prepared: PreparedJob, changes: Mapping[str, object], progress: Progress
-) -> RunDirectory:
+def _train(job: Job, changes: Mapping[str, object], progress: Progress) -> RunDirectory:
     """Run a job with changed sections of its spec to its end."""
-    job = prepared.job
     job = replace(job, spec=job.spec.model_copy(update=changes))
-    run = submit([replace(prepared, job=job)], time.time())[0].run
+    run = submit([job], time.time())[0].run
     try:
         for status in poll(run):
             progress(*status.progress)

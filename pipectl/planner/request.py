@@ -70,6 +70,7 @@ class PlanRequest:
         shard_optimizer: whether each replica of a stage keeps a part of its optimizer state.
         key: recorded in the plan; see :class:`pipectl.plan.Plan`.
         from_job: whether the request is from a job file; errors then name keys, otherwise options.
+        keeps_micro_batches: whether ``micro_batches`` is that of an earlier plan of the job.
 
     Raises:
         InvalidInputError: choices that contradict each other.
@@ -94,6 +95,7 @@ class PlanRequest:
     shard_optimizer: bool = False
     key: str | None = None
     from_job: bool = True
+    keeps_micro_batches: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule is not None and self.schedule not in SCHEDULES:

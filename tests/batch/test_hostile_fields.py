@@ -14,7 +14,7 @@ from pipectl.batch import get_scheduler
 from pipectl.batch.launchers import MpiChoice
 from pipectl.cli.console import say
 from pipectl.errors import SpecError
-from pipectl.jobs.job import PreparedJob, make_job
+from pipectl.jobs.job import make_job
 from pipectl.spec import load
 
 TEXT = {
@@ -59,7 +59,7 @@ def test_they_arrive_in_the_directives_of_both(tmp_path: Path, nasty: list[str])
     for value in filter(str.strip, nasty):
         spec = load(write(tmp_path, value), check_files=False)
         job = make_job(spec, "local", mpi=MpiChoice("auto"))
-        request = PreparedJob(job).request_for(tmp_path / "run", mpiexec="/usr/bin/mpiexec")
+        request = job.request_for(tmp_path / "run", mpiexec="/usr/bin/mpiexec")
         scripts = {name: get_scheduler(name).render(request) for name in ("slurm", "pbs")}
         slurm = directives(scripts["slurm"], "slurm")
         for option in ("--partition=", "--account=", "--qos=", "--mail-type=", "-x"):

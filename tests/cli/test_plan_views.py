@@ -161,6 +161,7 @@ def test_verdicts_advice_and_remarks(pipeline: Plans, golden: Callable[..., None
     little = answer(plan, replace(PARTS, bubble_s=0.01, communication_s=0.0))
     dapple = replace(searched.plan, search=replace(search, planner="dapple"))
     best = replace(searched.plan, search=replace(search, gap=0.0))
+    request = replace(searched.inputs.request, micro_batches=4, keeps_micro_batches=True)
     answers = {
         "bubble": answer(plan),
         "bubble, fixed micro-batches": answer(plan, micro_batches=4),
@@ -177,7 +178,7 @@ def test_verdicts_advice_and_remarks(pipeline: Plans, golden: Callable[..., None
         "one rank is faster": answer(plan, without=WithoutPipeline(Estimate(1, 0.5, 0.0, 0), None)),
         "data parallelism is faster": answer(plan, without=parallel),
         "and was considered": answer(plan, without=parallel, replicas=None),
-        "search": replace(searched, inputs=replace(searched.inputs, kept_micro_batches=4)),
+        "search": replace(searched, inputs=replace(searched.inputs, request=request)),
         "another planner": replace(searched, plan=dapple),
         "best plan": replace(searched, plan=best),
         **{name: answer(plan, link=link) for name, link in links.items()},

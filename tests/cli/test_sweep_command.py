@@ -13,9 +13,8 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import InvalidInputError
-from pipectl.jobs.job import PreparedJob
+from pipectl.jobs.job import UNKNOWN_ROWS, Job
 from pipectl.jobs.prepare import (
-    UNKNOWN_ROWS,
     cluster_file_key,
     plan_file_key,
     prepare,
@@ -139,8 +138,8 @@ def test_on_this_machine_models_are_measured_once_each(
 def test_an_error_in_the_script_of_a_point_names_it_before_its_model_is_measured(
     sweep: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def render(prepared: PreparedJob) -> str:
-        if prepared.job.spec.model.kwargs:
+    def render(job: Job) -> str:
+        if job.spec.model.kwargs:
             raise InvalidInputError("launch.bind: cannot be written")
         return ""
 
@@ -178,7 +177,7 @@ def test_points_with_other_links_have_plans_of_their_own(profile: Path) -> None:
     found = prepare(spec, "slurm", points=points)
     assert [each.machines.file is None for each in found if each.machines] == [True, False]
     keys = [
-        plan_file_key(each.job.spec, each.profile, each.machines.cluster)
+        plan_file_key(each.spec, each.profile, each.machines.cluster)
         for each in found
         if each.profile and each.machines
     ]

@@ -227,7 +227,7 @@ def test_a_template_is_checked_before_the_model_is_measured(
     def fail(*_: object) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr("pipectl.jobs.verify.measure", fail)
+    monkeypatch.setattr("pipectl.jobs.profiles.measure", fail)
     Path("bad.j2").write_text("{% extends base %}\n{% endfor %}\n")
     result = verify("--set", "launch.template=bad.j2")
     assert result.code == 3

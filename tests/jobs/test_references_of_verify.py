@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import pytest
 
-from pipectl.batch.launchers import MpiChoice
 from pipectl.capture.job import Traits
 from pipectl.jobs import verify
 from pipectl.jobs.verify import Reference, expect
@@ -63,10 +62,8 @@ def test_two_plans_are_compared_if_memory_is_short(
     monkeypatch.setattr(verify, "_like", lambda *_, **__: None)
     monkeypatch.setattr(verify, "_prepare", lambda *_: ("job", other))
     plan: Any = SimpleNamespace(ranks=2)
-    profile: Any = None
     traits = Traits((), (), False)
-    mpi = MpiChoice("hydra")
-    found = verify.choose_reference(spec(), profile, plan, traits, mpi, two_plans=False)
+    found = verify.choose_reference(spec(), plan, traits, two_plans=False)
     needs = "one process would need 4.00 GiB, and 3.00 GiB are free"
     two: Any = Reference("another plan: 3 ranks, 3 stages", "job", needs)  # type: ignore[arg-type]
     assert found == (Reference("one plain PyTorch process") if fits else two)

@@ -16,7 +16,6 @@ from pipectl.cluster import OffloadTarget
 from pipectl.errors import SpecError
 from pipectl.jobs.job import (
     TIGHT_HEAP,
-    PreparedJob,
     check_script,
     make_job,
     read_template,
@@ -39,7 +38,7 @@ def request_in_a_container(tmp_path: Path, image: str, code: str = CODE) -> JobR
     more = f"environment: {{container: '{image}'}}\nresources: {{gpus_per_node: 1}}\n"
     path.write_text(code + SIZES + more)
     job = make_job(load(path, check_files=False), "local")
-    return PreparedJob(job).request_for(Path("/runs/x"))
+    return job.request_for(Path("/runs/x"))
 
 
 @pytest.mark.parametrize(
@@ -77,17 +76,17 @@ def test_ranks_that_offload_to_a_disk_start_with_a_heap_that_joins_what_is_freed
     plan = Plan(
         "tiny", None, "1f1b", (1,), 4, 4, 1, (stage,), (), (0,), offload_to=OffloadTarget(target)
     )
-    request = PreparedJob(job, plan=plan if known else None).request_for(Path("x"))
+    request = replace(job, plan=plan if known else None).request_for(Path("x"))
     assert request.environment.variables == (TIGHT_HEAP if target == "disk" else {})
     kept = replace(plan, stages=(replace(stage, offload=False),))
-    assert PreparedJob(job, plan=kept).request_for(Path("x")).environment.variables == {}
+    assert replace(job, plan=kept).request_for(Path("x")).environment.variables == {}
 
 
 def test_a_job_s_own_setting_of_the_heap_wins(write_job: WriteJob) -> None:
     own = {"GLIBC_TUNABLES": "glibc.malloc.check=1"}
     lines = ("pipeline: {offload: disk}", f"environment: {{variables: {json.dumps(own)}}}")
     job = make_job(load(write_job(*lines), check_files=False), "local")
-    assert PreparedJob(job).request_for(Path("x")).environment.variables == own
+    assert job.request_for(Path("x")).environment.variables == own
 
 
 def spec_with_template(tmp_path: Path, head: str, name: str = "my site's.sh") -> JobSpec:

@@ -23,9 +23,9 @@ import pytest
 import yaml
 
 from pipectl.batch import JobState
-from pipectl.jobs.job import PreparedJob, make_job
+from pipectl.jobs.job import join_rows, make_job
 from pipectl.jobs.planning import plan_job
-from pipectl.jobs.prepare import find_cluster, join_rows
+from pipectl.jobs.prepare import find_cluster
 from pipectl.jobs.resume import resume
 from pipectl.jobs.state import RunStatus, get_status
 from pipectl.jobs.submit import submit
@@ -259,9 +259,10 @@ def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterato
         changed["output.directory"] = str(folder / "runs")
         spec = load(path, [f"{key}={json.dumps(value)}" for key, value in changed.items()])
         fresh = replace(profile, key=profile_key(spec))
-        fresh, machines = join_rows(fresh, find_cluster(spec, scheduler))
-        plan = plan_job(spec, fresh, machines.cluster)
-        job = PreparedJob(make_job(spec, scheduler), machines, fresh, plan)
+        machines = find_cluster(spec, scheduler)
+        fresh, cluster = join_rows(fresh, machines.cluster)
+        job = replace(make_job(spec, scheduler), machines=machines)
+        job = job.with_plan(fresh, cluster, plan_job(spec, fresh, cluster))
         run = submit([job], time.time())[0].run
         seed = f"{SEED} {scheduler} {family} {ranks} {settings}"
         started.append(Continued(run, scheduler, random.Random(seed), family))

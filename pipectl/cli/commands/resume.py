@@ -26,12 +26,12 @@ def command(
     submission, replanned, changes = resume(
         run, overrides or (), time.time(), force=force, trust_owner=trust_owner
     )
-    prepared, record, checkpoint = submission.prepared, submission.record, last_checkpoint(run)
+    job, record, checkpoint = submission.job, submission.record, last_checkpoint(run)
     step = 0 if checkpoint is None else step_of(checkpoint) or 0
-    print_notes([prepared])
+    print_notes([job])
     if not as_json:
-        if prepared.plan is None or replanned:
-            print_plan([prepared], "new plan: ")
+        if job.plan is None or replanned:
+            print_plan([job], "new plan: ")
         for key, (old, new) in changes.items():
             say(f"changed: {key} {json.dumps(old)} -> {json.dumps(new)}")
     begin = f"from step {step}" if step else "from the beginning: no checkpoint yet"

@@ -101,7 +101,7 @@ def command(
     if dry_run or test_only:
         _show_script(spec, points, scheduler, test_only=test_only)
     else:
-        _submit_and_follow(job, spec, points, scheduler, after or (), wait=wait, as_json=as_json)
+        _submit_and_follow(spec, points, scheduler, after or (), wait=wait, as_json=as_json)
 
 
 def _show_script(
@@ -110,32 +110,28 @@ def _show_script(
     """Print the plan and the job script, after that of the array for a sweep; or with ``test_only``
     the forecast of the start."""
     now = time.time()
-    (prepared,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
-    script, array_script = render(prepared, now), ""
+    (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
+    script, array_script = render(job, now), ""
     if spec.sweep is not None:
-        array_script = render(prepared, now, len(points), spec.sweep.at_once)
+        array_script = render(job, now, len(points), spec.sweep.at_once)
     if test_only:
         from pipectl.jobs.submit import estimate
 
         forecast = "the scheduler gives no start time (without a queue, jobs start at once)"
-        say(
-            estimate(array_script or script, prepared.job.scheduler)
-            or f"the job is valid; {forecast}"
-        )
+        say(estimate(array_script or script, job.scheduler) or f"the job is valid; {forecast}")
         return
     if array_script:
         sys.stdout.write(array_script)
         note("\nEach task of the array runs the script of its run. The first one is:\n")
-    print_notes([prepared])
-    if prepared.plan is None and prepared.profile is not None:
+    print_notes([job])
+    if job.plan is None and job.profile is not None:
         note(f"no up-to-date plan: submit makes one from {profile_path(spec)}")
     else:
-        print_plan([prepared], before=f"plan: {plan_path(spec)}: ", tell=note)
+        print_plan([job], before=f"plan: {plan_path(spec)}: ", tell=note)
     sys.stdout.write(script)
 
 
 def _submit_and_follow(
-    file: Path,
     spec: JobSpec,
     points: Sequence[Point],
     scheduler: str | None,
@@ -147,7 +143,6 @@ def _submit_and_follow(
     """Submit a job, or one run per point of its sweep.
 
     Args:
-        file: of the job.
         spec: the job, without the values of its sweep.
         after: names of the runs to wait for.
     """
@@ -159,11 +154,11 @@ def _submit_and_follow(
     runs_before = find_runs(Path(spec.output.directory), after)
     began = time.time()
     with profiling_progress() as progress:
-        jobs = prepare(spec, scheduler, progress, file=file, points=points)
+        jobs = prepare(spec, scheduler, progress, points=points)
     if jobs[0].is_profiled_now and not points and jobs[0].profile is not None:
         note_origin(jobs[0].profile, began, "use `pipectl profile --again` to measure again")
     print_notes(jobs)
-    profiled = [(each.job.spec, each.profile) for each in jobs if each.profile is not None]
+    profiled = [(each.spec, each.profile) for each in jobs if each.profile is not None]
     for text in dict.fromkeys(coupling_warning(*each) for each in profiled):
         warn(text)
     at_once = None if spec.sweep is None else spec.sweep.at_once

@@ -234,9 +234,7 @@ def _advice(answer: StepAnswer) -> tuple[str, str]:
             return "would help", "none of the changes that were tried"
         step, gain = format_time(best.step_s or 0.0), best.gain(step_s)
         return "would help", f"{best.change}: {step} per step ({-gain:+.1%})"
-    open_micro_batches = (
-        request.micro_batches is None or answer.inputs.kept_micro_batches is not None
-    )
+    open_micro_batches = request.micro_batches is None or request.keeps_micro_batches
     more_work = "a larger batch (training.batch_size), or fewer ranks"
     if not open_micro_batches and 2 * plan.micro_batches <= plan.batch_size:
         more_work = "more micro-batches (pipeline.micro_batches)"
@@ -304,10 +302,10 @@ def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
                     "lower bound, which may not be reachable)"
                 )
         yield "search", text
-    if inputs.kept_micro_batches is not None:
+    if inputs.request.keeps_micro_batches:
         yield (
             "micro-batches",
-            f"{inputs.kept_micro_batches}, as in the previous plan, because results depend on "
+            f"{inputs.request.micro_batches}, as in the previous plan, because results depend on "
             "them; use --new-micro-batches to change them",
         )
     features = unsupported(plan)
