@@ -11,14 +11,16 @@ from importlib import import_module
 from typing import NamedTuple, cast
 
 from pipectl.batch.process import TIMEOUT_S
-from pipectl.batch.request import Array, JobRequest, Template
 from pipectl.batch.scheduler import (
     CHECKPOINTED,
     QUEUES_TIMEOUT_S,
+    Array,
+    JobRequest,
     JobState,
     JobStatus,
     Queue,
     Scheduler,
+    Template,
 )
 from pipectl.errors import UsageError
 from pipectl.units import did_you_mean

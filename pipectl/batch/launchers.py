@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipectl.batch import process
-from pipectl.batch.request import JobRequest
+from pipectl.batch.scheduler import JobRequest
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.units import did_you_mean
 

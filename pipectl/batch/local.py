@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipectl.batch import process
-from pipectl.batch.request import JobRequest
-from pipectl.batch.scheduler import JobState, JobStatus, Scheduler
+from pipectl.batch.scheduler import JobRequest, JobState, JobStatus, Scheduler
 from pipectl.errors import SchedulerError
 from pipectl.files import make_private_directory, open_regular
 

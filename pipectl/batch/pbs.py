@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
-from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import (
     CommandLineScheduler,
+    JobRequest,
     JobState,
     JobStatus,
     Queue,

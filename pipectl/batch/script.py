@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import process
 from pipectl.batch.launchers import launch_command
-from pipectl.batch.request import JobRequest, Template
-from pipectl.batch.scheduler import CHECKPOINTED
+from pipectl.batch.scheduler import CHECKPOINTED, JobRequest, Template
 from pipectl.directives import (
     REPLACEMENTS,
     SYNTAXES,
@@ -144,14 +143,6 @@ def slurm_file(path: str) -> str:
     return slurm_value(path.replace("%", "%%"))
 
 
-def check_template(template: Template) -> None:
-    """Raise a SpecError, with the line, if a template cannot extend pipectl's."""
-    for number, line in enumerate(template.text.split("\n"), start=1):
-        if character := first_harmful(line.removesuffix("\r")):
-            raise _fault(template, number, f"contains the control character {character!r}")
-    _compile(_environment(), template)
-
-
 @cache
 def _environment() -> Environment:
     from jinja2 import FileSystemLoader, StrictUndefined, pass_eval_context
@@ -191,6 +182,9 @@ def _compile(environment: Environment, template: Template) -> Compiled:
     from jinja2 import Template as Compiled
     from jinja2 import TemplateSyntaxError, nodes
 
+    for number, line in enumerate(template.text.split("\n"), start=1):
+        if character := first_harmful(line.removesuffix("\r")):
+            raise _fault(template, number, f"contains the control character {character!r}")
     try:
         tree = environment.parse(template.text)
         code = environment.compile(tree, filename=template.file)

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import LOCAL, Array, JobRequest, Template, find_scheduler, get_scheduler
 from pipectl.batch.launchers import MpiChoice, choose_mpi
-from pipectl.batch.request import change_sections
-from pipectl.batch.script import check_template
+from pipectl.batch.scheduler import change_sections
 from pipectl.cluster import Cluster, OffloadTarget
-from pipectl.errors import Problem, SchedulerError, SpecError
-from pipectl.files import read_limited
+from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
+from pipectl.files import fault_of_owner, read_limited
 from pipectl.runs import TRAINING, RunDirectory, SweepDirectory, read_starts, stem_of
 from pipectl.spec import JobSpec
 
@@ -188,7 +187,7 @@ def make_job(
         mpi: the choice for another job with the same launch settings and environment.
 
     Raises:
-        SpecError: the template of the job script cannot be read or used.
+        SpecError: the template of the job script cannot be read.
     """
     task = task or Task()
     request = JobRequest(
@@ -264,21 +263,59 @@ def read_template(spec: JobSpec) -> Template | None:
     """Read the user's template of job scripts; None if the job names none.
 
     Raises:
-        SpecError: the template cannot be read or used; names the line.
+        SpecError: the template cannot be read.
     """
     path = spec.template_file
     if path is None:
         return None
     try:
         content = read_limited(path, _MAX_TEMPLATE_BYTES)
-        template = Template(str(path), content.decode("utf-8"))
+        return Template(str(path), content.decode("utf-8"))
     except OSError as error:
         raise SpecError([Problem(str(path), 0, 0, error.strerror or "cannot be read")]) from None
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise SpecError([Problem(str(path), line, 1, "not UTF-8 text")]) from None
-    check_template(template)
-    return template
+
+
+def refuse_code_of_others(spec: JobSpec, job: Path) -> None:
+    """Raise a UsageError if another user could have written a job's code or its file."""
+    if fault := _code_of_others(spec, job):
+        raise UsageError(
+            f"{fault}, and its code would run as you",
+            cure="read what it does; then add --trust-owner",
+        )
+
+
+def warning_of_code(spec: JobSpec, job: Path) -> str:
+    """A warning if another user owns the code of a job; empty if not."""
+    fault = _code_of_others(spec, job, groups=False)
+    return f"{fault}; its code runs as you" if fault else ""
+
+
+def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
+    """The first file of a job's code that another user can write, and why; empty if none.
+
+    For a module, this includes the directories that it imports from, and its missing files. With
+    ``groups``, write permission of a group counts.
+    """
+    files = [job]
+    for _, reference in spec.factories():
+        if reference.file is not None:
+            files += [reference.file, reference.file.parent]
+        elif reference.root is not None:
+            inner = Path(reference.root, *str(reference.module).split("."))
+            files.append(inner.with_name(f"{inner.name}.py"))
+            while inner != reference.root:
+                files += [inner / "__init__.py", inner]
+                inner = inner.parent
+            files.append(reference.root)
+    if spec.template_file is not None:
+        files += [spec.template_file, spec.template_file.parent]
+    for path in dict.fromkeys(files):
+        if fault := fault_of_owner(path, groups=groups):
+            return f"{path} {fault}"
+    return ""
 
 
 def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:

@@ -147,7 +147,7 @@ def _find_or_measure(
 ) -> tuple[Profile | None, bool]:
     """The up-to-date profile of a job, and whether it is new; None if it may not be measured."""
     path = profile_path(job.spec)
-    if must_run and measures:
+    if must_run:
         render(job)  # raise errors in the script before the model is measured
     profile, is_new = read_profile(job.spec, path), False
     if profile is None and measures:

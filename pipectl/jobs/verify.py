@@ -23,8 +23,7 @@ import psutil
 from pipectl.batch import LOCAL, JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.job import Job, change
-from pipectl.jobs.owners import refuse_code_of_others
+from pipectl.jobs.job import Job, change, refuse_code_of_others
 from pipectl.jobs.prepare import prepare, profile_path, read_profile
 from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit

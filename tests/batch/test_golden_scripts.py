@@ -123,12 +123,8 @@ def test_no_golden_script_is_left_over() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_golden_script_is_valid_bash(name: str) -> None:
+def test_golden_script_is_valid_bash_and_passes_shellcheck(name: str) -> None:
     subprocess.run(["bash", "-n", str(GOLDEN / name)], check=True)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_golden_script_passes_shellcheck(name: str) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     subprocess.run(["shellcheck", "--severity=warning", str(GOLDEN / name)], check=True)

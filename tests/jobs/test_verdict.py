@@ -123,12 +123,3 @@ def test_a_job_that_is_not_listed(
     assert (status.state, status.source) == (JobState(state), source)
     assert [reason for reason in reasons if reason not in status.reason] == []
     assert status.state is JobState.UNKNOWN or status.exit_code == facts.get("exit_code")
-
-
-def test_final_and_alive_states() -> None:
-    assert not JobState.UNKNOWN.final
-    assert not JobState.UNKNOWN.alive
-    for state in JobState:
-        assert not (state.final and state.alive)
-    assert JobState.COMPLETING.alive
-    assert JobState.PREEMPTED.final

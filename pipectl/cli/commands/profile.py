@@ -17,9 +17,8 @@ from pipectl.cli.follow import describe_job, follow_or_exit, note_origin, print_
 from pipectl.cli.progress import profiling_progress
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
-from pipectl.jobs.job import choose_scheduler
+from pipectl.jobs.job import choose_scheduler, warning_of_code
 from pipectl.jobs.measuring import make_measuring_job
-from pipectl.jobs.owners import warning_of_code
 from pipectl.jobs.prepare import cluster_path, profile_path
 from pipectl.jobs.profiles import measure
 from pipectl.jobs.submit import submit as submit_job

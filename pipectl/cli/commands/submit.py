@@ -24,8 +24,7 @@ from pipectl.cli.follow import (
 )
 from pipectl.directives import GPUS
 from pipectl.errors import UsageError
-from pipectl.jobs.job import choose_scheduler, render
-from pipectl.jobs.owners import warning_of_code
+from pipectl.jobs.job import choose_scheduler, render, warning_of_code
 from pipectl.jobs.prepare import plan_path, prepare, profile_path
 from pipectl.runs import SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile

@@ -10,8 +10,8 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import follow_or_exit, print_notes, print_submission
 from pipectl.cli.progress import profiling_progress
+from pipectl.jobs.job import warning_of_code
 from pipectl.jobs.measuring import plan_rehearsal, result_of
-from pipectl.jobs.owners import warning_of_code
 from pipectl.jobs.submit import submit
 from pipectl.spec import load
 from pipectl.units import format_time, plural
