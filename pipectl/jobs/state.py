@@ -444,17 +444,16 @@ def _combine_states(listed: JobStatus, own: JobStatus | None, *, cancelled: bool
 
 
 def _read_plan(run: RunDirectory) -> Plan | None:
-    with suppress(OSError):
+    """The plan of a run; None if there is none, or if it is damaged."""
+    with suppress(OSError, DataFileError):
         return _plan_in(run.plan, run.plan.stat().st_mtime_ns)
     return None
 
 
 @lru_cache(maxsize=1024)
-def _plan_in(path: Path, _changed_at_ns: int) -> Plan | None:
-    """The plan in a file as of some time; None if it is damaged."""
-    with suppress(DataFileError):
-        return Plan.load(path)
-    return None
+def _plan_in(path: Path, _changed_at_ns: int) -> Plan:
+    """The plan in a file as of some time."""
+    return Plan.load(path)
 
 
 def find_best(runs: Sequence[RunStatus]) -> RunStatus | None:
