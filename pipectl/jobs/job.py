@@ -89,8 +89,8 @@ class Job:
 
     Args:
         scheduler: name of the batch system.
-        request: to the batch system, for no run yet.
-        mpi: why ranks are started as the request says.
+        template: of its script; None for that of the batch system.
+        mpi: how the ranks are started, and why.
         values: values of the job's point of the sweep, by dotted key; None without a sweep.
         machines: None if the job only measures.
         profile: None if the job measures its model itself, or needs no profile.
@@ -103,7 +103,7 @@ class Job:
     spec: JobSpec
     scheduler: str
     task: Task
-    request: JobRequest
+    template: Template | None
     mpi: MpiChoice
     values: Mapping[str, Any] | None = None
     machines: ClusterChoice | None = None
@@ -112,6 +112,11 @@ class Job:
     plans_in_job: bool = False
     is_profiled_now: bool = False
     rehearsal: Rehearsal | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in the batch system, with which the names of its runs end."""
+        return f"{self.spec.name}{self.task.suffix}"
 
     @property
     def cluster(self) -> Cluster:
@@ -135,22 +140,35 @@ class Job:
     ) -> JobRequest:
         """The request to the batch system for the run in a directory, or for the job array of a
         sweep whose first job this is; for the arguments see :class:`JobRequest`."""
-        directory, spec, plan = directory.absolute(), self.spec, self.plan
-        task, python = self.task, self.request.python
+        directory, python = directory.absolute(), sys.executable
+        spec, task, plan = self.spec, self.task, self.plan
+        command = (python, *task.program, str(directory), *task.arguments)
+        prepares = self.plans_in_job
         if array is not None:
-            task = Task(program=("-m", "pipectl.jobs.sweep"), arguments=(str(array.at_once or 1),))
-        prepares = self.plans_in_job and array is None
+            at_once = str(array.at_once or 1)
+            command = (python, "-m", "pipectl.jobs.sweep", str(directory), at_once)
+            prepares = False
         if plan is None:
             offloads = spec.pipeline.offload == "disk"
         else:
             to_disk = plan.offload_to is OffloadTarget.DISK
             offloads = to_disk and any(stage.offload for stage in plan.stages)
         variables = {**(TIGHT_HEAP if offloads else {}), **spec.environment.variables}
-        return replace(
-            self.request.update(environment={"variables": variables}),
+        environment = {"container": spec.container, "variables": variables}
+        return JobRequest(
+            name=self.name,
             tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
             run_directory=directory,
-            command=(python, *task.program, str(directory), *task.arguments),
+            python=python,
+            command=command,
+            resources=spec.resources.model_copy(update=task.resources),
+            launch=spec.launch.model_copy(update={"mpi": self.mpi.mpi}),
+            environment=spec.environment.model_copy(update=environment),
+            slurm=spec.slurm,
+            pbs=spec.pbs,
+            checkpoint=spec.checkpoint if task.kind == TRAINING else None,
+            alone=task.alone,
+            template=self.template,
             first_command=(python, "-m", IN_JOB, str(directory)) if prepares else (),
             earlier_starts=read_starts(RunDirectory(directory)),
             binds=_binds(spec, directory.parent, task.output),
@@ -189,24 +207,11 @@ def make_job(
     Raises:
         SpecError: the template of the job script cannot be read.
     """
-    task = task or Task()
-    request = JobRequest(
-        name=f"{spec.name}{task.suffix}",
-        tag="",
-        run_directory=Path(spec.output.directory).absolute(),
-        python=sys.executable,
-        command=(),
-        resources=spec.resources.model_copy(update=task.resources),
-        launch=spec.launch,
-        environment=spec.environment.model_copy(update={"container": spec.container}),
-        slurm=spec.slurm,
-        pbs=spec.pbs,
-        checkpoint=spec.checkpoint if task.kind == TRAINING else None,
-        alone=task.alone,
-        template=read_template(spec),
-    )
-    mpi = mpi or choose_mpi(request)
-    return Job(spec, scheduler, task, request.update(launch={"mpi": mpi.mpi}), mpi, values)
+    as_written, template = MpiChoice(spec.launch.mpi), read_template(spec)
+    job = Job(spec, scheduler, task or Task(), template, mpi or as_written, values)
+    if mpi is None:
+        job = replace(job, mpi=choose_mpi(job.request_for(Path(spec.output.directory))))
+    return job
 
 
 def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: bool = False) -> str:
@@ -248,7 +253,7 @@ def render(job: Job, now: float = 0.0, count: int = 0, at_once: int | None = Non
         at_once: maximum number of runs at the same time; None sets no limit.
     """
     array = None
-    stem = Path(job.spec.output.directory).absolute() / stem_of(job.request.name, now)
+    stem = Path(job.spec.output.directory).absolute() / stem_of(job.name, now)
     directory = stem if job.values is None else Path(f"{stem}-0")
     if count:
         directory = SweepDirectory.beside(stem).path

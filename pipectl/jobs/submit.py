@@ -158,7 +158,7 @@ def submit(
             system may have the job.
     """
     first = jobs[0]
-    base, name = Path(first.spec.output.directory), first.request.name
+    base, name = Path(first.spec.output.directory), first.name
     refuse_duplicate(base, name, now)
     ids = ids_to_wait_for(after, first.scheduler, now)
     if first.values is None:
