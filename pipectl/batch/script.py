@@ -182,8 +182,8 @@ def _compile(environment: Environment, template: Template) -> Compiled:
     from jinja2 import Template as Compiled
     from jinja2 import TemplateSyntaxError, nodes
 
-    for number, line in enumerate(template.text.split("\n"), start=1):
-        if character := first_harmful(line.removesuffix("\r")):
+    for number, own in enumerate(template.text.split("\n"), start=1):
+        if character := first_harmful(own.removesuffix("\r")):
             raise _fault(template, number, f"contains the control character {character!r}")
     try:
         tree = environment.parse(template.text)
