@@ -142,7 +142,7 @@ def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(
     assert kept == many
     assert f"micro-batches: {many}, as in the previous plan" in out
     limit = ("plan", "job.yaml", *AUTO, "--set", "pipeline.memory_limit={}MiB")
-    advice = "from the previous plan): pipectl plan job.yaml --new-micro-batches"
+    advice = "from the previous plan): pipectl plan JOB.yaml --new-micro-batches"
     for size, is_advised in ((257, True), (1, False)):  # the process alone takes more than 1 MiB
         result = cli(*limit[:-1], limit[-1].format(size))
         assert (result.code, advice in result.err) == (4, is_advised), result.err
