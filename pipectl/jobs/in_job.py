@@ -25,8 +25,8 @@ from pipectl.errors import PipectlError
 from pipectl.faults import ErrorReport, with_details
 from pipectl.files import write_text
 from pipectl.jobs import profiles
-from pipectl.jobs.job import PERCENT, join_rows, move_to
-from pipectl.jobs.prepare import plan_path, profile_path, read_plan, read_profile
+from pipectl.jobs.job import PERCENT, move_to
+from pipectl.jobs.prepare import join_rows, plan_path, profile_path, read_plan, read_profile
 from pipectl.runs import ATTEMPT, Heartbeat, Record, RunDirectory, last_checkpoint
 from pipectl.spec import load
 from pipectl.units import printable

@@ -38,10 +38,6 @@ TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast
 """Makes glibc join free memory at once. By default it keeps small pieces around aligned blocks
 apart, so a freed block is too small for the next one of its size, and the heap grows. glibc reads
 this before a process can set anything."""
-UNKNOWN_ROWS = (
-    "the ranks' own time for messages, and for the start and end of a step, was not measured and "
-    "is left out"
-)
 _MAX_TEMPLATE_BYTES = 2**20
 
 
@@ -176,18 +172,6 @@ class Job:
             after=after,
             array=array,
         )
-
-
-def join_rows(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
-    """Complete a cluster by a profile's times of rows.
-
-    If all are known, the profile no longer says that they are assumed.
-    """
-    cluster = cluster.with_rows(profile.rows)
-    if all(node.device.rows is not None for node in cluster.nodes):
-        others = [each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS)]
-        profile = replace(profile, assumptions=tuple(others))
-    return profile, cluster
 
 
 def make_job(

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING
 from pipectl.batch import LOCAL
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node, OffloadTarget
 from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError, UsageError
-from pipectl.jobs.job import choose_scheduler, join_rows
-from pipectl.jobs.prepare import find_cluster, is_fresh, plan_file_key, plan_path, profile_path
+from pipectl.jobs.job import choose_scheduler
+from pipectl.jobs.prepare import (
+    find_cluster,
+    is_fresh,
+    join_rows,
+    plan_file_key,
+    plan_path,
+    profile_path,
+)
 from pipectl.jobs.profiles import coupling_warning
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan

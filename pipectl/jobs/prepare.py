@@ -20,13 +20,19 @@ from pipectl.batch import LOCAL
 from pipectl.batch.launchers import MpiChoice
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, PipectlError
-from pipectl.jobs.job import ClusterChoice, Job, choose_scheduler, join_rows, make_job, render
+from pipectl.jobs.job import ClusterChoice, Job, choose_scheduler, make_job, render
 from pipectl.spec import JobSpec, Point, links_key, plan_key, profile_key
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
     from pipectl.profile import Profile
     from pipectl.profiler.progress import Progress
+
+
+UNKNOWN_ROWS = (
+    "the ranks' own time for messages, and for the start and end of a step, was not measured and "
+    "is left out"
+)
 
 
 def profile_path(spec: JobSpec) -> Path:
@@ -254,6 +260,18 @@ def read_profile(spec: JobSpec, path: Path) -> Profile | None:
 
     profile = Profile.load(path)
     return profile if is_fresh(spec, profile) else None
+
+
+def join_rows(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
+    """Complete a cluster by a profile's times of rows.
+
+    If all are known, the profile no longer says that they are assumed.
+    """
+    cluster = cluster.with_rows(profile.rows)
+    if all(node.device.rows is not None for node in cluster.nodes):
+        others = [each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS)]
+        profile = replace(profile, assumptions=tuple(others))
+    return profile, cluster
 
 
 def read_plan(path: Path, spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan | None:

@@ -36,7 +36,7 @@ from pipectl.files import (
     user_cache,
     write_json,
 )
-from pipectl.jobs.job import UNKNOWN_ROWS
+from pipectl.jobs.prepare import UNKNOWN_ROWS
 from pipectl.link import RowTimes
 from pipectl.profile import MeasuredOn, Profile
 from pipectl.spec import profile_key

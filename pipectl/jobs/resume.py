@@ -11,15 +11,8 @@ from pipectl.batch import JobState
 from pipectl.errors import PipectlError, UsageError
 from pipectl.fields import leaves
 from pipectl.files import make_directory
-from pipectl.jobs.job import (
-    Job,
-    choose_scheduler,
-    join_rows,
-    make_job,
-    move_to,
-    refuse_code_of_others,
-)
-from pipectl.jobs.prepare import find_cluster, is_fresh, plan_file_key
+from pipectl.jobs.job import Job, choose_scheduler, make_job, move_to, refuse_code_of_others
+from pipectl.jobs.prepare import find_cluster, is_fresh, join_rows, plan_file_key
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over

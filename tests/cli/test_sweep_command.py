@@ -13,12 +13,8 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import InvalidInputError
-from pipectl.jobs.job import UNKNOWN_ROWS, Job
-from pipectl.jobs.prepare import (
-    cluster_file_key,
-    plan_file_key,
-    prepare,
-)
+from pipectl.jobs.job import Job
+from pipectl.jobs.prepare import UNKNOWN_ROWS, cluster_file_key, plan_file_key, prepare
 from pipectl.link import RowTimes
 from pipectl.plan import Plan
 from pipectl.profile import Profile

@@ -23,9 +23,9 @@ import pytest
 import yaml
 
 from pipectl.batch import JobState
-from pipectl.jobs.job import join_rows, make_job
+from pipectl.jobs.job import make_job
 from pipectl.jobs.planning import plan_job
-from pipectl.jobs.prepare import find_cluster
+from pipectl.jobs.prepare import find_cluster, join_rows
 from pipectl.jobs.resume import resume
 from pipectl.jobs.state import RunStatus, get_status
 from pipectl.jobs.submit import submit
