@@ -1,17 +1,7 @@
-from itertools import pairwise
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipectl.planner.graph.blocks import BlockGraph, bits, condense, contract
-
-
-def reach(count, edges):
-    """Which operators each one reaches, itself included."""
-    found = [{index} for index in range(count)]
-    for source, target in sorted(edges, reverse=True):
-        found[source] |= found[target]
-    return found
 
 
 def closed_groups(count, edges, labels):
@@ -74,11 +64,6 @@ def assert_is_ordered(graph: BlockGraph) -> None:
         assert all(before < position for before in bits(graph.predecessors[position]))
         for after in bits(graph.successors[position]):
             assert graph.predecessors[after] >> position & 1
-
-
-def test_ancestors_lie_any_number_of_edges_above(make_operator) -> None:
-    graph = contract([make_operator(i) for i in range(6)], [*pairwise(range(6))], range(6))
-    assert [*map(int.bit_count, graph.ancestors)] == [*range(6)]
 
 
 def test_operator_between_two_members_of_a_group_joins_them(make_profile, make_operator) -> None:

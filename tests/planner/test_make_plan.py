@@ -90,12 +90,6 @@ def test_stages_spread_over_nodes_with_one_core(chain) -> None:
     assert plan.ranks == 4
 
 
-def test_faster_devices_get_more(chain) -> None:
-    cluster = cluster_of([1, 1], 1, speeds=[1.0, 3.0])
-    plan = make_plan(chain(8), cluster, PlanRequest("job", 64, micro_batches=8, stages=2))
-    assert sizes(plan) == [2, 6]
-
-
 def test_a_group_is_never_cut(make_profile, make_operator) -> None:
     operators = [make_operator(i, group="g" if i in (1, 5) else None) for i in range(8)]
     profile = make_profile(operators, [(i, i + 1) for i in range(7)])
