@@ -62,6 +62,14 @@ def chain() -> Callable[..., Profile]:
     )
 
 
+@pytest.fixture
+def deep() -> Profile:
+    """A chain that saves a hundred times what it sends."""
+    saved = [((f"n{index}", 1000), (f"s{index}", 99_000)) for index in range(32)]
+    operators = [operator(index, saved=pairs) for index, pairs in enumerate(saved)]
+    return profile(operators, list(pairwise(range(32))))
+
+
 @st.composite
 def random_profiles(draw: st.DrawFn, most: int = 7, *, caches: bool = False) -> Profile:
     """Any DAG with few distinct costs, so that ties are common.

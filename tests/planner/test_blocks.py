@@ -26,14 +26,6 @@ def cluster_of(ranks, memory_bytes=None):
     return Cluster("c", "test", (node,), FAST, FAST)
 
 
-@pytest.fixture
-def deep(make_operator, make_profile):
-    """A chain that saves a hundred times what it sends."""
-    saved = [((f"n{index}", 1000), (f"s{index}", 99_000)) for index in range(OPERATORS)]
-    operators = [make_operator(index, saved=held) for index, held in enumerate(saved)]
-    return make_profile(operators, list(pairwise(range(OPERATORS))))
-
-
 def request(**more):
     return PlanRequest("job", **{"batch_size": 128, "micro_batches": 32, "stages": 2, **more})
 

@@ -1,7 +1,6 @@
 """Plans that offload, or recompute, or both: what is chosen, and what it may not cost."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from validator import validate
@@ -25,14 +24,6 @@ SHORTER = 640_000
 def cluster_of(ranks, memory_bytes=None, host_link=TO_HOST):
     device = Device("gpu", 1.0, memory_bytes, host_link)
     return Cluster("c", "test", (Node("n", ranks, ranks, device),), FAST, FAST)
-
-
-@pytest.fixture
-def deep(make_operator, make_profile):
-    """A chain that saves a hundred times what it sends."""
-    saved = [((f"n{index}", 1000), (f"s{index}", 99_000)) for index in range(32)]
-    operators = [make_operator(index, saved=held) for index, held in enumerate(saved)]
-    return make_profile(operators, list(pairwise(range(32))))
 
 
 def request(**more):
