@@ -15,6 +15,7 @@ from torch import Tensor
 from pipectl.capture import CapturedGraph, CapturedJob, Cut, build_stage
 from pipectl.capture.batch import by_name
 from pipectl.capture.regions import arithmetic
+from pipectl.capture.slices import Rows
 from pipectl.spec import JobSpec, load
 
 MODELS = Path(__file__).with_name("models.py")
@@ -162,15 +163,21 @@ def real_job(make_real_job: JobMaker) -> Callable[[str], CapturedJob]:
 
 @pytest.fixture(scope="session")
 def run_whole() -> Callable[..., Tensor]:
-    """``run_whole(job)``: the loss of its graph as one stage, on the first samples of its data."""
+    """``run_whole(job, rows)``: the loss of its graph as one stage, on some of the first samples
+    of its data."""
 
-    def run(job: CapturedJob, size: int = 4, *, seed: int = 0, training: bool = True) -> Tensor:
-        graph = job.training_graph(size) if training else job.evaluation_graph(size)
+    def run(
+        job: CapturedJob, rows: Rows | int = 4, *, seed: int = 0, training: bool = True
+    ) -> Tensor:
+        rows = Rows.of(rows) if isinstance(rows, int) else rows
+        graph_of = job.training_graph if training else job.evaluation_graph
+        graph = graph_of(rows.whole, rows.length)
         stage_of = {node.name: 0 for node in graph.operators}
-        code = build_stage(Cut(graph, stage_of, training), 0, size)
-        batch = by_name(graph, job.loader.example(size))
+        code = build_stage(Cut(graph, stage_of, training), 0, rows)
+        batch = by_name(graph, job.loader.example(rows.whole, length=rows.length))
         states = [job.states[graph.states[slot.value].name] for slot in code.states]
-        return code.module(seed, *states, *(batch[name] for name in code.inputs))[0]
+        inputs = (batch[name][rows.start : rows.stop] for name in code.inputs)
+        return code.module(seed, *states, *inputs)[0]
 
     return run
 

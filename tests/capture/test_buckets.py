@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from pipectl.capture import Cut, build_stage
-from pipectl.capture.batch import Reader
 from pipectl.capture.data import Loader
 from pipectl.capture.slices import Rows
 from pipectl.errors import CaptureError
@@ -207,28 +205,17 @@ def test_one_graph_serves_all_lengths_up_to_that_of_the_table(make_job: Any) -> 
     assert graphs[0].tokens_per_sample
 
 
-def whole(job: Any, length: int) -> Any:
-    """The loss of the captured graph, and that of the user's model."""
-    graph, rows = job.training_graph(3, length), Rows.of(3, length)
-    cut = Cut(graph, {node.name: 0 for node in graph.operators}, training=True)
-    code = build_stage(cut, 0, rows)
-    batch = job.loader.example(3, length=length)
-    reader = Reader(graph, length=length)
-    values = reader.read(batch)
-    reader.check(values, 3, values, is_whole=True)
-    states = [job.states[graph.states[slot.value].name] for slot in code.states]
-    results = code.module(0, *states, *(values[name] for name in code.inputs))
-    return results[0], job.step(*batch)
-
-
 @pytest.mark.parametrize("model", ["Padless", "FixedLength"])
-def test_the_graph_of_a_length_gives_what_the_model_gives(make_job: Any, model: str) -> None:
+def test_the_graph_of_a_length_gives_what_the_model_gives(
+    make_job: Any, run_whole: Any, model: str
+) -> None:
     job = gpt_job(make_job, model=f"{__file__}:{model}")
     graphs = {id(job.training_graph(3, length)) for length in (5, 8, 12)}
     assert len(graphs) == (1 if model == "Padless" else 3)
     for length in (5, 8, 12):
-        ours, plain = whole(job, length)
-        assert torch.equal(ours, plain)
+        plain = job.step(*job.loader.example(3, length=length))
+        assert torch.equal(run_whole(job, Rows.of(3, length)), plain)
+    job.check_shapes(3)
 
 
 def test_a_model_that_computes_something_else_for_a_length_is_refused(make_job: Any) -> None:

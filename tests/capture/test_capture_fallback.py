@@ -270,6 +270,7 @@ def test_gradients_across_modules_keep_the_model_whole(make_job, further: str) -
         ("Pair", "slope_of", "loss .* it differentiates what was computed outside of it"),
         ("sizing", "mean", "changes the shape of buffer 'least' from .0. to .6."),
         ("sparse", "mean", "0 gives sparse gradients"),
+        ("selecting", "mean", "1 cannot be .* size depends on the data"),
     ],
 )
 def test_what_no_operator_can_do_is_refused(
@@ -283,16 +284,18 @@ def opaque_of(graph: CapturedGraph) -> Opaque:
     return next(n.target for n in graph.operators if isinstance(n.target, Opaque))
 
 
-def call(job: CapturedJob, x: Tensor) -> Tensor:
+def call(job: CapturedJob, x: Tensor, size: int | None = None) -> Tensor:
     """What the kept layer gives for some samples."""
     operator = opaque_of(job.training_graph(4))
     states = [t.clone() for name, t in job.states.items() if name.startswith("model.1.")]
-    return operator(len(x), *states, x)
+    return operator(len(x) if size is None else size, *states, x)
 
 
 def test_one_graph_serves_every_batch_size(captured: CapturedJob) -> None:
     assert captured.training_graph(4) is captured.training_graph(1)
     assert call(captured, torch.ones(7, 6)).shape == (7, 6)
+    with pytest.raises(CaptureError, match=r"model: 1 gave \[4, 6\] .* captured with \[3, 6\]"):
+        call(captured, torch.ones(4, 6), size=3)
 
 
 def test_a_branch_without_its_input_still_gives_it_a_gradient(captured: CapturedJob) -> None:
@@ -336,25 +339,28 @@ def test_what_is_written_into_a_result_is_written_into_the_input_that_it_is(
     assert_as_the_model(job)
 
 
-def test_another_size_than_captured_is_an_error(captured: CapturedJob) -> None:
-    operator = opaque_of(captured.training_graph(4))
-    states = [t for name, t in captured.states.items() if name.startswith("model.1.")]
-    with pytest.raises(CaptureError, match=r"model: 1 gave \[4, 6\] .* captured with \[3, 6\]"):
-        operator(3, *states, torch.ones(4, 6))
-
-
 @pytest.mark.parametrize(
-    ("model", "kept"), [("many", ["0", "1", "2", "3", "4"]), ("around", ["1"])]
+    ("model", "loss", "kept"),
+    [
+        ("plain", "mean", []),  # a list of layers
+        ("plain", "loss", ["loss"]),
+        ("many", "mean", ["0", "1", "2", "3", "4"]),  # of one class
+        ("around", "mean", ["1"]),  # the result inside has any size
+        ("two", "mean", ["1", "3"]),
+    ],
 )
-def test_layers_of_one_class_and_those_around_results_of_any_size_are_kept(
-    make_job, further: str, model: str, kept: list[str]
+@pytest.mark.parametrize("materialize", ["eager", "per_rank"])
+def test_the_smallest_parts_that_can_be_operators_are_kept(
+    make_job, further: str, model: str, loss: str, kept: list[str], materialize: str
 ) -> None:
-    assert operators(make_job(f"{further}:{model}").training_graph(4)) == kept
-
-
-def test_a_result_of_any_size_with_nothing_around_it_is_an_error(make_job, further: str) -> None:
-    with pytest.raises(CaptureError, match=r"model: 1 cannot be .* size depends on the data"):
-        make_job(f"{further}:selecting", loss=f"{further}:mean").training_graph(4)
+    names = {"model": f"{further}:{model}", "loss": f"{further}:{loss}"}
+    job = make_job(**names, materialize=materialize)
+    graph = job.training_graph(4)
+    assert operators(graph) == kept
+    assert graph.requires_grad[graph.loss]
+    if materialize == "per_rank":
+        assert all(is_deferred(tensor) for tensor in job.states.values())
+        assert graph.fingerprint == make_job(**names).training_graph(4).fingerprint
 
 
 def test_a_part_of_a_result_that_changes_its_structure_may_not_be_read(
@@ -409,28 +415,6 @@ def test_a_model_that_a_library_brings_is_kept_whole(
     assert "control flow depends" in job.kept["model"]
 
 
-def test_a_list_of_layers_is_a_model(make_job, further: str) -> None:
-    job = make_job(f"{further}:plain")
-    assert operators(job.training_graph(4)) == []
-    assert list(dict(job.model.named_parameters())) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-
-
-def test_a_loss_that_breaks_becomes_one_operator(make_job, further: str) -> None:
-    graph = make_job(f"{further}:plain", loss=f"{further}:loss").training_graph(4)
-    assert operators(graph) == ["loss"]
-    assert graph.requires_grad[graph.loss]
-
-
 def test_a_pattern_that_matches_nothing_is_an_error(make_job) -> None:
     with pytest.raises(CaptureError, match=r"^model.opaque: 'blocks.\*' matches no submodule"):
         make_job("mlp", opaque=["blocks.*"])
-
-
-def test_a_model_without_memory_is_observed_with_parameters_of_one_operator(
-    make_job, further: str
-) -> None:
-    job = make_job(f"{further}:two", materialize="per_rank")
-    graph = job.training_graph(4)
-    assert operators(graph) == ["1", "3"]
-    assert graph.fingerprint == make_job(f"{further}:two").training_graph(4).fingerprint
-    assert all(is_deferred(tensor) for tensor in job.states.values())

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from pipectl.capture import CapturedJob, Cut, build_stage
-from pipectl.capture.batch import by_name
 from pipectl.capture.operators import is_random
 from pipectl.capture.randomness import seed_of, seed_operator
 from pipectl.capture.slices import Rows
@@ -126,16 +125,7 @@ def test_what_a_data_factory_draws_follows_from_the_seed_wherever_its_file_lies(
     assert not torch.equal(inputs_of(other), drawn)
 
 
-def test_rows_of_a_draw_that_gives_several_tensors(job_of) -> None:
+def test_rows_of_a_draw_that_gives_several_tensors(job_of, run_whole) -> None:
     job = job_of("DroppedLstm")
-    graph = job.training_graph(8)
-    cut = Cut(graph, {n.name: 0 for n in graph.operators}, training=True)
-    batch = job.loader.example(8)
-    losses = []
-    for samples in (8, Rows(0, 4, 8), Rows(4, 8, 8)):
-        code = build_stage(cut, 0, samples)
-        states = [job.states[graph.states[slot.value].name] for slot in code.states]
-        first, last = (0, 8) if isinstance(samples, int) else samples[:2]
-        given = {name: tensor[first:last] for name, tensor in by_name(graph, batch).items()}
-        losses += code.module(5, *states, *(given[name] for name in code.inputs))
-    assert torch.allclose(losses[0], (losses[1] + losses[2]) / 2)
+    whole, *halves = (run_whole(job, rows, seed=5) for rows in (8, Rows(0, 4, 8), Rows(4, 8, 8)))
+    assert torch.allclose(whole, sum(halves) / 2)
