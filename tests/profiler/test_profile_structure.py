@@ -71,17 +71,18 @@ def test_parameters_by_name(counted: Profile) -> None:
     assert counted.by_id["relu_"].parameters == ()
 
 
-def total(profile: Profile, *names: str) -> dict[str, int]:
-    """The union of what operators keep, as a stage of them keeps it."""
-    found: dict[str, int] = {}
-    for name in names:
-        for value, size in profile.by_id[name].saved:
-            found[value] = max(found.get(value, 0), size)
-    return found
-
-
-def test_a_linear_keeps_its_input_but_no_parameter(counted: Profile) -> None:
-    assert [size for _, size in counted.by_id["linear"].saved] == [BATCH * 6 * 4]
+def test_operators_keep_each_storage_once_under_the_name_of_what_made_it(counted: Profile) -> None:
+    saved = {operator.id: dict(operator.saved) for operator in counted.operators}
+    wide = BATCH * 10 * 4
+    assert list(saved["linear"].values()) == [BATCH * 6 * 4]  # its input, but no parameter
+    assert saved["relu_"] == {"linear": wide}  # in place: the memory that it wrote
+    assert saved["layer_norm"].pop("linear") == wide  # and the memory that relu_ keeps
+    assert list(saved["layer_norm"].values()) == [BATCH * 4] * 2  # mean and deviation of each row
+    ((mask, size),) = saved["dropout"].items()
+    assert mask.startswith("dropout")
+    assert size in (BATCH * 10, wide)  # one byte per element, or scaled float32
+    assert saved["view"] == saved["select"] == {}
+    assert saved["linear_1"] == {"dropout": wide}  # the whole storage that its view is in
 
 
 def test_products_count_operations_in_both_directions(counted: Profile) -> None:
@@ -90,28 +91,6 @@ def test_products_count_operations_in_both_directions(counted: Profile) -> None:
     assert first.flops == 2 * 2 * BATCH * 6 * 10  # the input has no gradient
     assert last.flops == 3 * 2 * BATCH * 5 * 3
     assert counted.by_id["relu_"].flops == 0
-
-
-def test_relu_in_place_keeps_one_storage_under_the_name_of_what_it_wrote(counted: Profile) -> None:
-    assert counted.by_id["relu_"].saved == (("linear", BATCH * 10 * 4),)
-
-
-def test_a_storage_kept_by_two_operators_counts_once(counted: Profile) -> None:
-    """relu_ keeps its result, layer_norm its input: the same memory."""
-    kept = total(counted, "relu_", "layer_norm")
-    assert kept.pop("linear") == BATCH * 10 * 4
-    assert sorted(kept.values()) == [BATCH * 4, BATCH * 4]  # mean and 1/deviation of each row
-
-
-def test_dropout_keeps_its_mask(counted: Profile) -> None:
-    (mask,) = counted.by_id["dropout"].saved
-    assert mask[1] in (BATCH * 10, BATCH * 10 * 4)  # one byte an element, or scaled float32
-    assert mask[0].startswith("dropout")
-
-
-def test_a_view_keeps_the_whole_storage_it_looks_into(counted: Profile) -> None:
-    assert counted.by_id["view"].saved == counted.by_id["select"].saved == ()
-    assert counted.by_id["linear_1"].saved == (("dropout", BATCH * 10 * 4),)
 
 
 def test_integer_values_have_no_gradient(profile_of: Any) -> None:
