@@ -41,6 +41,11 @@ def test_a_norm_used_twice_stays_in_one_stage(graph_of) -> None:
     assert members(graph, "add_") >= {"add_", "add__1"}
 
 
+def test_readers_of_a_written_buffer_stay_with_the_write(graph_of) -> None:
+    """A buffer exists once per rank, so that another stage would read its old values."""
+    assert members(graph_of("RunningScale"), "lerp_") == {"lerp_", "div"}
+
+
 def test_readers_behind_the_last_write_are_free(graph_of) -> None:
     graph = graph_of("Inplace")
     assert "linear_2" not in graph.groups
