@@ -97,7 +97,7 @@ def plan_rehearsal(
         UsageError: a job for a batch system has no profile yet.
         PipectlError: no plan fits, or a file cannot be used.
     """
-    (planned,) = prepare(spec, None, progress, must_run=False)
+    (planned,) = prepare(spec, choose_scheduler(spec), progress, must_run=False)
     plan, machines = planned.plan, planned.machines
     if plan is None or machines is None:
         raise UsageError(

@@ -20,7 +20,7 @@ from pipectl.batch import LOCAL
 from pipectl.batch.launchers import MpiChoice
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, PipectlError
-from pipectl.jobs.job import ClusterChoice, Job, choose_scheduler, make_job, render
+from pipectl.jobs.job import ClusterChoice, Job, make_job, render
 from pipectl.spec import JobSpec, Point, links_key, plan_key, profile_key
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def is_fresh(spec: JobSpec, profile: Profile) -> bool:
 
 def prepare(
     spec: JobSpec,
-    scheduler: str | None,
+    scheduler: str,
     progress: Progress | None = None,
     *,
     points: Sequence[Point] = (),
@@ -87,26 +87,25 @@ def prepare(
 
     Args:
         spec: the job, without the values of its sweep.
+        scheduler: name of the batch system.
         points: points of the sweep; empty for a single job.
-        make_missing: whether to make missing and out-of-date profiles and plans, and to check that
-            the batch system answers.
+        make_missing: whether to make missing and out-of-date profiles and plans.
         must_run: whether to refuse imported profiles, and plans that can only be simulated.
 
     Raises:
-        SchedulerError: there is no MPI to start the ranks with, or no batch system answers.
+        SchedulerError: there is no MPI to start the ranks with.
         InvalidInputError: a file, the model or the template cannot be used.
         MismatchError: the profile is imported, or the plan asks for what cannot be run.
         InfeasibleError: no plan fits.
     """
-    name = choose_scheduler(spec, scheduler, must_answer=make_missing and must_run)
     jobs: list[Job] = []
     launches: dict[str, MpiChoice] = {}
     for point in points or (None,):
         values, own = (None, spec) if point is None else (point.values, point.spec)
         settings = f"{own.launch} {own.environment}"
         with _name_values_in_errors(values):
-            job = make_job(own, name, values=values, mpi=launches.get(settings))
-            jobs.append(replace(job, machines=find_cluster(own, name)))
+            job = make_job(own, scheduler, values=values, mpi=launches.get(settings))
+            jobs.append(replace(job, machines=find_cluster(own, scheduler)))
         launches[settings] = job.mpi
 
     # All profiles come first: the memory of a measuring process counts as memory of a rank, and
@@ -117,18 +116,18 @@ def prepare(
         if key not in profiles:
             with _name_values_in_errors(job.values):
                 profiles[key] = _find_or_measure(
-                    job, progress, measures=make_missing and name == LOCAL, must_run=must_run,
+                    job, progress, measures=make_missing and scheduler == LOCAL, must_run=must_run,
                     saves=key == own_key,
                 )  # fmt: skip
 
     # The links may be measured for some points with the same key, and not for others.
     plans: dict[tuple[str, Cluster], Plan | None] = {}
-    own_links, own_plan = cluster_file_key(spec, name), None
+    own_links, own_plan = cluster_file_key(spec, scheduler), None
     prepared = []
     for job, key in zip(jobs, keys, strict=True):
         profile, is_new = profiles[key]
         if profile is None:
-            prepared.append(replace(job, plans_in_job=name != LOCAL))
+            prepared.append(replace(job, plans_in_job=scheduler != LOCAL))
             continue
         profile, cluster = join_rows(profile, job.cluster)
         inputs = plan_key(job.spec), cluster
@@ -139,7 +138,7 @@ def prepare(
                 )
             plans[inputs] = plan
             is_own = inputs[0] == plan_key(spec)
-            if is_planned_now and is_own and cluster_file_key(job.spec, name) == own_links:
+            if is_planned_now and is_own and cluster_file_key(job.spec, scheduler) == own_links:
                 own_plan = plan
         job = replace(job, is_profiled_now=is_new)
         prepared.append(job.with_plan(profile, cluster, plans[inputs]))

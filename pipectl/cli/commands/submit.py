@@ -90,7 +90,8 @@ def command(
     ]
     file = SpecFile.read(job, [*settings, *(overrides or ())])  # --set has precedence
     spec = file.spec(check_names=True)
-    points, batch_system = file.points(spec), choose_scheduler(spec, scheduler)
+    points = file.points(spec)
+    batch_system = choose_scheduler(spec, scheduler, must_answer=not (dry_run or test_only))
     unused = {"slurm": "--queue", "pbs": "--partition", LOCAL: "--partition --queue --account"}
     others = unused[batch_system]
     if (gpus is None or gpus[1] or names) and batch_system != "slurm":
@@ -98,13 +99,13 @@ def command(
     opt.refuse(context, others, f"is not used with {batch_system}", cure="leave it out")
     warn(warning_of_code(spec, job))
     if dry_run or test_only:
-        _show_script(spec, points, scheduler, test_only=test_only)
+        _show_script(spec, points, batch_system, test_only=test_only)
     else:
-        _submit_and_follow(spec, points, scheduler, after or (), wait=wait, as_json=as_json)
+        _submit_and_follow(spec, points, batch_system, after or (), wait=wait, as_json=as_json)
 
 
 def _show_script(
-    spec: JobSpec, points: Sequence[Point], scheduler: str | None, *, test_only: bool
+    spec: JobSpec, points: Sequence[Point], scheduler: str, *, test_only: bool
 ) -> None:
     """Print the plan and the job script, after that of the array for a sweep; or with ``test_only``
     the forecast of the start."""
@@ -133,7 +134,7 @@ def _show_script(
 def _submit_and_follow(
     spec: JobSpec,
     points: Sequence[Point],
-    scheduler: str | None,
+    scheduler: str,
     after: Sequence[str],
     *,
     wait: bool,
