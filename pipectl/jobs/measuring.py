@@ -97,7 +97,8 @@ def plan_rehearsal(
         UsageError: a job for a batch system has no profile yet.
         PipectlError: no plan fits, or a file cannot be used.
     """
-    (planned,) = prepare(spec, choose_scheduler(spec), progress, must_run=False)
+    batch_system = choose_scheduler(spec)
+    (planned,) = prepare(spec, batch_system, progress, must_run=False)
     plan, machines = planned.plan, planned.machines
     if plan is None or machines is None:
         raise UsageError(
@@ -114,7 +115,7 @@ def plan_rehearsal(
             "bind": "none",
             "launcher": "mpiexec",
             "mpi": "auto" if spec.launch.launcher == "srun" else spec.launch.mpi,
-            "args": spec.launch.args if choose_scheduler(spec) == LOCAL else (),
+            "args": spec.launch.args if batch_system == LOCAL else (),
         }
         variables = {**spec.environment.variables, **_OVERSUBSCRIBE}
         spec = change(spec, launch=launch, environment={"variables": variables})
