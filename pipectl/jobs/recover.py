@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipectl.batch import get_scheduler
 from pipectl.batch.process import TIMEOUT_S
-from pipectl.errors import DataFileError, PipectlError, UsageError
+from pipectl.errors import DataFileError, SchedulerError, UsageError
 from pipectl.files import fault_of_owner, read_limited
 from pipectl.runs import Record, RunDirectory, is_job_id, list_runs, locked, name_in_shell
 
@@ -29,7 +29,6 @@ def recover(
     *,
     is_locked: bool = False,
     search: bool = True,
-    raises: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Record:
     """The record of a run, with the id of its current job.
@@ -40,11 +39,11 @@ def recover(
     Args:
         is_locked: whether the caller holds the lock of the run.
         search: whether to ask the batch system for a job with the tag; otherwise only files count.
-        raises: whether to raise a SchedulerError if the batch system cannot be asked.
         timeout_s: time limit of that question.
 
     Raises:
         DataFileError: there is no record, or it is damaged.
+        SchedulerError: the batch system cannot be asked.
     """
     record = Record.load(run.record)
     newer = add_next_job(run, record, now)
@@ -56,16 +55,10 @@ def recover(
         with locked(run, wait=False) as ours:
             if not ours:
                 return record
-            return recover(
-                run, now, is_locked=True, search=search, raises=raises, timeout_s=timeout_s
-            )
-    if newer is record and record.state == "submitting":
-        try:
-            if (job_id := _find(run, record, timeout_s)) is not None:
-                newer = record.after(now, "submitted", job_id=job_id, detail=BY_TAG)
-        except PipectlError:
-            if raises:
-                raise
+            return recover(run, now, is_locked=True, search=search, timeout_s=timeout_s)
+    is_unsure = newer is record and record.state == "submitting"
+    if is_unsure and (job_id := _find(run, record, timeout_s)) is not None:
+        newer = record.after(now, "submitted", job_id=job_id, detail=BY_TAG)
     if newer is not record:
         with suppress(UsageError):  # the next command finds the job in the same way
             newer.save(run.record)
@@ -109,7 +102,7 @@ def refuse_duplicate(base: Path, name: str, now: float) -> None:
     for run in reversed(list_runs(base)):
         if not run.name.split("-", 2)[2].startswith(name):  # names may have a number at the end
             continue
-        with suppress(DataFileError):
+        with suppress(DataFileError, SchedulerError):  # an old run does not stop a new job
             record = Record.load(run.record)
             if record.name == name:
                 count += 1

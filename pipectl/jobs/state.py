@@ -314,7 +314,7 @@ def _ask(name: str, records: dict[RunDirectory, Record], now: float, timeout_s: 
     try:
         for run, record in records.items():
             if record.job_id is None and record.tag not in missing_tags:
-                records[run] = recover(run, now, raises=True, timeout_s=timeout_s)
+                records[run] = recover(run, now, timeout_s=timeout_s)
                 if records[run].job_id is None:
                     missing_tags.add(record.tag)
         times = {each.job_id: each.submitted_at for each in records.values() if each.job_id}

@@ -180,3 +180,7 @@ def test_cancel_on_slurm_a_run_and_one_that_was_never_confirmed(
     run_of("20250104-120000-tiny", state="submitting", job_id=None)
     result = cli("cancel", "last")
     assert (result.code, "was never confirmed" in result.err) == (6, True)
+    run_of("20250105-120000-tiny", state="submitting", job_id=None, scheduler="slurm")
+    program("squeue", "echo 'squeue: down' >&2; exit 1")
+    result = cli("cancel", "last")
+    assert (result.code, "squeue: down" in result.err) == (5, True)
