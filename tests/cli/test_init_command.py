@@ -36,7 +36,7 @@ def printing(text: str) -> str:
 
 
 @pytest.fixture
-def slurm(program: Program) -> Pretend:
+def sinfo(program: Program) -> Pretend:
     """Pretend that `sinfo` prints this."""
 
     def prints(text: str, rc: int = 0) -> None:
@@ -61,8 +61,8 @@ def pbs(program: Program) -> None:
 BIG = "debug*|30:00|4|8|16000|(null)|up\nlong|infinite|64|128|256000|gpu:4|up"
 
 
-def test_on_slurm_it_is_within_the_default_partition(cli: Command, slurm: Pretend) -> None:
-    slurm("tiny*|0:05:00|2|1|1000|(null)|up")
+def test_on_slurm_it_is_within_the_default_partition(cli: Command, sinfo: Pretend) -> None:
+    sinfo("tiny*|0:05:00|2|1|1000|(null)|up")
     assert cli("init").code == 0
     spec = written()
     assert (spec.slurm.partition, spec.resources.walltime) == ("tiny", 300)
@@ -85,8 +85,8 @@ def test_on_pbs_it_is_within_the_default_queue(cli: Command, pbs: None) -> None:
     assert "select=2:ncpus=1:mpiprocs=1:ompthreads=1:ngpus=1:mem=2048mb" in script.out
 
 
-def test_flags_for_everything(cli: Command, slurm: Pretend) -> None:
-    slurm(BIG)
+def test_flags_for_everything(cli: Command, sinfo: Pretend) -> None:
+    sinfo(BIG)
     result = cli(
         "init", "new", "--partition", "long", "--nodes", "3", "--tasks-per-node", "4",
         "--cpus-per-task", "8", "--gpus-per-node", "4", "--memory", "100GiB", "--walltime", "2h",
@@ -116,17 +116,17 @@ def test_flags_for_everything(cli: Command, slurm: Pretend) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_written(
-    cli: Command, slurm: Pretend, arguments: list[str], words: str
+    cli: Command, sinfo: Pretend, arguments: list[str], words: str
 ) -> None:
-    slurm(BIG)
+    sinfo(BIG)
     result = cli("init", *arguments)
     assert result.code == 2
     assert words in result.err
     assert not Path("job.yaml").exists()
 
 
-def test_a_controller_that_does_not_answer_is_no_obstacle(cli: Command, slurm: Pretend) -> None:
-    slurm("sinfo: error: no controller", rc=1)
+def test_a_controller_that_does_not_answer_is_no_obstacle(cli: Command, sinfo: Pretend) -> None:
+    sinfo("sinfo: error: no controller", rc=1)
     result = cli("init", "--partition", "any")
     assert result.code == 0
     assert "limits of queues are unknown" in result.err
@@ -236,12 +236,12 @@ def test_a_job_that_passes_check_with_the_schema_it_names_and_a_model(cli: Comma
     assert json.loads(Path("new/job.schema.json").read_text()) == json_schema()
 
 
-def test_a_rank_may_hold_its_share_of_the_node(cli: Command, slurm: Pretend) -> None:
+def test_a_rank_may_hold_its_share_of_the_node(cli: Command, sinfo: Pretend) -> None:
     assert cli("init", "here").code == 0
     here = written("here/job.yaml").pipeline.memory_limit
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert here == pytest.approx(0.45 * total, rel=0.03)
-    slurm("big*|1:00:00|4|8|64000|(null)|up")
+    sinfo("big*|1:00:00|4|8|64000|(null)|up")
     assert cli("init", "there").code == 0
     spec = written("there/job.yaml")
     assert spec.resources.memory_per_node == pytest.approx(0.9 * 64000 * 2**20 * 2 / 8, rel=0.03)
@@ -253,12 +253,12 @@ def test_a_rank_may_hold_its_share_of_the_node(cli: Command, slurm: Pretend) -> 
 
 
 def test_a_partition_with_gpus_is_asked_for_one_per_rank_if_torch_can_use_them(
-    cli: Command, slurm: Pretend, monkeypatch: pytest.MonkeyPatch
+    cli: Command, sinfo: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm("gpus*|1:00:00|4|32|64000|gpu:a100:4|up")
+    sinfo("gpus*|1:00:00|4|32|64000|gpu:a100:4|up")
     assert cli("init", "two").code == 0
     assert written("two/job.yaml").resources.gpus_per_node == 2
-    slurm("gpus*|1:00:00|4|32|64000|gpu:1|up")
+    sinfo("gpus*|1:00:00|4|32|64000|gpu:1|up")
     assert cli("init", "one").code == 0
     found = written("one/job.yaml").resources
     assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (2, 1, 1)
@@ -285,8 +285,8 @@ def test_where_one_file_cannot_be_written_none_is(cli: Command) -> None:
     assert result.err.startswith("error: file/new: cannot be created: Not a directory\n")
 
 
-def test_a_hostile_partition_is_one_value(cli: Command, slurm: Pretend) -> None:
-    slurm('a"}: {b,#*|1:00:00|1|2|9000|(null)|up')
+def test_a_hostile_partition_is_one_value(cli: Command, sinfo: Pretend) -> None:
+    sinfo('a"}: {b,#*|1:00:00|1|2|9000|(null)|up')
     assert cli("init").code == 0
     assert written().slurm.partition == 'a"}: {b,#'
     assert cli("init", "here", "--scheduler", "local").code == 0
@@ -294,9 +294,9 @@ def test_a_hostile_partition_is_one_value(cli: Command, slurm: Pretend) -> None:
 
 
 def test_on_a_terminal_it_asks_for_what_is_not_given(
-    cli: Command, slurm: Pretend, monkeypatch: pytest.MonkeyPatch
+    cli: Command, sinfo: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm(BIG)
+    sinfo(BIG)
     answers = {"Partition": "long", "Ranks on each node": "6", "Memory of each node": "default"}
     asked = []
 

@@ -27,13 +27,12 @@ def pasted(text: str, command: str) -> list[str]:
 
 
 @pytest.fixture
-def slurm(program: Program) -> None:
-    program("sbatch", "echo 41")
-    program("squeue", "echo '41|RUNNING|1|N/A|N/A|n1||None'")
-    program("sacct", "exit 1")
+def running(slurm: Program) -> None:
+    """What is submitted runs as job 41."""
+    slurm("squeue", LISTED.format(41, "RUNNING"))
 
 
-def test_what_submit_tells_to_run(cli: Command, profile: Path, slurm: None) -> None:
+def test_what_submit_tells_to_run(cli: Command, profile: Path, running: None) -> None:
     Path("runs").rename("out side")
     told = cli("submit", "job.yaml", *SLURM, *ELSEWHERE).out
     assert "see: pipectl status 'out side/" in told
@@ -43,7 +42,7 @@ def test_what_submit_tells_to_run(cli: Command, profile: Path, slurm: None) -> N
     assert cli("cancel", path).code == 5, "found, but there is no scancel"
 
 
-def test_what_submit_tells_of_a_sweep(cli: Command, profile: Path, slurm: None) -> None:
+def test_what_submit_tells_of_a_sweep(cli: Command, profile: Path, running: None) -> None:
     Path("runs").rename("out side")
     with Path("job.yaml").open("a") as job:
         job.write(SWEEP)
@@ -78,7 +77,7 @@ def test_a_variable_says_where_runs_are(
 
 
 def test_runs_that_wait_for_others_name_them(
-    cli: Command, profile: Path, slurm: None, program: Program
+    cli: Command, profile: Path, running: None, program: Program
 ) -> None:
     cli("submit", "job.yaml", *SLURM)
     (run,) = (path for path in Path("runs").iterdir() if path.is_dir())
@@ -93,7 +92,7 @@ def test_runs_that_wait_for_others_name_them(
 
 
 def test_jobs_go_where_the_variable_says_unless_they_name_a_directory(
-    cli: Command, profile: Path, slurm: None, monkeypatch: pytest.MonkeyPatch
+    cli: Command, profile: Path, running: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPECTL_RUNS", "away")
     Path("runs").rename("away")
@@ -105,31 +104,25 @@ def test_jobs_go_where_the_variable_says_unless_they_name_a_directory(
     assert Path("out side").is_dir()
 
 
-def test_a_run_behind_others(
-    cli: Command, job: Path, program: Program, run_of: RunOf, finished: Path
+def test_a_run_after_others(
+    cli: Command, job: Path, slurm: Program, queued: Path, finished: Path
 ) -> None:
-    program("sbatch", "echo 41")
-    program("sacct", "exit 1")
-    run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
-    program("squeue", LISTED.format(12, "RUNNING"))
+    slurm("squeue", LISTED.format(12, "RUNNING"))
     result = cli("submit", "job.yaml", *SLURM, "--after", "20250103", "--after", finished.name)
     assert result.code == 0, result.err
     script = max(Path("runs").glob("*-tiny")) / "job.sh"
     assert "#SBATCH --dependency=afterok:12\n" in script.read_text()
 
 
-def test_runs_that_nothing_can_start_behind(
-    cli: Command, job: Path, program: Program, run_of: RunOf, failed: Path
+def test_a_run_of_another_batch_system_cannot_be_waited_for(
+    cli: Command, job: Path, slurm: Program, run_of: RunOf
 ) -> None:
-    program("sbatch", "echo 41")
-    program("squeue", LISTED.format(12, "RUNNING"))
-    program("sacct", "exit 1")
     run_of("20250103-120000-tiny", scheduler="pbs", job_id="12.vm")
-    program("qstat", "printf 'Job Id: 12.vm\\n    job_state = R\\n'")
-    for name, words in (("20250103", "is on pbs, and this job goes to slurm"),):
-        result = cli("submit", "job.yaml", *SLURM, "--after", name)
-        assert (result.code in (2, 6), words in result.err) == (True, True), result.err
-    assert len(list(Path("runs").iterdir())) == 2
+    slurm("qstat", "printf 'Job Id: 12.vm\\n    job_state = R\\n'")
+    result = cli("submit", "job.yaml", *SLURM, "--after", "20250103")
+    assert result.code == 2
+    assert "is on pbs, and this job goes to slurm" in result.err
+    assert len(list(Path("runs").iterdir())) == 1
 
 
 def test_the_shell_offers_runs(

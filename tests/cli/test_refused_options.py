@@ -92,6 +92,7 @@ lab verify job.yaml --set pipeline.stages=3
 lab verify job.yaml --steps 0
 logs 20250101-120000-tinny
 logs last --rank 2
+logs last --script --tail 3
 logs last 20250101 -f
 plan
 plan --batch-size 8

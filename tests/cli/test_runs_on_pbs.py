@@ -36,11 +36,12 @@ def listing(job_id: str, state: str, more: str = "") -> str:
 
 
 def test_auto_is_pbs_where_its_commands_are(cli: Any, run: Path, program: Program) -> None:
-    program("qsub", "echo 7.vm")
-    assert cli("submit", "job.yaml", "--dry-run").out.count("#PBS") == 0
+    local = cli("submit", "job.yaml", "--dry-run").out
+    assert ("#PBS" in local, "#SBATCH" in local) == (False, False)
     program("qselect", "true")
-    script = cli("submit", "job.yaml", "--dry-run").out
+    script = cli("submit", "job.yaml", "--dry-run", "-q", "long", "-A", "me").out
     assert "#PBS -l select=2:ncpus=1:mpiprocs=1" in script
+    assert "#PBS -A me\n#PBS -q long\n" in script
     program("sbatch", "exit 1")
     assert cli("submit", "job.yaml", "--dry-run").out.count("#SBATCH") > 0
 

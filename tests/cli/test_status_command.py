@@ -19,7 +19,6 @@ from pipectl.batch import JobState, JobStatus
 from pipectl.cli.views.run import (
     bar,
     format_long_time,
-    ranks_table,
     run_lines,
     sparkline,
 )
@@ -60,7 +59,8 @@ def test_one_run_and_a_table_of_all(
     run_of("20250103-120000-tiny")
     for name in ("step-000900", "step-001000", ".step-002000.partial"):
         (finished / "checkpoints" / name).mkdir()
-    heartbeat(failed)
+    sent = {"route": "in place", "progress": "none", "why": "a single rank"}
+    heartbeat(failed, messages=sent)
     shown = [cli("status", *words) for words in ((finished.name,), (failed.name, "--ranks"), ())]
     assert {(result.code, result.err) for result in shown} == {(0, "")}
     golden(*(result.out for result in shown))
@@ -269,20 +269,6 @@ def status_of(folder: Path, ranks: Sequence[RankBeat] = (), **fields: Any) -> Ru
     run, shown = RunDirectory(folder), tuple(ranks)
     status = RunStatus(run, None, job, "training", Measured(step=3), None, shown, None)
     return replace(status, **fields)
-
-
-def test_how_messages_move_is_said_in_words(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    sent = {"route": "in place", "progress": "none", "why": "a single rank"}
-    beat = {"version": 1, "state": "training", "step": 1, "steps": 2, "messages": sent}
-    run.heartbeat.write_text(json.dumps({**beat, "time": 1.0, "ranks": []}))
-    console = Console(file=io.StringIO(), width=200)
-    console.print(ranks_table(status_of(tmp_path, [RankBeat(0)])))
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().splitlines()[-1] == (
-        "messages go straight from the ranks' memory and move while a rank sends or waits "
-        "(launch.progress: none; reason: a single rank)"
-    )
 
 
 def test_the_lines_of_a_run(pipeline: Any, tmp_path: Path, golden: Callable[..., None]) -> None:

@@ -107,16 +107,6 @@ def test_options_of_sbatch_set_one_key_each(
     assert {f"#SBATCH --{line}" for line in lines.split()} <= set(script)
 
 
-def test_options_for_queues_of_pbs_and_what_auto_is(
-    cli: Command, job: Path, program: Program
-) -> None:
-    assert "#SBATCH" not in cli("submit", "job.yaml", "--dry-run").out
-    program("sbatch", "exit 1")
-    assert "#SBATCH" in cli("submit", "job.yaml", "--dry-run").out
-    words = ("submit", "job.yaml", "--scheduler", "pbs", "--dry-run", "-q", "long", "-A", "me")
-    assert "#PBS -A me\n#PBS -q long\n" in cli(*words).out
-
-
 @pytest.mark.parametrize(
     ("title", "programs", "said"),
     [

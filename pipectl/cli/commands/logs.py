@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from math import inf
 from pathlib import Path
 
+import typer
+
 from pipectl.batch import CHECKPOINTED, JobState
 from pipectl.cli import options as opt
 from pipectl.cli.console import note
@@ -31,6 +33,7 @@ _PATIENCE_S = 60.0
 
 
 def command(
+    context: typer.Context,
     names: list[str] | None = opt.RUN_NAMES,
     script: bool = opt.flag("Print the job script instead.", "--script"),
     follow: bool = opt.flag("Print new lines until the run ends.", "-f", "--follow"),
@@ -40,6 +43,8 @@ def command(
     tail: int | None = opt.count("Print only the last N lines.", "--tail", "-n", min=0),
     directory: Path = opt.DIRECTORY,
 ) -> None:
+    if script:
+        opt.refuse(context, "--follow --rank --tail", "is not used with --script")
     runs = find_runs(directory, names or ["last"])
     if follow and len(runs) > 1:
         raise UsageError("-f: follows one run", cure="name one, or leave -f out")
