@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipectl.cluster import assumed_cluster
+from pipectl.jobs.plan_search import AnswerJson
 from pipectl.jobs.planning import gather
 from pipectl.plan import Plan
+from pipectl.planner.explain.scaling import ScalingJson
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -71,6 +73,8 @@ def test_plan_writes_a_file_that_loads(cli: Command, profile: Path) -> None:
     plan, written = Plan.load(PLAN), json.loads(PLAN.read_text())
     del written["stages"]
     assert found.items() >= written.items()
+    keys = {*written, "stages", *AnswerJson.__annotations__} - {"explanation"}
+    assert set(found) == keys
     assert Plan.from_json(found) == plan
     assert [stage.ranks for stage in plan.stages] == [(0,), (1,)]
     assert plan.key is not None
@@ -240,6 +244,7 @@ def test_numbers_of_nodes(cli: Command, alone: Path) -> None:
     found = cli(*ALONE, "--nodes", "2,1", "--set", "training.batch_size=64", "--json").json
     assert [count["nodes"] for count in found["counts"]] == [1, 2]
     assert (found["pays_until_nodes"], found["cut_short"]) == (2, False)
+    assert set(found) == {"cut_short", *ScalingJson.__annotations__}
     result = cli(*ALONE, "--nodes", "1,4", "--set", "pipeline.memory_limit=268MiB")
     assert result.code == 0
     assert re.search(r"^ +1 +1 +- +- +-", result.out, re.MULTILINE)

@@ -18,6 +18,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.jobs.planning import write_plan
 from pipectl.link import Link
 from pipectl.plan import Plan, Prediction
+from pipectl.report.comparison import ComparisonJson
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
 from pipectl.timeline import Event, Timeline
@@ -147,6 +148,7 @@ def test_the_last_recorded_step_is_compared(cli: Command, run: RunDirectory) -> 
 def test_another_step_for_programs(cli: Command, run: RunDirectory) -> None:
     answer = cli("report", run.name, "--step", "5", "--json").json
     assert (answer["run"], answer["steps"], answer["step"]) == (run.name, [5, 10], 5)
+    assert set(answer) == {"run", "steps", *ComparisonJson.__annotations__}
     assert answer["ratio"] == pytest.approx(1.0)
     assert {part["ratio"] for part in answer["parts"] if part["kind"] != "update"} == {1.0}
 
