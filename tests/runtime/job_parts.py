@@ -425,9 +425,6 @@ class Branching(nn.Module):
         return self.behind(self.second(x.tanh(), taken[:, 1]))
 
 
-LARGE_WIDTH = 600_000
-
-
 class Pausing(nn.Module):
     """Takes its time, in one forward; kept as one operator by ``model.opaque``."""
 

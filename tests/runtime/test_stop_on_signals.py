@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 from mpi4py import MPI
 
@@ -44,15 +43,6 @@ def test_what_a_rank_has_forked_ends_by_signals_as_ever(tmp_path: Path) -> None:
     assert not (tmp_path / "stop").exists()
 
 
-class World:
-    """A communicator of one rank, without MPI."""
-
-    rank = 0
-
-    def Ibcast(self, _word: np.ndarray, _root: int) -> MPI.Request:  # noqa: N802
-        return MPI.REQUEST_NULL
-
-
 @pytest.mark.parametrize(
     ("step_s", "request_in", "stop_after"),
     [(0.125, 1, 2), (0.125, 26, 34), (100.0, 2, 2), (100.0, 7, 7)],
@@ -64,7 +54,7 @@ def test_a_request_in_a_long_step_is_obeyed_at_its_end(
     """The lead time has to be enough for one step; short steps may be followed by one more."""
     now = 1000.0
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
-    stops = Stopping(World(), tmp_path / "stop")
+    stops = Stopping(MPI.COMM_SELF, tmp_path / "stop")
     for step in range(1, 40):
         now += step_s
         if step == request_in:

@@ -9,8 +9,8 @@ from mpi4py import MPI
 from pipectl.runtime import waiting
 from pipectl.runtime.waiting import WorkMeter, poll, spin_if_alone, tell_of_waits
 
-LOOK_S, MOVE_S = 1.5e-6, 8e-6
-"""Processor time of a call that finds nothing to do, and of one that moves a fragment."""
+LOOK_S = 1.5e-6
+"""Processor time of a call that finds nothing to do."""
 
 
 @pytest.fixture
