@@ -141,12 +141,9 @@ def some_fate(random_: random.Random, ranks: int) -> dict[str, Any]:
 class Killed:
     """A run that is continued again and again, over some numbers of ranks."""
 
-    def __init__(
-        self, run: RunDirectory, plans: dict[int, RunDirectory], become, mpiexec: str
-    ) -> None:
-        self.run, self._plans, self._become, self._mpiexec = run, plans, become, mpiexec
-        self.attempt = 0
-        self.log = run.path / "log"
+    def __init__(self, run: RunDirectory, plans: dict[int, RunDirectory], start: Any) -> None:
+        self.run, self._plans, self._start = run, plans, start
+        self.attempt, self.log = 0, ""
         self.tally = Tally()
 
     def start(self, ranks: int, fate: dict[str, Any]) -> int:
