@@ -147,7 +147,7 @@ class Form(NamedTuple):
 
 
 Execute = Callable[[StepRun, MicroBatch], None]
-Content = Callable[[StepRun, MicroBatch], Tensors]
+Content = Callable[[StepRun], Tensors]
 Deliver = Callable[[StepRun, MicroBatch, Tensors], None]
 
 
@@ -219,7 +219,7 @@ class Engine:
             if wait:
                 awaits(wait)
             if computes:
-                run.outbox = None  # earlier results are sent, or held by their send
+                run.outbox = 0, {}  # earlier results are sent, or held by their send
             execute(run, micro_batch)
             end = perf_counter()
             if run.recording is not None:
@@ -371,7 +371,7 @@ class Engine:
             run.outbox = first, results
             for returns, target, rows, content in copies:
                 pieces = run.inbox.setdefault((returns, target, micro_batch.number), [])
-                pieces.append(Piece(rows, content(run, micro_batch)))
+                pieces.append(Piece(rows, content(run)))
 
         return deliver
 
@@ -379,8 +379,7 @@ class Engine:
         """Select the content of a message from the results of the last computation."""
         slots, is_whole, part = self.cut.lanes[lane], rows.is_whole, self._slicing.part
 
-        def content(run: StepRun, _: MicroBatch) -> Tensors:
-            assert run.outbox is not None
+        def content(run: StepRun) -> Tensors:
             origin, results = run.outbox
             tensors = {slot: results.get(slot) for slot in slots}
             return tensors if is_whole else part(tensors, origin, rows, leads=leads)
@@ -388,7 +387,7 @@ class Engine:
         return content
 
     def _update(self, stage: int, run: StepRun, micro_batch: MicroBatch) -> None:
-        run.outbox = None
+        run.outbox = 0, {}
         run.update(run, stage, micro_batch.number)
         self._transport.advance()
 
@@ -402,16 +401,25 @@ class Engine:
         if form.kind is Kind.SEND_WAIT:
             return finish_send
         content = self._bind_content(lane, form.rows, form.flag)
-        if lane.kind in _HALVES:
-            content = partial(_leaving, self._stages[form.stage])
-        elif form.rows.is_whole:
-            content = _results
+        stages, index = self._stages, form.stage
 
         def start_send(run: StepRun, micro_batch: MicroBatch) -> None:
             number = micro_batch.number
-            run.sends[channel, number] = line.start_send(number, shape, content(run, micro_batch))
+            run.sends[channel, number] = line.start_send(number, shape, content(run))
 
-        return start_send
+        def send_results(run: StepRun, micro_batch: MicroBatch) -> None:
+            number, (_, results) = micro_batch.number, run.outbox
+            run.sends[channel, number] = line.start_send(number, shape, results)
+
+        def send_half(run: StepRun, micro_batch: MicroBatch) -> None:
+            number = micro_batch.number
+            run.sends[channel, number] = line.start_send(
+                number, shape, stages[index].leaving(number)
+            )
+
+        if lane.kind in _HALVES:
+            return send_half
+        return send_results if form.rows.is_whole else start_send
 
     def _bind_receive(self, end: Channel, form: Form) -> Execute:
         lane, channel, rows, shape = lane_of(end), form.channel, form.rows, form.rows.shape
@@ -454,13 +462,3 @@ def _wait(channel: Channel, kind: Kind, number: int) -> bytes:
         return wait_record(f"rank {peer} to take {words} of stage {channel.source_stage}", peer)
     peer = channel.source_rank
     return wait_record(f"{words} of stage {channel.source_stage} from rank {peer}", peer)
-
-
-def _results(run: StepRun, _: MicroBatch) -> Tensors:
-    """All results of the last computation; a line selects its slots."""
-    assert run.outbox is not None
-    return run.outbox[1]
-
-
-def _leaving(stage: Stage, _: StepRun, micro_batch: MicroBatch) -> Tensors:
-    return stage.leaving(micro_batch.number)

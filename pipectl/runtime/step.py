@@ -183,7 +183,7 @@ class StepRun:
     recording: Recording | None = None
     per_step: int | None = None
     inbox: dict[Key, list[Piece]] = field(default_factory=dict)
-    outbox: tuple[int, Tensors] | None = None
+    outbox: tuple[int, Tensors] = (0, {})
     sends: dict[tuple[int, int], Posted] = field(default_factory=dict)
     receives: dict[tuple[int, int], Posted] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)

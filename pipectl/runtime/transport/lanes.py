@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
@@ -103,10 +103,9 @@ class Posted:
     note: Note | None = None
 
     @property
-    def buffers(self) -> dict[Slot, Tensor]:
-        """The memory that MPI reads or writes."""
-        slots = (place.slot for place in self.places or () if place.layout is not None)
-        return {slot: each.buffer for slot, each in zip(slots, self.transfers, strict=True)}
+    def buffers(self) -> list[Tensor]:
+        """The memory that MPI reads or writes, of the places that have a tensor."""
+        return [transfer.buffer for transfer in self.transfers]
 
 
 class Line:
@@ -144,11 +143,11 @@ class Line:
             places = self._places[shape] = self._places_of(layouts)
         send, rank = self._wire.send, self._rank
         transfers: list[Transfer] = []
-        vectors: dict[Slot, Tensor] = {}
+        vectors: list[Tensor] = []
         for place in places:
             vector = self._flat(place, tensors.get(place.slot))
             if vector is not None:
-                vectors[place.slot] = vector
+                vectors.append(vector)
                 transfers.append(send(vector, rank, place.tag))
         posted = Posted(micro_batch, shape, places, transfers)
         if self._check:
@@ -178,11 +177,11 @@ class Line:
 
         Buffers of unknown layouts are posted once the layouts are known.
         """
+        places = None if self._unposted else self._places.get(shape)
         posted = Posted(micro_batch, shape)
         if self._check:
             self._without_note.append(posted)
-        places = self._places.get(shape)
-        if places is None or self._unposted:
+        if places is None:
             self._unposted.append(posted)
         else:
             self._post(posted, places)
@@ -209,7 +208,7 @@ class Line:
             while waiting and (places := self._places.get(waiting[0].shape)) is not None:
                 self._post(waiting.popleft(), places)
         if self._check:  # a receive of a message that is too short might never complete
-            self._compare(posted, {})
+            self._compare(posted)
         self._wire.wait(posted.transfers)
         if self._check:
             self._compare(posted, posted.buffers)
@@ -245,17 +244,23 @@ class Line:
             if layout is not None:
                 transfers.append(receive(sizes, layout.dtype, rank, tag, name))
 
-    def _note(self, posted: Posted, buffers: Mapping[Slot, Tensor]) -> Note:
-        """This side's description of a message; for a receive, what it expects."""
-        tensors = []
+    def _note(self, posted: Posted, buffers: Sequence[Tensor] = ()) -> Note:
+        """This side's description of a message; for a receive, what it expects.
+
+        Args:
+            buffers: of the places that have a tensor; none if they have not arrived.
+        """
+        checksums = map(checksum, buffers)
+        tensors: list[tuple[str, str, int | None]] = []
         for place in posted.places or ():
-            value, buffer, layout = place.slot.value, buffers.get(place.slot), place.layout
-            form = f"nothing for {value!r}"
-            if layout is not None:
-                dtype = str(layout.dtype).removeprefix("torch.")
-                sizes, strides = list(layout.sizes), list(layout.strides)
-                form = f"{value!r}, {dtype} {sizes} with strides {strides}"
-            tensors.append((value, form, None if buffer is None else checksum(buffer)))
+            value, layout = place.slot.value, place.layout
+            if layout is None:
+                tensors.append((value, f"nothing for {value!r}", None))
+                continue
+            dtype = str(layout.dtype).removeprefix("torch.")
+            sizes, strides = list(layout.sizes), list(layout.strides)
+            form = f"{value!r}, {dtype} {sizes} with strides {strides}"
+            tensors.append((value, form, next(checksums, None)))
         lane, number = self._lane, posted.micro_batch
         name = f"{lane.kind} of micro-batch {number} from stage {lane.source} to {lane.target}"
         return Note(name, tuple(tensors))
@@ -263,7 +268,7 @@ class Line:
     def _name(self, slot: Slot) -> str:
         return f"the {self._lane.kind} of {slot.value!r} {self._way}"
 
-    def _compare(self, posted: Posted, buffers: Mapping[Slot, Tensor]) -> None:
+    def _compare(self, posted: Posted, buffers: Sequence[Tensor] = ()) -> None:
         """Compare a message with its note; notes arrive in the order of the messages."""
         while posted.note is None:
             note = self._wire.receive_object(self._rank, self._tags[~_NOTE])

@@ -59,6 +59,7 @@ class Pieces:
 
 
 WHOLE = Pieces()
+_BYTE, _memory_at = MPI.BYTE, MPI.memory.fromaddress
 
 
 class Transfer:
@@ -83,7 +84,9 @@ class Transfer:
     ) -> None:
         self.buffer, self._what = buffer, what
         self.unstarted = 0
-        self._request = call(memory(buffer, 0, buffer.nbytes), rank, tag)
+        if not buffer.is_contiguous():
+            raise ValueError(f"a message must be contiguous, not of strides {buffer.stride()}")
+        self._request = call((_memory_at(buffer.data_ptr(), buffer.nbytes), _BYTE), rank, tag)
         # Small messages usually leave at once.
         self.done = what is None and self._request.Test()
 
@@ -188,7 +191,7 @@ def memory(vector: Tensor, offset: int, size_bytes: int) -> tuple[MPI.memory, MP
     """
     if not vector.is_contiguous():
         raise ValueError(f"a message must be contiguous, not of strides {vector.stride()}")
-    return MPI.memory.fromaddress(vector.data_ptr() + offset, size_bytes), MPI.BYTE
+    return _memory_at(vector.data_ptr() + offset, size_bytes), _BYTE
 
 
 _BURST_S = 0.2e-3
@@ -247,20 +250,21 @@ class Progress:
         what: Words | None = None,
     ) -> Transfer:
         """Start a transfer (see its arguments); later calls advance it until it is done."""
-        buffer, free, pieces, after = message.vector, message.free, self.pieces, None
+        after = None
         with self._lock:
             if self._unstarted:
                 after = self._unstarted.pop((call, rank, tag), None)
-            if not free and not after and buffer.nbytes <= pieces.size_bytes:
-                transfer = Transfer(call, buffer, rank, tag, what)
-                if transfer.done:
-                    return transfer
-            else:
-                transfer = PiecewiseTransfer(call, message, rank, tag, pieces, what, after)
+            if after or message.free or message.vector.nbytes > self.pieces.size_bytes:
+                transfer: Transfer = PiecewiseTransfer(
+                    call, message, rank, tag, self.pieces, what, after
+                )
                 if transfer.unstarted:
                     self._unstarted[call, rank, tag] = transfer
-            self._transfers.append(transfer)
-        if self._thread is not None:
+            else:
+                transfer = Transfer(call, message.vector, rank, tag, what)
+            if not transfer.done:
+                self._transfers.append(transfer)
+        if self._thread is not None and not transfer.done:
             self._has_work.set()
         return transfer
 
@@ -358,6 +362,9 @@ class Wire:
     Args:
         communicator: used for nothing else, so that no other message can match.
         progress: advances messages; by default they do not advance while the rank computes.
+
+    Attributes:
+        wait: returns when the given transfers have left or arrived.
     """
 
     def __init__(
@@ -366,6 +373,8 @@ class Wire:
         self._communicator, self._device = communicator, device
         self._send, self._receive = communicator.Isend, communicator.Irecv
         self.progress = progress or Progress()
+        self._begin, self.wait = self.progress.begin, self.progress.wait
+        self._piece_bytes = self.progress.pieces.size_bytes
         self.rank, self.size = communicator.rank, communicator.size
         self._objects: list[MPI.Request] = []
 
@@ -376,8 +385,8 @@ class Wire:
 
     def send(self, vector: Tensor, rank: int, tag: int) -> Transfer:
         """Start sending a contiguous tensor on the device; it must not change until it has left."""
-        message = self._device.to_message(vector, self.progress.pieces.size_bytes)
-        return self.progress.begin(self._send, message, rank, tag)
+        message = self._device.to_message(vector, self._piece_bytes)
+        return self._begin(self._send, message, rank, tag)
 
     def receive(
         self, sizes: Sizes, dtype: torch.dtype, rank: int, tag: int, what: Words
@@ -389,11 +398,7 @@ class Wire:
             what: its name, for errors.
         """
         message = self._device.message_buffer(sizes, dtype)
-        return self.progress.begin(self._receive, message, rank, tag, what)
-
-    def wait(self, transfers: Iterable[Transfer]) -> None:
-        """Return when these vectors have left or arrived."""
-        self.progress.wait(transfers)
+        return self._begin(self._receive, message, rank, tag, what)
 
     def arrived(self, transfer: Transfer) -> Tensor:
         """The received tensor, on the device."""
