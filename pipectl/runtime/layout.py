@@ -100,6 +100,12 @@ class Layout:
             return vector.as_strided(self.sizes, self.strides)
         return self._spread(vector.view(self.stored_sizes))
 
+    def view(self, memory: Tensor, offset: int) -> Tensor:
+        """A tensor in the storage of another one, ``offset`` elements after its first element."""
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        first = offset + int(memory.storage_offset()) * memory.itemsize // self.dtype.itemsize
+        return empty.set_(memory.untyped_storage(), first, self.sizes, self.strides)
+
     def _stored(self, tensor: Tensor) -> Tensor:
         """``tensor`` with repeated dimensions cut to their first row."""
         for dim, size in enumerate(self.stored_sizes):

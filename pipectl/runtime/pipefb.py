@@ -40,7 +40,7 @@ from pipectl.plan import Stage as PlannedStage
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.offload import Mover
-from pipectl.runtime.saved_tensors import Block, Handle, bytes_of, unpack
+from pipectl.runtime.saved_tensors import bytes_of, unpack
 from pipectl.runtime.stage import Code, Key, Live, MicroBatch, Segment, Stage, Start
 from pipectl.runtime.transport import Wire
 
@@ -62,9 +62,7 @@ class View(NamedTuple):
     """
 
     number: int
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
+    layout: Layout
     offset: int
 
 
@@ -93,22 +91,18 @@ class Agreement(NamedTuple):
         """
         bundle, *large = message
         alone = dict(zip(_large(self.sizes, len(message)), large, strict=False))
-        blocks, start = [], 0
+        memories, start = [], 0
         for number, size in enumerate(self.sizes):
             memory = alone.get(number)
             if memory is None:
                 assert bundle is not None
                 memory = bundle[start : start + size].clone()
                 start += size
-            blocks.append(Block(memory))
-        tensors = []
-        for number, dtype, sizes, strides, offset in self.views:
-            if number < 0:
-                state = states[~number].detach()
-                tensors.append(state.as_strided(sizes, strides, state.storage_offset() + offset))
-            else:
-                tensors.append(unpack(Handle(blocks[number], dtype, sizes, strides, offset)))
-        return tensors
+            memories.append(memory)
+        return [
+            layout.view(states[~number].detach() if number < 0 else memories[number], offset)
+            for number, layout, offset in self.views
+        ]
 
     def check(self, stage: int, graph: Graph) -> None:
         """Compare with the graph that another rank recorded.
@@ -116,7 +110,7 @@ class Agreement(NamedTuple):
         Raises:
             MismatchError: naming the first difference.
         """
-        forms = [(view.dtype, view.sizes) for view in self.views]
+        forms = [(view.layout.dtype, view.layout.sizes) for view in self.views]
         pairs = ("node", self.structure, graph.structure), ("saved tensor", forms, graph.saved)
         for what, expected, recorded in pairs:
             difference = f"{len(expected)} {what}s instead of {len(recorded)}"
@@ -171,13 +165,13 @@ def pack(
             number, base = ~known[memory], int(states[known[memory]].storage_offset())
         else:
             number, base = numbers[memory], spans[memory][0] // tensor.itemsize
-        form = tensor.dtype, tuple(tensor.shape), tensor.stride()
-        views.append(View(number, *form, offset - base))
+        layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
+        views.append(View(number, layout, offset - base))
     sizes = tuple(vector.numel() for vector in vectors)
     large = _large(sizes, places)
     small = [vector for number, vector in enumerate(vectors) if number not in large]
-    layout = Agreement(tuple(views), sizes)
-    return layout, [torch.cat(small) if small else None, *(vectors[number] for number in large)]
+    message = [torch.cat(small) if small else None, *(vectors[number] for number in large)]
+    return Agreement(tuple(views), sizes), message
 
 
 def _large(sizes: Sequence[int], places: int) -> list[int]:
@@ -365,11 +359,11 @@ class ForwardHalf(_Half):
     ) -> None:
         """Put what a backward needs into a message; its memory layout must never change."""
         rows, code = micro_batch.rows, self._code(micro_batch.rows)
-        layout, message = pack(tensors, lasting_states(code), self._places)
+        agreement, message = pack(tensors, lasting_states(code), self._places)
         if rows not in self._agreed:
-            self._agreed[rows] = layout._replace(start=start, structure=tuple(structure))
+            self._agreed[rows] = agreement._replace(start=start, structure=tuple(structure))
             self._wire.send_object(self._agreed[rows], self._other_rank, self.index)
-        if layout[:2] != self._agreed[rows][:2]:
+        if agreement[:2] != self._agreed[rows][:2]:
             raise WorkerError(
                 f"stage {self.index} saves other tensors for its backward than before, so that "
                 "they cannot be sent to another rank",

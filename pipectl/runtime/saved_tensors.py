@@ -1,6 +1,6 @@
 """Tensors that autograd saves in a forward, each storage once, so that they can be moved.
 
-    forward     saved tensors  ->  handles (shape, strides, offset)  ->  blocks (one per storage)
+    forward     saved tensors  ->  handles (layout, offset)  ->  blocks (one per storage)
     leaving     the blocks' storages are copied elsewhere and dropped
     backward    handle + the block's storage, fetched  ->  tensor
 
@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipectl.capture.tensors import storage_of
+from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import Mover, Place
 from pipectl.schedule import Kind
 
@@ -93,12 +94,10 @@ class Block:
 
 
 class Handle(NamedTuple):
-    """A tensor in a block; sizes and the offset count elements."""
+    """A tensor in a block; the offset counts elements."""
 
     block: Block
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    layout: Layout
     offset: int
 
 
@@ -149,8 +148,8 @@ class SavedTensors:
             memory = bytes_of(tensor.untyped_storage())
             block = Block(memory if self._mover is None else self._mover.housed(memory))
             self._blocks[key] = block
-        size, stride = tuple(tensor.size()), tuple(tensor.stride())
-        return Handle(block, tensor.dtype, size, stride, int(tensor.storage_offset()))
+        layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return Handle(block, layout, int(tensor.storage_offset()))
 
     def move(self, kind: Kind) -> None:
         """Execute one of the four kinds of offload rows.
@@ -198,9 +197,7 @@ def unpack(packed: Tensor | Handle) -> Tensor:
         return packed
     memory = packed.block.memory
     assert memory is not None
-    empty = torch.empty(0, dtype=packed.dtype, device=memory.device)
-    first = packed.offset + int(memory.storage_offset()) // packed.dtype.itemsize
-    return empty.set_(memory.untyped_storage(), first, packed.size, packed.stride)
+    return packed.layout.view(memory, packed.offset)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
