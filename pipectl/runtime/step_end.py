@@ -2,12 +2,13 @@
 
 Every rank reports its part of a step in one reduction. The maximum over all ranks of one word tells
 what was not finite, that of a second one the first stage whose output was not, that of a third one
-whether scaled gradients overflowed. The norms of all gradients follow if gradients are clipped.
-All are whole numbers, so that a single ``MPI_MAX`` serves.
+whether scaled gradients overflowed, that of a fourth one whether the training is to stop. The norms
+of all gradients follow if gradients are clipped. All are whole numbers, so that a single
+``MPI_MAX`` serves.
 
 If all ranks need the result before they update, they wait for it: a step is skipped on all ranks or
-on none. Otherwise no rank waits: the result is read at the end of the next step, and before
-anything is saved.
+on none. Otherwise no rank waits, unless steps are long: the result is read at the end of the next
+step, and before anything is saved.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from pipectl.runtime.optimizer import make_stepper
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import StepRun
+from pipectl.runtime.stopping import GO_ON, STOP, WAIT, StopRequest
 from pipectl.runtime.waiting import barrier, poll, wait
 
 _PLACES = 2**31
@@ -51,8 +53,8 @@ _LOSS = _PLACES - 1
 """Exceeds any stage: if a loss is not finite, neither are its gradients."""
 _PATIENCE_S = 3.0
 """How long a rank waits for the rank with the fault to report it."""
-_HEAD = 3
-"""Words before the norms: fault, origin, overflow."""
+_HEAD = 4
+"""Words before the norms: fault, origin, overflow, answer."""
 Words = np.ndarray[Any, np.dtype[np.int64]]
 _SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -207,11 +209,15 @@ class Vote:
         communicator: used for nothing else.
         names: of all trained parameters in model order.
         with_norms: whether norms of gradients are exchanged.
+
+    Attributes:
+        answer: whether to stop, of the last vote that was read; see :mod:`.stopping`.
     """
 
     def __init__(
         self, communicator: MPI.Comm, names: Sequence[str], *, with_norms: bool = False
     ) -> None:
+        self.answer = GO_ON
         self._communicator = communicator
         self._names = names
         self._with_norms = with_norms
@@ -226,6 +232,7 @@ class Vote:
         *,
         overflow: bool = False,
         norms: Mapping[str, float] | None = None,
+        answer: int = GO_ON,
     ) -> None:
         """Vote on a step; every rank votes on every step.
 
@@ -233,10 +240,11 @@ class Vote:
             fault: see :func:`fault_of_losses` and :func:`fault_of_gradients`.
             origin: the first of its stages whose output is not finite.
             norms: of the gradients that no other rank reports.
+            answer: of rank 0, whether to stop.
         """
         words = np.zeros(_HEAD + len(self._names) * self._with_norms, dtype=np.int64)
         first = 0 if origin is None else _encode(_LOSS - origin.micro_batch, origin.stage)
-        words[:_HEAD] = fault, first, overflow
+        words[:_HEAD] = fault, first, overflow, answer
         if self._with_norms and norms:
             # Non-negative floats are in the order of their bits; 0 means that there is no gradient.
             values = [norms.get(name, -1.0) for name in self._names]
@@ -258,7 +266,7 @@ class Vote:
             return None
         wait([request])
         self._ballots.popleft()
-        fault, origin, overflow = words[:_HEAD].tolist()
+        fault, origin, overflow, self.answer = words[:_HEAD].tolist()
         bits = words[_HEAD:]
         values = np.maximum(bits - 1, 0).view(np.float64).tolist()
         norms = [value if has else None for value, has in zip(values, bits > 0, strict=True)]
@@ -327,6 +335,7 @@ class StepEnd:
         stages: whose backwards run on this rank.
         saved: names of the parameters and buffers that this rank saves.
         written: the buffers of this rank that forwards write, by full name.
+        stop_request: looked at on rank 0.
         record: writes what was not finite; called on all ranks.
         finish: completes pending work before the job stops; called on all ranks.
     """
@@ -341,11 +350,13 @@ class StepEnd:
         shared_gradients: SharedGradients,
         saved: Container[str],
         written: Mapping[str, Tensor],
+        stop_request: StopRequest,
         record: Callable[[Fault], None],
         finish: Callable[[], None],
     ) -> None:
         self._replicas, self._shared, self._written = replicas, shared_gradients, written
         self._record, self._finish = record, finish
+        self._stop_request = stop_request if communicator.rank == 0 else None
         self._training = job.spec.training
         held = {name: each for stage in stages for name, each in stage.parameters.items()}
         parameters = {name: held[name] for name in job.states if name in held}  # in model order
@@ -449,13 +460,13 @@ class StepEnd:
         Raises:
             WorkerError: something was not finite in an earlier step.
         """
-        if not self._looks:
-            return
         while (result := self._vote.count(at_once=True)) is not None:
             if result.fault is not None:
                 self._record(result.fault)
                 self._vote.stop(result, together=False)
-        fault = fault_of_losses(micro_batches, losses, weights) if losses else 0
+        fault = 0
+        if self._looks and losses:
+            fault = fault_of_losses(micro_batches, losses, weights)
         origin = self._origins.first(range(before, before + len(micro_batches)))
         if origin is not None:
             origin = origin._replace(micro_batch=origin.micro_batch - before)
@@ -470,18 +481,27 @@ class StepEnd:
         while (result := self._vote.count()) is not None:
             self._is_faulty(result)
 
+    def stops(self) -> bool:
+        """Whether all ranks stop after this step; the same on all ranks. Collective.
+
+        If steps are long, ranks wait for the vote on this step; otherwise they use the last vote
+        that was read.
+        """
+        if self._vote.answer == WAIT:
+            self.settle()
+        return self._vote.answer == STOP
+
     def _cast(
         self, step: int, fault: int, origin: Origin | None, *, overflow: bool = False
     ) -> None:
-        """Vote on a step, if any rank needs the result; reads gradients once."""
-        if not self._looks and not self._meets:
-            return
-        scaled = self.loss_scale is not None  # which reads the gradients itself
-        norms = gradient_norms(self._trained_parameters) if self._clips or not scaled else {}
-        if self._looks and not fault and not scaled:
+        """Vote on a step; reads gradients once, if at all."""
+        checks = self._looks and self.loss_scale is None  # which reads the gradients itself
+        norms = gradient_norms(self._trained_parameters) if self._clips or checks else {}
+        if checks and not fault:
             fault = fault_of_gradients(self._trained_of, norms, [*self._dtypes])
         own = {name: norm for name, norm in norms.items() if name in self.owned_parameters}
-        self._vote.cast(step, fault, origin, overflow=overflow, norms=own)
+        answer = GO_ON if self._stop_request is None else self._stop_request.answer()
+        self._vote.cast(step, fault, origin, overflow=overflow, norms=own, answer=answer)
 
     def _is_faulty(self, result: Result) -> bool:
         """Whether a step is to be skipped; raises if the training is to stop instead."""

@@ -1,10 +1,10 @@
 """Ending early: when the job script or a signal asks for it, or a metric no longer improves.
 
 A signal reaches the script, launchers and ranks in as many ways as there are launchers, so every
-receiver creates a file. Rank 0 looks for it at the end of a step, at most once per second. If steps
-are shorter than that, all ranks stop after the next step, without waiting for one another. After a
-longer step they wait for the answer of rank 0 and stop at once: the remaining walltime may be too
-short for another step.
+receiver creates a file. Rank 0 looks for it at the end of a step, at most once per second; its
+answer travels with the vote of all ranks on the step (:mod:`.step_end`). If steps are shorter than
+that, all ranks stop after the next step, without waiting for one another. After a longer step they
+wait for the answer and stop at once: the remaining walltime may be too short for another step.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-import numpy as np
-from mpi4py import MPI
-
-from pipectl.runtime.waiting import wait
 from pipectl.spec.models import EarlyStopping as EarlyStoppingSpec
 from pipectl.units import plural
 
 _LOOK_S = 1.0
 """Minimum time between looks at the file, and maximum step time at which no rank waits."""
-_GO_ON, _STOP, _WAIT = range(3)
-"""Answer of rank 0: wait for the next answer too, because steps are long."""
+GO_ON, WAIT, STOP = range(3)
+"""Answers of rank 0: WAIT is to wait for the next answer too, because steps are long."""
 _FOR_GOOD = (signal.SIGTERM, signal.SIGINT)
 """Signals that end the job for good: the file names them; the job script does not restart it."""
 _SIGNALS = (*_FOR_GOOD, signal.SIGUSR1, signal.SIGUSR2)
@@ -65,63 +61,29 @@ def stop_on_signals(file: Path) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-class Stopping:
-    """Decides whether all ranks stop after a step.
+class StopRequest:
+    """Looks for the file that requests a stop. Only rank 0 looks; all ranks get its answer.
 
     Args:
-        communicator: used for nothing else.
-        request: the file that requests it.
+        file: that requests it.
     """
 
-    def __init__(self, communicator: MPI.Comm, request: Path) -> None:
-        self._communicator = communicator
-        self._request = request
-        self._looked_at = self._sent_at = float("-inf")
-        self._word = np.zeros(1, dtype=np.int8)
-        self._sending: MPI.Request | None = None
-        self._waits = False
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._is_made = False
+        self._looked_at = self._answered_at = float("-inf")
 
-    def stops(self, *, at_once: bool = False) -> bool:
-        """Whether to stop after this step; the same on all ranks. Collective.
-
-        Rank 0 sends one answer per call. If ``at_once``, or if steps are long, ranks wait for the
-        answer to this call; otherwise they use the answer to the previous call.
-        """
-        word = self._receive()
-        if at_once or self._waits or word == _WAIT:
-            self._send()
-            word = self._receive()
-        elif word == _GO_ON:
-            self._send()
-        self._waits = word == _WAIT
-        return word == _STOP
-
-    def finish(self) -> None:
-        """Receive the last answer; collective."""
-        self._receive()
-
-    def _receive(self) -> int:
-        if self._sending is None:
-            return _GO_ON
-        wait([self._sending])
-        self._sending = None
-        return int(self._word[0])
-
-    def _send(self) -> None:
-        if self._communicator.rank == 0:
-            now = time.monotonic()
-            is_long, self._sent_at = now - self._sent_at >= _LOOK_S, now
-            self._word[0] = _STOP if self._is_requested(now) else _WAIT if is_long else _GO_ON
-        self._sending = self._communicator.Ibcast(self._word, 0)
-
-    def _is_requested(self, now: float) -> bool:
-        if now - self._looked_at < _LOOK_S:
-            return False
-        self._looked_at = now
-        try:
-            return self._request.exists()
-        except OSError:  # the file system is unavailable
-            return False
+    def answer(self) -> int:
+        """The answer at the end of a step, called once per step; after a STOP always STOP."""
+        now = time.monotonic()
+        is_long, self._answered_at = now - self._answered_at >= _LOOK_S, now
+        if not self._is_made and now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            with suppress(OSError):  # the file system is unavailable
+                self._is_made = self._file.exists()
+        if self._is_made:
+            return STOP
+        return WAIT if is_long else GO_ON
 
 
 class EarlyStopping:

@@ -21,7 +21,7 @@ from pipectl.runtime.process import warn
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Batch, Step, StepRun
 from pipectl.runtime.step_end import StepEnd
-from pipectl.runtime.stopping import EarlyStopping, Stopping
+from pipectl.runtime.stopping import EarlyStopping, StopRequest
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
 from pipectl.schedule import channels, is_unflushed, lower, lower_renewal, plan_of_step
@@ -74,6 +74,7 @@ class Trainer:
             setup.shared_gradients,
             {name for name, owner in setup.owners.items() if owner == self._rank},
             setup.written,
+            StopRequest(run.stop_request),
             self._telemetry.fault,
             self._finish_saving,
         )
@@ -102,7 +103,6 @@ class Trainer:
             if is_unflushed(setup.plan)
             else SynchronousSteps(*given)
         )
-        self._stopping = Stopping(setup.communicator.Dup(), run.stop_request)
         self._stopped = False
         self._steps_done = 0
         if stored is not None:
@@ -123,7 +123,7 @@ class Trainer:
         self._begin("training")
         self._train_steps(list(islice(self._setup.job.loader.batches(), self._spec.training.steps)))
         self._setup.doing.action = "finishing"
-        self._stopping.finish()
+        self._end.settle()
         self._tracing.finish()  # even if the last checkpoint cannot be written
         self._saver.finish()
         self._telemetry.finish("stopped" if self._stopped else "done")
@@ -141,7 +141,7 @@ class Trainer:
             steps.train(before + 1, planned[before:end])
             self._between_steps(end)
             early = bool(self._early_stopping.reason)
-            stops = not early and self._stopping.stops(at_once=steps.overlap)
+            stops = not early and self._end.stops()
             if (early or stops) and end < len(planned):
                 self._stopped = stops
                 self._end.settle()

@@ -10,7 +10,8 @@ import pytest
 from mpi4py import MPI
 
 from pipectl.runtime import stopping
-from pipectl.runtime.stopping import Stopping, stop_on_signals
+from pipectl.runtime.step_end import Vote
+from pipectl.runtime.stopping import STOP, WAIT, StopRequest, stop_on_signals
 
 
 @pytest.mark.parametrize(
@@ -54,11 +55,15 @@ def test_a_request_in_a_long_step_is_obeyed_at_its_end(
     """The lead time has to be enough for one step; short steps may be followed by one more."""
     now = 1000.0
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
-    stops = Stopping(MPI.COMM_SELF, tmp_path / "stop")
+    request, vote = StopRequest(tmp_path / "stop"), Vote(MPI.COMM_SELF, [])
     for step in range(1, 40):
         now += step_s
         if step == request_in:
             (tmp_path / "stop").touch()
-        if stops.stops():
+        vote.count()
+        vote.cast(step, answer=request.answer())
+        if vote.answer == WAIT:
+            vote.count()
+        if vote.answer == STOP:
             break
     assert step == stop_after
