@@ -17,21 +17,20 @@ accumulate if they are shorter than ``late_s``; longer ones count in full.
 from __future__ import annotations
 
 import json
-import os
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from pipectl.files import open_regular
 from pipectl.plan import Plan
 from pipectl.rehearsal import Passage, Rehearsal
 from pipectl.runs import Heartbeat, RunDirectory
 from pipectl.runtime import clock
 from pipectl.runtime.nodes import check_world
-from pipectl.runtime.process import Doing, run_rank
+from pipectl.runtime.process import Doing, run_rank, warn
+from pipectl.runtime.reports import Lines
 from pipectl.runtime.waiting import barrier, wait
 from pipectl.schedule import Action, Actions, Kind, channels, lower, shares
 from pipectl.timeline import Event, Timeline
@@ -53,7 +52,7 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing)
     doing.action = "reading the plan"
     plan, rehearsal = Plan.load(directory.plan), Rehearsal.load(directory.rehearsal)
     check_world(communicator, plan)
-    rank = Rank(communicator, plan, rehearsal, doing)
+    rank, lines = Rank(communicator, plan, rehearsal, doing), Lines(directory.metrics, warn)
     steps = rehearsal.steps
 
     def say(state: str, step: int) -> None:
@@ -72,7 +71,17 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing)
         step_s = rank.latest(rank.at - rank.begin_at) / rehearsal.stretch
         late_s = rank.latest(rank.late_s) / rehearsal.stretch
         if communicator.rank == 0:
-            _write_metrics(directory, plan, step, steps, step_s, late_s)
+            line = {
+                "attempt": 1,
+                "step": step,
+                "steps": steps,
+                "time": time.time(),
+                "loss": None,
+                "step_time_s": step_s,
+                "samples_per_s": plan.batch_size / step_s if step_s else None,
+                "late_s": late_s,
+            }
+            lines.add([json.dumps(line)])
         if step == steps:
             gathered = communicator.gather(events)
             if gathered is not None:
@@ -81,24 +90,6 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing)
                 timeline = Timeline(everything, communicator.size, step, error_s)
                 timeline.save(directory.measured_of(step))
     say("done", steps)
-
-
-def _write_metrics(
-    directory: RunDirectory, plan: Plan, step: int, steps: int, step_s: float, late_s: float
-) -> None:
-    line: dict[str, Any] = {
-        "attempt": 1,
-        "step": step,
-        "steps": steps,
-        "time": time.time(),
-        "loss": None,
-        "step_time_s": step_s,
-        "samples_per_s": plan.batch_size / step_s if step_s else None,
-        "late_s": late_s,
-    }
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    with os.fdopen(open_regular(directory.metrics, flags), "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
 
 
 class Transfer(NamedTuple):
