@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,13 +268,15 @@ class Progress:
             self._has_work.set()
         return transfer
 
-    def wait(self, transfers: Iterable[Transfer]) -> None:
+    def wait(self, transfers: Collection[Transfer]) -> None:
         """Return when these transfers are complete; all others advance meanwhile."""
-        pending = [transfer for transfer in transfers if not transfer.done]
-        if not pending:
+        for transfer in transfers:
+            if not transfer.done:
+                break
+        else:
             return
         self.advance()  # which usually completes transfers that a schedule gave enough time
-        pending = [transfer for transfer in pending if not transfer.done]
+        pending = [transfer for transfer in transfers if not transfer.done]
         if pending:
             self._waiting = True
             try:
