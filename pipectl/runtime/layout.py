@@ -33,6 +33,10 @@ class Layout:
         layout = cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
         return cls.of(tensor.contiguous()) if layout.overlaps else layout
 
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} {list(self.sizes)} with strides {list(self.strides)}"
+
     @cached_property
     def stored_sizes(self) -> tuple[int, ...]:
         """Sizes with repeated dimensions (stride 0) counted once."""

@@ -256,11 +256,8 @@ class Line:
             value, layout = place.slot.value, place.layout
             if layout is None:
                 tensors.append((value, f"nothing for {value!r}", None))
-                continue
-            dtype = str(layout.dtype).removeprefix("torch.")
-            sizes, strides = list(layout.sizes), list(layout.strides)
-            form = f"{value!r}, {dtype} {sizes} with strides {strides}"
-            tensors.append((value, form, next(checksums, None)))
+            else:
+                tensors.append((value, f"{value!r}, {layout}", next(checksums, None)))
         lane, number = self._lane, posted.micro_batch
         name = f"{lane.kind} of micro-batch {number} from stage {lane.source} to {lane.target}"
         return Note(name, tuple(tensors))
@@ -296,13 +293,11 @@ class Line:
             if in_order and not (tensor.is_conj() or tensor.is_neg()):
                 return tensor  # it is contiguous
             return layout.flatten(tensor)
-        expected = None if layout is None else (layout.dtype, layout.sizes)
-        actual = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
-        if actual != expected:
-            lane = self._lane
+        if tensor is not None or layout is not None:
+            lane, is_now = self._lane, None if tensor is None else Layout.of(tensor)
             raise WorkerError(
                 f"the {lane.kind} of {place.slot.value!r} from stage {lane.source} "
-                f"to {lane.target} should be {_words(expected)}, but is {_words(actual)}",
+                f"to {lane.target} should be {layout or 'nothing'}, but is {is_now or 'nothing'}",
                 cure="a model where shapes, or which tensors have a gradient, depend on the data "
                 "cannot be split here",
             )
@@ -365,7 +360,3 @@ def tags_of(lanes: dict[Lane, list[Slot]], largest: int) -> dict[Lane, range]:
             cure="plan fewer stages, or use another MPI",
         )
     return tags
-
-
-def _words(form: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
-    return "nothing" if form is None else f"{form[0]} {list(form[1])}"

@@ -191,8 +191,8 @@ def refuse(line: Line) -> None:
     """What was not announced as such is not sent."""
     absent = next(slot for slot, tensor in tensors(0, 0, 4).items() if tensor is None)
     for slot, words in {
-        SLOTS[0]: "should be torch.float32 [4, 6], but is torch.float32 [3, 6]",
-        absent: "should be nothing, but is torch.float32 [3, 6]",
+        SLOTS[0]: "should be float32 [4, 6] with strides [6, 1], but is float32 [3, 6] with",
+        absent: "should be nothing, but is float32 [3, 6] with",
     }.items():
         wrong = {**tensors(0, 0, 4), slot: torch.zeros(3, 6)}
         with pytest.raises(WorkerError) as raised:
