@@ -32,21 +32,9 @@ _COLLECTIONS = (700, 10, 10)
 """Thresholds of Python's garbage collector, as it begins."""
 
 
-class MessageBuffer:
-    """A vector that MPI may read or write, now or after some events on the device.
-
-    Args:
-        free: events after which MPI may use each piece, or one for all; empty if it may now.
-    """
-
-    __slots__ = ("free", "vector")
-
-    def __init__(self, vector: Tensor, free: Sequence[torch.Event] = ()) -> None:
-        self.vector, self.free = vector, free
-
-    def is_free(self, piece: int) -> bool:
-        """Whether MPI may use a piece now."""
-        return not self.free or self.free[min(piece, len(self.free) - 1)].query()
+Message = tuple[Tensor, Sequence[torch.Event]]
+"""A contiguous tensor that MPI may read or write, and the events after which it may use each of its
+pieces: one per piece, one for all, or none if MPI may use it now."""
 
 
 class Device:
@@ -55,11 +43,13 @@ class Device:
     Attributes:
         route: a description of how they reach MPI.
         staged: whether messages are copied through host memory, piece by piece.
+        messages: how tensors of an accelerator become messages; None on CPUs.
     """
 
     torch_device = torch.device("cpu")
     route = "in place"
     staged = False
+    messages: Staging | DeviceMemory | None = None
     _peak_bytes = 0
     _copy_bytes = 0
 
@@ -68,18 +58,6 @@ class Device:
 
     def synchronize(self) -> None:
         """Return when all work queued on the device is done."""
-
-    def message_buffer(self, sizes: Sizes, dtype: torch.dtype) -> MessageBuffer:
-        """Memory into which MPI can write a tensor of these sizes."""
-        return MessageBuffer(torch.empty(sizes, dtype=dtype))
-
-    def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:  # noqa: ARG002
-        """A contiguous tensor as a buffer that MPI reads in pieces of ``piece_bytes``."""
-        return MessageBuffer(vector)
-
-    def from_message(self, buffer: Tensor) -> Tensor:
-        """A received buffer as a tensor on the device."""
-        return buffer
 
     def peak_bytes(self) -> int:
         """Peak memory of this rank: resident on the CPU, allocated on an accelerator.
@@ -119,7 +97,7 @@ class CpuDevice(Device):
 
 
 class Staging:
-    """Copies between a device and host memory that MPI can access.
+    """Messages of an accelerator that are copied through host memory, which MPI can access.
 
     Args:
         device: of the tensors; copies of the CPU's own memory are for tests.
@@ -129,15 +107,15 @@ class Staging:
         self._device = device
         self._pinned = device.type != "cpu"
 
-    def buffer(self, sizes: Sizes, dtype: torch.dtype) -> Tensor:
-        """Host memory, pinned if there is an accelerator; torch keeps freed blocks."""
-        return torch.empty(sizes, dtype=dtype, pin_memory=self._pinned)
+    def buffer(self, sizes: Sizes, dtype: torch.dtype) -> Message:
+        """Host memory to receive a tensor, pinned if there is an accelerator."""
+        return self._host_memory(sizes, dtype), ()
 
-    def outgoing(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
+    def outgoing(self, vector: Tensor, piece_bytes: int) -> Message:
         """Queue the copies of all pieces; the first can leave while the second is copied."""
-        buffer = self.buffer(vector.numel(), vector.dtype)
+        buffer = self._host_memory(vector.numel(), vector.dtype)
         if not vector.numel():
-            return MessageBuffer(buffer)
+            return buffer, ()
         source, target = vector.view(-1).view(torch.uint8), buffer.view(torch.uint8)
         copied = []
         for offset in range(0, target.numel(), piece_bytes):
@@ -145,12 +123,34 @@ class Staging:
             target[piece].copy_(source[piece], non_blocking=self._pinned)
             if self._pinned:
                 copied.append(_mark(self._device))
-        return MessageBuffer(buffer, copied)
+        return buffer, copied
 
     def incoming(self, buffer: Tensor) -> Tensor:
         """A copy on the device. The buffer's memory is not reused before the copy has ended."""
         tensor = torch.empty_like(buffer, device=self._device, pin_memory=False)
         return tensor.copy_(buffer, non_blocking=self._pinned)
+
+    def _host_memory(self, sizes: Sizes, dtype: torch.dtype) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, pin_memory=self._pinned)  # torch keeps freed blocks
+
+
+class DeviceMemory:
+    """Messages in the memory of an accelerator that MPI can access; see :class:`Staging`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def buffer(self, sizes: Sizes, dtype: torch.dtype) -> Message:
+        """Memory of the accelerator, once kernels no longer use it."""
+        return torch.empty(sizes, dtype=dtype, device=self._device), [_mark(self._device)]
+
+    def outgoing(self, vector: Tensor, piece_bytes: int) -> Message:  # noqa: ARG002
+        """The tensor itself, once it is computed."""
+        return vector, [_mark(self._device)]
+
+    def incoming(self, buffer: Tensor) -> Tensor:
+        """The buffer itself."""
+        return buffer
 
 
 class AcceleratorDevice(Device):
@@ -168,7 +168,8 @@ class AcceleratorDevice(Device):
         torch.accelerator.set_device_index(index)
         self.staged = not in_place
         self.route = "in place" if in_place else "through pinned host memory"
-        self._staging = Staging(self.torch_device)
+        make = DeviceMemory if in_place else Staging
+        self.messages = make(self.torch_device)
 
     def enter_thread(self) -> None:
         """Set the device: threads start with the first accelerator of the node."""
@@ -177,23 +178,6 @@ class AcceleratorDevice(Device):
     def synchronize(self) -> None:
         """Wait for the current stream, which holds all of the rank's work."""
         torch.accelerator.current_stream().synchronize()
-
-    def message_buffer(self, sizes: Sizes, dtype: torch.dtype) -> MessageBuffer:
-        """Memory of the accelerator that kernels no longer use, or pinned host memory."""
-        if self.staged:
-            return MessageBuffer(self._staging.buffer(sizes, dtype))
-        vector = torch.empty(sizes, dtype=dtype, device=self.torch_device)
-        return MessageBuffer(vector, [_mark(self.torch_device)])
-
-    def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
-        """The vector once it is computed, or a copy that is made piece by piece."""
-        if self.staged:
-            return self._staging.outgoing(vector, piece_bytes)
-        return MessageBuffer(vector, [_mark(self.torch_device)])
-
-    def from_message(self, buffer: Tensor) -> Tensor:
-        """The buffer itself, or a copy on the accelerator."""
-        return self._staging.incoming(buffer) if self.staged else buffer
 
     def peak_bytes(self) -> int:
         """Most bytes allocated on the accelerator."""

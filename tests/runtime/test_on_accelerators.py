@@ -97,11 +97,11 @@ def test_messages_go_through_host_memory_and_back(dtype: torch.dtype, piece_byte
     assert device is not None
     sent = torch.arange(1000, device=device).to(dtype)
     staging = Staging(device)
-    outgoing = staging.outgoing(sent, piece_bytes)
-    for piece in range(-(-sent.numel() * sent.element_size() // piece_bytes)):
-        while not outgoing.is_free(piece):
-            pass
-    received = staging.incoming(outgoing.vector)
+    message, copied = staging.outgoing(sent, piece_bytes)
+    assert len(copied) == -(-sent.nbytes // piece_bytes)
+    for event in copied:
+        event.synchronize()
+    received = staging.incoming(message)
     assert received.device.type == device.type
     assert torch.equal(received.cpu(), sent.cpu())
 

@@ -23,8 +23,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pipectl.errors import WorkerError
-from pipectl.runtime.device import Device, MessageBuffer, Sizes
+from pipectl.runtime.device import Device, DeviceMemory, Sizes, Staging
 from pipectl.runtime.waiting import WorkMeter, poll
 from pipectl.units import format_bytes
 
@@ -132,24 +133,25 @@ class PiecewiseTransfer(Transfer):
     All pieces to receive are posted at once, so that none is unexpected.
 
     Args:
-        message: its memory, and when MPI may use it.
         after: the message whose pieces must all start before this one's.
+        free: events after which MPI may use each piece, or one for all; none if it may now.
     """
 
-    __slots__ = ("_after", "_call", "_message", "_offset", "_pieces", "_rank", "_tag", "_under_way")
+    __slots__ = ("_after", "_call", "_free", "_offset", "_pieces", "_rank", "_tag", "_under_way")
 
     def __init__(
         self,
         call: Call,
-        message: MessageBuffer,
+        buffer: Tensor,
         rank: int,
         tag: int,
         pieces: Pieces = WHOLE,
         what: Words | None = None,
         after: Transfer | None = None,
+        free: Sequence[torch.Event] = (),
     ) -> None:
         self._call, self._rank, self._tag = call, rank, tag
-        self._message, self.buffer = message, message.vector
+        self.buffer, self._free = buffer, free
         self._pieces, self._offset = pieces, 0
         self._what, self._after = what, after
         self.unstarted = max(1, -(-self.buffer.nbytes // pieces.size_bytes))  # at least one
@@ -174,7 +176,8 @@ class PiecewiseTransfer(Transfer):
         self._after, piece_bytes = None, self._pieces.size_bytes
         room = self._pieces.under_way if self._what is None else None
         while self.unstarted and (room is None or len(self._under_way) < room):
-            if not self._message.is_free(self._offset // piece_bytes):
+            index = min(self._offset // piece_bytes, len(self._free) - 1)
+            if self._free and not self._free[index].query():
                 return
             size_bytes = min(piece_bytes, self.buffer.nbytes - self._offset)
             piece = memory(self.buffer, self._offset, size_bytes)
@@ -244,24 +247,25 @@ class Progress:
     def begin(
         self,
         call: Call,
-        message: MessageBuffer,
+        buffer: Tensor,
         rank: int,
         tag: int,
         what: Words | None = None,
+        free: Sequence[torch.Event] = (),
     ) -> Transfer:
         """Start a transfer (see its arguments); later calls advance it until it is done."""
         after = None
         with self._lock:
             if self._unstarted:
                 after = self._unstarted.pop((call, rank, tag), None)
-            if after or message.free or message.vector.nbytes > self.pieces.size_bytes:
+            if after or free or buffer.nbytes > self.pieces.size_bytes:
                 transfer: Transfer = PiecewiseTransfer(
-                    call, message, rank, tag, self.pieces, what, after
+                    call, buffer, rank, tag, self.pieces, what, after, free
                 )
                 if transfer.unstarted:
                     self._unstarted[call, rank, tag] = transfer
             else:
-                transfer = Transfer(call, message.vector, rank, tag, what)
+                transfer = Transfer(call, buffer, rank, tag, what)
             if not transfer.done:
                 self._transfers.append(transfer)
         if self._thread is not None and not transfer.done:
@@ -366,17 +370,21 @@ class Wire:
         progress: advances messages; by default they do not advance while the rank computes.
 
     Attributes:
+        send: starts sending a contiguous tensor on the device to a rank, with a tag; it must not
+            change until it has left.
         wait: returns when the given transfers have left or arrived.
     """
 
     def __init__(
         self, communicator: MPI.Comm, device: Device, progress: Progress | None = None
     ) -> None:
-        self._communicator, self._device = communicator, device
+        self._communicator, self._messages = communicator, device.messages
         self._send, self._receive = communicator.Isend, communicator.Irecv
         self.progress = progress or Progress()
         self._begin, self.wait = self.progress.begin, self.progress.wait
-        self._piece_bytes = self.progress.pieces.size_bytes
+        self.send: Callable[[Tensor, int, int], Transfer] = partial(self._begin, self._send)
+        if device.messages is not None:
+            self.send = partial(self._send_from, device.messages)
         self.rank, self.size = communicator.rank, communicator.size
         self._objects: list[MPI.Request] = []
 
@@ -384,11 +392,6 @@ class Wire:
     def others(self) -> list[int]:
         """All other ranks, ascending."""
         return [rank for rank in range(self.size) if rank != self.rank]
-
-    def send(self, vector: Tensor, rank: int, tag: int) -> Transfer:
-        """Start sending a contiguous tensor on the device; it must not change until it has left."""
-        message = self._device.to_message(vector, self._piece_bytes)
-        return self._begin(self._send, message, rank, tag)
 
     def receive(
         self, sizes: Sizes, dtype: torch.dtype, rank: int, tag: int, what: Words
@@ -399,12 +402,15 @@ class Wire:
             sizes: of its dimensions, or the elements of a vector.
             what: its name, for errors.
         """
-        message = self._device.message_buffer(sizes, dtype)
-        return self._begin(self._receive, message, rank, tag, what)
+        if self._messages is None:
+            return self._begin(self._receive, torch.empty(sizes, dtype=dtype), rank, tag, what)
+        buffer, free = self._messages.buffer(sizes, dtype)
+        return self._begin(self._receive, buffer, rank, tag, what, free)
 
     def arrived(self, transfer: Transfer) -> Tensor:
         """The received tensor, on the device."""
-        return self._device.from_message(transfer.buffer)
+        buffer = transfer.buffer
+        return buffer if self._messages is None else self._messages.incoming(buffer)
 
     def send_object(self, value: object, rank: int, tag: int) -> None:
         """Start sending any other object; it leaves at the latest when its receiver asks for it."""
@@ -423,3 +429,9 @@ class Wire:
 
         self.progress.until(is_there)
         return messages[0].recv()
+
+    def _send_from(
+        self, messages: Staging | DeviceMemory, vector: Tensor, rank: int, tag: int
+    ) -> Transfer:
+        buffer, free = messages.outgoing(vector, self.progress.pieces.size_bytes)
+        return self._begin(self._send, buffer, rank, tag, None, free)

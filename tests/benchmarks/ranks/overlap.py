@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from pipectl.runtime.device import MessageBuffer
 from pipectl.runtime.transport import Circumstances, Progress, choose_progress
 from pipectl.runtime.transport.choice import HELPED, STAGED
 from pipectl.runtime.transport.transfer import WHOLE, Pieces, Transfer
@@ -71,7 +70,7 @@ class Rank:
     def start(self, progress: Progress, *, both: bool) -> list[Transfer]:
         """The first rank's message; with ``both`` the second's, too."""
         world, other = self.world, 1 - self.world.rank
-        received, sent = (MessageBuffer(vector) for vector in self.buffers)
+        received, sent = self.buffers
         transfers = []
         if both or world.rank:
             transfers.append(progress.begin(world.Irecv, received, other, 1, lambda: "a message"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from pipectl.capture import Lane, Slot
 from pipectl.errors import WorkerError
 from pipectl.graph import TransferKind
-from pipectl.runtime.device import CpuDevice, MessageBuffer, Staging
+from pipectl.runtime.device import CpuDevice, Message, Staging
 from pipectl.runtime.transport import Line, Progress, Transport
 from pipectl.runtime.transport.transfer import Pieces
 
@@ -42,21 +42,18 @@ SLOTS = [
 ]
 
 
+class Copies(Staging):
+    def outgoing(self, vector: Tensor, piece_bytes: int) -> Message:
+        copy, free = super().outgoing(vector, piece_bytes)
+        assert not vector.numel() or copy.data_ptr() != vector.data_ptr()
+        return copy, free
+
+
 class StagedCpu(CpuDevice):
     """Sends copies, as an accelerator does whose memory MPI cannot reach."""
 
     staged = True
-
-    def __init__(self) -> None:
-        self.staging = Staging(torch.device("cpu"))
-
-    def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
-        outgoing = self.staging.outgoing(vector, piece_bytes)
-        assert not vector.numel() or outgoing.vector.data_ptr() != vector.data_ptr()
-        return outgoing
-
-    def from_message(self, buffer: Tensor) -> Tensor:
-        return self.staging.incoming(buffer)
+    messages = Copies(torch.device("cpu"))
 
 
 def tensors(rank: int, micro_batch: int, size: int) -> dict[Slot, Tensor | None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipectl.capture import Lane, Slot
 from pipectl.errors import MismatchError
 from pipectl.graph import TransferKind
-from pipectl.runtime.device import CpuDevice, MessageBuffer, Sizes
+from pipectl.runtime.device import CpuDevice, Message, Sizes
 from pipectl.runtime.transport import Transport
 from pipectl.runtime.transport.lanes import largest_tag, tags_of
 from pipectl.runtime.transport.transfer import Call, Pieces, PiecewiseTransfer, Progress, memory
@@ -37,12 +37,12 @@ class Counted:
         self.sizes: list[int] = []
 
     @property
-    def to_send(self) -> tuple[Call, MessageBuffer, int, int]:
-        return self.send, MessageBuffer(self.sent), 0, 5
+    def to_send(self) -> tuple[Call, Tensor, int, int]:
+        return self.send, self.sent, 0, 5
 
     @property
-    def to_receive(self) -> tuple[Call, MessageBuffer, int, int]:
-        return own().Irecv, MessageBuffer(self.received), 0, 5
+    def to_receive(self) -> tuple[Call, Tensor, int, int]:
+        return own().Irecv, self.received, 0, 5
 
     def send(self, piece: Any, rank: int, tag: int) -> MPI.Request:
         self.sizes.append(piece[0].nbytes)
@@ -97,7 +97,7 @@ def test_what_fails_in_the_helper_is_raised_by_the_next_wait() -> None:
 
     receiving = PiecewiseTransfer(*both.to_receive, pieces, a_message)
     with Progress("thread", pieces) as progress:
-        transfer = progress.begin(broken, MessageBuffer(both.sent), 0, 5)
+        transfer = progress.begin(broken, both.sent, 0, 5)
         with pytest.raises(RuntimeError, match="no second piece"):
             progress.wait([transfer])
     both.send(memory(both.sent, 10, 10), 0, 5)
@@ -110,14 +110,18 @@ class LateDevice(CpuDevice):
 
     def __init__(self) -> None:
         self.lets = False
+        self.messages: Any = self
 
-    def message_buffer(self, sizes: Sizes, dtype: torch.dtype) -> MessageBuffer:
-        return MessageBuffer(torch.zeros(sizes, dtype=dtype), [self.event(lambda: None)])
+    def buffer(self, sizes: Sizes, dtype: torch.dtype) -> Message:
+        return torch.zeros(sizes, dtype=dtype), [self.event(lambda: None)]
 
-    def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
+    def incoming(self, buffer: Tensor) -> Tensor:
+        return buffer
+
+    def outgoing(self, vector: Tensor, piece_bytes: int) -> Message:
         source, copy = vector.view(torch.uint8), torch.zeros_like(vector)
         pieces = zip(source.split(piece_bytes), copy.view(torch.uint8).split(piece_bytes))  # noqa: B905
-        return MessageBuffer(copy, [self.event(lambda s=s, c=c: c.copy_(s)) for s, c in pieces])
+        return copy, [self.event(lambda s=s, c=c: c.copy_(s)) for s, c in pieces]
 
     def event(self, act: Any) -> Any:
         device = self
