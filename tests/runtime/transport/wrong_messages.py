@@ -94,9 +94,9 @@ def receive(line: Line, case: Case) -> None:
     line.finish_receive(line.start_receive(0, 2))
     compare = Line._compare
 
-    def damaged(self: Line, posted: Any, buffers: Any) -> None:
+    def damaged(self: Line, posted: Any, buffers: Any = ()) -> None:
         if case.damage == "byte" and buffers:
-            buffers[A].view(-1)[3] = -1.0
+            buffers[0].view(-1)[3] = -1.0
         compare(self, posted, buffers)
 
     Line._compare = damaged  # type: ignore[method-assign]
