@@ -178,13 +178,11 @@ class Line:
         Buffers of unknown layouts are posted once the layouts are known.
         """
         places = None if self._unposted else self._places.get(shape)
-        posted = Posted(micro_batch, shape)
-        if self._check:
-            self._without_note.append(posted)
+        posted = Posted(micro_batch, shape, places, () if places is None else self._post(places))
         if places is None:
             self._unposted.append(posted)
-        else:
-            self._post(posted, places)
+        if self._check:
+            self._without_note.append(posted)
         return posted
 
     def finish_receive(self, posted: Posted) -> Tensors:
@@ -206,7 +204,8 @@ class Line:
             # Post receives up to the first with unknown layouts.
             waiting = self._unposted
             while waiting and (places := self._places.get(waiting[0].shape)) is not None:
-                self._post(waiting.popleft(), places)
+                first = waiting.popleft()
+                first.places, first.transfers = places, self._post(places)
         if self._check:  # a receive of a message that is too short might never complete
             self._compare(posted)
         self._wire.wait(posted.transfers)
@@ -236,13 +235,14 @@ class Line:
             places.append(Place(slot, tag, layout, sizes, partial(self._name, slot)))
         return places
 
-    def _post(self, posted: Posted, places: Sequence[Place]) -> None:
+    def _post(self, places: Sequence[Place]) -> list[Transfer]:
+        """Start receiving the tensors of a message."""
         receive, rank = self._wire.receive, self._rank
         transfers: list[Transfer] = []
-        posted.places, posted.transfers = places, transfers
         for _, tag, layout, sizes, name in places:
             if layout is not None:
                 transfers.append(receive(sizes, layout.dtype, rank, tag, name))
+        return transfers
 
     def _note(self, posted: Posted, buffers: Sequence[Tensor] = ()) -> Note:
         """This side's description of a message; for a receive, what it expects.
