@@ -58,6 +58,11 @@ class Layout:
         """Whether the strides are those of a new tensor of these sizes."""
         return self.strides == torch.empty(self.sizes, device="meta").stride()
 
+    @cached_property
+    def message_sizes(self) -> tuple[int, ...]:
+        """Sizes of the contiguous memory of a message: those of the tensor, or of a vector."""
+        return self.sizes if self.is_contiguous else (self.count,)
+
     @property
     def is_dense(self) -> bool:
         """Whether the stored elements fill their memory without gaps or overlap."""

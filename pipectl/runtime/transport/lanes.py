@@ -75,14 +75,12 @@ class Place(NamedTuple):
 
     Args:
         layout: None if no message has a tensor there.
-        sizes: of the memory of a message, which is contiguous.
         name: in words.
     """
 
     slot: Slot
     tag: int
     layout: Layout | None
-    sizes: tuple[int, ...]
     name: Callable[[], str]
 
 
@@ -213,7 +211,7 @@ class Line:
             self._compare(posted, posted.buffers)
         transfers = iter(posted.transfers)
         tensors: Tensors = {}
-        for slot, _, layout, _, _ in posted.places:
+        for slot, _, layout, _ in posted.places:
             if layout is None:
                 tensors[slot] = None
                 continue
@@ -227,21 +225,18 @@ class Line:
         return f"from stage {lane.source} (rank {self._rank}) to stage {lane.target} (rank {me})"
 
     def _places_of(self, layouts: Sequence[Layout | None]) -> list[Place]:
-        places = []
-        for slot, layout, tag in zip(self._slots, layouts, self._tags, strict=False):
-            sizes: tuple[int, ...] = ()
-            if layout is not None:
-                sizes = layout.sizes if layout.is_contiguous else (layout.count,)
-            places.append(Place(slot, tag, layout, sizes, partial(self._name, slot)))
-        return places
+        return [
+            Place(slot, tag, layout, partial(self._name, slot))
+            for slot, layout, tag in zip(self._slots, layouts, self._tags, strict=False)
+        ]
 
     def _post(self, places: Sequence[Place]) -> list[Transfer]:
         """Start receiving the tensors of a message."""
         receive, rank = self._wire.receive, self._rank
         transfers: list[Transfer] = []
-        for _, tag, layout, sizes, name in places:
+        for _, tag, layout, name in places:
             if layout is not None:
-                transfers.append(receive(sizes, layout.dtype, rank, tag, name))
+                transfers.append(receive(layout.message_sizes, layout.dtype, rank, tag, name))
         return transfers
 
     def _note(self, posted: Posted, buffers: Sequence[Tensor] = ()) -> Note:
