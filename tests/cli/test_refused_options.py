@@ -88,6 +88,7 @@ lab simulate --schedule none.csv
 lab simulate --schedule zb-v --stages 3 --micro-batches 4
 lab simulate --schedule zigzag --stages 4 --micro-batches 8
 lab verify job.yaml --ranks 0
+lab verify job.yaml --set launch.template=bad.j2
 lab verify job.yaml --set pipeline.stages=3
 lab verify job.yaml --steps 0
 logs 20250101-120000-tinny
@@ -164,6 +165,7 @@ def test_wrong_command_lines(
 ) -> None:
     Path("mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     Path("bad.csv").write_text("0F0,0X0")
+    Path("bad.j2").write_text("{% extends base %}\n{% endfor %}\n")
     pipeline(2, 2).save(Path("plan.json"))
     before, texts = sorted(Path().rglob("*")), []
     for line in LINES.splitlines():

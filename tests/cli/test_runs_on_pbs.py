@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pipectl.errors import UsageError
 from pipectl.runs import Record
 
-Program = Callable[[str, str], None]
+if TYPE_CHECKING:
+    from conftest import Command, Program
+
 PBS = ("--scheduler", "pbs")
 
 
 @pytest.fixture
-def run(cli: Any, job: Path, program: Program) -> Path:
+def run(cli: Command, job: Path, program: Program) -> Path:
     """A run that was submitted as job 7.vm."""
     program("qsub", "echo 7.vm")
     result = cli("submit", "job.yaml", *PBS)
@@ -35,7 +36,7 @@ def listing(job_id: str, state: str, more: str = "") -> str:
     return f"printf 'Job Id: {job_id}\\n    job_state = {state}\\n{more}'"
 
 
-def test_auto_is_pbs_where_its_commands_are(cli: Any, run: Path, program: Program) -> None:
+def test_auto_is_pbs_where_its_commands_are(cli: Command, run: Path, program: Program) -> None:
     local = cli("submit", "job.yaml", "--dry-run").out
     assert ("#PBS" in local, "#SBATCH" in local) == (False, False)
     program("qselect", "true")
@@ -46,7 +47,7 @@ def test_auto_is_pbs_where_its_commands_are(cli: Any, run: Path, program: Progra
     assert cli("submit", "job.yaml", "--dry-run").out.count("#SBATCH") > 0
 
 
-def test_a_run_that_submits_itself_again(cli: Any, run: Path, program: Program) -> None:
+def test_a_run_that_submits_itself_again(cli: Command, run: Path, program: Program) -> None:
     program("qstat", listing("7.vm", "Q", "    comment = Not Running: Host set is full\\n"))
     assert "Host set is full" in cli("status", "last").out
 
@@ -64,7 +65,7 @@ def test_a_run_that_submits_itself_again(cli: Any, run: Path, program: Program) 
 
 
 def test_why_a_job_could_not_submit_itself_again_is_the_reason_of_its_run(
-    cli: Any, run: Path, program: Program
+    cli: Command, run: Path, program: Program
 ) -> None:
     (run / "exit_code").write_text("75\n")
     (run / "requeue_error").write_text("qsub: Bad UID for job execution\n")
@@ -79,9 +80,9 @@ TOLD = 'echo 12.vm >"$run/resubmitted"; '
 
 @pytest.mark.parametrize("told_by", [TOLD, ""])
 def test_the_end_of_a_run_that_just_submits_itself_again(
-    cli: Any, run: Path, program: Program, place: Path, told_by: str
+    cli: Command, run: Path, program: Program, place: Path, told_by: str
 ) -> None:
-    """The script ends behind its qsub, whether or not it gets to tell the id."""
+    """The script ends after its qsub, whether or not it gets to tell the id."""
     (run / "stopped").touch()
     name = f"tiny.{told(run)['tag'].split()[-1]}"
     named = "    Job_Name = " + name + "\\n"
@@ -98,7 +99,7 @@ def test_the_end_of_a_run_that_just_submits_itself_again(
     ("state", "said"), [(listing("12.vm", "Q"), "is QUEUED"), ("exit 1", "submitted job 12.vm")]
 )
 def test_a_run_that_submits_itself_while_its_state_is_asked_for_is_not_resumed(
-    cli: Any, run: Path, program: Program, place: Path, state: str, said: str
+    cli: Command, run: Path, program: Program, place: Path, state: str, said: str
 ) -> None:
     program("qsub", f"echo >>{place}/submitted; echo 8.vm")
     (run / "exit_code").write_text("75\n")
@@ -112,7 +113,7 @@ def test_a_run_that_submits_itself_while_its_state_is_asked_for_is_not_resumed(
 
 
 def test_a_run_that_nobody_else_may_write_is_shown(
-    cli: Any, run: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+    cli: Command, run: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "resubmitted").write_text("12.vm\n")
     program("qstat", '[[ $* == "-x -f 12.vm" ]] && ' + listing("12.vm", "R"))
@@ -126,7 +127,7 @@ def test_a_run_that_nobody_else_may_write_is_shown(
     assert told(run)["job_id"] == "7.vm"
 
 
-def test_what_a_script_left_there_is_no_argument(cli: Any, run: Path, program: Program) -> None:
+def test_what_a_script_left_there_is_no_argument(cli: Command, run: Path, program: Program) -> None:
     program("qstat", listing("7.vm", "R"))
     for text in ("", "-x", "$(touch PWNED)", "12.vm\n;rm", "\0", "x" * 2000):
         (run / "resubmitted").write_text(text)
@@ -135,7 +136,7 @@ def test_what_a_script_left_there_is_no_argument(cli: Any, run: Path, program: P
 
 
 def test_a_cancellation_that_is_refused_is_not_recorded(
-    cli: Any, run: Path, program: Program
+    cli: Command, run: Path, program: Program
 ) -> None:
     program("qstat", listing("7.vm", "R"))
     program("qdel", "echo 'qdel: cannot connect to server pbs (errno=15010)' >&2; exit 162")

@@ -292,8 +292,8 @@ def test_a_resumed_run_is_a_job_of_its_own(cli: Command, submitted: None, progra
 def test_a_job_after_a_sweep(cli: Command, submitted: None) -> None:
     alone = ("--set", "sweep=null", "--set", "name=next")
     assert cli("submit", "job.yaml", *SLURM, "--after", "tiny", *alone).code == 0
-    (behind,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
-    assert "--dependency=afterok:35_0:35_1:35_2:35_3\n" in (behind / "job.sh").read_text()
+    (run,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
+    assert "--dependency=afterok:35_0:35_1:35_2:35_3\n" in (run / "job.sh").read_text()
 
 
 def test_on_pbs(cli: Command, sweep: None, program: Program) -> None:
@@ -325,14 +325,14 @@ def test_after_an_array_of_pbs(cli: Command, sweep: None, program: Program) -> N
     refused = cli(*alone, "tiny-2")
     assert (refused.code, "wait for the whole array" in refused.err) == (2, True)
     assert cli(*alone, "tiny").code == 0
-    (behind,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
-    assert "-W depend=afterok:41[].vm\n" in (behind / "job.sh").read_text().replace("'", "")
-    shutil.rmtree(behind)
+    (run,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
+    assert "-W depend=afterok:41[].vm\n" in (run / "job.sh").read_text().replace("'", "")
+    shutil.rmtree(run)
     (runs()[2] / "exit_code").write_text("0\n")
     program("qstat", listed(*rows).replace(rows[2], rows[2][:-1] + "X"))
     assert cli(*alone, "tiny-2").code == 0
-    (behind,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
-    assert "depend" not in (behind / "job.sh").read_text()
+    (run,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
+    assert "depend" not in (run / "job.sh").read_text()
 
 
 def test_values_are_text_on_a_terminal(cli: Command, sweep: None, program: Program) -> None:

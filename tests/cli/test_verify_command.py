@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -23,6 +22,7 @@ from pipectl.runs import Record, RunDirectory
 if TYPE_CHECKING:
     from conftest import Command
 
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("warm")]
 PATH = os.environ["PATH"]
 """With the compiler on it; tests of commands have a shorter one."""
 MODEL = """\
@@ -103,8 +103,6 @@ SEQUENCES = f"data={{factory: './model.py:sequences', {BUCKETS}}}"
 SCALING = "training.loss_scale={initial: 1048576, growth_interval: 2}"
 
 
-@pytest.mark.mpi
-@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("ranks", "steps", "changes"),
     [
@@ -129,8 +127,6 @@ def test_a_pipeline_equals_a_plain_loop_to_the_bit(
     assert len(answer["losses"]) == steps
 
 
-@pytest.mark.mpi
-@pytest.mark.usefixtures("warm")
 def test_an_interrupt_leaves_no_ranks_behind(
     verify: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,8 +154,6 @@ def test_an_interrupt_leaves_no_ranks_behind(
     assert psutil.wait_procs(runs, timeout=10)[1] == []
 
 
-@pytest.mark.mpi
-@pytest.mark.usefixtures("warm")
 def test_random_operators_are_compared_with_one_rank(verify: Command) -> None:
     result = verify("--steps", "2", "--set", "model.factory=./model.py:dropping")
     lines = result.out.splitlines()
@@ -170,8 +164,6 @@ def test_random_operators_are_compared_with_one_rank(verify: Command) -> None:
     assert lines[-1] == "equal: every loss and every weight, to the bit"
 
 
-@pytest.mark.mpi
-@pytest.mark.usefixtures("warm")
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 def test_compiled_stages_agree_within_rounding(
     verify: Command, monkeypatch: pytest.MonkeyPatch
@@ -182,8 +174,6 @@ def test_compiled_stages_agree_within_rounding(
     assert answer["notes"][0] == "training.compile: fused operators round differently"
 
 
-@pytest.mark.mpi
-@pytest.mark.usefixtures("warm")
 def test_two_plans_are_compared_if_one_asks(verify: Command) -> None:
     clipped = ("--set", "training.clip_grad_norm=0.1")
     answer = answer_of(verify, "--steps", "2", "--between-plans", *clipped)
@@ -196,8 +186,6 @@ def test_two_plans_are_compared_if_one_asks(verify: Command) -> None:
     assert all(one == other for one, other in answer["losses"])
 
 
-@pytest.mark.mpi
-@pytest.mark.usefixtures("warm")
 def test_a_difference_is_found_and_where_it_began(verify: Command) -> None:
     result = verify("--steps", "2", "--set", "model.factory=./model.py:Deceiving")
     lines = result.out.splitlines()
@@ -206,8 +194,6 @@ def test_a_difference_is_found_and_where_it_began(verify: Command) -> None:
     assert lines[-1].startswith("first at step 1, in loss: by ")
 
 
-@pytest.mark.mpi
-@pytest.mark.usefixtures("warm")
 def test_a_failure_of_the_ranks_is_told_and_leaves_nothing(
     verify: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,16 +205,3 @@ def test_a_failure_of_the_ranks_is_told_and_leaves_nothing(
     assert error.startswith("error: rank ")
     assert "training.compile: torch.compile fails" in error
     assert "set training.compile: false" in result.err
-
-
-def test_a_template_is_checked_before_the_model_is_measured(
-    verify: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("measured")
-
-    monkeypatch.setattr("pipectl.jobs.profiles.measure", fail)
-    Path("bad.j2").write_text("{% extends base %}\n{% endfor %}\n")
-    result = verify("--set", "launch.template=bad.j2")
-    assert result.code == 3
-    assert re.search("bad.j2:2:1.* unknown tag 'endfor'", result.err)
