@@ -172,5 +172,5 @@ def test_wrong_command_lines(
         result = cli(*line.split())
         assert (result.out, sorted(Path().rglob("*"))) == ("", before), line
         answer = f"$ pipectl {line}\n{result.err}exit code {result.code}\n"
-        texts.append(answer.replace(NINES, "9..."))
+        texts.append(answer.replace(NINES, "9...").replace(f"{Path.cwd()}/", ""))
     golden(*texts)
