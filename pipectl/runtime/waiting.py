@@ -1,7 +1,9 @@
 """Waiting for MPI without spinning, so that other ranks can use the core.
 
-A rank that shares its cores with no other spins nevertheless, because it then sees messages at
-once.
+A wait begins without pauses, because most are short. A rank that shares its cores with no other
+makes none at all, because it then sees messages at once. Where ranks outnumber cores, a wait begins
+with a pause: a rank that gives up its core without sleeping gets it back only after a whole time
+slice of another, which is longer than most waits.
 
 Many MPIs move a large message only within their own calls, one fragment per call. A wait that
 sleeps after every call would slow the message down, so it sleeps only after calls that moved no
@@ -54,11 +56,17 @@ _meter = WorkMeter()
 
 @dataclass
 class _Waited:
-    """Seconds that this process has waited, the callback for waits, and whether it spins."""
+    """How this process waits.
+
+    Args:
+        total_s: seconds that it has waited.
+        tell: callback for waits.
+        spin_s: seconds without pauses at the beginning of a wait.
+    """
 
     total_s: float = 0.0
     tell: Callable[[bool], None] = lambda _: None
-    spins: bool = False
+    spin_s: float = _FIRST_SPIN_S
 
 
 _waited = _Waited()
@@ -94,11 +102,12 @@ def tell_of_waits(tell: Callable[[bool], None]) -> None:
     _waited.tell = tell
 
 
-def spin_if_alone(communicator: MPI.Comm, node: object) -> None:
-    """Make the waits of this process spin, if it has cores of its own. Collective.
+def choose_spin(communicator: MPI.Comm, node: object) -> None:
+    """Choose how long the waits of this process spin, from the cores of all ranks. Collective.
 
-    It needs at least two that no other rank of the node may use: one for the wait, the other for
-    the process's threads for messages and checkpoints.
+    To spin without end, a rank needs at least two cores that no other rank of the node may use: one
+    for the wait, the other for the process's threads for messages and checkpoints. If ranks that
+    may use its cores outnumber these, it does not spin.
 
     Args:
         node: of this rank.
@@ -106,8 +115,11 @@ def spin_if_alone(communicator: MPI.Comm, node: object) -> None:
     mine = frozenset(os.sched_getaffinity(0))
     everyone = gather_all(communicator, (node, mine))
     del everyone[communicator.rank]
-    shared = any(other == node and mine & cores for other, cores in everyone)
-    _waited.spins = len(mine) > 1 and not shared
+    sharing = [cores for other, cores in everyone if other == node and mine & cores]
+    if 1 + len(sharing) > len(mine.union(*sharing)):
+        _waited.spin_s = 0.0
+    elif len(mine) > 1 and not sharing:
+        _waited.spin_s = math.inf
 
 
 def wait(requests: Sequence[MPI.Request]) -> None:
@@ -157,16 +169,16 @@ def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
     """Call ``done`` until it returns True, without pauses at first and while it moves data.
 
     So a short wait has no latency, and a long one leaves the core to a rank that computes, if there
-    is one (:func:`spin_if_alone`).
+    is one (:func:`choose_spin`).
 
     Args:
         worked: whether a call with this many seconds of processor time moved data.
     """
     start = time.perf_counter()
-    spin_until = long_from = start + _FIRST_SPIN_S
+    spin_until, long_from = start + _waited.spin_s, start + _FIRST_SPIN_S
     has_told = False
     while not done():  # no pause follows soon: no need to measure calls
-        if time.perf_counter() >= spin_until:
+        if time.perf_counter() >= min(spin_until, long_from):
             break
         os.sched_yield()
     else:
@@ -186,7 +198,7 @@ def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
             has_told = True
         if moved:
             spin_until = max(spin_until, now + _SPIN_S)
-        if now < spin_until or _waited.spins:
+        if now < spin_until:
             os.sched_yield()
         else:
             time.sleep(_SHORT_PAUSE_S if now - start < _SHORT_S else _LONG_PAUSE_S)

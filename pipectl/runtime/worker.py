@@ -34,7 +34,7 @@ from pipectl.runtime.setup import Setup
 from pipectl.runtime.stopping import stop_on_signals
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Circumstances, choose_progress, gpu_aware
-from pipectl.runtime.waiting import broadcast, spin_if_alone
+from pipectl.runtime.waiting import broadcast, choose_spin
 from pipectl.runtime.watching import watched
 from pipectl.spec import JobSpec, load
 from pipectl.units import plural
@@ -80,7 +80,7 @@ def _train(
     return_freed_memory()  # until other ranks' parameters are dropped
     doing.action = "choosing the device"
     nodes = neighbours_of(communicator)
-    spin_if_alone(communicator, node_name())
+    choose_spin(communicator, node_name())
     local_rank = next(ranks.index(rank) for ranks in nodes if rank in ranks)
     device = _device(communicator, spec, local_rank)
     doing.action = "building the model and the data"

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from pipectl.runtime import waiting
-from pipectl.runtime.waiting import WorkMeter, poll, spin_if_alone, tell_of_waits
+from pipectl.runtime.waiting import WorkMeter, choose_spin, poll, tell_of_waits
 
 LOOK_S = 1.5e-6
 """Processor time of a call that finds nothing to do."""
@@ -55,26 +55,36 @@ class World:
 
 
 @pytest.mark.parametrize(
-    ("node", "mine", "others", "spins"),
+    ("node", "mine", "others", "looks"),
     [
-        ("a", {0, 1}, {2, 3}, True),
-        ("a", {0, 1}, {1, 2}, False),
-        ("b", {0, 1}, {0, 1}, True),
-        ("b", {0}, {0}, False),
+        ("a", {0, 1}, {2, 3}, None),  # cores of its own: no pause
+        ("b", {0, 1}, {0, 1}, None),
+        ("a", {0, 1}, {1, 2}, 100),  # shared cores, enough for both ranks: pauses after a while
+        ("b", {0}, {0}, 100),
+        ("a", {0}, {0}, 2),  # fewer cores than ranks: at once
     ],
 )
-def test_a_rank_spins_if_it_has_cores_of_its_own(
-    node: str, mine: set[int], others: set[int], spins: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_spins_as_long_as_its_cores_allow(
+    node: str,
+    mine: set[int],
+    others: set[int],
+    looks: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: mine)
-    monkeypatch.setattr(waiting._waited, "spins", False)
-    spin_if_alone(World(node, others), "a")  # type: ignore[arg-type]
-    assert waiting._waited.spins == spins
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    looks = iter(range(2000))
-    poll(lambda: next(looks) == 1999, lambda _: False)
-    assert bool(slept) != spins
+    monkeypatch.setattr(waiting, "_waited", waiting._Waited())
+    choose_spin(World(node, others), "a")  # type: ignore[arg-type]
+    now, looked, first_pause = [0.0], [0], list[int]()
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda _: first_pause.append(looked[0]))
+
+    def done() -> bool:
+        looked[0] += 1
+        now[0] += 1e-6
+        return looked[0] == 2000
+
+    poll(done, lambda _: False)
+    assert (first_pause[0] if first_pause else None) == pytest.approx(looks, abs=3)
 
 
 SEEN = """
