@@ -52,9 +52,13 @@ def last_level_bytes(caches: Path = _CACHES) -> int:
 
 
 def clock_of(device: Device) -> Clock:
-    """Return a clock in seconds that first waits for all work queued on the device."""
+    """Return a clock in seconds that first waits for all work queued on the device.
+
+    On a CPU with one thread per rank, it is the processor time of the calling thread, so turns with
+    other processes on the same core do not count.
+    """
     if isinstance(device, CpuDevice):
-        return time.perf_counter
+        return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def clock() -> float:
         device.synchronize()

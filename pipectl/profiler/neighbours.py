@@ -1,7 +1,8 @@
 """Processes that compute during the measurement, as the other ranks of a node will.
 
-Cores share caches and the memory bus, so an operator alone on a node is faster than in training.
-Each neighbour captures the same job and trains it repeatedly until it is stopped.
+Cores share caches and the memory bus, and ranks that take turns on a core replace each other's
+values in its caches, so an operator alone on a node is faster than in training. Each neighbour
+captures the same job and trains it repeatedly until it is stopped.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Self
 
 import psutil
 
+from pipectl.batch import LOCAL, allocation
 from pipectl.capture import CapturedJob
 from pipectl.profiler.bench import Bench, Subject, single_stage
 from pipectl.runtime.device import CpuDevice, settle_process
 from pipectl.spec import JobSpec
 
+_MAX_RANKS_PER_CORE = 2
+"""While measuring; further ranks on a core would take longer and change little."""
 _PATIENCE_S = 60.0
 _STEP_S = 0.05
 _END_S = 10.0
@@ -29,7 +33,7 @@ _END_S = 10.0
 
 
 class Neighbours:
-    """As many processes as the node will have other ranks, if there are cores for them.
+    """As many processes as the node will have other ranks; see :func:`neighbour_count`.
 
     Args:
         size: samples of the micro-batches that they compute.
@@ -38,7 +42,7 @@ class Neighbours:
     def __init__(self, spec: JobSpec, size: int) -> None:
         self._spec = spec
         self._size = size
-        self.count = neighbour_count(spec, len(os.sched_getaffinity(0)))
+        self.count = neighbour_count(spec, len(os.sched_getaffinity(0)), allocation())
         context = multiprocessing.get_context("spawn")
         self._stop = context.Event()
         self._ready = [context.Event() for _ in range(self.count)]
@@ -97,14 +101,20 @@ class Neighbours:
             time.sleep(_STEP_S)
 
 
-def neighbour_count(spec: JobSpec, cores: int) -> int:
+def neighbour_count(spec: JobSpec, cores: int, scheduler: str) -> int:
     """Return the number of neighbours for a job on a machine with this number of cores.
 
     It is 0 for a model that fits in no process, and for accelerators, because each rank has its
-    own.
+    own. Ranks with one thread each may share cores, unless a batch system gives them cores.
+
+    Args:
+        scheduler: batch system of this machine, or ``local``.
     """
     alone = spec.model.materialize == "per_rank" or spec.resources.gpus_per_node > 0
-    at_once = min(spec.resources.tasks_per_node, cores // spec.resources.cpus_per_task)
+    shares_cores = scheduler == LOCAL and spec.resources.cpus_per_task == 1
+    ranks_per_core = _MAX_RANKS_PER_CORE if shares_cores else 1
+    places = ranks_per_core * cores // spec.resources.cpus_per_task
+    at_once = min(spec.resources.tasks_per_node, places)
     return 0 if alone else max(0, at_once - 1)
 
 

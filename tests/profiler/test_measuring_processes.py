@@ -31,21 +31,24 @@ CAPTURED = Path(__file__).parents[1] / "capture" / "models.py"
 
 
 @pytest.mark.parametrize(
-    ("resources", "cores", "count"),
+    ("resources", "cores", "scheduler", "count"),
     [
-        ({"tasks_per_node": 4}, 8, 3),
-        ({"tasks_per_node": 4}, 2, 1),
-        ({"tasks_per_node": 4, "cpus_per_task": 2}, 8, 3),
-        ({"tasks_per_node": 4, "cpus_per_task": 4}, 8, 1),
-        ({"tasks_per_node": 1}, 8, 0),
-        ({"tasks_per_node": 4, "gpus_per_node": 4}, 8, 0),
-        ({"tasks_per_node": 2, "cpus_per_task": 4}, 2, 0),
+        ({"tasks_per_node": 4}, 8, "local", 3),
+        ({"tasks_per_node": 4}, 2, "local", 3),
+        ({"tasks_per_node": 64}, 2, "local", 3),
+        ({"tasks_per_node": 4}, 2, "slurm", 1),
+        ({"tasks_per_node": 4, "cpus_per_task": 2}, 8, "local", 3),
+        ({"tasks_per_node": 4, "cpus_per_task": 2}, 4, "local", 1),
+        ({"tasks_per_node": 4, "cpus_per_task": 4}, 8, "local", 1),
+        ({"tasks_per_node": 1}, 8, "local", 0),
+        ({"tasks_per_node": 4, "gpus_per_node": 4}, 8, "local", 0),
+        ({"tasks_per_node": 2, "cpus_per_task": 4}, 2, "local", 0),
     ],
 )
-def test_as_many_neighbours_as_other_ranks_with_cores(
-    resources: dict[str, int], cores: int, count: int, spec_of: Any
+def test_as_many_neighbours_as_other_ranks_of_the_node(
+    resources: dict[str, int], cores: int, scheduler: str, count: int, spec_of: Any
 ) -> None:
-    assert neighbour_count(spec_of(resources=resources), cores) == count
+    assert neighbour_count(spec_of(resources=resources), cores, scheduler) == count
 
 
 def test_neighbours_say_nothing_when_they_fail(
