@@ -24,17 +24,13 @@ _USER = "pipectl_user_"
 """Begins the names of modules that are imported from files."""
 
 
-def find(factory: str, base: Path) -> Callable[..., Any]:
-    """Return the callable that ``./file.py:name`` or ``package.module:name`` names.
-
-    Args:
-        factory: as written in the spec.
-        base: directory of the spec file, for relative files.
+def find(factory: str) -> Callable[..., Any]:
+    """Return the callable that ``/home/me/file.py:name`` or ``package.module:name`` names.
 
     Raises:
         CaptureError: there is no such file, module or name, or its import fails.
     """
-    reference = references.parse(factory, base)
+    reference = references.parse(factory)
     attribute = reference.attribute
     if reference.file is not None:
         module = _import_file(reference.file, factory)
@@ -117,8 +113,7 @@ def _import_file(path: Path, factory: str) -> ModuleType:
         return sys.modules[name]
     if not path.is_file():
         raise CaptureError(
-            f"{factory}: no such file: {path}",
-            cure="the path is relative to the spec file",
+            f"{factory}: no such file", cure="the path in the spec is relative to the spec file"
         )
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

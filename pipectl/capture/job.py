@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,8 +70,8 @@ class CapturedJob:
     def __init__(self, spec: JobSpec, notify: Notify = lambda _: None) -> None:
         self.spec = spec
         seed_everything(spec.training.seed)
-        path, per_rank = spec.weights_path, spec.model.materialize == "per_rank"
-        self._weights = None if path is None else Weights(path)
+        path, per_rank = spec.model.weights, spec.model.materialize == "per_rank"
+        self._weights = None if path is None else Weights(Path(path))
         self._deferred = Deferred(spec.training.seed) if per_rank else None
         factory, name = self.find(spec.model), spec.model.factory
 
@@ -217,7 +218,7 @@ class CapturedJob:
     def weight(self) -> Any | None:
         """Return the function that weighs a micro-batch by its targets; None weighs by samples."""
         weight = self.spec.loss.weight
-        return None if weight == "samples" else factories.find(weight, self.spec.base)
+        return None if weight == "samples" else factories.find(weight)
 
     def parameter_groups(self) -> dict[str, int]:
         """Return the index in ``optimizer.groups`` of each parameter that belongs to a group.
@@ -232,7 +233,7 @@ class CapturedJob:
 
     def find(self, item: Factory) -> Any:
         """Return the callable that a section of the spec names."""
-        return factories.find(item.factory, self.spec.base)
+        return factories.find(item.factory)
 
     def _values(self, tensor: Tensor) -> Tensor:
         """Return a parameter or buffer of the step with values, which belong to the caller if made
@@ -254,7 +255,7 @@ class CapturedJob:
         data, seed = self.spec.data, self.spec.training.seed
         # By the factory's name, so that one for both kinds of data splits them alike; without the
         # directory of its file, which differs between checkouts.
-        seed_everything(seed_of(seed, item.resolve(self.spec.base).portable) >> 32)
+        seed_everything(seed_of(seed, item.reference.portable) >> 32)
         dataset = factories.call(
             self.find(item), f"{section}.factory: {item.factory}", **item.kwargs
         )

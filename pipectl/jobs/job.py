@@ -150,7 +150,7 @@ class Job:
             to_disk = plan.offload_to is OffloadTarget.DISK
             offloads = to_disk and any(stage.offload for stage in plan.stages)
         variables = {**(TIGHT_HEAP if offloads else {}), **spec.environment.variables}
-        environment = {"container": spec.container, "variables": variables}
+        environment = {"variables": variables}
         return JobRequest(
             name=self.name,
             tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
@@ -222,7 +222,7 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
 
 def check_script(spec: JobSpec) -> None:
     """Raise an InvalidInputError if the job's template, if any, cannot be rendered."""
-    if spec.template_file is not None:
+    if spec.launch.template is not None:
         plain = change(spec, launch={"launcher": "mpiexec", "bind": "none"})
         render(make_job(plain, choose_scheduler(spec), mpi=MpiChoice("auto")))
 
@@ -254,9 +254,9 @@ def read_template(spec: JobSpec) -> Template | None:
     Raises:
         SpecError: the template cannot be read.
     """
-    path = spec.template_file
-    if path is None:
+    if spec.launch.template is None:
         return None
+    path = Path(spec.launch.template)
     try:
         content = read_limited(path, _MAX_TEMPLATE_BYTES)
         return Template(str(path), content.decode("utf-8"))
@@ -299,8 +299,9 @@ def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
                 files += [inner / "__init__.py", inner]
                 inner = inner.parent
             files.append(reference.root)
-    if spec.template_file is not None:
-        files += [spec.template_file, spec.template_file.parent]
+    if spec.launch.template is not None:
+        template = Path(spec.launch.template)
+        files += [template, template.parent]
     for path in dict.fromkeys(files):
         if fault := fault_of_owner(path, groups=groups):
             return f"{path} {fault}"
@@ -312,11 +313,11 @@ def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:
 
     A job that profiles in its allocation writes the profile beside its run directory.
     """
-    if spec.container is None:
+    if spec.environment.container is None:
         return ()
     code = [reference for _, reference in spec.factories()]
-    files = (*(one.file for one in code), spec.weights_path, spec.cluster_file, spec.schedule_file)
-    needed = {path.parent for path in files if path is not None}
+    files = (*(one.file for one in code), spec.model.weights, spec.cluster, spec.schedule_file)
+    needed = {Path(path).parent for path in files if path is not None}
     needed |= {one.root for one in code if one.root is not None}
     further = () if output is None else (output,)
     return tuple(dict.fromkeys((runs, *sorted(needed), *further)))

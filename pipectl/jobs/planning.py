@@ -340,7 +340,7 @@ def _own_schedule(spec: JobSpec) -> Listed | None:
     if name is None or name in NAMES:
         return None
     if spec.schedule_file is not None:
-        listed = read_listed(spec.schedule_file, name)
+        listed = read_listed(spec.schedule_file, spec.schedule_file.name)
     else:
         if pipeline.micro_batches is None:
             raise InvalidInputError(

@@ -210,7 +210,8 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
         DataFileError: a cluster description cannot be read.
     """
     resources = spec.resources
-    if (path := spec.cluster_file) is not None:
+    if spec.cluster is not None:
+        path = Path(spec.cluster)
         cluster = Cluster.load(path)
         if cluster.ranks != resources.ranks:
             raise MismatchError(

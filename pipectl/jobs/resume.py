@@ -143,7 +143,7 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
             cure="leave it out, or submit a new run: "
             f"pipectl submit {run.job} --scheduler {scheduler}",
         )
-    old, new = (job.model.resolve(job.base) for job in (before, spec))
+    old, new = (job.model.reference for job in (before, spec))
     key = "model.factory" if old != new else "model.kwargs"
     changes = old != new or before.model.kwargs != spec.model.kwargs
     if changes and last_checkpoint(run) is not None:

@@ -39,7 +39,7 @@ class Callbacks:
         self._functions: dict[str, Tell] = {}
         try:
             for name, factory in _factories(spec).items():
-                function = factories.find(factory.factory, spec.base)
+                function = factories.find(factory.factory)
                 # Keys and tokens are omitted, since a logger sends its config to a server.
                 private = {"environment": {"variables", "setup"}}
                 config = spec.model_dump(mode="json", exclude=private)

@@ -23,7 +23,7 @@ def profile_key(spec: JobSpec) -> str:
 def plan_key(spec: JobSpec) -> str:
     """Hash of what a plan depends on: the profile, the pipeline, the ranks and the cluster."""
     pipeline = spec.pipeline.model_dump()
-    cluster = None if spec.cluster_file is None else _content(spec.cluster_file)
+    cluster = None if spec.cluster is None else _content(Path(spec.cluster))
     order = None
     if spec.schedule_file is not None:
         order = _content(spec.schedule_file)
@@ -40,10 +40,9 @@ def links_key(spec: JobSpec, machine: str) -> str:
     """
     resources = spec.resources.model_dump(exclude={"walltime"})
     launch = spec.launch.model_dump(include={"launcher", "mpi", "bind", "args"})
-    environment = {**spec.environment.model_dump(), "container": spec.container}
     options = [spec.slurm.options.get(key) for key in ("constraint", "C", "reservation")]
     nodes = [spec.slurm.partition, *options, spec.pbs.queue, spec.pbs.select]
-    return _digest([machine, resources, launch, environment, nodes])
+    return _digest([machine, resources, launch, spec.environment.model_dump(), nodes])
 
 
 def _profiled(spec: JobSpec) -> Any:

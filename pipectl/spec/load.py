@@ -100,15 +100,7 @@ def load(
 
 def dump(spec: JobSpec) -> str:
     """YAML that means the same anywhere: with absolute paths, and without site defaults."""
-    data = spec.model_dump()
-    for path, named in (*spec.factories(), *spec.files()):
-        section = data
-        for key in path[:-1]:
-            section = section[key]
-        section[path[-1]] = str(named)
-    data["environment"]["container"] = spec.container
-    data["site_defaults"] = False
-    return to_yaml(data)
+    return to_yaml({**spec.model_dump(), "site_defaults": False})
 
 
 @dataclass(frozen=True)

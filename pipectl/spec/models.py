@@ -16,7 +16,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -47,16 +46,17 @@ class Factory(types.Section):
     @field_validator("kwargs")
     @classmethod
     def _make_paths_absolute(cls, kwargs: Any, info: ValidationInfo) -> Any:
-        base = (info.context or {}).get("base")
+        base = types.base_of(info)
         return kwargs if base is None else _with_absolute_paths(kwargs, base)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
         return {"anyOf": [handler.resolve_ref_schema(handler(core)), _SHORT]}
 
-    def resolve(self, base: Path) -> references.Reference:
-        """What `factory` names, with relative files looked up from ``base``."""
-        return references.parse(self.factory, base)
+    @property
+    def reference(self) -> references.Reference:
+        """What `factory` names."""
+        return references.parse(self.factory)
 
 
 def _with_absolute_paths(value: Any, base: Path) -> Any:
@@ -105,7 +105,7 @@ class Model(Factory):
     """Submodules to keep whole, as one operator each that runs their own code: patterns of names as
     in `model.named_modules()`, such as `blocks.*.router`. Submodules that cannot be captured are
     kept whole without being named."""
-    weights: types.Text | None = None
+    weights: types.File | None = None
     """Weights to start from, relative to the spec file: a safetensors file, its `.index.json`, or a
     directory of them; by default those that the factory creates."""
 
@@ -324,7 +324,7 @@ class Launch(types.Section):
     hang_after: types.Seconds = 30
     """How long a rank may be frozen, or its node silent, before the job is ended; at least three
     steps."""
-    template: types.Text | None = None
+    template: types.File | None = None
     """A Jinja template that extends the job script, relative to the file that names it."""
 
     @property
@@ -343,7 +343,7 @@ class Environment(types.Section):
     variables: types.Variables = Field(default_factory=dict)
     """Environment variables of all ranks. They may contain secrets: they are written only to two
     files of the run directory that nobody but its owner can read, to no script and no report."""
-    container: types.Text | None = None
+    container: types.Image | None = None
     """Apptainer image in which the ranks run, relative to the spec file, or an address such as
     `docker://...`; its `python3` must have torch, mpi4py and pipectl."""
 
@@ -507,7 +507,7 @@ class JobSpec(types.Section):
     this job as a dict; what it returns is called with every line of `metrics.jsonl`."""
     tracking: Tracking = Tracking()
     output: Output = Output()
-    cluster: types.Text | None = None
+    cluster: types.File | None = None
     """Path of `cluster.json`, relative to the file that names it; by default the one that `pipectl
     profile --links` measured for this job, else a cluster assumed from `resources`."""
     slurm: Slurm = Slurm()
@@ -515,12 +515,6 @@ class JobSpec(types.Section):
     sweep: Sweep | None = None
     site_defaults: types.Flag = True
     """Whether this job takes defaults from site files."""
-
-    _base: Path = PrivateAttr()
-
-    def model_post_init(self, context: Any) -> None:
-        """Keep the directory of the file, which the loader gives."""
-        self._base = (context or {}).get("base") or Path.cwd()
 
     @field_validator("*")
     @classmethod
@@ -531,45 +525,15 @@ class JobSpec(types.Section):
         return value
 
     @property
-    def base(self) -> Path:
-        """Absolute path of the directory from which relative files of the spec are looked up."""
-        return self._base
-
-    @property
-    def cluster_file(self) -> Path | None:
-        """Absolute path of the cluster file, if one is named."""
-        return None if self.cluster is None else self.base / self.cluster
-
-    @property
     def schedule_file(self) -> Path | None:
-        """Absolute path of the user's own schedule, if a file is named."""
+        """Path of the user's own schedule, if a file is named."""
         name = self.pipeline.schedule or ""
-        return self.base / name if name.endswith(types.SCHEDULE_SUFFIX) else None
-
-    @property
-    def template_file(self) -> Path | None:
-        """Absolute path of the template of the job script, if one is named."""
-        return None if self.launch.template is None else self.base / self.launch.template
-
-    @property
-    def weights_path(self) -> Path | None:
-        """Absolute path of the weights to start from, if they are given."""
-        return None if self.model.weights is None else self.base / self.model.weights
-
-    def files(self) -> Iterator[tuple[tuple[str, ...], Path]]:
-        """Absolute paths of all files besides user code, with the path of their key."""
-        yield from ((key, self.base / text) for key, text in files_in(self.model_dump()))
+        return Path(name) if name.endswith(types.SCHEDULE_SUFFIX) else None
 
     def factories(self) -> Iterator[tuple[tuple[str, ...], references.Reference]]:
         """Every reference to user code, with the path of its key."""
         for path, text, _ in factories_in(self.model_dump()):
-            yield path, references.parse(text, self.base)
-
-    @property
-    def container(self) -> str | None:
-        """The image: an absolute path, or an address; None for no container."""
-        image = self.environment.container
-        return image if image is None or "://" in image else str(self.base / image)
+            yield path, references.parse(text)
 
     @property
     def threads(self) -> int:

@@ -82,8 +82,12 @@ class Reference:
         return _file_of(_find(self.module, [*search]))
 
 
-def parse(text: str, base: Path) -> Reference:
-    """The reference in ``text``; a relative file is looked up from ``base``.
+def parse(text: str, base: Path | None = None) -> Reference:
+    """The reference in ``text``.
+
+    Args:
+        base: directory that relative files, and modules, are looked up in; None if the text is that
+            of a :class:`Reference`, whose files are absolute.
 
     Raises:
         ValueError: the text is not a reference; says why.
@@ -92,12 +96,12 @@ def parse(text: str, base: Path) -> Reference:
         raise ValueError(fault)
     where, _, attribute = text.rpartition(":")
     if where.endswith(".py"):
-        return Reference(Path(base, where).resolve(), None, attribute)
+        return Reference(Path(base or "", where).resolve(), None, attribute)
     directory, slash, module = where.rpartition("/")
     if slash:
-        return Reference(None, module, attribute, Path(base, directory or slash).resolve())
+        return Reference(None, module, attribute, Path(base or "", directory or slash).resolve())
     top = module.partition(".")[0]
-    if top in sys.stdlib_module_names or top in ("pipectl", "torch"):
+    if base is None or top in sys.stdlib_module_names or top in ("pipectl", "torch"):
         return Reference(None, module, attribute)
     job = base.resolve()
     top_spec, module_spec = (_find(name, [str(job)]) for name in (top, module))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,6 +21,7 @@ from pydantic import (
     PlainSerializer,
     StrictFloat,
     StrictInt,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
@@ -144,11 +146,24 @@ def _nonempty_line(text: str) -> str:
     return text
 
 
+def base_of(info: ValidationInfo) -> Path | None:
+    """The directory of the spec file; None for sections that are made in Python."""
+    base: Path | None = (info.context or {}).get("base")
+    return base
+
+
+def _file(text: str, info: ValidationInfo) -> str:
+    base = base_of(info)
+    return text if base is None else str(base / text)
+
+
+def _image(text: str, info: ValidationInfo) -> str:
+    return text if "://" in text else _file(text, info)
+
+
 def _reference(*words: str) -> AfterValidator:
-    def check(text: str) -> str:
-        if text not in words and (fault := references.fault_of(text)):
-            raise ValueError(fault)
-        return text
+    def check(text: str, info: ValidationInfo) -> str:
+        return text if text in words else str(references.parse(text, base_of(info)))
 
     return AfterValidator(check)
 
@@ -176,11 +191,13 @@ def _option(value: Any) -> bool | str | tuple[str, ...]:
     return lines if texts is value else lines[0]
 
 
-def _schedule(name: str) -> str:
+def _schedule(name: str, info: ValidationInfo) -> str:
     from pipectl.schedule import SCHEDULES
     from pipectl.schedule.registry import packaged_names
 
-    if not (name in SCHEDULES or name.endswith(SCHEDULE_SUFFIX) or name in packaged_names()):
+    if name.endswith(SCHEDULE_SUFFIX):
+        return _file(name, info)
+    if name not in SCHEDULES and name not in packaged_names():
         raise ValueError
     return name
 
@@ -220,6 +237,10 @@ Walltime = Annotated[
 ]
 Text = Annotated[str, AfterValidator(_nonempty_line)]
 """One line."""
+File = Annotated[Text, AfterValidator(_file)]
+"""A path relative to the spec file; in Python it is absolute."""
+Image = Annotated[Text, AfterValidator(_image)]
+"""A path as well, or an address."""
 JobName = Annotated[
     Text, Field(pattern=f"^{NAME.pattern}$", title="letters, digits, '.', '_' or '-', at most 64")
 ]

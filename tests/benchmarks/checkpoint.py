@@ -67,7 +67,7 @@ def profile_of(folder: Path) -> Profile:
 
 def state_bytes(spec: JobSpec) -> int:
     """Of the state dict of the job's model, and of its optimizer behind one step."""
-    model = find(spec.model.factory, JOB.parent)(**spec.model.kwargs)
+    model = find(spec.model.factory)(**spec.model.kwargs)
     optimizer = torch.optim.AdamW(model.parameters(), **spec.optimizer.kwargs)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipectl.capture.factories import bind, call, find
 from pipectl.errors import CaptureError
+from pipectl.spec.references import parse
 
 
 def written(path: Path, text: str) -> Path:
@@ -17,9 +19,13 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
+def found(factory: str, base: Path) -> Any:
+    return find(str(parse(factory, base)))
+
+
 def message(factory: str, base: Path) -> str:
     with pytest.raises(CaptureError) as raised:
-        find(factory, base)
+        found(factory, base)
     assert raised.value.cure
     return raised.value.message
 
@@ -41,7 +47,7 @@ def test_a_name_in_a_file_beside_the_spec_or_in_a_package_is_found(
     monkeypatch.setattr(sys, "path", [*sys.path])
     written(tmp_path / "the_neighbour_module.py", "def build(a, b): return a + b\n")
     written(tmp_path / "own.py", text)
-    assert find(factory, tmp_path)(2, 3) == 5
+    assert found(factory, tmp_path)(2, 3) == 5
     sys.modules.pop("the_neighbour_module", None)
 
 
@@ -49,18 +55,18 @@ def test_a_file_is_one_module_by_its_path_and_run_again_if_it_failed(tmp_path: P
     for folder, text in (("a", "def build(): return 1"), ("b", "1 / 0")):
         (tmp_path / folder).mkdir()
         written(tmp_path / folder / "model.py", text)
-    assert find("./a/model.py:build", tmp_path) is find("./a/model.py:build", tmp_path)
+    assert found("./a/model.py:build", tmp_path) is found("./a/model.py:build", tmp_path)
     message("./b/model.py:build", tmp_path)
     written(tmp_path / "b" / "model.py", "def build(): return 2\n# mended\n")
-    assert find("./a/model.py:build", tmp_path)() == 1
-    assert find("./b/model.py:build", tmp_path)() == 2
+    assert found("./a/model.py:build", tmp_path)() == 1
+    assert found("./b/model.py:build", tmp_path)() == 2
 
 
 @pytest.mark.parametrize(
     ("text", "name", "expected"),
     [
-        ("def build(): ...", "biuld", "./own.py has no 'biuld'; did you mean 'build'?"),
-        ("def build(): ...", "xyzzy", "./own.py has no 'xyzzy'"),
+        ("def build(): ...", "biuld", "{path} has no 'biuld'; did you mean 'build'?"),
+        ("def build(): ...", "xyzzy", "{path} has no 'xyzzy'"),
         ("LIMIT = 3", "LIMIT", "is a int, not a function or class"),
         (
             "import math\nmath.sqrt(-1)",
@@ -79,14 +85,11 @@ def test_what_is_wrong_with_a_name_is_said(
     text: str, name: str, expected: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path / "own.py", text)
-    assert message(f"./own.py:{name}", tmp_path) == f"./own.py:{name}: " + expected.format(
-        path=path
-    )
+    assert message(f"./own.py:{name}", tmp_path) == f"{path}:{name}: {expected.format(path=path)}"
 
 
 def test_files_and_modules_that_are_missing_are_named(tmp_path: Path) -> None:
-    found = message("./absent.py:build", tmp_path)
-    assert found == f"./absent.py:build: no such file: {tmp_path / 'absent.py'}"
+    assert message("./absent.py:build", tmp_path) == f"{tmp_path}/absent.py:build: no such file"
     assert message("no_such_package.models:build", Path()) == (
         "no_such_package.models:build: cannot be imported: ModuleNotFoundError: "
         "No module named 'no_such_package'"
@@ -96,7 +99,7 @@ def test_files_and_modules_that_are_missing_are_named(tmp_path: Path) -> None:
 def test_a_raising_factory_names_the_users_deepest_line(tmp_path: Path) -> None:
     text = "import json\ndef build(text):\n    return parse(text)\n"
     path = written(tmp_path / "deep.py", text + "def parse(text):\n    return json.loads(text)\n")
-    build = find("./deep.py:build", tmp_path)
+    build = found("./deep.py:build", tmp_path)
     name = "model.factory: ./deep.py:build"
     with pytest.raises(CaptureError) as raised:
         call(build, name, text="{")

@@ -173,9 +173,10 @@ def test_a_package_beside_the_current_directory_is_reached_from_the_job(
     assert result.code == 0, result.err
     spec = written(f"{directory}/job.yaml")
     assert spec.loss.factory == "model"
-    assert spec.model.factory == f"{name}:Net"
+    assert f"{name}:Net" in Path(directory, "job.yaml").read_text()
+    assert spec.model.factory == f"{Path.cwd()}/pkg.net:Net"
     assert spec.evaluation is not None
-    assert spec.evaluation.data.factory == f"{name}:held_out_data"
+    assert spec.evaluation.data.factory == f"{Path.cwd()}/pkg.net:held_out_data"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_held_out_data_is_recognized_by_its_usual_names(
     assert cli("init", "--model", "mine.py:Net").code == 0
     evaluation = written().evaluation
     factory = evaluation and evaluation.data.factory
-    assert factory == (chosen and f"./mine.py:{chosen}")
+    assert factory == (chosen and f"{Path.cwd()}/mine.py:{chosen}")
     comment = '# evaluation: {data: {factory: "./mine.py:held_out_data"}, every: 50}'
     assert (comment in Path("job.yaml").read_text()) is (chosen is None)
 

@@ -124,7 +124,7 @@ def test_a_run_keeps_its_own_template(tmp_path: Path) -> None:
     (tmp_path / "my site's.sh").write_text("changed since")
 
     again = load(run.job)
-    assert again.template_file == run.template
+    assert again.launch.template == str(run.template)
     assert "echo first" in script_of(again, "slurm")
 
 

@@ -25,6 +25,7 @@ from pipectl.profiler.neighbours import Neighbours, _compute, has_room, neighbou
 from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.runtime.device import CpuDevice
+from pipectl.spec import dump
 
 MODELS = Path(__file__).with_name("models.py")
 CAPTURED = Path(__file__).parents[1] / "capture" / "models.py"
@@ -103,7 +104,8 @@ def test_no_neighbour_outlives_a_measuring_process_that_is_killed_while_it_start
 ) -> None:
     spec = spec_of(resources={"tasks_per_node": 2})
     (tmp_path / "killed.py").write_text(KILLED_AT_ONCE)
-    command = [sys.executable, str(tmp_path / "killed.py"), str(spec.base / "job.yaml")]
+    (tmp_path / "job.yaml").write_text(dump(spec))
+    command = [sys.executable, str(tmp_path / "killed.py"), str(tmp_path / "job.yaml")]
     started = int(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(started)

@@ -82,17 +82,17 @@ def written(origin: Origin) -> str:
     return "default" if place is None else f"{place.file}:{place.line}"
 
 
-def test_what_is_trained(full: JobSpec) -> None:
+def test_what_is_trained(full: JobSpec, tmp_path: Path) -> None:
     assert (full.version, full.name) == (1, "gpt-stdlib")
     assert full.model.kwargs == {"layers": 8, "width": 256}
-    assert full.loss.weight == "./models/gpt.py:tokens"
+    assert full.loss.weight == f"{tmp_path}/models/gpt.py:tokens"
     assert (full.data.workers, full.data.shuffle, full.data.drop_last) == (2, False, False)
     assert full.optimizer.kwargs == {"lr": 3.0e-4, "betas": [0.9, 0.95]}
     assert full.lr_scheduler is not None
     assert full.lr_scheduler.kwargs == {"T_max": 500}
     assert full.training.clip_grad_norm == 1.0
     assert full.evaluation is not None
-    assert full.evaluation.metrics["perplexity"].factory == "./models/gpt.py:perplexity"
+    assert full.evaluation.metrics["perplexity"].factory == f"{tmp_path}/models/gpt.py:perplexity"
     assert (full.evaluation.every, full.evaluation.batch_size) == (100, None)
 
 

@@ -50,7 +50,7 @@ def test_a_dump_is_read_back_the_same_from_another_directory(job: Path, tmp_path
     assert again.evaluation.metrics["m"].factory == f"{job.parent / 'model.py'}:m"
     weight = again.evaluation.metrics["weight"]  # the name of a key of the loss
     assert (weight.factory, weight.kwargs) == (f"{job.parent / 'model.py'}:w", {"q": 1})
-    assert again.cluster_file == job.parent / "cluster.json"
+    assert again.cluster == str(job.parent / "cluster.json")
     assert again.site_defaults is False
     for name in ("training", "pipeline", "resources", "optimizer"):
         assert getattr(again, name) == getattr(spec, name)
@@ -92,7 +92,7 @@ def test_values_keep_their_type(read, minimal, tmp_path: Path, number: float) ->
 def test_an_image_stays_what_the_job_names(job: Path, tmp_path: Path, image: str) -> None:
     spec = load(job, [f"environment.container={image}"], sites=())
     again = reload(spec, tmp_path / "run.yaml")
-    assert again.container == spec.container
+    assert again.environment == spec.environment
     assert links_key(again, "slurm here") == links_key(spec, "slurm here")
 
 

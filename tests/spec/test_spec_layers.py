@@ -78,8 +78,8 @@ def test_files_of_a_site_file_are_looked_up_beside_it(layered, tmp_path: Path) -
     (tmp_path / "cluster.json").write_text("{}")
     (tmp_path / "around.sh").write_text("")
     spec = layered("", "cluster: ./cluster.json\nlaunch: {template: around.sh}")
-    assert spec.cluster_file == tmp_path / "cluster.json"
-    assert spec.template_file == tmp_path / "around.sh"
+    assert spec.cluster == str(tmp_path / "cluster.json")
+    assert spec.launch.template == str(tmp_path / "around.sh")
     with pytest.raises(SpecError) as caught:
         layered("", "cluster: ./cluster.json\nlaunch: text\nname: x")
     assert [problem.message.partition(": ")[0] for problem in caught.value.problems] == [

@@ -98,9 +98,9 @@ def _show_links(spec: JobSpec, path: Path, *, as_json: bool) -> None:
         show(links_view(cluster))
         say(f"cluster: {path}")
         say(f"picture: {path.with_suffix('.svg')}")
-    if spec.cluster_file is not None and path.absolute() != spec.cluster_file:
-        note(f"the job sets cluster:, so plans use {spec.cluster_file}")
-    elif spec.cluster_file is None and path.absolute() != usual.absolute():
+    if spec.cluster is not None and path.absolute() != Path(spec.cluster):
+        note(f"the job sets cluster:, so plans use {spec.cluster}")
+    elif spec.cluster is None and path.absolute() != usual.absolute():
         note(f"plans look for it in {usual}; set cluster: to have them use {path}")
 
 
