@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -164,14 +164,8 @@ def command(
         site={} if where == LOCAL else {key: value for key, value in site.items() if value},
         memory_limit=node_bytes and int(node_bytes * _OF_SHARE) // resources.tasks_per_node,
     )
-    for target in targets:
-        make_directory_of(target, private=False)
-    write_text(job, text)
-    write_json(schema, json_schema())
-    if code is None:
-        write_text(example, _starter_file("model.py.txt"))
-    for target in targets:
-        say(f"written: {target}")
+    starter = {} if code is not None else {example: _starter_file("model.py.txt")}
+    _write_files({job: text, schema: json_schema(), **starter})
     elsewhere = "" if reachable or scheduler is not None else " --scheduler local"
     _say_next(job, f"pipectl submit {job} --wait{elsewhere}")
 
@@ -191,7 +185,19 @@ def is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _check_new(targets: Sequence[Path], *, force: bool) -> None:
+def _write_files(contents: Mapping[Path, str | dict[str, Any]]) -> None:
+    """Write texts and JSON objects; if a directory cannot be made, nothing is written."""
+    for path in contents:
+        make_directory_of(path, private=False)
+    for path, content in contents.items():
+        if isinstance(content, str):
+            write_text(path, content)
+        else:
+            write_json(path, content)
+        say(f"written: {path}")
+
+
+def _check_new(targets: Iterable[Path], *, force: bool) -> None:
     """Raise UsageError if files exist that may not be replaced."""
     existing = [str(path) for path in targets if path.exists()]
     if existing and not force:
@@ -221,14 +227,10 @@ def _copy_recipe(name: str, directory: Path, *, force: bool) -> None:
     text = jobs[name].read_text("utf-8")
     code = dict.fromkeys(re.findall(r"\./(models/\w+\.py):", text))
     copies = {directory / file: folder / file for file in (f"{name}.yaml", *code)}
-    schema = directory / _SCHEMA
-    _check_new([*copies, schema], force=force)
-    for target, source in copies.items():
-        make_directory_of(target, private=False)
-        write_text(target, source.read_text("utf-8"))
-    write_json(schema, json_schema())
-    for target in (*copies, schema):
-        say(f"written: {target}")
+    texts = {target: source.read_text("utf-8") for target, source in copies.items()}
+    contents = {**texts, directory / _SCHEMA: json_schema()}
+    _check_new(contents, force=force)
+    _write_files(contents)
     say(f"next: pipectl check {directory / f'{name}.yaml'}")
 
 
