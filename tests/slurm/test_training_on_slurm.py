@@ -19,7 +19,7 @@ from pipectl.runtime import checkpoint
 Pipectl = Callable[..., Any]
 JOB = str(Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml")
 SMALL = [
-    "--set=training.steps=80",
+    "--set=training.steps=240",
     "--set=training.batch_size=8",
     "--set=model.kwargs.layers=2",
     "--set=model.kwargs.width=64",
@@ -119,7 +119,7 @@ def test_a_job_on_two_nodes_is_requeued_by_a_signal_and_gives_the_local_weights(
     subprocess.run(["scancel", "--signal=USR2", whom, str(found["job_id"])], check=True)
     last = status_when(pipectl, run, is_over)
     assert last["state"] == "COMPLETED", (run / "logs" / "job.log").read_text()
-    assert last["step"] == last["steps"] == 80
+    assert last["step"] == last["steps"] == 240
     assert last["last_loss"] < last["first_loss"]
     assert len({rank["node"] for rank in last["ranks"]}) == 2
     assert last["predicted_step_time_s"] > 0
