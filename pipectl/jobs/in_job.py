@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
         error = with_details(raised, run.preparation_error)
         report = ErrorReport.of(error, action="PREPARE")
         report.save(run.preparation_error)
-        sys.stderr.write(printable(f"error: {error or type(error).__name__}\n"))
+        sys.stderr.write(printable(f"error: {str(error) or type(error).__name__}\n"))
         return report.exit_code
     return 0
 
