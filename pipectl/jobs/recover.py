@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipectl.batch import get_scheduler
 from pipectl.batch.process import TIMEOUT_S
-from pipectl.errors import DataFileError, SchedulerError, UsageError
+from pipectl.errors import PipectlError, UsageError
 from pipectl.files import fault_of_owner, read_limited
 from pipectl.runs import Record, RunDirectory, is_job_id, list_runs, locked, name_in_shell
 
@@ -102,7 +102,7 @@ def refuse_duplicate(base: Path, name: str, now: float) -> None:
     for run in reversed(list_runs(base)):
         if not run.name.split("-", 2)[2].startswith(name):  # names may have a number at the end
             continue
-        with suppress(DataFileError, SchedulerError):  # an old run does not stop a new job
+        with suppress(PipectlError):  # an old run does not stop a new job
             record = Record.load(run.record)
             if record.name == name:
                 count += 1
