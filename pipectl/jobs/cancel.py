@@ -6,7 +6,7 @@ import time
 from enum import Enum
 
 from pipectl.batch import CHECKPOINTED, JobState, JobStatus, get_scheduler
-from pipectl.errors import UnknownRunError
+from pipectl.errors import SchedulerError, UnknownRunError
 from pipectl.jobs.recover import BY_TAG, recover
 from pipectl.jobs.state import get_status, get_statuses
 from pipectl.runs import Record, RunDirectory, SweepDirectory, locked, read_exit_code
@@ -55,12 +55,15 @@ def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
         UnknownRunError: no job of the sweep is known.
         SchedulerError: the batch system refuses or does not answer.
     """
+    statuses = get_statuses(sweep.runs(), now)
     submitted = [
         status
-        for status in get_statuses(sweep.runs(), now)
+        for status in statuses
         if status.record is not None and status.record.job_id is not None
     ]
     if not submitted:
+        for fault in filter(None, (status.query_error for status in statuses)):
+            raise SchedulerError(f"{sweep.name}: {fault}", cure="try again in a minute")
         raise UnknownRunError(
             f"{sweep.name}: its submission was never confirmed, and no job has its tag",
             cure=f"if nothing runs, remove {sweep.path} and its runs",

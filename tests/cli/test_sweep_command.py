@@ -276,6 +276,16 @@ def test_one_run_or_all_are_cancelled(cli: Command, submitted: None) -> None:
     assert {told(run).state for run in runs()} == {"cancelled"}
 
 
+def test_an_unconfirmed_sweep_is_not_given_up_while_slurm_cannot_be_asked(
+    cli: Command, submitted: None, program: Program
+) -> None:
+    for run in runs():
+        replace(told(run), state="submitting", job_id=None).save(run / "record.json")
+    program("squeue", "echo 'squeue: down' >&2; exit 1")
+    result = cli("cancel", "tiny")
+    assert (result.code, "squeue: down" in result.err) == (5, True)
+
+
 def test_a_resumed_run_is_a_job_of_its_own(cli: Command, submitted: None, program: Program) -> None:
     states = [ROW.format(f"35_{i}", "FAILED" if i == 1 else "RUNNING", "t") for i in range(4)]
     program("squeue", listed(*states))
