@@ -291,7 +291,12 @@ def measure_rows(
             output = Path(name, "rows.json")
             arguments = ["--run", name, "--output", str(output), "--threads", str(spec.threads)]
             arguments += ["--budget", str(_ROWS_BUDGET_S[effort])]
-            request = request_of_two(launch, "pipectl.runtime.row_probe", *arguments)
+            request = request_of_two(
+                launch,
+                "pipectl.runtime.row_probe",
+                *arguments,
+                cpus_per_task=resources.cpus_per_task,
+            )
             command = launch_command(request, scheduler)
             result = process.run(command, cure="", timeout_s=_ROW_PATIENCE_S)
             if result.returncode:
@@ -303,7 +308,7 @@ def measure_rows(
         return None, f"{UNKNOWN_ROWS} (two ranks did not start: {text})"
 
 
-def request_of_two(launch: Launch, *command: str) -> JobRequest:
+def request_of_two(launch: Launch, *command: str, cpus_per_task: int = 1) -> JobRequest:
     """A request for two ranks on this node that run a Python module."""
     request = JobRequest(
         name="two ranks",
@@ -311,7 +316,7 @@ def request_of_two(launch: Launch, *command: str) -> JobRequest:
         run_directory=Path.cwd(),
         python=sys.executable,
         command=(sys.executable, "-m", "mpi4py", "-m", *command),
-        resources=Resources(tasks_per_node=_ROW_RANKS),
+        resources=Resources(tasks_per_node=_ROW_RANKS, cpus_per_task=cpus_per_task),
         launch=launch,
         environment=Environment(),
         slurm=Slurm(),

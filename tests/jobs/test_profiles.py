@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipectl.batch import process
 from pipectl.files import user_cache
 from pipectl.jobs import profiles
 from pipectl.jobs.prepare import is_fresh
@@ -249,6 +250,22 @@ def test_two_ranks_of_this_machine_measure_rows(
         assert all(0 < seconds < 1 for _, seconds in table)
     assert all(0 < seconds < 1 for seconds in (rows.compute, rows.begin, rows.end))
     assert reports == [(0, 0, "messages between ranks")]
+
+
+def test_two_ranks_under_srun_have_as_many_cores_as_ranks_of_the_job(
+    write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[Sequence[str]] = []
+
+    def run(argv: Sequence[str], **_options: Any) -> process.Completed:
+        commands.append(argv)
+        return process.Completed(1, "", "no")
+
+    monkeypatch.setattr(process, "run", run)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    lines = "launch: {launcher: srun}", "resources: {tasks_per_node: 2, cpus_per_task: 2}"
+    rows, _ = measure_rows(load(write_job(*lines), check_files=False), "slurm")
+    assert (rows, "--cpus-per-task=2" in commands[-1]) == (None, True)
 
 
 def test_output_directories_of_a_user_share_the_times_of_rows(
