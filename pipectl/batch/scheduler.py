@@ -6,10 +6,10 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pipectl.batch import process
 from pipectl.errors import InvalidInputError, SchedulerError
@@ -24,14 +24,6 @@ CHECKPOINTED = 75
 QUEUES_TIMEOUT_S = 20.0
 """Time limit for queries of partitions and queues, for which a user waits."""
 _MIN_WALLTIME_PER_LEAD_TIME = 4
-
-
-def change_sections(owner: object, sections: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
-    """Copies of sections of a spec or request with other values, which are not validated."""
-    return {
-        name: getattr(owner, name).model_copy(update=dict(values))
-        for name, values in sections.items()
-    }
 
 
 @dataclass(frozen=True)
@@ -96,13 +88,6 @@ class JobRequest:
     after: tuple[str, ...] = ()
     template: Template | None = None
     array: Array | None = None
-
-    def update(self, **sections: Mapping[str, object]) -> JobRequest:
-        """Return a copy with other values in its sections; they are not validated.
-
-        Example: ``update(launch={"mpi": "pmix"})``.
-        """
-        return replace(self, **change_sections(self, sections))
 
     @property
     def ranks(self) -> int:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import LOCAL, Array, JobRequest, Template, find_scheduler, get_scheduler
 from pipectl.batch.launchers import MpiChoice, choose_mpi
-from pipectl.batch.scheduler import change_sections
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
 from pipectl.files import fault_of_owner, read_limited
@@ -325,7 +324,11 @@ def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:
 
 def change(spec: JobSpec, **sections: Mapping[str, object]) -> JobSpec:
     """The spec with other values in sections, e.g. ``launch={"mpi": "pmix"}``, not validated."""
-    return spec.model_copy(update=change_sections(spec, sections))
+    changed = {
+        name: getattr(spec, name).model_copy(update=dict(values))
+        for name, values in sections.items()
+    }
+    return spec.model_copy(update=changed)
 
 
 def move_to(run: RunDirectory, spec: JobSpec) -> JobSpec:

@@ -40,10 +40,12 @@ def change(request: JobRequest, **changes: Any) -> JobRequest:
     sections of a batch system as mappings. Nothing is validated."""
     for section in ("resources", "launch", "environment"):
         keys = type(getattr(request, section)).model_fields.keys() - FIELDS
-        request = request.update(**{section: {k: changes.pop(k) for k in keys & changes.keys()}})
+        if values := {key: changes.pop(key) for key in keys & changes.keys()}:
+            changes[section] = getattr(request, section).model_copy(update=values)
     for section in ("slurm", "pbs"):
         if isinstance(changes.get(section), Mapping):
-            request = request.update(**{section: changes.pop(section)})
+            values = dict(changes[section])
+            changes[section] = getattr(request, section).model_copy(update=values)
     return replace(request, **changes)
 
 
