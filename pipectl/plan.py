@@ -318,7 +318,8 @@ class Plan(DataFile):
         memory_limit_bytes: memory limit of the job, per rank; None if it has none.
         prediction: prediction of the simulator.
         search: how the planner chose the stages.
-        key: hash of the spec sections and factory files it depends on; detects a stale plan.
+        key: hash of all that it depends on: parts of the job, the profile and the cluster; detects
+            a stale plan.
         assumptions: what neither profile nor cluster said, one sentence each.
         replication: ``whole``: replica i of r takes micro-batches i, i + r, ...; ``split``: samples
             of every micro-batch.

@@ -99,7 +99,10 @@ def load(
 
 
 def dump(spec: JobSpec) -> str:
-    """YAML that means the same anywhere: with absolute paths, and without site defaults."""
+    """YAML that means the same anywhere: with absolute paths, and without site defaults.
+
+    Only ``output.directory`` stays relative, to the working directory of a command.
+    """
     return to_yaml({**spec.model_dump(), "site_defaults": False})
 
 
