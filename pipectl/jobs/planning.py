@@ -146,7 +146,9 @@ def gather(
     return PlanInputs(
         job_profile,
         used,
-        request_of(spec, job_profile, used, like_before=not new_micro_batches and nodes is None),
+        make_plan_request(
+            spec, job_profile, used, like_before=not new_micro_batches and nodes is None
+        ),
         machines.file,
         plan_file=plan_path(spec) if devices is None else None,
         warnings=tuple(filter(None, warnings)),
@@ -188,7 +190,7 @@ def _gather_profile(
     spec = SpecFile.read(Path("job"), overrides, (), text).spec(check_files=False)
     cluster = _use_devices(cluster, devices, "describe more of them in the cluster file")
     limit_bytes = int(_shipped_number(profile, "memory_limit_bytes") or 0)
-    request = request_of(spec, profile, cluster)
+    request = make_plan_request(spec, profile, cluster)
     request = replace(
         request,
         name=profile.name,
@@ -240,7 +242,7 @@ def plan_job(
     """
     if progress is not None:
         progress(0, 0, "planning")
-    request = request_of(spec, profile, cluster, like_before=True)
+    request = make_plan_request(spec, profile, cluster, like_before=True)
     with advise_other_micro_batches(profile, request):
         return make_plan(profile, cluster, request)
 
@@ -283,10 +285,10 @@ def advise_other_micro_batches(profile: Profile, request: PlanRequest) -> Iterat
         raise
 
 
-def request_of(
+def make_plan_request(
     spec: JobSpec, profile: Profile, cluster: Cluster, *, like_before: bool = False
 ) -> PlanRequest:
-    """The request of a job to the planner.
+    """Make the request of a job to the planner.
 
     Args:
         like_before: whether to keep the number of micro-batches of the job's previous plan, if the

@@ -89,7 +89,7 @@ def measure(
     if path is not None:
         make_directory_of(path)
     try:
-        profile = _find_or_measure(spec, progress, effort, again=again)
+        profile = _measure_unless_cached(spec, progress, effort, again=again)
     except Exception as error:
         beside = None if path is None or is_stream(path) else path.with_suffix(".fault.txt")
         fault = with_details(error, beside, write=True)
@@ -101,7 +101,7 @@ def measure(
     return profile
 
 
-def _find_or_measure(
+def _measure_unless_cached(
     spec: JobSpec, progress: Progress | None, effort: str, *, again: bool
 ) -> Profile:
     directory = Path(spec.output.directory) / ".cache"

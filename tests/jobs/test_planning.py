@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.cluster import OffloadTarget, assumed_cluster
-from pipectl.jobs.planning import request_of
+from pipectl.jobs.planning import make_plan_request
 from pipectl.link import Link
 from pipectl.planner import PlanRequest
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
@@ -34,7 +34,7 @@ def asked(
     device = replace(cluster.nodes[0].device, disk_link=disk)
     cluster = replace(cluster, nodes=(replace(cluster.nodes[0], device=device),))
     spec = load(job, overrides, check_files=False)
-    return request_of(spec, PROFILE, cluster)
+    return make_plan_request(spec, PROFILE, cluster)
 
 
 @pytest.mark.parametrize(
