@@ -68,16 +68,17 @@ def command(
         only, cure = "--dry-run and --test-only", "leave it out"
         opt.refuse(context, "--json", f"{only} print text", cure=cure)
         opt.refuse(context, "--wait --after", f"{only} submit nothing", cure=cure)
-    names = (gres or "").split(",")
-    gpus = next(filter(None, map(GPUS.fullmatch, names)), None)
+    other_gres = (gres or "").split(",")
+    gpus = next(filter(None, map(GPUS.fullmatch, other_gres)), None)
+    gpu_type, gpu_count = (None, None) if gpus is None else (gpus[1], int(gpus[2] or 1))
     if gpus is not None:
-        names.remove(gpus[0])
+        other_gres.remove(gpus[0])
     values = {
         "resources.nodes": nodes,
         "resources.walltime": walltime and f"{walltime}s",
-        "resources.gpus_per_node": int(gpus[2] or 1) if gpus else None,
-        "slurm.options.gpus-per-node": f"{gpus[1]}:{gpus[2] or 1}" if gpus and gpus[1] else None,
-        "slurm.options.gres": ",".join(names) or None,
+        "resources.gpus_per_node": gpu_count,
+        "slurm.options.gpus-per-node": f"{gpu_type}:{gpu_count}" if gpu_type else None,
+        "slurm.options.gres": ",".join(other_gres) or None,
         "slurm.partition": partition,
         "slurm.account": account,
         "pbs.queue": queue,
@@ -93,10 +94,11 @@ def command(
     points = file.points(spec)
     batch_system = choose_scheduler(spec, scheduler, must_answer=not (dry_run or test_only))
     unused = {"slurm": "--queue", "pbs": "--partition", LOCAL: "--partition --queue --account"}
-    others = unused[batch_system]
-    if (gpus is None or gpus[1] or names) and batch_system != "slurm":
-        others += " --gres"
-    opt.refuse(context, others, f"is not used with {batch_system}", cure="leave it out")
+    unused_options = unused[batch_system]
+    only_counts_gpus = gpu_count is not None and not gpu_type and not other_gres
+    if batch_system != "slurm" and not only_counts_gpus:
+        unused_options += " --gres"
+    opt.refuse(context, unused_options, f"is not used with {batch_system}", cure="leave it out")
     warn(warning_of_code(spec, job))
     if dry_run or test_only:
         _show_script(spec, points, batch_system, test_only=test_only)
