@@ -222,7 +222,9 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
     if scheduler == LOCAL:  # all ranks here, whatever nodes are asked for
         usable = len(os.sched_getaffinity(0))
         cores = max(1, usable // resources.cpus_per_task)
-        memory = resources.memory_per_task or memory_of_this_machine() // resources.ranks
+        memory = resources.memory_per_task
+        if memory is None and not resources.gpus_per_node:
+            memory = memory_of_this_machine() // resources.ranks
         cluster = assumed_cluster("this machine", [resources.ranks], cores, memory)
         assumed = replace(cluster, source=f"assumed: shared memory, {usable} usable cores")
     else:

@@ -263,8 +263,9 @@ class Pipeline(types.Section):
     """Where the backward of a stage runs: `together` with its forward, or `apart`, on a rank of its
     own, which also updates the weights and receives what it needs. `auto`: apart if faster."""
     memory_limit: types.Bytes | None = None
-    """Resident memory per rank, the process itself included; by default its share of
-    `resources.memory_per_node`, if that is given."""
+    """Memory per rank. On CPUs: resident, the process itself included; by default its share of
+    `resources.memory_per_node`, if that is given. On accelerators: allocated there; by default
+    unlimited."""
 
 
 class Resources(types.Section):
@@ -292,9 +293,11 @@ class Resources(types.Section):
 
     @property
     def memory_per_task(self) -> int | None:
-        """A rank's share of ``memory_per_node`` in bytes."""
-        whole = self.memory_per_node
-        return None if whole is None else whole // self.tasks_per_node
+        """A rank's share of ``memory_per_node`` in bytes; None if it is not given, or if ranks
+        compute in the memory of accelerators."""
+        if self.memory_per_node is None or self.gpus_per_node:
+            return None
+        return self.memory_per_node // self.tasks_per_node
 
 
 class Launch(types.Section):

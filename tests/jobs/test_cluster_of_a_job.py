@@ -29,6 +29,15 @@ def test_an_allocation_has_the_nodes_asked_for(spec: JobSpec) -> None:
     assert cluster.assumed
 
 
+@pytest.mark.parametrize("scheduler", ["slurm", "local"])
+def test_the_memory_of_nodes_does_not_limit_accelerators(
+    write_job: WriteJob, scheduler: str
+) -> None:
+    spec = load(write_job("resources: {gpus_per_node: 1, memory_per_node: 6GiB}"))
+    assert find_cluster(spec, scheduler).cluster.device(0).memory_bytes is None
+    assert spec.resources.memory_per_task is None
+
+
 @pytest.mark.parametrize(("usable", "cores"), [(8, 4), (3, 1), (1, 1)])
 def test_locally_all_ranks_share_the_usable_cores(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch, usable: int, cores: int

@@ -161,6 +161,7 @@ def test_nodes_have_the_cores_of_their_ranks_and_their_share_of_memory(asked, me
         ("b", 2, 2),
     ]
     assert free.device.memory_bytes == memory
+    assert describe_node([place("c", 0)], 1, asked, accelerators=1).device.memory_bytes is None
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
                 [places[rank] for rank in ranks],
                 spec.resources.cpus_per_task,
                 spec.resources.memory_per_node,
+                accelerators=spec.resources.gpus_per_node,
             )
             for ranks in ranks_of
         ),
@@ -174,20 +175,28 @@ def pairs_between(nodes: Sequence[Sequence[int]]) -> list[Pair]:
     return list(dict.fromkeys([(first, second), (first, last)]))
 
 
-def describe_node(places: Sequence[Place], cpus_per_task: int, memory_per_node: int | None) -> Node:
+def describe_node(
+    places: Sequence[Place],
+    cpus_per_task: int,
+    memory_per_node: int | None,
+    *,
+    accelerators: int = 0,
+) -> Node:
     """A node, with the cores that its ranks may use together.
 
     Args:
         places: of its ranks.
         memory_per_node: requested bytes, which ranks share evenly; None for the machine's.
+        accelerators: their number; if above 0, ranks compute in other memory, of unknown size.
     """
     usable = len(frozenset().union(*(place.cores for place in places)))
     whole = places[0].memory_bytes if memory_per_node is None else memory_per_node
+    share = None if accelerators else whole // len(places)
     return Node(
         name=places[0].node,
         ranks=len(places),
         cores=max(1, usable // cpus_per_task),
-        device=Device("cpu", 1.0, whole // len(places)),
+        device=Device("cpu", 1.0, share),
     )
 
 
