@@ -159,7 +159,7 @@ class MarkedCode:
 
 
 def cost_of_measuring(clock: Clock) -> Cost:
-    """Measure a mark and a hook on this machine; medians of some trials."""
+    """Measure a mark and a hook on this machine, by the same clock; medians of some trials."""
 
     def backward_s(hook: Callable[[Any], None] | None) -> float:
         """Time the backward of a chain of small operators, with or without a hook at each."""
@@ -169,19 +169,19 @@ def cost_of_measuring(clock: Clock) -> Cost:
             if hook is not None:
                 assert value.grad_fn is not None
                 value.grad_fn.register_prehook(hook)
-        start = time.perf_counter()
+        start = clock()
         value.backward()  # type: ignore[no-untyped-call]
-        return time.perf_counter() - start
+        return clock() - start
 
     marks, hooks = [], []
     numbers: list[int] = []
     looks: list[float] = []
     for _ in range(_TRIALS):
-        start = time.perf_counter()
+        start = clock()
         for _ in range(_CHAIN):
             numbers.append(_count_nodes())
             looks.append(clock())
-        marks.append((time.perf_counter() - start) / _CHAIN)
+        marks.append((clock() - start) / _CHAIN)
         plain_s = backward_s(None)
         hooks.append((backward_s(lambda _: looks.append(clock())) - plain_s) / _CHAIN)
     return Cost(statistics.median(marks), max(0.0, statistics.median(hooks)))
