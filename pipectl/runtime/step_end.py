@@ -424,7 +424,7 @@ class StepEnd:
         fault = 0
         if self._looks:
             fault = fault_of_losses(micro_batches, run.losses, run.weights)
-        self._cast(step, fault, self._origins.first(), overflow=overflow)
+        self._cast(step, fault, self._origins.first(), overflow=overflow, answer=self._answer())
         self.skipped = self._undoes = False
         result = self._vote.count() if self._meets else None
         if result is not None:
@@ -481,18 +481,33 @@ class StepEnd:
         while (result := self._vote.count()) is not None:
             self._is_faulty(result)
 
-    def stops(self) -> bool:
+    def stops(self, *, at_once: bool = False) -> bool:
         """Whether all ranks stop after this step; the same on all ranks. Collective.
 
         If steps are long, ranks wait for the vote on this step; otherwise they use the last vote
         that was read.
+
+        Args:
+            at_once: whether to vote once more, on this alone; if steps overlap, their own votes
+                have no answer.
         """
-        if self._vote.answer == WAIT:
+        if at_once:
+            self._vote.cast(0, answer=self._answer())
+        if at_once or self._vote.answer == WAIT:
             self.settle()
         return self._vote.answer == STOP
 
+    def _answer(self) -> int:
+        return GO_ON if self._stop_request is None else self._stop_request.answer()
+
     def _cast(
-        self, step: int, fault: int, origin: Origin | None, *, overflow: bool = False
+        self,
+        step: int,
+        fault: int,
+        origin: Origin | None,
+        *,
+        overflow: bool = False,
+        answer: int = GO_ON,
     ) -> None:
         """Vote on a step; reads gradients once, if at all."""
         checks = self._looks and self.loss_scale is None  # which reads the gradients itself
@@ -500,7 +515,6 @@ class StepEnd:
         if checks and not fault:
             fault = fault_of_gradients(self._trained_of, norms, [*self._dtypes])
         own = {name: norm for name, norm in norms.items() if name in self.owned_parameters}
-        answer = GO_ON if self._stop_request is None else self._stop_request.answer()
         self._vote.cast(step, fault, origin, overflow=overflow, norms=own, answer=answer)
 
     def _is_faulty(self, result: Result) -> bool:

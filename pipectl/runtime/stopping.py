@@ -4,7 +4,8 @@ A signal reaches the script, launchers and ranks in as many ways as there are la
 receiver creates a file. Rank 0 looks for it at the end of a step, at most once per second; its
 answer travels with the vote of all ranks on the step (:mod:`.step_end`). If steps are shorter than
 that, all ranks stop after the next step, without waiting for one another. After a longer step they
-wait for the answer and stop at once: the remaining walltime may be too short for another step.
+wait for the answer and stop at once: the remaining walltime may be too short for another step. If
+steps overlap, ranks vote on this alone whenever the pipeline is empty.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class StopRequest:
         self._looked_at = self._answered_at = float("-inf")
 
     def answer(self) -> int:
-        """The answer at the end of a step, called once per step; after a STOP always STOP."""
+        """The answer for a vote; after a STOP always STOP."""
         now = time.monotonic()
         is_long, self._answered_at = now - self._answered_at >= _LOOK_S, now
         if not self._is_made and now - self._looked_at >= _LOOK_S:

@@ -141,7 +141,7 @@ class Trainer:
             steps.train(before + 1, planned[before:end])
             self._between_steps(end)
             early = bool(self._early_stopping.reason)
-            stops = not early and self._end.stops()
+            stops = not early and self._end.stops(at_once=steps.overlap)
             if (early or stops) and end < len(planned):
                 self._stopped = stops
                 self._end.settle()
