@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from mpi4py import MPI
 
 from pipectl.runtime import stopping
-from pipectl.runtime.step_end import Vote
-from pipectl.runtime.stopping import STOP, WAIT, StopRequest, stop_on_signals
+from pipectl.runtime.step_end import StepEnd, Vote
+from pipectl.runtime.stopping import StopRequest, stop_on_signals
 
 
 @pytest.mark.parametrize(
@@ -56,14 +58,13 @@ def test_a_request_in_a_long_step_is_obeyed_at_its_end(
     now = 1000.0
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
     request, vote = StopRequest(tmp_path / "stop"), Vote(MPI.COMM_SELF, [])
+    end: Any = SimpleNamespace(_vote=vote, settle=vote.count)
     for step in range(1, 40):
         now += step_s
         if step == request_in:
             (tmp_path / "stop").touch()
         vote.count()
         vote.cast(step, answer=request.answer())
-        if vote.answer == WAIT:
-            vote.count()
-        if vote.answer == STOP:
+        if StepEnd.stops(end):
             break
     assert step == stop_after
