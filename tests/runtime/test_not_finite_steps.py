@@ -225,15 +225,17 @@ def test_all_ranks_skip_or_stop_at_the_same_step(make_run, train, launch) -> Non
     copies = {"micro_batches": 2, "stages": 1, "replicas": 2, "shard_optimizer": True}
     replicated = make_run(2, SPOILT, model=late, training=skipping, pipeline=copies)
     train(one)
-    stopping = {"steps": 5, "batch_size": 4}
-    stopped = make_run(2, MARKED, model=STEEP, training=stopping)
+    stopping = {"steps": 6, "batch_size": 2}  # step 3 has the fault: ranks wait for votes 1 and 2
+    one_each = {"micro_batches": 1, "stages": 2}
+    stopped = make_run(2, MARKED, model=STEEP, training=stopping, pipeline=one_each)
     done = launch(2, HERE / "ranks_in_turn.py", two.path, replicated.path, stopped.path)
     assert done.returncode != 0
     (error,) = read_errors(stopped)  # on the terminal MPI's abort may cut it off
     stage = error.stage  # which one has the gate follows from what was measured
-    assert (error.rank, error.step, error.exit_code) == (stage, 2, 1)
+    assert (error.rank, error.exit_code) == (stage, 1)
+    assert error.step in (3, 4)  # a step later, unless steps take a second here
     place = f"'gate' in stage {stage}"
-    assert error.message.startswith(f"step 2: the gradient of {place} is not finite")
+    assert error.message.startswith(f"step 3: the gradient of {place} is not finite")
     assert faults(one) == faults(two) == faults(replicated) == {
         2: NotFinite(0), 5: NotFinite(0),
     }  # fmt: skip
