@@ -103,11 +103,11 @@ def tell_of_waits(tell: Callable[[bool], None]) -> None:
 
 
 def choose_spin(communicator: MPI.Comm, node: object) -> None:
-    """Choose how long the waits of this process spin, from the cores of all ranks. Collective.
+    """Choose how long waits of this process spin, by the cores of all ranks. Collective.
 
     To spin without end, a rank needs at least two cores that no other rank of the node may use: one
-    for the wait, the other for the process's threads for messages and checkpoints. If ranks that
-    may use its cores outnumber these, it does not spin.
+    for the wait, the other for the process's threads for messages and checkpoints. If it and the
+    ranks that may use its cores outnumber all of their cores, it does not spin.
 
     Args:
         node: of this rank.
@@ -169,7 +169,7 @@ def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
     """Call ``done`` until it returns True, without pauses at first and while it moves data.
 
     So a short wait has no latency, and a long one leaves the core to a rank that computes, if there
-    is one (:func:`choose_spin`).
+    is one; :func:`choose_spin` decides when pauses begin.
 
     Args:
         worked: whether a call with this many seconds of processor time moved data.
