@@ -83,15 +83,15 @@ def enumerate_downsets(
     one = np.zeros((blocks, max(1, -(-blocks // 64))), dtype=np.uint64)  # each block alone
     index = np.arange(blocks)
     one[index, index >> 6] = np.uint64(1) << (index & 63).astype(np.uint64)
-    needed = np.array([one[list(blocks)].sum(axis=0) for blocks in before], dtype=np.uint64)
-    count = np.array([len(blocks) for blocks in after], dtype=np.int64)
+    needed = np.array([one[list(each)].sum(axis=0) for each in before], dtype=np.uint64)
+    count = np.array([len(each) for each in after], dtype=np.int64)
     first_after = np.cumsum([0, *count])[:-1]
-    successors = np.array([block for blocks in after for block in blocks], dtype=np.int64)
+    successors = np.array([block for each in after for block in each], dtype=np.int64)
     draw = Random(0)  # numpy.random takes long to load
     weight = np.array([draw.getrandbits(64) for _ in range(blocks)], dtype=np.uint64)
 
     sets, keys = np.zeros((1, one.shape[1]), dtype=np.uint64), np.zeros(1, dtype=np.uint64)
-    addable = np.array([[not blocks for blocks in before]], dtype=np.bool_)
+    addable = np.array([[not each for each in before]], dtype=np.bool_)
     levels, arcs, total = [sets], [], 1
     while addable.any():
         source, block = np.nonzero(addable)
