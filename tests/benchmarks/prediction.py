@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ GOAL_MEDIAN, GOAL_NINTH, GOAL_WORST = 0.04, 0.10, 0.20
 GOAL_MEMORY, GOAL_MEMORY_BYTES = 0.05, 16 * 2**20
 _WIDE = {"n_embd": 256, "n_layer": 6, "n_head": 8}
 _HIDDEN = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
+_TOKENS = {"samples": 256}
 _T5 = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 3, "num_heads": 8}
 
 
@@ -43,13 +44,15 @@ class Case:
     Args:
         batch: samples per step; None for those of the job file.
         kwargs: arguments of a corpus model that make it wide enough for a pipeline.
+        data: arguments of its data.
     """
 
     name: str
     micro_batches: int
     steps: int
     batch: int | None = None
-    kwargs: dict[str, Any] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Path:
         """The job file; a job of ``configs`` stays where it is."""
@@ -60,8 +63,9 @@ class Case:
         spec_of(entry, job)
         document = yaml.safe_load(job.read_text())
         del document["evaluation"]
-        document["model"]["kwargs"] |= self.kwargs or {}
+        document["model"]["kwargs"] |= self.kwargs
         document["training"]["batch_size"] = self.batch
+        document["data"]["kwargs"] = {**document["data"].get("kwargs", {}), **self.data}
         job.write_text(yaml.safe_dump(document))
         return job
 
@@ -72,9 +76,9 @@ CASES = (
     Case("resnet18", 4, 20, 16),
     Case("densenet121", 4, 20, 16),
     Case("vit-b-16", 4, 20, 16),
-    Case("gpt2", 4, 30, 64, _WIDE),
-    Case("llama", 4, 30, 64, _HIDDEN),
-    Case("t5", 4, 30, 64, _T5),
+    Case("gpt2", 4, 30, 64, _WIDE, _TOKENS),
+    Case("llama", 4, 30, 64, _HIDDEN, _TOKENS),
+    Case("t5", 4, 30, 64, _T5, _TOKENS),
 )
 ALTERNATIVES = [
     {"schedule": schedule, "micro_batches": count}

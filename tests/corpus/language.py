@@ -73,8 +73,11 @@ def build(config: str, model: str, **kwargs: Any) -> nn.Module:
 class Tokens(Dataset):
     """Token ids with their attention mask and labels; padding counts for nothing."""
 
+    def __init__(self, samples: int = 16) -> None:
+        self._samples = samples
+
     def __len__(self) -> int:
-        return 16
+        return self._samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(index)
