@@ -34,7 +34,7 @@ def start(request: pytest.FixtureRequest, make_real_job: Callable[..., CapturedJ
 
 def model(name: str) -> nn.Module:
     torch.manual_seed(1)
-    built: nn.Module = find(f"{EQUALITY}:{name}", EQUALITY.parent)()
+    built: nn.Module = find(f"{EQUALITY}:{name}")()
     return built
 
 
