@@ -285,6 +285,8 @@ class Profile(DataFile):
         optimizer: cost of the optimizer.
         stage: overhead of a stage.
         process_baseline_bytes: memory of a rank before it holds a stage.
+        capture_bytes: peak memory of a rank while it builds and captures the whole model; 0 on
+            accelerators, or if it is not known.
         key: hash of the spec sections and factory files it depends on; detects a stale profile.
         assumptions: assumptions of the measurement, or of the import of an incomplete file.
         device: the device that it was measured on; None if an imported profile does not name it.
@@ -309,6 +311,7 @@ class Profile(DataFile):
     optimizer: OptimizerCost | None = None
     stage: StageOverhead = field(default_factory=StageOverhead)
     process_baseline_bytes: int | None = None
+    capture_bytes: int = 0
     key: str | None = None
     assumptions: tuple[str, ...] = ()
     device: MeasuredOn | None = None

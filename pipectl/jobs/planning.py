@@ -275,7 +275,8 @@ def advise_other_micro_batches(profile: Profile, request: PlanRequest) -> Iterat
         yield
     except InfeasibleError as error:
         limit = request.memory_limit_bytes
-        is_enough = limit is None or limit > (profile.process_baseline_bytes or 0)
+        alone_bytes = max(profile.process_baseline_bytes or 0, profile.capture_bytes)
+        is_enough = limit is None or limit > alone_bytes
         if request.keeps_micro_batches and is_enough:
             error.cure = (
                 f"{error.cure}\nor let the planner choose the number of micro-batches again (now "

@@ -64,7 +64,14 @@ def infeasible(
         plan: from :func:`least_demanding` with the same problem and ``offload``.
     """
     excess, rank, peak = _worst(problem, plan)
-    limit = problem.limit_bytes(rank)
+    limit, capture_bytes = problem.limit_bytes(rank), problem.profile.capture_bytes
+    if capture_bytes > limit:
+        return InfeasibleError(
+            f"no feasible plan: every rank builds and captures the whole model, which takes "
+            f"{format_bytes(capture_bytes)}, more than its limit of {format_bytes(limit)}",
+            cure=f"{next(_cures(problem, plan, offload))}; or let each rank create only its own "
+            "parameters: model.materialize: per_rank",
+        )
     message = (
         f"no feasible plan: the one with the smallest peak needs "
         f"{format_bytes(peak)} on rank {rank} ({_breakdown(problem, plan, rank)}), "

@@ -36,13 +36,18 @@ Family = tuple[tuple[int, ...], int, str, tuple[int, ...]]
 """Replicas of every stage, micro-batch size, schedule and warm-up."""
 
 
-def predicted(plan: Plan, cluster: Cluster, baseline_bytes: int) -> Plan:
+def predicted(plan: Plan, cluster: Cluster, profile: Profile) -> Plan:
     """A plan with the prediction of the simulator.
 
     Args:
-        baseline_bytes: of a process without a stage.
+        profile: has the memory of a process besides its stages.
     """
-    simulation = simulate(plan, cluster, process_baseline_bytes=baseline_bytes)
+    simulation = simulate(
+        plan,
+        cluster,
+        process_baseline_bytes=baseline_bytes(profile),
+        capture_bytes=profile.capture_bytes,
+    )
     return replace(plan, prediction=simulation.prediction)
 
 
@@ -57,7 +62,7 @@ def plan_of_stages(
         stages: ids of the operators of each, in the order of the pipeline.
     """
     plan = Problem(profile, cluster, request).stages_in_turn(stages)
-    return predicted(plan, cluster, baseline_bytes(profile))
+    return predicted(plan, cluster, profile)
 
 
 def out_of_time() -> OutOfTimeError:
@@ -107,7 +112,7 @@ class Evaluator:
         """Simulate a plan; returns it with its prediction."""
         self._actions += 2 * plan.micro_batches * sum(stage.replicas for stage in plan.stages)
         self.sizes.add(plan.micro_batch_size)
-        return predicted(plan, self.problem.cluster, self.problem.baseline_bytes)
+        return predicted(plan, self.problem.cluster, self.problem.profile)
 
     def fits(self, tried: Plan) -> bool:
         """Whether every rank of a simulated plan stays within its limit."""

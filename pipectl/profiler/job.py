@@ -29,8 +29,17 @@ from pipectl.profiler.neighbours import Neighbours
 from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.progress import Progress, Work
-from pipectl.runtime.device import CpuDevice, Device, choose_device, move, settle_process
+from pipectl.runtime.device import (
+    CpuDevice,
+    Device,
+    choose_device,
+    move,
+    reset_resident_peak,
+    resident_peak_bytes,
+    settle_process,
+)
 from pipectl.spec import JobSpec, profile_key
+from pipectl.units import plural
 
 _RANK_BYTES = 24 << 20
 """What a rank's process needs beyond the profiler's: MPI (measured: 14 MiB with MPICH), the
@@ -80,9 +89,10 @@ def profile_job(
     sizes = measured_sizes(spec, effort)
     notify("capturing the model")
     with Neighbours(spec, sizes[0]) as neighbours:
+        reset_resident_peak()
         job = CapturedJob(spec, notify)
         device = choose_device(spec.resources.gpus_per_node, 0)
-        baseline_bytes = _baseline_bytes(job, sizes[0], device)
+        baseline_bytes, capture_bytes = _process_bytes(job, sizes[0], device)
         job.check_shapes(sizes[0])
         journal = Journal() if journal is None else journal  # an empty one counts as false
         profiling = _Profiling(job, effort, sizes, progress, journal, device)
@@ -107,23 +117,26 @@ def profile_job(
         return replace(
             profile,
             process_baseline_bytes=baseline_bytes,
+            capture_bytes=capture_bytes,
             device=measured_on,
             assumptions=(*profile.assumptions, *neighbours.assumptions),
         )
 
 
-def _baseline_bytes(job: CapturedJob, size: int, device: Device) -> int:
-    """Return what a rank needs besides its stages: libraries, captured graph and data.
+def _process_bytes(job: CapturedJob, size: int, device: Device) -> tuple[int, int]:
+    """Return what a rank needs besides its stages, and the peak while it captures the model.
 
-    An accelerator holds none of it. It is measured directly after the capture, which every rank
-    does for itself and which takes more memory than importing torch.
+    Besides its stages, it needs libraries, the captured graph and data. Both are measured directly
+    after the capture, which every rank does for itself, with the whole model in memory unless it is
+    ``per_rank``. An accelerator holds none of it.
     """
     job.training_graph(size)
     if not isinstance(device, CpuDevice):
-        return 0
+        return 0, 0
     states_bytes = sum(t.nbytes for t in job.states.values() if not is_deferred(t))
     own_bytes = max(0, int(psutil.Process().memory_info().rss) - states_bytes)
-    return own_bytes + _RANK_BYTES + _WATCHER_BYTES
+    in_training = _RANK_BYTES + _WATCHER_BYTES
+    return own_bytes + in_training, resident_peak_bytes() + in_training
 
 
 class _Profiling:
@@ -160,6 +173,12 @@ class _Profiling:
         optimizer = optimizer_cost(self._job, self._device)
         profile = self._measure_in_pieces() if self._in_pieces else self._measure_in_place()
         kept = [f"{path} stays one operator: {why}" for path, why in self._job.kept.items()]
+        samples, batch = self._job.loader.samples, self._job.spec.training.batch_size
+        if samples is not None and samples < batch:
+            kept.append(
+                f"the data have {plural(samples, 'sample')}, fewer than training.batch_size: the "
+                f"prediction is for {batch}, but steps take {samples}"
+            )
         lengths = self._job.loader.lengths
         if len(lengths) > 1:
             kept.append(f"all sequences have length {lengths[-1]}, the largest of data.buckets")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -64,7 +63,7 @@ class Device:
 
         A copy for a checkpoint does not count; see :meth:`begin_copy`.
         """
-        self._peak_bytes = max(self._peak_bytes, _resident_peak_bytes() - self._copy_bytes)
+        self._peak_bytes = max(self._peak_bytes, resident_peak_bytes() - self._copy_bytes)
         return self._peak_bytes
 
     def begin_copy(self, size_bytes: int) -> None:
@@ -73,23 +72,31 @@ class Device:
 
     def end_copy(self) -> None:
         """Count all memory again, from what is resident now, if the system allows that."""
-        if self._copy_bytes:
-            with suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
-                self._copy_bytes = 0
+        if self._copy_bytes and reset_resident_peak():
+            self._copy_bytes = 0
 
     def free_bytes(self) -> int:
         """Memory that is free now."""
         return int(psutil.virtual_memory().available)
 
 
-def _resident_peak_bytes() -> int:
+def resident_peak_bytes() -> int:
+    """Largest resident memory of this process since it started or :func:`reset_resident_peak`."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
         return int(peak.split()[1]) * 1024
     except (OSError, StopIteration):
         return int(psutil.Process().memory_info().rss)
+
+
+def reset_resident_peak() -> bool:
+    """Begin anew with :func:`resident_peak_bytes`; returns whether the system allows that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
 
 
 class CpuDevice(Device):

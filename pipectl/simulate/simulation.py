@@ -118,6 +118,7 @@ def simulate(
     programs: Sequence[Actions] | None = None,
     *,
     process_baseline_bytes: int = 0,
+    capture_bytes: int = 0,
 ) -> Simulation:
     """Simulate one optimizer step.
 
@@ -125,6 +126,7 @@ def simulate(
         programs: of every rank, with at most the plan's micro-batches; by default the plan's own,
             which are always used if steps overlap.
         process_baseline_bytes: memory of a process without a stage; added to the peaks.
+        capture_bytes: peak of every rank before the training.
 
     Raises:
         MismatchError: the plan uses nodes that the cluster lacks.
@@ -150,12 +152,13 @@ def simulate(
         again.run()
         return again.records()
 
+    peaks = machine.peak_memory_bytes(process_baseline_bytes)
     utilisation = tuple(busy / step_time_s if step_time_s else 0.0 for busy in busy_s)
     return Simulation(
         step_time_s=step_time_s,
         bubble=max(0.0, 1 - sum(utilisation) / len(utilisation)),  # rounding may exceed 1
         utilisation=utilisation,
-        peak_memory_bytes=machine.peak_memory_bytes(process_baseline_bytes),
+        peak_memory_bytes=tuple(max(peak, capture_bytes) for peak in peaks),
         peak_flops_per_s=cluster.peak_flops_per_s(plan.node_of_rank),
         record=record,
     )

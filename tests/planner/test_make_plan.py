@@ -248,6 +248,16 @@ def test_a_limit_below_the_process_itself_blames_only_the_limit(chain) -> None:
     assert caught.value.cure == "pipeline.memory_limit 1MiB would be enough"
 
 
+def test_a_limit_below_the_peak_of_the_capture_advises_to_create_parameters_per_rank(chain) -> None:
+    profile, cluster = replace(chain(8), capture_bytes=40_000), cluster_of([2], 2)
+    plan = make_plan(profile, cluster, PlanRequest("job", 64, memory_limit_bytes=40_000))
+    assert plan.prediction.peak_memory_bytes == (40_000, 40_000)
+    with pytest.raises(InfeasibleError, match="captures the whole model") as caught:
+        make_plan(profile, cluster, PlanRequest("job", 64, memory_limit_bytes=30_000))
+    assert "pipeline.memory_limit 1MiB" in caught.value.cure
+    assert "model.materialize: per_rank" in caught.value.cure
+
+
 def test_more_stages_than_cuts(chain) -> None:
     request = PlanRequest("job", 64, stages=5)
     with pytest.raises(InfeasibleError, match="3 possible cuts: at most 4 stages"):

@@ -19,6 +19,7 @@ from pipectl.errors import CaptureError
 from pipectl.profile import Operator
 from pipectl.profiler import profile_job
 from pipectl.profiler.bench import Bench, Cost, Subject, random_stages, single_stage, windows
+from pipectl.profiler.effort import Effort
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours, _compute, has_room, neighbour_count
@@ -219,6 +220,20 @@ def test_steps_of_the_optimizer_are_timed_with_gradients(spec_of: Any) -> None:
     optimizer = {"factory": f"{MODELS}:NeedsGradients", "kwargs": {"lr": 0.1}}
     cost = optimizer_cost(CapturedJob(spec_of(optimizer=optimizer)), CpuDevice())
     assert cost.step_s_per_byte > 0
+
+
+def test_a_batch_larger_than_the_data_is_an_assumption(spec_of: Any) -> None:
+    training = {"steps": 1, "batch_size": 32}
+    profile = profile_job(spec_of(training=training), effort=Effort.FAST)
+    (said,) = [text for text in profile.assumptions if text.startswith("the data have")]
+    assert "20 samples" in said
+    assert "is for 32" in said
+
+
+def test_the_peak_of_the_capture_includes_the_whole_model(spec_of: Any) -> None:
+    profile = profile_job(spec_of(), effort=Effort.FAST)
+    assert profile.process_baseline_bytes is not None
+    assert profile.capture_bytes >= profile.process_baseline_bytes
 
 
 def test_a_size_that_the_model_refuses_is_left_out(spec_of: Any) -> None:
