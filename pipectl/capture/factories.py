@@ -46,7 +46,7 @@ def find(factory: str) -> Callable[..., Any]:
     for part in attribute.split("."):
         if not hasattr(target, part):
             raise CaptureError(
-                f"{factory}: {where} has no {attribute!r}{did_you_mean(part, dir(target))}",
+                f"{where} has no {attribute!r}{did_you_mean(part, dir(target))}",
                 cure="correct the name after the colon in the spec",
             )
         target = getattr(target, part)

@@ -96,7 +96,7 @@ class Attempts:
             write()
         except (OSError, UsageError) as error:
             if not self._fails:
-                self._warn(f"{self._what} cannot be written, training continues: {error}")
+                self._warn(f"{self._what} cannot be written, the job continues: {error}")
             self._fails = True
             return False
         if self._fails:

@@ -123,7 +123,7 @@ def test_lines_wait_until_they_can_be_written(tmp_path: Path) -> None:
     lines.add(["two"])
     lines.add(["three"])
     assert len(said) == 1
-    assert said[0].startswith("metrics.jsonl cannot be written, training continues: ")
+    assert said[0].startswith("metrics.jsonl cannot be written, the job continues: ")
     path.rmdir()
     (tmp_path / "away").rename(path)
     path.write_text(path.read_text() + "tw")  # as a disk leaves it that got full
@@ -212,13 +212,13 @@ def test_training_goes_on_while_the_disk_fails(
     log = ""
     for line in process.stderr:
         log += line
-        if f"{file} cannot be written, training continues: " in line:
+        if f"{file} cannot be written, the job continues: " in line:
             break
     mend()
     log += process.stderr.read()
     process.stderr.close()
     assert process.wait() == 0, log
-    assert f"{file} cannot be written, training continues: " in log
+    assert f"{file} cannot be written, the job continues: " in log
     assert f"{file} can be written again" in log
     assert [line.step for line in read_metrics(run)] == [*range(1, STEPS + 1)]
     last, beat = last_checkpoint(run), read_heartbeat(run)
