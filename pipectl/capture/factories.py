@@ -42,11 +42,10 @@ def find(factory: str) -> Callable[..., Any]:
         except (Exception, SystemExit) as error:
             raise _import_failed(factory, error) from error
     target: Any = module
-    where = factory.rpartition(":")[0]
     for part in attribute.split("."):
         if not hasattr(target, part):
             raise CaptureError(
-                f"{where} has no {attribute!r}{did_you_mean(part, dir(target))}",
+                f"{factory}: there is no {attribute!r}{did_you_mean(part, dir(target))}",
                 cure="correct the name after the colon in the spec",
             )
         target = getattr(target, part)

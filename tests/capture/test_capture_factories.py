@@ -65,8 +65,8 @@ def test_a_file_is_one_module_by_its_path_and_run_again_if_it_failed(tmp_path: P
 @pytest.mark.parametrize(
     ("text", "name", "expected"),
     [
-        ("def build(): ...", "biuld", "{path} has no 'biuld'; did you mean 'build'?"),
-        ("def build(): ...", "xyzzy", "{path} has no 'xyzzy'"),
+        ("def build(): ...", "biuld", "there is no 'biuld'; did you mean 'build'?"),
+        ("def build(): ...", "xyzzy", "there is no 'xyzzy'"),
         ("LIMIT = 3", "LIMIT", "is a int, not a function or class"),
         (
             "import math\nmath.sqrt(-1)",
