@@ -136,7 +136,7 @@ def test_a_failure_closes_them_once_and_stays_the_error(job, run: RunDirectory) 
 
 
 def test_one_that_cannot_be_made_closes_those_before(job, run: RunDirectory) -> None:
-    with pytest.raises(CaptureError, match="has no 'missing'"):
+    with pytest.raises(CaptureError, match="there is no 'missing'"):
         Callbacks(job(a="Closing", b="missing"), run, print)
     assert (run.path / "closed").exists()
 
@@ -145,8 +145,8 @@ def test_one_that_cannot_be_made_closes_those_before(job, run: RunDirectory) -> 
     ("name", "message"),
     [
         ("nothing", "returned a NoneType, which cannot be called"),
-        ("missing", "has no 'missing'"),
-        ("lines.no", "has no 'lines.no'"),
+        ("missing", "there is no 'missing'"),
+        ("lines.no", "there is no 'lines.no'"),
     ],
 )
 def test_one_that_cannot_be_made(job, run: RunDirectory, name: str, message: str) -> None:
