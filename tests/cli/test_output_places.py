@@ -46,7 +46,7 @@ def test_a_directory_that_is_not_there_is_made(
 
 
 @pytest.mark.parametrize(
-    ("line", "work"), [*WRITERS, ("profile job.yaml -o", "jobs.profiles._find_or_measure")]
+    ("line", "work"), [*WRITERS, ("profile job.yaml -o", "jobs.profiles._measure_unless_cached")]
 )
 @pytest.mark.parametrize(
     ("where", "error"),
