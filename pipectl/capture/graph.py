@@ -310,10 +310,10 @@ class CapturedGraph:
                 del self.states[node.name]
 
     def _follow_writes(self, trial: _Trial) -> None:
-        """Set gradients and writers, and let later readers read the operator that wrote.
+        """Set gradients, and the last operator that writes each value.
 
-        ``y = relu_(x)`` returns ``x`` itself, so both names are one tensor. With one name for it,
-        the edges show the order of the write and of later reads.
+        ``y = relu_(x)`` returns ``x`` itself. Operators that read ``x`` later read ``y`` in an
+        exported graph, so the edges show the order of the write and of later reads.
         """
         for node, value in trial.values.items():
             last = max((trial.last_write.get(s, -1) for s in storages_in(value)), default=-1)
@@ -327,11 +327,6 @@ class CapturedGraph:
                 self.requires_grad[node.name] = any(t.requires_grad for t in tensors_in(value))
                 if last > trial.index[node]:
                     self.last_writer[node.name] = self.operators[last].name
-        order = {node: index for index, node in enumerate(self.graph.nodes)}
-        for write, target in trial.returned_argument.items():
-            if target.op != "placeholder":
-                later = {user for user in target.users if order[user] > order[write]}
-                target.replace_all_uses_with(write, delete_user_cb=later.__contains__)
 
 
 def _computes(node: fx.Node) -> bool:
@@ -426,7 +421,6 @@ class _Trial:
         touched: operators that read or write each storage, in order.
         last_write: index of the last operator that writes a storage.
         persistent: storages of states and inputs.
-        returned_argument: the argument that an in-place operator returned.
     """
 
     def __init__(self, graph: CapturedGraph, states: Mapping[str, Tensor]) -> None:
@@ -437,7 +431,6 @@ class _Trial:
         self.last_write: dict[int, int] = {}
         self.persistent: set[int] = set()
         self.first_version: dict[fx.Node, int] = {}
-        self.returned_argument: dict[fx.Node, fx.Node] = {}
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, torch.enable_grad():
             for node in graph.graph.nodes:
@@ -480,9 +473,6 @@ class _Trial:
         written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         for tensor in (*written, *written_tensors(target, args, kwargs, statistics=True)):
             self.last_write.update(dict.fromkeys(storages_in(tensor), self.index[node]))
-            for source in node.all_input_nodes:
-                if self.values[source] is tensor is result:
-                    self.returned_argument[node] = source
         return result
 
     def groups(self) -> dict[str, str]:

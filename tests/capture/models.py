@@ -586,3 +586,14 @@ def loss_of_y(outputs: dict[str, Any], targets: Tensor) -> Tensor:
 
 def count_of_outputs(outputs: dict[str, Any], targets: Tensor) -> Tensor:
     return torch.tensor(float(outputs["n"] == len(targets)))
+
+
+class OutArgument(Layers):
+    """Writes a value by an argument ``out`` and reads it by its first name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        with torch.no_grad():
+            scale = torch.ones_like(hidden)
+            torch.add(hidden, 1.0, out=scale)
+        return self.head(hidden * scale)

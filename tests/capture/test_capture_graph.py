@@ -35,6 +35,7 @@ def test_readers_of_a_written_value_read_the_writing_operator(graph_of) -> None:
     graph = graph_of("Inplace")
     assert graph.users["linear"] == ("relu_",)
     assert set(graph.users["relu_"]) == {"linear_1", "add_"}
+    assert graph_of("OutArgument").users["add"] == ("mul",)
 
 
 def test_a_norm_used_twice_stays_in_one_stage(graph_of) -> None:
