@@ -100,10 +100,12 @@ def _train(
         refuse_coupled_updates(job, device.torch_device)
     messages = {"route": device.route, **choice.to_json()}
     if rank == 0:
-        steps, samples = plural(spec.training.steps, "step"), spec.training.batch_size
+        batch = spec.training.batch_size
+        samples = min(batch, job.loader.samples or batch)
         since = f"continues after step {stored.manifest.step}" if stored else "begins"
-        of = f"{plural(samples, 'sample')} on {plural(communicator.size, 'rank')}"
-        say(f"training {since}: {steps} of {of}")
+        of = plural(samples, "sample") + " (all data, not training.batch_size)" * (samples < batch)
+        steps, ranks = plural(spec.training.steps, "step"), plural(communicator.size, "rank")
+        say(f"training {since}: {steps} of {of} on {ranks}")
     doing.action = "building the stages"
     with choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress:
         setup = Setup(communicator, job, plan, device, doing, progress, stored)
