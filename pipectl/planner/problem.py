@@ -84,9 +84,11 @@ class Problem:
         return any(limit < inf for limit in self.kind_limits_bytes)
 
     def could_hold(self, stages: int) -> bool:
-        """Whether ``stages`` ranks have enough memory for what every cut needs."""
-        ranks = sorted(map(self.limit_bytes, range(self.cluster.ranks)), reverse=True)[:stages]
-        return self._least_bytes + stages * self.baseline_bytes <= sum(ranks)
+        """Whether ``stages`` ranks have memory for the capture, and for what every cut needs."""
+        limits = sorted(map(self.limit_bytes, range(self.cluster.ranks)), reverse=True)[:stages]
+        if min(limits) < self.profile.capture_bytes:
+            return False
+        return self._least_bytes + stages * self.baseline_bytes <= sum(limits)
 
     @cached_property
     def _least_bytes(self) -> float:
