@@ -146,7 +146,7 @@ def work_s(problem: Problem, tried: Iterable[int] = ()) -> float:
         tried: micro-batch sizes besides those that an open search tries.
     """
     cluster, request = problem.cluster, problem.request
-    speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
+    speed = _speed(range(cluster.ranks), cluster)
     sizes = {*tried, *micro_batch_sizes(request, request.batch_size)}
     slices = {ceil(size / count) for size in sizes for count in range(1, cluster.ranks + 1)}
     samples_s = (float(problem.times.at(size).cached.sum()) / size for size in sorted(slices))

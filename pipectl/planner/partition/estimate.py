@@ -30,14 +30,13 @@ from pipectl.planner.costs.stage_costs import OperatorTimes, Times, sum_times
 from pipectl.planner.graph.blocks import BlockGraph, membership
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.layout import Layout
+from pipectl.planner.partition.programme import ROUNDING_BYTES
 from pipectl.planner.partition.recurrence import STAGE, WAY, step_s
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
 
 ROUNDING = 1e-9
 """Share by which estimates are lowered, so that rounding raises none above the simulation."""
-ROUNDED_BYTES = 16
-"""More than the sizes of values are rounded by."""
 CHUNK = 10**7
 """Actions and messages of the recurrence between two returns to Python."""
 MAX_CUTS = 16
@@ -332,7 +331,7 @@ class Estimator:
             first = np.minimum(depths, whole) * kept + backward
             second = summed + np.minimum(depths, whole - 1) * kept + backward * (whole >= 2)
             most = np.maximum(np.maximum(first, second), summing)
-            shares.append((resident + most - ROUNDED_BYTES) / limits - 1)
+            shares.append((resident + most - ROUNDING_BYTES) / limits - 1)
         excess: Floats = np.maximum(0.0, np.stack([each.max(axis=1) for each in shares], axis=1))
         return excess
 
