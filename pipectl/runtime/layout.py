@@ -30,8 +30,13 @@ class Layout:
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
         """The layout of ``tensor``; contiguous if its elements overlap in memory."""
-        layout = cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+        layout = cls.exactly(tensor)
         return cls.of(tensor.contiguous()) if layout.overlaps else layout
+
+    @classmethod
+    def exactly(cls, tensor: Tensor) -> Layout:
+        """The layout of a tensor whose elements may overlap in memory."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

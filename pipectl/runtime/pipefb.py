@@ -165,7 +165,7 @@ def pack(
             number, base = ~known[memory], int(states[known[memory]].storage_offset())
         else:
             number, base = numbers[memory], spans[memory][0] // tensor.itemsize
-        layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
+        layout = Layout.exactly(tensor)
         views.append(View(number, layout, offset - base))
     sizes = tuple(vector.numel() for vector in vectors)
     large = _large(sizes, places)

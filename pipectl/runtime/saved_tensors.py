@@ -148,7 +148,7 @@ class SavedTensors:
             memory = bytes_of(tensor.untyped_storage())
             block = Block(memory if self._mover is None else self._mover.housed(memory))
             self._blocks[key] = block
-        layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
+        layout = Layout.exactly(tensor)
         return Handle(block, layout, int(tensor.storage_offset()))
 
     def move(self, kind: Kind) -> None:
