@@ -60,7 +60,6 @@ class Pieces:
 
 
 WHOLE = Pieces()
-_BYTE, _memory_at = MPI.BYTE, MPI.memory.fromaddress
 
 
 class Transfer:
@@ -85,9 +84,7 @@ class Transfer:
     ) -> None:
         self.buffer, self._what = buffer, what
         self.unstarted = 0
-        if not buffer.is_contiguous():
-            raise ValueError(f"a message must be contiguous, not of strides {buffer.stride()}")
-        self._request = call((_memory_at(buffer.data_ptr(), buffer.nbytes), _BYTE), rank, tag)
+        self._request = call(memory(buffer, 0, buffer.nbytes), rank, tag)
         # Small messages usually leave at once.
         self.done = what is None and self._request.Test()
 
@@ -194,7 +191,7 @@ def memory(vector: Tensor, offset: int, size_bytes: int) -> tuple[MPI.memory, MP
     """
     if not vector.is_contiguous():
         raise ValueError(f"a message must be contiguous, not of strides {vector.stride()}")
-    return _memory_at(vector.data_ptr() + offset, size_bytes), _BYTE
+    return MPI.memory.fromaddress(vector.data_ptr() + offset, size_bytes), MPI.BYTE
 
 
 _BURST_S = 0.2e-3
