@@ -46,7 +46,8 @@ def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None
     elif len(jobs) == 1 and (plan := jobs[0].plan) is not None:
         from pipectl.cli.views.plan import prediction_lines
 
-        for line in (f"{before}{plan.name}: {plan.summary}", *prediction_lines(plan)):
+        lines = prediction_lines(plan, jobs[0].cluster)
+        for line in (f"{before}{plan.name}: {plan.summary}", *lines):
             tell(line)
 
 

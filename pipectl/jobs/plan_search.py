@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any, NotRequired, TypedDict
 
 from pipectl.cluster import Cluster
@@ -260,7 +261,8 @@ class BalanceJson(TypedDict):
         exact: whether it is proven to be the smallest.
         planning_s: time of the search.
         accelerators: number of devices.
-        memory_limit_bytes: memory of a device; null if not limited.
+        memory_limit_bytes: memory of the smallest device, or the limit of the job if that is
+            smaller; null if not limited.
         bandwidth_bytes_per_s: of a link, for values without ``transfer_s``; null if not given.
         communication_scale: factor of every ``transfer_s``.
         stages: of each stage ``nodes``, ``replicas``, ``devices``, ``device`` and ``load_s``.
@@ -305,7 +307,10 @@ def plan_balance(
     from pipectl.planner.balance.load_model import BalanceRequest
 
     profile, cluster = prepared(inputs.profile), inputs.cluster
-    limit_bytes = inputs.request.memory_limit_bytes
+    limits = (
+        cluster.memory_of(rank, inputs.request.memory_limit_bytes) for rank in range(cluster.ranks)
+    )
+    limit_bytes = None if (smallest := min(limits)) == inf else int(smallest)
     request = BalanceRequest(
         devices=cluster.ranks,
         memory_limit_bytes=limit_bytes,
@@ -319,10 +324,10 @@ def plan_balance(
         raise PipectlError("planning was ended before any plan was found", cure="allow more time")
     if result is None:
         within = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)} each"
-        names = inputs.request.named("ranks"), inputs.request.named("memory_limit")
+        more = inputs.request.more_ranks, inputs.request.more_memory(cluster)
         raise InfeasibleError(
             f"no feasible plan: no partition fits on {request.devices} devices{within}",
-            cure=f"give {names[0]}, or a larger {names[1]}",
+            cure=f"give {' or '.join(more)}",
         )
     nodes = [stage.nodes for stage in result.stages]
     machines = with_ranks(cluster, len(nodes))

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -295,14 +296,16 @@ def make_plan_request(
         like_before: whether to keep the number of micro-batches of the job's previous plan, if the
             job does not set it: results depend on it, so a new profile should not change it.
     """
-    pipeline = spec.pipeline
+    pipeline, resources = spec.pipeline, spec.resources
+    share = resources.memory_per_task
+    is_share = share is not None and share < (pipeline.memory_limit or inf)
     listed = _own_schedule(spec)
     kept = _micro_batches_before(spec) if like_before and not pipeline.micro_batches else None
     recompute, blocks = _RECOMPUTE[pipeline.recompute]
     if pipeline.offload in tuple(OffloadTarget):
         offload_to = OffloadTarget(pipeline.offload)
     else:  # to memory that ranks do not compute in
-        offload_to = OffloadTarget.HOST if spec.resources.gpus_per_node else OffloadTarget.DISK
+        offload_to = OffloadTarget.HOST if resources.gpus_per_node else OffloadTarget.DISK
     offload: bool | None = None
     if pipeline.offload is not None:
         offload = pipeline.offload != "none"
@@ -323,7 +326,8 @@ def make_plan_request(
         schedule=None if listed else pipeline.schedule,
         listed=listed,
         warm_up=pipeline.warm_up,
-        memory_limit_bytes=pipeline.memory_limit or spec.resources.memory_per_task,
+        memory_limit_bytes=min(filter(None, (pipeline.memory_limit, share)), default=None),
+        memory_shared_by=resources.tasks_per_node if is_share else None,
         recompute=recompute,
         blocks=blocks,
         offload=offload,

@@ -222,15 +222,14 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
     if scheduler == LOCAL:  # all ranks here, whatever nodes are asked for
         usable = len(os.sched_getaffinity(0))
         cores = max(1, usable // resources.cpus_per_task)
-        memory = resources.memory_per_task
-        if memory is None and not resources.gpus_per_node:
-            memory = memory_of_this_machine() // resources.ranks
+        is_known = resources.gpus_per_node or resources.memory_per_node is not None
+        memory = None if is_known else memory_of_this_machine() // resources.ranks
         cluster = assumed_cluster("this machine", [resources.ranks], cores, memory)
         assumed = replace(cluster, source=f"assumed: shared memory, {usable} usable cores")
     else:
         tasks = resources.tasks_per_node
         layout = [tasks] * resources.nodes
-        assumed = assumed_cluster("from resources:", layout, tasks, resources.memory_per_task)
+        assumed = assumed_cluster("from resources:", layout, tasks, None)
     path = cluster_path(spec)
     if not path.exists():
         return ClusterChoice(assumed)

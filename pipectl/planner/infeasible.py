@@ -115,7 +115,8 @@ def _cures(problem: Problem, plan: Plan, offload: tuple[bool, ...]) -> Iterator[
     peaks, (excess, rank, _) = plan.prediction.peak_memory_bytes, _worst(problem, plan)
     most, room, asked = max(peaks), [], problem.request.memory_limit_bytes
     if asked is not None and asked < most:
-        room.append(f"{problem.request.named('memory_limit')} {ceil(most / 2**20)}MiB")
+        size = ceil(most / 2**20) * (problem.request.memory_shared_by or 1)
+        room.append(f"{problem.request.memory_key} {size}MiB")
     if any(peak > problem.cluster.memory_of(rank, None) for rank, peak in enumerate(peaks)):
         room.append(f"ranks with {ceil(most / 2**20)} MiB of memory")
     yield " and ".join(room) + " would be enough"
@@ -150,5 +151,5 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[tuple[str, PlanRequest, i
     for factor in (2, 4, 8):
         count = plan.micro_batches * factor
         if request.micro_batches is not None and count <= request.batch_size:
-            name = f"{request.named('micro_batches')} {count}"
+            name = f"pipeline.micro_batches {count}"
             yield name, replace(request, micro_batches=count), stages

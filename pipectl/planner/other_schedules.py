@@ -124,7 +124,7 @@ def _pipelines(problem: Problem) -> list[tuple[list[int], int]]:
         raise InfeasibleError(
             f"no feasible plan: schedule {request.schedule} updates after every micro-batch, "
             f"so a batch cannot be divided into {request.micro_batches}",
-            cure=f"leave {request.named('micro_batches')} out, or use another schedule",
+            cure="leave pipeline.micro_batches out, or use another schedule",
         )
     if request.backward_apart:
         stages = request.fixed_stages or 1

@@ -29,14 +29,6 @@ COMPARED = (*OPEN, INTERLEAVED)
 
 _EVERY_STAGE_COUNT = 8
 _SNAP = 1.34
-_NAMES = {
-    "memory_limit": ("pipeline.memory_limit", "pipeline.memory_limit"),
-    "micro_batches": ("pipeline.micro_batches", "pipeline.micro_batches"),
-    "ranks": ("more ranks in resources", "more --devices"),
-    "offload": ("pipeline.offload", "offload"),
-    "backward": ("pipeline.backward", "backward_apart"),
-}
-"""Names of settings: as keys of a job file, and as options."""
 
 
 def choices(asked: bool | None) -> tuple[bool, ...]:
@@ -52,6 +44,8 @@ class PlanRequest:
         batch_size: samples of one optimizer step.
         warm_up: forwards each stage runs before its first backward, one entry per stage.
         memory_limit_bytes: resident memory of any rank, its process included.
+        memory_shared_by: ranks per node if the limit is a rank's share of
+            ``resources.memory_per_node``; None if ``pipeline.memory_limit`` is smaller.
         recompute: whether stages recompute their forward for their backward instead of keeping its
             saved values: all stages, none, or those that do not fit otherwise.
         blocks: whether stages that recompute do so segment by segment (for users: blocks): all
@@ -83,6 +77,7 @@ class PlanRequest:
     schedule: str | None = None
     warm_up: tuple[int, ...] | None = None
     memory_limit_bytes: int | None = None
+    memory_shared_by: int | None = None
     recompute: bool | None = False
     blocks: bool | None = False
     replicas: int | None = 1
@@ -164,9 +159,23 @@ class PlanRequest:
                 cure="for 4 stages for example [4, 3, 2, 1]",
             )
 
-    def named(self, setting: str) -> str:
-        """The user's name of a setting, for errors."""
-        return _NAMES[setting][0 if self.from_job else 1]
+    @property
+    def memory_key(self) -> str:
+        """The key of the job that sets the memory limit."""
+        shared = self.memory_shared_by is not None
+        return "resources.memory_per_node" if shared else "pipeline.memory_limit"
+
+    @property
+    def more_ranks(self) -> str:
+        """What gives the job more ranks, for errors."""
+        return "more ranks in resources" if self.from_job else "more --devices"
+
+    def more_memory(self, cluster: Cluster) -> str:
+        """What gives the ranks more memory, for errors: the limit, or else their devices."""
+        smallest = min(cluster.memory_of(rank, None) for rank in range(cluster.ranks))
+        if self.memory_limit_bytes is None or self.memory_limit_bytes > smallest:
+            return "ranks with more memory"
+        return f"a larger {self.memory_key}"
 
     @property
     def has_variants(self) -> bool:
@@ -219,7 +228,7 @@ def stage_counts(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
     if fixed > ranks:
         raise InfeasibleError(
             f"no feasible plan: {fixed} stages, but only {ranks} ranks, and each stage takes one",
-            cure=f"set pipeline.stages to {ranks} or less, or ask for more ranks in resources",
+            cure=f"set pipeline.stages to {ranks} or less, or give {request.more_ranks}",
         )
     return [fixed]
 
@@ -246,7 +255,7 @@ def micro_batch_sizes(request: PlanRequest, most: int) -> list[int]:
         if request.micro_batches > batch:
             raise InfeasibleError(
                 f"no feasible plan: {request.micro_batches} micro-batches of {batch} samples",
-                cure=f"set {request.named('micro_batches')} to {batch} or less, or leave it out",
+                cure=f"set pipeline.micro_batches to {batch} or less, or leave it out",
             )
         return [ceil(batch / request.micro_batches)]
     most = min(batch, most)

@@ -263,9 +263,9 @@ class Pipeline(types.Section):
     """Where the backward of a stage runs: `together` with its forward, or `apart`, on a rank of its
     own, which also updates the weights and receives what it needs. `auto`: apart if faster."""
     memory_limit: types.Bytes | None = None
-    """Memory per rank. On CPUs: resident, the process itself included; by default its share of
-    `resources.memory_per_node`, if that is given. On accelerators: allocated there; by default
-    unlimited."""
+    """Memory per rank. On CPUs: resident, the process itself included; by default and at most its
+    share of `resources.memory_per_node`, if that is given. On accelerators: allocated there; by
+    default unlimited."""
 
 
 class Resources(types.Section):

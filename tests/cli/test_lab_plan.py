@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pipectl.cluster import assumed_cluster
 from pipectl.planner.baselines import NAMES, OWN
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def test_errors_name_keys_of_the_job(cli: Command, profile: Path, alone: Path) -
     for command in (BASE, ("lab", "plan", "job.yaml", "--scheduler", "slurm")):
         assert "pipeline.memory_limit 2" in cli(*command, *small).err
     dapple = cli(*BASE, *small, "--planner", "dapple").err
-    assert "raise pipeline.memory_limit, or use --planner pipectl" in dapple
+    assert "give a larger pipeline.memory_limit, or use --planner pipectl" in dapple
 
 
 def test_replicas_come_only_if_they_are_allowed(
@@ -152,6 +153,11 @@ def test_what_fits_nowhere_and_what_has_no_time_is_no_balance(
     result = cli(*BALANCE, "2", "--memory-limit", "50")
     assert (result.code, result.out) == (4, "")
     assert "no partition fits on 2 devices of 50 B each" in result.err
+    assert "give more --devices or a larger pipeline.memory_limit" in result.err
+    assumed_cluster("small", [2], 2, 60).save(Path("cluster.json"))
+    result = cli(*BALANCE, "2", "--cluster", "cluster.json")
+    assert (result.code, "on 2 devices of 60 B each" in result.err) == (4, True)
+    assert "give more --devices or ranks with more memory" in result.err
     result = cli(*BALANCE, "2", "--budget", "0")
     assert "largest stage load" in result.out or "before any plan was found" in result.err
 

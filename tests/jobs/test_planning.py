@@ -82,6 +82,27 @@ def test_backwards_of_their_own(write_job: WriteJob, word: str, wanted: bool | N
     assert request.backward_apart is wanted
 
 
+@pytest.mark.parametrize(
+    ("memory_limit", "per_node", "limit", "key"),
+    [
+        ("auto", None, None, "pipeline.memory_limit"),
+        ("3GiB", None, 3, "pipeline.memory_limit"),
+        ("3GiB", "8GiB", 3, "pipeline.memory_limit"),
+        ("auto", "8GiB", 4, "resources.memory_per_node"),
+        ("5GiB", "8GiB", 4, "resources.memory_per_node"),
+    ],
+)
+def test_the_smaller_limit_of_memory_counts_and_its_key_is_known(
+    write_job: WriteJob, memory_limit: str, per_node: str | None, limit: int | None, key: str
+) -> None:
+    overrides = ["resources.tasks_per_node=2", f"resources.memory_per_node={per_node or 'null'}"]
+    if memory_limit != "auto":
+        overrides.append(f"pipeline.memory_limit={memory_limit}")
+    request = asked(write_job, "{}", overrides=tuple(overrides))
+    assert request.memory_limit_bytes == (None if limit is None else limit * 2**30)
+    assert request.memory_key == key
+
+
 def test_no_backward_leaves_a_rank_that_compiles(write_job: WriteJob) -> None:
     compiled = ("training.compile=true",)
     request = asked(write_job, "{backward: auto}", overrides=compiled)

@@ -328,6 +328,9 @@ def test_a_limit_that_devices_do_not_have_would_not_do(chain) -> None:
         make_plan(chain(8), cluster, request)
     said = "pipeline.memory_limit 1MiB and ranks with 1 MiB of memory would be enough"
     assert caught.value.cure.startswith(said)
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(chain(8), cluster_of([2], 2), replace(request, memory_shared_by=2))
+    assert caught.value.cure.startswith("resources.memory_per_node 2MiB would be enough")
 
 
 @pytest.mark.parametrize(("size", "told"), [(5, 1), (1000, 0)])

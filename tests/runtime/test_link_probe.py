@@ -93,7 +93,7 @@ def test_two_nodes_are_measured_within_and_between(
     assert cluster.source.endswith(": 4 ranks on 1 host")
     assert [(node.name, node.ranks) for node in cluster.nodes] == [("a", 2), ("b", 2)]
     assert cluster.nodes[0].cores == len(os.sched_getaffinity(0))
-    assert cluster.device(0).memory_bytes == 4 * 2**30
+    assert cluster.device(0).memory_bytes is None  # the job's own limit counts
     check(cluster.within_node)
     check(cluster.between_nodes)
     observed = cluster.between_nodes.observed
@@ -152,16 +152,15 @@ def test_ranks_are_grouped_by_node() -> None:
         ranks_by_node([place(name) for name in "bab"])
 
 
-@pytest.mark.parametrize(("asked", "memory"), [(8 * 2**30, 4 * 2**30), (None, 8 * 2**30)])
-def test_nodes_have_the_cores_of_their_ranks_and_their_share_of_memory(asked, memory) -> None:
-    bound = describe_node([place("a", 0, 1), place("a", 2, 3)], 2, asked)
-    free = describe_node([place("b", 0, 1, 2, 3), place("b", 0, 1, 2, 3)], 2, asked)
+@pytest.mark.parametrize(("shares", "memory"), [(False, None), (True, 8 * 2**30)])
+def test_nodes_have_the_cores_of_their_ranks_and_their_share_of_memory(shares, memory) -> None:
+    bound = describe_node([place("a", 0, 1), place("a", 2, 3)], 2, shares_memory=shares)
+    free = describe_node([place("b", 0, 1, 2, 3), place("b", 0, 1, 2, 3)], 2, shares_memory=shares)
     assert [(node.name, node.ranks, node.cores) for node in (bound, free)] == [
         ("a", 2, 2),
         ("b", 2, 2),
     ]
     assert free.device.memory_bytes == memory
-    assert describe_node([place("c", 0)], 1, asked, accelerators=1).device.memory_bytes is None
 
 
 @pytest.mark.parametrize(

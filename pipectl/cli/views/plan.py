@@ -6,6 +6,7 @@ Everything fits 80 columns; wider terminals show more.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -50,10 +51,13 @@ _PARTS = (
 )
 
 
-def prediction_lines(plan: Plan, range_s: tuple[float, float] | None = None) -> Iterator[str]:
+def prediction_lines(
+    plan: Plan, cluster: Cluster, range_s: tuple[float, float] | None = None
+) -> Iterator[str]:
     """Lines with step time, throughput and bubble, and with memory.
 
     Args:
+        cluster: the machines that the plan is for.
         range_s: range of the step time, if links are assumed.
     """
     if plan.prediction is None:
@@ -69,9 +73,9 @@ def prediction_lines(plan: Plan, range_s: tuple[float, float] | None = None) -> 
         ends = " to ".join(map(format_time, range_s))
         yield f"predicted: {ends} per step; links are assumed (profile --links measures them)"
         yield f"as assumed: {point}"
-    limit = plan.memory_limit_bytes
-    within = "" if limit is None else f", limit {format_bytes(limit)}"
     fullest = peaks.index(max(peaks))
+    limit = cluster.memory_of(fullest, plan.memory_limit_bytes)
+    within = f", limit {format_bytes(int(limit))}" if limit < inf else ""
     yield f"memory: at most {format_bytes(max(peaks))} per rank (rank {fullest}){within}"
 
 
@@ -87,7 +91,7 @@ def step_view(answer: StepAnswer) -> RenderableType:
     ]
     parts: list[RenderableType] = [plain(f"{plan.name}: {plan.summary}", "bold")]
     parts += [
-        *map(plain, prediction_lines(plan, answer.range_s)),
+        *map(plain, prediction_lines(plan, answer.inputs.cluster, answer.range_s)),
         "",
         stage_table(plan, ends if explanation is None else [""] * len(ends)),
         *map(plain, mark_lines(plan)),
@@ -242,7 +246,7 @@ def _advice(answer: StepAnswer) -> tuple[str, str]:
         more_work: parts.bubble_s,
         "faster links, or fewer stages": parts.communication_s,
         "faster links, or fewer replicas": parts.reduction_s,
-        "more memory per rank (pipeline.memory_limit)": parts.recompute_s + parts.offload_s,
+        request.more_memory(answer.inputs.cluster): parts.recompute_s + parts.offload_s,
     }
     advice, lost_s = max(losses.items(), key=lambda loss: loss[1])
     if lost_s < _SMALL * parts.step_s:

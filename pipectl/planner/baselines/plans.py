@@ -59,7 +59,7 @@ def policy_plans(
         raise InfeasibleError(
             f"no feasible plan: the stages that {name} chooses need more memory than a rank may "
             f"take, or more replicas than a micro-batch has samples; {name} ignores both",
-            cure=f"raise {request.named('memory_limit')}, or use --planner pipectl",
+            cure=f"give {request.more_memory(cluster)}, or use --planner pipectl",
         )
     return plans
 

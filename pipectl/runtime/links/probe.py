@@ -105,6 +105,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
     for index, count in enumerate(counts):
         say(f"measuring sums over {count} ranks", 80 + 20 * index // len(counts))
         sums += [(count, *row) for row in measure_sums(communicator, count, share_s)]
+    shares_memory = not spec.resources.gpus_per_node and spec.resources.memory_per_node is None
     return Cluster(
         name=spec.name,
         source=describe_source(MPI.Get_library_version(), places),
@@ -112,8 +113,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
             describe_node(
                 [places[rank] for rank in ranks],
                 spec.resources.cpus_per_task,
-                spec.resources.memory_per_node,
-                accelerators=spec.resources.gpus_per_node,
+                shares_memory=shares_memory,
             )
             for ranks in ranks_of
         ),
@@ -178,20 +178,18 @@ def pairs_between(nodes: Sequence[Sequence[int]]) -> list[Pair]:
 def describe_node(
     places: Sequence[Place],
     cpus_per_task: int,
-    memory_per_node: int | None,
     *,
-    accelerators: int = 0,
+    shares_memory: bool,
 ) -> Node:
     """A node, with the cores that its ranks may use together.
 
     Args:
         places: of its ranks.
-        memory_per_node: requested bytes, which ranks share evenly; None for the machine's.
-        accelerators: their number; if above 0, ranks compute in other memory, of unknown size.
+        shares_memory: whether each rank gets an equal part of the machine's memory; not if they
+            compute in other memory, of unknown size, or if the job says what it needs.
     """
     usable = len(frozenset().union(*(place.cores for place in places)))
-    whole = places[0].memory_bytes if memory_per_node is None else memory_per_node
-    share = None if accelerators else whole // len(places)
+    share = places[0].memory_bytes // len(places) if shares_memory else None
     return Node(
         name=places[0].node,
         ranks=len(places),
