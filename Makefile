@@ -45,13 +45,13 @@ test: $(INSTALLED) ## run all tests
 	$(BIN)/python -m pytest -n auto
 
 test-equality: $(INSTALLED) ## compare every schedule, use of memory and number of ranks with one rank
-	$(BIN)/python -m pytest -n 0 -m '' tests/equality tests/accelerator
+	$(BIN)/python -m pytest -m '' tests/equality tests/accelerator
 
 test-lowest: ## run the tests that start no ranks, and some that do, with the lowest versions allowed
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[mpich,examples,test]'
 	.venv-lowest/bin/python -m pytest -n auto -m 'not mpi and not slurm and not corpus and not product and not torture'
-	.venv-lowest/bin/python -m pytest -n 0 $(WITH_RANKS)
+	.venv-lowest/bin/python -m pytest $(WITH_RANKS)
 
 test-newest: ## run tests of the commands, capture and the runtime with the newest typer and torch (TORCH=2.14: that one)
 	$(PYTHON) -m venv .venv-newest
@@ -64,7 +64,7 @@ coverage: $(INSTALLED) ## run all tests and say which share of the branches they
 	$(BIN)/python tests/coverage_of_layers.py
 
 torture: $(INSTALLED) ## kill, freeze and disturb runs in every way there is, damage files
-	$(BIN)/python -m pytest -n 0 -m torture
+	$(BIN)/python -m pytest -m torture
 
 check: $(INSTALLED) ## lint, formatting and types, as CI checks them
 	$(BIN)/ruff check .

@@ -16,8 +16,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import mpi4py
-import pool
 import pytest
 from hypothesis import settings
 
@@ -34,8 +32,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Else each process that a test starts would compile what it imports, and each run all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-mpi4py.rc.initialize = False
-"""Modules of tests import MPI before processes are forked; see tests/warm/pool.py."""
 WARM = "PIPECTL_TESTS_WARM"
 """Where the environment names the folder of the warm servers."""
 STARTED: list[subprocess.Popen[bytes]] = []
@@ -143,24 +139,23 @@ def pipeline() -> Callable[..., Plan]:
     return make_plan
 
 
-def count_processes(text: str) -> int:
-    """As ``-n`` gives them; tests of real ranks wait for each other a good deal."""
-    return min(8, 2 * len(os.sched_getaffinity(0))) if text == "auto" else int(text)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of ``-n auto``: tests of real ranks wait for each other a good deal."""
+    return min(8, 2 * len(os.sched_getaffinity(0)))
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``-n``."""
-    parser.getgroup("general")._addoption(
-        "-n",
-        dest="processes",
-        type=count_processes,
-        default=0,
-        help="run the tests in so many processes; auto: two per core, at most eight",
-    )
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """With ``-n``, processes take the groups of ``pytest_collection_modifyitems`` in its order."""
+    if getattr(config.option, "numprocesses", None):
+        config.option.dist, config.option.loadscopereorder = "loadgroup", False
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the folder of the warm servers that all processes of a run share."""
+    if hasattr(config, "workerinput"):  # it is in the environment
+        return
     folder = Path(tempfile.mkdtemp(prefix="pipectl-"))  # the names of sockets are short
     os.mkfifo(folder / "alive")
     alive = os.open(folder / "alive", os.O_RDWR)
@@ -394,7 +389,7 @@ def scope_of(nodeid: str) -> str:
     return next(shared, nodeid.partition("::")[0])
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before the names of groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long comes first: folders that stay together, then files that start ranks.
 
@@ -407,16 +402,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return scope not in TOGETHER, scope not in ranks
 
     items.sort(key=place)
-
-
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """See tests/warm/pool.py."""
-    return pool.run_tests(session, session.config.option.processes, scope_of)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _no_waiting_for_disks() -> Iterator[None]:
-    """What tests write need not outlive the machine; syncing it may take longer than the tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        yield
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(scope_of(item.nodeid)))

@@ -106,6 +106,7 @@ def test_ranks_in_other_sessions_that_ignore_the_signal_are_killed(
         ("12.34@elsewhere", JobState.UNKNOWN, "elsewhere"),
         ("12", JobState.UNKNOWN, "'12' is not the id of a local job"),
     ],
+    ids=["alive", "reused", "elsewhere", "damaged"],
 )
 def test_jobs_by_their_ids(job_id: str, expected: JobState, words: str | None) -> None:
     """One that is damaged hides no other."""

@@ -119,7 +119,7 @@ def run_tests(tests: Sequence[str], limit_s: float, *, compiles: bool = True) ->
         os.dup2(output, 2)
         os.environ |= {"PYTHONPATH": str(COPY), "PIPECTL_INTERPRET": "" if compiles else "1"}
         sys.path.insert(0, str(COPY))
-        options = ("-x", "-n", "0", "-p", "no:cacheprovider")
+        options = ("-x", "-p", "no:cacheprovider")
         os._exit(importlib.import_module("pytest").main([*options, *tests]))
     until = time.monotonic() + limit_s
     while time.monotonic() < until:

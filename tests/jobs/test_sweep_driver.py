@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ touch "{run}/started"
 until [[ -e "{run}/go" ]]; do sleep 0.05; done
 echo 0 >"{run}/exit_code"
 """
+NUMBERS = count()
+"""Of sweeps: jobs are found by the name, and those of earlier tests may still be there."""
 Started = tuple[SweepDirectory, list[RunDirectory]]
 
 
@@ -32,7 +35,8 @@ def start(tmp_path: Path) -> Callable[..., Started]:
     """Starts a sweep of some runs, a few at a time, as its submission does."""
 
     def submit(points: int, at_once: int, *, told: bool = True) -> Started:
-        sweep, runs = SweepDirectory.create(tmp_path, "tiny", points, time.time())
+        name = f"tiny{next(NUMBERS)}"
+        sweep, runs = SweepDirectory.create(tmp_path, name, points, time.time())
         request = make_request(
             sweep.path,
             tag=sweep.name,
@@ -46,7 +50,7 @@ def start(tmp_path: Path) -> Callable[..., Started]:
                 run.script.write_text(SCRIPT.format(run=run.path))
             array_id = LOCAL.submit(sweep.script, request)
             now = time.time()
-            record = Record("tiny", "local", request.tag, now, 1, 1, 4)
+            record = Record(name, "local", request.tag, now, 1, 1, 4)
             for index, run in enumerate(runs):
                 here = replace(record, sweep=Setting(sweep.name, {"n": index}), task=index)
                 job_id = LOCAL.task_id(array_id, index)
