@@ -11,8 +11,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pipectl.directives import SYNTAXES, options_of
 from pipectl.spec.models import JobSpec
 from pipectl.spec.references import user_sources
+
+_NODE_OPTIONS = {
+    "slurm": (
+        "--constraint -C", "--exclude -x", "--nodefile -F", "--nodelist -w", "--reservation",
+        "--switches",
+    ),
+    "pbs": ("-l",),
+}  # fmt: skip
+"""Options that choose the nodes of a job, by batch system."""
 
 
 def profile_key(spec: JobSpec) -> str:
@@ -33,16 +43,23 @@ def plan_key(spec: JobSpec) -> str:
 
 
 def links_key(spec: JobSpec, machine: str) -> str:
-    """Hash of what measured links depend on: the resources, how ranks are started, and where.
+    """Hash of what measured links depend on: the resources, how ranks are started, and on which
+    nodes.
 
     Args:
         machine: names the scheduler, and the host if jobs run on it.
     """
     resources = spec.resources.model_dump(exclude={"walltime"})
     launch = spec.launch.model_dump(include={"launcher", "mpi", "bind", "args"})
-    options = [spec.slurm.options.get(key) for key in ("constraint", "C", "reservation")]
-    nodes = [spec.slurm.partition, *options, spec.pbs.queue, spec.pbs.select]
-    return _digest([machine, resources, launch, spec.environment.model_dump(), nodes])
+    nodes = [spec.slurm.partition, spec.pbs.queue, spec.pbs.select]
+    options = sorted(
+        (entry, text or "")
+        for system, syntax in SYNTAXES.items()
+        for name, value in getattr(spec, system).options.items()
+        for option, text in options_of(name, value)
+        if (entry := syntax.find(option, text, _NODE_OPTIONS[system]))
+    )
+    return _digest([machine, resources, launch, spec.environment.model_dump(), nodes, options])
 
 
 def _profiled(spec: JobSpec) -> Any:
