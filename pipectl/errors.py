@@ -129,6 +129,13 @@ class UnknownRunError(PipectlError):
     exit_code = 6
 
 
+LESS_MEMORY = (
+    "resume it with a memory limit below what a rank gets: "
+    "pipectl resume RUN --set pipeline.memory_limit=SIZE"
+)
+"""What to do if a rank lacks memory."""
+
+
 def lacks_memory(error: BaseException) -> bool:
     """Return whether an error of Python or torch reports that memory is exhausted."""
     text = str(error).lower()

@@ -177,14 +177,15 @@ def find_mpiexec(request: JobRequest) -> str:
 
 
 class MpiChoice(NamedTuple):
-    """The value of ``launch.mpi`` for a job.
+    """The MPI of a job.
 
     Args:
-        reason: why this value was chosen, for the user; may be empty.
+        kind: the value of ``launch.mpi``.
+        reason: why this kind was chosen, for the user; may be empty.
         warning: what will probably fail; may be empty.
     """
 
-    mpi: str
+    kind: str
     reason: str = ""
     warning: str = ""
 

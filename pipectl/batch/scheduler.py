@@ -97,7 +97,7 @@ class JobRequest:
     @property
     def threads(self) -> int:
         """Compute threads per rank."""
-        return self.resources.cpus_per_task - self.launch.spare_cores
+        return self.launch.threads(self.resources.cpus_per_task)
 
     @property
     def memory_per_node_mib(self) -> int | None:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 def print_notes(jobs: Sequence[Job]) -> None:
     """Print the warnings of jobs, and the reasons for the choice of MPI, once each."""
-    notes = ((each.mpi, each.machines.warning if each.machines else "") for each in jobs)
-    for choice, warning in dict.fromkeys(notes):
+    for choice, warning in dict.fromkeys((each.mpi, each.warning) for each in jobs):
         warn(warning)
         if choice.reason:
             note(choice.reason)
@@ -43,10 +42,10 @@ def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None
         of = "" if len(jobs) == 1 else f" for {missing} of {len(jobs)} runs"
         where = ", in the job's allocation" if any(job.plans_in_job for job in jobs) else ""
         note(f"no up-to-date profile{of}: the model is measured before it is trained{where}")
-    elif len(jobs) == 1 and (plan := jobs[0].plan) is not None:
+    elif len(jobs) == 1 and (plan := jobs[0].plan) and (cluster := jobs[0].cluster):
         from pipectl.cli.views.plan import prediction_lines
 
-        lines = prediction_lines(plan, jobs[0].cluster)
+        lines = prediction_lines(plan, cluster)
         for line in (f"{before}{plan.name}: {plan.summary}", *lines):
             tell(line)
 

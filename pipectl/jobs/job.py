@@ -65,20 +65,6 @@ class Task:
 
 
 @dataclass(frozen=True)
-class ClusterChoice:
-    """The machines to plan for.
-
-    Args:
-        file: file of the cluster; None if the cluster is assumed.
-        warning: why a measured cluster is not used; empty if there is nothing to say.
-    """
-
-    cluster: Cluster
-    file: Path | None = None
-    warning: str = ""
-
-
-@dataclass(frozen=True)
 class Job:
     """A job as its spec describes it, and what it is planned and trained with.
 
@@ -87,7 +73,8 @@ class Job:
         template: of its script; None for that of the batch system.
         mpi: how the ranks are started, and why.
         values: values of the job's point of the sweep, by dotted key; None without a sweep.
-        machines: None if the job only measures.
+        cluster: the machines to plan for; None if the job only measures.
+        warning: about the cluster, for the user; may be empty.
         profile: None if the job measures its model itself, or needs no profile.
         plan: None if the job plans itself, or needs no plan.
         plans_in_job: whether the job profiles and plans in its allocation before it trains.
@@ -101,7 +88,8 @@ class Job:
     template: Template | None
     mpi: MpiChoice
     values: Mapping[str, Any] | None = None
-    machines: ClusterChoice | None = None
+    cluster: Cluster | None = None
+    warning: str = ""
     profile: Profile | None = None
     plan: Plan | None = None
     plans_in_job: bool = False
@@ -112,17 +100,6 @@ class Job:
     def name(self) -> str:
         """Name in the batch system, with which the names of its runs end."""
         return f"{self.spec.name}{self.task.suffix}"
-
-    @property
-    def cluster(self) -> Cluster:
-        """The machines to plan for."""
-        assert self.machines is not None, "the job only measures"
-        return self.machines.cluster
-
-    def with_plan(self, profile: Profile, cluster: Cluster, plan: Plan | None) -> Job:
-        """The job with a plan, and with the profile and the cluster that it was made for."""
-        machines = self.machines and replace(self.machines, cluster=cluster)
-        return replace(self, machines=machines, profile=profile, plan=plan, plans_in_job=False)
 
     def request_for(
         self,
@@ -157,7 +134,7 @@ class Job:
             python=python,
             command=command,
             resources=spec.resources.model_copy(update=task.resources),
-            launch=spec.launch.model_copy(update={"mpi": self.mpi.mpi}),
+            launch=spec.launch.model_copy(update={"mpi": self.mpi.kind}),
             environment=spec.environment.model_copy(update=environment),
             slurm=spec.slurm,
             pbs=spec.pbs,

@@ -99,8 +99,8 @@ def plan_rehearsal(
     """
     batch_system = choose_scheduler(spec)
     (planned,) = prepare(spec, batch_system, progress, must_run=False)
-    plan, machines = planned.plan, planned.machines
-    if plan is None or machines is None:
+    plan, cluster = planned.plan, planned.cluster
+    if plan is None or cluster is None:
         raise UsageError(
             f"{profile_path(spec)}: no up-to-date profile, so there is no plan to rehearse",
             cure="measure the model first: pipectl profile --submit JOB.yaml",
@@ -119,7 +119,7 @@ def plan_rehearsal(
         }
         variables = {**spec.environment.variables, **_OVERSUBSCRIBE}
         spec = change(spec, launch=launch, environment={"variables": variables})
-    rehearsal = rehearsal_of(plan, machines.cluster, ranks_per_core)
+    rehearsal = rehearsal_of(plan, cluster, ranks_per_core)
     limit_s = int(_START_S + 2 * rehearsal.expected_s)
     task = Task(
         REHEARSAL,
@@ -129,7 +129,8 @@ def plan_rehearsal(
         resources={"walltime": min(spec.resources.walltime, limit_s), "gpus_per_node": 0},
     )
     job = make_job(spec, scheduler, task)
-    return replace(job, machines=machines, plan=plan, rehearsal=rehearsal), rehearsal
+    job = replace(job, cluster=cluster, warning=planned.warning, plan=plan, rehearsal=rehearsal)
+    return job, rehearsal
 
 
 class RehearsalJson(TypedDict):

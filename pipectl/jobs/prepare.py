@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipectl.batch import LOCAL
 from pipectl.batch.launchers import MpiChoice
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, PipectlError
-from pipectl.jobs.job import ClusterChoice, Job, make_job, render
+from pipectl.jobs.job import Job, make_job, render
 from pipectl.spec import JobSpec, Point, links_key, plan_key, profile_key
 
 if TYPE_CHECKING:
@@ -99,13 +99,16 @@ def prepare(
         InfeasibleError: no plan fits.
     """
     jobs: list[Job] = []
+    clusters: list[Cluster] = []
     launches: dict[str, MpiChoice] = {}
     for point in points or (None,):
         values, own = (None, spec) if point is None else (point.values, point.spec)
         settings = f"{own.launch} {own.environment}"
         with _name_values_in_errors(values):
             job = make_job(own, scheduler, values=values, mpi=launches.get(settings))
-            jobs.append(replace(job, machines=find_cluster(own, scheduler)))
+            choice = find_cluster(own, scheduler)
+        jobs.append(replace(job, warning=choice.warning))
+        clusters.append(choice.cluster)
         launches[settings] = job.mpi
 
     # All profiles come first: the memory of a measuring process counts as memory of a rank, and
@@ -115,6 +118,8 @@ def prepare(
     for job, key in zip(jobs, keys, strict=True):
         if key not in profiles:
             with _name_values_in_errors(job.values):
+                if must_run and make_missing:
+                    render(job)  # raise errors in the script before the model is measured
                 profiles[key] = _find_or_measure(
                     job, progress, measures=make_missing and scheduler == LOCAL, must_run=must_run,
                     saves=key == own_key,
@@ -124,12 +129,12 @@ def prepare(
     plans: dict[tuple[str, Cluster], Plan | None] = {}
     own_links, own_plan = cluster_file_key(spec, scheduler), None
     prepared = []
-    for job, key in zip(jobs, keys, strict=True):
+    for job, cluster, key in zip(jobs, clusters, keys, strict=True):
         profile, is_new = profiles[key]
         if profile is None:
-            prepared.append(replace(job, plans_in_job=scheduler != LOCAL))
+            prepared.append(replace(job, cluster=cluster, plans_in_job=scheduler != LOCAL))
             continue
-        profile, cluster = join_rows(profile, job.cluster)
+        profile, cluster = join_rows(profile, cluster)
         inputs = plan_key(job.spec), cluster
         if inputs not in plans:
             with _name_values_in_errors(job.values):
@@ -140,8 +145,11 @@ def prepare(
             is_own = inputs[0] == plan_key(spec)
             if is_planned_now and is_own and cluster_file_key(job.spec, scheduler) == own_links:
                 own_plan = plan
-        job = replace(job, is_profiled_now=is_new)
-        prepared.append(job.with_plan(profile, cluster, plans[inputs]))
+        prepared.append(
+            replace(
+                job, cluster=cluster, profile=profile, is_profiled_now=is_new, plan=plans[inputs]
+            )
+        )
     if own_plan is not None:  # at the end, as all plans keep the micro-batches of the last one
         own_plan.save(plan_path(spec))
     return prepared
@@ -152,8 +160,6 @@ def _find_or_measure(
 ) -> tuple[Profile | None, bool]:
     """The up-to-date profile of a job, and whether it is new; None if it may not be measured."""
     path = profile_path(job.spec)
-    if must_run:
-        render(job)  # raise errors in the script before the model is measured
     profile, is_new = read_profile(job.spec, path), False
     if profile is None and measures:
         from pipectl.jobs.profiles import measure
@@ -200,6 +206,19 @@ def _name_values_in_errors(values: Mapping[str, Any] | None) -> Iterator[None]:
             words = ", ".join(f"{key}={value}" for key, value in values.items())
             error.message = f"{words}: {error.message}"
         raise
+
+
+class ClusterChoice(NamedTuple):
+    """The machines to plan for.
+
+    Args:
+        file: file of the cluster; None if the cluster is assumed.
+        warning: why a measured cluster is not used; empty if there is nothing to say.
+    """
+
+    cluster: Cluster
+    file: Path | None = None
+    warning: str = ""
 
 
 def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:

@@ -322,5 +322,5 @@ def request_of_two(launch: Launch, *command: str, cpus_per_task: int = 1) -> Job
         slurm=Slurm(),
         pbs=Pbs(),
     )
-    mpi = choose_mpi(request).mpi
+    mpi = choose_mpi(request).kind
     return replace(request, launch=launch.model_copy(update={"mpi": mpi}))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import JobState
+from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.fields import leaves
 from pipectl.files import make_directory
@@ -77,10 +78,11 @@ def resume(
             _check_incomplete(run, record, before, spec)
         _check_unchanged(run, record, before, spec)
         plan = Plan.load(run.plan) if run.plan.exists() else None
-        machines = find_cluster(move_to(run, spec), record.scheduler)
-        job = replace(make_job(spec, record.scheduler), machines=machines, plans_in_job=True)
+        cluster, _, warning = find_cluster(move_to(run, spec), record.scheduler)
+        job = make_job(spec, record.scheduler)
+        job = replace(job, cluster=cluster, warning=warning, plans_in_job=True)
         if plan is not None:
-            job = _plan_again(run, before, job, overrides, plan)
+            job = _plan_again(run, before, job, cluster, overrides, plan)
         replanned = job.plan != plan
         submission = _hand_over_again(run, job, record, now, replanned=replanned)
         return submission, replanned, _changes(before, spec)
@@ -155,7 +157,12 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
 
 
 def _plan_again(
-    run: RunDirectory, before: JobSpec, job: Job, overrides: Sequence[str], plan: Plan
+    run: RunDirectory,
+    before: JobSpec,
+    job: Job,
+    machines: Cluster,
+    overrides: Sequence[str],
+    plan: Plan,
 ) -> Job:
     """The job with the run's plan if that is up to date, else with a new plan.
 
@@ -168,9 +175,9 @@ def _plan_again(
     from pipectl.runtime.nodes import check_supported
 
     own_profile, spec = Profile.load(run.profile), job.spec
-    profile, cluster = join_rows(own_profile, job.cluster)
+    profile, cluster = join_rows(own_profile, machines)
     if plan.key == plan_file_key(spec, profile, cluster):
-        return job.with_plan(profile, cluster, plan)
+        return replace(job, cluster=cluster, profile=profile, plan=plan, plans_in_job=False)
     like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
     same_model = is_fresh(like_before, own_profile)
     if spec.pipeline.micro_batches is None and (same_model or last_checkpoint(run) is not None):
@@ -183,10 +190,10 @@ def _plan_again(
     profile = own_profile
     with suppress(PipectlError):  # the profile stays as it is if no step was recorded
         profile = correct_profile(run)
-    profile, cluster = join_rows(replace(profile, key=key), job.cluster)
+    profile, cluster = join_rows(replace(profile, key=key), machines)
     plan = plan_job(spec, profile, cluster)
     check_supported(plan, str(run.plan))
-    return job.with_plan(profile, cluster, plan)
+    return replace(job, cluster=cluster, profile=profile, plan=plan, plans_in_job=False)
 
 
 def _hand_over_again(

@@ -234,20 +234,20 @@ def _write_files(submission: Submission, script: str, first_run: RunDirectory) -
         first_run: first run with the same plan, whose files of the plan are copied.
     """
     run, job, request = submission.run, submission.job, submission.request
-    profile, plan, machines = job.profile, job.plan, job.machines
+    profile, plan, cluster = job.profile, job.plan, job.cluster
     write_job(run, job.spec, request.template)
-    if machines is not None:
-        machines.cluster.save(run.cluster)
+    if cluster is not None:
+        cluster.save(run.cluster)
     if plan is not None and first_run is not run:
         for file in (run.profile, run.plan, run.predicted):
             shutil.copyfile(first_run.path / file.relative_to(run.path), file)
     else:
         if profile is not None:
             profile.save(run.profile)
-        if plan is not None and machines is not None:
+        if plan is not None and cluster is not None:
             from pipectl.jobs.planning import write_plan
 
-            write_plan(run, plan, machines.cluster)
+            write_plan(run, plan, cluster)
     if job.rehearsal is not None:
         job.rehearsal.save(run.rehearsal)
     write_text(run.script, script, mode=0o700)

@@ -20,7 +20,7 @@ from typing import TextIO
 
 from mpi4py import MPI
 
-from pipectl.errors import FaultError, PipectlError, lacks_memory
+from pipectl.errors import LESS_MEMORY, FaultError, PipectlError, lacks_memory
 from pipectl.faults import ErrorReport, with_details
 from pipectl.files import write_log
 from pipectl.runs import RUN_VARIABLE, RunDirectory
@@ -210,8 +210,7 @@ def report(
     step: int | None = None,
 ) -> None:
     """Write this rank's error, and where it occurred, for ``pipectl status`` and the job's log."""
-    memory = "set pipeline.memory_limit below what a rank gets, and plan again"
-    cure = memory if lacks_memory(error) else None
+    cure = LESS_MEMORY if lacks_memory(error) else None
     failure = ErrorReport.of(error, cure, rank=rank, stage=stage, step=step, action=action)
     failure.save(directory.error_of(rank))
     if isinstance(error, PipectlError) and not isinstance(error, FaultError):

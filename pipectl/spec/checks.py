@@ -187,7 +187,7 @@ def _check_warm_up(pipeline: models.Pipeline) -> Iterator[Finding]:
         yield _WARM_UP, f"has length {len(warm_up)}, but pipeline.stages is {pipeline.stages}"
     schedule = _built_in(pipeline)
     if name is not None and (schedule is None or not schedule.chooses_warm_up):
-        yield _WARM_UP, f"has no meaning with schedule {name}, which has one of its own"
+        yield _WARM_UP, f"has no meaning with schedule {Path(name).name}, which has one of its own"
     if any(early < late for early, late in pairwise(warm_up)):
         yield _WARM_UP, f"{list(warm_up)} must not increase from one stage to the next"
     largest, micro_batches = max(warm_up, default=0), pipeline.micro_batches
@@ -210,7 +210,7 @@ def _check_backward(
         from pipectl.schedule import SCHEDULES
 
         suitable = (name for name, each in SCHEDULES.items() if each.allows_backward_elsewhere)
-        fault = f"cannot be apart with schedule {pipeline.schedule}"
+        fault = f"cannot be apart with schedule {Path(pipeline.schedule).name}"
         yield _BACKWARD, f"{fault}, but with one of {', '.join(suitable)}"
     if replicas not in (None, 1, "any"):
         yield _BACKWARD, f"cannot be apart with {replicas} replicas per stage; leave these out"
@@ -261,7 +261,7 @@ def _check_buckets(data: models.Data) -> Iterator[Finding]:
 
 
 def _check_progress(launch: models.Launch, resources: models.Resources) -> Iterator[Finding]:
-    if resources.cpus_per_task <= launch.spare_cores:
+    if not launch.threads(resources.cpus_per_task):
         fault = "core leaves no core to compute with: resources.cpus_per_task is 1"
         yield ("launch", "progress"), f"{fault}; set it to 2 or more"
 

@@ -77,7 +77,7 @@ def _profiled(spec: JobSpec) -> Any:
         if isinstance(options.get("lr"), int | float):
             del options["lr"]
     load = spec.resources.model_dump(include={"tasks_per_node", "cpus_per_task"})
-    if spec.launch.spare_cores:
+    if spec.threads != spec.resources.cpus_per_task:
         load["threads"] = spec.threads
     if spec.resources.gpus_per_node:  # their number does not change times on one of them
         load["accelerators"] = True

@@ -330,10 +330,9 @@ class Launch(types.Section):
     template: types.File | None = None
     """A Jinja template that extends the job script, relative to the file that names it."""
 
-    @property
-    def spare_cores(self) -> int:
-        """Cores of each rank that do not compute."""
-        return int(self.progress == "core")
+    def threads(self, cpus_per_task: int) -> int:
+        """Threads that a rank with these cores computes with."""
+        return cpus_per_task - (self.progress == "core")
 
 
 class Environment(types.Section):
@@ -541,7 +540,7 @@ class JobSpec(types.Section):
     @property
     def threads(self) -> int:
         """Threads that a rank computes with."""
-        return self.resources.cpus_per_task - self.launch.spare_cores
+        return self.launch.threads(self.resources.cpus_per_task)
 
 
 def files_in(data: Any) -> Iterator[tuple[tuple[str, ...], str]]:

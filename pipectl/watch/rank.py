@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from pipectl.errors import LESS_MEMORY
 from pipectl.units import printable
 from pipectl.watch import ProcessState, process_state
 from pipectl.watch.board import SIZE, read_activity
@@ -20,10 +21,6 @@ from pipectl.watch.report import RESUME, RankReport, State
 BYE, FAILING = b"\xfe", b"\xfd"
 """Written by a rank to its pipe before it ends, or before it reports its error. Python writes
 signal numbers, and the stack of a crash, to the same pipe."""
-_MEMORY = (
-    "resume it with a memory limit below what a rank gets: "
-    "pipectl resume RUN --set pipeline.memory_limit=SIZE"
-)
 _END_SIGNALS = (bytes([signal.SIGTERM]), bytes([signal.SIGINT]))
 _END_SIGNAL_S = 1.0
 """A rank that ends within this time after SIGTERM ended because of it."""
@@ -104,7 +101,7 @@ class _Rank:
             message, stack = f"its process crashed: {words.splitlines()[0]}", words[:_MAX_WORDS]
             was_asked = False
         elif memory_kill:
-            message, cure = "killed by the kernel, for lack of memory on its node", _MEMORY
+            message, cure = "killed by the kernel, for lack of memory on its node", LESS_MEMORY
             was_asked = False
         elif was_asked:
             message = "its process alone received SIGTERM or SIGINT"

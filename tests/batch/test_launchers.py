@@ -199,7 +199,7 @@ def test_srun_is_told_what_the_library_speaks(
     program("srun", ALL)
     library(program, version)
     choice = choose_mpi(change(request_here, launcher="srun"))
-    assert (choice.mpi, choice.warning) == (mpi, "")
+    assert (choice.kind, choice.warning) == (mpi, "")
     assert choice.reason.startswith(f"srun --mpi={mpi}: the ranks have ")
 
 
@@ -209,10 +209,10 @@ def test_a_library_that_this_slurm_does_not_know(
     library(program, "Open MPI v5.0.11, package")
     request = change(request_here, launcher="srun")
     choice = choose_mpi(request)
-    assert (choice.mpi, choice.warning) == ("pmix", ""), "there is no srun here"
+    assert (choice.kind, choice.warning) == ("pmix", ""), "there is no srun here"
     program("srun", LIST.format("\\tnone\\n\\tpmi2\\n"))
     choice = choose_mpi(request)
-    assert choice.mpi == "pmix"
+    assert choice.kind == "pmix"
     assert "knows no --mpi=pmix, but none, pmi2" in choice.warning
 
 
@@ -226,9 +226,9 @@ def test_what_the_job_brings_is_not_guessed(
     program("srun", ALL)
     library(program, "Open MPI v5.0.11, package")
     choice = choose_mpi(request)
-    assert (choice.mpi, "not known here" in choice.reason) == ("pmi2", True)
+    assert (choice.kind, "not known here" in choice.reason) == ("pmi2", True)
     program("srun", LIST.format("\\tnone\\n\\tpmix\\n"))
-    assert choose_mpi(request).mpi == "pmix"
+    assert choose_mpi(request).kind == "pmix"
 
 
 def test_what_the_job_says_is_kept(program: Program, request_here: JobRequest) -> None:
@@ -237,7 +237,7 @@ def test_what_the_job_says_is_kept(program: Program, request_here: JobRequest) -
     program("srun", ALL)
     for mpi, is_known in {"pmix": True, "pmix_v5": True, "none": True, "pmi1": False}.items():
         choice = choose_mpi(change(request, mpi=mpi))
-        assert (choice.mpi, choice.warning == "") == (mpi, is_known)
+        assert (choice.kind, choice.warning == "") == (mpi, is_known)
 
 
 def test_the_mpiexec_that_will_start_them_is_asked(
@@ -247,7 +247,7 @@ def test_the_mpiexec_that_will_start_them_is_asked(
     assert choose_mpi(request_here) == MpiChoice("openmpi")
     assert choose_mpi(change(request_here, mpi="openmpi")) == MpiChoice("openmpi")
     other = choose_mpi(change(request_here, mpi="hydra"))
-    assert (other.mpi, "is of the kind openmpi" in other.warning) == ("hydra", True)
+    assert (other.kind, "is of the kind openmpi" in other.warning) == ("hydra", True)
     assert choose_mpi(change(request_here, alone=True)) == MpiChoice("auto")
     elsewhere = change(request_here, python="/nowhere/python", modules=("mpich",))
     assert choose_mpi(elsewhere) == MpiChoice("auto")
@@ -260,5 +260,5 @@ def test_the_launcher_and_library_of_this_environment(request_here: JobRequest) 
     if not (Path(sys.executable).parent / "mpiexec").exists():
         pytest.skip("no mpiexec beside this interpreter")
     here = change(request_here, python=sys.executable)
-    assert choose_mpi(here).mpi in {"hydra", "openmpi"}
+    assert choose_mpi(here).kind in {"hydra", "openmpi"}
     assert "the ranks have" in choose_mpi(change(here, launcher="srun")).reason

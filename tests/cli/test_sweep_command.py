@@ -171,11 +171,11 @@ def test_points_with_other_links_have_plans_of_their_own(profile: Path) -> None:
     key = cluster_file_key(points[1].spec, "slurm")
     replace(cluster, key=key).save(Path("runs/tiny.cluster.json"))
     found = prepare(spec, "slurm", points=points)
-    assert [each.machines.file is None for each in found if each.machines] == [True, False]
+    assert [each.cluster.key for each in found if each.cluster] == [None, key]
     keys = [
-        plan_file_key(each.spec, each.profile, each.machines.cluster)
+        plan_file_key(each.spec, each.profile, each.cluster)
         for each in found
-        if each.profile and each.machines
+        if each.profile and each.cluster
     ]
     assert [each.plan.key for each in found if each.plan] == keys
     assert Plan.load(Path("runs/tiny.plan.json")).key == keys[0]
