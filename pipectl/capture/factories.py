@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pipectl.errors import CaptureError
+from pipectl.errors import CaptureError, WorkerError, lacks_memory
 from pipectl.faults import user_line
 from pipectl.spec import references
 from pipectl.units import did_you_mean
@@ -78,6 +78,21 @@ def call(function: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) 
             f"{name}: raised {type(error).__name__}: {error}{place}",
             cure=f"{what if is_factory else 'run it in a Python shell'} to see the whole error",
         ) from error
+
+
+def call_in_training(function: Callable[..., Any], key: str, *args: Any) -> Any:
+    """Call what a factory has made; an exception of it is one of training, not of an input.
+
+    Raises:
+        WorkerError: the callable raises; errors for lack of memory pass unchanged.
+    """
+    try:
+        return call(function, key, *args)
+    except CaptureError as error:
+        cause = error.__cause__
+        if cause is not None and lacks_memory(cause):
+            raise cause from None
+        raise WorkerError(error.message, cure=error.cure) from cause
 
 
 def bind(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> Any:

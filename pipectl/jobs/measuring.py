@@ -91,13 +91,15 @@ def make_measuring_job(
 def plan_rehearsal(
     spec: JobSpec, scheduler: str | None, progress: Progress
 ) -> tuple[Job, Rehearsal]:
-    """Make a job that rehearses a job's plan, on this machine unless a scheduler is named.
+    """Make a job that rehearses a job's plan, on this machine unless a batch system is named.
+
+    The plan is that for the named batch system, or else for the job's own.
 
     Raises:
         UsageError: a job for a batch system has no profile yet.
         PipectlError: no plan fits, or a file cannot be used.
     """
-    batch_system = choose_scheduler(spec)
+    batch_system = choose_scheduler(spec, None if scheduler == LOCAL else scheduler)
     (planned,) = prepare(spec, batch_system, progress, must_run=False)
     plan, cluster = planned.plan, planned.cluster
     if plan is None or cluster is None:

@@ -155,7 +155,10 @@ class RunStatus:
 
     @property
     def laggard(self) -> Laggard | None:
-        """The rank that the others wait for; None if all ranks wait little, or about the same."""
+        """The rank that the others wait for; None if all ranks wait little or about the same, or
+        after a failure, which ranks report at different times."""
+        if self.job.state.final and self.job.state is not JobState.COMPLETED:
+            return None
         waiting = [(each.waiting, each) for each in self.ranks if each.waiting is not None]
         if len(waiting) < 2:
             return None

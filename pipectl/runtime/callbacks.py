@@ -44,10 +44,12 @@ class Callbacks:
                 private = {"environment": {"variables", "setup"}}
                 config = spec.model_dump(mode="json", exclude=private)
                 arguments = run.path, config
-                tell = factories.call(function, name, *arguments, **factory.kwargs)
+                is_own = name.startswith("callbacks.")
+                key = f"{name}.factory: {factory.factory}" if is_own else name
+                tell = factories.call(function, key, *arguments, **factory.kwargs)
                 if not callable(tell):
                     raise CaptureError(
-                        f"{name}: returned a {type(tell).__name__}, which cannot be called",
+                        f"{key}: returned a {type(tell).__name__}, which cannot be called",
                         cure="return a function of one line of the metrics, a dict",
                     )
                 self._functions[name] = tell

@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, CapturedJob, Slot
 from pipectl.capture.data import Loader
-from pipectl.capture.factories import call
+from pipectl.capture.factories import call_in_training
 from pipectl.capture.slices import Rows
 from pipectl.capture.step import target_weight
-from pipectl.errors import CaptureError, WorkerError
+from pipectl.errors import CaptureError
 from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.layout import Tensors
@@ -69,7 +69,7 @@ class Metrics:
         outputs = _outputs(graph, rows, results) if self._metrics else None
         for name, metric in self._metrics.items():
             update = metric.update if _is_stateful(metric) else metric
-            value = _call(update, name, outputs, targets)
+            value = call_in_training(update, f"evaluation.metrics.{name}", outputs, targets)
             if not _is_stateful(metric):
                 self._sums[name] = self._sums.get(name, 0.0) + _number(name, value) * size
 
@@ -78,7 +78,7 @@ class Metrics:
         loss = self._loss / self._weight if self._weight else math.nan
         means = {name: total / self._samples for name, total in self._sums.items()}
         computed = {
-            name: _number(name, _call(metric.compute, name))
+            name: _number(name, call_in_training(metric.compute, f"evaluation.metrics.{name}"))
             for name, metric in self._metrics.items()
             if _is_stateful(metric)
         }
@@ -87,14 +87,6 @@ class Metrics:
 
 def _is_stateful(metric: Any) -> bool:
     return hasattr(metric, "update") and hasattr(metric, "compute")
-
-
-def _call(function: Callable[..., Any], name: str, *arguments: Any) -> Any:
-    """Call a metric; an exception of it is one of training, not of an input."""
-    try:
-        return call(function, f"evaluation.metrics.{name}", *arguments)
-    except CaptureError as error:
-        raise WorkerError(error.message, cure=error.cure) from error.__cause__
 
 
 def _number(name: str, value: Any) -> float:

@@ -15,17 +15,16 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.factories import call
+from pipectl.capture.factories import call, call_in_training
 from pipectl.capture.refusals import has_hooks, refuse_parameter_hooks
 from pipectl.capture.step import own_name
-from pipectl.errors import CaptureError, lacks_memory
+from pipectl.errors import CaptureError
 from pipectl.plan import Plan
 from pipectl.spec import JobSpec
 from pipectl.units import did_you_mean
@@ -70,12 +69,13 @@ class Stepper:
         """Update the parameters, then the learning rate.
 
         Raises:
-            CaptureError: the optimizer or the schedule raises, or a checkpoint could not hold the
-                optimizer's state: raised at the first update, not when the training is saved.
+            WorkerError: the optimizer or the schedule raises.
+            CaptureError: a checkpoint could not hold the optimizer's state: raised at the first
+                update, not when the training is saved.
         """
         if self.optimizer is not None:
             before = None if self._has_stepped else of_groups(self.optimizer)
-            _run(self.optimizer.step, "optimizer")
+            call_in_training(self.optimizer.step, "optimizer")
             if before is not None:
                 refuse_changes(self.optimizer, before)
             self._has_stepped = True
@@ -86,7 +86,7 @@ class Stepper:
         """Update the learning rate alone, unless it follows evaluations."""
         self.updates += 1
         if self.lr_scheduler is not None and not self.watches:
-            _run(self.lr_scheduler.step, "lr_scheduler")
+            call_in_training(self.lr_scheduler.step, "lr_scheduler")
 
     def watch(self, loss: float) -> None:
         """Pass the loss of an evaluation to a schedule that follows it.
@@ -97,7 +97,7 @@ class Stepper:
         if self.watches:
             assert self.lr_scheduler is not None
             self.losses.append(loss)
-            _run(partial(self.lr_scheduler.step, loss), "lr_scheduler")
+            call_in_training(self.lr_scheduler.step, "lr_scheduler", loss)
 
     def state(
         self, parameters: Mapping[str, nn.Parameter]
@@ -122,17 +122,6 @@ class Stepper:
         """Drop the gradients and change nothing else."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-
-
-def _run(step: Callable[[], Any], key: str) -> None:
-    """Call user code of the spec's ``key``; out-of-memory errors pass unchanged."""
-    try:
-        call(step, key)
-    except CaptureError as error:
-        cause = error.__cause__
-        if cause is not None and lacks_memory(cause):
-            raise cause from None
-        raise
 
 
 def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Stepper:

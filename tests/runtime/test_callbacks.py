@@ -144,7 +144,7 @@ def test_one_that_cannot_be_made_closes_those_before(job, run: RunDirectory) -> 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "returned a NoneType, which cannot be called"),
+        ("nothing", r"^callbacks\.a\.factory: .*:nothing: returned a NoneType, which cannot be "),
         ("missing", "there is no 'missing'"),
         ("lines.no", "there is no 'lines.no'"),
     ],

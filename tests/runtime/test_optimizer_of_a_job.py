@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipectl.capture import CapturedJob
-from pipectl.errors import CaptureError
+from pipectl.errors import CaptureError, WorkerError
 from pipectl.runtime.optimizer import Stepper, make_stepper
 from pipectl.spec import load
 
@@ -216,8 +216,9 @@ NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.eve
 def test_what_is_wrong_with_an_optimizer_or_a_schedule_is_named(
     job: Maker, lines: list[str], words: str
 ) -> None:
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises((CaptureError, WorkerError)) as caught:
         first_step_of(job(*lines))
+    assert caught.value.exit_code == (1 if "raised KeyError" in words else 3)
     assert re.search(words, f"{caught.value.message} {caught.value.cure}")
 
 

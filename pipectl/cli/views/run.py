@@ -44,8 +44,8 @@ _STYLES = {
 }
 _SLOWER = 1.1
 """Measured over predicted step time of a run that counts as slow."""
-_FULL = 1.05
-"""Efficiency from which computing was clearly faster than in the profile."""
+_FULL = 1.005
+"""Efficiency that is printed as more than 100 %: computing was faster than in the profile."""
 _INDENT = 16
 """Width of the labels."""
 _MAX_REASON, _MAX_VALUE = 40, 24
@@ -203,7 +203,7 @@ def _pace(status: RunStatus) -> Iterator[Fact]:
             text += f", {flops}" if flops else ""
         if status.efficiency is not None:
             text += f", efficiency {status.efficiency:.0%}"
-            text += " (faster than profiled)" if status.efficiency > _FULL else ""
+            text += " (faster than profiled)" if status.efficiency >= _FULL else ""
         yield "speed", text, ""
     if status.predicted_step_s is not None:
         text, style = f"{format_time(status.predicted_step_s)} per step", ""

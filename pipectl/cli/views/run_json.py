@@ -35,7 +35,8 @@ class RunJson(TypedDict):
         samples_per_s, tokens_per_s: median throughput.
         step_time_s, predicted_step_time_s, measured_over_predicted: median measured step, the
             prediction, and their ratio.
-        efficiency: profiled time of all computations, divided by ranks times step time.
+        efficiency: profiled time of all computations, divided by ranks times step time; above 1 if
+            ranks computed faster than in the profile.
         remaining_s: time that the remaining steps take.
         not_finite_steps: steps whose loss or gradients were not finite.
         evaluation_step, evaluation: the last evaluation: its step, and its metrics by name.
