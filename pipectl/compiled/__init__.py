@@ -186,7 +186,7 @@ def _operands(values: Iterable[Any]) -> list[Any]:
     operands: list[Any] = []
     for value in values:
         if isinstance(value, np.ndarray):
-            operands += value.__array_interface__["data"][0], *value.shape
+            operands += value.ctypes.data, *value.shape
         elif isinstance(value, tuple):
             operands += _operands(value)
         else:

@@ -83,7 +83,7 @@ class ModeSearch:
         ]
         self._evaluator = evaluator
         self._cluster = evaluator.problem.cluster
-        self._segment_plans = SegmentPlans(evaluator.problem.profile)
+        self._segment_plans = SegmentPlans(evaluator.problem)
         self._may_recompute = request.recompute is None  # and need not
 
     def simplest(self, plan: Plan) -> Plan:

@@ -54,7 +54,7 @@ class Problem:
         if graph is not None:
             self.graph = graph
         self._operators_of: dict[int, tuple[int, ...]] = {}
-        self._footprints = Footprints(profile)
+        self.footprints = Footprints(profile)
         self._parts: dict[Partition, Footprint] = {}
         self._costs: dict[tuple[Partition, int], tuple[StageCost, ...]] = {}
 
@@ -66,7 +66,14 @@ class Problem:
     @cached_property
     def estimator(self) -> Estimator:
         """Estimates the steps of layouts."""
-        return Estimator(self.profile, self.cluster, self.request, self.graph, self.times)
+        return Estimator(
+            self.profile,
+            self.cluster,
+            self.request,
+            self.graph,
+            self.times,
+            self.footprints,
+        )
 
     def limit_bytes(self, rank: int) -> float:
         """Memory that a rank may take: the smaller of the job's limit and its device's memory."""
@@ -197,7 +204,7 @@ class Problem:
             for blocks in partition:
                 if blocks not in known:
                     known[blocks] = tuple(self.graph.operators_of(blocks))
-            self._parts[partition] = self._footprints.of([known[blocks] for blocks in partition])
+            self._parts[partition] = self.footprints.of([known[blocks] for blocks in partition])
         return self._parts[partition]
 
     def costs(self, partition: Partition, size: int) -> tuple[StageCost, ...]:

@@ -28,8 +28,9 @@ import numpy as np
 
 from pipectl.arrays import Floats
 from pipectl.plan import Blocks, Plan, Replication, Stage, StagePeaks
-from pipectl.planner.costs.footprint import Footprint, Footprints
-from pipectl.planner.costs.stage_costs import operator_times, stage_times
+from pipectl.planner.costs.footprint import Footprint
+from pipectl.planner.costs.stage_costs import stage_times
+from pipectl.planner.problem import Problem
 from pipectl.profile import Operator, Profile
 
 LIMITS = tuple(0.7**power for power in range(1, 13))
@@ -127,12 +128,12 @@ def _cut(
 
 
 class SegmentPlans:
-    """Finds the segments of plans of one profile; equal stages are cut once."""
+    """Finds the segments of plans of one problem; equal stages are cut once."""
 
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self._cuts = SegmentCuts(profile)
-        self._footprints = Footprints(profile)
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._profile = problem.profile
+        self._cuts = SegmentCuts(problem.profile)
         self._known: dict[object, list[list[Blocks]]] = {}
 
     def of(self, plan: Plan) -> list[Blocks | None]:
@@ -159,26 +160,37 @@ class SegmentPlans:
                 [inside[begin:end] for begin, end in pairwise([0, *places, len(inside)])]
                 for inside, places in zip(members, chosen, strict=True)
             ]
-            parts = self._footprints.of([segment for segments in cut_up for segment in segments])
+            parts = self._problem.footprints.of(
+                [segment for segments in cut_up for segment in segments]
+            )
+            times_s = {count: self._times_s(parts, count) for count in set(samples)}
             first = 0
             for stage, segments in enumerate(cut_up):
                 if number < len(cuts[stage]):
                     span = range(first, first + len(segments))
-                    candidates[stage].append(self._segments(parts, span, samples[stage], size))
+                    inside = times_s[samples[stage]][:, span.start : span.stop]
+                    candidates[stage].append(
+                        self._segments(parts, span, inside, samples[stage], size)
+                    )
                 first += len(segments)
         return candidates
 
-    def _segments(self, parts: Footprint, span: range, samples: int, size: int) -> Blocks:
+    def _times_s(self, parts: Footprint, samples: int) -> Floats:
+        """Forward and backward of every stage of a partition for so many samples."""
+        times, scale = self._problem.times.at(samples), self._problem.scale(samples)
+        return stage_times(parts.sums, times, scale, self._profile.stage)[:, 0]
+
+    def _segments(
+        self, parts: Footprint, span: range, times_s: Floats, samples: int, size: int
+    ) -> Blocks:
         """A span of stages of a partition as the segments of one stage.
 
         Args:
+            times_s: forward and backward of each; shape [2, segments].
             samples: that a replica computes at once.
             size: of a micro-batch.
         """
-        own = self._profile.micro_batch_size
-        times = operator_times(self._profile, samples)
-        costs = stage_times(parts, times, samples / own, self._profile.stage)
-        forwards, backwards = zip(*costs[span.start : span.stop], strict=True)
+        own, (forwards, backwards) = self._profile.micro_batch_size, times_s.tolist()
         longer = size / samples
         held = [_held(parts, segment, size / own) for segment in span]
         inputs: dict[str, int] = {}
@@ -223,14 +235,15 @@ class _Held:
 def _held(parts: Footprint, segment: int, scale: float) -> _Held:
     memory, crossing = parts.memory[segment], parts.crossings[segment]
     inputs = {name: ceil(size * scale) for name, size in crossing.received.items()}
-    own = max(0, ceil(memory.saved * scale) - sum(inputs.values()))
-    without = StagePeaks(own, 0, memory.accumulated, 0)
+    own = max(0, ceil(int(parts.sums.saved_bytes[0, segment]) * scale) - sum(inputs.values()))
+    gradient_bytes = int(parts.sums.gradient_bytes[0, segment])
+    without = StagePeaks(own, 0, gradient_bytes, 0)
     return _Held(
         own_bytes=own,
         inputs=inputs,
         results={name: ceil(size * scale) for name, size in crossing.sent.items()},
         peaks=memory.peaks(scale, None) or without,
-        gradient_bytes=memory.accumulated,
+        gradient_bytes=gradient_bytes,
     )
 
 

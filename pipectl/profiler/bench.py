@@ -476,9 +476,11 @@ def time_stages(
     for bench, runs in zip(benches, zip(*times, strict=True), strict=True):
         inside = [bench.cut.operators(index) for index in range(len(bench))]
         parts = footprints.of([[graph.position[name] for name in names] for names in inside])
-        for index, pairs in enumerate(zip(*runs, strict=True)):
+        times_s = []
+        for pairs in zip(*runs, strict=True):
             forward_s, backward_s = map(statistics.median, zip(*pairs, strict=True))
-            samples.append(Sample(parts, index, forward_s, backward_s))
+            times_s.append((forward_s, backward_s))
+        samples.append(Sample(parts.sums, times_s))
     return samples
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.planner.costs.footprint import Footprint
+from pipectl.planner.costs.footprint import Sums
 from pipectl.planner.costs.stage_costs import Times, stage_times
 from pipectl.profile import StageOverhead
 
@@ -36,17 +36,15 @@ _SHORT = 0.1
 
 @dataclass(frozen=True)
 class Sample:
-    """A stage that was timed as a whole; medians, in seconds.
+    """The stages of a partition, each timed as a whole; medians, in seconds.
 
     Args:
-        parts: the partition that contains the stage.
-        stage: its index.
+        sums: of the partition alone.
+        times_s: (forward, backward) of every stage.
     """
 
-    parts: Footprint
-    stage: int
-    forward_s: float
-    backward_s: float
+    sums: Sums
+    times_s: Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,16 @@ def _fit(samples: Sequence[Sample], times: Times, cache_bytes: int | None) -> Fi
     forward_rows, backward_rows = [], []
     forward_s, backward_s = [], []
     for sample in samples:
-        own_forward_s, own_backward_s = stage_times(sample.parts, times, 1.0, bare)[sample.stage]
-        received, sent, got, gave = sample.parts.values[:, sample.stage].tolist()
-        forward_rows.append((own_forward_s, 1, received, sent))
-        forward_s.append(sample.forward_s)
-        if own_backward_s:
-            backward_rows.append((own_backward_s, 1, got, gave))
-            backward_s.append(sample.backward_s)
+        of_operators = stage_times(sample.sums, times, 1.0, bare)[:, 0].T.tolist()
+        values = sample.sums.values[:, 0].T.tolist()
+        for own_s, each_s, (received, sent, got, gave) in zip(
+            of_operators, sample.times_s, values, strict=True
+        ):
+            forward_rows.append((own_s[0], 1, received, sent))
+            forward_s.append(each_s[0])
+            if own_s[1]:
+                backward_rows.append((own_s[1], 1, got, gave))
+                backward_s.append(each_s[1])
     (f_factor, f_fixed, received, sent), f_error = _least_relative_errors(forward_rows, forward_s)
     (b_factor, b_fixed, got, gave), b_error = _least_relative_errors(backward_rows, backward_s)
     overhead = StageOverhead(f_fixed, received, sent, b_fixed, got, gave, cache_bytes)

@@ -103,7 +103,8 @@ def predict(stages: list[Stage], profile: Profile) -> None:
         cut = stage.stages.cut
         inside = [[position[n] for n in cut.operators(i)] for i in range(len(stage.stages))]
         parts = footprints.of(inside)
-        stage.predicted_s = sum(stage_times(parts, times, 1.0, profile.stage)[stage.index])
+        times_s = stage_times(parts.sums, times, 1.0, profile.stage)
+        stage.predicted_s = float(times_s[:, 0, stage.index].sum())
 
 
 def compare(entry: Entry) -> list[Stage]:

@@ -58,13 +58,13 @@ def test_a_stage_keeps_what_it_saves_receives_and_sends_once(make_profile, make_
         make_operator(2, saved=(("b", 20), ("c", 30))),
     ]
     parts = Footprints(make_profile(operators, [(0, 1), (1, 2)])).of([[0], [1, 2]])
-    assert parts.saved_bytes == (10 + 1000, 1000 + 20 + 30)
+    assert parts.sums.saved_bytes[0].tolist() == [10 + 1000, 1000 + 20 + 30]
 
 
 def test_shared_parameters_count_once_in_each_stage(make_profile, make_operator) -> None:
     operators = [make_operator(i, parameters=(("w", 100),)) for i in range(3)]
     parts = Footprints(make_profile(operators, [(0, 1), (1, 2)])).of([[0, 1], [2]])
-    assert parts.parameter_bytes == (100, 100)
+    assert parts.sums.parameter_bytes[0].tolist() == [100, 100]
 
 
 def test_messages_are_summed_by_kind_and_stages_and_scaled(make_profile, make_operator) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from pipectl.planner.costs.footprint import Footprints
@@ -47,14 +48,10 @@ def samples(of: Profile, stage: StageOverhead, factors: tuple[float, float]) -> 
         borders = sorted(draw.sample(range(1, 40), draw.randint(1, 5)))
         cut = [list(range(a, b)) for a, b in zip([0, *borders], [*borders, 40], strict=True)]
         parts = footprints.of(cut)
-        for index in range(len(cut)):
-            operators = stage_times(parts, times, 1.0, bare)[index]
-            more = overhead_times(parts.values[:, index], stage)
-            forward_s, backward_s = (
-                factor * own + extra
-                for factor, own, extra in zip(factors, operators, more, strict=True)
-            )
-            found.append(Sample(parts, index, forward_s, backward_s))
+        own = stage_times(parts.sums, times, 1.0, bare)[:, 0]
+        more = np.array(overhead_times(parts.sums.values[:, 0], stage))
+        times_s = (np.array(factors)[:, None] * own + more).T.tolist()
+        found.append(Sample(parts.sums, times_s))
     return found
 
 
@@ -81,7 +78,7 @@ def test_noise_is_not_taken_for_the_cache() -> None:
     of, draw = profile(cached=True), random.Random(3)
     made = replace(STAGE, cache_bytes=24 << 20)
     noisy = [
-        replace(s, forward_s=s.forward_s * draw.choice((1, 3)), backward_s=s.backward_s * 2)
+        replace(s, times_s=[(f * draw.choice((1, 3)), b * 2) for f, b in s.times_s])
         for s in samples(of, made, (1.0, 1.0))
     ]
     fit = fit_stages(noisy, operator_times(of, 8), 32 << 20)
@@ -92,14 +89,18 @@ def test_noise_is_not_taken_for_the_cache() -> None:
 def test_one_disturbed_sample_changes_little() -> None:
     of = profile(cached=False)
     found = samples(of, STAGE, (1.0, 1.0))
-    found[3] = replace(found[3], forward_s=10 * found[3].forward_s)
+    (forward_s, backward_s), *others = found[3].times_s
+    found[3] = replace(found[3], times_s=[(10 * forward_s, backward_s), *others])
     fit = fit_stages(found, operator_times(of, 8), None)
     assert fit.factors[0] == pytest.approx(1.0, rel=0.01)
 
 
 def test_no_coefficient_is_negative() -> None:
     of = profile(cached=False)
-    found = [replace(s, forward_s=s.forward_s / 2) for s in samples(of, STAGE, (1.0, 1.0))[::2]]
+    found = [
+        replace(s, times_s=[(f / 2, b) for f, b in s.times_s])
+        for s in samples(of, STAGE, (1.0, 1.0))[::2]
+    ]
     found += samples(of, StageOverhead(), (1.0, 1.0))[1::2]
     stage = fit_stages(found, operator_times(of, 8), None).stage
     assert min(stage.forward_s, stage.received_s, stage.sent_s, stage.backward_s) >= 0
@@ -107,7 +108,9 @@ def test_no_coefficient_is_negative() -> None:
 
 def test_operators_keep_some_time_however_odd_the_samples() -> None:
     of = profile(cached=False)
-    found = [replace(s, forward_s=1e-3, backward_s=2e-3) for s in samples(of, STAGE, (1.0, 1.0))]
+    found = [
+        replace(s, times_s=[(1e-3, 2e-3)] * len(s.times_s)) for s in samples(of, STAGE, (1.0, 1.0))
+    ]
     fit = fit_stages(found, operator_times(of, 8), None)
     assert fit.factors == pytest.approx((0.5, 0.5))
     assert fit.stage.forward_s > 0

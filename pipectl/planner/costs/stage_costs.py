@@ -18,7 +18,7 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.plan import Plan, Stage, StageCost, Transfer
-from pipectl.planner.costs.footprint import Footprint
+from pipectl.planner.costs.footprint import Footprint, Sums
 from pipectl.profile import Operator, Profile, StageOverhead
 from pipectl.schedule import splits_backwards
 
@@ -117,25 +117,33 @@ def stage_costs(
         scale: micro-batch size over the profile's.
         profile: has the costs of the optimizer and of stages.
     """
-    costs, optimizer = [], profile.optimizer_cost
-    times_s = stage_times(parts, times, scale, profile.stage)
-    for index, (members, (forward_s, backward_s)) in enumerate(
-        zip(parts.members, times_s, strict=True)
-    ):
-        parameter_bytes, memory = parts.parameter_bytes[index], parts.memory[index]
+    optimizer, sums = profile.optimizer_cost, parts.sums
+    state = optimizer.state_bytes_per_parameter_byte
+    forward_s, backward_s = stage_times(sums, times, scale, profile.stage)[:, 0].tolist()
+    parameters, trained, gradients, saved, received = (
+        each[0].tolist()
+        for each in (
+            sums.parameter_bytes,
+            sums.trained_bytes,
+            sums.gradient_bytes,
+            sums.saved_bytes,
+            sums.received_bytes,
+        )
+    )
+    costs = []
+    for stage, (members, memory) in enumerate(zip(parts.members, parts.memory, strict=True)):
         counts = [profile.operators[member].flops for member in members]
-        state = optimizer.state_bytes_per_parameter_byte
         costs.append(
             StageCost(
-                forward_s=forward_s,
-                backward_s=backward_s,
-                update_s=optimizer.step_s_per_byte * parameter_bytes,
-                parameter_bytes=parameter_bytes,
-                optimizer_bytes=ceil(state * memory.trained_bytes),
-                saved_bytes=ceil(memory.saved * scale),
-                gradient_bytes=memory.accumulated,
+                forward_s=forward_s[stage],
+                backward_s=backward_s[stage],
+                update_s=optimizer.step_s_per_byte * parameters[stage],
+                parameter_bytes=parameters[stage],
+                optimizer_bytes=ceil(state * trained[stage]),
+                saved_bytes=ceil(saved[stage] * scale),
+                gradient_bytes=gradients[stage],
                 buffer_bytes=memory.buffers,
-                input_bytes=ceil(parts.received_bytes[index] * scale),
+                input_bytes=ceil(received[stage] * scale),
                 peaks=memory.peaks(scale, profile.optimizer),
                 flops=None if None in counts else round(sum(n or 0 for n in counts) * scale),
             )
@@ -143,49 +151,36 @@ def stage_costs(
     return tuple(costs)
 
 
-def stage_times(
-    parts: Footprint, times: Times, scale: float, overhead: StageOverhead
-) -> list[tuple[float, float]]:
-    """Forward and backward of every stage in seconds; without gradients there is no backward."""
-    counts = list(map(len, parts.members))
-    inside = np.concatenate([np.array(each, dtype=np.int64) for each in parts.members])
-    own = Times(times.cached[:, inside], times.uncached[:, inside])
-    parameter_bytes, saved_bytes = map(np.array, (parts.parameter_bytes, parts.saved_bytes))
-    working_set = 2 * parameter_bytes + saved_bytes * scale
-    place = np.repeat(np.arange(len(counts)), counts)
-    forward_s, backward_s = sum_times(own, place, working_set, parts.values, overhead).tolist()
-    return list(zip(forward_s, backward_s, strict=True))
+def stage_times(sums: Sums, times: Times, scale: float, overhead: StageOverhead) -> Floats:
+    """Forward and backward of the stages of partitions in seconds; shape [2, partitions, stages].
 
-
-def sum_times(
-    times: Times, place: Integers, working_set: Floats, values: Floats, overhead: StageOverhead
-) -> Floats:
-    """Forward and backward of many stages; shape [2, ...] with the shape of the stages.
+    Without gradients there is no backward.
 
     Args:
-        place: of the stage of every operator, in the raveled stages; shape [..., operators].
-        working_set: bytes that a forward and backward of every stage touch: parameters, their
-            gradients, and saved values.
-        values: that enter and leave every stage, as in a footprint; shape [4, ...].
+        times: at the micro-batch size.
+        scale: micro-batch size over the profile's.
     """
-    share = np.ones(working_set.shape)  # of the way from cached to uncached times
+    shape = sums.saved_bytes.shape
+    share = np.ones(shape)  # of the way from cached to uncached times
     if overhead.cache_bytes:
-        share = np.clip(2 * (working_set / overhead.cache_bytes - 1), 0.0, 1.0)
-    times_s, part = np.zeros((2, *share.shape)), share.ravel()[place]
+        touched = 2 * sums.parameter_bytes + sums.saved_bytes * scale
+        share = np.clip(2 * (touched / overhead.cache_bytes - 1), 0.0, 1.0)
+    place = sums.stage_of + shape[1] * np.arange(shape[0])[:, None]
+    times_s, part = np.zeros((2, *shape)), share.ravel()[place]
     for kind, (cached, uncached) in enumerate(zip(*times, strict=True)):
         each = cached + (uncached - cached) * part
-        times_s[kind] = np.bincount(place.ravel(), each.ravel(), share.size).reshape(share.shape)
-    forward_s, backward_s = overhead_times(values, overhead)
+        times_s[kind] = np.bincount(place.ravel(), each.ravel(), share.size).reshape(shape)
+    forward_s, backward_s = overhead_times(sums.values, overhead)
     times_s[0] += forward_s
     times_s[1] = np.where(times_s[1] > 0, times_s[1] + backward_s, 0.0)
     return times_s
 
 
-def overhead_times(values: Floats, overhead: StageOverhead) -> tuple[Floats, Floats]:
+def overhead_times(values: Integers, overhead: StageOverhead) -> tuple[Floats, Floats]:
     """Seconds of forwards and backwards besides the operators.
 
     Args:
-        values: as in a footprint; shape [4, ...].
+        values: as in the sums of partitions; shape [4, ...].
     """
     received, sent, gradients_received, gradients_sent = values
     forward_s = overhead.forward_s + received * overhead.received_s + sent * overhead.sent_s
