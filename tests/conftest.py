@@ -145,11 +145,17 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(8, 2 * len(os.sched_getaffinity(0)))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """With ``-n``, processes take the groups of ``pytest_collection_modifyitems`` in its order."""
-    if getattr(config.option, "numprocesses", None):
-        config.option.dist, config.option.loadscopereorder = "loadgroup", False
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Processes take whole files, or folders that stay together, in the order of the tests."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -389,7 +395,6 @@ def scope_of(nodeid: str) -> str:
     return next(shared, nodeid.partition("::")[0])
 
 
-@pytest.hookimpl(tryfirst=True)  # before the names of groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long comes first: folders that stay together, then files that start ranks.
 
@@ -402,5 +407,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return scope not in TOGETHER, scope not in ranks
 
     items.sort(key=place)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(scope_of(item.nodeid)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ def start(tmp_path: Path) -> Callable[..., Started]:
     """Starts a sweep of some runs, a few at a time, as its submission does."""
 
     def submit(points: int, at_once: int, *, told: bool = True) -> Started:
-        name = f"tiny{next(NUMBERS)}"
+        name = f"tiny{os.getpid()}-{next(NUMBERS)}"
         sweep, runs = SweepDirectory.create(tmp_path, name, points, time.time())
         request = make_request(
             sweep.path,
