@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from math import inf
 from typing import NamedTuple
@@ -83,8 +84,11 @@ class ModeSearch:
         ]
         self._evaluator = evaluator
         self._cluster = evaluator.problem.cluster
-        self._segment_plans = SegmentPlans(evaluator.problem)
         self._may_recompute = request.recompute is None  # and need not
+
+    @cached_property
+    def _segment_plans(self) -> SegmentPlans:
+        return SegmentPlans(self._evaluator.problem.profile)
 
     def simplest(self, plan: Plan) -> Plan:
         """The plan with a prediction, with the first allowed mode for all stages.

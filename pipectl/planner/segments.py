@@ -28,9 +28,8 @@ import numpy as np
 
 from pipectl.arrays import Floats
 from pipectl.plan import Blocks, Plan, Replication, Stage, StagePeaks
-from pipectl.planner.costs.footprint import Footprint
-from pipectl.planner.costs.stage_costs import stage_times
-from pipectl.planner.problem import Problem
+from pipectl.planner.costs.footprint import Footprint, Footprints
+from pipectl.planner.costs.stage_costs import OperatorTimes, stage_times
 from pipectl.profile import Operator, Profile
 
 LIMITS = tuple(0.7**power for power in range(1, 13))
@@ -128,12 +127,13 @@ def _cut(
 
 
 class SegmentPlans:
-    """Finds the segments of plans of one problem; equal stages are cut once."""
+    """Finds the segments of plans of one profile; equal stages are cut once."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._profile = problem.profile
-        self._cuts = SegmentCuts(problem.profile)
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._cuts = SegmentCuts(profile)
+        self._footprints = Footprints(profile)
+        self._times = OperatorTimes(profile)
         self._known: dict[object, list[list[Blocks]]] = {}
 
     def of(self, plan: Plan) -> list[Blocks | None]:
@@ -160,9 +160,7 @@ class SegmentPlans:
                 [inside[begin:end] for begin, end in pairwise([0, *places, len(inside)])]
                 for inside, places in zip(members, chosen, strict=True)
             ]
-            parts = self._problem.footprints.of(
-                [segment for segments in cut_up for segment in segments]
-            )
+            parts = self._footprints.of([segment for segments in cut_up for segment in segments])
             times_s = {count: self._times_s(parts, count) for count in set(samples)}
             first = 0
             for stage, segments in enumerate(cut_up):
@@ -177,7 +175,7 @@ class SegmentPlans:
 
     def _times_s(self, parts: Footprint, samples: int) -> Floats:
         """Forward and backward of every stage of a partition for so many samples."""
-        times, scale = self._problem.times.at(samples), self._problem.scale(samples)
+        times, scale = self._times.at(samples), samples / self._profile.micro_batch_size
         return stage_times(parts.sums, times, scale, self._profile.stage)[:, 0]
 
     def _segments(
