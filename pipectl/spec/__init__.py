@@ -8,10 +8,9 @@ YAML text -> Node, with places -> layers merged -> JobSpec -> Problems | profile
 from pipectl.spec.keys import links_key, plan_key, profile_key
 from pipectl.spec.load import Origin, Point, SpecFile, dump, load, site_files
 from pipectl.spec.models import JobSpec
-from pipectl.spec.schema import json_schema
 from pipectl.spec.types import SCHEDULE_SUFFIX
 
 __all__ = [
-    "SCHEDULE_SUFFIX", "JobSpec", "Origin", "Point", "SpecFile", "dump", "json_schema", "links_key",
-    "load", "plan_key", "profile_key", "site_files",
+    "SCHEDULE_SUFFIX", "JobSpec", "Origin", "Point", "SpecFile", "dump", "links_key", "load",
+    "plan_key", "profile_key", "site_files",
 ]  # fmt: skip

@@ -32,7 +32,6 @@ from pipectl.spec.document import (
     to_yaml,
 )
 from pipectl.spec.models import JobSpec, holds_variables
-from pipectl.spec.schema import explain_fault, properties, schema_at
 from pipectl.spec.types import check_version
 
 SITE_KEYS = (
@@ -247,9 +246,12 @@ def _set_key(root: Node, keys: Sequence[str], value: Node) -> Node:
     for depth in range(1, len(keys)):
         nodes = root.nodes(keys[:depth])
         is_text = len(nodes) > depth and isinstance(nodes[-1].value, str)
-        if is_text and "factory" in properties(schema_at(keys[:depth])):
-            short = replace(nodes[-1], key_place=nodes[-1].place)
-            root = root.put([*keys[:depth], "factory"], short)
+        if is_text:
+            from pipectl.spec.schema import properties, schema_at
+
+            if "factory" in properties(schema_at(keys[:depth])):
+                short = replace(nodes[-1], key_place=nodes[-1].place)
+                root = root.put([*keys[:depth], "factory"], short)
     return root.put(keys, value)
 
 
@@ -326,6 +328,10 @@ def _validate(
     faults = [*cross_check(sections)]
     if check_files:
         faults += check_code(data, base, sections.get("environment"), names=check_names)
-    problems = [explain_fault(root, detail) for detail in details]
+    problems = []
+    if details:
+        from pipectl.spec.schema import explain_fault  # not for a valid spec
+
+        problems += [explain_fault(root, detail) for detail in details]
     problems += [root.problem(*fault) for fault in faults]
     return None if problems else spec, problems

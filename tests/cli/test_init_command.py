@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipectl.cli.commands import init
-from pipectl.spec import JobSpec, json_schema, load
+from pipectl.spec import JobSpec, load
+from pipectl.spec.schema import json_schema
 
 if TYPE_CHECKING:
     from conftest import Command, Program

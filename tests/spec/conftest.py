@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pipectl.errors import SpecError
-from pipectl.spec import JobSpec, Point, SpecFile, json_schema, load
+from pipectl.spec import JobSpec, Point, SpecFile, load
 from pipectl.spec.document import read_text, resolve
+from pipectl.spec.schema import json_schema
 
 MINIMAL = """\
 version: 1

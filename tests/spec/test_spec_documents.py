@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from spec_reference import reference_markdown
 
-from pipectl.spec import json_schema
 from pipectl.spec.load import SITE_KEYS
-from pipectl.spec.schema import properties
+from pipectl.spec.schema import json_schema, properties
 
 CHECKOUT = Path(__file__).parents[2]
 REFERENCE = CHECKOUT / "docs" / "spec-reference.md"

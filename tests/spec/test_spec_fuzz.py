@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipectl.errors import SpecError, UsageError
-from pipectl.spec import JobSpec, dump, json_schema, load
-from pipectl.spec.schema import properties
+from pipectl.spec import JobSpec, dump, load
+from pipectl.spec.schema import json_schema, properties
 
 SETTINGS = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

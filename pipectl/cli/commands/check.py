@@ -16,8 +16,9 @@ from pipectl.cli.console import plain, say, say_json, short_path, show
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_json
 from pipectl.jobs.job import check_script
-from pipectl.spec import Origin, SpecFile, json_schema
+from pipectl.spec import Origin, SpecFile
 from pipectl.spec.document import Place, parse_scalar, path_text
+from pipectl.spec.schema import json_schema
 
 
 def command(

@@ -15,8 +15,6 @@ from rich.text import Text
 from pipectl.cli.console import Fitted, labels, plain, table
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication, Stage
-from pipectl.report.gantt import gantt, legend
-from pipectl.timeline import Timeline
 from pipectl.units import format_bytes, format_ranges, format_time, plural
 
 if TYPE_CHECKING:  # `status` shows plans, too, and loads no planner
@@ -25,6 +23,7 @@ if TYPE_CHECKING:  # `status` shows plans, too, and loads no planner
     from pipectl.planner.explain.data_parallel import WithoutPipeline
     from pipectl.planner.explain.explain import Explanation
     from pipectl.planner.explain.scaling import Count, Scaling
+    from pipectl.timeline import Timeline
 
 _STAGE_COLUMNS = (
     *("stage", "rank", "node", "ops", "parameters", "forward", "backward", "load", ""),
@@ -321,6 +320,7 @@ def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
 
 def draw_step(timeline: Timeline) -> RenderableType:
     """The Gantt chart in colours, and its legend."""
+    from pipectl.report.gantt import gantt, legend
 
     def draw(width: int) -> RenderableType:
         rows = (Text.assemble(*row) for row in gantt(timeline, width))
