@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pages import CHECKOUT, PAGES, blocks, script
-from reader import bash, basic_commands, directory_of_a_reader
+from reader import bash, directory_of_a_reader
 
 SHORTER = {
     "pipectl submit first/job.yaml": "{} --set training.steps=10 --set model.kwargs.layers=2",
@@ -43,18 +43,3 @@ def test_commands_of_the_set_up_are_those_of_make_and_of_packages() -> None:
                 for line in block.commands:
                     made = re.match(r"make ([\w-]+)", line)
                     assert made[1] in targets if made else line.startswith(known), line
-
-
-def test_no_command_stands_elsewhere() -> None:
-    for page in PAGES:
-        text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-        assert re.findall(r"^    (?:\$ )?(?:pipectl|slurm/lab/\w+) .*", text, re.MULTILINE) == []
-
-
-@pytest.mark.parametrize("command", ["false", "true  # fails"])
-def test_what_does_not_do_what_it_says_is_found(tmp_path: Path, command: str) -> None:
-    basic_commands(tmp_path)
-    page = tmp_path / "page.md"
-    page.write_text(f"```sh\n{command}\ntrue\n```\n")
-    with pytest.raises(AssertionError, match=rf"@@ {tmp_path.name}/page\.md:2"):
-        bash(script(page, ""), tmp_path)
