@@ -29,6 +29,9 @@ from pipectl.fields import (
 from pipectl.graph import topological_order
 from pipectl.link import RowTimes
 
+_HEAP_SHARE = 0.08
+"""Measured with glibc 2.36 on ResNet-18 and ViT-B/16: 5% to 30% of what a step allocates, without
+the memory that predictions count too much for MPI and the watcher."""
 _NO_TEMPORARIES = "the memory of temporary values is not given: taken as none"
 
 
@@ -320,6 +323,11 @@ class Profile(DataFile):
     loading_s: float = 0.0
     rows: RowTimes | None = None
     coupled: tuple[str, ...] = ()
+
+    @property
+    def heap_share(self) -> float:
+        """Memory that a rank's allocator holds unused, relative to what a step allocates."""
+        return _HEAP_SHARE if self.device is not None and self.device.kind == "cpu" else 0.0
 
     @cached_property
     def by_id(self) -> dict[str, Operator]:

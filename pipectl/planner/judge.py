@@ -47,6 +47,7 @@ def predicted(plan: Plan, cluster: Cluster, profile: Profile) -> Plan:
         cluster,
         process_baseline_bytes=baseline_bytes(profile),
         capture_bytes=profile.capture_bytes,
+        heap_share=profile.heap_share,
     )
     return replace(plan, prediction=simulation.prediction)
 

@@ -26,6 +26,7 @@ from pipectl.capture.refusals import has_hooks, refuse_parameter_hooks
 from pipectl.capture.step import own_name
 from pipectl.errors import CaptureError
 from pipectl.plan import Plan
+from pipectl.runtime.device import release_freed_memory
 from pipectl.spec import JobSpec
 from pipectl.units import did_you_mean
 
@@ -78,8 +79,10 @@ class Stepper:
             call_in_training(self.optimizer.step, "optimizer")
             if before is not None:
                 refuse_changes(self.optimizer, before)
-            self._has_stepped = True
         self.skip()
+        if not self._has_stepped:  # later steps use other parts of the heap
+            release_freed_memory()
+            self._has_stepped = True
         self.step_schedule()
 
     def step_schedule(self) -> None:

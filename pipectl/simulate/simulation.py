@@ -119,6 +119,7 @@ def simulate(
     *,
     process_baseline_bytes: int = 0,
     capture_bytes: int = 0,
+    heap_share: float = 0.0,
 ) -> Simulation:
     """Simulate one optimizer step.
 
@@ -127,6 +128,8 @@ def simulate(
             which are always used if steps overlap.
         process_baseline_bytes: memory of a process without a stage; added to the peaks.
         capture_bytes: peak of every rank before the training.
+        heap_share: memory that the allocator of a rank holds unused, relative to what a step
+            allocates.
 
     Raises:
         MismatchError: the plan uses nodes that the cluster lacks.
@@ -152,7 +155,7 @@ def simulate(
         again.run()
         return again.records()
 
-    peaks = machine.peak_memory_bytes(process_baseline_bytes)
+    peaks = machine.peak_memory_bytes(process_baseline_bytes, heap_share)
     utilisation = tuple(busy / step_time_s if step_time_s else 0.0 for busy in busy_s)
     return Simulation(
         step_time_s=step_time_s,
@@ -227,10 +230,11 @@ class Machine:
         busy_s: list[float] = self.tables.ranks["busy_s"].tolist()
         return busy_s
 
-    def peak_memory_bytes(self, process_baseline_bytes: int) -> tuple[int, ...]:
-        """Return the peak bytes of each rank, including the process baseline."""
+    def peak_memory_bytes(self, process_baseline_bytes: int, heap_share: float) -> tuple[int, ...]:
+        """Return the peak bytes of each rank, including the process baseline and unused memory."""
         amounts = amounts_of(self._plan, self._connections, self._actions or ())
         peaks = peak_bytes(self.programs, amounts)
+        peaks += heap_share * (peaks - amounts.resident)
         return tuple(process_baseline_bytes + round(peak) for peak in peaks.tolist())
 
     def records(self) -> list[Record]:
