@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -18,9 +19,15 @@ from torch.utils import _pytree as pytree
 from pipectl.capture.buckets import field_of
 from pipectl.capture.checks import drop_conditions
 from pipectl.capture.fallback import KeptModules, recorded_calls
-from pipectl.capture.patches import Recorder, patched_export, refused_reads
-from pipectl.capture.python_state import Assignments
-from pipectl.capture.refusals import Refusal, explain, refuse_backward_hooks
+from pipectl.capture.patches import Recorder, patched_export
+from pipectl.capture.python_state import Entry, watch_changes
+from pipectl.capture.refusals import (
+    Refusal,
+    RefusedError,
+    explain,
+    place_of_node,
+    refuse_backward_hooks,
+)
 from pipectl.capture.step import Step, own_name
 from pipectl.capture.tensors import octets_of
 from pipectl.errors import CaptureError
@@ -48,21 +55,18 @@ def export_step(
     Raises:
         CaptureError: the model cannot be exported; names the user's line.
     """
-    refuse_backward_hooks(step, map(step.get_submodule, kept.outlines))
+    refuse_backward_hooks(step, [each.module for each in kept.modules])
     batch = (inputs, targets)
     failure: Exception | None = None
     # Some models fix a size (by a reshape to a constant, say): exported for this one.
     choices = [_free(batch, ()), None]
-    if padded and not kept.outlines:
+    if padded and not kept.modules:
         choices.insert(0, _free(batch, padded))
     for free in choices[kept.fixed :]:
         try:
-            program, assigned = _program(step, batch, kept, free)
-            if assigned.tensors:  # only watching them shows whether the model reads what it kept
-                with refused_reads(step, assigned.tensors):
-                    program, _ = _program(step, batch, kept, free)
-            if assigned.numbers:
-                _refuse_counts(step, batch, kept, program, assigned.numbers, free)
+            program, changes = _program(step, batch, kept, free)
+            if changes:
+                _refuse_carried(step, batch, kept, free, program, changes)
         except CaptureError:
             raise
         except Exception as error:
@@ -73,44 +77,50 @@ def export_step(
     raise explain(failure) from failure
 
 
-def _refuse_counts(
+def _refuse_carried(
     step: Step,
     batch: tuple[Any, Any],
     kept: KeptModules,
-    program: ExportedProgram,
-    numbers: Mapping[str, tuple[Any, Any]],
     free: Any,
+    program: ExportedProgram,
+    changes: Mapping[str, Entry],
 ) -> None:
-    """Refuse numbers that every step changes, if the graph of a later step differs.
+    """Refuse what a step changes in Python objects, if the graph of a later step differs.
 
     Raises:
-        RefusedError: naming the first such number.
+        RefusedError: naming the first tensor that a later step uses, or the first such number.
     """
-    text = _text(program)
+    lines = _lines(program)
 
-    def rerun(values: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]:
-        """Whether the step has another graph with other numbers, and which it then changes."""
+    def rerun(begin: Mapping[str, Entry]) -> tuple[str | None, Mapping[str, Entry]]:
+        """Return the line of the model that makes the graph of a step with this beginning another
+        one, None if it is the same; and what the step changes.
+        """
         try:
-            again, assignments = _program(step, batch, kept, free, values)
-        except Exception as error:  # what else such a step needs is not known
-            return getattr(error, "refusal", None) is Refusal.LOOP, {}
-        return _text(again) != text, assignments.numbers
+            again, changes = _program(step, batch, kept, free, begin)
+        except RefusedError as error:
+            if error.refusal is Refusal.CARRIED:
+                raise
+            return (error.place if error.refusal is Refusal.LOOP else None), {}
+        except Exception:  # what else such a step needs is not known
+            return None, {}
+        return _difference(lines, _lines(again)), changes
 
-    values = {name: after for name, (_, after) in numbers.items()}
-    matters, changed = rerun(values)
-    if not matters:  # a maximum stays where it is; a schedule may wait for many steps
-        counts = {n: pair for n, pair in numbers.items() if n in changed}
-        values = {n: first + _MANY_STEPS * (then - first) for n, (first, then) in counts.items()}
-        matters = bool(values) and rerun(values)[0]
-    if not matters:
-        return
-    name = next((n for n in values if rerun({n: values[n]})[0]), next(iter(values)))
-    path, _, attribute = name.rpartition(".")
-    module = dict(step.named_modules()).get(path)
-    if module is not None and attribute in vars(module):  # not something inside one
-        with refused_reads(step, [name]):
-            _program(step, batch, kept, free)
-    raise Refusal.CARRIED.error("", name=own_name(name))
+    place, changed_again = rerun(changes)
+    numbers = {n: entry for n, entry in changes.items() if isinstance(entry.value, int | float)}
+    if place is None:  # a maximum stays where it is; a schedule may wait for many steps
+        numbers = {
+            name: _after_many_steps(numbers[name]) for name in numbers if name in changed_again
+        }
+        place, _ = rerun(numbers) if numbers else (None, {})
+    if place is not None:
+        alone = (name for name, entry in numbers.items() if rerun({name: entry})[0] is not None)
+        raise Refusal.CARRIED.error(place, name=own_name(next(alone, next(iter(numbers)))))
+
+
+def _after_many_steps(number: Entry) -> Entry:
+    first = number.holder[number.key]
+    return number._replace(value=first + _MANY_STEPS * (number.value - first))
 
 
 def _free(batch: Any, padded: Collection[str]) -> Any:
@@ -125,18 +135,28 @@ def _free(batch: Any, padded: Collection[str]) -> Any:
     return pytree.tree_map_with_path(of_leaf, batch)
 
 
-def _text(program: ExportedProgram) -> str:
-    """Return all that a program computes, except for the values of parameters and buffers."""
-    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
-    nodes = [
-        f"{node.name} = {getattr(node.target, '__name__', node.target)}{node.args}{node.kwargs}"
-        for graph in graphs
-        for node in graph.nodes
-    ]
-    constants = program.constants.items()
-    plain = ((name, t) for name, t in constants if type(t) is Tensor and not t.is_meta)
-    values = [f"{name}: {hashlib.sha256(octets_of(t)).hexdigest()}" for name, t in plain]
-    return "\n".join([*nodes, *values])
+def _lines(program: ExportedProgram) -> list[tuple[str, str]]:
+    """Return all that a program computes, except for the values of parameters and buffers, with the
+    line of the model for each operator.
+    """
+    lines = []
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            target = getattr(node.target, "__name__", node.target)
+            lines.append((f"{node.name} = {target}{node.args}{node.kwargs}", place_of_node(node)))
+    for name, tensor in program.constants.items():
+        if type(tensor) is Tensor and not tensor.is_meta:
+            lines.append((f"{name}: {hashlib.sha256(octets_of(tensor)).hexdigest()}", ""))
+    return lines
+
+
+def _difference(lines: list[tuple[str, str]], others: list[tuple[str, str]]) -> str | None:
+    """Return the line of the model where two programs first differ; None if they are equal."""
+    longer = max(lines, others, key=len)
+    for one, other, (_, place) in zip_longest(lines, others, longer, fillvalue=("", "")):
+        if one[0] != other[0]:
+            return place or one[1] or other[1]
+    return None
 
 
 def _program(
@@ -144,21 +164,20 @@ def _program(
     batch: tuple[Any, Any],
     kept: KeptModules,
     free: Any,
-    numbers: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[ExportedProgram, Assignments]:
-    """Return the program, and what every step assigns.
+    begin: Mapping[str, Entry] = MappingProxyType({}),
+) -> tuple[ExportedProgram, Mapping[str, Entry]]:
+    """Return the program, and what the next step begins with; see :func:`watch_changes`.
 
     Args:
         free: sizes, as torch.export takes them.
-        numbers: as in :class:`Assignments`.
     """
     recorder = Recorder()
     with (
+        watch_changes(step, begin) as changes,
         patched_export(step, recorder, unrolls=kept.unrolls),
-        recorded_calls(step, kept, recorder),
-        Assignments(step, numbers) as assignments,
+        recorded_calls(step, kept.modules, recorder),
     ):
         program = torch.export.export(step, batch, dynamic_shapes=free, strict=False)
     recorder.place_targets(program)
     drop_conditions(program.graph)
-    return program, assignments
+    return program, changes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from operator import itemgetter
 from typing import Any
@@ -23,7 +23,16 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.opaque import Arguments, Opaque, Outline, States, anchored, one_or_tuple
+from pipectl.capture.opaque import (
+    Arguments,
+    Opaque,
+    Outline,
+    States,
+    UnsuitableError,
+    anchored,
+    one_or_tuple,
+    write_buffers_once,
+)
 from pipectl.capture.patches import Mask, Recorder
 from pipectl.capture.python_state import extra_states, preserve_state, refuse_extra_states
 from pipectl.capture.randomness import (
@@ -40,7 +49,6 @@ from pipectl.capture.refusals import (
     culprit,
     explain,
     place_of,
-    unsuitable,
 )
 from pipectl.capture.step import Step, in_model, own_name, register_dataclasses, resize_error
 from pipectl.capture.tensors import fill_sample, is_deferred, tensors_in
@@ -55,25 +63,24 @@ _ROOT = "model"
 """The user's model. It is kept whole only if that is sure to be what it takes, or if it is a
 library's, so that its user cannot put the line that breaks into a submodule."""
 
+Make = Callable[[Tensor], Tensor]
+"""The values of a parameter or buffer, which may have none yet."""
+Notify = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class KeptModules:
     """Submodules that become operators.
 
     Args:
-        outlines: the results of their calls, in order, by path.
+        modules: with the outlines of their results.
         fixed: whether the outlines are known for one batch size only.
         unrolls: whether loops in the rest of the model may be of any length.
     """
 
-    outlines: Mapping[str, Sequence[Outline]] = field(default_factory=dict)
+    modules: Sequence[KeptModule] = ()
     fixed: bool = False
     unrolls: bool = False
-
-
-Make = Callable[[Tensor], Tensor]
-"""The values of a parameter or buffer, which may have none yet."""
-Notify = Callable[[str], None]
 
 
 class Fallback:
@@ -140,8 +147,8 @@ class Fallback:
 
     def _observe(self, size: int, example: Callable[[int], Any]) -> KeptModules:
         """Return the submodules that are kept so far, with the results of their calls."""
-        paths = self._paths()
-        if not paths:
+        kept = [KeptModule(path, self._modules[path]) for path in self._paths()]
+        if not kept:
             return KeptModules(unrolls=self._unrolls)
         failure: Exception | None = None
         for fixed in (False, True):  # perhaps it is a model for one batch size
@@ -151,86 +158,194 @@ class Fallback:
                 for rows in ([(0, size)] if fixed else _SAMPLES)
             }
             try:
-                outlines = _observe_calls(self._step, paths, batches, self._make)
-                return KeptModules(outlines, fixed, self._unrolls)
+                _observe_calls(self._step, kept, batches, self._make)
+                return KeptModules(kept, fixed, self._unrolls)
             except CaptureError:
                 raise
             except Exception as error:
                 failure = error
         assert failure is not None
         explained = explain(failure)
-        if self._is_inside(self._path(culprit(failure))):
+        if self._kept_around(self._path(culprit(failure))) is not None:
             explained.keep = Keep.NOTHING
         # Else it is a model without memory, which shows its further faults only now.
         raise explained from failure
 
     def _keep(self, error: RefusedError) -> None:
-        """Keep the submodule in which an export failed; raise the error if there is none."""
+        """Keep the submodule in which an export failed, or the one around it if that is not enough.
+
+        Raises:
+            RefusedError: the same, if there is none.
+        """
         part = error.part
         if part is None or part == "":  # a module may have a length, and be empty
             part = culprit(error)
         path = part if isinstance(part, str) else self._path(part)
-        if error.keep is Keep.AROUND:
-            return self._widen(path, error.message, error.cure)
+        kept = self._kept_around(path)
+        if kept is not None:
+            path = kept.rpartition(".")[0]
+            while isinstance(self._modules.get(path), nn.ModuleList | nn.ModuleDict):
+                path = path.rpartition(".")[0]
         loops = error.refusal is Refusal.LOOP
-        whole = path == _ROOT and (error.keep is Keep.WHOLE or self._is_of_a_library)
-        if loops and not self._may_be_kept(path):
+        if loops and not self._may_be_kept(path, error):
             self._unrolls = True
             self._notify(
                 f"capturing a long loop{error.place}, which takes minutes; to shorten it, "
                 f"{AS_IT_IS}"
             )
-            return None
-        if error.keep is Keep.NOTHING or not (whole or self._may_be_kept(path)):
+            return
+        if error.keep is Keep.NOTHING or not self._may_be_kept(path, error):
+            if kept in self._reasons:
+                error.message += f", and {self._reasons[kept]}"
             raise error
-        if self._is_inside(path):
-            return self._widen(path, error.message)
         kind = type(self._modules[path])
         alike = [p for p, module in self._modules.items() if type(module) is kind]
         # Submodules of one class break in the same way, mostly; the second one settles it.
         again = not loops and any(other in self._reasons for other in alike)
         why = error.message.removeprefix("model: ").removeprefix("cannot be captured ")
         for other in alike if again else [path]:
-            if whole or self._may_be_kept(other):
+            if self._may_be_kept(other, error):
                 self._reasons.setdefault(other, why)
-        return None
-
-    def _widen(self, path: str, why: str, cure: str | None = None) -> None:
-        """Keep the submodule around one that cannot be an operator of its own."""
-        around = path.rpartition(".")[0]
-        while isinstance(self._modules.get(around), nn.ModuleList | nn.ModuleDict):
-            around = around.rpartition(".")[0]
-        whole = around == _ROOT and (cure or self._is_of_a_library)
-        if not (whole or self._may_be_kept(around)):
-            raise CaptureError(
-                f"model: {own_name(path)} cannot be captured, not even as one operator: it {why}"
-                + (f" {self._reasons[path]}" if path in self._reasons and not cure else ""),
-                cure=cure
-                or "let it return tensors whose sizes follow from the batch size; or put it and "
-                "what reads its results into a submodule of its own, or name such a part of the "
-                "model under model.opaque",
-            )
-        self._reasons[around] = f"{own_name(path)} {why}"
 
     def _paths(self) -> list[str]:
         """Return the submodules that are kept, without those inside others."""
         paths = {*self._named, *self._reasons}
         return sorted(p for p in paths if not any(p.startswith(f"{other}.") for other in paths))
 
-    def _is_inside(self, path: str) -> bool:
-        return any(f"{path}.".startswith(f"{other}.") for other in self._paths())
+    def _kept_around(self, path: str) -> str | None:
+        """Return the submodule that is kept and contains a module, or is it."""
+        return next((kept for kept in self._paths() if f"{path}.".startswith(f"{kept}.")), None)
 
-    def _may_be_kept(self, path: str) -> bool:
+    def _may_be_kept(self, path: str, error: RefusedError) -> bool:
+        if path == _ROOT:
+            return error.keep is Keep.WHOLE or self._is_of_a_library
         return path == "loss" or (path in self._modules and in_model(path))
 
     def _path(self, module: nn.Module | None) -> str:
         return "" if module is None else self._path_of.get(id(vars(module)), "")
 
 
+class KeptModule:
+    """A submodule that becomes one operator for each of its calls.
+
+    Args:
+        path: in the step.
+
+    Attributes:
+        outlines: of the results of its calls in a step, in order.
+    """
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path, self.module = path, module
+        self.outlines: Sequence[Outline] = ()
+        self._states = States(module)
+        write_buffers_once(module)
+
+    @contextmanager
+    def observed(self, make: Make, calls: list[Outline]) -> Iterator[None]:
+        """Store the outline of the result of every call, which is like that on a stage."""
+        states, count = self._states, len(self._states.names)
+        generators = [*SHARED_GENERATORS, *own_generators(self.module)]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._as_refusal():
+                arguments = Arguments(args, kwargs)
+                inputs = [*states.now(), *arguments.tensors]
+                tensors = [*map(make, inputs[:count]), *map(_sample, inputs[count:])]
+                before = [(tensor.shape, tensor._version) for tensor in tensors]
+                random = states_of(generators)
+                args, kwargs = arguments.filled(tensors[count:])
+                with mask.lifted(), states.replaced(tensors[:count]):
+                    result = register_dataclasses(self.module(*args, **kwargs))
+                for name, tensor, (shape, _) in zip(states.names, tensors, before, strict=False):
+                    if tensor.shape != shape:
+                        raise resize_error(name, shape, tensor.shape)
+                written = frozenset(i for i, t in enumerate(tensors) if t._version != before[i][1])
+                draws = states_of(generators) != random
+                calls.append(Outline.of_call(result, tensors, written, draws))
+            mode = detect_fake_mode(inputs)
+            if mode is None:
+                return result
+
+            def hollow(tensor: Tensor) -> Tensor:
+                fake = mode.from_tensor(tensor.detach())
+                return anchored(fake) if tensor.requires_grad else fake
+
+            return pytree.tree_map_only(Tensor, hollow, result)
+
+        mask = Mask(self.module, call)
+        with mask.worn():
+            yield
+
+    def combine(self, batches: Sequence[int], runs: Sequence[Sequence[Outline]]) -> None:
+        """Combine the calls of several runs of the step, each with another batch size.
+
+        Raises:
+            RefusedError: a result has no outline.
+        """
+        with self._as_refusal():
+            if len({len(calls) for calls in runs}) > 1:
+                raise UnsuitableError("is called more or less often, depending on the data")
+            calls = zip(*runs, strict=True)
+            self.outlines = [Outline.of_calls(batches, same) for same in calls]
+
+    @contextmanager
+    def recorded(self, step: Step, batch: Callable[[], Any], recorder: Recorder) -> Iterator[None]:
+        """Record calls as operators of an export.
+
+        Args:
+            batch: returns the number of samples.
+        """
+        states, own = self._states, frozenset[int]()
+        if self.module.training:  # another call may write a buffer that the observed ones did not
+            inside = set(self.module.modules())
+            others = (other for other in step.modules() if other not in inside)
+            shared = {id(buffer) for other in others for buffer in other._buffers.values()}
+            buffers = {id(buffer) for buffer in self.module.buffers()} - shared
+            own = frozenset(i for i, state in enumerate(states.now()) if id(state) in buffers)
+        waiting = iter(self.outlines)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._as_refusal():
+                outline = next(waiting, None)
+                if outline is None:
+                    raise UnsuitableError("is called more often than when the model runs")
+                arguments = Arguments(args, kwargs)
+            outline = replace(outline, written=outline.written | own)
+            tensors = [*states.now(), *arguments.tensors]
+            device = next((tensor.device for tensor in tensors), None)
+
+            def blanks() -> Any:
+                with torch._C.DisableTorchFunction():
+                    return one_or_tuple(outline.blanks(batch(), device))
+
+            operator = Opaque(self.path, self.module, states, arguments, outline)
+            given = (batch(), *tensors, *arguments.sizes)
+            results = recorder.record(operator, given, {}, blanks)
+            return outline.result(results if isinstance(results, tuple) else [results])
+
+        with Mask(self.module, call).worn():
+            yield
+
+    @contextmanager
+    def _as_refusal(self) -> Iterator[None]:
+        """Turn what no operator can do into a refusal that names the submodule."""
+        name = own_name(self.path)
+        try:
+            yield
+        except UnsuitableError as error:
+            raise Refusal.UNSUITABLE.error("", part=self.path, name=name, what=error) from error
+        except RuntimeError as error:
+            if "appears to not have been used in the graph" not in str(error):
+                raise
+            place = place_of(error)
+            raise Refusal.DIFFERENTIATES.error(place, part=self.path, name=name) from error
+
+
 def _observe_calls(
-    step: Step, paths: Sequence[str], batches: Mapping[tuple[int, int], Any], make: Make
-) -> dict[str, list[Outline]]:
-    """Return the results of all calls of some submodules, in order, by their paths.
+    step: Step, kept: Sequence[KeptModule], batches: Mapping[tuple[int, int], Any], make: Make
+) -> None:
+    """Find the outlines of the results of all calls of some submodules.
 
     The model runs once for every batch, in its current mode; afterwards it is as before.
 
@@ -240,85 +355,23 @@ def _observe_calls(
     Raises:
         RefusedError: a result has no outline.
     """
-    sizes = [stop - start for start, stop in batches]
     runs = []
     for seed, batch in enumerate(batches.values()):  # another seed may give something else
-        calls: dict[str, list[Outline]] = {path: [] for path in paths}
+        calls: list[list[Outline]] = [[] for _ in kept]
         buffers = [each for each in step.buffers() if not is_deferred(each)]
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(preserve_state(step, buffers))
-            for path in paths:
-                mask = _watch(path, step.get_submodule(path), make, calls[path])
-                stack.enter_context(mask.worn())
+            for module, own in zip(kept, calls, strict=True):
+                stack.enter_context(module.observed(make, own))
             before = extra_states(step)
             seed_everything(seed)
             step(*pytree.tree_map_only(Tensor, Tensor.clone, batch))
             refuse_extra_states(step, before)
         runs.append(calls)
-    outlines: dict[str, list[Outline]] = {}
-    for path in paths:
-        each = [run[path] for run in runs]
-        with _named(path):
-            if len({len(some) for some in each}) > 1:
-                raise unsuitable("is called more or less often, depending on the data")
-            outlines[path] = [Outline.of_calls(sizes, same) for same in zip(*each, strict=True)]
-    return outlines
-
-
-@contextmanager
-def _named(path: str) -> Iterator[None]:
-    """Add the path of the submodule to an error inside."""
-    try:
-        yield
-    except RefusedError as error:
-        if error.keep is Keep.AROUND and error.part is None:
-            error.part = path
-        raise
-
-
-def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Mask:
-    """Return a mask that calls the module and stores the outline of its result."""
-    states = States(module)
-    count = len(states.names)
-    generators = [*SHARED_GENERATORS, *own_generators(module)]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _named(path):
-            arguments = Arguments(args, kwargs)
-            inputs = [*states.now(), *arguments.tensors]
-            tensors = [*map(make, inputs[:count]), *map(_sample, inputs[count:])]
-            before = [(tensor.shape, tensor._version) for tensor in tensors]
-            random = states_of(generators)
-            args, kwargs = arguments.filled(tensors[count:])
-            with mask.lifted(), states.replaced(tensors[:count]):
-                try:
-                    result = register_dataclasses(module(*args, **kwargs))
-                except RuntimeError as error:
-                    if "appears to not have been used in the graph" not in str(error):
-                        raise
-                    raise unsuitable(
-                        "differentiates what was computed outside of it" + place_of(error),
-                        "form the derivative in the module that computes what is differentiated",
-                    ) from error
-            for name, tensor, (shape, _) in zip(states.names, tensors, before, strict=False):
-                if tensor.shape != shape:
-                    raise resize_error(name, shape, tensor.shape)
-            written = frozenset(i for i, t in enumerate(tensors) if t._version != before[i][1])
-            draws = states_of(generators) != random
-            calls.append(Outline.of_call(result, tensors, written, draws))
-        mode = detect_fake_mode(inputs)
-        if mode is None:
-            return result
-
-        def hollow(tensor: Tensor) -> Tensor:
-            fake = mode.from_tensor(tensor.detach())
-            return anchored(fake) if tensor.requires_grad else fake
-
-        return pytree.tree_map_only(Tensor, hollow, result)
-
-    mask = Mask(module, call)
-    return mask
+    sizes = [stop - start for start, stop in batches]
+    for module, each in zip(kept, zip(*runs, strict=True), strict=True):
+        module.combine(sizes, each)
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -331,7 +384,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def recorded_calls(step: Step, kept: KeptModules, recorder: Recorder) -> Iterator[None]:
+def recorded_calls(step: Step, kept: Sequence[KeptModule], recorder: Recorder) -> Iterator[None]:
     """Record calls of opaque submodules as single operators during an export.
 
     Raises:
@@ -342,39 +395,8 @@ def recorded_calls(step: Step, kept: KeptModules, recorder: Recorder) -> Iterato
     def note_size(_: nn.Module, batch: Any) -> None:
         size[:] = [tensors_in(batch)[0].shape[0]]
 
-    def stand_in(path: str, module: nn.Module) -> Callable[..., Any]:
-        states, own = States(module), frozenset[int]()
-        if module.training:  # another call may write a buffer that the observed ones did not
-            inside = set(module.modules())
-            others = (other for other in step.modules() if other not in inside)
-            shared = {id(buffer) for other in others for buffer in other._buffers.values()}
-            buffers = {id(buffer) for buffer in module.buffers()} - shared
-            own = frozenset(i for i, state in enumerate(states.now()) if id(state) in buffers)
-        waiting = iter(kept.outlines[path])
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            outline = next(waiting, None)
-            if outline is None:
-                raise unsuitable("is called more often than when the model runs", part=path)
-            arguments = Arguments(args, kwargs)
-            outline = replace(outline, written=outline.written | own)
-            tensors = [*states.now(), *arguments.tensors]
-            device = next((tensor.device for tensor in tensors), None)
-
-            def blanks() -> Any:
-                with torch._C.DisableTorchFunction():
-                    return one_or_tuple(outline.blanks(size[0], device))
-
-            operator = Opaque(path, module, states, arguments, outline)
-            given = (size[0], *tensors, *arguments.sizes)
-            results = recorder.record(operator, given, {}, blanks)
-            return outline.result(results if isinstance(results, tuple) else [results])
-
-        return forward
-
     with ExitStack() as stack:
-        for path in kept.outlines:
-            module = step.get_submodule(path)
-            stack.enter_context(Mask(module, stand_in(path, module)).worn())
+        for module in kept:
+            stack.enter_context(module.recorded(step, lambda: size[0], recorder))
         stack.callback(step.register_forward_pre_hook(note_size).remove)
         yield

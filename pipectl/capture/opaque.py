@@ -11,12 +11,12 @@ sizes, each a linear function of the batch size.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.randomness import own_generators, reseed
-from pipectl.capture.refusals import Refusal, RefusedError, unsuitable
+from pipectl.capture.refusals import Refusal, RefusedError
 from pipectl.capture.step import own_name, register_dataclasses
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
 
@@ -33,6 +33,10 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 """What a result may hold besides tensors."""
 _ANY_SIZE = 1 << 40
 """Elements of memory without values, which may be larger than any result."""
+
+
+class UnsuitableError(Exception):
+    """What a submodule does that no operator can do; the submodule is the text's subject."""
 
 
 class States:
@@ -86,7 +90,7 @@ class Arguments:
         tensors, sizes: the tensors and symbolic sizes among them, in order.
 
     Raises:
-        RefusedError: an argument contains tensors that cannot be taken out.
+        UnsuitableError: an argument contains tensors that cannot be taken out.
     """
 
     def __init__(self, args: Any, kwargs: Any) -> None:
@@ -94,7 +98,9 @@ class Arguments:
         for leaf in leaves:
             inside = getattr(leaf, "__dict__", {})
             if not isinstance(leaf, Tensor) and tensors_in(list(inside.values())):
-                raise unsuitable(f"is called with a {type(leaf).__name__} that contains tensors")
+                raise UnsuitableError(
+                    f"is called with a {type(leaf).__name__} that contains tensors"
+                )
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         sizes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _SIZES)]
         self.tensors: list[Tensor] = [leaves[index] for index in tensors]
@@ -110,7 +116,8 @@ class Arguments:
         return pytree.tree_unflatten(leaves, self._structure)
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """A tensor of a result.
 
     Args:
@@ -144,7 +151,7 @@ class Form(NamedTuple):
 
     def in_own_memory(self, memory: int) -> Form:
         """Return this form at the start of memory that no argument has, in place of a memory."""
-        return self._replace(memory=min(memory, ~memory), layout=(*self.layout[:-1], (0, 0)))
+        return replace(self, memory=min(memory, ~memory), layout=(*self.layout[:-1], (0, 0)))
 
 
 class Unsteady:
@@ -171,14 +178,12 @@ class Outline:
     """The result of a call.
 
     Args:
-        leaves: the flat result, with forms for tensors.
-        structure: pytree structure of the result.
+        tree: the result, with a :class:`Form` in the place of every tensor.
         written: indices of the tensor arguments whose memory a call wrote.
         draws: whether a call drew random numbers.
     """
 
-    leaves: tuple[Any, ...]
-    structure: Any
+    tree: Any
     written: frozenset[int]
     draws: bool
 
@@ -189,45 +194,44 @@ class Outline:
         """Return the outline of one call.
 
         Raises:
-            RefusedError: the result contains something that is neither a tensor nor a plain value.
+            UnsuitableError: the result contains something that is neither a tensor nor a plain
+                value.
         """
-        leaves, structure = pytree.tree_flatten(result)
         memories: dict[int, int] = {}
         for index, argument in enumerate(arguments):
             memories.setdefault(storage_of(argument), index)
         trained = any(argument.requires_grad for argument in arguments)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                number = len(arguments) + len(memories)
-                memory = memories.setdefault(storage_of(leaf), ~number)
-                form = Form.of(leaf, memory)
-                if draws and memory not in written:
-                    # Another draw may give more than an argument as it is.
-                    form = form if memory < 0 else form.in_own_memory(memory)
-                    if trained and form.dtype.is_floating_point:
-                        form = form._replace(requires_grad=True)
-                leaves[place] = form
-            elif not isinstance(leaf, _PLAIN):
-                raise unsuitable(f"gives a {type(leaf).__name__}, which is not a tensor")
-        return cls(tuple(leaves), structure, written, draws)
+
+        def outline(leaf: Any) -> Any:
+            if isinstance(leaf, _PLAIN):
+                return leaf
+            if not isinstance(leaf, Tensor):
+                raise UnsuitableError(f"gives a {type(leaf).__name__}, which is not a tensor")
+            number = len(arguments) + len(memories)
+            form = Form.of(leaf, memories.setdefault(storage_of(leaf), ~number))
+            if draws and form.memory not in written:  # another draw may give more than an argument
+                form = form if form.memory < 0 else form.in_own_memory(form.memory)
+                if trained and form.dtype.is_floating_point:
+                    form = replace(form, requires_grad=True)
+            return form
+
+        return cls(pytree.tree_map(outline, result), written, draws)
 
     @classmethod
     def of_calls(cls, batches: Sequence[int], calls: Sequence[Outline]) -> Outline:
         """Return the outline that agrees with calls at several batch sizes.
 
         Raises:
-            RefusedError: there is none.
+            UnsuitableError: there is none.
         """
-        columns = [call.leaves for call in calls]
-        structure, shared = _shared([call.structure for call in calls], columns)
-        leaves = tuple(_common(batches, column) for column in shared)
+        tree = _combine(batches, [call.tree for call in calls])
         written = frozenset[int]().union(*(call.written for call in calls))
-        return cls(leaves, structure, written, any(call.draws for call in calls))
+        return cls(tree, written, any(call.draws for call in calls))
 
-    @property
+    @cached_property
     def forms(self) -> tuple[Form, ...]:
         """The forms of the tensors of the result, in order."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
+        return tuple(leaf for leaf in pytree.tree_leaves(self.tree) if isinstance(leaf, Form))
 
     def blanks(
         self,
@@ -261,62 +265,54 @@ class Outline:
     def result(self, tensors: Sequence[Any]) -> Any:
         """Return the result with these tensors in it."""
         waiting = iter(tensors)
-        flat = [next(waiting) if isinstance(leaf, Form) else leaf for leaf in self.leaves]
-        return self.structure.unflatten(flat)
+        return pytree.tree_map_only(Form, lambda _: next(waiting), self.tree)
 
 
-def _shared(
-    structures: Sequence[Any], calls: Sequence[Sequence[Any]]
-) -> tuple[Any, list[tuple[Any, ...]]]:
-    """Return the structure that several results share, and the leaves of all results for each leaf.
+def _combine(batches: Sequence[int], results: Sequence[Any]) -> Any:
+    """Return what the results of several calls have in common, as one tree of forms.
 
     A part of one type whose structure differs, such as a list of another length, is one unsteady
     leaf.
     """
-    first = structures[0]
-    if all(other == first for other in structures):
-        return first, list(zip(*calls, strict=True))
-    if any(other.is_leaf() or other.type is not first.type for other in structures):
-        raise unsuitable("gives a result of another structure from call to call")
-    if any((o.context, o.num_children) != (first.context, first.num_children) for o in structures):
-        return pytree.treespec_leaf(), [(Unsteady(first.type),) * len(calls)]
-    children, columns = [], []
-    rest = [iter(leaves) for leaves in calls]
-    for parts in zip(*(structure.children() for structure in structures), strict=True):
-        below = [list(islice(some, p.num_leaves)) for some, p in zip(rest, parts, strict=True)]
-        child, shared = _shared(parts, below)
-        children.append(child)
-        columns += shared
-    return pytree.TreeSpec(first.type, first.context, children), columns
+    flat = [pytree.tree_flatten(each, is_leaf=partial(operator.is_not, each)) for each in results]
+    parts, specs = zip(*flat, strict=True)
+    first = specs[0]
+    if any(spec.type is not first.type for spec in specs):
+        raise UnsuitableError("gives a result of another structure from call to call")
+    if first.is_leaf():
+        return _common(batches, results)
+    if any(spec != first for spec in specs):
+        return Unsteady(first.type)
+    return first.unflatten([_combine(batches, column) for column in zip(*parts, strict=True)])
 
 
-def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
+def _common(batches: Sequence[int], leaves: Sequence[Any]) -> Any:
     """Return what one leaf of the result has in common over several calls."""
-    first = column[0]
-    if type(first) is Unsteady:
-        return first
+    first = leaves[0]
     if not isinstance(first, Form):
-        if any(type(other) is not type(first) or other != first for other in column):
-            raise unsuitable(f"gives a {type(first).__name__} that changes with the data")
+        if any(type(other) is not type(first) or other != first for other in leaves):
+            raise UnsuitableError(f"gives a {type(first).__name__} that changes with the data")
         return first
-    if any(not isinstance(o, Form) or len(o.layout) != len(first.layout) for o in column):
-        raise unsuitable("gives a tensor with another number of dimensions from call to call")
-    if any(other.dtype != first.dtype for other in column):
-        raise unsuitable("gives a tensor of another type from call to call")
-    if any(other.memory != first.memory for other in column):
+    if any(not isinstance(o, Form) or len(o.layout) != len(first.layout) for o in leaves):
+        raise UnsuitableError("gives a tensor with another number of dimensions from call to call")
+    if any(other.dtype != first.dtype for other in leaves):
+        raise UnsuitableError("gives a tensor of another type from call to call")
+    if any(other.memory != first.memory for other in leaves):
         # Sometimes an argument itself, sometimes not: taken to be none.
-        column = [other.in_own_memory(first.memory) for other in column]
+        leaves = [other.in_own_memory(first.memory) for other in leaves]
     layout = []
-    for numbers in zip(*([rest for _, rest in form.layout] for form in column), strict=True):
+    for numbers in zip(*([rest for _, rest in form.layout] for form in leaves), strict=True):
         pairs = sorted(zip(batches, numbers, strict=True))
         (low, low_number), (high, high_number) = pairs[0], pairs[-1]
         factor = (high_number - low_number) // (high - low) if high > low else 0
         rest = low_number - factor * low
         if any(factor * batch + rest != number for batch, number in pairs):
-            raise unsuitable("gives a tensor whose size depends on the data, not on the batch size")
+            raise UnsuitableError(
+                "gives a tensor whose size depends on the data, not on the batch size"
+            )
         layout.append((factor, rest))
-    wants_gradient = any(other.requires_grad for other in column)
-    return column[0]._replace(layout=tuple(layout), requires_grad=wants_gradient)
+    wants_gradient = any(other.requires_grad for other in leaves)
+    return replace(leaves[0], layout=tuple(layout), requires_grad=wants_gradient)
 
 
 class Opaque:
@@ -334,8 +330,8 @@ class Opaque:
         self.path, self.outline = own_name(path), outline
         self.__name__ = path.replace(".", "_")
         self._module, self._states, self._arguments = module, states, arguments
-        write_buffers_once(module)
         self._modes = [(inner, inner.training) for inner in module.modules()]
+        self._leaves, self._structure = pytree.tree_flatten(outline.tree)
         forms = outline.forms
         memories = [form.memory for form in forms]
         self._unshared = [  # results with gradients that share memory with nothing else
@@ -396,15 +392,13 @@ class Opaque:
 
     def _checked(self, result: Any, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of a result, in the layouts that were captured."""
-        outline = self.outline
         try:
-            leaves = outline.structure.flatten_up_to(result)
+            leaves = self._structure.flatten_up_to(result)
         except ValueError:
-            structure = pytree.tree_structure(result)
-            raise self._other(structure, outline.structure) from None
+            raise self._other(pytree.tree_structure(result), self._structure) from None
         memories = set(storages_in(arguments))
         tensors = []
-        for leaf, expected in zip(leaves, outline.leaves, strict=True):
+        for leaf, expected in zip(leaves, self._leaves, strict=True):
             if type(expected) is Unsteady:
                 continue
             if not isinstance(expected, Form):

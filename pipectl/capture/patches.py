@@ -5,7 +5,6 @@ Each patch says why it is needed; unless it names versions of torch, 2.13 to 2.1
 
 from __future__ import annotations
 
-import inspect
 import io
 import logging
 import random
@@ -14,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
 from types import CodeType, FrameType
@@ -49,7 +48,6 @@ from pipectl.capture.refusals import (
     place_at,
 )
 from pipectl.capture.regions import mark_regions
-from pipectl.capture.step import own_name
 
 MAX_REPEATS = 500
 """Calls from one line of one module until a loop is too long. Tracing one takes some 10 ms."""
@@ -386,63 +384,6 @@ def _recorded_functions(recorder: Recorder) -> Iterator[None]:
         mock.patch.object(eager_transforms, "jvp_increment_nesting", refuse_backward),
     ):
         yield
-
-
-@contextmanager
-def refused_reads(step: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Refuse reads of attributes before they are written, while a step is exported again.
-
-    An export reads plain attributes of modules as constants.
-
-    Args:
-        names: of the attributes, after the paths of their modules.
-
-    Raises:
-        RefusedError: from the export.
-    """
-    unwritten: dict[tuple[type, str], dict[int, str]] = {}
-    for name in names:
-        path, _, attribute = name.rpartition(".")
-        module = step.get_submodule(path)
-        # By their dictionaries, which the proxies that an export puts around modules share.
-        unwritten.setdefault((type(module), attribute), {})[id(vars(module))] = name
-    with ExitStack() as stack:
-        for (kind, attribute), names_of in unwritten.items():
-            default = inspect.getattr_static(kind, attribute, _ABSENT)
-            guard = _Guard(attribute, names_of, default)
-            stack.enter_context(mock.patch.object(kind, attribute, guard, create=True))
-        yield
-
-
-class _Guard:
-    """Replaces an attribute in a class, in front of the values of its instances.
-
-    Args:
-        unwritten: its full names in the modules that must write it before they read it, by the
-            ``id`` of their dictionaries.
-        default: the value in the class.
-    """
-
-    def __init__(self, name: str, unwritten: dict[int, str], default: Any) -> None:
-        self._name, self._unwritten, self._default = name, unwritten, default
-
-    def __get__(self, module: nn.Module | None, kind: type[nn.Module] | None = None) -> Any:
-        own = {} if module is None else vars(module)
-        unwritten = self._unwritten.get(id(own))
-        if unwritten is not None:
-            raise Refusal.CARRIED.error(name=own_name(unwritten))
-        value = own.get(self._name, self._default)
-        if value is _ABSENT:
-            raise AttributeError(self._name)
-        return value
-
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        self._unwritten.pop(id(vars(module)), None)
-        vars(module)[self._name] = value
-
-    def __delete__(self, module: nn.Module) -> None:
-        self._unwritten.pop(id(vars(module)), None)
-        del vars(module)[self._name]
 
 
 @contextmanager

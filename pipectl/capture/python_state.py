@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.randomness import SHARED_GENERATORS, comparable, generator_state, set_state
 from pipectl.capture.refusals import Refusal
-from pipectl.capture.step import own_path
+from pipectl.capture.step import own_name, own_path
 from pipectl.capture.tensors import tensors_in
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
@@ -40,8 +40,8 @@ _CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "a
 _ABSENT = object()
 
 
-class Number(NamedTuple):
-    """A number or truth value in a Python object.
+class Entry(NamedTuple):
+    """An attribute of an object, or an entry of a mapping or list.
 
     Args:
         holder: the attributes, mapping or list that contains it.
@@ -75,16 +75,15 @@ def preserve_state(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None
                 restore()
 
 
-def numbers_in(model: nn.Module) -> dict[str, Number]:
-    """Return all numbers by name, such as ``blocks.3.calls`` or ``meter.counts['steps']``."""
-    numbers: dict[str, Number] = {}
+def _entries(model: nn.Module) -> dict[str, Entry]:
+    """Return all entries by name, such as ``blocks.3.calls`` or ``meter.counts['steps']``."""
+    entries: dict[str, Entry] = {}
     for value, path, are_attributes in _items(model):
         if type(value) in (*_MAPPINGS, list):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                if isinstance(item, int | float):
-                    name = f"{path}.{key}" if are_attributes else f"{path}[{key!r}]"
-                    numbers[name] = Number(item, value, key)
-    return numbers
+                name = f"{path}.{key}" if are_attributes else f"{path}[{key!r}]"
+                entries[name] = Entry(item, value, key)
+    return entries
 
 
 def _items(model: nn.Module) -> Iterator[_Item]:
@@ -164,100 +163,95 @@ def _identities(container: Any) -> list[int]:
     return [number for key, value in pairs for number in (hash(key), id(value))]
 
 
-class Assignments:
-    """While a step is exported: finds the plain attributes that every step assigns.
+class _Carried(Tensor):
+    """Stands in a step for a tensor that the step before has kept: any use of it is refused."""
+
+    kept_as: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        first = next(leaf for leaf in leaves if isinstance(leaf, cls))
+        raise Refusal.CARRIED.error(name=vars(first)["kept_as"])
+
+
+def _carried(name: str, value: Any) -> Any:
+    """Return the value of an entry at the beginning of a step, with stand-ins for tensors."""
+    stand_in = Tensor._make_subclass(_Carried, torch.empty(0))
+    stand_in.kept_as = name
+    return pytree.tree_map_only(Tensor, lambda _: stand_in, value)
+
+
+@contextmanager
+def watch_changes(step: nn.Module, begin: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
+    """Find what a step changes in Python objects while it is exported; restore it afterwards.
+
+    The result has, by name, what the next step begins with: numbers that have changed, and
+    tensors that follow from the batch or from old values; a step that uses such a tensor is
+    refused.
 
     Args:
-        numbers: values for numbers during the export, by name, as in later steps.
+        begin: what this step begins with.
 
-    Attributes:
-        tensors: names of attributes that were assigned tensors that follow from the batch, or from
-            old values.
-        numbers: numbers that have changed, by name, with the old and the new value.
+    Raises:
+        RefusedError: from the export, if the extra state of a module has changed.
     """
+    changes, batch = dict[str, Entry](), set[fx.Node]()
 
-    def __init__(self, step: nn.Module, numbers: Mapping[str, Any]) -> None:
-        self.tensors: list[str] = []
-        self.numbers: dict[str, tuple[Any, Any]] = {}
-        self._modules: dict[str, nn.Module] = dict(step.named_modules())
-        own_numbers = numbers_in(step)
-        self._to_restore = [own_numbers[name] for name in numbers]
-        for number, value in zip(self._to_restore, numbers.values(), strict=True):
-            number.holder[number.key] = value
-        self._numbers = numbers_in(step)
-        self._before = {p: {**vars(m), **m._buffers} for p, m in self._modules.items()}
-        self._extra = extra_states(step, tensors=False)
-        self._batch: set[fx.Node] = set()
-        self._hooks = [
-            step.register_forward_pre_hook(lambda _, batch: self._batch.update(_nodes(batch))),
-            step.register_forward_hook(lambda *_: self._compare()),
+    def compare(*_: object) -> None:
+        refuse_extra_states(step, extra, tensors=False)
+        unknown = Entry(_ABSENT, None, None)
+        entries = _entries(step).items()
+        changed = {n: e for n, e in entries if e.value is not before.get(n, unknown).value}
+        # Modules that have assigned tensors: numbers may say of what those are.
+        caching = {n.rpartition(".")[0] for n, e in changed.items() if isinstance(e.value, Tensor)}
+        caching |= {n.partition("._buffers[")[0] for n in changed if "._buffers[" in n}
+        for name, entry in changed.items():
+            old, new = before.get(name, entry._replace(value=None)), entry.value
+            if isinstance(new, int | float):
+                is_of_a_table = name.removesuffix(f".{old.key}") in caching
+                if type(new) is type(old.value) and new != old.value and not is_of_a_table:
+                    changes[name] = old._replace(value=new)
+            elif "._buffers[" not in name and _follows(new, batch, old.value):
+                changes[name] = old._replace(value=new)
+
+    with preserve_state(step, ()):
+        for name, (value, holder, key) in begin.items():
+            if isinstance(holder, dict) or key < len(holder):
+                holder[key] = _carried(own_name(name), value)
+        before, extra = _entries(step), extra_states(step, tensors=False)
+        hooks = [
+            step.register_forward_pre_hook(lambda _, given: batch.update(_nodes(given))),
+            step.register_forward_hook(compare),
         ]
+        try:
+            yield changes
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def __enter__(self) -> Assignments:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        """Drop new attributes and buffers with tensors of the export, which torch leaves behind.
-
-        Other attributes may record what a forward has done permanently (such as registering hooks).
-        """
-        for hook in self._hooks:
-            hook.remove()
-        for path, module in self._modules.items():
-            for name in vars(module).keys() - self._before[path].keys():
-                if tensors_in(vars(module)[name]):
-                    del vars(module)[name]
-            for name in module._buffers.keys() - self._before[path].keys():
-                del module._buffers[name]
-        changed = [self._numbers[name] for name in self.numbers]
-        for number in (*changed, *reversed(self._to_restore)):  # what they were first comes last
-            number.holder[number.key] = number.value
-
-    def _compare(self) -> None:
-        refuse_extra_states(self._modules[""], self._extra, tensors=False)
-        caching: set[str] = set()  # modules that assigned tensors: numbers may say of what they are
-        for path, module in self._modules.items():
-            for name, value in (*vars(module).items(), *module._buffers.items()):
-                old = self._before[path].get(name)
-                if value is old:
-                    continue
-                if isinstance(value, Tensor):
-                    caching.add(path)
-                if name in vars(module) and self._changes(old, value):
-                    self.tensors.append(f"{path}.{name}")
-        for name, number in numbers_in(self._modules[""]).items():
-            known = self._numbers.get(name)
-            if known is None:
-                continue
-            path, _, key = name.rpartition(".")
-            if path in caching and key in vars(self._modules[path]):
-                self._to_restore.append(known)
-            elif type(number.value) is type(known.value) and number.value != known.value:
-                self.numbers[name] = known.value, number.value
-
-    def _changes(self, old: Any, new: Any) -> bool:
-        """Return whether tensors follow from the batch or, except by a conversion, from old
-        tensors.
-        """
-        mode: Any = get_proxy_mode()
-        known = {id(leaf) for leaf in pytree.tree_leaves(old)}
-        for node in _nodes(new):
-            while _kind(node) in _CONVERSIONS:
-                node = node.all_input_nodes[0]
-            if node.op == "get_attr":
-                continue
-            waiting, visited = [node], {node}
-            while waiting:
-                source = waiting.pop()
-                constant = source.op == "get_attr"  # what was there before the trace
-                if source in self._batch or (
-                    constant and id(getattr(mode.tracer.root, str(source.target), _ABSENT)) in known
-                ):
-                    return True
-                fresh = [each for each in _sources(source) if each not in visited]
-                visited.update(fresh)
-                waiting += fresh
-        return False
+def _follows(value: Any, batch: set[fx.Node], old: Any) -> bool:
+    """Return whether tensors follow from the batch or, except by a conversion, from old ones."""
+    mode: Any = get_proxy_mode()
+    known = {id(leaf) for leaf in pytree.tree_leaves(old)}
+    for node in _nodes(value):
+        while _kind(node) in _CONVERSIONS:
+            node = node.all_input_nodes[0]
+        if node.op == "get_attr":
+            continue
+        waiting, visited = [node], {node}
+        while waiting:
+            source = waiting.pop()
+            constant = source.op == "get_attr"  # what was there before the trace
+            if source in batch or (
+                constant and id(getattr(mode.tracer.root, str(source.target), _ABSENT)) in known
+            ):
+                return True
+            fresh = [each for each in _sources(source) if each not in visited]
+            visited.update(fresh)
+            waiting += fresh
+    return False
 
 
 def _nodes(value: Any) -> list[fx.Node]:

@@ -47,7 +47,6 @@ class Keep(Enum):
 
     INNERMOST = "the submodule that does it"
     WHOLE = "the module that does it, be it the model itself"
-    AROUND = "the submodule around the one that does it"
     NOTHING = "none: no plan could do alike"
 
 
@@ -58,7 +57,7 @@ class RefusedError(CaptureError):
         keep: what may become one operator instead.
         part: the module that does it, or its path; None for the innermost module that was being
             called.
-        refusal: why it is refused; None if it cannot be an operator either.
+        refusal: why it is refused.
         place: the line of the model.
     """
 
@@ -66,11 +65,11 @@ class RefusedError(CaptureError):
         self,
         message: str,
         *,
-        cure: str | None,
-        keep: Keep = Keep.INNERMOST,
-        part: nn.Module | str | None = None,
-        refusal: Refusal | None = None,
-        place: str = "",
+        cure: str,
+        keep: Keep,
+        part: nn.Module | str | None,
+        refusal: Refusal,
+        place: str,
     ) -> None:
         super().__init__(message, cure=cure)
         self.keep, self.part, self.refusal, self.place = keep, part, refusal, place
@@ -177,6 +176,18 @@ class Refusal(Enum):
         "nn.Embedding(max_norm=...): leave it out, and scale the vectors that are looked up)",
         Keep.NOTHING,
     )
+    UNSUITABLE = (
+        "model: {name} cannot be captured, not even as one operator: it {what}",
+        "let it return tensors whose sizes follow from the batch size; or put it and what reads "
+        "its results into a submodule of its own, or name such a part of the model under "
+        "model.opaque",
+    )
+    DIFFERENTIATES = (
+        "model: {name} cannot be captured, not even as one operator: it differentiates what was "
+        "computed outside of it{place}",
+        "form the derivative in the module that computes what is differentiated",
+        Keep.WHOLE,
+    )
     RESULT = (
         "model: {name} gave {result}, but was captured with {expected}",
         "let it return tensors of fixed sizes (for example padding and a mask), or name a larger "
@@ -207,11 +218,6 @@ class Refusal(Enum):
         return RefusedError(
             message, cure=cure, keep=self._keep, part=part, refusal=self, place=place
         )
-
-
-def unsuitable(what: str, cure: str | None = None, part: str | None = None) -> RefusedError:
-    """Return the refusal of a submodule that cannot be an operator: the text's subject."""
-    return RefusedError(what, cure=cure, keep=Keep.AROUND, part=part)
 
 
 _KINDS = {

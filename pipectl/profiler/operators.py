@@ -141,12 +141,8 @@ class Pattern:
     @property
     def origins(self) -> list[int]:
         """For every tensor of the result the argument whose memory it uses; -1 if none."""
-        leaves = pytree.tree_leaves(self.result, is_leaf=_is_form)
+        leaves = pytree.tree_leaves(self.result)
         return [leaf.memory for leaf in leaves if isinstance(leaf, Form)]
-
-
-def _is_form(value: Any) -> bool:
-    return isinstance(value, Form)
 
 
 def observe(call: Call, device: torch.device) -> tuple[Any, Pattern]:
@@ -317,7 +313,7 @@ class Walk:
                 tensor.set_(storage, offset, sizes, strides)
             return tensor.requires_grad_(form.requires_grad)
 
-        return pytree.tree_map_only(Form, fill, pattern.result, is_leaf=_is_form)
+        return pytree.tree_map_only(Form, fill, pattern.result)
 
     def _observe(self, node: fx.Node, key: Any) -> Pattern:
         """Measure an operator, and remember the figures for those with an equal key."""

@@ -61,7 +61,7 @@ READ_IN_THE_NEXT_STEP = {
     "Count": ("torch.ones(())", "self.kept = self.kept + 1"),
     "Detached": ("torch.zeros(6)", "self.kept = self.kept.detach(); self.kept = self.kept + x[0]"),
     "Hidden": ("None", "self.kept = x.detach() if self.kept is None else x + self.kept"),
-    "Pair": ("()", "self.kept = (*self.kept[:1], x.tanh().detach())"),
+    "Pair": ("()", "x, self.kept = x + sum(self.kept), (*self.kept[:1], x.tanh().detach())"),
     "Counter": ("0", "self.kept += 1; x = x * self.kept"),
     "Threshold": ("0", "self.kept += 1; x = x * 2 if self.kept > 1000 else x"),
     "Loop": ("0", "self.kept += 1; x = sum((x for _ in range(self.kept // 100)), x)"),
@@ -70,6 +70,12 @@ READ_IN_THE_NEXT_STEP = {
 }
 KEEPS = "keeps 'kept' from one step to the next", "register_buffer()"
 REFUSED.update({kind: (*kept, *KEEPS) for kind, kept in READ_IN_THE_NEXT_STEP.items()})
+REFUSED["Nested"] = (
+    "{}",
+    "x, self.kept['a'] = x + self.kept.get('a', 0), x.detach()",
+    "keeps \"kept['a']\" from one step to the next",
+    "register_buffer()",
+)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
