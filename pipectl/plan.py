@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pipectl.cluster import OffloadTarget
+from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import DataFileError
 from pipectl.fields import VERSION, Count, DataFile, Rule
 from pipectl.graph import TransferKind
-from pipectl.units import format_flops, plural
+from pipectl.units import format_bytes, format_flops, format_time, plural
 
 T = TypeVar("T")
 
@@ -371,6 +372,34 @@ class Plan(DataFile):
         peak = self.prediction.peak_flops_per_s if self.prediction else None
         share = f" ({flops / step_s / peak:.0%} of the peak)" if peak else ""
         return f"{format_flops(flops / step_s)}{share}"
+
+    def describe_prediction(
+        self, cluster: Cluster, range_s: tuple[float, float] | None = None
+    ) -> Iterator[str]:
+        """Yield lines with step time, throughput and bubble, and with memory; none if there is no
+        prediction.
+
+        Args:
+            cluster: the machines that the plan is for.
+            range_s: range of the step time, if links are assumed.
+        """
+        if self.prediction is None:
+            return
+        step_s, peaks = self.prediction.step_time_s, self.prediction.peak_memory_bytes
+        rate = f"{self.batch_size / step_s:.1f} samples/s, " if step_s else ""
+        if flops := self.describe_flops(step_s):
+            rate += f"{flops}, "
+        point = f"{format_time(step_s)} per step, {rate}bubble {self.prediction.bubble:.1%}"
+        if range_s is None:
+            yield f"predicted: {point}"
+        else:
+            ends = " to ".join(map(format_time, range_s))
+            yield f"predicted: {ends} per step; links are assumed (profile --links measures them)"
+            yield f"as assumed: {point}"
+        fullest = peaks.index(max(peaks))
+        limit = cluster.memory_of(fullest, self.memory_limit_bytes)
+        within = f", limit {format_bytes(int(limit))}" if limit < inf else ""
+        yield f"memory: at most {format_bytes(max(peaks))} per rank (rank {fullest}){within}"
 
     @property
     def ranks(self) -> int:

@@ -43,9 +43,7 @@ def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None
         where = ", in the job's allocation" if any(job.plans_in_job for job in jobs) else ""
         note(f"no up-to-date profile{of}: the model is measured before it is trained{where}")
     elif len(jobs) == 1 and (plan := jobs[0].plan) and (cluster := jobs[0].cluster):
-        from pipectl.cli.views.plan import prediction_lines
-
-        lines = prediction_lines(plan, cluster)
+        lines = plan.describe_prediction(cluster)
         for line in (f"{before}{plan.name}: {plan.summary}", *lines):
             tell(line)
 

@@ -13,7 +13,6 @@ from pipectl.cli.views.plan import (
     choose_stages,
     explanation_lines,
     mark_lines,
-    prediction_lines,
     remarks,
     scaling_lines,
     scaling_table,
@@ -118,16 +117,16 @@ def test_the_table_of_a_plan_with_replicas_and_marks(
 
 def test_what_is_predicted_of_a_step(pipeline: Plans) -> None:
     plan = timed(pipeline(2, 4), 2.0)
-    lines = list(prediction_lines(plan, CLUSTER, (1.5, 4.0)))
+    lines = list(plan.describe_prediction(CLUSTER, (1.5, 4.0)))
     assert lines[0].startswith("predicted: 1.50 s to 4.00 s per step; links are assumed")
     assert lines[1].startswith("as assumed: 2.00 s per step, 2.0 s")
-    *_, memory = prediction_lines(plan, CLUSTER)
+    *_, memory = plan.describe_prediction(CLUSTER)
     assert memory == "memory: at most 2.00 MiB per rank (rank 1)"
-    *_, memory = prediction_lines(plan, assumed_cluster("small", [1, 1], 1, 2**22))
+    *_, memory = plan.describe_prediction(assumed_cluster("small", [1, 1], 1, 2**22))
     assert memory.endswith("(rank 1), limit 4.00 MiB"), "of the devices"
-    point = next(prediction_lines(plan, CLUSTER))
+    point = next(plan.describe_prediction(CLUSTER))
     assert point.startswith("predicted: 2.00 s per step, 2.0 samples/s, ")
-    idle = next(prediction_lines(timed(plan, 0.0), CLUSTER))
+    idle = next(timed(plan, 0.0).describe_prediction(CLUSTER))
     assert idle.startswith("predicted: 0.00 us per step, bubble 25.0%")
     no_work = answer(plan, StepParts(0, (0,), *[0.0] * 8))
     shown = list(explanation_lines(no_work, explanation(pipeline)))

@@ -138,8 +138,8 @@ def plan_and_print(
     if output_file is not None:
         answer.plan.save(output_file)
     if svg is not None:
-        plan, lines = answer.plan, view.prediction_lines(answer.plan, inputs.cluster)
-        titles = f"{plan.name}: {plan.summary}", *lines
+        plan = answer.plan
+        titles = f"{plan.name}: {plan.summary}", *plan.describe_prediction(inputs.cluster)
         write_text(svg, gantt_svg(answer.simulation.timeline, *titles))
     if as_json:
         say_json(answer.to_json())

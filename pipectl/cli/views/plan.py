@@ -6,7 +6,6 @@ Everything fits 80 columns; wider terminals show more.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import inf
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -50,34 +49,6 @@ _PARTS = (
 )
 
 
-def prediction_lines(
-    plan: Plan, cluster: Cluster, range_s: tuple[float, float] | None = None
-) -> Iterator[str]:
-    """Lines with step time, throughput and bubble, and with memory.
-
-    Args:
-        cluster: the machines that the plan is for.
-        range_s: range of the step time, if links are assumed.
-    """
-    if plan.prediction is None:
-        return
-    step_s, peaks = plan.prediction.step_time_s, plan.prediction.peak_memory_bytes
-    rate = f"{plan.batch_size / step_s:.1f} samples/s, " if step_s else ""
-    if flops := plan.describe_flops(step_s):
-        rate += f"{flops}, "
-    point = f"{format_time(step_s)} per step, {rate}bubble {plan.prediction.bubble:.1%}"
-    if range_s is None:
-        yield f"predicted: {point}"
-    else:
-        ends = " to ".join(map(format_time, range_s))
-        yield f"predicted: {ends} per step; links are assumed (profile --links measures them)"
-        yield f"as assumed: {point}"
-    fullest = peaks.index(max(peaks))
-    limit = cluster.memory_of(fullest, plan.memory_limit_bytes)
-    within = f", limit {format_bytes(int(limit))}" if limit < inf else ""
-    yield f"memory: at most {format_bytes(max(peaks))} per rank (rank {fullest}){within}"
-
-
 def step_view(answer: StepAnswer) -> RenderableType:
     """Everything that `pipectl plan` shows about one plan."""
     plan, explanation = answer.plan, answer.explanation
@@ -90,7 +61,7 @@ def step_view(answer: StepAnswer) -> RenderableType:
     ]
     parts: list[RenderableType] = [plain(f"{plan.name}: {plan.summary}", "bold")]
     parts += [
-        *map(plain, prediction_lines(plan, answer.inputs.cluster, answer.range_s)),
+        *map(plain, plan.describe_prediction(answer.inputs.cluster, answer.range_s)),
         "",
         stage_table(plan, ends if explanation is None else [""] * len(ends)),
         *map(plain, mark_lines(plan)),
