@@ -76,6 +76,7 @@ def prepare(
     progress: Progress | None = None,
     *,
     points: Sequence[Point] = (),
+    profile: Profile | None = None,
     make_missing: bool = True,
     must_run: bool = True,
 ) -> list[Job]:
@@ -89,6 +90,7 @@ def prepare(
         spec: the job, without the values of its sweep.
         scheduler: name of the batch system.
         points: points of the sweep; empty for a single job.
+        profile: profile to plan with; by default, that in the output directory or a new one.
         make_missing: whether to make missing and out-of-date profiles and plans.
         must_run: whether to refuse imported profiles, and plans that can only be simulated.
 
@@ -99,101 +101,96 @@ def prepare(
         InfeasibleError: no plan fits.
     """
     jobs: list[Job] = []
-    clusters: list[Cluster] = []
     launches: dict[str, MpiChoice] = {}
     for point in points or (None,):
         values, own = (None, spec) if point is None else (point.values, point.spec)
         settings = f"{own.launch} {own.environment}"
         with _name_values_in_errors(values):
             job = make_job(own, scheduler, values=values, mpi=launches.get(settings))
-            choice = find_cluster(own, scheduler)
-        jobs.append(replace(job, warning=choice.warning))
-        clusters.append(choice.cluster)
+            cluster, _, warning = find_cluster(own, scheduler)
+        jobs.append(replace(job, cluster=cluster, warning=warning, profile=profile))
         launches[settings] = job.mpi
+    if profile is None:
+        # All profiles come first: the memory of a measuring process counts as memory of a rank,
+        # and the planner is large.
+        jobs = _add_profiles(jobs, profile_key(spec), progress, make_missing, must_run)
+    return _add_plans(jobs, spec, progress, make_missing, must_run)
 
-    # All profiles come first: the memory of a measuring process counts as memory of a rank, and
-    # the planner is large.
-    keys, own_key = [profile_key(job.spec) for job in jobs], profile_key(spec)
+
+def _add_profiles(
+    jobs: Sequence[Job], own_key: str, progress: Progress | None, make_missing: bool, must_run: bool
+) -> list[Job]:
+    """The jobs with their up-to-date profiles; None where it may not be measured.
+
+    Args:
+        own_key: key of the profile to save in the output directory.
+    """
     profiles: dict[str, tuple[Profile | None, bool]] = {}
-    for job, key in zip(jobs, keys, strict=True):
+    profiled = []
+    for job in jobs:
+        key, path = profile_key(job.spec), profile_path(job.spec)
         if key not in profiles:
             with _name_values_in_errors(job.values):
                 if must_run and make_missing:
                     render(job)  # raise errors in the script before the model is measured
-                profiles[key] = _find_or_measure(
-                    job, progress, measures=make_missing and scheduler == LOCAL, must_run=must_run,
-                    saves=key == own_key,
-                )  # fmt: skip
+                profile, is_new = read_profile(job.spec, path), False
+                if profile is None and make_missing and job.scheduler == LOCAL:
+                    from pipectl.jobs.profiles import measure
 
+                    saved_in = path if key == own_key else None
+                    profile, is_new = measure(job.spec, saved_in, progress), True
+                if must_run and profile is not None and profile.fingerprint is None:
+                    raise MismatchError(
+                        f"{path}: an imported profile can be planned, not submitted",
+                        cure="remove it; the model is then measured",
+                    )
+            profiles[key] = profile, is_new
+        profile, is_new = profiles[key]
+        profiled.append(replace(job, profile=profile, is_profiled_now=is_new))
+    return profiled
+
+
+def _add_plans(
+    jobs: Sequence[Job],
+    spec: JobSpec,
+    progress: Progress | None,
+    make_missing: bool,
+    must_run: bool,
+) -> list[Job]:
+    """The jobs with their up-to-date plans; those without a profile plan in their allocation.
+
+    Args:
+        spec: the job, whose plan is saved in the output directory if it is new.
+    """
+    own_cluster = find_cluster(spec, jobs[0].scheduler).cluster
     # The links may be measured for some points with the same key, and not for others.
     plans: dict[tuple[str, Cluster], Plan | None] = {}
-    own_links, own_plan = cluster_file_key(spec, scheduler), None
-    prepared = []
-    for job, cluster, key in zip(jobs, clusters, keys, strict=True):
-        profile, is_new = profiles[key]
-        if profile is None:
-            prepared.append(replace(job, cluster=cluster, plans_in_job=scheduler != LOCAL))
+    planned, own_plan, path = list[Job](), None, plan_path(spec)
+    for job in jobs:
+        assert job.cluster is not None
+        if job.profile is None:
+            planned.append(replace(job, plans_in_job=job.scheduler != LOCAL))
             continue
-        profile, cluster = join_rows(profile, cluster)
+        profile, cluster = join_rows(job.profile, job.cluster)
         inputs = plan_key(job.spec), cluster
         if inputs not in plans:
             with _name_values_in_errors(job.values):
-                plan, is_planned_now = _find_or_plan(
-                    job.spec, profile, cluster, progress, plans=make_missing, must_run=must_run
-                )
+                plan, name = read_plan(path, job.spec, profile, cluster), str(path)
+                if plan is None and make_missing:
+                    from pipectl.jobs.planning import plan_job
+
+                    plan, name = plan_job(job.spec, profile, cluster, progress), "the new plan"
+                    if inputs == (plan_key(spec), own_cluster.with_rows(profile.rows)):
+                        own_plan = plan
+                if must_run and plan is not None:
+                    from pipectl.runtime.nodes import check_supported
+
+                    check_supported(plan, name)
             plans[inputs] = plan
-            is_own = inputs[0] == plan_key(spec)
-            if is_planned_now and is_own and cluster_file_key(job.spec, scheduler) == own_links:
-                own_plan = plan
-        prepared.append(
-            replace(
-                job, cluster=cluster, profile=profile, is_profiled_now=is_new, plan=plans[inputs]
-            )
-        )
+        planned.append(replace(job, cluster=cluster, profile=profile, plan=plans[inputs]))
     if own_plan is not None:  # at the end, as all plans keep the micro-batches of the last one
-        own_plan.save(plan_path(spec))
-    return prepared
-
-
-def _find_or_measure(
-    job: Job, progress: Progress | None, *, measures: bool, must_run: bool, saves: bool
-) -> tuple[Profile | None, bool]:
-    """The up-to-date profile of a job, and whether it is new; None if it may not be measured."""
-    path = profile_path(job.spec)
-    profile, is_new = read_profile(job.spec, path), False
-    if profile is None and measures:
-        from pipectl.jobs.profiles import measure
-
-        profile, is_new = measure(job.spec, path if saves else None, progress), True
-    if must_run and profile is not None and profile.fingerprint is None:
-        raise MismatchError(
-            f"{path}: an imported profile can be planned, not submitted",
-            cure="remove it; the model is then measured",
-        )
-    return profile, is_new
-
-
-def _find_or_plan(
-    spec: JobSpec,
-    profile: Profile,
-    cluster: Cluster,
-    progress: Progress | None,
-    *,
-    plans: bool,
-    must_run: bool,
-) -> tuple[Plan | None, bool]:
-    """The up-to-date plan of a job, and whether it is new; None if it may not be planned."""
-    path = plan_path(spec)
-    plan, is_new = read_plan(path, spec, profile, cluster), False
-    if plan is None and plans:
-        from pipectl.jobs.planning import plan_job
-
-        plan, is_new = plan_job(spec, profile, cluster, progress), True
-    if must_run and plan is not None:
-        from pipectl.runtime.nodes import check_supported
-
-        check_supported(plan, "the new plan" if is_new else str(path))
-    return plan, is_new
+        own_plan.save(path)
+    return planned
 
 
 @contextmanager

@@ -85,21 +85,20 @@ def verify(
     with _temporary_directory() as directory:
         chunks = 1 if schedule is None else schedule.stages_per_rank[0]
         spec = load(job, [*overrides, *_changes(spec, steps, directory, chunks), *here])
+        profile = None
         with suppress(PipectlError):  # use the job's profile: its times do not change results
             own = load(job, overrides)
             profile = read_profile(own, profile_path(own))
-            if profile is not None and profile.fingerprint is not None:
-                _use_for_all_plans(profile, spec)
-        pipeline, plan = _prepare(spec, progress)
-        assert pipeline.profile is not None
-        _use_for_all_plans(pipeline.profile, spec)
+        if profile is not None and profile.fingerprint is None:
+            profile = None
+        pipeline, plan = _prepare(spec, profile, progress)
         # Not earlier: the memory of this process while it measures counts as memory of a rank.
         from pipectl.capture.job import find_traits
         from pipectl.runtime.compare import Trained, compare
         from pipectl.runtime.plain import FirstWeights
 
         traits = find_traits(spec, plan.micro_batch_size)
-        reference = choose_reference(spec, plan, traits, two_plans=two_plans)
+        reference = choose_reference(spec, plan, pipeline.profile, traits, two_plans=two_plans)
         notes, tolerance = expect(spec, traits, plan, reference.reason)
         changes: dict[str, object] = {}
         if tolerance:  # small differences must not become large ones
@@ -213,14 +212,16 @@ class Reference(NamedTuple):
     reason: str = ""
 
 
-def choose_reference(spec: JobSpec, plan: Plan, traits: Traits, *, two_plans: bool) -> Reference:
+def choose_reference(
+    spec: JobSpec, plan: Plan, profile: Profile | None, traits: Traits, *, two_plans: bool
+) -> Reference:
     """Choose one process, or another plan if no process can hold the model."""
     reason, alone = "--between-plans" if two_plans else "", None
     if not reason and spec.model.materialize == "per_rank":
         reason = "materialize: per_rank"
     elif not reason:
         try:
-            alone, alone_plan = _prepare(_like(spec, plan, ranks=1))
+            alone, alone_plan = _prepare(_like(spec, plan, ranks=1), profile)
         except InfeasibleError:
             reason = "one process would need more memory than there is"
         else:
@@ -234,7 +235,7 @@ def choose_reference(spec: JobSpec, plan: Plan, traits: Traits, *, two_plans: bo
     for ranks in (plan.ranks + 1, plan.ranks - 1):  # one stage more or less moves all cuts
         with suppress(PipectlError):
             if ranks:
-                other, other_plan = _prepare(_like(spec, plan, ranks))
+                other, other_plan = _prepare(_like(spec, plan, ranks), profile)
                 stages = len(other_plan.stages)
                 words = f"another plan: {other_plan.ranks} ranks, {stages} stages"
                 return Reference(words, other, reason)
@@ -244,14 +245,11 @@ def choose_reference(spec: JobSpec, plan: Plan, traits: Traits, *, two_plans: bo
     )
 
 
-def _use_for_all_plans(profile: Profile, spec: JobSpec) -> None:
-    """Save a profile for all plans of this verification: without a key, it fits every job."""
-    replace(profile, key=None).save(profile_path(spec))
-
-
-def _prepare(spec: JobSpec, progress: Progress | None = None) -> tuple[Job, Plan]:
-    """Plan a job for this machine."""
-    (job,) = prepare(spec, LOCAL, progress)
+def _prepare(
+    spec: JobSpec, profile: Profile | None, progress: Progress | None = None
+) -> tuple[Job, Plan]:
+    """Plan a job for this machine, with a profile if there is one."""
+    (job,) = prepare(spec, LOCAL, progress, profile=profile)
     assert job.plan is not None, "a job that runs here is planned here"
     return job, job.plan
 

@@ -63,7 +63,7 @@ def test_two_plans_are_compared_if_memory_is_short(
     monkeypatch.setattr(verify, "_prepare", lambda *_: ("job", other))
     plan: Any = SimpleNamespace(ranks=2)
     traits = Traits((), (), False)
-    found = verify.choose_reference(spec(), plan, traits, two_plans=False)
+    found = verify.choose_reference(spec(), plan, None, traits, two_plans=False)
     needs = "one process would need 4.00 GiB, and 3.00 GiB are free"
     two: Any = Reference("another plan: 3 ranks, 3 stages", "job", needs)  # type: ignore[arg-type]
     assert found == (Reference("one plain PyTorch process") if fits else two)
