@@ -36,8 +36,12 @@ class NoisyStream(IterableDataset):
         self.count = count
 
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        """Draws the order at once, and further numbers with every sample."""
         order = list(range(self.count))
         random.shuffle(order)
+        return self.samples(order)
+
+    def samples(self, order: list[int]) -> Iterator[tuple[Tensor, int]]:
         for index in order:
             drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
             yield torch.tensor([index, *drawn], dtype=torch.float64), index

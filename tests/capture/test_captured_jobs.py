@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,22 @@ def test_what_cannot_be_trained_is_refused_in_silence(
         make_job(**names).training_graph(4)
     assert raised.value.cure
     assert capfd.readouterr() == ("", "")
+
+
+def test_torch_warns_of_nothing_while_it_exports(make_job, monkeypatch) -> None:
+    logger, export = logging.getLogger("torch"), torch.export.export
+    speaks: list[bool] = []
+
+    def watched(*given: Any, **options: Any) -> Any:
+        speaks.append(logger.isEnabledFor(logging.WARNING))
+        return export(*given, **options)
+
+    monkeypatch.setattr("torch.export.export", watched)
+    before = logger.level
+    make_job("mlp").training_graph(4)
+    assert speaks
+    assert not any(speaks)
+    assert logger.level == before
 
 
 def test_an_assigned_buffer_is_written(graph_of) -> None:
