@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -20,6 +21,8 @@ from pipectl.runtime.device import CpuDevice, Device, choose_device
 
 Clock = Callable[[], float]
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_THREAD = Path("/proc/thread-self/schedstat")
+"""Nanoseconds on a core, and ready to run without one."""
 _ASSUMED_BYTES = 32 << 20
 _MARK = "pipectl: end of phase"
 
@@ -65,6 +68,18 @@ def clock_of(device: Device) -> Clock:
         return time.perf_counter()
 
     return clock
+
+
+def loading_clock() -> float:
+    """Return a clock in seconds for work that may wait for a disk, but not for a core.
+
+    While other processes have the core of the calling thread, it stands still, where the system
+    says so.
+    """
+    waited_ns = 0
+    with suppress(OSError, LookupError, ValueError):
+        waited_ns = int(_THREAD.read_text(encoding="ascii").split()[1])
+    return time.perf_counter() - waited_ns / 1e9
 
 
 class Phase(NamedTuple):

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pipectl.profiler import profile_job
 from pipectl.profiler.bench import Bench, Cost, Subject, random_stages, single_stage, windows
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.journal import Journal
-from pipectl.profiler.machine import last_level_bytes
+from pipectl.profiler.machine import last_level_bytes, loading_clock
 from pipectl.profiler.neighbours import Neighbours, _compute, has_room, neighbour_count
 from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
@@ -122,6 +123,27 @@ def test_a_profile_says_that_a_neighbour_failed(spec_of: Any) -> None:
             assert neighbours.computing == 0
             (assumption,) = neighbours.assumptions
         assert "failed to start" in assumption
+
+
+@pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not count waiting"
+)
+def test_loading_takes_no_longer_while_others_use_the_core_but_waits_for_a_disk() -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        started, begin = time.thread_time(), loading_clock()
+        while time.thread_time() - started < 0.3:
+            pass
+        computing_s = loading_clock() - begin
+        time.sleep(0.2)
+        assert computing_s < 0.4
+        assert loading_clock() - begin > computing_s + 0.15
+    finally:
+        other.kill()
+        other.wait()
+        os.sched_setaffinity(0, cores)
 
 
 def test_the_largest_cache_counts(tmp_path: Path) -> None:
