@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import ceil, log
 
 from pipectl.cluster import Cluster, OffloadTarget
-from pipectl.errors import InfeasibleError, InvalidInputError
+from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Replication
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
@@ -40,6 +39,8 @@ def choices(asked: bool | None) -> tuple[bool, ...]:
 class PlanRequest:
     """A job as the planner sees it; None leaves a choice to the planner.
 
+    The checks of job specs (:mod:`pipectl.spec.checks`) exclude choices that contradict each other.
+
     Args:
         batch_size: samples of one optimizer step.
         warm_up: forwards each stage runs before its first backward, one entry per stage.
@@ -65,9 +66,6 @@ class PlanRequest:
         key: recorded in the plan; see :class:`pipectl.plan.Plan`.
         from_job: whether the request is from a job file; errors then name keys, otherwise options.
         keeps_micro_batches: whether ``micro_batches`` is that of an earlier plan of the job.
-
-    Raises:
-        InvalidInputError: choices that contradict each other.
     """
 
     name: str
@@ -91,73 +89,6 @@ class PlanRequest:
     key: str | None = None
     from_job: bool = True
     keeps_micro_batches: bool = False
-
-    def __post_init__(self) -> None:
-        if self.schedule is not None and self.schedule not in SCHEDULES:
-            raise InvalidInputError(
-                f"schedule: {self.schedule!r} is not known", cure=f"one of: {', '.join(SCHEDULES)}"
-            )
-        if self.warm_up is not None:
-            object.__setattr__(self, "warm_up", tuple(self.warm_up))
-            self._check_warm_up(tuple(self.warm_up))
-        known = SCHEDULES.get(self.schedule or "")
-        if self.listed is not None or (known is not None and not known.flushes):
-            self._check_single()
-        if self.backward_apart:
-            self._check_apart()
-        if self.blocks and self.recompute is False:
-            raise InvalidInputError(
-                "blocks: need stages that recompute", cure="set recompute, or leave blocks out"
-            )
-
-    @property
-    def _named_schedule(self) -> str | None:
-        return self.schedule if self.listed is None else self.listed.name
-
-    def _check_single(self) -> None:
-        if (self.replicas or 1) > 1:
-            raise InvalidInputError(
-                f"replicas: schedule {self._named_schedule!r} allows only one",
-                cure="leave replicas out, or use another schedule",
-            )
-
-    def _check_apart(self) -> None:
-        if self.blocks:
-            raise InvalidInputError(
-                "blocks: a stage whose backward has a rank of its own recomputes all at once",
-                cure="ask for blocks or backward_apart, but not both",
-            )
-        if (self.replicas or 1) > 1:
-            raise InvalidInputError(
-                "replicas: a stage with replicas cannot have its backward on another rank",
-                cure="ask for replicas or backward_apart, but not both",
-            )
-        known = [name for name, each in SCHEDULES.items() if each.allows_backward_elsewhere]
-        if self._named_schedule not in (None, *known):
-            raise InvalidInputError(
-                f"schedule: {self._named_schedule!r} cannot have backwards on other ranks",
-                cure=f"one of {', '.join(known)}, or leave the schedule to the planner",
-            )
-
-    def _check_warm_up(self, warm_up: tuple[int, ...]) -> None:
-        choose = [name for name, each in SCHEDULES.items() if each.chooses_warm_up]
-        if self.schedule not in (None, *choose):
-            raise InvalidInputError(
-                f"warm_up: schedule {self.schedule!r} has a fixed warm-up",
-                cure=f"use schedule {' or '.join(map(repr, choose))}, or leave warm_up out",
-            )
-        if self.stages not in (None, len(warm_up)):
-            raise InvalidInputError(
-                f"warm_up: {len(warm_up)} entries for {self.stages} stages",
-                cure="give one entry per stage",
-            )
-        falls = all(early >= late for early, late in pairwise(warm_up))
-        if not warm_up or min(warm_up) < 1 or not falls:
-            raise InvalidInputError(
-                f"warm_up: {list(warm_up)} must not increase from stage to stage, and be at least "
-                "1",
-                cure="for 4 stages for example [4, 3, 2, 1]",
-            )
 
     @property
     def memory_key(self) -> str:

@@ -177,6 +177,14 @@ def _check_ranks(pipeline: models.Pipeline, resources: models.Resources) -> Iter
         yield _STAGES, f"{placement.misfit(stages, ranks)}; {hints[placement]}"
 
 
+def _check_replicas(pipeline: models.Pipeline) -> Iterator[Finding]:
+    name, schedule, replicas = pipeline.schedule, _built_in(pipeline), pipeline.replicas
+    allows_one = name is not None and (schedule is None or not schedule.flushes)
+    if name is not None and allows_one and replicas not in (None, 1, "any"):
+        fault = f"{replicas}, but schedule {Path(name).name} allows only one"
+        yield ("pipeline", "replicas"), f"{fault}; leave it out, or use another schedule"
+
+
 def _check_warm_up(pipeline: models.Pipeline) -> Iterator[Finding]:
     warm_up, name = pipeline.warm_up, pipeline.schedule
     if warm_up is None:
@@ -395,8 +403,8 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
-    _check_ranks, _check_batch, _check_buckets, _check_warm_up, _check_backward, _check_progress,
-    _check_loss, _check_evaluation, _check_options, _check_slurm_gpus, _check_pbs_gpus,
-    _check_sweep,
+    _check_ranks, _check_replicas, _check_batch, _check_buckets, _check_warm_up, _check_backward,
+    _check_progress, _check_loss, _check_evaluation, _check_options, _check_slurm_gpus,
+    _check_pbs_gpus, _check_sweep,
 )  # fmt: skip
 """Checks; the names of their parameters are the sections they need."""

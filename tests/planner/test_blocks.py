@@ -8,7 +8,7 @@ import pytest
 from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
-from pipectl.errors import InfeasibleError, InvalidInputError
+from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.segments import SegmentCuts, SegmentPlans
@@ -121,13 +121,6 @@ def test_the_work_of_blocks_is_that_of_the_stage_twice_forward(deep) -> None:
         assert blocks.forward_s == pytest.approx(cost.forward_s)
         twice_s = blocks.recompute_s + blocks.backward_s
         assert twice_s == pytest.approx(cost.forward_s + cost.backward_s)
-
-
-def test_blocks_are_of_stages_that_recompute_with_their_backwards() -> None:
-    with pytest.raises(InvalidInputError, match="blocks: need stages that recompute"):
-        request(recompute=False, blocks=True)
-    with pytest.raises(InvalidInputError, match="blocks: a stage whose backward has a rank"):
-        request(recompute=True, blocks=True, backward_apart=True)
 
 
 def test_a_stage_with_its_backward_elsewhere_has_no_blocks(deep) -> None:

@@ -1,25 +1,8 @@
 import pytest
 
-from pipectl.errors import InfeasibleError, InvalidInputError
+from pipectl.errors import InfeasibleError
 from pipectl.planner import PlanRequest
 from pipectl.planner.request import micro_batch_sizes, open_orders, stage_counts
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"schedule": "gpip"}, "schedule: 'gpip' is not known"),
-        ({"warm_up": (2, 1), "schedule": "gpipe"}, "schedule 'gpipe' has a fixed warm-up"),
-        ({"warm_up": (2, 1), "stages": 3}, "2 entries for 3 stages"),
-        ({"warm_up": (1, 2)}, "must not increase"),
-        ({"warm_up": (1, 0)}, "and be at least 1"),
-        ({"warm_up": ()}, "must not increase"),
-    ],
-)
-def test_contradicting_choices_are_refused(changes, message) -> None:
-    with pytest.raises(InvalidInputError, match=message.replace("(", r"\(")) as caught:
-        PlanRequest("job", 8, **changes)
-    assert caught.value.cure
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
-from pipectl.errors import InfeasibleError, InvalidInputError, OutOfTimeError
+from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
 from pipectl.planner.bounds import least_step_s
@@ -155,18 +155,6 @@ def test_the_bound_holds_and_the_largest_load_is_that_of_a_rank(deep) -> None:
 def test_time_that_is_up(deep) -> None:
     with pytest.raises(OutOfTimeError):
         make_plan(deep, cluster_of(8, SHORT), request(offload=None), lambda: True)
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"replicas": 2}, "replicas: a stage with replicas cannot have"),
-        ({"schedule": "zb-h1"}, "'zb-h1' cannot have backwards on other ranks"),
-    ],
-)
-def test_what_goes_with_no_backward_elsewhere_is_refused(asked, message) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        request(backward_apart=True, **asked)
 
 
 def test_what_backwards_elsewhere_wait_for_is_offloaded_if_asked(deep) -> None:
