@@ -86,23 +86,22 @@ def least_step_s(plan: Plan, cluster: Cluster) -> float:
     taken to share their stage's work in proportion to their speeds.
     """
     share, ranks = plan.batch_size / plan.micro_batch_size, range(plan.ranks)
-    through_s = _through_s(plan, cluster)
+    speeds = [cluster.device(rank).speed for rank in ranks]
+    times_s = [_times_s(stage, speeds) for stage in plan.stages]
+    through_s = _through_s(plan, times_s)
     first_s, last_s = ([inf] * plan.ranks for _ in range(2))
     loads, weights, updates = ([0.0] * plan.ranks for _ in range(3))
-    for stage, (before_s, after_s) in zip(plan.stages, through_s, strict=True):
-        cost = stage.cost
-        for own_ranks, time_s in (
-            (stage.ranks, cost.forward_s),
-            (stage.updating_ranks, cost.backward_s),
-        ):
-            speed = _speed(own_ranks, cluster)
+    for stage, (before_s, after_s), (forward_s, backward_s, weight_s) in zip(
+        plan.stages, through_s, times_s, strict=True
+    ):
+        for own_ranks, time_s in ((stage.ranks, forward_s), (stage.updating_ranks, backward_s)):
             for rank in own_ranks:
-                loads[rank] += time_s * share / speed
+                loads[rank] += time_s * share
                 first_s[rank] = min(first_s[rank], before_s)
                 last_s[rank] = min(last_s[rank], after_s)
         for rank in stage.updating_ranks:
-            weights[rank] += (cost.weight_s or 0.0) * share / _speed(stage.updating_ranks, cluster)
-            updates[rank] += cost.update_s / cluster.device(rank).speed
+            weights[rank] += weight_s * share
+            updates[rank] += stage.cost.update_s / speeds[rank]
     busiest_s = max(
         first_s[rank] + max(loads[rank], loads[rank] - weights[rank] + last_s[rank])
         for rank in ranks
@@ -116,27 +115,34 @@ def least_step_s(plan: Plan, cluster: Cluster) -> float:
     return max(busiest_s, *per_core) + (max(updates) if at_once else 0.0)
 
 
-def _through_s(plan: Plan, cluster: Cluster) -> list[tuple[float, float]]:
+def _times_s(stage: Stage, speeds: Sequence[float]) -> tuple[float, float, float]:
+    """Forward, backward, and the weight half of a split backward, of one full micro-batch."""
+    cost, speed = stage.cost, sum(speeds[rank] for rank in stage.updating_ranks)
+    forward_s = cost.forward_s / sum(speeds[rank] for rank in stage.ranks)
+    return forward_s, cost.backward_s / speed, (cost.weight_s or 0.0) / speed
+
+
+def _through_s(
+    plan: Plan, times_s: Sequence[tuple[float, float, float]]
+) -> list[tuple[float, float]]:
     """Per stage, the least time before its first forward, and after its last backward; 0 if steps
-    overlap."""
+    overlap.
+
+    Args:
+        times_s: of every stage, from :func:`_times_s`.
+    """
     before_s, after_s = ([0.0] * len(plan.stages) for _ in range(2))
     part = min(plan.micro_batch_shares)
     transfers = [] if is_unflushed(plan) else sorted(plan.transfers, key=attrgetter("source"))
     for each in transfers:
         if each.kind is TransferKind.ACTIVATION:
-            stage = plan.stages[each.source]
-            forward_s = part * stage.cost.forward_s / _speed(stage.ranks, cluster)
+            forward_s = part * times_s[each.source][0]
             before_s[each.target] = max(before_s[each.target], before_s[each.source] + forward_s)
         elif each.kind is TransferKind.GRADIENT:
-            stage = plan.stages[each.target]
-            backward_s = stage.cost.backward_s - (stage.cost.weight_s or 0.0)
-            backward_s *= part / _speed(stage.updating_ranks, cluster)
+            _, whole_s, weight_s = times_s[each.target]
+            backward_s = part * (whole_s - weight_s)
             after_s[each.source] = max(after_s[each.source], after_s[each.target] + backward_s)
     return list(zip(before_s, after_s, strict=True))
-
-
-def _speed(ranks: Iterable[int], cluster: Cluster) -> float:
-    return sum(cluster.device(rank).speed for rank in ranks)
 
 
 def work_s(problem: Problem, tried: Iterable[int] = ()) -> float:
@@ -146,7 +152,7 @@ def work_s(problem: Problem, tried: Iterable[int] = ()) -> float:
         tried: micro-batch sizes besides those that an open search tries.
     """
     cluster, request = problem.cluster, problem.request
-    speed = _speed(range(cluster.ranks), cluster)
+    speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
     sizes = {*tried, *micro_batch_sizes(request, request.batch_size)}
     slices = {ceil(size / count) for size in sizes for count in range(1, cluster.ranks + 1)}
     samples_s = (float(problem.times.at(size).cached.sum()) / size for size in sorted(slices))

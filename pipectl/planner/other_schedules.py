@@ -23,7 +23,6 @@ from pipectl.plan import Plan
 from pipectl.planner.bounds import Bound, with_findings, work_s
 from pipectl.planner.candidates import even_partition
 from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
-from pipectl.planner.costs.stage_costs import with_halves
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.judge import out_of_time, preference
 from pipectl.planner.modes import Shortlist
@@ -297,7 +296,7 @@ def _cut_for_memory(plan: Plan, cutter: Cutter, shortlist: Shortlist) -> list[Pl
                 layout = Layout(cut.partition, ranks, cut.recompute)
                 changed = problem.plan(Choice(layout, size, *order))
                 changed = replace(changed, actions=last.actions, assumptions=last.assumptions)
-                tried.append(evaluator.run(with_halves(changed, problem.profile)))
+                tried.append(evaluator.run(changed))
             if not tried:
                 break
             others += tried
@@ -355,7 +354,7 @@ def _in_order(problem: Problem, layout: Layout, size: int, schedule: str | None)
         if staleness is not None:
             words = f"schedule {schedule} is asynchronous: {staleness.words(order[1])}"
             plan = replace(plan, assumptions=(*plan.assumptions, words))
-        yield with_halves(plan, problem.profile)
+        yield plan
 
 
 def _load_bound(plan: Plan, cutter: Cutter, problem: Problem) -> Bound:

@@ -12,7 +12,7 @@ import numpy as np
 from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.link import Link
-from pipectl.plan import Plan, Replication, Stage, StageCost
+from pipectl.plan import Plan, Replication, Stage, StageCost, Transfer
 from pipectl.planner.costs.devices import Pool, one_each, pools
 from pipectl.planner.costs.footprint import (
     DEFAULT_BASELINE_BYTES,
@@ -20,14 +20,20 @@ from pipectl.planner.costs.footprint import (
     Footprints,
     baseline_bytes,
 )
-from pipectl.planner.costs.stage_costs import OperatorTimes, scaled_transfers, stage_costs
+from pipectl.planner.costs.stage_costs import (
+    ASSUMED,
+    OperatorTimes,
+    scaled_transfers,
+    stage_costs,
+    with_halves,
+)
 from pipectl.planner.graph.blocks import BlockGraph, bitset, condense
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.estimate import Estimator
 from pipectl.planner.partition.layout import Choice, Layout, Ranks
 from pipectl.planner.request import PlanRequest, open_orders
 from pipectl.profile import Profile
-from pipectl.schedule import default_warm_up
+from pipectl.schedule import SCHEDULES, default_warm_up
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.units import plural
 
@@ -56,7 +62,8 @@ class Problem:
         self._operators_of: dict[int, tuple[int, ...]] = {}
         self.footprints = Footprints(profile)
         self._parts: dict[Partition, Footprint] = {}
-        self._costs: dict[tuple[Partition, int], tuple[StageCost, ...]] = {}
+        self._costs: dict[tuple[Partition, int, bool], tuple[StageCost, ...]] = {}
+        self._transfers: dict[tuple[Partition, int], tuple[Transfer, ...]] = {}
 
     @cached_property
     def graph(self) -> BlockGraph:
@@ -207,22 +214,41 @@ class Problem:
             self._parts[partition] = self.footprints.of([known[blocks] for blocks in partition])
         return self._parts[partition]
 
-    def costs(self, partition: Partition, size: int) -> tuple[StageCost, ...]:
-        """Costs of stages with one replica each."""
-        if (partition, size) not in self._costs:
+    def costs(
+        self, partition: Partition, size: int, *, splits: bool = False
+    ) -> tuple[StageCost, ...]:
+        """Costs of stages with one replica each.
+
+        Args:
+            splits: whether the schedule splits backwards.
+        """
+        key = partition, size, splits
+        if key not in self._costs:
             parts, scale = self.footprint(partition), self.scale(size)
-            costs = stage_costs(parts, self.times.at(size), scale, self.profile)
-            self._costs[partition, size] = costs
-        return self._costs[partition, size]
+            if splits:
+                costs = with_halves(self.costs(partition, size), parts, scale, self.profile)
+            else:
+                costs = stage_costs(parts, self.times.at(size), scale, self.profile)
+            self._costs[key] = costs
+        return self._costs[key]
+
+    def _transfers_of(self, partition: Partition, size: int) -> tuple[Transfer, ...]:
+        if (partition, size) not in self._transfers:
+            transfers = scaled_transfers(self.footprint(partition), self.scale(size))
+            self._transfers[partition, size] = transfers
+        return self._transfers[partition, size]
 
     def plan(self, choice: Choice) -> Plan:
         """The plan of a choice, without a prediction."""
         request, size, layout = self.request, choice.size, choice.layout
         micro_batches, count = self.micro_batches(size), len(layout.partition)
+        listed = request.listed
+        splits = listed.splits if listed else SCHEDULES[choice.schedule].splits_backward
+        assumptions = self.assumptions(size)
         stages = zip(
             self.footprint(layout.partition).nodes,
             layout.ranks,
-            self._costs_of(choice),
+            self._costs_of(choice, splits=splits),
             choice.backward_ranks or ((),) * count,
             layout.recompute or (bool(request.recompute),) * count,
             strict=True,
@@ -239,14 +265,14 @@ class Problem:
                 Stage(nodes, ranks, cost, elsewhere, recompute=again)
                 for nodes, ranks, cost, elsewhere, again in stages
             ),
-            transfers=scaled_transfers(self.footprint(layout.partition), self.scale(size)),
+            transfers=self._transfers_of(layout.partition, size),
             node_of_rank=self.cluster.node_of_rank,
             memory_limit_bytes=request.memory_limit_bytes,
             key=request.key,
             offload_to=request.offload_to,
             replication=choice.replication,
             shard_optimizer=request.shard_optimizer,
-            assumptions=self.assumptions(size),
+            assumptions=(*assumptions, ASSUMED) if splits else assumptions,
         )
 
     def stages_in_turn(self, stages: Sequence[Sequence[str]]) -> Plan:
@@ -282,11 +308,11 @@ class Problem:
             choice = Choice(Layout(partition, firsts), size, *order, backward_ranks=others)
             yield self.plan(choice)
 
-    def _costs_of(self, choice: Choice) -> Sequence[StageCost]:
+    def _costs_of(self, choice: Choice, *, splits: bool) -> Sequence[StageCost]:
         """Costs of every stage; if micro-batches are split, with speed and peaks of the replica
         that has the largest part."""
         size, replicas, partition = choice.size, choice.replicas, choice.layout.partition
-        costs = self.costs(partition, size)
+        costs = self.costs(partition, size, splits=splits)
         if max(replicas) == 1 and not self.request.shard_optimizer:
             return costs
         shared = []

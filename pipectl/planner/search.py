@@ -37,7 +37,6 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.bounds import PLANNER, with_findings, work_s
 from pipectl.planner.costs.devices import mixes, one_each, placements
-from pipectl.planner.costs.stage_costs import with_halves
 from pipectl.planner.explain.what_if import with_enough_memory, with_ranks
 from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
 from pipectl.planner.graph.downsets import CutSpace
@@ -167,7 +166,7 @@ def judge_choices(
         planner: name of the planner that made the choices.
     """
     shortlist = Shortlist(problem, expired, max_actions=MAX_ACTIONS_OF_REPLICAS)
-    shortlist.consider(with_halves(problem.plan(each), problem.profile) for each in proposals)
+    shortlist.consider(map(problem.plan, proposals))
     shapes: dict[object, Plan] = {}
     for plan in sorted(shortlist.plans, key=preference):
         replicas = tuple(stage.replicas for stage in plan.stages)

@@ -314,7 +314,8 @@ class Assembly:
             places[part], order[part] = slots * len(Phase) + phase, within
             for position, value in enumerate(values):
                 rows[part, position] = value
-        return Actions(rows[np.lexsort((order, places))])
+        places *= 1 + int(order.max(initial=0))
+        return Actions(rows[np.argsort(places + order, kind="stable")])
 
     def add_messages(
         self, index: int, channel: Channel, portion: Portion, *, kept: bool, offload: bool = False

@@ -17,10 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pipectl.arrays import Floats, Integers
-from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.plan import StageCost, Transfer
 from pipectl.planner.costs.footprint import Footprint, Sums
-from pipectl.profile import Operator, Profile, StageOverhead
-from pipectl.schedule import splits_backwards
+from pipectl.profile import Profile, StageOverhead
 
 
 class Times(NamedTuple):
@@ -208,37 +207,29 @@ ASSUMED = (
 )
 
 
-def with_halves(plan: Plan, profile: Profile) -> Plan:
-    """A plan with the costs of both halves of backwards, if its schedule splits them."""
-    if not splits_backwards(plan):
-        return plan
-    scale = plan.micro_batch_size / profile.micro_batch_size
-    return replace(
-        plan,
-        stages=tuple(replace(stage, cost=_halved(stage, profile, scale)) for stage in plan.stages),
-        assumptions=tuple(dict.fromkeys((*plan.assumptions, ASSUMED))),
-    )
+def with_halves(
+    costs: Sequence[StageCost], parts: Footprint, scale: float, profile: Profile
+) -> tuple[StageCost, ...]:
+    """The costs of stages whose backwards are split, with those of both halves.
 
-
-def _halved(stage: Stage, profile: Profile, scale: float) -> StageCost:
-    operators = [profile.by_id[node] for node in stage.nodes]
-    is_captured = profile.fingerprint is not None
-    weighing = [
-        operator
-        for operator in operators
-        if operator.parameters
-        and (not is_captured or operator.id.rstrip("0123456789").rstrip("_") in SPLIT)
-    ]
-    total_s = sum(operator.backward_s for operator in operators)
-    part = sum(operator.backward_s for operator in weighing) / total_s / 2 if total_s else 0.0
-    return replace(
-        stage.cost,
-        weight_s=part * stage.cost.backward_s,
-        deferred_bytes=ceil(_deferred_bytes(weighing) * scale),
-    )
-
-
-def _deferred_bytes(weighing: list[Operator]) -> int:
-    """Bytes kept between the halves; a value that several operators read counts once."""
-    inputs = dict(pair for operator in weighing for pair in operator.saved)
-    return sum(inputs.values()) + sum(operator.gradient_bytes for operator in weighing)
+    Args:
+        scale: micro-batch size over the profile's.
+    """
+    is_captured, split = profile.fingerprint is not None, []
+    for members, cost in zip(parts.members, costs, strict=True):
+        operators = [profile.operators[index] for index in members]
+        weighing = [
+            operator
+            for operator in operators
+            if operator.parameters
+            and (not is_captured or operator.id.rstrip("0123456789").rstrip("_") in SPLIT)
+        ]
+        total_s = sum(operator.backward_s for operator in operators)
+        part = sum(operator.backward_s for operator in weighing) / total_s / 2 if total_s else 0.0
+        # Values that are kept between the halves; one that several operators read counts once.
+        inputs = dict(pair for operator in weighing for pair in operator.saved)
+        deferred = sum(inputs.values()) + sum(operator.gradient_bytes for operator in weighing)
+        split.append(
+            replace(cost, weight_s=part * cost.backward_s, deferred_bytes=ceil(deferred * scale))
+        )
+    return tuple(split)
