@@ -27,7 +27,6 @@ from pipectl.capture.opaque import (
     Arguments,
     Opaque,
     Outline,
-    States,
     UnsuitableError,
     anchored,
     one_or_tuple,
@@ -50,7 +49,7 @@ from pipectl.capture.refusals import (
     explain,
     place_of,
 )
-from pipectl.capture.step import Step, in_model, own_name, register_dataclasses, resize_error
+from pipectl.capture.step import States, Step, in_model, own_name, register_dataclasses
 from pipectl.capture.tensors import fill_sample, is_deferred, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
@@ -238,7 +237,7 @@ class KeptModule:
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path, self.module = path, module
         self.outlines: Sequence[Outline] = ()
-        self._states = States(module)
+        self._states = States(module, path)
         write_buffers_once(module)
 
     @contextmanager
@@ -252,15 +251,12 @@ class KeptModule:
                 arguments = Arguments(args, kwargs)
                 inputs = [*states.now(), *arguments.tensors]
                 tensors = [*map(make, inputs[:count]), *map(_sample, inputs[count:])]
-                before = [(tensor.shape, tensor._version) for tensor in tensors]
+                versions = [tensor._version for tensor in tensors]
                 random = states_of(generators)
                 args, kwargs = arguments.filled(tensors[count:])
                 with mask.lifted(), states.replaced(tensors[:count]):
                     result = register_dataclasses(self.module(*args, **kwargs))
-                for name, tensor, (shape, _) in zip(states.names, tensors, before, strict=False):
-                    if tensor.shape != shape:
-                        raise resize_error(name, shape, tensor.shape)
-                written = frozenset(i for i, t in enumerate(tensors) if t._version != before[i][1])
+                written = frozenset(i for i, t in enumerate(tensors) if t._version != versions[i])
                 draws = states_of(generators) != random
                 calls.append(Outline.of_call(result, tensors, written, draws))
             mode = detect_fake_mode(inputs)

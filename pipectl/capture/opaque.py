@@ -12,8 +12,7 @@ sizes, each a linear function of the batch size.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -25,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.randomness import own_generators, reseed
 from pipectl.capture.refusals import Refusal, RefusedError
-from pipectl.capture.step import own_name, register_dataclasses
+from pipectl.capture.step import States, own_name, register_dataclasses
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -37,50 +36,6 @@ _ANY_SIZE = 1 << 40
 
 class UnsuitableError(Exception):
     """What a submodule does that no operator can do; the submodule is the text's subject."""
-
-
-class States:
-    """The parameters and buffers of a module and its submodules, tied ones once.
-
-    Attributes:
-        names: the name of each in the module that owns it.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        for owner in module.modules():
-            for entries in (owner._parameters, owner._buffers):
-                for name, tensor in entries.items():
-                    if tensor is not None:
-                        places.setdefault(id(tensor), []).append((entries, name))
-        self._places = list(places.values())
-        self.names = [name for (_, name), *_ in self._places]
-
-    def now(self) -> list[Tensor]:
-        """Return the tensors that are in the module at present."""
-        return [entries[name] for (entries, name), *_ in self._places]
-
-    @contextmanager
-    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Put other tensors into the module; a buffer that is assigned is written instead.
-
-        ``torch.func.functional_call`` does the same, but looks up all names in every call.
-        """
-        before = self.now()
-        self._put(tensors)
-        try:
-            yield
-            for tensor, current in zip(tensors, self.now(), strict=True):
-                if current is not tensor:
-                    with torch.no_grad():
-                        tensor.copy_(current)
-        finally:
-            self._put(before)
-
-    def _put(self, tensors: Sequence[Tensor]) -> None:
-        for places, tensor in zip(self._places, tensors, strict=True):
-            for entries, name in places:
-                entries[name] = tensor
 
 
 class Arguments:

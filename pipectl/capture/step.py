@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,36 +55,93 @@ class Step(nn.Module):
 
     def forward(self, inputs: Any, targets: Any) -> Any:
         """Return the loss, and the outputs if they are wanted."""
-        parameters = {path: dict(m._parameters) for path, m in self.named_modules()}
-        modules = self.modules()
-        buffers = [(m, n, t) for m in modules for n, t in m._buffers.items() if t is not None]
-        shapes = [buffer.shape for _, _, buffer in buffers]
-        outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
-        self._refuse_replaced(parameters)
-        loss = loss_of_outputs(outputs) if self.loss is None else self.loss(outputs, targets)
-        check_loss(loss, outputs if self.loss is None else None)
-        # An export keeps writes alone: torch drops buffers that are assigned (self.mean = ...),
-        # outside the outermost module. So they are written into the memory of the old ones.
-        for (module, name, old), shape in zip(buffers, shapes, strict=True):
-            new = module._buffers[name]
-            if new is not None and new.shape != shape:
-                raise resize_error(name, shape, new.shape)
-            if new is not old and new is not None:
-                old.copy_(new.detach())
-                module._buffers[name] = old
+        states = States(self)
+        with states.replaced(states.now()):
+            outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
+            loss = loss_of_outputs(outputs) if self.loss is None else self.loss(outputs, targets)
+            check_loss(loss, outputs if self.loss is None else None)
         return (loss, make_exportable(outputs)) if self.with_outputs else loss
 
-    def _refuse_replaced(self, before: Mapping[str, Mapping[str, nn.Parameter | None]]) -> None:
-        """Raise if a parameter was replaced by another, which no optimizer knows."""
-        for path, module in self.named_modules():
-            for name, parameter in before.get(path, {}).items():
-                if module._parameters.get(name) is not parameter:
-                    raise CaptureError(
-                        f"model: its forward replaces the parameter "
-                        f"{own_name(f'{path}.{name}')!r}, which no optimizer would update",
-                        cure="compute with the new values instead: torch.nn.functional.linear(x, "
-                        "weight), or torch.func.functional_call(module, weights, x)",
-                    )
+
+class States:
+    """The parameters and buffers of a module and its submodules, tied ones once.
+
+    Args:
+        path: of the module in the step.
+
+    Attributes:
+        names: in the user's model.
+    """
+
+    def __init__(self, module: nn.Module, path: str = "") -> None:
+        self.names: list[str] = []
+        self._places: list[list[tuple[dict[str, Any], str]]] = []
+        self._are_parameters: list[bool] = []
+        index_of: dict[int, int] = {}
+        for prefix, owner in module.named_modules(prefix=path):
+            for entries in (owner._parameters, owner._buffers):
+                for name, tensor in entries.items():
+                    if tensor is None:
+                        continue
+                    index = index_of.setdefault(id(tensor), len(index_of))
+                    if index == len(self.names):
+                        self.names.append(own_name(f"{prefix}.{name}"))
+                        self._places.append([])
+                        self._are_parameters.append(entries is owner._parameters)
+                    self._places[index].append((entries, name))
+
+    def now(self) -> list[Tensor]:
+        """Return the tensors that are in the module at present."""
+        return [entries[name] for (entries, name), *_ in self._places]
+
+    @contextmanager
+    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Put other tensors into the module; a buffer that is assigned is written instead.
+
+        An export keeps writes alone: torch drops what is assigned, outside the outermost module.
+        ``torch.func.functional_call`` puts tensors into a module, too, but looks up all names in
+        every call.
+
+        Raises:
+            CaptureError: a parameter is replaced, or a buffer changes its shape.
+        """
+        before, shapes = self.now(), [tensor.shape for tensor in tensors]
+        self._put(tensors)
+        try:
+            yield
+            for index, (tensor, places) in enumerate(zip(tensors, self._places, strict=True)):
+                for entries, name in places:
+                    now = entries.get(name)
+                    if now is not tensor or tensor.shape != shapes[index]:
+                        self._write_back(index, tensor, shapes[index], now)
+        finally:
+            self._put(before)
+
+    def _write_back(
+        self, index: int, tensor: Tensor, shape: torch.Size, now: Tensor | None
+    ) -> None:
+        name = self.names[index]
+        if self._are_parameters[index]:
+            raise CaptureError(
+                f"model: its forward replaces the parameter {name!r}, which no optimizer would "
+                "update",
+                cure="compute with the new values instead: torch.nn.functional.linear(x, weight), "
+                "or torch.func.functional_call(module, weights, x)",
+            )
+        if now is not None and now.shape != shape:
+            raise CaptureError(
+                f"model: changes the shape of buffer {name!r} from {list(shape)} to "
+                f"{list(now.shape)}",
+                cure="give it its final shape in the factory; observers of quantisation get it "
+                "there when the prepared model runs once on a batch",
+            )
+        if now is not None:
+            tensor.copy_(now.detach())
+
+    def _put(self, tensors: Sequence[Tensor]) -> None:
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for entries, name in places:
+                entries[name] = tensor
 
 
 class _LossFunction(nn.Module):
@@ -109,15 +167,6 @@ def as_module(model: Any, factory: str) -> nn.Module:
     raise CaptureError(
         f"model.factory: {factory}: returned {kind}, not a torch.nn.Module",
         cure="return the model, or a list of layers, from this function",
-    )
-
-
-def resize_error(name: str, before: torch.Size, after: torch.Size) -> CaptureError:
-    """Return the error for a forward that changes the shape of a buffer."""
-    return CaptureError(
-        f"model: changes the shape of buffer {name!r} from {list(before)} to {list(after)}",
-        cure="give it its final shape in the factory; observers of quantisation get it there when "
-        "the prepared model runs once on a batch",
     )
 
 

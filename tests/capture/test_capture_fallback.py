@@ -268,7 +268,7 @@ def test_gradients_across_modules_keep_the_model_whole(make_job, further: str) -
     ("model", "loss", "what"),
     [
         ("Pair", "slope_of", "loss .* it differentiates what was computed outside of it"),
-        ("sizing", "mean", "changes the shape of buffer 'least' from .0. to .6."),
+        ("sizing", "mean", "changes the shape of buffer '1.least' from .0. to .6."),
         ("sparse", "mean", "0 gives sparse gradients"),
         ("selecting", "mean", "1 cannot be .* size depends on the data"),
     ],
