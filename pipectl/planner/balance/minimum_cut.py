@@ -56,7 +56,8 @@ def stage_bound_s(model: LoadModel, enough_s: float, expired: Callable[[], bool]
         if alone[block] <= bound_s or bound_s >= enough_s or expired():
             break
         fresh = network._replace(room=network.room.copy())
-        flow_s = _maximum_flow(fresh, int(block), sink, notes) * (1 - TOLERANCE / 10)
+        # float: interpreted kernels return numbers of NumPy, which JSON does not know
+        flow_s = float(_maximum_flow(fresh, int(block), sink, notes)) * (1 - TOLERANCE / 10)
         bound_s = max(bound_s, flow_s)
     return bound_s
 
