@@ -5,7 +5,7 @@ A search that ends before it has judged anything falls back to even cuts of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -14,14 +14,7 @@ from math import inf
 import numpy as np
 
 from pipectl.planner.bounds import Bound, longest_path_s, outlook_s
-from pipectl.planner.costs.devices import (
-    Mix,
-    Placement,
-    every_placement,
-    mixes,
-    one_each,
-    placements,
-)
+from pipectl.planner.costs.devices import Mix, every_placement, mixes, one_each
 from pipectl.planner.graph.blocks import bitset
 from pipectl.planner.graph.downsets import CutSpace, Enumeration, Partition
 from pipectl.planner.judge import Candidate, Judge, Outcome, Simplicity
@@ -76,7 +69,6 @@ class Areas:
         self._known: dict[tuple[int, int], Area] = {}
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self.sizes = cache(self._find_sizes)
-        self._placements = cache(self._find_placements)
         self._least_work = cache(self._find_least_work)
         self._every_layout = cache(self._find_every_layout)
         # Speeds of all devices, the fastest first, and the work per second of all cores, however
@@ -132,17 +124,6 @@ class Areas:
             cuts = [cut for mix in mixes for cut in self._cutter.partitions(stages, size, mix)]
             self._cuts[stages, size] = list(dict.fromkeys(cuts))
         return self._cuts[stages, size]
-
-    def layouts(self, cuts: Iterable[Cut]) -> list[Layout]:
-        """Cuts with every placement."""
-        return [
-            Layout(cut.partition, one_each(place), cut.recompute)
-            for cut in cuts
-            for place in self._placements(cut.kinds)
-        ]
-
-    def _find_placements(self, kinds: tuple[int, ...]) -> list[Placement]:
-        return placements(self._problem.cluster, self._problem.devices, kinds)
 
     def everything(self, area: Area) -> list[Layout] | None:
         """All layouts of an area; None if there are more than the limit."""
@@ -299,7 +280,7 @@ class Candidates:
     def _candidate(self, place: int, number: int, estimate_s: float, may_fit: bool) -> Candidate:
         choice = Choice(self._layouts[place], self._size, *self._orders[number])
         count = self._problem.micro_batches(self._size)
-        return Candidate(choice, self._size, count, estimate_s, may_fit)
+        return Candidate(choice, count, estimate_s, may_fit)
 
 
 def judge_promising(candidates: Candidates, judge: Judge) -> set[Outcome]:

@@ -34,13 +34,25 @@ from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.bounds import Bound, with_findings, work_s
-from pipectl.planner.candidates import Area, Areas, Candidates, even_choices, judge_promising
+from pipectl.planner.candidates import (
+    MICRO_BATCHES_PER_STAGE,
+    Area,
+    Areas,
+    Candidates,
+    even_choices,
+    judge_promising,
+)
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
 from pipectl.planner.judge import Candidate, Judge, Outcome, Verdict, out_of_time
 from pipectl.planner.modes import ModeSearch
-from pipectl.planner.partition.cutter import MAX_RANKS_OF_DETAILED_SEARCH, Cutter, cut_request
+from pipectl.planner.partition.cutter import (
+    MAX_RANKS_OF_DETAILED_SEARCH,
+    Cutter,
+    cut_request,
+    layouts_of,
+)
 from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import (
     FAR,
@@ -76,8 +88,6 @@ MAX_RECUTS = 24
 """Maximum number of recuts, the most promising first; others make a search unfinished."""
 MAX_ACTIONS_OF_REPLICAS = 400_000
 """Simulated forwards and backwards of plans with replicas."""
-MICRO_BATCHES_WITH_REPLICAS = 8
-"""Maximum per rank."""
 MAX_SIZES = 8
 """Number of micro-batch sizes to try on very many ranks: the smallest ones."""
 PER_SIZE, DESCENTS = 5, 20
@@ -188,7 +198,7 @@ class Explorer:
             choice, plan = least_demanding(problem, self.cutter, counts)
             tried = iter((choice,))
         for each in tried:
-            self.judge.examine(Candidate(each, each.size, problem.micro_batches(each.size), 0.0))
+            self.judge.examine(Candidate(each, problem.micro_batches(each.size), 0.0))
         best = self.judge.best()
         if best is None:
             raise infeasible(problem, plan) if plan else out_of_time()
@@ -219,7 +229,9 @@ class Explorer:
                 return
         everything = self._areas.everything(area)
         if everything is None:
-            candidates = self._candidates(self._areas.layouts(self._areas.cuts(area.stages)), area)
+            candidates = self._candidates(
+                layouts_of(self.problem, self._areas.cuts(area.stages)), area
+            )
         else:
             candidates = self._complete[area] = self._candidates(everything, area)
         self._opened.append(candidates)
@@ -277,7 +289,7 @@ class Explorer:
             keeps = [replace(wanted, recompute=False)] if wanted.recompute is None else []
             for each in (*keeps, wanted):
                 for cuts in self.cutter.balanced(each):
-                    layouts, order = self._areas.layouts(cuts), (recut.schedule, recut.warm_up)
+                    layouts, order = layouts_of(self.problem, cuts), (recut.schedule, recut.warm_up)
                     candidates = Candidates(
                         self.problem, layouts, area.size, [order], only_fitting=True
                     )
@@ -368,7 +380,7 @@ class Explorer:
         """Good cuts for the size of an area, if stages were first cut for another size."""
         is_other = area.size != self._areas.reference_size
         cuts = self._areas.cuts(area.stages, area.size) if is_other else []
-        return self._candidates(self._areas.layouts(cuts), area)
+        return self._candidates(layouts_of(self.problem, cuts), area)
 
     def _near(self, candidate: Candidate, reach: int = FEW) -> Candidates:
         """The neighbours of a candidate, in every order; none once the budget is spent."""
@@ -388,7 +400,7 @@ class Explorer:
         if self.problem.cluster.ranks <= MAX_RANKS_OF_DETAILED_SEARCH:
             chosen: list[Candidate] = []
             for start in starts:
-                same = [each.layout for each in chosen if each.size == start.size]
+                same = [e.layout for e in chosen if e.choice.size == start.choice.size]
                 if start.layout not in same and len(same) < PER_SIZE and len(chosen) < DESCENTS:
                     chosen.append(start)
             seen: set[tuple[int, Layout]] = set()
@@ -407,7 +419,7 @@ class Explorer:
         if ranks > MAX_RANKS_OF_DETAILED_SEARCH:
             sizes = micro_batch_sizes(problem.request, problem.request.batch_size)[-MAX_SIZES:]
         else:
-            sizes = micro_batch_sizes(problem.request, MICRO_BATCHES_WITH_REPLICAS * ranks)
+            sizes = micro_batch_sizes(problem.request, MICRO_BATCHES_PER_STAGE * ranks)
         sizes.sort(key=lambda size: abs(log(problem.micro_batches(size) / (2 * ranks))))
         rank_orders = device_orders(problem.cluster.node_of_rank)[
             : 1 if ranks > MAX_RANKS_OF_DETAILED_SEARCH else 2
@@ -425,7 +437,7 @@ class Explorer:
 
     def _descend(self, candidate: Candidate, seen: set[tuple[int, Layout]]) -> Candidate:
         """Make the best move until there is none, or until it leads to a layout seen before."""
-        problem, size = self.problem, candidate.size
+        problem, size = self.problem, candidate.choice.size
         ranks, fixed = problem.cluster.ranks, problem.request.fixed_stages is not None
         loads = problem.block_times(size)
         while (size, candidate.layout) not in seen:
@@ -450,9 +462,9 @@ class Explorer:
         request, layout = self.problem.request, proposal.layout
         stages = len(layout.partition)
         for replication in request.replications:
-            sizes = {proposal.size}
+            sizes = {proposal.choice.size}
             if replication is Replication.WHOLE and request.micro_batches is None:
-                sizes = {ceil(proposal.size / len(ranks)) for ranks in layout.ranks}
+                sizes = {ceil(proposal.choice.size / len(ranks)) for ranks in layout.ranks}
             for size in sorted(sizes, reverse=True):
                 count = self.problem.micro_batches(size)
                 most = size if replication is Replication.SPLIT else count
@@ -477,8 +489,8 @@ def _is_replicated(choice: Choice) -> bool:
 def _best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates of layouts with replicas, lowest estimate first; each layout and size once."""
     best: dict[tuple[int, Layout], Candidate] = {}
-    for each in sorted(candidates, key=lambda each: (each.estimate_s, each.size, each.layout)):
-        best.setdefault((each.size, each.layout), each)
+    for each in sorted(candidates, key=lambda e: (e.estimate_s, e.choice.size, e.layout)):
+        best.setdefault((each.choice.size, each.layout), each)
     return list(best.values())
 
 

@@ -8,13 +8,13 @@ from math import ceil
 
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
-from pipectl.planner.costs.devices import mixes, one_each, placements
+from pipectl.planner.costs.devices import mixes
 from pipectl.planner.explain.what_if import with_nodes, with_ranks
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.judge import Evaluator
 from pipectl.planner.modes import ON_THE_DEVICE, ModeSearch
-from pipectl.planner.partition.cutter import Cutter, cut_request
-from pipectl.planner.partition.layout import Choice, Layout
+from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of
+from pipectl.planner.partition.layout import Choice
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders
 from pipectl.schedule.one_f_one_b import GPIPE, ONE_F_ONE_B
@@ -46,11 +46,10 @@ def least_demanding(
     for stages in sorted({*counts[:MAX_COUNTS], *counts[-MAX_COUNTS:]}):
         order = open_orders(request, stages, problem.micro_batches(size))[0]
         for mix in mixes(problem.devices, states, stages, stages):
-            for cut in cutter.smallest_peak(cut_request(problem, size, order[1], mix)):
-                for placement in placements(problem.cluster, problem.devices, cut.kinds):
-                    layout = Layout(cut.partition, one_each(placement), cut.recompute)
-                    choice = Choice(layout, size, *order)
-                    plans.append((choice, evaluator.run(problem.plan(choice))))
+            cuts = cutter.smallest_peak(cut_request(problem, size, order[1], mix))
+            for layout in layouts_of(problem, cuts):
+                choice = Choice(layout, size, *order)
+                plans.append((choice, evaluator.run(problem.plan(choice))))
     choice, plan = min(plans, key=lambda pair: problem.excess_bytes(pair[1]))
     return choice, ModeSearch(evaluator, offload).least_demanding(plan)
 

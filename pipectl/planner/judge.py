@@ -137,14 +137,11 @@ class Candidate:
     """A choice and the estimate of its step, a lower bound with one rank per stage.
 
     Args:
-        size: samples of a micro-batch in the estimate; replicas that take whole micro-batches may
-            have smaller ones.
         micro_batches: of a step.
         may_fit: whether the memory that every schedule needs is within the limits.
     """
 
     choice: Choice
-    size: int
     micro_batches: int
     estimate_s: float
     may_fit: bool = True

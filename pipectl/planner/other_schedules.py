@@ -22,11 +22,11 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.bounds import Bound, with_findings, work_s
 from pipectl.planner.candidates import even_partition
-from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
+from pipectl.planner.costs.devices import Mix, mixes, one_each
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.judge import out_of_time, preference
 from pipectl.planner.modes import Shortlist
-from pipectl.planner.partition.cutter import Cutter, cut_request, merged
+from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of, merged
 from pipectl.planner.partition.layout import Choice, Layout, Ranks, ranks_of
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
@@ -177,20 +177,18 @@ def layouts_for(
         size: samples of a micro-batch.
         fixed: whether stages must lie on these ranks, not on others of the same kinds.
     """
-    devices, count = problem.devices, len(ranks)
-    if fixed:
-        allowed = [_mix_of(problem, ranks)]
-    else:
-        allowed = mixes(devices, len(problem.graph) + 1, count, count)
-    layouts: dict[Layout, None] = {}
+    count, layouts = len(ranks), list[Layout]()
+    allowed = [_mix_of(problem, ranks)]
+    if not fixed:
+        allowed = mixes(problem.devices, len(problem.graph) + 1, count, count)
     with suppress(OutOfTimeError):
         for mix in allowed:
-            for cut in cutter.partitions(count, size, mix):
-                places = [tuple(ranks)]
-                if not fixed:
-                    places = placements(problem.cluster, devices, cut.kinds)
-                layouts |= {Layout(cut.partition, one_each(place)): None for place in places}
-    return list(layouts)
+            cuts = cutter.partitions(count, size, mix)
+            if fixed:
+                layouts += [Layout(cut.partition, one_each(tuple(ranks))) for cut in cuts]
+            else:
+                layouts += layouts_of(problem, cuts)
+    return list(dict.fromkeys(layouts))
 
 
 def _mix_of(problem: Problem, ranks: Sequence[int]) -> Mix:

@@ -36,7 +36,8 @@ from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.bounds import PLANNER, with_findings, work_s
-from pipectl.planner.costs.devices import mixes, one_each, placements
+from pipectl.planner.candidates import MICRO_BATCHES_PER_STAGE
+from pipectl.planner.costs.devices import mixes
 from pipectl.planner.explain.what_if import with_enough_memory, with_ranks
 from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
 from pipectl.planner.graph.downsets import CutSpace
@@ -50,7 +51,7 @@ from pipectl.planner.other_schedules import (
     orders_of_schedule,
     propose_other_schedules,
 )
-from pipectl.planner.partition.cutter import Cutter, cut_request, merged
+from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of, merged
 from pipectl.planner.partition.layout import Choice, Layout, ranks_of
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
@@ -70,8 +71,6 @@ MAX_STARTS = 5
 """Plans besides the best from which others are derived."""
 MAX_RANKS = 64
 """With more, neither backwards on other ranks nor several stages per rank are tried."""
-MICRO_BATCHES_ELSEWHERE = 8
-"""Maximum per rank, with backwards on other ranks."""
 
 Expired = Callable[[], bool]
 Key = tuple[object, ...]
@@ -431,7 +430,7 @@ class VariantSearch:
             for plan in plans:
                 for apart in choose_backwards_elsewhere(plan, self._cluster, every=every):
                     yield from self._on_ranks(plan, ranks_of(apart, self._cluster))
-            sizes = micro_batch_sizes(request, MICRO_BATCHES_ELSEWHERE * ranks)
+            sizes = micro_batch_sizes(request, MICRO_BATCHES_PER_STAGE * ranks)
             for size in sizes if request.fixed_stages is None else ():
                 if not self._expired():
                     yield from self._cut_for_apart(size, every=every)
@@ -473,13 +472,10 @@ class VariantSearch:
         on_device = tuple(min(depth, ON_THE_DEVICE) for depth in orders[0][1])
         for mix in mixes(problem.devices, len(problem.graph) + 1, stages, stages):
             with suppress(OutOfTimeError):
-                for cut in merged(
-                    self._cutter.balanced(cut_request(problem, size, on_device, mix))
-                ):
-                    for place in placements(problem.cluster, problem.devices, cut.kinds):
-                        layout = Layout(cut.partition, one_each(place))
-                        for order in orders:
-                            yield problem.plan(Choice(layout, size, *order))
+                cuts = merged(self._cutter.balanced(cut_request(problem, size, on_device, mix)))
+                for layout in layouts_of(problem, cuts):
+                    for order in orders:
+                        yield problem.plan(Choice(layout, size, *order))
 
 
 def choose_backwards_elsewhere(

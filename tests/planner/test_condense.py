@@ -73,4 +73,6 @@ def test_operator_between_two_members_of_a_group_joins_them(make_profile, make_o
 
 
 def test_a_deep_chain_needs_no_recursion(chain) -> None:
-    assert len(condense(chain(5000))) == 5000
+    graph = condense(chain(5000))
+    assert len(graph) == 5000
+    assert [*bits(graph.ancestors[4])] == [0, 1, 2, 3]

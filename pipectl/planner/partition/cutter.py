@@ -24,9 +24,10 @@ import numpy as np
 
 from pipectl.arrays import Integers
 from pipectl.planner.bounds import Bound
-from pipectl.planner.costs.devices import Mix
+from pipectl.planner.costs.devices import Mix, Placement, one_each, placements
 from pipectl.planner.costs.links import REFERENCE_BYTES
 from pipectl.planner.graph.downsets import CutSpace, Partition
+from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.programme import (
     ADDED,
     DEVICES,
@@ -462,6 +463,19 @@ class Cutter:
 def merged(guesses: Iterable[list[Cut]]) -> list[Cut]:
     """The distinct cuts for all guesses."""
     return list(dict.fromkeys(cut for cuts in guesses for cut in cuts))
+
+
+def layouts_of(problem: Problem, cuts: Iterable[Cut]) -> list[Layout]:
+    """Cuts with every placement on devices of their kinds."""
+    places: dict[tuple[int, ...], list[Placement]] = {}
+    layouts = []
+    for cut in cuts:
+        if cut.kinds not in places:
+            places[cut.kinds] = placements(problem.cluster, problem.devices, cut.kinds)
+        layouts += [
+            Layout(cut.partition, one_each(place), cut.recompute) for place in places[cut.kinds]
+        ]
+    return layouts
 
 
 def fewest_of_table(stages: int) -> int:
