@@ -41,9 +41,11 @@ from pipectl.runtime.device import (
 from pipectl.spec import JobSpec, profile_key
 from pipectl.units import plural
 
-_RANK_BYTES = 24 << 20
-"""What a rank's process needs beyond the profiler's: MPI (measured: 14 MiB with MPICH), the
-libraries that load with the first operator (8 MiB), and the evaluation graph."""
+_MPI_BYTES = 14 << 20
+"""What MPI takes of a rank's process (measured with MPICH)."""
+_RANK_BYTES = _MPI_BYTES + (10 << 20)
+"""What a rank's process needs beyond the profiler's when it trains: also the libraries that load
+with the first operator (8 MiB), and the evaluation graph."""
 _WATCHER_BYTES = 12 << 20
 """The process that watches the ranks of a node (measured), counted with each of them."""
 _IN_PIECES = (
@@ -135,8 +137,7 @@ def _process_bytes(job: CapturedJob, size: int, device: Device) -> tuple[int, in
         return 0, 0
     states_bytes = sum(t.nbytes for t in job.states.values() if not is_deferred(t))
     own_bytes = max(0, int(psutil.Process().memory_info().rss) - states_bytes)
-    in_training = _RANK_BYTES + _WATCHER_BYTES
-    return own_bytes + in_training, resident_peak_bytes() + in_training
+    return own_bytes + _RANK_BYTES + _WATCHER_BYTES, resident_peak_bytes() + _MPI_BYTES
 
 
 class _Profiling:
