@@ -62,8 +62,8 @@ test-newest: ## run tests of the commands, capture and the runtime with the newe
 
 coverage: $(INSTALLED) ## run all tests and say which share of the branches they took; an hour
 	$(BIN)/python -m pytest -n auto --cov --cov-report=
-	$(BIN)/coverage report --skip-covered --fail-under=97 --omit=$(IMPURE)
-	$(BIN)/coverage report --skip-covered --fail-under=92 --include=$(IMPURE)
+	$(BIN)/coverage report --skip-covered --fail-under=98 --omit=$(IMPURE)
+	$(BIN)/coverage report --skip-covered --fail-under=95 --include=$(IMPURE)
 
 torture: $(INSTALLED) ## kill, freeze and disturb runs in every way there is, damage files
 	$(BIN)/python -m pytest -m torture
