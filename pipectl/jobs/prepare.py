@@ -162,8 +162,6 @@ def _add_plans(
     Args:
         spec: the job, whose plan is saved in the output directory if it is new.
     """
-    own_cluster = find_cluster(spec, jobs[0].scheduler).cluster
-    # The links may be measured for some points with the same key, and not for others.
     plans: dict[tuple[str, Cluster], Plan | None] = {}
     planned, own_plan, path = list[Job](), None, plan_path(spec)
     for job in jobs:
@@ -180,8 +178,11 @@ def _add_plans(
                     from pipectl.jobs.planning import plan_job
 
                     plan, name = plan_job(job.spec, profile, cluster, progress), "the new plan"
-                    if inputs == (plan_key(spec), own_cluster.with_rows(profile.rows)):
-                        own_plan = plan
+                    if inputs[0] == plan_key(spec):
+                        # The links may be measured for some points with the same key only.
+                        own_cluster = find_cluster(spec, job.scheduler).cluster
+                        if cluster == own_cluster.with_rows(profile.rows):
+                            own_plan = plan
                 if must_run and plan is not None:
                     from pipectl.runtime.nodes import check_supported
 

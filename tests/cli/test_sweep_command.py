@@ -153,10 +153,11 @@ def test_row_times_of_one_points_cluster_are_assumed_for_the_others(
     cluster = assumed_cluster("two nodes", [1, 1], 1, None)
     cluster.with_rows(RowTimes()).save(Path("timed.json"))
     cluster.save(Path("untimed.json"))
+    assumed_cluster("of no point", [9], 1, None).save(Path("unused.json"))
     key = json.loads(profile.read_text())["key"]
     profile.write_text(json.dumps(profile_document(key=key, assumptions=[UNKNOWN_ROWS])))
     points = "sweep.points=[{cluster: timed.json}, {cluster: untimed.json}]"
-    file = SpecFile.read(Path("job.yaml"), [points])
+    file = SpecFile.read(Path("job.yaml"), [points, "cluster=unused.json"])
     spec = file.spec()
     found = prepare(spec, "local", points=file.points(spec))
     assert [UNKNOWN_ROWS in job.profile.assumptions for job in found if job.profile] == [0, 1]
