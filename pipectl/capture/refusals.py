@@ -54,25 +54,19 @@ class RefusedError(CaptureError):
     """What a model does and no graph can hold.
 
     Args:
-        keep: what may become one operator instead.
+        place: the line of the model.
         part: the module that does it, or its path; None for the innermost module that was being
             called.
-        refusal: why it is refused.
-        place: the line of the model.
+
+    Attributes:
+        keep: what may become one operator instead.
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        cure: str,
-        keep: Keep,
-        part: nn.Module | str | None,
-        refusal: Refusal,
-        place: str,
+        self, refusal: Refusal, message: str, place: str, part: nn.Module | str | None
     ) -> None:
-        super().__init__(message, cure=cure)
-        self.keep, self.part, self.refusal, self.place = keep, part, refusal, place
+        super().__init__(message, cure=refusal.cure)
+        self.refusal, self.keep, self.place, self.part = refusal, refusal.keep, place, part
 
 
 class Refusal(Enum):
@@ -201,7 +195,7 @@ class Refusal(Enum):
     )
 
     def __init__(self, message: str, cure: str, keep: Keep = Keep.INNERMOST) -> None:
-        self._message, self._cure, self._keep = message, cure, keep
+        self.message, self.cure, self.keep = message, cure, keep
 
     def error(
         self, place: str | None = None, *, part: nn.Module | str | None = None, **words: Any
@@ -214,10 +208,7 @@ class Refusal(Enum):
             words: of the message.
         """
         place = running_line() if place is None else place
-        message, cure = self._message.format(place=place, **words), self._cure
-        return RefusedError(
-            message, cure=cure, keep=self._keep, part=part, refusal=self, place=place
-        )
+        return RefusedError(self, self.message.format(place=place, **words), place, part)
 
 
 _KINDS = {
@@ -264,12 +255,10 @@ def place_of(error: BaseException) -> str:
 def running_line() -> str:
     """Return the same for the line of the step that is running; nothing outside of a step."""
     trace: list[tuple[FrameType, int]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        trace.insert(0, (frame, frame.f_lineno))
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        trace.insert(0, (frame, line))
         if frame.f_code is Step.forward.__code__:
             return _user_place(trace) or _library_place(trace)
-        frame = frame.f_back
     return ""
 
 

@@ -11,7 +11,7 @@ import torch
 from catalogue import MICRO_BATCH, MICRO_BATCHES, STEPS
 from cuts import random_cut
 from stages import MOMENTUM, RATE, Batch, Stages
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
@@ -53,7 +53,8 @@ class Trial:
     @property
     def draws(self) -> bool:
         """Whether training draws random numbers, which a plain loop draws in another way."""
-        return any(is_random(n, self.graph.root) and _may_draw(n) for n in self.graph.operators)
+        others = (n for n in self.graph.operators if not isinstance(n.target, FunctionCall))
+        return any(is_random(node, self.graph.root) for node in others)
 
     @property
     def shares(self) -> bool:
@@ -112,16 +113,6 @@ class Trial:
         leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         expected = {f"evaluation output {i}": leaf for i, leaf in enumerate(leaves)}
         return _distances({"evaluation loss": loss, **expected}, self.reference)
-
-
-def _may_draw(node: fx.Node) -> bool:
-    """False for autograd functions, and for dropout and attention that drop nothing."""
-    schema = getattr(node.target, "_schema", None)
-    names = [] if schema is None else [argument.name for argument in schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    chances = {"p", "dropout", "dropout_p"} & {*names}
-    drops_nothing = bool(chances) and not any(given.get(chance) for chance in chances)
-    return not (isinstance(node.target, FunctionCall) or drops_nothing)
 
 
 def _different(expected: Outcome, found: Outcome) -> list[str]:
