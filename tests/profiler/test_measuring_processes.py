@@ -253,9 +253,9 @@ def test_a_batch_larger_than_the_data_is_an_assumption(spec_of: Any) -> None:
 
 
 def test_the_peak_of_the_capture_includes_the_whole_model(spec_of: Any) -> None:
-    profile = profile_job(spec_of(), effort=Effort.FAST)
+    profile = profile_job(spec_of("Large"), effort=Effort.FAST)
     assert profile.process_baseline_bytes is not None
-    assert profile.capture_bytes >= profile.process_baseline_bytes
+    assert profile.capture_bytes > profile.process_baseline_bytes + 2**25
 
 
 def test_a_size_that_the_model_refuses_is_left_out(spec_of: Any) -> None:
