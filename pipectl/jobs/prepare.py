@@ -239,8 +239,8 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
     if scheduler == LOCAL:  # all ranks here, whatever nodes are asked for
         usable = len(os.sched_getaffinity(0))
         cores = max(1, usable // resources.cpus_per_task)
-        is_known = resources.gpus_per_node or resources.memory_per_node is not None
-        memory = None if is_known else memory_of_this_machine() // resources.ranks
+        shares_memory = resources.shares_machine_memory
+        memory = memory_of_this_machine() // resources.ranks if shares_memory else None
         cluster = assumed_cluster("this machine", [resources.ranks], cores, memory)
         assumed = replace(cluster, source=f"assumed: shared memory, {usable} usable cores")
     else:

@@ -299,6 +299,12 @@ class Resources(types.Section):
             return None
         return self.memory_per_node // self.tasks_per_node
 
+    @property
+    def shares_machine_memory(self) -> bool:
+        """Whether the memory of a node limits its ranks: the job names no memory, and ranks do not
+        compute in the memory of accelerators."""
+        return self.memory_per_node is None and not self.gpus_per_node
+
 
 class Launch(types.Section):
     """How the ranks are started."""

@@ -105,7 +105,6 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
     for index, count in enumerate(counts):
         say(f"measuring sums over {count} ranks", 80 + 20 * index // len(counts))
         sums += [(count, *row) for row in measure_sums(communicator, count, share_s)]
-    shares_memory = not spec.resources.gpus_per_node and spec.resources.memory_per_node is None
     return Cluster(
         name=spec.name,
         source=describe_source(MPI.Get_library_version(), places),
@@ -113,7 +112,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
             describe_node(
                 [places[rank] for rank in ranks],
                 spec.resources.cpus_per_task,
-                shares_memory=shares_memory,
+                shares_memory=spec.resources.shares_machine_memory,
             )
             for ranks in ranks_of
         ),
