@@ -245,6 +245,24 @@ class StageOverhead:
 
 
 @dataclass(frozen=True)
+class SplitBackward:
+    """Times of stages whose backwards are split, beside those of whole backwards.
+
+    Args:
+        forward_s: added to a forward, per operator that is split.
+        input_share, weight_share: time of the half for inputs and of the half for weights, relative
+            to the whole backward of the operators that are split.
+        input_s, weight_s: added to each half, per operator that is split.
+    """
+
+    forward_s: float = 0.0
+    input_share: float = 0.5
+    input_s: float = 0.0
+    weight_share: float = 0.5
+    weight_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class MeasuredOn:
     """The device that a profile was measured on, and when.
 
@@ -287,6 +305,7 @@ class Profile(DataFile):
             profile, which cannot be submitted.
         optimizer: cost of the optimizer.
         stage: overhead of a stage.
+        split: times of split backwards; None if they were not measured.
         process_baseline_bytes: memory of a rank before it holds a stage.
         capture_bytes: peak memory of a rank while it builds and captures the whole model; 0 on
             accelerators, or if it is not known.
@@ -313,6 +332,7 @@ class Profile(DataFile):
     fingerprint: str | None = None
     optimizer: OptimizerCost | None = None
     stage: StageOverhead = field(default_factory=StageOverhead)
+    split: SplitBackward | None = None
     process_baseline_bytes: int | None = None
     capture_bytes: int = 0
     key: str | None = None

@@ -272,7 +272,9 @@ class Problem:
             offload_to=request.offload_to,
             replication=choice.replication,
             shard_optimizer=request.shard_optimizer,
-            assumptions=(*assumptions, ASSUMED) if splits else assumptions,
+            assumptions=(
+                (*assumptions, ASSUMED) if splits and self.profile.split is None else assumptions
+            ),
         )
 
     def stages_in_turn(self, stages: Sequence[Sequence[str]]) -> Plan:
@@ -321,9 +323,15 @@ class Problem:
         for stage, (cost, count) in enumerate(zip(costs, replicas, strict=True)):
             if choice.replication is Replication.SPLIT:
                 samples = ceil(size / count)
-                part, factor = self.costs(partition, samples)[stage], size / samples
-                forward_s, backward_s = part.forward_s * factor, part.backward_s * factor
-                cost = replace(cost, forward_s=forward_s, backward_s=backward_s, peaks=part.peaks)
+                part = self.costs(partition, samples, splits=splits)[stage]
+                factor = size / samples
+                cost = replace(
+                    cost,
+                    forward_s=part.forward_s * factor,
+                    backward_s=part.backward_s * factor,
+                    weight_s=None if part.weight_s is None else part.weight_s * factor,
+                    peaks=part.peaks,
+                )
             if self.request.shard_optimizer:
                 updated = ceil(state * memory[stage].updated_bytes(count))
                 cost = replace(cost, optimizer_bytes=updated)

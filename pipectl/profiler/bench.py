@@ -22,13 +22,13 @@ time between two records belongs to the operator, including gradient accumulatio
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, repeat
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ from pipectl.capture.stage import StageCode
 from pipectl.graph import TransferKind
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.profiler.effort import Rounds
-from pipectl.profiler.fit import CACHE_SHARES, Sample
+from pipectl.profiler.fit import CACHE_SHARES, Sample, StageTimes
 from pipectl.profiler.machine import Clock, clock_of, loading_clock
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Tensors
@@ -56,6 +56,8 @@ _SEED = 1
 _MIN_STAGES, _MAX_STAGES = 2, 6
 _COPIES = 20
 _MIN_CUTS, _MAX_CUTS = 3, 12
+_SPLIT_CUTS = 2
+"""Cuts whose stages are also timed with split backwards."""
 _OUTSIDE = -1
 _TRIALS = 15
 _CHAIN = 200
@@ -184,7 +186,7 @@ def cost_of_measuring(clock: Clock) -> Cost:
         marks.append((clock() - start) / _CHAIN)
         plain_s = backward_s(None)
         hooks.append((backward_s(lambda _: looks.append(clock())) - plain_s) / _CHAIN)
-    return Cost(statistics.median(marks), max(0.0, statistics.median(hooks)))
+    return Cost(median(marks), max(0.0, median(hooks)))
 
 
 @dataclass(frozen=True)
@@ -225,9 +227,12 @@ class Bench:
 
     Args:
         stage_of: stage of every operator of the training graph.
+        splits: whether to split backwards.
     """
 
-    def __init__(self, subject: Subject, stage_of: Mapping[str, int]) -> None:
+    def __init__(
+        self, subject: Subject, stage_of: Mapping[str, int], *, splits: bool = False
+    ) -> None:
         self.cut = Cut(subject.graph, stage_of, training=True)
         self._clock = clock_of(subject.device)
         rows = Rows.of(subject.size, subject.length)
@@ -237,6 +242,8 @@ class Bench:
             Stage(index, {self._key: self.cut}, states, device, precision=precision)
             for index in range(1 + max(stage_of.values()))
         ]
+        for stage in self._stages if splits else ():
+            stage.split_backwards()
         self._marked: dict[int, MarkedCode] = {}
         self._batches = [
             {name: subject.batch[name] for name in stage.inputs(*self._key)}
@@ -250,18 +257,21 @@ class Bench:
             self._deliver(TransferKind.ACTIVATION, index, sent)
         for index in reversed(range(len(self))):
             self._deliver(TransferKind.GRADIENT, index, self._backward(index))
+            self._finish_backward(index)
 
     def __len__(self) -> int:
         return len(self._stages)
 
-    def run(self, index: int) -> tuple[float, float]:
-        """Run one forward and one backward of a stage; return the seconds of each."""
+    def run(self, index: int) -> StageTimes:
+        """Run one forward and one backward of a stage, and time each."""
         batch = self._batch(index)
         start = self._clock()
         self._forward(index, batch)
-        middle = self._clock()
+        forward = self._clock()
         self._backward(index)
-        return middle - start, self._clock() - middle
+        backward = self._clock()
+        self._finish_backward(index)
+        return StageTimes(forward - start, backward - forward, self._clock() - backward)
 
     def run_marked(self, index: int, cost: Cost) -> Pairs:
         """Run a stage with marks; return the seconds of each operator.
@@ -282,8 +292,8 @@ class Bench:
         self._backward(index)
         return marked.spent(self._clock())
 
-    def run_all(self) -> list[tuple[float, float]]:
-        """Return forward and backward time of every stage; a run before fills the caches."""
+    def run_all(self) -> list[StageTimes]:
+        """Return the times of every stage; a run before fills the caches."""
         times = []
         for index in range(len(self)):
             self.run(index)
@@ -307,6 +317,9 @@ class Bench:
     def _backward(self, index: int) -> Tensors:
         received = dict(self._received[TransferKind.GRADIENT, index])
         return self._stages[index].backward(self._micro_batch, received, 1.0)
+
+    def _finish_backward(self, index: int) -> None:
+        self._stages[index].finish_backward(self._micro_batch.number)
 
     def _deliver(self, kind: TransferKind, source: int, sent: Tensors) -> None:
         for lane, slots in self.cut.lanes.items():
@@ -426,7 +439,7 @@ def time_operators(
     rewriting_s = _rewriting_s(subject)
     uncached, *cached = [_medians(runs, rewriting_s) for runs in spent]
     return OperatorTimes(
-        uncached, cached[0] if cached else {}, statistics.median(loading_s) if loading_s else 0.0
+        uncached, cached[0] if cached else {}, median(loading_s) if loading_s else 0.0
     )
 
 
@@ -437,7 +450,7 @@ def _medians(runs: Iterable[Pairs], rewriting_s: Mapping[str, float]) -> Pairs:
         times.setdefault(name, []).append(pair)
     medians = {}
     for name, pairs in times.items():
-        forward_s, backward_s = map(statistics.median, zip(*pairs, strict=True))
+        forward_s, backward_s = map(median, zip(*pairs, strict=True))
         medians[name] = forward_s + rewriting_s[name], backward_s
     return medians
 
@@ -465,22 +478,26 @@ def time_stages(
 ) -> list[Sample]:
     """Time random stages and the whole graph; more of them the faster they are."""
     graph = subject.graph
-    benches = [Bench(subject, single_stage(graph))]
+    cuts = [single_stage(graph)]
+    benches = [Bench(subject, cuts[0])]
     start = time.perf_counter()
     benches[0].run_all()
     affordable = rounds.budget_s / (rounds.min_rounds * (time.perf_counter() - start))
     count = min(_MAX_CUTS, max(_MIN_CUTS, int(affordable)))
-    benches += [Bench(subject, random_stages(graph, seed)) for seed in range(count)]
-    times = [[bench.run_all() for bench in benches] for _ in _repeat(rounds, advance)]
+    cuts += [random_stages(graph, seed) for seed in range(count)]
+    benches += [Bench(subject, cut) for cut in cuts[1:]]
+    halved = [Bench(subject, cut, splits=True) for cut in cuts[:_SPLIT_CUTS]]
+    runs = [[bench.run_all() for bench in (*benches, *halved)] for _ in _repeat(rounds, advance)]
+    medians = []
+    for of_bench in zip(*runs, strict=True):
+        stages = zip(*of_bench, strict=True)
+        medians.append([StageTimes(*map(median, zip(*times, strict=True))) for times in stages])
     samples = []
-    for bench, runs in zip(benches, zip(*times, strict=True), strict=True):
+    split = chain(medians[len(benches) :], repeat(()))
+    for bench, times, in_halves in zip(benches, medians, split, strict=False):
         inside = [bench.cut.operators(index) for index in range(len(bench))]
         parts = footprints.of([[graph.position[name] for name in names] for names in inside])
-        times_s = []
-        for pairs in zip(*runs, strict=True):
-            forward_s, backward_s = map(statistics.median, zip(*pairs, strict=True))
-            times_s.append((forward_s, backward_s))
-        samples.append(Sample(parts.sums, times_s))
+        samples.append(Sample(parts, times, in_halves))
     return samples
 
 

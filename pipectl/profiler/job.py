@@ -18,7 +18,6 @@ from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
 from pipectl.planner.costs.footprint import Footprints
-from pipectl.planner.costs.stage_costs import operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile
 from pipectl.profiler.bench import OperatorTimes, Subject, time_operators, time_stages
 from pipectl.profiler.effort import Effort, measured_sizes
@@ -227,7 +226,7 @@ class _Profiling:
         if fit.error > DISTURBED:
             self._assumptions.append(_DISTURBED.format(fit.error))
         operators = tuple(operator.scaled(*fit.factors) for operator in profile.operators)
-        profile = replace(profile, operators=operators, stage=fit.stage)
+        profile = replace(profile, operators=operators, stage=fit.stage, split=fit.split)
         return self._with_loading(profile, {size: each.loading_s for size, each in times.items()})
 
     def _is_captured(self, size: int) -> bool:
@@ -277,7 +276,7 @@ class _Profiling:
         subject = Subject.of(self._job, size, self._device)
         rounds, advance = self._effort.stages, partial(self._work.advance, _STAGES)
         samples = time_stages(subject, Footprints(profile), rounds, advance)
-        return fit_stages(samples, operator_times(profile, size), cache_bytes)
+        return fit_stages(samples, profile, cache_bytes)
 
     def _assemble(
         self, measured: Mapping[str, Operator], times: Mapping[int, OperatorTimes]

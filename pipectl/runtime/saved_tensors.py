@@ -67,6 +67,22 @@ def run_backward(
         keep_apart(fresh, others)
 
 
+def gradients_of(
+    root: GradientEdge, gradient: Tensor, inputs: Sequence[GradientEdge]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``inputs``, and keep the graph for further backwards."""
+    gradients: tuple[Tensor | None, ...] = torch.autograd.Variable._execution_engine.run_backward(
+        (root,),
+        (gradient,),
+        True,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return gradients
+
+
 def keep_apart(leaves: Iterable[Tensor], others: Iterable[Tensor | None]) -> None:
     """Copy gradients of leaves that share memory with each other or with other tensors."""
     memories = {storage_of(other) for other in others if other is not None}

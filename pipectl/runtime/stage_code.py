@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.graph import State
 from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.regions import switches_region
 from pipectl.capture.stage import StageCode
 from pipectl.errors import CaptureError
-from pipectl.runtime.saved_tensors import run_backward
+from pipectl.runtime.saved_tensors import gradients_of, run_backward
 
 _ATEN = torch.ops.aten
 SPLIT = frozenset(
@@ -95,9 +94,10 @@ def split_backwards(
     for node in module.graph.nodes:
         operands = [item for item in node.all_input_nodes if item in weights]
         if node.target in SPLIT and operands:
+            places = [place for place, item in enumerate(node.args) if item in weights]
             leaves = tuple(weights[item] for item in operands)
-            node.args = (leaves, tuple(operands), *node.args)
-            node.target = _Splitting(node.target, current)
+            node.target = _Splitting(node.target, places, current)
+            node.args = (leaves, *node.args)
     module.recompile()
 
 
@@ -113,35 +113,38 @@ def _weights(parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 class _Splitting:
-    """An operator as a function of a graph, with a split backward."""
+    """An operator as a function of a graph, with a split backward.
 
-    def __init__(self, target: Callable[..., Tensor], current: Callable[[], WeightHalf]) -> None:
-        self._target = target
-        self._current = current
+    Args:
+        places: of the weights among its arguments.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., Tensor],
+        places: Sequence[int],
+        current: Callable[[], WeightHalf],
+    ) -> None:
+        self._target, self._places, self._current = target, frozenset(places), current
         self._anchor = torch.zeros((), requires_grad=True)
         self.__name__ = "split"
 
-    def __call__(
-        self, leaves: Sequence[Tensor], fixed: Sequence[Tensor], *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def __call__(self, leaves: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         weights = [leaf for leaf in leaves if leaf.requires_grad]
         if not weights or not torch.is_grad_enabled():
             return self._target(*args, **kwargs)
-        flat, structure = pytree.tree_flatten((args, kwargs))
-        weight_ids = {id(tensor) for tensor in fixed}
-        places = [
-            place
-            for place, item in enumerate(flat)
-            if isinstance(item, Tensor) and id(item) not in weight_ids
-        ]
+        places, values = [], []
+        for place, item in enumerate(args):
+            if isinstance(item, Tensor) and place not in self._places:
+                places.append(place)
+                values.append(item)
 
-        def run(values: Sequence[Tensor]) -> Tensor:
+        def run(values: Iterable[Tensor]) -> Tensor:
+            arguments = list(args)
             for place, value in zip(places, values, strict=True):
-                flat[place] = value
-            arguments, named = pytree.tree_unflatten(flat, structure)
-            return self._target(*arguments, **named)
+                arguments[place] = value
+            return self._target(*arguments, **kwargs)
 
-        values = [flat[place] for place in places]
         result: Tensor = _Split.apply(self._anchor, run, weights, self._current(), *values)  # type: ignore[no-untyped-call]
         return result
 
@@ -151,7 +154,7 @@ class _Split(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
-        run: Callable[[Sequence[Tensor]], Tensor],
+        run: Callable[[Iterable[Tensor]], Tensor],
         weights: list[Tensor],
         weight_half: WeightHalf,
         *values: Tensor,
@@ -173,11 +176,11 @@ class _Split(torch.autograd.Function):
         """Gradients of the values; those of the weights are deferred."""
         root, edges, half = ctx.root, ctx.edges, ctx.weight_half
         ctx.root = ctx.edges = ctx.weight_half = None
-        gradient_of: dict[GradientEdge, Tensor] = {}
+        gradient_of: dict[GradientEdge, Tensor | None] = {}
         if gradient is not None:
             entered = [edge for edge in edges if edge is not None]
             if entered:
-                gradients = torch.autograd.grad([root], entered, [gradient], retain_graph=True)
+                gradients = gradients_of(root, gradient, entered)
                 gradient_of = dict(zip(entered, gradients, strict=True))
             half.roots.append(root)
             half.gradients.append(gradient)

@@ -3,8 +3,7 @@
 Times of operators are interpolated between measured sizes, and extrapolated from the outermost two:
 a fixed cost and a cost per sample. If only one size was measured, times are proportional to the
 size. Bytes are proportional to the size, except parameters. The time of a stage is the sum of its
-operators' times, which depend on whether its data stays in the cache, and an overhead. The times of
-the two halves of a split backward are assumptions, because profiles do not have them.
+operators' times, which depend on whether its data stays in the cache, and an overhead.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from pipectl.arrays import Floats, Integers
 from pipectl.plan import StageCost, Transfer
 from pipectl.planner.costs.footprint import Footprint, Sums
-from pipectl.profile import Profile, StageOverhead
+from pipectl.profile import Profile, SplitBackward, StageOverhead
 
 
 class Times(NamedTuple):
@@ -202,9 +201,39 @@ SPLIT = {
 """Operators whose backward is split: their ids in captured graphs, without the number at the end.
 All others compute the gradients of their parameters in the first half."""
 ASSUMED = (
-    "backwards are split: gradients of parameters are taken as half of the backward of operators "
-    "that multiply by them, which then keep what they save and the gradient of their output"
+    "backwards are split: either half is taken as half of the backward of operators that multiply "
+    "by parameters"
 )
+
+
+class SplitOperators(NamedTuple):
+    """The operators of a stage whose backward is split.
+
+    Args:
+        indices: in the profile.
+        share: of the stage's backward that is theirs.
+    """
+
+    indices: Sequence[int]
+    share: float
+
+
+def split_operators(stage: Sequence[int], profile: Profile) -> SplitOperators:
+    """The operators of a stage that multiply by parameters.
+
+    Args:
+        stage: indices of its operators.
+    """
+    is_captured, operators = profile.fingerprint is not None, profile.operators
+    indices = [
+        index
+        for index in stage
+        if operators[index].parameters
+        and (not is_captured or operators[index].id.rstrip("0123456789").rstrip("_") in SPLIT)
+    ]
+    total_s = sum(operators[index].backward_s for index in stage)
+    own_s = sum(operators[index].backward_s for index in indices)
+    return SplitOperators(indices, own_s / total_s if total_s else 0.0)
 
 
 def with_halves(
@@ -215,21 +244,23 @@ def with_halves(
     Args:
         scale: micro-batch size over the profile's.
     """
-    is_captured, split = profile.fingerprint is not None, []
+    times, halves = profile.split or SplitBackward(), []
     for members, cost in zip(parts.members, costs, strict=True):
-        operators = [profile.operators[index] for index in members]
-        weighing = [
-            operator
-            for operator in operators
-            if operator.parameters
-            and (not is_captured or operator.id.rstrip("0123456789").rstrip("_") in SPLIT)
-        ]
-        total_s = sum(operator.backward_s for operator in operators)
-        part = sum(operator.backward_s for operator in weighing) / total_s / 2 if total_s else 0.0
+        indices, share = split_operators(members, profile)
+        operators, count = [profile.operators[index] for index in indices], len(indices)
+        whole_s = share * cost.backward_s
+        weight_s = times.weight_share * whole_s + times.weight_s * count
+        input_s = times.input_share * whole_s + times.input_s * count
         # Values that are kept between the halves; one that several operators read counts once.
-        inputs = dict(pair for operator in weighing for pair in operator.saved)
-        deferred = sum(inputs.values()) + sum(operator.gradient_bytes for operator in weighing)
-        split.append(
-            replace(cost, weight_s=part * cost.backward_s, deferred_bytes=ceil(deferred * scale))
+        inputs = dict(pair for operator in operators for pair in operator.saved)
+        deferred = sum(inputs.values()) + sum(operator.gradient_bytes for operator in operators)
+        halves.append(
+            replace(
+                cost,
+                forward_s=cost.forward_s + times.forward_s * count,
+                backward_s=cost.backward_s - whole_s + input_s + weight_s,
+                weight_s=weight_s,
+                deferred_bytes=ceil(deferred * scale),
+            )
         )
-    return tuple(split)
+    return tuple(halves)
