@@ -7,11 +7,10 @@ value from all ranks at once.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -90,7 +89,7 @@ class AsynchronousSteps:
     ) -> None:
         self._setup = setup
         self._plan: Plan = setup.plan
-        self._end, self._stepper = end, end.stepper
+        self._end = end
         self._telemetry = telemetry
         self._tracing = tracing
         self._on_update = on_update
@@ -161,18 +160,13 @@ class AsynchronousSteps:
 
     def _update(self, run: StepRun, stage: int, micro_batch: int) -> None:
         """The end of a step on this rank: its update, or its last forward if it updates nothing."""
-        count, index = self._plan.micro_batches, micro_batch // self._plan.micro_batches
-        rate, before = self._stepper.learning_rate, index * count
-        weights = run.weights[before : before + count]
-        losses = run.losses[:count]
-        look = partial(self._end.look, self._first + index, range(count), losses, weights, before)
-        if stage in self._setup.stages:
-            with self._setup.stages[stage].updating():
-                look()
-                self._stepper.step()
-        else:
-            look()
-        self._setup.doing.step = self._first + index + 1
+        end, count = self._end, self._plan.micro_batches
+        index, before = micro_batch // count, micro_batch // count * count
+        step, losses = self._first + index, run.losses[:count]
+        updated = self._setup.stages.get(stage)
+        with nullcontext() if updated is None else updated.updating():
+            end.run(step, run, range(len(losses)), before)
+        self._setup.doing.step = step + 1
         if index == steps_apart(self._plan):
             self._end_trace(run)
         self._tracing.advance()
@@ -182,10 +176,10 @@ class AsynchronousSteps:
         del run.losses[:count]
         self._telemetry.report(
             StepReport(
-                step=self._first + index,
-                loss=weighted_loss(losses, weights),
-                learning_rate=rate,
-                gradient_norm=math.nan,
+                step=step,
+                loss=weighted_loss(losses, run.weights[before : before + count]),
+                learning_rate=end.used_rate,
+                gradient_norm=end.gradient_norm,
                 busy_s=run.busy_s,
                 step_time_s=now - self._since,
                 samples=self._batches[index].size,

@@ -96,20 +96,18 @@ class Origins:
                 total = tensor.sum() if wide is None else tensor.sum(dtype=wide)
                 self._sums.append((Origin(micro_batch, stage), total))
 
-    def first(self, micro_batches: Container[int] | None = None) -> Origin | None:
-        """The first micro-batch and stage, among some or all, whose output is not finite.
+    def first(self, end: int) -> Origin | None:
+        """The first micro-batch before ``end`` and stage whose output is not finite.
 
-        Drops their sums.
+        Drops the sums of these micro-batches.
         """
-        mine, others = list[tuple[Origin, Tensor]](), list[tuple[Origin, Tensor]]()
-        for origin, total in self._sums:
-            is_asked_for = micro_batches is None or origin.micro_batch in micro_batches
-            (mine if is_asked_for else others).append((origin, total))
-        self._sums = others
-        if not mine:
+        ended = [each for each in self._sums if each[0].micro_batch < end]
+        self._sums = [each for each in self._sums if each[0].micro_batch >= end]
+        if not ended:
             return None
-        finite = torch.stack([total.double() for _, total in mine]).isfinite().tolist()
-        return min((o for (o, _), good in zip(mine, finite, strict=True) if not good), default=None)
+        finite = torch.stack([total.double() for _, total in ended]).isfinite().tolist()
+        pairs = zip(ended, finite, strict=True)
+        return min((origin for (origin, _), good in pairs if not good), default=None)
 
     def forget(self) -> None:
         """Drop all sums."""
@@ -407,28 +405,37 @@ class StepEnd:
                     self._written[name].copy_(before)
         return self._undoes
 
-    def run(self, step: int, micro_batches: Sequence[int], run: StepRun) -> None:
-        """Update, or skip the step. Collective.
+    def run(self, step: int, run: StepRun, micro_batches: Sequence[int], before: int = 0) -> None:
+        """Update, or skip the step. Collective, unless steps overlap.
 
         Args:
-            micro_batches: whose losses this rank has computed.
+            micro_batches: of the step, whose losses are the first ones of the run.
+            before: micro-batches of earlier steps in the run.
 
         Raises:
-            WorkerError: something is not finite, and the job is to stop in that case.
+            WorkerError: something is not finite, and the job is to stop in that case; if steps
+                overlap, in an earlier step.
         """
+        overlaps = run.per_step is not None
+        end = before + (run.per_step or len(run.weights))
         self._shared.reduce()
         self.gradient_norm, self.used_rate = math.nan, self.stepper.learning_rate
         overflow = self.loss_scale is not None and self.loss_scale.unscale()
         if not self._meets:
-            self.settle()  # the votes on the previous step
+            self.settle(at_once=overlaps)  # the votes on the previous step
         fault = 0
         if self._looks:
-            fault = fault_of_losses(micro_batches, run.losses, run.weights)
-        self._cast(step, fault, self._origins.first(), overflow=overflow, answer=self._answer())
+            losses = run.losses[: len(micro_batches)]
+            fault = fault_of_losses(micro_batches, losses, run.weights[before:end])
+        origin = self._origins.first(end)
+        if origin is not None:
+            origin = origin._replace(micro_batch=origin.micro_batch - before)
+        answer = GO_ON if overlaps else self._answer()
+        self._cast(step, fault, origin, overflow=overflow, answer=answer)
         self.skipped = self._undoes = False
         result = self._vote.count() if self._meets else None
         if result is not None:
-            self._undoes = self._is_faulty(result)
+            self._undoes = self._is_faulty(result, together=True)
             self.skipped = self._undoes or result.overflow
             if self.loss_scale is not None:
                 self.loss_scale.update(overflow=result.overflow)
@@ -439,47 +446,22 @@ class StepEnd:
             total = total_norm(result.norms, [*self._dtypes.values()])
             clip_gradients(self._trained_parameters.values(), total, self._training.clip_grad_norm)
             self.gradient_norm = float(total)
-        if run.recording is not None:
+        if run.recording is not None and not overlaps:
             run.recording.met()
         self.stepper.step()
         self._replicas.share_parameters()
 
-    def look(
-        self,
-        step: int,
-        micro_batches: Sequence[int],
-        losses: Sequence[Tensor],
-        weights: Sequence[float],
-        before: int,
-    ) -> None:
-        """If steps overlap: vote on this step, and read the votes that are complete.
+    def settle(self, *, at_once: bool = False) -> None:
+        """Read all votes, before the results of their steps are used. Collective.
 
         Args:
-            before: micro-batches of earlier steps.
-
-        Raises:
-            WorkerError: something was not finite in an earlier step.
-        """
-        while (result := self._vote.count(at_once=True)) is not None:
-            if result.fault is not None:
-                self._record(result.fault)
-                self._vote.stop(result, together=False)
-        fault = 0
-        if self._looks and losses:
-            fault = fault_of_losses(micro_batches, losses, weights)
-        origin = self._origins.first(range(before, before + len(micro_batches)))
-        if origin is not None:
-            origin = origin._replace(micro_batch=origin.micro_batch - before)
-        self._cast(step, fault, origin)
-
-    def settle(self) -> None:
-        """Read all votes, before the results of their steps are used. Collective.
+            at_once: whether to read only complete votes, without waiting for other ranks.
 
         Raises:
             WorkerError: a step was not finite.
         """
-        while (result := self._vote.count()) is not None:
-            self._is_faulty(result)
+        while (result := self._vote.count(at_once=at_once)) is not None:
+            self._is_faulty(result, together=not at_once)
 
     def stops(self, *, at_once: bool = False) -> bool:
         """Whether all ranks stop after this step; the same on all ranks. Collective.
@@ -501,13 +483,7 @@ class StepEnd:
         return GO_ON if self._stop_request is None else self._stop_request.answer()
 
     def _cast(
-        self,
-        step: int,
-        fault: int,
-        origin: Origin | None,
-        *,
-        overflow: bool = False,
-        answer: int = GO_ON,
+        self, step: int, fault: int, origin: Origin | None, *, overflow: bool, answer: int
     ) -> None:
         """Vote on a step; reads gradients once, if at all."""
         checks = self._looks and self.loss_scale is None  # which reads the gradients itself
@@ -517,15 +493,20 @@ class StepEnd:
         own = {name: norm for name, norm in norms.items() if name in self.owned_parameters}
         self._vote.cast(step, fault, origin, overflow=overflow, norms=own, answer=answer)
 
-    def _is_faulty(self, result: Result) -> bool:
-        """Whether a step is to be skipped; raises if the training is to stop instead."""
+    def _is_faulty(self, result: Result, *, together: bool) -> bool:
+        """Whether a step is to be skipped; raises if the training is to stop instead.
+
+        Args:
+            together: whether all ranks come here.
+        """
         if result.fault is None:
             return False
         self._record(result.fault)
         if not self._skips:
-            with suppress(UsageError):  # a failed last checkpoint, about which rank 0 has warned
-                self._finish()
-            self._vote.stop(result, together=True)
+            if together:
+                with suppress(UsageError):  # a failed last checkpoint: rank 0 has warned of it
+                    self._finish()
+            self._vote.stop(result, together=together)
         return True
 
 

@@ -335,5 +335,5 @@ class SynchronousSteps:
     def execute(self, step: int, run: StepRun) -> None:
         """Execute the rows of a step, including the update."""
         computed = self._setup.loss_shares.computed(run.step)
-        run.update = lambda run, *_: self._end.run(step, computed, run)
+        run.update = lambda run, *_: self._end.run(step, run, computed)
         self._setup.training.run(run)

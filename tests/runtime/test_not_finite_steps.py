@@ -114,9 +114,9 @@ def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
     for micro_batch, stage, tensor in ((0, 1, fine), (2, 3, spoilt), (2, 1, spoilt), (1, 0, fine)):
         origins.note(micro_batch, stage, {slot: tensor, mask: spoilt})
     origins.note(0, 2, {slot: torch.full((9,), 60000.0, dtype=torch.float16), mask: None})
-    assert origins.first(range(2)) is None
-    assert origins.first() == Origin(2, 1)
-    assert origins.first() is None
+    assert origins.first(2) is None
+    assert origins.first(3) == Origin(2, 1)
+    assert origins.first(3) is None
     vote = vote_on(layers())
     of_loss = fault_of_losses([2], [torch.tensor(math.nan)], [0.0, 0.0, 1.0])
     for origin, stage in ((Origin(2, 1), 1), (Origin(0, 0), -1), (None, -1)):
