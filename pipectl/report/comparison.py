@@ -77,6 +77,8 @@ _READ_BY = {**_MADE_BY, TransferKind.SAVED: ("backward",)}
 
 _MIN_DIFFERENCE = 0.02
 """Minimum share of the step for a difference to be mentioned."""
+_MIN_ADVISED = 0.05
+"""Minimum difference of a whole step, as a share of it, that needs advice."""
 _MAX_RATIO = 100
 """Maximum ratio to the prediction that is mentioned."""
 _MIN_SHARE = 0.005
@@ -395,7 +397,10 @@ def _find_largest_difference(comparison: Comparison) -> list[tuple[str, str]]:
     amount = f"{format_time(abs(both.more_s))} {'longer' if both.more_s > 0 else 'shorter'}"
     times = "" if both.ratio is None or both.ratio > _MAX_RATIO else f" ({both.ratio:.2f} times)"
     difference = f"{what} on rank {-rank}: {amount} than predicted{times}{note}"
-    return [("difference", difference), ("advice", SPENT[name].advice)]
+    lines = [("difference", difference)]
+    if abs(comparison.time.more_s) >= _MIN_ADVISED * comparison.time.predicted_s:
+        lines.append(("advice", SPENT[name].advice))
+    return lines
 
 
 @dataclass(frozen=True)

@@ -85,13 +85,13 @@ def changed(*events):
         (
             changed(FORWARD_0._replace(start_s=0.5)),
             "time between actions (Python) on rank 0: 500 ms longer than predicted",
-            "larger micro-batches",
+            None,
         ),
         (
             changed(FORWARD_0._replace(end_s=1.5)),
             "forward of stage 0 on rank 0: 500 ms longer than predicted (1.50 times); loading "
             "the data counts as forward",
-            "the nodes",
+            None,
         ),
         (
             changed(
@@ -109,9 +109,11 @@ def changed(*events):
     ],
 )
 def test_what_is_off_is_named(pipeline, measured, words, advice):
+    """There is advice if the whole step takes longer."""
     found = compare(Timeline(STEP, 2), measured, channels(pipeline(2, 1)))
     assert dict(explain(found))["difference"] == words
-    assert dict(explain(found))["advice"].startswith(advice)
+    given = dict(explain(found)).get("advice")
+    assert given is advice or given.startswith(advice)
     assert (found.step, found.clock_error_s) == (10, 1e-5)
 
 
