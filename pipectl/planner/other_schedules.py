@@ -52,9 +52,9 @@ MAX_CUTS_FOR_MEMORY = 4
 SEVERAL_STAGES_GAIN = 0.01
 """Share by which a step with several stages per rank must be faster if the schedule is open. It has
 more messages, and smaller gains are below the error of predictions."""
-SPLIT_GAIN = 0.08
-"""Share by which a step with split backwards must be faster if the schedule is open. Profiles
-have no times of the halves: ZB-H1 was 8 % slower than predicted (docs/benchmarks.md)."""
+SPLIT_GAIN, UNMEASURED_SPLIT_GAIN = 0.02, 0.08
+"""Shares by which a step with split backwards must be faster if the schedule is open: if the
+profile has the times of the halves, and if half of the backward is assumed for each."""
 
 
 def named_plan(

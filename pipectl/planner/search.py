@@ -47,6 +47,7 @@ from pipectl.planner.modes import ON_THE_DEVICE, Shortlist
 from pipectl.planner.other_schedules import (
     SEVERAL_STAGES_GAIN,
     SPLIT_GAIN,
+    UNMEASURED_SPLIT_GAIN,
     named_plan,
     orders_of_schedule,
     propose_other_schedules,
@@ -354,7 +355,9 @@ class VariantSearch:
         if one_replica:
             self._consider(self._elsewhere(start))
             self._consider(self._other_schedules(start, splits_backward=False), SEVERAL_STAGES_GAIN)
-            self._consider(self._other_schedules(start, splits_backward=True), SPLIT_GAIN)
+            is_measured = self._problem.profile.split is not None
+            gain = SPLIT_GAIN if is_measured else UNMEASURED_SPLIT_GAIN
+            self._consider(self._other_schedules(start, splits_backward=True), gain)
         if offloads:
             areas = [(len(plan.stages), plan.micro_batch_size) for plan in start]
             self._consider(plan for area in areas for plan in self._offloaded(*area))

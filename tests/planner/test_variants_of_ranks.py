@@ -11,8 +11,9 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
 from pipectl.planner.modes import ModeSearch, Shortlist
-from pipectl.planner.other_schedules import SEVERAL_STAGES_GAIN, SPLIT_GAIN
+from pipectl.planner.other_schedules import SEVERAL_STAGES_GAIN, SPLIT_GAIN, UNMEASURED_SPLIT_GAIN
 from pipectl.planner.problem import Problem
+from pipectl.profile import SplitBackward
 from pipectl.schedule import lower
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.simulate import simulate
@@ -94,22 +95,27 @@ def test_several_stages_a_rank_are_faster_with_few_micro_batches(chain) -> None:
     assert plan.prediction.step_time_s < 0.9 * plain.prediction.step_time_s
 
 
-def test_split_backwards_are_chosen_if_they_gain_enough(chain) -> None:
-    """What their halves take is assumed."""
+@pytest.mark.parametrize(
+    "split", [None, SplitBackward(weight_share=0.53)], ids=["assumed", "measured"]
+)
+def test_split_backwards_are_chosen_if_they_gain_enough(chain, split: SplitBackward | None) -> None:
     profile = chain(16)
     operators = (replace(o, parameters=((o.id, 8),)) for o in profile.operators)
-    profile, cluster = replace(profile, operators=tuple(operators)), cluster_of([4])
-    for micro_batches, chosen in ((4, "zb-h1"), (32, "1f1b")):
+    profile = replace(profile, operators=tuple(operators), split=split)
+    least, cluster = SPLIT_GAIN if split else UNMEASURED_SPLIT_GAIN, cluster_of([4])
+    chosen = set()
+    for micro_batches in (4, 16, 32, 64):
         asked = {"stages": 4, "micro_batches": micro_batches}
-        plain, plan, split = (
+        plain, plan, halved = (
             planned(profile, cluster, **asked, **more)
             for more in ({}, {"every_schedule": True}, {"schedule": "zb-h1"})
         )
-        assert plan.schedule == chosen
-        gain = 1 - split.predicted_step_s / plain.predicted_step_s
-        assert gain > 0
-        assert (gain > SPLIT_GAIN) == (chosen == "zb-h1")
+        gain = 1 - halved.predicted_step_s / plain.predicted_step_s
+        assert (gain > least) == (plan.schedule == "zb-h1")
+        assert any("split" in assumption for assumption in halved.assumptions) == (split is None)
+        chosen.add(plan.schedule)
         check(plan, cluster)
+    assert len(chosen) == 2
 
 
 def test_several_stages_a_rank_are_not_worth_slow_messages(chain) -> None:
@@ -163,7 +169,7 @@ def test_gains_count_against_plans_that_need_none(chain, monkeypatch) -> None:
     shortlist.settle([lasting("plain", 1.0)])
     shortlist.settle([lasting("interleaved", 0.95)], SEVERAL_STAGES_GAIN)
     split = {"recomputes": 0.8, "slow": 0.84, "fits": 0.85}
-    shortlist.settle([lasting(*pair) for pair in split.items()], SPLIT_GAIN)
+    shortlist.settle([lasting(*pair) for pair in split.items()], 0.08)
     accepted = [plan.name for plan in shortlist.plans]
     assert accepted == ["plain", "interleaved", "recomputes", "fits"]
 
