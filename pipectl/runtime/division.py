@@ -15,7 +15,7 @@ from pipectl.capture.step import target_weight, weighted_loss
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.reduction import group_of
-from pipectl.runtime.step import Batch, Step, StepRun, narrowed, parts_of
+from pipectl.runtime.step import Batch, Step, StepRun, narrowed
 from pipectl.runtime.waiting import gather_all, wait
 
 
@@ -104,13 +104,12 @@ class LossShares:
     """
 
     def __init__(self, communicator: MPI.Comm, job: CapturedJob, plan: Plan, stage: int) -> None:
-        self._rank, self._stage = communicator.rank, stage
         self._weigh, self._name = job.weight(), job.spec.loss.weight
         losing, seeding = plan.stages[stage].ranks, plan.stages[stage].updating_ranks
         self._seeded_elsewhere = seeding != losing
         ranks = (*losing, *seeding) if self._seeded_elsewhere else losing
         self._group: MPI.Comm | None = None
-        if self._rank in ranks:
+        if communicator.rank in ranks:
             self._group = group_of(communicator, ranks, len(plan.stages))
 
     def make_run(
@@ -118,26 +117,18 @@ class LossShares:
     ) -> StepRun:
         """The run of a step; batches are read at once if weights depend on them."""
         if self._weigh is None or self._group is None:
-            parts, total = self._parts(step), sum(rows.size for rows in step.sizes)
-            shares = [parts.get(i, rows).size / total for i, rows in enumerate(step.sizes)]
+            total = sum(rows.size for rows in step.sizes)
+            shares = [step.losses.get(i, rows).size / total for i, rows in enumerate(step.sizes)]
             return StepRun(step, shares, batches, seed, scale)
         known = list(batches)
         return StepRun(step, self._by_targets(step, known), iter(known), seed, scale)
 
-    def computed(self, step: Step) -> list[int]:
-        """The micro-batches whose loss, or part of it, this rank computes; in order."""
-        return list(self._parts(step))
-
     def loss(self, run: StepRun) -> float:
         """This rank's part of the loss of a step; NaN if it computes none of it."""
-        micro_batches = self.computed(run.step)
-        if not micro_batches:
+        losses = run.step.losses
+        if not losses:
             return 0.0 if self._group is not None else float("nan")
-        return weighted_loss(run.losses, [run.weights[index] for index in micro_batches])
-
-    def _parts(self, step: Step) -> dict[int, Rows]:
-        assert step.plan is not None
-        return parts_of(step.plan, self._rank, self._stage, step.sizes[0].length)
+        return weighted_loss(run.losses, [run.weights[index] for index in losses])
 
     def _by_targets(self, step: Step, batches: Sequence[Batch]) -> list[float]:
         assert self._weigh is not None
@@ -145,7 +136,7 @@ class LossShares:
         assert step.pieces is not None
         loaded = dict(zip(step.pieces, batches, strict=True))
         table = np.zeros((len(step.sizes), self._group.size))
-        for index, rows in self._parts(step).items():
+        for index, rows in step.losses.items():
             targets = narrowed(loaded[index][1], rows, step.pieces[index])
             table[index, self._group.rank] = target_weight(self._weigh, self._name, targets)
         if self._group.size > 1:

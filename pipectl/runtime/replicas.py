@@ -38,6 +38,8 @@ class Replicas:
 
     Attributes:
         reductions: the sums of the gradients of all these stages.
+        sharded: by parameter of which only one replica has the optimizer state, whether that is
+            this rank.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Replicas:
             for name, buffer in self._written_in(index)
             if not (buffer.is_floating_point() or buffer.is_complex())
         }
-        self._is_mine: dict[str, bool] = {}
+        self.sharded: dict[str, bool] = {}
         self.reductions: dict[int, StageReduction] = {}
         for index, group in self._groups.items():
             stage = stages[index]
@@ -76,23 +78,11 @@ class Replicas:
             owners: dict[str, int] = {}
             if plan.shard_optimizer:
                 owners = owners_of({n: leaf.nbytes for n, leaf in leaves.items()}, group.size)
-                self._is_mine |= {name: owner == group.rank for name, owner in owners.items()}
+                self.sharded |= {name: owner == group.rank for name, owner in owners.items()}
             for slot, leaf in stage.uses.items():
                 if leaf.requires_grad:
                     leaves[f"{slot.value} in {slot.use}"] = leaf
             self.reductions[index] = StageReduction(Wire(group, device, progress), leaves, owners)
-
-    def updates(self, name: str) -> bool:
-        """Whether this rank updates one of its parameters."""
-        return self._is_mine.get(name, True)
-
-    def counts(self, name: str, *, first: bool) -> bool:
-        """Whether this rank reports the norm of a gradient.
-
-        Args:
-            first: whether it is the first of all ranks that hold the parameter.
-        """
-        return self._is_mine.get(name, first)
 
     def share_parameters(self) -> None:
         """Send all replicas the parameters that only one of them has updated."""

@@ -53,7 +53,7 @@ class Setup:
         loss_shares: the weights of this rank's parts of the loss.
         replicas: the joint work of the replicas of its stages.
         shared_gradients: the joint work of all uses of a parameter.
-        owners: the rank that saves each parameter and buffer, in model order.
+        saved: the parameters and buffers that this rank saves, by full name in model order.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Setup:
         held_out = job.evaluation_loader
         self._division = Division.of(job, plan, held_out, communicator)
         cuts = self._cuts()
-        self.owners, names = self._places(cuts)
+        saved, names = self._places(cuts)
         job.materialize(names)
         if stored is not None:
             stored.restore_states({name: job.states[name] for name in names})
@@ -97,6 +97,8 @@ class Setup:
         buffers = {n: t for stage in self.stages.values() for n, t in stage.buffers.items()}
         self.written = {name: tensor for name, tensor in buffers.items() if name in written}
         self.replicas = Replicas(communicator, plan, self.stages, device, self._progress, written)
+        is_mine = self.replicas.sharded
+        self.saved = {n: t for n, t in job.states.items() if is_mine.get(n, n in saved)}
         planned = channels(plan)
         lanes = [Lane(c.kind, c.source_stage, c.target_stage) for c in planned]
         missing = set(self.cut.lanes) - set(lanes)
@@ -157,8 +159,8 @@ class Setup:
 
     def step_of(self, plan: Plan, length: int) -> Step:
         """This rank's step of a plan, with sequences of a length."""
-        whole, rank = self.job.loader.takes_whole, self.communicator.rank
-        return Step.of(plan, rank, self.reading, length=length, load_whole=whole)
+        whole, ends = self.job.loader.takes_whole, (self.reading, self.cut.loss_stage)
+        return Step.of(plan, self.communicator.rank, *ends, length=length, load_whole=whole)
 
     def tokens_of(self, batch: Samples) -> int:
         """Tokens in a batch, without the padding of buckets; 0 if the model reads none."""
@@ -213,8 +215,8 @@ class Setup:
         reductions = self.replicas.reductions
         return Engine(self.stages, cut, transport, self.device, self.doing, reductions, graphs)
 
-    def _places(self, cuts: Mapping[Key, Cut]) -> tuple[dict[str, int], list[str]]:
-        """The rank that saves each state, and the states that this rank holds.
+    def _places(self, cuts: Mapping[Key, Cut]) -> tuple[set[str], list[str]]:
+        """The states that this rank saves unless they are sharded, and those that it holds.
 
         Parameters are saved on the rank that updates them, buffers on the rank whose forwards write
         them: that of the lowest stage that uses them; unused ones are saved by the first.
@@ -229,21 +231,20 @@ class Setup:
             True: [stage.updating_ranks[0] for stage in stages],
             False: [stage.ranks[0] for stage in stages],
         }
-        owners = {
-            name: ranks[isinstance(tensor, nn.Parameter)][min(stages_of.get(name) or (0,))]
-            for name, tensor in self.job.states.items()
-        }
         me, mine = self.communicator.rank, self.plan.stages_of_rank(self.communicator.rank)
-        is_mine = {n for n, owner in owners.items() if owner == me}
-        is_mine |= {n for n, stages in stages_of.items() if not stages.isdisjoint(mine)}
-        return owners, [name for name in self.job.states if name in is_mine]
+        saved = {
+            name
+            for name, tensor in self.job.states.items()
+            if ranks[isinstance(tensor, nn.Parameter)][min(stages_of.get(name) or (0,))] == me
+        }
+        held = saved | {n for n, stages in stages_of.items() if not stages.isdisjoint(mine)}
+        return saved, [name for name in self.job.states if name in held]
 
     def _release(self) -> None:
         """Free the parameters and buffers that other ranks hold."""
         mine = {n for s in self.stages.values() for n in (*s.parameters, *s.buffers)}
         for name, tensor in self.job.states.items():
-            others = name not in mine and self.owners[name] != self.communicator.rank
-            if others and not is_deferred(tensor):
+            if name not in mine and name not in self.saved and not is_deferred(tensor):
                 tensor.data = tensor.data.new_empty(0)
 
 

@@ -54,6 +54,8 @@ class Step:
             micro-batch as a whole.
         pieces: what is loaded together: some rows of each micro-batch that is needed, by rising
             micro-batch; None for every micro-batch as a whole.
+        losses: the rows of each micro-batch whose loss this rank computes, in order; not used if
+            steps overlap.
     """
 
     actions: Actions
@@ -62,6 +64,7 @@ class Step:
     sizes: Sequence[Rows]
     plan: Plan | None = None
     pieces: Mapping[int, Rows] | None = None
+    losses: Mapping[int, Rows] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -69,6 +72,7 @@ class Step:
         plan: Plan,
         rank: int,
         reading: Sequence[int],
+        loss_stage: int,
         *,
         length: int = 0,
         load_whole: bool = False,
@@ -77,6 +81,7 @@ class Step:
 
         Args:
             reading: the rank's stages that read the batch.
+            loss_stage: the stage that computes the loss.
             length: of its sequences; 0 without buckets.
             load_whole: whether micro-batches are loaded whole, even if they are split.
 
@@ -90,7 +95,8 @@ class Step:
                 start, stop = min(known.start, part.start), max(known.stop, part.stop)
                 pieces[index] = part._replace(start=start, stop=stop)
         pieces = {i: sizes[i] if load_whole else pieces[i] for i in sorted(pieces)}
-        return cls(lower(plan, rank), channels(plan), rank, sizes, plan, pieces)
+        losses = parts_of(plan, rank, loss_stage, length)
+        return cls(lower(plan, rank), channels(plan), rank, sizes, plan, pieces, losses)
 
     @property
     def positions(self) -> list[range]:

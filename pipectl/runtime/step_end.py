@@ -324,7 +324,8 @@ class StepEnd:
 
     Attributes:
         updated: the parameters that this rank updates, by full name.
-        owned_parameters: the trained ones of these for whose gradients this rank reports norms.
+        owned_parameters: the trained ones among those that this rank saves; it reports the norms of
+            their gradients.
         gradient_norm, used_rate, skipped: of the last step.
 
     Args:
@@ -358,14 +359,10 @@ class StepEnd:
         self._training = job.spec.training
         held = {name: each for stage in stages for name, each in stage.parameters.items()}
         parameters = {name: held[name] for name in job.states if name in held}  # in model order
-        self.updated = {n: p for n, p in parameters.items() if replicas.updates(n)}
+        self.updated = {n: p for n, p in parameters.items() if replicas.sharded.get(n, True)}
         self._trained_parameters = _trained(parameters)
         self._trained_of = {stage.index: _trained(stage.parameters) for stage in stages}
-        self.owned_parameters = {
-            name: parameter
-            for name, parameter in self._trained_parameters.items()
-            if replicas.counts(name, first=name in saved)
-        }
+        self.owned_parameters = {n: p for n, p in self._trained_parameters.items() if n in saved}
         self.stepper = make_stepper(job, self.updated)
         self.loss_scale = (
             LossScale(self._training.loss_scale, self._trained_parameters)

@@ -72,7 +72,7 @@ class Trainer:
             setup.updated_stages,
             setup.replicas,
             setup.shared_gradients,
-            {name for name, owner in setup.owners.items() if owner == self._rank},
+            setup.saved,
             setup.written,
             StopRequest(run.stop_request),
             self._telemetry.fault,
@@ -211,10 +211,10 @@ class Trainer:
     def _save(self, step: int) -> None:
         self._begin("saving")
         end, setup = self._end, self._setup
-        states, stepper = setup.job.states, end.stepper
+        stepper = end.stepper
         setup.device.peak_bytes()  # the copy, which comes next, does not count
         snapshot = take_snapshot(
-            {name: states[name] for name, owner in setup.owners.items() if owner == self._rank},
+            setup.saved,
             self._persistent,
             stepper,
             end.owned_parameters,
@@ -334,6 +334,5 @@ class SynchronousSteps:
 
     def execute(self, step: int, run: StepRun) -> None:
         """Execute the rows of a step, including the update."""
-        computed = self._setup.loss_shares.computed(run.step)
-        run.update = lambda run, *_: self._end.run(step, run, computed)
+        run.update = lambda run, *_: self._end.run(step, run, [*run.step.losses])
         self._setup.training.run(run)

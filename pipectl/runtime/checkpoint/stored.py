@@ -36,7 +36,7 @@ class Stored(Mapping[str, Tensor]):
         self.directory = directory
         self.manifest = Manifest.load(directory)
         self._weights = {n: directory / s.file for s in self.manifest.weights for n in s.names}
-        self._training = _by_name(directory, self.manifest.training)
+        self._training = {n: directory / s.file for s in self.manifest.training for n in s.names}
         self._reader = TensorReader()
         self._optimizer = cache(
             lambda file: json.loads(self._reader.header(file).metadata["optimizer"])
@@ -95,20 +95,19 @@ class Stored(Mapping[str, Tensor]):
         A parameter may have none: one that got no gradient, for example.
         """
         for name, parameter in parameters.items():
-            for file in self._training.get(name, ()):
-                if name in self._optimizer(file):
-                    read = partial(self._reader.tensor, file)
-                    give(optimizer, parameter, self._optimizer(file)[name], read)
+            file = self._training.get(name)
+            if file is not None and name in self._optimizer(file):
+                read = partial(self._reader.tensor, file)
+                give(optimizer, parameter, self._optimizer(file)[name], read)
 
     def _state(self, name: str) -> Tensor:
         plain = plain_name(name)
         if plain is not None and plain in self._weights:
             return self[plain]
-        key = state_key(name)
-        for file in self._training.get(name, ()):
-            if key in self._reader.header(file).layouts:
-                return self._reader.tensor(file, key)
-        raise self._other(f"has no {name!r}")
+        file, key = self._training.get(name), state_key(name)
+        if file is None or key not in self._reader.header(file).layouts:
+            raise self._other(f"has no {name!r}")
+        return self._reader.tensor(file, key)
 
     def _place(self, name: str) -> tuple[Path, str]:
         stored = self.manifest.aliases.get(name, name)
@@ -165,16 +164,3 @@ def newest(communicator: MPI.Comm, directory: Path, warn: Callable[[str], None])
 
 def _damaged(directory: Path, shards: Iterable[Shard]) -> str | None:
     return next((shard.file for shard in shards if not shard.is_whole(directory)), None)
-
-
-def _by_name(directory: Path, shards: Iterable[Shard]) -> dict[str, tuple[Path, ...]]:
-    """The files with entries for each name.
-
-    A parameter of the loss may have two: one rank writes its value, and another, which alone
-    updates it, its optimizer state.
-    """
-    files: dict[str, tuple[Path, ...]] = {}
-    for shard in shards:
-        for name in shard.names:
-            files[name] = (*files.get(name, ()), directory / shard.file)
-    return files

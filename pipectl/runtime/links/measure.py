@@ -184,7 +184,9 @@ def _mean(tables: Sequence[Table]) -> Timings:
     )
 
 
-def ping_pong(communicator: MPI.Comm, budget_s: float) -> Table:
+def ping_pong(
+    communicator: MPI.Comm, budget_s: float, sizes: Sequence[int] = PING_PONG_SIZES
+) -> Table:
     """Half a round trip between two otherwise idle ranks, in seconds, by size.
 
     The receive is posted ahead, as in training; the second rank answers after the whole message.
@@ -206,7 +208,7 @@ def ping_pong(communicator: MPI.Comm, budget_s: float) -> Table:
 
         return round_trip
 
-    table = time_by_size(communicator, PING_PONG_SIZES, budget_s, prepare, 2)
+    table = time_by_size(communicator, sizes, budget_s, prepare, 2)
     return [(size, time_s / 2) for size, time_s in table]
 
 

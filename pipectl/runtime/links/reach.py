@@ -8,34 +8,19 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import time
-from statistics import median
 
 from mpi4py import MPI
 
-_SMALL, _LARGE = 8, 8 << 20
-_REPEATS = 20
+from pipectl.runtime.links.measure import ping_pong
+
+_SIZES = (8, 8 << 20)
+_BUDGET_S = 0.2
 _LEVELS = {
     MPI.THREAD_SINGLE: "single",
     MPI.THREAD_FUNNELED: "funneled",
     MPI.THREAD_SERIALIZED: "serialized",
     MPI.THREAD_MULTIPLE: "multiple",
 }
-
-
-def one_way_s(world: MPI.Comm, size: int) -> float:
-    """Median seconds of a message from rank 0 to rank 1, or back; both ranks take part."""
-    buffer, times = bytearray(size), []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        if world.rank == 0:
-            world.Send(buffer, 1)
-            world.Recv(buffer, 1)
-        else:
-            world.Recv(buffer, 0)
-            world.Send(buffer, 0)
-        times.append((time.perf_counter() - start) / 2)
-    return median(times)
 
 
 def main() -> None:
@@ -48,8 +33,8 @@ def main() -> None:
         "threads": _LEVELS.get(MPI.Query_thread(), "unknown"),
     }
     if world.size == 2:
-        facts["latency_s"] = one_way_s(world, _SMALL)
-        facts["bandwidth_bytes_per_s"] = _LARGE / one_way_s(world, _LARGE)
+        (_, latency_s), (size, time_s) = ping_pong(world, _BUDGET_S, _SIZES)
+        facts |= {"latency_s": latency_s, "bandwidth_bytes_per_s": size / time_s}
     if world.rank == 0:
         sys.stdout.write(json.dumps(facts) + "\n")
 

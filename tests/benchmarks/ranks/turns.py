@@ -36,7 +36,6 @@ from pipectl.runtime.device import CpuDevice, settle_process
 from pipectl.runtime.process import Doing
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step import Step as RankStep
 from pipectl.runtime.step import StepRun
 from pipectl.runtime.tracing import Recording
 from pipectl.runtime.trainer import Trainer
@@ -65,7 +64,7 @@ def trained(
     setup = Setup(world, CapturedJob(spec), plan, CpuDevice(), Doing(), progress)
     trainer = Trainer(setup, RunDirectory(folder), 1)
     setup.learn_layouts()
-    doing = RankStep.of(plan, world.rank, setup.reading)
+    doing = setup.step_of(plan, 0)
     assert doing.pieces is not None
     weights = [rows.size / plan.batch_size for rows in doing.sizes]
     cut = (tensor[: plan.batch_size].split(plan.micro_batch_size) for tensor in batch)
