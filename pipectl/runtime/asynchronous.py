@@ -166,13 +166,13 @@ class AsynchronousSteps:
         updated = self._setup.stages.get(stage)
         with nullcontext() if updated is None else updated.updating():
             end.run(step, run, range(len(losses)), before)
-        self._setup.doing.step = step + 1
+        self._setup.board.step(step + 1)
         if index == steps_apart(self._plan):
             self._end_trace(run)
         self._tracing.advance()
         self._on_update()
         now = time.perf_counter()
-        self._setup.doing.board.pace(now - self._since)
+        self._setup.board.pace(now - self._since)
         del run.losses[:count]
         self._telemetry.report(
             StepReport(

@@ -27,13 +27,12 @@ from pipectl.capture.slices import Rows, batch_dimension
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.process import Doing
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.runtime.step import Piece, Step, StepRun, lane_of
 from pipectl.runtime.transport import Transport
 from pipectl.schedule import Actions, Channel, Kind
-from pipectl.watch.board import action_record, wait_record
+from pipectl.watch.board import Board, action_record, wait_record
 
 _HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
 """Messages between the two ranks of a stage; the stage knows their content."""
@@ -172,7 +171,7 @@ class Engine:
         cut: Cut,
         transport: Transport,
         device: Device,
-        doing: Doing,
+        board: Board,
         reductions: Mapping[int, StageReduction] | None = None,
         graphs: Mapping[tuple[int, int], CapturedGraph] | None = None,
     ) -> None:
@@ -182,7 +181,7 @@ class Engine:
         self.reductions = dict(reductions or {})
         self._transport = transport
         self._device = device.torch_device
-        self._board = doing.board
+        self._board = board
         self._loss = Slot(cut.graph.loss)
         self._graphs = graphs or {}
         self._readers: dict[tuple[int, int], Reader] = {}

@@ -129,52 +129,11 @@ def _flush(*streams: TextIO) -> None:
             stream.flush()
 
 
-class Doing:
-    """What the rank is doing now, for error reports and monitoring.
-
-    Attributes:
-        board: that shows it.
-        each_step: called now and then on the rank that started its node's watcher.
-    """
-
-    def __init__(self) -> None:
-        self.board = Board()
-        self.each_step: Callable[[], None] | None = None
-        self.action = "starting"
-        tell_of_waits(self.board.waits)
-
-    @property
-    def step(self) -> int:
-        """The current step; 0 before the first."""
-        return self.board.read().step
-
-    @step.setter
-    def step(self, number: int) -> None:
-        self.board.step(number)
-        if self.each_step is not None:
-            self.each_step()
-
-    @property
-    def stage(self) -> int | None:
-        """The stage of the current action; None if it has none."""
-        stage = self.board.read().stage
-        return None if stage < 0 else stage
-
-    @property
-    def action(self) -> str:
-        """The current action, in words."""
-        return self.board.read().action
-
-    @action.setter
-    def action(self, phase: str) -> None:
-        self.board.phase(phase)
-
-
-Work = Callable[[RunDirectory, MPI.Intracomm, Doing], None]
+Work = Callable[[RunDirectory, MPI.Intracomm, Board], None]
 
 
 def run_rank(work: Work, description: str | None) -> None:
-    """Do a rank's work in the directory that the command line names.
+    """Do a rank's work in the directory that the command line names, and show it on a board.
 
     If it fails, exits so that MPI aborts all ranks.
     """
@@ -184,12 +143,16 @@ def run_rank(work: Work, description: str | None) -> None:
     communicator, code = MPI.COMM_WORLD, None
     rank = communicator.rank
     with own_log(rank, communicator.size):
-        doing = Doing()
+        board = Board()
+        board.phase("starting")
+        tell_of_waits(board.waits)
         try:
-            work(directory, communicator, doing)
+            work(directory, communicator, board)
         except BaseException as raised:
             error = with_details(raised, directory.error_of(rank))
-            report(directory, rank, error, action=doing.action, stage=doing.stage, step=doing.step)
+            now = board.read()
+            stage = None if now.stage < 0 else now.stage
+            report(directory, rank, error, action=now.action, stage=stage, step=now.step)
             code = error.exit_code if isinstance(error, PipectlError) else 1
     if code is not None:
         sys.exit(code)

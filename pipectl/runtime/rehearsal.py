@@ -29,11 +29,12 @@ from pipectl.rehearsal import Passage, Rehearsal
 from pipectl.runs import Heartbeat, RunDirectory
 from pipectl.runtime import clock
 from pipectl.runtime.nodes import check_world
-from pipectl.runtime.process import Doing, run_rank, warn
+from pipectl.runtime.process import run_rank, warn
 from pipectl.runtime.reports import Lines
 from pipectl.runtime.waiting import barrier, wait
 from pipectl.schedule import Action, Actions, Kind, channels, lower, shares
 from pipectl.timeline import Event, Timeline
+from pipectl.watch.board import Board
 
 _WORD = 8
 _TAGS = 2**15
@@ -43,16 +44,16 @@ _HEAD_START_S = 0.05
 _HEAD_START_PAUSES = 20
 
 
-def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing) -> None:
+def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, board: Board) -> None:
     """Execute the steps of a rehearsal on this rank.
 
     Raises:
         PipectlError: the files and the processes do not match.
     """
-    doing.action = "reading the plan"
+    board.phase("reading the plan")
     plan, rehearsal = Plan.load(directory.plan), Rehearsal.load(directory.rehearsal)
     check_world(communicator, plan)
-    rank, lines = Rank(communicator, plan, rehearsal, doing), Lines(directory.metrics, warn)
+    rank, lines = Rank(communicator, plan, rehearsal, board), Lines(directory.metrics, warn)
     steps = rehearsal.steps
 
     def say(state: str, step: int) -> None:
@@ -65,7 +66,7 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing)
     rank.run(first, stretch=0.0)
     program = lower(plan, communicator.rank)
     for step in range(1, steps + 1):
-        doing.step = step
+        board.step(step)
         say("rehearsing", step - 1)
         events = rank.run(program, stretch=rehearsal.stretch)
         step_s = rank.latest(rank.at - rank.begin_at) / rehearsal.stretch
@@ -120,11 +121,11 @@ class Rank:
     """
 
     def __init__(
-        self, communicator: MPI.Intracomm, plan: Plan, rehearsal: Rehearsal, doing: Doing
+        self, communicator: MPI.Intracomm, plan: Plan, rehearsal: Rehearsal, board: Board
     ) -> None:
         self._world, self._messages = communicator.Dup(), communicator.Dup()
         self._rank = communicator.rank
-        self._plan, self._rehearsal, self._doing = plan, rehearsal, doing
+        self._plan, self._rehearsal, self._board = plan, rehearsal, board
         self._channels = channels(plan)
         self._meetings = {
             (item.kind, item.stage): item for item in rehearsal.meetings if item.rank == self._rank
@@ -158,7 +159,7 @@ class Rank:
         for row, share in zip(actions.rows.tolist(), row_shares, strict=True):
             action, start = Action(*row), self.at
             kind = Kind(action.kind)
-            self._doing.board.row(kind.name, action.stage, action.micro_batch)
+            self._board.row(kind.name, action.stage, action.micro_batch)
             work_s = self._work_s(kind, action, share) if kind.is_compute else 0.0
             if kind is Kind.UPDATE:
                 self._advance(self.latest(self.at))

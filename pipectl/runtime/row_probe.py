@@ -23,7 +23,6 @@ from pipectl.link import RowTimes
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import choose_device, settle_process
-from pipectl.runtime.process import Doing
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.waiting import broadcast
@@ -31,6 +30,7 @@ from pipectl.schedule import channels
 from pipectl.schedule.measured_rows import Steps, row_times_of
 from pipectl.spec import JobSpec
 from pipectl.timeline import Timeline
+from pipectl.watch.board import Board
 
 SAMPLES = (1, 16, 64, 256)
 """Per micro-batch: messages of 4 KiB, 64 KiB, 256 KiB and 1 MiB."""
@@ -155,7 +155,7 @@ def _train(
     training = job.spec.training.model_copy(update=changes)
     job.spec = job.spec.model_copy(update={"training": training})
     job.loader = job.loader.with_batch_size(plan.batch_size, drop_last=False)
-    setup = Setup(communicator, job, plan, choose_device(0, 0), Doing())
+    setup = Setup(communicator, job, plan, choose_device(0, 0), Board())
     Trainer(setup, run, 1).train()
     communicator.Barrier()
     if communicator.rank:

@@ -26,7 +26,6 @@ from pipectl.runtime.evaluation import Evaluator
 from pipectl.runtime.gradients import SharedGradients, shared_uses
 from pipectl.runtime.offload import mover_of, offload_directory
 from pipectl.runtime.pipefb import add_lanes, make_half
-from pipectl.runtime.process import Doing
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import Key, Stage
 from pipectl.runtime.step import Step, narrowed, parts_of
@@ -34,6 +33,7 @@ from pipectl.runtime.transport import CHECK_VARIABLE, Progress, Transport, Wire
 from pipectl.runtime.waiting import barrier, broadcast
 from pipectl.schedule import channels, is_unflushed, plan_of_trial, splits_backwards
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
+from pipectl.watch.board import Board
 
 
 class Setup:
@@ -62,13 +62,13 @@ class Setup:
         job: CapturedJob,
         plan: Plan,
         device: Device,
-        doing: Doing,
+        board: Board,
         progress: Progress | None = None,
         stored: Stored | None = None,
     ) -> None:
         self._progress = progress or Progress()
         self.job, self.plan, self.communicator, self.device = job, plan, communicator, device
-        self.doing = doing
+        self.board = board
         held_out = job.evaluation_loader
         self._division = Division.of(job, plan, held_out, communicator)
         cuts = self._cuts()
@@ -90,7 +90,7 @@ class Setup:
                 stage.compile()
             elif self._progress.mode == "poll":
                 stage.let_advance(self._progress.tick)
-        doing.action = "connecting to the other ranks"
+        board.phase("connecting to the other ranks")
         barrier(communicator)  # ranks that made more weights arrive later; MPI would spin
         self.cut = cuts[True, self._division.planned]
         written = _written_buffers(cuts, training=False) | _written_buffers(cuts, training=True)
@@ -213,7 +213,7 @@ class Setup:
         alike = {rows: each for (kind, rows), each in cuts.items() if kind is cut.training}
         graphs = {rows.shape: each.graph for rows, each in alike.items()}
         reductions = self.replicas.reductions
-        return Engine(self.stages, cut, transport, self.device, self.doing, reductions, graphs)
+        return Engine(self.stages, cut, transport, self.device, self.board, reductions, graphs)
 
     def _places(self, cuts: Mapping[Key, Cut]) -> tuple[set[str], list[str]]:
         """The states that this rank saves unless they are sharded, and those that it holds.

@@ -122,7 +122,7 @@ class Trainer:
         self._setup.learn_layouts()
         self._begin("training")
         self._train_steps(list(islice(self._setup.job.loader.batches(), self._spec.training.steps)))
-        self._setup.doing.action = "finishing"
+        self._setup.board.phase("finishing")
         self._end.settle()
         self._tracing.finish()  # even if the last checkpoint cannot be written
         self._saver.finish()
@@ -132,12 +132,12 @@ class Trainer:
         """Train one step at a time; if steps overlap, until the next at which all ranks meet."""
         if self._early_stopping.reason:  # a resumed run that had ended
             return
-        setup, steps, doing = self._setup, self._steps, self._setup.doing
+        setup, steps, board = self._setup, self._steps, self._setup.board
         steps.begin(planned, self._steps_done)
         ends = range(self._steps_done + 1, len(planned) + 1)
         drains = [end for end in ends if not steps.overlap or self._drains_after(end)]
         for before, end in pairwise([self._steps_done, *drains]):
-            doing.step = before + 1
+            board.step(before + 1)
             steps.train(before + 1, planned[before:end])
             self._between_steps(end)
             early = bool(self._early_stopping.reason)
@@ -178,7 +178,7 @@ class Trainer:
 
     def _begin(self, phase: str, detail: str = "") -> None:
         self._telemetry.state(f"{phase}{detail}")
-        self._setup.doing.action = phase
+        self._setup.board.phase(phase)
 
     def _room_for_copies(self, run: RunDirectory) -> int | None:
         """Bytes available for copies of the state; None if memory is not limited.
@@ -235,13 +235,13 @@ class Trainer:
 
     def _finish_saving(self) -> None:
         """Finish as a phase of its own, so that no rank counts as lost if the disk is slow."""
-        doing = self._setup.doing
-        before = doing.board.read()
-        doing.action = "saving"
+        board = self._setup.board
+        before = board.read()
+        board.phase("saving")
         try:
             self._saver.finish()
         finally:  # error reports name the row
-            doing.board.return_to(before)
+            board.return_to(before)
 
     def _drains_after(self, step: int) -> bool:
         """Whether the pipeline is empty after a step."""
@@ -315,7 +315,7 @@ class SynchronousSteps:
         if traced:
             self._tracing.end(step, recording, start)
         self._tracing.advance()
-        setup.doing.board.pace(time.perf_counter() - start)
+        setup.board.pace(time.perf_counter() - start)
         self._telemetry.report(
             StepReport(
                 step=step,

@@ -28,9 +28,10 @@ from pipectl.batch import process
 from pipectl.plan import Plan
 from pipectl.runs import RUN_VARIABLE, SCRIPT, RunDirectory
 from pipectl.runtime.nodes import grouped, node_name
-from pipectl.runtime.process import Doing, job_log, warn
+from pipectl.runtime.process import job_log, warn
 from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.spec import JobSpec
+from pipectl.watch.board import Board
 from pipectl.watch.rank import BYE, FAILING, LocalRank
 from pipectl.watch.watcher import Settings
 
@@ -46,7 +47,7 @@ _masks = threading.local()
 
 @contextmanager
 def watched(
-    communicator: MPI.Comm, directory: RunDirectory, spec: JobSpec, plan: Plan, doing: Doing
+    communicator: MPI.Comm, directory: RunDirectory, spec: JobSpec, plan: Plan, board: Board
 ) -> Iterator[None]:
     """Watch this rank while it works. Collective.
 
@@ -59,8 +60,8 @@ def watched(
     reader, pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     process_id = os.getpid()
     started, ours = process.start_time(process_id) or 0, f"/proc/{process_id}/fd"
-    board, words = f"{ours}/{doing.board.handle}", f"{ours}/{reader}"
-    me = LocalRank(communicator.rank, process_id, started, board, words)
+    memory, words = f"{ours}/{board.handle}", f"{ours}/{reader}"
+    me = LocalRank(communicator.rank, process_id, started, memory, words)
     ranks = gather_all(communicator, me)
     if communicator.rank == nodes[number][0]:
         script = os.environ.get(SCRIPT, "")
@@ -77,12 +78,12 @@ def watched(
             min_s=spec.launch.hang_after,
             predicted_s=0.0 if plan.prediction is None else plan.prediction.step_time_s,
         )
-        doing.each_step = _Watcher(settings).keep
+        board.on_step = _Watcher(settings).keep
     try:
         with _last_words(pipe):
             yield
     finally:
-        doing.each_step = None
+        board.on_step = None
         os.close(reader)
 
 

@@ -29,7 +29,7 @@ from pipectl.runtime.device import Device, choose_device, keep_freed_memory, ret
 from pipectl.runtime.nodes import check_supported, check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
 from pipectl.runtime.optimizer import divides, refuse_coupled_updates
-from pipectl.runtime.process import Doing, run_rank, say, warn
+from pipectl.runtime.process import run_rank, say, warn
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stopping import stop_on_signals
 from pipectl.runtime.trainer import Trainer
@@ -38,39 +38,40 @@ from pipectl.runtime.waiting import broadcast, choose_spin
 from pipectl.runtime.watching import watched
 from pipectl.spec import JobSpec, load
 from pipectl.units import plural
+from pipectl.watch.board import Board
 
 
-def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
+def run(directory: RunDirectory, communicator: MPI.Comm, board: Board) -> None:
     """Train the job of a run directory on this rank.
 
     Raises:
         PipectlError: the files or the processes do not match, or user code fails.
     """
-    doing.action = "reading the plan"
+    board.phase("reading the plan")
     spec, plan = load(directory.job), Plan.load(directory.plan)
     profile = Profile.load(directory.profile)
-    doing.action = "meeting the other ranks"
+    board.phase("meeting the other ranks")
     check_alike(communicator, spec, plan)
     check_world(communicator, plan)
     check_supported(plan)
     with (
-        watched(communicator, directory, spec, plan, doing),
+        watched(communicator, directory, spec, plan, board),
         stop_on_signals(directory.stop_request),
     ):
-        _train(directory, communicator, doing, spec, plan, profile)
+        _train(directory, communicator, board, spec, plan, profile)
 
 
 def _train(
     directory: RunDirectory,
     communicator: MPI.Comm,
-    doing: Doing,
+    board: Board,
     spec: JobSpec,
     plan: Plan,
     profile: Profile,
 ) -> None:
     check_space(communicator, plan, node_name(), offload_directory())
     rank, attempt = communicator.rank, broadcast(communicator, int(os.environ.get(ATTEMPT, "1")))
-    doing.action = "looking for a checkpoint"
+    board.phase("looking for a checkpoint")
     stored = newest(communicator, directory.checkpoints, warn)
     if stored is not None:
         stored.check(plan.micro_batch_size)
@@ -78,18 +79,18 @@ def _train(
         Heartbeat("capturing", 0, spec.training.steps, attempt).save(directory.heartbeat)
     torch.set_num_threads(spec.threads)
     return_freed_memory()  # until other ranks' parameters are dropped
-    doing.action = "choosing the device"
+    board.phase("choosing the device")
     nodes = neighbours_of(communicator)
     choose_spin(communicator, node_name())
     local_rank = next(ranks.index(rank) for ranks in nodes if rank in ranks)
     device = _device(communicator, spec, local_rank)
-    doing.action = "building the model and the data"
+    board.phase("building the model and the data")
     job = CapturedJob(spec)
-    doing.action = "capturing the model"
+    board.phase("capturing the model")
     check_graph(communicator, job, plan, profile)
     if rank == 0 and (fault := misplaced(nodes, plan.node_of_rank)):
         warn(fault)
-    doing.action = "choosing how messages travel"
+    board.phase("choosing how messages travel")
     circumstances = Circumstances(
         ranks_per_node=[len(ranks) for ranks in nodes],
         message_bytes=plan.most_sent_bytes,
@@ -106,9 +107,9 @@ def _train(
         of = plural(samples, "sample") + " (all data, not training.batch_size)" * (samples < batch)
         steps, ranks = plural(spec.training.steps, "step"), plural(communicator.size, "rank")
         say(f"training {since}: {steps} of {of} on {ranks}")
-    doing.action = "building the stages"
+    board.phase("building the stages")
     with choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress:
-        setup = Setup(communicator, job, plan, device, doing, progress, stored)
+        setup = Setup(communicator, job, plan, device, board, progress, stored)
         keep_freed_memory()
         Trainer(setup, directory, attempt, messages, stored).train()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 
@@ -63,6 +64,7 @@ class Board:
 
     Attributes:
         handle: file descriptor of the memory, which has no name; -1 if it cannot be shared.
+        on_step: called whenever a step begins.
     """
 
     def __init__(self) -> None:
@@ -73,6 +75,7 @@ class Board:
             self.handle = -1
         self._shared = mmap.mmap(self.handle, SIZE)
         self._moves = 0
+        self.on_step: Callable[[], None] | None = None
         self.phase("")
 
     def begin(self, action: bytes) -> None:
@@ -102,6 +105,8 @@ class Board:
     def step(self, number: int) -> None:
         """Begin a step."""
         _INTEGER.pack_into(self._shared, _STEP_AT, number)
+        if self.on_step is not None:
+            self.on_step()
 
     def waits(self, waiting: bool) -> None:
         """Begin or end a wait for other ranks."""

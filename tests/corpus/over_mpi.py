@@ -17,9 +17,9 @@ from mpi4py import MPI
 from pipectl.capture import CapturedJob
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.process import Doing
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
+from pipectl.watch.board import Board
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "equality"))
 
@@ -48,7 +48,7 @@ def train(directory: Path, names: list[str], world: MPI.Comm) -> None:
             ranks.Barrier()
             graph = job.training_graph(catalogue.MICRO_BATCH)
             plan = make_plan(graph, random_cut(graph, ranks.size, number), cell, ranks.size)
-            Trainer(Setup(ranks, job, plan, CpuDevice(), Doing()), run, 1).train()
+            Trainer(Setup(ranks, job, plan, CpuDevice(), Board()), run, 1).train()
 
 
 if __name__ == "__main__":

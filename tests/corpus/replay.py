@@ -37,12 +37,12 @@ from pipectl.runtime.gradients import (
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import mover_of
 from pipectl.runtime.optimizer import make_stepper
-from pipectl.runtime.process import Doing
 from pipectl.runtime.stage import Stage as RankStage
 from pipectl.runtime.step import Step, StepRun
 from pipectl.schedule import channels, lower
 from pipectl.schedule.one_f_one_b import policy_a
 from pipectl.simulate import simulate
+from pipectl.watch.board import Board
 
 Messages = dict[Lane, dict[Slot, Tensor | None]]
 
@@ -184,7 +184,7 @@ def peak_of_stage(
         cut,
         Replay(messages),
         CpuDevice(),
-        Doing(),  # type: ignore[arg-type]
+        Board(),  # type: ignore[arg-type]
     )
     program = lower(plan, stage)
     step = _Step(job, plan, stage, runtime, cut)

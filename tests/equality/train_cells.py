@@ -32,7 +32,6 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime import replicas as replicas_module
 from pipectl.runtime import stage as stage_module
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.process import Doing
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.runtime.setup import Setup
@@ -40,6 +39,7 @@ from pipectl.runtime.stage_code import compile_stage
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.waiting import barrier
 from pipectl.spec import load
+from pipectl.watch.board import Board
 
 
 def train(directory: Path, communicator: MPI.Comm, *, sample: bool) -> None:
@@ -142,7 +142,7 @@ class Training:
             (run.path / "stages.json").write_text(json.dumps(stages_of_states(graph, stages)))
         lent = Lent(self.communicator)
         EARLY.clear()
-        Trainer(Setup(lent, job, plan, CpuDevice(), Doing()), run, 1).train()
+        Trainer(Setup(lent, job, plan, CpuDevice(), Board()), run, 1).train()
         lent.take_back()
         if self.communicator.rank == 0:
             (run.path / "early_sums.json").write_text(json.dumps(EARLY))

@@ -26,11 +26,12 @@ import torch  # noqa: E402
 from pipectl.capture import CapturedJob  # noqa: E402
 from pipectl.runs import RunDirectory  # noqa: E402
 from pipectl.runtime import agreement, clock  # noqa: E402
-from pipectl.runtime.process import Doing, run_rank  # noqa: E402
+from pipectl.runtime.process import run_rank  # noqa: E402
 from pipectl.runtime.telemetry import Telemetry  # noqa: E402
 from pipectl.runtime.transport import Progress, Transport, Wire  # noqa: E402
 from pipectl.runtime.worker import run  # noqa: E402
 from pipectl.spec import load  # noqa: E402
+from pipectl.watch.board import Board  # noqa: E402
 
 
 def pipectl() -> None:
@@ -114,8 +115,8 @@ def check_wires(directory: RunDirectory) -> None:
     assert bool(CALLS["has_written"]) == (RANK == 0)
 
 
-def work(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing) -> None:
-    run(directory, communicator, doing)
+def work(directory: RunDirectory, communicator: MPI.Intracomm, board: Board) -> None:
+    run(directory, communicator, board)
     if MADE:
         check_wires(directory)
 

@@ -22,9 +22,9 @@ from pipectl.runs import RunDirectory, read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.nodes import check_supported
-from pipectl.runtime.process import Doing
 from pipectl.runtime.step import StepRun
 from pipectl.runtime.worker import run as work_here
+from pipectl.watch.board import Board
 
 PARTS = Path(__file__).with_name("job_parts.py")
 
@@ -115,29 +115,24 @@ def test_a_rank_without_a_stage_takes_part(make_run, train) -> None:
     assert "head.weight" in checkpoint.load(run.checkpoints / "step-000005")
 
 
-class Noting(Doing):
+class Noting(Board):
     """Notes every phase of a rank."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []
         super().__init__()
 
-    @property
-    def action(self) -> str:
-        return super().action
-
-    @action.setter
-    def action(self, phase: str) -> None:
-        self.phases.append(phase)
-        self.board.phase(phase)
+    def phase(self, text: str) -> None:
+        self.phases.append(text)
+        super().phase(text)
 
 
 def test_a_rank_says_what_it_does_from_its_start(make_run) -> None:
     run = make_run(1, training={"steps": 1, "batch_size": 4})
-    doing = Noting()
-    work_here(run, MPI.COMM_SELF, doing)
-    assert doing.phases == [
-        "starting",
+    board = Noting()
+    work_here(run, MPI.COMM_SELF, board)
+    assert board.phases == [
+        "",
         "reading the plan",
         "meeting the other ranks",
         "looking for a checkpoint",
@@ -153,7 +148,7 @@ def test_a_rank_says_what_it_does_from_its_start(make_run) -> None:
         "training",
         "finishing",
     ]
-    assert doing.step == 1
+    assert board.read().step == 1
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -175,7 +170,7 @@ def test_a_step_is_freed_at_its_end_without_the_garbage_collector(
     job = make_run(1, pipeline=pipeline, training=training, checkpoint={"every": 1})
     gc.disable()
     try:
-        work_here(job, MPI.COMM_SELF, Doing())
+        work_here(job, MPI.COMM_SELF, Board())
         still_there.append(sum(ref() is not None for ref in steps))
     finally:
         gc.enable()
@@ -200,7 +195,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(make_run, train) -> None:
 def refusal(run: RunDirectory) -> PipectlError:
     """What the worker refuses a run with before the first step, in this process."""
     with pytest.raises(PipectlError) as raised:
-        work_here(run, MPI.COMM_SELF, Doing())
+        work_here(run, MPI.COMM_SELF, Board())
     assert raised.value.exit_code == 3
     assert raised.value.cure
     assert read_metrics(run) == []

@@ -20,7 +20,6 @@ from pipectl.plan import Plan
 from pipectl.runs import NotFinite, RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.gradients import gradient_norms
-from pipectl.runtime.process import Doing
 from pipectl.runtime.step_end import (
     Fault,
     Origin,
@@ -33,7 +32,7 @@ from pipectl.runtime.step_end import (
 )
 from pipectl.runtime.trainer import Trainer
 from pipectl.schedule import Kind
-from pipectl.watch.board import Activity
+from pipectl.watch.board import Activity, Board
 
 HERE = Path(__file__).parent
 PARTS = HERE / "job_parts.py"
@@ -163,20 +162,20 @@ def test_what_is_not_finite_is_told_though_no_checkpoint_could_be_written(make_r
 
 def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
     """In a row, all ranks would be taken for waiting for each other."""
-    doing, seen = Doing(), list[Activity]()
-    doing.board.row(Kind.UPDATE.name, 1, -1)
+    board, seen = Board(), list[Activity]()
+    board.row(Kind.UPDATE.name, 1, -1)
 
     def finish() -> None:
-        seen.append(doing.board.read())
+        seen.append(board.read())
         raise UsageError("a full disk")
 
     rank: Any = SimpleNamespace(
-        _setup=SimpleNamespace(doing=doing), _saver=SimpleNamespace(finish=finish)
+        _setup=SimpleNamespace(board=board), _saver=SimpleNamespace(finish=finish)
     )
     with pytest.raises(UsageError):
         Trainer._finish_saving(rank)
     assert [(activity.in_program, activity.action) for activity in seen] == [(False, "saving")]
-    assert (doing.action, doing.stage) == ("UPDATE", 1)
+    assert (board.read().action, board.read().stage) == ("UPDATE", 1)
 
 
 def test_where_steps_overlap_a_rank_without_the_fault_says_the_same() -> None:

@@ -91,19 +91,20 @@ SEEN = """
 import sys, threading, time
 from pathlib import Path
 from mpi4py import MPI
-from pipectl.runtime.process import Doing
-from pipectl.runtime.waiting import broadcast, gather_all, waiting
+from pipectl.watch.board import Board
+from pipectl.runtime.waiting import broadcast, gather_all, tell_of_waits, waiting
 
 world, folder = MPI.COMM_WORLD, Path(sys.argv[1])
-doing = Doing()
-doing.action = "capturing the model"
+board = Board()
+board.phase("capturing the model")
+tell_of_waits(board.waits)
 
 def raw():
     with waiting():
         return world.allgather(world.rank)
 
 def look(file):
-    while not doing.board.read().waiting:
+    while not board.read().waiting:
         time.sleep(0.001)
     file.touch()
 
@@ -122,8 +123,8 @@ for name, meet in (
     assert meet() == [0, 1], name
     if not world.rank:
         watcher.join()
-    assert not doing.board.read().waiting
-    assert doing.action == "capturing the model"
+    assert not board.read().waiting
+    assert board.read().action == "capturing the model"
 """
 
 

@@ -16,11 +16,11 @@ from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import CpuDevice, settle_process
-from pipectl.runtime.process import Doing
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.waiting import barrier
 from pipectl.spec import load
+from pipectl.watch.board import Board
 
 WORLD = MPI.COMM_WORLD
 
@@ -45,7 +45,7 @@ class Training:
             run.trace.mkdir(parents=True)
         barrier(WORLD)
         plan = Plan.load(folder / "plan.json")
-        setup = Setup(WORLD, CapturedJob(spec), plan, CpuDevice(), Doing(), progress)
+        setup = Setup(WORLD, CapturedJob(spec), plan, CpuDevice(), Board(), progress)
         self.trainer = Trainer(setup, run, 1)
         self.trainer._telemetry.state("measuring")
         setup.learn_layouts()

@@ -33,7 +33,6 @@ from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
 from pipectl.runtime.agreement import neighbours_of
 from pipectl.runtime.device import CpuDevice, settle_process
-from pipectl.runtime.process import Doing
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import StepRun
@@ -43,6 +42,7 @@ from pipectl.runtime.transport import Circumstances, Progress, choose_progress
 from pipectl.runtime.waiting import barrier
 from pipectl.schedule.actions import EVENT_NAMES
 from pipectl.spec import JobSpec, load
+from pipectl.watch.board import Board
 
 Step = Callable[[int], None]
 
@@ -61,7 +61,7 @@ def trained(
     spec: JobSpec, plan: Plan, progress: Progress, folder: Path, batch: Any, world: MPI.Intracomm
 ) -> Training:
     """A training step of pipectl's engine, as the worker runs it, always of the same samples."""
-    setup = Setup(world, CapturedJob(spec), plan, CpuDevice(), Doing(), progress)
+    setup = Setup(world, CapturedJob(spec), plan, CpuDevice(), Board(), progress)
     trainer = Trainer(setup, RunDirectory(folder), 1)
     setup.learn_layouts()
     doing = setup.step_of(plan, 0)

@@ -23,8 +23,9 @@ from pipectl.runs import ATTEMPT, RunDirectory
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Stepper
-from pipectl.runtime.process import Doing, run_rank
+from pipectl.runtime.process import run_rank
 from pipectl.runtime.worker import run
+from pipectl.watch.board import Board
 
 FATE, STRUCK = "TEST_FATE", "struck.json"
 ENTRIES = ("os.remove", "os.rmdir")
@@ -122,9 +123,9 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def train(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing) -> None:
+def train(directory: RunDirectory, communicator: MPI.Intracomm, board: Board) -> None:
     Killer(Fate.given(), directory.checkpoints, communicator)
-    run(directory, communicator, doing)
+    run(directory, communicator, board)
 
 
 def save(directory: Path, steps: list[int], keep: int) -> None:

@@ -21,10 +21,10 @@ from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, checkpoints, read_errors, read_heartbeat, read_metrics
 from pipectl.runs.readers import sum_up
 from pipectl.runtime import checkpoint
-from pipectl.runtime.process import Doing
 from pipectl.runtime.stopping import count_without_improvement
 from pipectl.runtime.worker import run as work_here
 from pipectl.spec import dump, load
+from pipectl.watch.board import Board
 
 HERE = Path(__file__).parent
 PARTS = HERE.parent / "job_parts.py"
@@ -158,7 +158,7 @@ def test_other_micro_batches_are_refused(trained: dict[str, Pair], make_run: Any
     shutil.copytree(whole.checkpoints, rest.checkpoints, dirs_exist_ok=True)
     words = "was written with micro-batches of 2 samples, and the plan has 1"
     with pytest.raises(MismatchError, match=words):
-        work_here(rest, MPI.COMM_SELF, Doing())
+        work_here(rest, MPI.COMM_SELF, Board())
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ import psutil
 from mpi4py import MPI
 
 from pipectl.runs import RunDirectory
-from pipectl.runtime.process import Doing, run_rank
+from pipectl.runtime.process import run_rank
 from pipectl.runtime.waiting import barrier, wait
 from pipectl.runtime.watching import watched
-from pipectl.watch.board import wait_record
+from pipectl.watch.board import Board, wait_record
 from pipectl.watch.rank import shared_files
 
 STEPS, PAUSE_S = int(os.environ.get("TEST_STEPS", "6")), 0.05
@@ -32,44 +32,44 @@ HANG_AFTER_S = 3
 RANK, STEP = int(os.environ.get("TEST_RANK", "1")), 3
 
 
-def work(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing) -> None:
+def work(directory: RunDirectory, communicator: MPI.Intracomm, board: Board) -> None:
     spec = SimpleNamespace(launch=SimpleNamespace(hang_after=HANG_AFTER_S))
     plan = SimpleNamespace(prediction=None)
-    with watched(communicator, directory, spec, plan, doing):
+    with watched(communicator, directory, spec, plan, board):
         remember(directory, communicator.rank)
         if os.environ["TEST_HAPPENS"] == "misses a collective":
-            wait_at_different_places(communicator, directory, doing)
+            wait_at_different_places(communicator, directory, board)
         for step in range(1, STEPS + 1):
             start = time.perf_counter()
-            doing.step = step
+            board.step(step)
             for micro_batch in range(2):
-                pass_on(directory, communicator, doing, step, micro_batch)
-            doing.board.pace(time.perf_counter() - start)
-        doing.action = "finishing"
+                pass_on(directory, communicator, board, step, micro_batch)
+            board.pace(time.perf_counter() - start)
+        board.phase("finishing")
 
 
 def pass_on(
-    directory: RunDirectory, world: MPI.Intracomm, doing: Doing, step: int, micro_batch: int
+    directory: RunDirectory, world: MPI.Intracomm, board: Board, step: int, micro_batch: int
 ) -> None:
     rank, size = world.rank, world.size
     if rank:
-        receive(world, doing, rank - 1, micro_batch, directory)
-    doing.board.row("FORWARD", rank, micro_batch)
+        receive(world, board, rank - 1, micro_batch, directory)
+    board.row("FORWARD", rank, micro_batch)
     time.sleep(PAUSE_S)
     if (rank, step, micro_batch) == (RANK, STEP, 1):
         happen(os.environ["TEST_HAPPENS"], directory)
-    doing.board.row("SEND_WAIT", rank, micro_batch)
+    board.row("SEND_WAIT", rank, micro_batch)
     wait([world.Isend(np.zeros(1), (rank + 1) % size)])
     if not rank:
-        receive(world, doing, size - 1, micro_batch, directory)
+        receive(world, board, size - 1, micro_batch, directory)
 
 
 def receive(
-    world: MPI.Intracomm, doing: Doing, source: int, micro_batch: int, directory: RunDirectory
+    world: MPI.Intracomm, board: Board, source: int, micro_batch: int, directory: RunDirectory
 ) -> None:
-    doing.board.row("RECEIVE_WAIT", world.rank, micro_batch)
+    board.row("RECEIVE_WAIT", world.rank, micro_batch)
     words = f"activation {micro_batch} of stage {source} from rank {source}"
-    doing.board.awaits(wait_record(words, source))
+    board.awaits(wait_record(words, source))
     message = world.Irecv(np.zeros(1), source)
     if os.environ["TEST_HAPPENS"] == "killed in a copy":
         while not message.Test():  # MPICH fails like this if the memory of the sender is gone
@@ -115,13 +115,13 @@ def kill_watcher(directory: RunDirectory) -> None:
     os.kill(watcher, signal.SIGKILL)
 
 
-def wait_at_different_places(world: MPI.Intracomm, directory: RunDirectory, doing: Doing) -> None:
+def wait_at_different_places(world: MPI.Intracomm, directory: RunDirectory, board: Board) -> None:
     """Before the first step."""
     (directory.path / "happened").write_text(str(time.time()))
     if world.rank == RANK:
-        doing.action = "trying out messages"
+        board.phase("trying out messages")
         wait([world.Irecv(np.zeros(1), 0)])
-    doing.action = "building the stages"
+    board.phase("building the stages")
     barrier(world)
 
 
