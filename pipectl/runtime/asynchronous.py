@@ -20,11 +20,8 @@ from pipectl.capture.step import own_name, sample_shares, target_shares, weighte
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.gradients import shared_uses
-from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Batch, Step, StepRun
-from pipectl.runtime.step_end import StepEnd
-from pipectl.runtime.telemetry import StepReport, Telemetry
-from pipectl.runtime.tracing import Tracing
+from pipectl.runtime.steps import Steps
 from pipectl.runtime.waiting import barrier
 from pipectl.schedule import channels
 from pipectl.schedule.actions import EMPTY
@@ -65,43 +62,16 @@ def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> N
         )
 
 
-class AsynchronousSteps:
-    """Trains the stages of one rank, from empty pipeline to empty pipeline.
+class AsynchronousSteps(Steps):
+    """Steps that overlap, from empty pipeline to empty pipeline.
 
     If one of these steps is to be recorded, the first ones are, as many as the prediction shows.
-
-    Args:
-        on_update: called after every update; must not wait for another rank.
-
-    Attributes:
-        overlap: whether steps overlap.
     """
 
     overlap = True
 
-    def __init__(
-        self,
-        setup: Setup,
-        end: StepEnd,
-        telemetry: Telemetry,
-        tracing: Tracing,
-        on_update: Callable[[], None],
-    ) -> None:
-        self._setup = setup
-        self._plan: Plan = setup.plan
-        self._end = end
-        self._telemetry = telemetry
-        self._tracing = tracing
-        self._on_update = on_update
-        self._weigh = setup.job.weight() if setup.cut.loss_stage in setup.stages else None
-        self._loaded: Iterator[Batch] = iter(())
-
     def begin(self, planned: Sequence[Samples], done: int) -> None:
-        """Open the data, and keep versions of the weights from now on.
-
-        Args:
-            planned: the samples of every step.
-            done: number of steps that are done.
+        """Open the data, and keep versions of the weights from now on; see :class:`Steps`.
 
         Raises:
             MismatchError: see :func:`refuse`.
@@ -111,18 +81,14 @@ class AsynchronousSteps:
         setup = self._setup
         refuse(setup.job.spec.training, self._plan.schedule, shared_uses(setup.cut))
         _check_counts(planned, self._plan)
+        self._weigh = setup.job.weight() if setup.cut.loss_stage in setup.stages else None
         if setup.loader is not None:
             self._loaded = setup.loader.micro_batches(planned, self._plan.micro_batch_size, done)
         for stage in setup.updated_stages:
             stage.keep_versions(versions_kept(self._plan, stage.index))
 
     def train(self, first: int, batches: Sequence[Samples]) -> None:
-        """Train some steps.
-
-        Args:
-            first: number of the first.
-            batches: the samples of every step.
-        """
+        """Train some steps; see :class:`Steps`."""
         barrier(self._setup.communicator)
         for stage in self._setup.updated_stages:
             assert stage.versions is not None
@@ -169,25 +135,10 @@ class AsynchronousSteps:
         self._setup.board.step(step + 1)
         if index == steps_apart(self._plan):
             self._end_trace(run)
-        self._tracing.advance()
-        self._on_update()
-        now = time.perf_counter()
-        self._setup.board.pace(now - self._since)
         del run.losses[:count]
-        self._telemetry.report(
-            StepReport(
-                step=step,
-                loss=weighted_loss(losses, run.weights[before : before + count]),
-                learning_rate=end.used_rate,
-                gradient_norm=end.gradient_norm,
-                busy_s=run.busy_s,
-                step_time_s=now - self._since,
-                samples=self._batches[index].size,
-                tokens=self._setup.tokens_of(self._batches[index]),
-                peak_bytes=self._setup.device.peak_bytes(),
-            )
-        )
-        self._since, run.busy_s = now, 0.0
+        loss = weighted_loss(losses, run.weights[before : before + count])
+        self._since = self._finish(step, self._batches[index], run, loss, self._since)
+        run.busy_s = 0.0
 
     def _end_trace(self, run: StepRun) -> None:
         if self._traced:

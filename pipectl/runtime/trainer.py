@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import cache
 from itertools import islice, pairwise
 
 from pipectl.capture.data import Samples
@@ -19,12 +16,13 @@ from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_sna
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.process import warn
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step import Batch, Step, StepRun
+from pipectl.runtime.step import Step, StepRun
 from pipectl.runtime.step_end import StepEnd
+from pipectl.runtime.steps import Steps, SynchronousSteps
 from pipectl.runtime.stopping import EarlyStopping, StopRequest
-from pipectl.runtime.telemetry import StepReport, Telemetry
+from pipectl.runtime.telemetry import Telemetry
 from pipectl.runtime.tracing import Tracing
-from pipectl.schedule import channels, is_unflushed, lower, lower_renewal, plan_of_step
+from pipectl.schedule import channels, is_unflushed, lower, lower_renewal
 from pipectl.simulate.memory import room_bytes
 
 _CHECK_REPLICAS_EVERY = 100
@@ -97,11 +95,9 @@ class Trainer:
             warn,
             self._telemetry.has_written,
         )
-        given = setup, self._end, self._telemetry, self._tracing
-        self._steps: SynchronousSteps | AsynchronousSteps = (
-            AsynchronousSteps(*given, self._saver.poll)
-            if is_unflushed(setup.plan)
-            else SynchronousSteps(*given)
+        kind = AsynchronousSteps if is_unflushed(setup.plan) else SynchronousSteps
+        self._steps: Steps = kind(
+            setup, self._end, self._telemetry, self._tracing, self._saver.poll
         )
         self._stopped = False
         self._steps_done = 0
@@ -257,82 +253,3 @@ class Trainer:
     def _is_due(self, step: int, every: int | None) -> bool:
         """Whether something happens after a step: every ``every`` steps, and after the last."""
         return step == self._spec.training.steps or bool(every and step % every == 0)
-
-
-class SynchronousSteps:
-    """Trains the stages of one rank, step by step.
-
-    Attributes:
-        overlap: whether steps overlap.
-    """
-
-    overlap = False
-
-    def __init__(self, setup: Setup, end: StepEnd, telemetry: Telemetry, tracing: Tracing) -> None:
-        self._setup, self._end = setup, end
-        self._telemetry, self._tracing = telemetry, tracing
-
-        def step_of(samples: int, length: int) -> Step:
-            return setup.step_of(plan_of_step(setup.plan, samples), length)
-
-        self._step_of = cache(step_of)
-        self._loaded: Iterator[Batch] = iter(())
-
-    def begin(self, planned: Sequence[Samples], done: int) -> None:
-        """Open the data.
-
-        Args:
-            planned: the samples of every step.
-            done: number of steps that are done.
-        """
-        if self._setup.loader is not None:
-            self._loaded = self._setup.loader.pieces(
-                planned, lambda batch: self._step_of(batch.size, batch.length).positions, done
-            )
-
-    def train(self, step: int, batches: Sequence[Samples]) -> None:
-        """Train one step.
-
-        Args:
-            batches: the samples of this step only.
-        """
-        setup, end, (batch,) = self._setup, self._end, batches
-        seed = setup.job.spec.training.seed, step
-        traced = self._tracing.wants(step)
-        recording = self._tracing.begin(step) if traced else None
-        start = time.perf_counter()
-        scale = 1.0 if end.loss_scale is None else end.loss_scale.value
-        rank_step = self._step_of(batch.size, batch.length)
-        assert rank_step.plan is not None
-        assert rank_step.pieces is not None
-        loaded = islice(self._loaded, len(rank_step.pieces))
-        run = setup.loss_shares.make_run(rank_step, loaded, seed, scale)
-        run.recording = recording
-        end.begin()
-        self.execute(step, run)
-        if not end.undo():
-            setup.replicas.agree_on_buffers(rank_step.plan)
-        if traced:
-            self._tracing.end(step, recording, start)
-        self._tracing.advance()
-        setup.board.pace(time.perf_counter() - start)
-        self._telemetry.report(
-            StepReport(
-                step=step,
-                loss=setup.loss_shares.loss(run),
-                learning_rate=end.used_rate,
-                gradient_norm=end.gradient_norm,
-                loss_scale=math.nan if end.loss_scale is None else scale,
-                skipped=end.skipped,
-                busy_s=run.busy_s,
-                step_time_s=time.perf_counter() - start,
-                samples=batch.size,
-                tokens=setup.tokens_of(batch),
-                peak_bytes=setup.device.peak_bytes(),
-            )
-        )
-
-    def execute(self, step: int, run: StepRun) -> None:
-        """Execute the rows of a step, including the update."""
-        run.update = lambda run, *_: self._end.run(step, run, [*run.step.losses])
-        self._setup.training.run(run)

@@ -106,7 +106,8 @@ class Saver:
         """Start writing a checkpoint; collective. An earlier one is finished first.
 
         Args:
-            manifest: without files; the most advanced of all ranks' manifests is used.
+            manifest: without files; equal on all ranks but for the losses, which only ranks with
+                a schedule have.
         """
         self._complete()
         rank, size_bytes = self._communicator.rank, snapshot.size_bytes
@@ -212,11 +213,10 @@ def _commit(directory: Path, save: _Save, keep: Keep) -> None:
             if isinstance(report, str):
                 raise OSError(report)
             reports.append(report)
-        last = max(reports, key=lambda report: report.updates)  # ranks that only compute: 0
         weights = (shard for report in reports for shard in report.weights)
         training = (shard for report in reports for shard in report.training)
         manifest = replace(
-            last,
+            reports[0],
             weights=tuple(sorted(weights, key=lambda shard: shard.file)),
             training=tuple(sorted(training, key=lambda shard: shard.file)),
             losses=max((report.losses for report in reports), key=len),

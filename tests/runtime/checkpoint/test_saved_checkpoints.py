@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from pipectl.capture import tensor_file
 from pipectl.errors import CaptureError, DataFileError, MismatchError, UsageError
 from pipectl.runtime import checkpoint
-from pipectl.runtime.checkpoint import Keep, Saver, saver, take_snapshot
+from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest, Shard
 from pipectl.runtime.optimizer import Stepper
 
@@ -315,18 +314,6 @@ def test_a_checkpoint_has_the_state_of_its_step_with_or_without_a_copy(
     again = {name: torch.zeros_like(tensor) for name, tensor in states.items()}
     checkpoint.load(tmp_path / "step-000002").restore_states(again)
     assert all(torch.equal(again[name], before[name]) for name in before)
-
-
-@pytest.mark.parametrize("updates", [(5, 0), (0, 5)])
-def test_the_manifest_has_the_updates_of_the_rank_that_made_most(
-    tmp_path: Path, updates: tuple[int, int]
-) -> None:
-    """Ranks that only compute forwards move no schedule of learning rates."""
-    (partial := tmp_path / ".step-000007.partial-1").mkdir()
-    reports: list[Manifest | str] = [Manifest(7, 4, {}, updates=count) for count in updates]
-    made = saver._Save(Manifest(7, 4, {}), partial, Future(), reports=reports)
-    saver._commit(tmp_path, made, Keep(1))
-    assert Manifest.load(tmp_path / "step-000007").updates == 5
 
 
 def test_files_are_what_other_programs_read(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""Training step by step: from the samples of a step to its report."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import islice
+from typing import ClassVar
+
+from pipectl.capture.data import Samples
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.step import Batch, Step, StepRun
+from pipectl.runtime.step_end import StepEnd
+from pipectl.runtime.telemetry import StepReport, Telemetry
+from pipectl.runtime.tracing import Tracing
+from pipectl.schedule import plan_of_step
+
+
+class Steps:
+    """The steps of one rank, of which each kind of schedule has its own.
+
+    Args:
+        on_update: called after every update; must not wait for another rank.
+
+    Attributes:
+        overlap: whether steps overlap.
+    """
+
+    overlap: ClassVar[bool]
+
+    def __init__(
+        self,
+        setup: Setup,
+        end: StepEnd,
+        telemetry: Telemetry,
+        tracing: Tracing,
+        on_update: Callable[[], None],
+    ) -> None:
+        self._setup, self._end, self._plan = setup, end, setup.plan
+        self._telemetry, self._tracing, self._on_update = telemetry, tracing, on_update
+        self._loaded: Iterator[Batch] = iter(())
+
+    def begin(self, planned: Sequence[Samples], done: int) -> None:
+        """Open the data.
+
+        Args:
+            planned: the samples of every step.
+            done: number of steps that are done.
+        """
+        raise NotImplementedError
+
+    def train(self, first: int, batches: Sequence[Samples]) -> None:
+        """Train some steps; only one, if steps do not overlap.
+
+        Args:
+            first: number of the first.
+            batches: the samples of every step.
+        """
+        raise NotImplementedError
+
+    def _finish(self, step: int, batch: Samples, run: StepRun, loss: float, since: float) -> float:
+        """Report a step; returns the time of its end.
+
+        Args:
+            loss: this rank's part of it.
+            since: its start, or the end of the step before it if steps overlap.
+        """
+        end, setup = self._end, self._setup
+        self._tracing.advance()
+        self._on_update()
+        now = time.perf_counter()
+        setup.board.pace(now - since)
+        self._telemetry.report(
+            StepReport(
+                step=step,
+                loss=loss,
+                learning_rate=end.used_rate,
+                gradient_norm=end.gradient_norm,
+                loss_scale=math.nan if end.loss_scale is None else run.scale,
+                skipped=end.skipped,
+                busy_s=run.busy_s,
+                step_time_s=now - since,
+                samples=batch.size,
+                tokens=setup.tokens_of(batch),
+                peak_bytes=setup.device.peak_bytes(),
+            )
+        )
+        return now
+
+
+class SynchronousSteps(Steps):
+    """Steps that begin after the one before has ended on all ranks."""
+
+    overlap = False
+
+    def begin(self, planned: Sequence[Samples], done: int) -> None:
+        """Open the data; see :class:`Steps`."""
+
+        @cache
+        def step_of(samples: int, length: int) -> Step:
+            return self._setup.step_of(plan_of_step(self._plan, samples), length)
+
+        self._step_of = step_of
+        if self._setup.loader is not None:
+            self._loaded = self._setup.loader.pieces(
+                planned, lambda batch: step_of(batch.size, batch.length).positions, done
+            )
+
+    def train(self, first: int, batches: Sequence[Samples]) -> None:
+        """Train one step; see :class:`Steps`."""
+        setup, end, (batch,) = self._setup, self._end, batches
+        is_recorded = self._tracing.wants(first)
+        recording = self._tracing.begin(first) if is_recorded else None
+        start = time.perf_counter()
+        step = self._step_of(batch.size, batch.length)
+        assert step.plan is not None
+        assert step.pieces is not None
+        loaded, seed = islice(self._loaded, len(step.pieces)), setup.job.spec.training.seed
+        scale = 1.0 if end.loss_scale is None else end.loss_scale.value
+        run = setup.loss_shares.make_run(step, loaded, (seed, first), scale)
+        run.recording = recording
+        run.update = lambda run, *_: end.run(first, run, [*step.losses])
+        end.begin()
+        setup.training.run(run)
+        if not end.undo():
+            setup.replicas.agree_on_buffers(step.plan)
+        if is_recorded:
+            self._tracing.end(first, recording, start)
+        self._finish(first, batch, run, setup.loss_shares.loss(run), start)
