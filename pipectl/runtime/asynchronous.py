@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any
 
 from pipectl.capture.data import Samples, split_batch
 from pipectl.capture.slices import Rows
@@ -28,8 +27,6 @@ from pipectl.schedule.actions import EMPTY
 from pipectl.schedule.lowering import stretch
 from pipectl.schedule.unflushed import steps_apart, versions_kept
 from pipectl.spec.models import Training
-
-Shares = Callable[[Sequence[Batch]], list[float]]
 
 
 def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> None:
@@ -98,11 +95,14 @@ class AsynchronousSteps(Steps):
         rank, size = self._setup.communicator.rank, self._plan.micro_batch_size
         count, sizes = self._plan.micro_batches, [split_batch(each.size, size) for each in batches]
         loaded: Iterator[Batch] = islice(self._loaded, len(batches) * count)
-        weights: Sequence[float] = [share for each in sizes for share in sample_shares(each)]
+        weights = [share for each in sizes for share in sample_shares(each)]
+        self._read_only_for_weights: Iterator[Batch] = iter(())
         if self._weigh is not None:
-            reads = any(stage.reads for stage in self._setup.stages.values())
-            weights = read = _Weights(loaded, count, self._shares, needed=reads)
-            loaded = read.batches()
+            weights = []
+            loaded = self._add_weights(loaded, weights)
+            if not any(stage.reads for stage in self._setup.stages.values()):
+                self._read_only_for_weights = loaded
+        self._read_weights()
         whole = [
             Rows.of(samples, batch.length)
             for batch, each in zip(batches, sizes, strict=True)
@@ -119,10 +119,17 @@ class AsynchronousSteps(Steps):
         self._setup.training.run(run, parts)
         self._end_trace(run)
 
-    def _shares(self, step: Sequence[Batch]) -> list[float]:
+    def _add_weights(self, loaded: Iterator[Batch], weights: list[float]) -> Iterator[Batch]:
+        """The micro-batches; before the first of a step, ``weights`` get those of the step."""
         assert self._weigh is not None
-        targets = [targets for _, targets in step]
-        return target_shares(self._weigh, self._setup.job.spec.loss.weight, targets)
+        name = self._setup.job.spec.loss.weight
+        while step := list(islice(loaded, self._plan.micro_batches)):
+            weights += target_shares(self._weigh, name, [targets for _, targets in step])
+            yield from step
+
+    def _read_weights(self) -> None:
+        """Read the weights of the next step, if no forward of this rank reads its batch."""
+        deque(islice(self._read_only_for_weights, self._plan.micro_batches), maxlen=0)
 
     def _update(self, run: StepRun, stage: int, micro_batch: int) -> None:
         """The end of a step on this rank: its update, or its last forward if it updates nothing."""
@@ -137,6 +144,7 @@ class AsynchronousSteps(Steps):
             self._end_trace(run)
         del run.losses[:count]
         loss = weighted_loss(losses, run.weights[before : before + count])
+        self._read_weights()
         self._since = self._finish(step, self._batches[index], run, loss, self._since)
         run.busy_s = 0.0
 
@@ -144,43 +152,6 @@ class AsynchronousSteps(Steps):
         if self._traced:
             self._tracing.end(self._first, run.recording, self._started)
             run.recording, self._traced = None, False
-
-
-class _Weights(Sequence[float]):
-    """The weights of micro-batches in the loss, from their targets, read one step at a time.
-
-    Args:
-        loaded: micro-batches; :meth:`batches` yields them again.
-        count: micro-batches per step.
-        needed: whether the batches are also needed.
-    """
-
-    def __init__(
-        self, loaded: Iterator[Batch], count: int, shares: Shares, *, needed: bool
-    ) -> None:
-        self._loaded, self._count, self._shares, self._needed = loaded, count, shares, needed
-        self._known: list[float] = []
-        self._read: deque[Batch] = deque()
-
-    def batches(self) -> Iterator[Batch]:
-        """All micro-batches, loaded as needed."""
-        while self._read or self._read_step():
-            yield self._read.popleft()
-
-    def __getitem__(self, index: Any) -> Any:
-        stop = index.stop if isinstance(index, slice) else index + 1
-        while len(self._known) < stop and self._read_step():
-            pass
-        return self._known[index]
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def _read_step(self) -> bool:
-        step = list(islice(self._loaded, self._count))
-        self._known += self._shares(step)
-        self._read.extend(step if self._needed else ())
-        return bool(step)
 
 
 def _check_counts(planned: Iterable[Samples], plan: Plan) -> None:

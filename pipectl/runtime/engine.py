@@ -35,7 +35,7 @@ from pipectl.schedule import Actions, Channel, Kind
 from pipectl.watch.board import Board, action_record, wait_record
 
 _HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
-"""Messages between the two ranks of a stage; the stage knows their content."""
+"""Messages between the two ranks of a stage, which takes them itself."""
 _KINDS = [(kind, kind.name, kind.is_compute and kind is not Kind.UPDATE) for kind in Kind]
 """By number: a kind, its name, and whether the stage does it."""
 _READING = (Kind.FORWARD, Kind.EVALUATE)
@@ -400,7 +400,6 @@ class Engine:
         if form.kind is Kind.SEND_WAIT:
             return finish_send
         content = self._bind_content(lane, form.rows, form.flag)
-        stages, index = self._stages, form.stage
 
         def start_send(run: StepRun, micro_batch: MicroBatch) -> None:
             number = micro_batch.number
@@ -410,14 +409,12 @@ class Engine:
             number, (_, results) = micro_batch.number, run.outbox
             run.sends[channel, number] = line.start_send(number, shape, results)
 
-        def send_half(run: StepRun, micro_batch: MicroBatch) -> None:
-            number = micro_batch.number
-            run.sends[channel, number] = line.start_send(
-                number, shape, stages[index].leaving(number)
-            )
+        def send_weights(run: StepRun, micro_batch: MicroBatch) -> None:
+            number, weights = micro_batch.number, self._stages[form.stage].weights()
+            run.sends[channel, number] = line.start_send(number, shape, weights)
 
-        if lane.kind in _HALVES:
-            return send_half
+        if lane.kind is TransferKind.WEIGHT:
+            return send_weights
         return send_results if form.rows.is_whole else start_send
 
     def _bind_receive(self, end: Channel, form: Form) -> Execute:

@@ -286,7 +286,6 @@ class _Half(Stage):
         self._agreed: dict[Rows, Agreement] = {}
         planned = next(iter(self._segment.codes.values()))
         self._places = places_of(planned.cut, self.index)
-        self._leaving: dict[int, Tensors] = {}
         self._graphs: dict[Rows, Graph] = {}
         self._arrived: dict[int, tuple[MicroBatch, list[Any]]] = {}
 
@@ -294,9 +293,8 @@ class _Half(Stage):
         return self._segment.codes[rows]
 
     def forget(self) -> None:
-        """Drop gradients, unfinished micro-batches and unsent messages."""
+        """Drop gradients and unfinished micro-batches."""
         super().forget()
-        self._leaving.clear()
         self._arrived.clear()
 
 
@@ -306,15 +304,18 @@ class ForwardHalf(_Half):
     def forward(
         self, micro_batch: MicroBatch, inputs: Mapping[str, Tensor], arrived: Tensors
     ) -> Tensors:
-        """Run the training forward of a micro-batch; keep what its backward needs to be sent."""
+        """Run the training forward of a micro-batch.
+
+        Returns:
+            The stage's results, and what its backward needs, by slot.
+        """
         assert micro_batch.age == 0  # it holds only the newest weights
         index, code = micro_batch.number, self._code(micro_batch.rows)
         if self._segment.recomputes:
             results = super().forward(micro_batch, inputs, arrived)
             kept = self._segment.kept.pop(index)
             assert isinstance(kept, Start)
-            self._leave(micro_batch, _tensors_of(kept, code))
-            return results
+            return results | self._message(micro_batch, _tensors_of(kept, code))
         is_first, start = micro_batch.rows not in self._agreed, None
         if is_first:
             start = Start(micro_batch, inputs, arrived, {}).map_tensors(_on_host)
@@ -327,12 +328,8 @@ class ForwardHalf(_Half):
         nodes = nodes_behind(live.edges) if is_first else ()
         changing = {storage_of(buffer) for _, buffer in written_states(code)}
         tensors = [t.clone() if storage_of(t) in changing else t for t in saved]
-        self._leave(micro_batch, tensors, start, [node.name() for node in nodes])
-        return results
-
-    def leaving(self, index: int) -> Tensors:
-        """What the backward of a micro-batch needs; available once."""
-        return self._leaving.pop(index)
+        structure = [node.name() for node in nodes]
+        return results | self._message(micro_batch, tensors, start, structure)
 
     def arriving(self, _: MicroBatch, message: Tensors) -> None:
         """Take the weights that the other half has updated.
@@ -350,14 +347,14 @@ class ForwardHalf(_Half):
             else:
                 parameter.data = tensor
 
-    def _leave(
+    def _message(
         self,
         micro_batch: MicroBatch,
         tensors: Sequence[Tensor],
         start: Start | None = None,
         structure: Sequence[str] = (),
-    ) -> None:
-        """Put what a backward needs into a message; its memory layout must never change."""
+    ) -> Tensors:
+        """The message of what a backward needs, by slot; its memory layout must never change."""
         rows, code = micro_batch.rows, self._code(micro_batch.rows)
         agreement, message = pack(tensors, lasting_states(code), self._places)
         if rows not in self._agreed:
@@ -369,9 +366,7 @@ class ForwardHalf(_Half):
                 "they cannot be sent to another rank",
                 cure=_TOGETHER,
             )
-        self._leaving[micro_batch.number] = {
-            Slot(str(place)): tensor for place, tensor in enumerate(message)
-        }
+        return {Slot(str(place)): tensor for place, tensor in enumerate(message)}
 
 
 class BackwardHalf(_Half):
@@ -384,11 +379,6 @@ class BackwardHalf(_Half):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._inputs = dict.fromkeys(self._inputs, ())  # what forwards read is not needed here
-
-    def leaving(self, index: int) -> Tensors:  # noqa: ARG002
-        """The parameters that training changes."""
-        trained = sorted((n, p) for n, p in self.parameters.items() if p.requires_grad)
-        return {Slot(name): parameter.detach() for name, parameter in trained}
 
     def arriving(self, micro_batch: MicroBatch, message: Tensors) -> None:
         """Receive what the forward of a micro-batch sends for its backward.

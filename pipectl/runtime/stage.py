@@ -514,12 +514,13 @@ class Stage:
         if self.versions is not None:
             self.versions.forget()
 
-    def leaving(self, index: int) -> Tensors:
-        """The content of a message to the other half of this stage; see :mod:`pipefb`."""
-        raise NotImplementedError
+    def weights(self) -> Tensors:
+        """The parameters that training changes."""
+        trained = ((n, p) for n, p in self.parameters.items() if p.requires_grad)
+        return {Slot(name): parameter.detach() for name, parameter in trained}
 
     def arriving(self, micro_batch: MicroBatch, message: Tensors) -> None:
-        """Receive a message of the other half of this stage."""
+        """Receive a message of the other half of this stage; see :mod:`pipefb`."""
         raise NotImplementedError
 
     def _codes(self, key: Key) -> list[Code]:

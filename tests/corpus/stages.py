@@ -107,6 +107,7 @@ class Stages:
             self.backwards.append(halves[-1])
         self.between_halves: list[dict[Slot, Tensor | None]] = []
         self._drawn: dict[int, MicroBatch] = {}
+        self._saved: dict[tuple[int, int], dict[Slot, Tensor | None]] = {}
         self._returned: list[tuple[Tensor, Tensor]] = []
         """Gradients that left a stage, and copies made then: they must stay as they were, though
         autograd may add to a parameter's gradient in the same memory."""
@@ -181,6 +182,8 @@ class Stages:
             given = self._arrived.pop((TransferKind.ACTIVATION, index, micro_batch), {})
             made = stage.forward(drawn, inputs, given)
             loss = made.get(self._loss, loss)
+            places = (Slot(str(place)) for place in range(places_of(self.cut, index)))
+            self._saved[index, micro_batch] = {slot: made.get(slot) for slot in places}
             self._deliver(TransferKind.ACTIVATION, index, micro_batch, made)
         assert loss is not None
         return loss.clone()
@@ -212,16 +215,15 @@ class Stages:
         """From halves whose next forwards may have run while it was on its way."""
         for index, (front, back) in enumerate(zip(self.forwards, self.backwards, strict=True)):
             if isinstance(front, ForwardHalf):
-                left = front.leaving(micro_batch)
-                places = (Slot(str(place)) for place in range(places_of(self.cut, index)))
-                self.between_halves.append({slot: _sent(left.get(slot)) for slot in places})
+                left = self._saved.pop((index, micro_batch))
+                self.between_halves.append({slot: _sent(tensor) for slot, tensor in left.items()})
                 back.arriving(self._drawn[micro_batch], self.between_halves[-1])
 
     def _hand_over_weights(self) -> None:
         """From the halves that train them."""
         for front, back in zip(self.forwards, self.backwards, strict=True):
             if isinstance(front, ForwardHalf):
-                weights = {slot: _sent(tensor) for slot, tensor in back.leaving(0).items()}
+                weights = {slot: _sent(tensor) for slot, tensor in back.weights().items()}
                 front.arriving(MicroBatch(0, self._rows), weights)
 
     def _add_uses(self) -> None:
