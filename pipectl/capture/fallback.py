@@ -254,8 +254,9 @@ class KeptModule:
                 versions = [tensor._version for tensor in tensors]
                 random = states_of(generators)
                 args, kwargs = arguments.filled(tensors[count:])
-                with mask.lifted(), states.replaced(tensors[:count]):
-                    result = register_dataclasses(self.module(*args, **kwargs))
+                with mask.lifted():
+                    result = states.call_module(tensors[:count], args, kwargs)
+                result = register_dataclasses(result)
                 written = frozenset(i for i, t in enumerate(tensors) if t._version != versions[i])
                 draws = states_of(generators) != random
                 calls.append(Outline.of_call(result, tensors, written, draws))

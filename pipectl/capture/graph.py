@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -22,16 +22,19 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.buckets import field_of
 from pipectl.capture.factories import is_torch_code
+from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import written_tensors
 from pipectl.capture.refusals import Refusal, module_of, place_of_node
 from pipectl.capture.regions import WHOLE, region_of
-from pipectl.capture.tensors import storages_in, tensors_in
+from pipectl.capture.step import copy_assigned
+from pipectl.capture.tensors import storage_of, storages_in, tensors_in
 from pipectl.errors import CaptureError
 
 # Checks that export leaves in the graph; the shapes they check are fixed when a stage is built.
@@ -85,9 +88,12 @@ class CapturedGraph:
         requires_grad: whether the operator's value has a gradient after all its writes.
         last_writer: for values that are written after they are computed: the last operator that
             writes them.
-        rewritten: placeholders of the buffers that are written by an operator other than a norm.
+        rewritten: placeholders of the buffers that are written by an operator other than a norm,
+            without those that are assigned: the graph itself copies these.
         written: placeholders of all states and inputs that are written, with the operator of the
             last write.
+        spoilt: operators that have saved for their backward what the model writes in place later:
+            the first such operator, and the last that writes, by the value's name.
         batch_size: the exported batch size; if ``fixed``, the only one for which the graph is
             valid.
         length: the exported sequence length; others are valid if the length is free.
@@ -113,6 +119,7 @@ class CapturedGraph:
             name: place for name, (place, _) in zip(self.inputs, leaves, strict=True)
         }
         self._merge_tied()
+        copies = copy_assigned(self.graph)
         self.operators = tuple(n for n in self.graph.nodes if _computes(n))
         self.constants: dict[str, Any] = dict(program.constants)
         tensors = {n: v for n, v in self.inputs.items() if isinstance(v, Tensor) and v.dim()}
@@ -130,8 +137,9 @@ class CapturedGraph:
         self.rewritten: set[str] = set()
         self.written: dict[str, str] = {}
         trial = _Trial(self, states)
-        self.groups = trial.groups()
+        self.groups = trial.groups(copies)
         self._follow_writes(trial)
+        self.rewritten.difference_update(copy.all_input_nodes[0].name for copy in copies)
         loss, *outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
         self.loss: str = loss.name
         self.outputs = tuple(
@@ -140,6 +148,7 @@ class CapturedGraph:
             else item
             for item in outputs
         )
+        self.spoilt = self._find_spoilt(trial)
         spec = program.call_spec.out_spec
         self.output_spec: Any = spec.child(1) if outputs and spec is not None else None
 
@@ -328,6 +337,23 @@ class CapturedGraph:
                 if last > trial.index[node]:
                     self.last_writer[node.name] = self.operators[last].name
 
+    def _find_spoilt(self, trial: _Trial) -> dict[str, tuple[fx.Node, fx.Node]]:
+        in_backward = {self.loss}
+        for node in reversed(self.operators):
+            if node.name in in_backward:
+                names = (source.name for source in node.all_input_nodes)
+                in_backward.update(name for name in names if self.requires_grad.get(name))
+        spoilt: dict[str, tuple[fx.Node, fx.Node]] = {}
+        for reader, tensor, version in trial.saved:
+            storage = storage_of(tensor)
+            if tensor._version == version or reader.name not in in_backward:
+                continue
+            writer = self.operators[trial.last_write[storage]]
+            value = next(n for n, v in trial.values.items() if storage in storages_in(v))
+            if not isinstance(writer.target, Opaque):  # it may write, depending on values
+                spoilt.setdefault(value.name, (reader, writer))
+        return spoilt
+
 
 def _computes(node: fx.Node) -> bool:
     """Return whether a node is an operator: not a guard, and not only arithmetic on sizes."""
@@ -412,6 +438,10 @@ def _digest(text: str, length: int = 12) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
+def _never_read(_: object) -> NoReturn:
+    raise AssertionError("no backward of a trial runs")
+
+
 class _Trial:
     """A run of the graph on fake tensors. All values stay alive, so that storages stay distinct.
 
@@ -421,6 +451,7 @@ class _Trial:
         touched: operators that read or write each storage, in order.
         last_write: index of the last operator that writes a storage.
         persistent: storages of states and inputs.
+        saved: what operators save for their backward, with its version at that time.
     """
 
     def __init__(self, graph: CapturedGraph, states: Mapping[str, Tensor]) -> None:
@@ -431,6 +462,7 @@ class _Trial:
         self.last_write: dict[int, int] = {}
         self.persistent: set[int] = set()
         self.first_version: dict[fx.Node, int] = {}
+        self.saved: list[tuple[fx.Node, Tensor, int]] = []
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, torch.enable_grad():
             for node in graph.graph.nodes:
@@ -463,8 +495,13 @@ class _Trial:
             raise Refusal.TRANSFORMS.error(place_of_node(node), part=module_of(node))
         tensors = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in tensors]
+
+        def note(tensor: Tensor) -> None:
+            self.saved.append((node, tensor, tensor._version))
+
         try:
-            result = region_of(node).run(target, *args, **kwargs)
+            with saved_tensors_hooks(note, _never_read):
+                result = region_of(node).run(target, *args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             place = place_of_node(node)
             raise Refusal.OPERATOR_SIZE.error(place, part=module_of(node), name=node.name) from None
@@ -475,10 +512,16 @@ class _Trial:
             self.last_write.update(dict.fromkeys(storages_in(tensor), self.index[node]))
         return result
 
-    def groups(self) -> dict[str, str]:
-        """Return the first operator of its group for every operator in a group."""
+    def groups(self, copies: Sequence[fx.Node]) -> dict[str, str]:
+        """Return the first operator of its group for every operator in a group.
+
+        Args:
+            copies: operators that copy a buffer for all that reads it. In evaluation, where the
+                buffer may not be assigned, this reads the buffer itself, so it stays with it.
+        """
         members: dict[fx.Node, set[fx.Node]] = {}
-        for nodes in self._joined():
+        readers = [self.touched[storage_of(self.values[copy])] for copy in copies]
+        for nodes in (*readers, *self._joined()):
             group = set(nodes).union(*(members.get(node, ()) for node in nodes))
             members.update(dict.fromkeys(group, group))
         first: dict[int, str] = {}

@@ -319,7 +319,7 @@ class CapturedJob:
                 if refusal is None and not (place_of(cause) and not is_ours(cause)):
                     raise fault_of(cause) from error.__cause__
                 raise (refusal or error) from error.__cause__
-        refuse_writes(graph)
+        refuse_writes(graph, training=training)
         if graph.fixed and size != batch:
             return self._capture(loader, training, batch, length, graph)
         if known is None or list(known.signatures) == list(graph.signatures):

@@ -336,8 +336,7 @@ class Opaque:
                 module.training = training
         reseed(self._generators)
         args, kwargs = self._arguments.filled(values[count:])
-        with self._states.replaced(values[:count]):
-            result = self._module(*args, **kwargs)
+        result = self._states.call_module(values[:count], args, kwargs)
         results = self._checked(result, batch, tensors_in(values))
         if anchor is not None:
             left = leave(anchor, [results[index] for index in self._unshared])

@@ -170,6 +170,13 @@ class Refusal(Enum):
         "nn.Embedding(max_norm=...): leave it out, and scale the vectors that are looked up)",
         Keep.NOTHING,
     )
+    SAVED_WRITTEN = (
+        "model: writes {name} in place{place}, but PyTorch needs it unchanged for the backward"
+        "{need}",
+        "assign a new tensor (x = 0.9 * x instead of x.mul_(0.9)), or let what reads it before "
+        "read a copy (x.clone())",
+        Keep.NOTHING,
+    )
     UNSUITABLE = (
         "model: {name} cannot be captured, not even as one operator: it {what}",
         "let it return tensors whose sizes follow from the batch size; or put it and what reads "
@@ -449,8 +456,9 @@ def _locate(tensor: Tensor) -> tuple[object, np.ndarray[Any, Any]] | None:
     return memory, np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-def refuse_writes(graph: CapturedGraph) -> None:
-    """Raise if a run of the graph writes a parameter, or a tensor that is not a state of the model.
+def refuse_writes(graph: CapturedGraph, *, training: bool) -> None:
+    """Raise if a run of the graph writes a parameter, a tensor that is not a state of the model, or
+    what the backward needs as it was.
 
     Several operators, replicas and recomputed forwards each have their own copy of a parameter,
     which a write in one of them would not reach. No checkpoint contains other tensors.
@@ -465,6 +473,11 @@ def refuse_writes(graph: CapturedGraph) -> None:
             refusal = Refusal.TENSOR_WRITTEN if is_constant else Refusal.PARAMETER_WRITTEN
             place = place_of_node(graph.operators[graph.position[writer]])
             raise refusal.error(place, name=own_name(state.name))
+    for value, (saved_at, written_at) in graph.spoilt.items() if training else ():
+        state = graph.states.get(value)
+        name = repr(value if state is None else own_name(state.name))
+        need = place_of_node(saved_at)
+        raise Refusal.SAVED_WRITTEN.error(place_of_node(written_at), name=name, need=need)
 
 
 def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> CaptureError:

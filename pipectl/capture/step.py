@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.factories import call
@@ -20,6 +21,8 @@ Loss = Callable[[Any, Any], Tensor]
 _PLAIN = (Tensor, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _MODEL = "model"
 _WITHIN = f"{_MODEL}."
+_KEY = "pipectl_assigned"
+_CLONE = torch.ops.aten.clone.default
 
 
 def in_model(name: str) -> bool:
@@ -56,10 +59,17 @@ class Step(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> Any:
         """Return the loss, and the outputs if they are wanted."""
         states = States(self)
-        with states.replaced(states.now()):
+        tensors = states.now()
+        context: AbstractContextManager[dict[int, Tensor]] = nullcontext({})
+        if get_proxy_mode() is not None:
+            context = states.replaced(tensors)
+        with context as assigned:
             outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
             loss = loss_of_outputs(outputs) if self.loss is None else self.loss(outputs, targets)
             check_loss(loss, outputs if self.loss is None else None)
+        # An export drops what is assigned, outside the outermost module, but keeps writes.
+        for index, value in assigned.items():
+            _trace_write(tensors[index], value)
         return (loss, make_exportable(outputs)) if self.with_outputs else loss
 
 
@@ -74,6 +84,7 @@ class States:
     """
 
     def __init__(self, module: nn.Module, path: str = "") -> None:
+        self._module = module
         self.names: list[str] = []
         self._places: list[list[tuple[dict[str, Any], str]]] = []
         self._are_parameters: list[bool] = []
@@ -95,31 +106,50 @@ class States:
         return [entries[name] for (entries, name), *_ in self._places]
 
     @contextmanager
-    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Put other tensors into the module; a buffer that is assigned is written instead.
+    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[dict[int, Tensor]]:
+        """Put other tensors into the module.
 
-        An export keeps writes alone: torch drops what is assigned, outside the outermost module.
-        ``torch.func.functional_call`` puts tensors into a module, too, but looks up all names in
-        every call.
+        The result has, when the context ends, what the module has assigned to buffers, by index;
+        the caller writes it to the tensors. ``torch.func.functional_call`` puts tensors into a
+        module, too, but looks up all names in every call.
 
         Raises:
             CaptureError: a parameter is replaced, or a buffer changes its shape.
         """
         before, shapes = self.now(), [tensor.shape for tensor in tensors]
+        assigned: dict[int, Tensor] = {}
         self._put(tensors)
         try:
-            yield
+            yield assigned
             for index, (tensor, places) in enumerate(zip(tensors, self._places, strict=True)):
                 for entries, name in places:
                     now = entries.get(name)
                     if now is not tensor or tensor.shape != shapes[index]:
-                        self._write_back(index, tensor, shapes[index], now)
+                        self._check_change(index, shapes[index], now)
+                        if now is not None:
+                            assigned[index] = now.detach()
         finally:
             self._put(before)
 
-    def _write_back(
-        self, index: int, tensor: Tensor, shape: torch.Size, now: Tensor | None
-    ) -> None:
+    def call_module(self, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """Call the module with other tensors, and write to these what it assigns to its buffers.
+
+        It gets buffers as aliases: autograd may have saved them, and an assignment leaves the
+        earlier tensor as it was.
+        """
+        pairs = zip(tensors, self._are_parameters, strict=True)
+        lent = [tensor if is_parameter else tensor.data for tensor, is_parameter in pairs]
+        versions = [tensor._version for tensor in lent]
+        with self.replaced(lent) as assigned:
+            result = self._module(*args, **kwargs)
+        for index, (tensor, own) in enumerate(zip(tensors, lent, strict=True)):
+            if index in assigned:
+                tensor.data = torch.empty_like(tensor).copy_(assigned[index])
+            if own is not tensor and (index in assigned or own._version != versions[index]):
+                torch.autograd.graph.increment_version(tensor)
+        return result
+
+    def _check_change(self, index: int, shape: torch.Size, now: Tensor | None) -> None:
         name = self.names[index]
         if self._are_parameters[index]:
             raise CaptureError(
@@ -135,13 +165,45 @@ class States:
                 cure="give it its final shape in the factory; observers of quantisation get it "
                 "there when the prepared model runs once on a batch",
             )
-        if now is not None:
-            tensor.copy_(now.detach())
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
         for places, tensor in zip(self._places, tensors, strict=True):
             for entries, name in places:
                 entries[name] = tensor
+
+
+def _trace_write(buffer: Tensor, value: Tensor) -> None:
+    """Write what the forward has assigned to a buffer, by a marked operator."""
+    mode: Any = get_proxy_mode()
+    buffer.copy_(value)
+    slot: Any = get_proxy_slot(buffer, mode.tracer)
+    slot.proxy.node.meta[_KEY] = True
+
+
+def copy_assigned(graph: fx.Graph) -> list[fx.Node]:
+    """Let all that reads a buffer which the forward assigns read a copy, made before.
+
+    An assignment leaves the earlier tensor as it was: autograd may have saved it, or another buffer
+    may get it.
+
+    Returns:
+        The operators that copy, each with the buffer as its argument.
+    """
+    copies = []
+    for write in [node for node in graph.nodes if _KEY in node.meta]:
+        buffer, value = write.all_input_nodes
+        while buffer.op != "placeholder":  # written in place before
+            buffer = buffer.all_input_nodes[0]
+        reader = next(node for node in graph.nodes if buffer in node.all_input_nodes)
+        if reader is not write:
+            with graph.inserting_before(reader):
+                copy = graph.create_node("call_function", _CLONE, (buffer,), name="clone")
+            copy.meta = {**reader.meta, "val": buffer.meta["val"]}
+            for user in [user for user in buffer.users if user is not copy]:
+                user.replace_input_with(buffer, copy)
+            copies.append(copy)
+        write.args = buffer, value
+    return copies
 
 
 class _LossFunction(nn.Module):

@@ -16,6 +16,7 @@ copied to memory of their own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import ClassVar, NamedTuple
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pipectl.capture.refusals import Refusal
 from pipectl.capture.tensors import storage_of
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import Mover, Place
@@ -52,17 +54,27 @@ def run_backward(
         others: gradients that are read later; evaluated after the backward.
         inputs: the only leaves that get gradients, if any are given.
         retain_graph: whether to keep the graph for further backwards.
+
+    Raises:
+        CaptureError: a submodule that runs as one operator has written what its backward needs.
     """
     fresh = [leaf for leaf in leaves if leaf.grad is None]
-    torch.autograd.Variable._execution_engine.run_backward(
-        tuple(roots),
-        tuple(gradients),
-        retain_graph,
-        False,
-        tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    try:
+        torch.autograd.Variable._execution_engine.run_backward(
+            tuple(roots),
+            tuple(gradients),
+            retain_graph,
+            False,
+            tuple(inputs),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    except RuntimeError as error:
+        written = re.search(r"modified by an inplace operation: \[(.*?\])\]", str(error))
+        if written is None:
+            raise
+        name = f"a {written[1]} of a submodule that runs as one operator"
+        raise Refusal.SAVED_WRITTEN.error("", name=name, need="") from error
     if fresh:
         keep_apart(fresh, others)
 

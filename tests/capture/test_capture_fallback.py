@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stages import Stages
 from torch import Tensor
 
 from pipectl.capture import CapturedGraph, CapturedJob
@@ -337,6 +338,50 @@ def test_what_is_written_into_a_result_is_written_into_the_input_that_it_is(
     job = make_job(f"{path}:Outer")
     assert operators(job.training_graph(4)) == ["gate"]
     assert_as_the_model(job)
+
+
+ASSIGNS = """
+class Scaling(nn.Module):
+    def __init__(self, in_place=False):
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("newer", torch.full((6,), 0.5))
+        self.register_buffer("older", torch.full((6,), 2.0))
+
+    def forward(self, x):
+        y = x * self.newer * self.older
+        if x.sum() > 1e9:
+            return y
+        if self.in_place:
+            self.newer.mul_(0.9)
+        self.newer, self.older = 0.9 * self.newer, self.newer
+        return y
+
+def scaling(in_place=False):
+    return nn.Sequential(nn.Linear(6, 6), Scaling(in_place), nn.Linear(6, 3))
+"""
+
+
+def test_a_buffer_that_an_operator_assigns_stays_as_its_backward_needs_it(
+    make_job, write_modules
+) -> None:
+    job = make_job(f"{write_modules({}, ASSIGNS)}:scaling")
+    operator = opaque_of(job.training_graph(4))
+    assert operator.path == "1"
+    x, states = torch.ones(4, 6, requires_grad=True), [torch.full((6,), 0.5), torch.ones(6)]
+    results = [operator(4, *states, x) for _ in range(2)]
+    assert [float(state[0]) for state in states] == pytest.approx([0.405, 0.45])
+    sum(result.sum() for result in results).backward()
+    assert torch.allclose(x.grad, torch.tensor(0.5 + 0.45 * 0.5))
+
+
+def test_a_buffer_that_an_operator_writes_before_its_backward_is_refused(
+    make_job, write_modules
+) -> None:
+    job = make_job(f"{write_modules({}, ASSIGNS)}:scaling", kwargs={"in_place": True})
+    states = Stages(job, 4, dict.fromkeys(job.training_graph(4).position, 0), evaluates=False)
+    with pytest.raises(CaptureError, match=r"writes a torch.FloatTensor \[6\] of a submodule"):
+        states.step(0, [job.loader.example(4)])
 
 
 @pytest.mark.parametrize(

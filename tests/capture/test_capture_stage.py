@@ -70,7 +70,7 @@ def job_named(job_of: Any, real_job: Any) -> Any:
     return lambda name: real_job(name) if name in REAL else job_of(name)
 
 
-@pytest.mark.parametrize("name", [*SMALL, "Running", *REAL])
+@pytest.mark.parametrize("name", [*SMALL, "Running", "Assigning", *REAL])
 def test_random_convex_cuts_change_no_bit(job_named: Any, name: str) -> None:
     """Nor does a cut at any position."""
     job = job_named(name)
@@ -83,7 +83,7 @@ def test_random_convex_cuts_change_no_bit(job_named: Any, name: str) -> None:
         assert differences(expected, trained(job, stage_of)) == [], stage_of
 
 
-@pytest.mark.parametrize("name", [*SMALL, "Running", "WritingInput", *REAL])
+@pytest.mark.parametrize("name", [*SMALL, "Running", "Assigning", "WritingInput", *REAL])
 def test_forwards_that_are_computed_again_change_no_bit(job_named: Any, name: str) -> None:
     """Neither gradients nor buffers, which are seen as they were and count once."""
     job = job_named(name)

@@ -47,6 +47,13 @@ REFUSED = {
         *WRITES,
     ),
     "Item": ("None", "d = x.data; d[0] = 0.0", *WRITES),
+    "Buffer": (
+        "nn.BatchNorm1d(6)",
+        "x = x * self.kept.running_var; self.kept.running_var.mul_(0.9)",
+        "writes 'kept.running_var' in place",
+        "x.clone()",
+    ),
+    "Value": ("None", "y = x.exp(); x = x + y + y.neg_()", "writes 'exp' in place", "x.clone()"),
     "HyperNetwork": (
         "nn.Linear(6, 6)",
         "self.kept.weight.data = x.mean() * self.kept.weight",
