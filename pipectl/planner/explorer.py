@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import count, islice
 from math import ceil, inf, log
@@ -42,6 +43,7 @@ from pipectl.planner.candidates import (
     even_choices,
     judge_promising,
 )
+from pipectl.planner.costs.devices import exchanges, one_each
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
@@ -74,10 +76,10 @@ from pipectl.planner.request import (
 )
 from pipectl.profile import Profile
 
-MAX_MOVE_WORK = 4_000_000
+MAX_MOVE_WORK = 2_000_000
 """Budget of border moves: the sum of operators, actions and messages over the partitions tried."""
-PATIENCE, NEAREST = 150, 12
-"""Turns without a better layout after which moves end; neighbours kept per turn."""
+PATIENCE, MAX_AT_ONCE = 80, 8
+"""Turns without a better layout after which moves end; most turns that are estimated at once."""
 BORDER_TURNS = 2
 """Number of turns at first that move the borders of a candidate: FEW and EVERY."""
 MAX_ERROR = 0.01
@@ -134,6 +136,7 @@ class Explorer:
         self._opened: list[Candidates] = []
         self._minima: set[Choice] = set()
         self._move_work = MAX_MOVE_WORK
+        self._exchanges = cache(partial(exchanges, cluster=problem.cluster))
 
     def run(self) -> None:
         """Find the best plan; the judge has the best so far at any time."""
@@ -333,7 +336,8 @@ class Explorer:
             exact = before.step_s <= candidate.estimate_s * (1 + MIN_GAIN)
             if exact and candidate.choice in self._minima:
                 return  # estimates equal the simulation: no neighbour can be better
-            judge_promising(self._near(candidate), self.judge)
+            near = self._affordable(self._moves(candidate), self._area_of(candidate))
+            judge_promising(near, self.judge)
             if self.judge.best() is before:
                 return
 
@@ -355,16 +359,19 @@ class Explorer:
         queue = [(candidate.estimate_s, FEW, next(numbers), candidate)]
         reserve = self._move_work // 2
         while queue and turns < PATIENCE and self._move_work > reserve:
-            estimate_s, reach, _, start = heappop(queue)
-            turns += 1
-            if reach < FAR:
-                heappush(queue, (estimate_s, reach + 1, next(numbers), start))
-            for near in islice(self._near(start, reach).best_of_layouts(), NEAREST):
+            at_once = min(max(1, turns // BORDER_TURNS), MAX_AT_ONCE, len(queue))
+            starts = [heappop(queue) for _ in range(at_once)]
+            turns += at_once
+            for estimate_s, reach, _, start in starts:
+                if reach < FAR:
+                    heappush(queue, (estimate_s, reach + 1, next(numbers), start))
+            moved = (each for _, reach, _, start in starts for each in self._moves(start, reach))
+            fresh = self._affordable((each for each in moved if each not in seen), area)
+            for near in fresh.best_of_layouts():
+                seen.add(near.layout)
                 better = near.estimate_s < candidate.estimate_s * (1 - MIN_GAIN)
-                if near.layout not in seen:
-                    seen.add(near.layout)
-                    turn_s = near.estimate_s if better else near.estimate_s * (1 + 2 * MIN_GAIN)
-                    heappush(queue, (turn_s, FEW, next(numbers), near))
+                turn_s = near.estimate_s if better else near.estimate_s * (1 + 2 * MIN_GAIN)
+                heappush(queue, (turn_s, FEW, next(numbers), near))
                 if better:
                     candidate, turns = near, 0
             if turns == BORDER_TURNS:  # no move of a border is better
@@ -382,12 +389,16 @@ class Explorer:
         cuts = self._areas.cuts(area.stages, area.size) if is_other else []
         return self._candidates(layouts_of(self.problem, cuts), area)
 
-    def _near(self, candidate: Candidate, reach: int = FEW) -> Candidates:
-        """The neighbours of a candidate, in every order; none once the budget is spent."""
+    def _moves(self, candidate: Candidate, reach: int = FEW) -> Iterator[Layout]:
+        """The layouts one move away from a candidate."""
+        times = self.problem.block_times(candidate.choice.size)
+        placements = self._exchanges(tuple(rank for (rank,) in candidate.layout.ranks))
+        exchanged = list(map(one_each, placements))
+        return neighbours(candidate.layout, self.problem.graph, times, exchanged, reach)
+
+    def _affordable(self, layouts: Iterable[Layout], area: Area) -> Candidates:
+        """As many layouts as the budget of moves suffices for, in every order."""
         self._check()
-        area = self._area_of(candidate)
-        times = self.problem.block_times(area.size)
-        layouts = neighbours(candidate.layout, self.problem.graph, times, reach)
         work = len(self.problem.profile.operators) + 2 * area.micro_batches * area.stages
         near = list(islice(layouts, max(0, self._move_work // work)))
         self._move_work -= max(1, len(near)) * work

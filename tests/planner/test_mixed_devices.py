@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner.costs.devices import exchanges
 from pipectl.simulate import simulate
 
 LINK = Link(1e-5, 1e9)
@@ -48,3 +51,18 @@ def test_large_parts_go_where_memory_is(make_operator, make_profile) -> None:
     plan = make_plan(profile, cluster_of(SLOW, FAST), PlanRequest("job", 64, micro_batches=8))
     assert plan.stages[0].ranks[0] in (0, 1)
     assert {2, 3} & {stage.ranks[0] for stage in plan.stages}
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks", "expected"),
+    [
+        ((SLOW,), 4, []),
+        ((SLOW, SLOW, SLOW, SLOW), 1, []),
+        ((SLOW, SLOW), 2, [(2, 1, 0, 3), (3, 1, 2, 0)]),
+        ((FAST, SLOW), 2, [(2, 1, 0, 3), (3, 1, 2, 0), (0, 2, 1, 3), (0, 3, 2, 1)]),
+        ((FAST, SLOW, SLOW, SLOW), 1, [(1, 0, 2, 3), (2, 1, 0, 3), (3, 1, 2, 0)]),
+    ],
+    ids=["one node", "equal nodes", "pairs", "unequal pairs", "one fast node"],
+)
+def test_stages_exchange_ranks_only_if_that_makes_a_difference(devices, ranks, expected) -> None:
+    assert exchanges((0, 1, 2, 3), cluster_of(*devices, ranks=ranks)) == expected

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import groupby, islice, product
+from itertools import combinations, groupby, islice, pairwise, product
 
 import numpy as np
 
 from pipectl.arrays import Integers
-from pipectl.cluster import Cluster
+from pipectl.cluster import Cluster, Node
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,8 @@ Placement = tuple[int, ...]
 """Rank of every stage."""
 _MAX_STAGES = 8
 """Above, there are too many placements to try all."""
+MAX_EXCHANGES = 16
+"""Up to this many stages, any two exchange their ranks; above, only neighbours do."""
 
 
 def one_each(placement: Placement) -> tuple[tuple[int, ...], ...]:
@@ -195,14 +197,11 @@ def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]
 
     Ranks of a node are interchangeable, and so are equal nodes.
     """
-
-    alike: dict[object, list[int]] = {}
-    twins = []  # per node, the earlier nodes equal to it
-    for place, node in enumerate(cluster.nodes):
-        device = node.device
-        kind = node.ranks, node.cores, device.speed, device.memory_bytes, node.switch
-        twins.append(set(alike.setdefault(kind, [])))
-        alike[kind].append(place)
+    alike = equal_nodes(cluster)
+    twins = [  # per node, the earlier nodes equal to it
+        {other for other in range(node) if alike[other] == alike[node]}
+        for node in range(len(alike))
+    ]
 
     def extend(nodes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(nodes) == stages:
@@ -219,3 +218,38 @@ def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]
     for rank, home in enumerate(cluster.node_of_rank):
         ranks[home].append(rank)
     return [_in_turn(nodes, ranks) for nodes in nodes_of_stages]
+
+
+def equal_nodes(cluster: Cluster) -> list[int]:
+    """Per node, the number of the first node that is equal to it but for the name."""
+    first: dict[Node, int] = {}
+    return [
+        first.setdefault(replace(node, name=""), place) for place, node in enumerate(cluster.nodes)
+    ]
+
+
+def exchanges(placement: Placement, cluster: Cluster) -> list[Placement]:
+    """Placements in which two stages have exchanged their ranks, if that makes a difference: ranks
+    of a node are interchangeable, and so are equal nodes.
+
+    With more than ``MAX_EXCHANGES`` stages, only neighbours exchange their ranks.
+    """
+    alike = equal_nodes(cluster)
+
+    def shape(placement: Placement) -> tuple[tuple[int, int], ...]:
+        """Per stage, the kind of its node, and how many others of this kind are used before it."""
+        used: dict[int, dict[int, int]] = {}
+        named = []
+        for node in map(cluster.node_of_rank.__getitem__, placement):
+            known = used.setdefault(alike[node], {})
+            named.append((alike[node], known.setdefault(node, len(known))))
+        return tuple(named)
+
+    stages = range(len(placement))
+    far = len(placement) <= MAX_EXCHANGES
+    distinct = {shape(placement): placement}
+    for one, other in combinations(stages, 2) if far else pairwise(stages):
+        changed = list(placement)
+        changed[one], changed[other] = placement[other], placement[one]
+        distinct.setdefault(shape(tuple(changed)), tuple(changed))
+    return list(distinct.values())[1:]

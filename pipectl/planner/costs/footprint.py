@@ -199,17 +199,30 @@ class _Held:
     Args:
         held: (name, bytes) of every operator.
         known: numbers of some names.
+
+    Attributes:
+        own_bytes: of every operator, under names without a number: those that it alone has.
+        names: number of all other names.
     """
 
     def __init__(
         self, held: Iterable[Iterable[tuple[str, int]]], known: Mapping[str, int] | None = None
     ) -> None:
+        pairs_of = [list(pairs) for pairs in held]
+        uses = Counter(name for pairs in pairs_of for name, _ in pairs)
         numbers = dict(known or {})
+        for name in (name for name, count in uses.items() if count > 1):
+            numbers.setdefault(name, len(numbers))
         rows = [
-            (index, numbers.setdefault(name, len(numbers)), size)
-            for index, pairs in enumerate(held)
+            (index, numbers[name], size)
+            for index, pairs in enumerate(pairs_of)
             for name, size in pairs
+            if name in numbers
         ]
+        self.own_bytes = np.array(
+            [sum(size for name, size in pairs if name not in numbers) for pairs in pairs_of],
+            dtype=np.int64,
+        )
         self.operator, self._name, self._size_bytes = _columns(rows, 3)
         self.names = len(numbers)
 
@@ -311,6 +324,9 @@ class Footprints:
             sums = np.bincount(place, weights, partitions * stages)
             return sums.astype(np.int64).reshape(partitions, stages)
 
+        def total_of_operators(sizes: Integers) -> Integers:
+            return total(place.ravel(), np.tile(sizes, partitions))
+
         received = total((begin + lanes.target)[returns])
         sent = total((begin + lanes.source)[returns & is_first])
         got = total((begin + lanes.back)[returns])
@@ -327,10 +343,10 @@ class Footprints:
         )
         return Sums(
             stage_of=stage_of,
-            parameter_bytes=parameter_bytes,
-            trained_bytes=trained_bytes,
-            gradient_bytes=total(place.ravel(), np.tile(self._summed_bytes, partitions)),
-            saved_bytes=received_bytes + saved_bytes,
+            parameter_bytes=parameter_bytes + total_of_operators(self._parameters.own_bytes),
+            trained_bytes=trained_bytes + total_of_operators(self._trained.own_bytes),
+            gradient_bytes=total_of_operators(self._summed_bytes),
+            saved_bytes=received_bytes + saved_bytes + total_of_operators(self._saved.own_bytes),
             received_bytes=received_bytes,
             returned_bytes=total((begin + lanes.back)[returns], sizes),
             values=np.stack([received, sent, got, received]),
@@ -369,8 +385,8 @@ class Footprints:
         return lanes, Transfers(first, from_, to, summed)
 
     def _held(self, place: Integers, begin: int, stages: int, lanes: Lanes) -> Integers:
-        """Bytes of parameters, of trained ones, and of what a stage saves and sends of its own, for
-        some partitions; shape [3, places].
+        """Bytes under numbered names in some partitions: of parameters, of trained ones, and of
+        what a stage saves and sends of its own; shape [3, places].
 
         Args:
             place: of the stage of every operator; the first is ``begin``.

@@ -188,9 +188,9 @@ class RankGroups:
     def classes(self, senders: Integers, receivers: Integers) -> Integers:
         """Classes of pairs of groups, valid for at least these pairs; shape [groups, groups]."""
         missing = self._classes[senders, receivers] < 0
-        pairs = unique(np.stack([senders[missing], receivers[missing]], axis=1), axis=0)
+        pairs = set(zip(senders[missing].tolist(), receivers[missing].tolist(), strict=True))
         groups = list(self._numbers)
-        for sender, receiver in pairs.tolist():
+        for sender, receiver in sorted(pairs):
             number = self._links.class_of(groups[sender], groups[receiver])
             self._classes[sender, receiver] = number
         return self._classes

@@ -158,16 +158,16 @@ def stage_times(sums: Sums, times: Times, scale: float, overhead: StageOverhead)
         times: at the micro-batch size.
         scale: micro-batch size over the profile's.
     """
-    shape = sums.saved_bytes.shape
-    share = np.ones(shape)  # of the way from cached to uncached times
+    partitions, stages = shape = sums.saved_bytes.shape
+    place = sums.stage_of + stages * np.arange(partitions)[:, None]
+    part: Floats = np.ones(1)  # of the way from cached to uncached times
     if overhead.cache_bytes:
         touched = 2 * sums.parameter_bytes + sums.saved_bytes * scale
-        share = np.clip(2 * (touched / overhead.cache_bytes - 1), 0.0, 1.0)
-    place = sums.stage_of + shape[1] * np.arange(shape[0])[:, None]
-    times_s, part = np.zeros((2, *shape)), share.ravel()[place]
+        part = np.clip(2 * (touched / overhead.cache_bytes - 1), 0.0, 1.0).ravel()[place]
+    times_s = np.zeros((2, *shape))
     for kind, (cached, uncached) in enumerate(zip(*times, strict=True)):
-        each = cached + (uncached - cached) * part
-        times_s[kind] = np.bincount(place.ravel(), each.ravel(), share.size).reshape(shape)
+        each = np.broadcast_to(cached + (uncached - cached) * part, place.shape)
+        times_s[kind] = np.bincount(place.ravel(), each.ravel(), partitions * stages).reshape(shape)
     forward_s, backward_s = overhead_times(sums.values, overhead)
     times_s[0] += forward_s
     times_s[1] = np.where(times_s[1] > 0, times_s[1] + backward_s, 0.0)

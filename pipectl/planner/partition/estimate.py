@@ -124,11 +124,11 @@ class Estimator:
     ) -> Floats:
         """Relative excess of the fullest rank over its limit, by what it certainly holds at its
         first two backwards, without temporary values; shape [layouts, warm-ups]."""
-        cut, sums = self._sums(layouts)
         group = self._groups.number([one.ranks for one in layouts])
         limits = self._groups.limits_bytes[group]
         if np.isinf(limits).all():
             return np.zeros((len(layouts), len(warm_ups)))
+        cut, sums = self._sums(layouts)
         profile, replicas = self._profile, self._groups.sizes[group]
         per_replica = size / profile.micro_batch_size / replicas
         summed = sums.gradient_bytes[cut].astype(np.float64)
@@ -184,8 +184,8 @@ class Estimator:
             taken = samples == part
             forward_s[taken], backward_s[taken] = forward[taken], backward[taken]
         first, source, target, size_bytes = sums.transfers
-        pairs = unique(np.stack([source, target], axis=1), axis=0)
-        class_of = groups.classes(group[:, pairs[:, 0]].ravel(), group[:, pairs[:, 1]].ravel())
+        senders, receivers = np.divmod(unique(source * group.shape[1] + target), group.shape[1])
+        class_of = groups.classes(group[:, senders].ravel(), group[:, receivers].ravel())
         sizes = np.ceil(size_bytes * (size / own))
         # On shared cores, this is work before the next computation instead.
         after_s = groups.after_s[group] * (not self._crowded)

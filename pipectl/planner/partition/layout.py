@@ -10,7 +10,7 @@ and merged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from pipectl.cluster import Cluster
@@ -29,8 +29,6 @@ SPLITS = 8
 """Number of equal parts of a stage's load at whose borders it may be split."""
 FEW, EVERY, FAR = range(3)
 """Sets of moves; see :func:`neighbours`."""
-_MAX_EXCHANGES = 16
-"""Up to this many stages, any two exchange their ranks; above, only neighbours do."""
 
 
 class Layout(NamedTuple):
@@ -106,12 +104,17 @@ def ranks_of(apart: Sequence[bool], cluster: Cluster) -> Ranks:
 
 
 def neighbours(
-    layout: Layout, graph: BlockGraph, loads: Sequence[float], reach: int = FEW
+    layout: Layout,
+    graph: BlockGraph,
+    loads: Sequence[float],
+    exchanged: Sequence[Ranks] = (),
+    reach: int = FEW,
 ) -> Iterator[Layout]:
     """Every layout that is one move away, borders of the stages with the most load first.
 
     Args:
         loads: of every block.
+        exchanged: ranks of the stages after two of them exchanged theirs.
         reach: FEW: some fractions of a stage's load move to a neighbour, or two stages exchange
             ranks; EVERY: any number of blocks moves; FAR: two neighbours exchange their places, or
             a single block moves further.
@@ -124,7 +127,7 @@ def neighbours(
         yield layout._replace(partition=partition)
     if reach == FAR:
         return
-    for ranks in _exchanges(layout.ranks):
+    for ranks in exchanged:
         yield layout._replace(ranks=ranks)
 
 
@@ -199,16 +202,6 @@ def _count(blocks: Sequence[int], loads: Sequence[float], amount: float) -> int:
 
 def _with_border(partition: Partition, border: int, before: int, after: int) -> Partition:
     return (*partition[: border - 1], before, after, *partition[border + 1 :])
-
-
-def _exchanges(ranks: Ranks) -> Iterator[Ranks]:
-    stages = range(len(ranks))
-    near = len(ranks) > _MAX_EXCHANGES
-    for one, other in combinations(stages, 2):
-        if not near or other == one + 1:
-            changed = list(ranks)
-            changed[one], changed[other] = ranks[other], ranks[one]
-            yield tuple(changed)
 
 
 def replica_moves(
