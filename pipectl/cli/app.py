@@ -62,7 +62,7 @@ LAB = {
     "The chart shows the actions and the waits of every rank.",
     "plan": "Plan with other planners, for other objectives or links.",
     "rehearse": "Run a plan with sleeps in place of computation.\n\n"
-    "It runs on this machine unless --scheduler is given.",
+    "It runs on this machine unless --scheduler names a batch system.",
     "verify": "Compare a pipeline with training in one process.\n\n"
     "Both train a few steps on this machine, and all weights are compared. A model that is too "
     "large for one process is compared with another plan instead.",

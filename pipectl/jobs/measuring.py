@@ -93,19 +93,20 @@ def plan_rehearsal(
 ) -> tuple[Job, Rehearsal]:
     """Make a job that rehearses a job's plan, on this machine unless a batch system is named.
 
-    The plan is that for the named batch system, or else for the job's own.
+    The plan is that for the named scheduler, which may be this machine, or else for the job's own.
 
     Raises:
         UsageError: a job for a batch system has no profile yet.
         PipectlError: no plan fits, or a file cannot be used.
     """
-    batch_system = choose_scheduler(spec, None if scheduler == LOCAL else scheduler)
+    batch_system = choose_scheduler(spec, scheduler)
     (planned,) = prepare(spec, batch_system, progress, must_run=False)
     plan, cluster = planned.plan, planned.cluster
     if plan is None or cluster is None:
         raise UsageError(
             f"{profile_path(spec)}: no up-to-date profile, so there is no plan to rehearse",
-            cure="measure the model first: pipectl profile --submit JOB.yaml",
+            cure="measure the model first: pipectl profile --submit JOB.yaml\n"
+            "or measure, plan and rehearse for this machine: --scheduler local",
         )
     # Not earlier: the memory of this process while it measures counts as memory of a rank.
     from pipectl.simulate.rehearsing import rehearsal_of

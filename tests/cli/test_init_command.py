@@ -76,6 +76,15 @@ def test_on_slurm_it_is_within_the_default_partition(cli: Command, sinfo: Preten
     assert "#SBATCH --mem=900M\n" in script.out
 
 
+def test_the_variable_names_the_directory_of_the_runs(
+    cli: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands on runs look there, too."""
+    monkeypatch.setenv("PIPECTL_RUNS", "elsewhere")
+    assert cli("init", "--scheduler", "local").code == 0
+    assert written().output.directory == "elsewhere"
+
+
 def test_on_pbs_it_is_within_the_default_queue(cli: Command, pbs: None) -> None:
     assert cli("init", "--account", "my project").code == 0
     spec = written()

@@ -43,6 +43,15 @@ def test_plan_shows_stages_a_verdict_and_a_gantt_in_80_columns(
     golden(result.out, vary=r"(?s)search: .*?(?=\n\n)")
 
 
+def test_assumptions_are_wrapped_beside_their_label(
+    cli: Command, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    lines = cli("plan", "job.yaml", "--scheduler", "slurm").out.splitlines()
+    first = lines.index("assumed: the memory of temporary values is not")
+    assert lines[first + 1] == "         given: taken as none"
+
+
 def test_a_search_that_compiled_the_planner_says_so(
     cli: Command, profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,28 @@ def test_a_rehearsal_runs_here_and_compares(
     assert rehearsed.startswith("rehearsed: 500 ms per step, ")
     assert " REHEARSAL" not in result.out
     assert cli("status", "last").out.count("COMPLETED") == 1
+
+
+def test_a_rehearsal_plans_for_this_machine_if_that_is_named(
+    cli: Command, profile: Path, mpi: Callable[[str], Path]
+) -> None:
+    mpi(f"echo '{LINE % 0}' > $run/metrics.jsonl")
+    rehearse = ("lab", "rehearse", "job.yaml", *FOUR, "--set", "launch.scheduler=slurm")
+    for options, cluster in ((), "'from resources:'"), (("--scheduler", "local"), "'this machine'"):
+        assert cli(*rehearse, *options).code == 0
+        (plan,) = Path("runs").glob("2*-tiny-rehearsal/plan.json")
+        assert f"cluster {cluster} is assumed" in plan.read_text()
+        shutil.rmtree(plan.parent)
+
+
+def test_figures_of_a_rehearsal_fit_80_columns(
+    cli: Command, profile: Path, mpi: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    mpi(f"echo '{LINE % 3.5}' > $run/metrics.jsonl")
+    out = cli("lab", "rehearse", "job.yaml", *FOUR, "--scheduler", "local").out
+    assert "the latest rank was 3.50 s late" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_a_rehearsal_for_programs_says_when_it_was_disturbed(

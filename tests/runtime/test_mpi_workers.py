@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 import weakref
 from dataclasses import replace
@@ -63,8 +64,8 @@ def test_data_that_fail_in_the_middle_of_training(make_run, work) -> None:
     done = work(0, run)
     assert done.returncode != 0
     (error,) = read_errors(run)
-    assert (error.rank, error.step) == (0, 3)
-    assert error.message == "sample 9 cannot be read"
+    assert (error.rank, error.step, error.action) == (0, 3, "LOAD")
+    assert re.fullmatch(rf"sample 9 cannot be read \(at {PARTS}:\d+\)", error.message)
     assert "job_parts.py" in error.traceback
     assert [line.step for line in read_metrics(run)] == [1, 2]
     assert (run.path / "closed").read_text() == "OSError"

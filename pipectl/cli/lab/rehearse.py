@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from pipectl.batch import LOCAL
 from pipectl.cli import options as opt
-from pipectl.cli.console import note, say, say_json, short_path, warn
+from pipectl.cli.console import labels, note, say_json, short_path, show, warn
 from pipectl.cli.follow import follow_or_exit, print_notes, print_submission
 from pipectl.cli.progress import profiling_progress
 from pipectl.jobs.job import warning_of_code
@@ -16,13 +17,18 @@ from pipectl.jobs.submit import submit
 from pipectl.spec import load
 from pipectl.units import format_time, plural
 
+_SCHEDULER: Any = opt.flag(
+    "Where to rehearse, and for which to plan; by default here, for launch.scheduler.",
+    "--scheduler",
+    default=None,
+)
 _SHARED = 0.005
 """Share of the step from which on the effect of shared cores and links is printed."""
 
 
 def command(
     job: Path = opt.JOB_FILE,
-    scheduler: opt.SchedulerName | None = opt.SCHEDULER,
+    scheduler: opt.SchedulerName | None = _SCHEDULER,
     wait: bool = opt.WAIT,
     as_json: bool = opt.JSON,
     overrides: list[str] | None = opt.OVERRIDES,
@@ -51,18 +57,27 @@ def command(
         format_time(result["rehearsed_step_time_s"]),
         result["rehearsed_over_predicted"],
     )
-    say(f"predicted: {format_time(predicted_s)} per step")
-    say(f"rehearsed: {rehearsed} per step, {ratio:.3f} times that")
+    lines = [
+        ("predicted:", f"{format_time(predicted_s)} per step"),
+        ("rehearsed:", f"{rehearsed} per step, {ratio:.3f} times that"),
+    ]
     if planned_s is not None and abs(planned_s / predicted_s - 1) > _SHARED:
-        say(
-            f"plan: {format_time(planned_s)} per step, because ranks share cores and links; the "
-            "rehearsal gives each its own"
+        lines.append(
+            (
+                "plan:",
+                f"{format_time(planned_s)} per step, because ranks share cores and links; the "
+                "rehearsal gives each its own",
+            )
         )
     if (share := result["message_share"]) < 1:
-        say(f"messages: {share:.2g} of their size, their links' time in full")
+        lines.append(("messages:", f"{share:.2g} of their size, their links' time in full"))
     if result["late_s"] > rehearsal.late_s / rehearsal.stretch:
-        say(
-            f"the latest rank was {format_time(result['late_s'])} late (in the plan's time): this "
-            "machine was busy, or has too few cores for so many ranks"
+        lines.append(
+            (
+                "delay:",
+                f"the latest rank was {format_time(result['late_s'])} late (in the plan's time): "
+                "this machine was busy, or has too few cores for so many ranks",
+            )
         )
-    say(f"timelines: {short_path(run.trace)}")
+    lines.append(("timelines:", short_path(run.trace)))
+    show(labels([(label, text, "") for label, text in lines], len("timelines: ")))

@@ -77,10 +77,11 @@ def step_view(answer: StepAnswer) -> RenderableType:
     return Group(*parts)
 
 
-def assumption_lines(assumptions: Iterable[str]) -> list[Text]:
-    """The assumptions of a prediction, one per line."""
+def assumption_lines(assumptions: Iterable[str]) -> list[RenderableType]:
+    """The assumptions of a prediction, each on lines of its own."""
     words = (text.replace(" is assumed, not measured", " (not measured)") for text in assumptions)
-    return [plain(f"assumed: {text}", "dim") for text in words]
+    label = "assumed:"
+    return [labels([(label, text, "dim")], len(label) + 1, "dim") for text in words]
 
 
 def stage_table(plan: Plan, ends: Sequence[str]) -> RenderableType:
