@@ -117,7 +117,7 @@ class SynchronousSteps(Steps):
         step = self._step_of(batch.size, batch.length)
         assert step.plan is not None
         assert step.pieces is not None
-        setup.doing.board.row("LOAD", -1, -1)  # at once, if weights depend on the targets
+        setup.board.row("LOAD", -1, -1)  # at once, if weights depend on the targets
         loaded, seed = islice(self._loaded, len(step.pieces)), setup.job.spec.training.seed
         scale = 1.0 if end.loss_scale is None else end.loss_scale.value
         run = setup.loss_shares.make_run(step, loaded, (seed, first), scale)

@@ -63,6 +63,7 @@ class Trainer:
         )
         rows = len(lower(setup.plan, self._rank))
         self._tracing = Tracing(setup.communicator, run, self._spec.trace, steps, rows)
+        setup.board.phase("making the optimizer")
         self._end = StepEnd(
             setup.communicator.Dup(),
             setup.job,

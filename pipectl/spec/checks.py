@@ -131,9 +131,9 @@ def check_code(
             files.append((path, reference.file))
         if not names or (elsewhere and reference.is_installed):
             continue
-        is_alone = path[:-1] in (("model",), ("data",), ("evaluation", "data"))
-        is_alone &= not data.get("sweep")  # a sweep may add arguments
         positional = _POSITIONAL.get(str(path[0]), 0)
+        is_alone = positional > 0 or path[:-1] in (("model",), ("data",), ("evaluation", "data"))
+        is_alone &= not data.get("sweep")  # a sweep may add arguments
         for wrong, fault in faults_of_use(
             reference, list(kwargs), is_alone=is_alone, positional=positional
         ):

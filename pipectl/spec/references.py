@@ -161,7 +161,7 @@ def faults_of_use(
 
     Args:
         kwargs: names of the keyword arguments.
-        is_alone: whether there are no other arguments.
+        is_alone: whether there are no other arguments than these and the positional ones.
         positional: number of arguments that pipectl gives by position; kwargs cannot name them.
 
     Yields:

@@ -126,6 +126,7 @@ training: {steps: 1, batch_size: 4}
         f"data.factory: {here}/mine.py defines no 'sample'; did you mean 'samples'?",
         f"evaluation.data.factory: no such file: {here}/gone.py",
         "loss.factory: torch.nn defines no 'CrossEntropyLos'; did you mean 'CrossEntropyLoss'?",
+        "lr_scheduler.factory: CosineAnnealingLR needs the argument 'T_max'; write it under kwargs",
         "lr_scheduler.kwargs.Tmax: CosineAnnealingLR takes no argument 'Tmax'; did you mean 'T_max'?",
         "model.factory: Net needs the argument 'width'; write it under kwargs",
         "model.kwargs.dept: Net takes no argument 'dept'; did you mean 'depth'?",
