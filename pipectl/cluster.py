@@ -141,6 +141,11 @@ class Cluster(DataFile):
         return peaks if len(peaks) == len(values) else None
 
     @property
+    def is_crowded(self) -> bool:
+        """Whether some node has more ranks than can compute at the same time."""
+        return any(node.ranks > node.cores for node in self.nodes)
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """Sentences that name the assumed links that are in use."""
         if self.assumed:

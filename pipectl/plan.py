@@ -328,6 +328,8 @@ class Plan(DataFile):
         actions: computations of each rank, if the schedule is the user's own, as in its file.
         shard_optimizer: whether each replica keeps the optimizer state of only a part of its
             stage's parameters; the costs of the stages count that part.
+        updates_together: whether ranks wait for each other before they update, to clip gradients
+            for instance; otherwise a rank begins its next step while others end theirs.
     """
 
     cure: ClassVar[str] = "write a new one with: pipectl plan JOB.yaml"
@@ -350,12 +352,20 @@ class Plan(DataFile):
     offload_to: OffloadTarget = OffloadTarget.HOST
     actions: tuple[str, ...] = ()
     shard_optimizer: bool = False
+    updates_together: bool = True
 
     @property
     def predicted_step_s(self) -> float:
         """Predicted seconds of one optimizer step; the plan must have a prediction."""
         assert self.prediction is not None
         return self.prediction.step_time_s
+
+    def meets_on(self, cluster: Cluster) -> bool:
+        """Return whether all ranks wait for each other before they update.
+
+        On shared cores, where steps would slow each other down, they are taken to.
+        """
+        return self.updates_together or cluster.is_crowded
 
     def describe_flops(self, step_s: float | None) -> str:
         """Return for example ``3.41 TFLOP/s (12% of the peak)``; empty if the FLOPs are unknown.

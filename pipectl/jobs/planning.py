@@ -334,6 +334,7 @@ def make_plan_request(
         offload_to=offload_to,
         replicas=None if pipeline.replicas == "any" else int(pipeline.replicas or 1),
         shard_optimizer=pipeline.shard_optimizer,
+        updates_together=spec.training.updates_together,
         backward_apart=backward_apart,
         every_schedule=pipeline.schedule is None and listed is None and not spec.training.compile,
         key=plan_file_key(spec, profile, cluster),

@@ -82,8 +82,9 @@ def least_step_s(plan: Plan, cluster: Cluster) -> float:
     busiest node per core, and the longest update.
 
     A rank waits until a micro-batch has passed the stages before its first, and its last gradient
-    has to return through them. Weight halves of split backwards may run meanwhile. Replicas are
-    taken to share their stage's work in proportion to their speeds.
+    has to return through them. Weight halves of split backwards may run meanwhile, or, if ranks do
+    not update together, in the next step of the first stage. Replicas are taken to share their
+    stage's work in proportion to their speeds.
     """
     share, ranks = plan.batch_size / plan.micro_batch_size, range(plan.ranks)
     speeds = [cluster.device(rank).speed for rank in ranks]
@@ -101,18 +102,22 @@ def least_step_s(plan: Plan, cluster: Cluster) -> float:
                 last_s[rank] = min(last_s[rank], after_s)
         for rank in stage.updating_ranks:
             weights[rank] += weight_s * share
-            updates[rank] += stage.cost.update_s / speeds[rank]
+            if not plan.shard_optimizer:
+                updates[rank] += stage.cost.update_s / speeds[rank]
+    used = [rank for rank in ranks if first_s[rank] < inf]
+    if not (plan.meets_on(cluster) or is_unflushed(plan)):
+        own_s = max(loads[rank] + updates[rank] for rank in ranks)
+        there_s = (first_s[rank] + loads[rank] - weights[rank] + last_s[rank] for rank in used)
+        return max(own_s, max(there_s) if _all_return(plan) else 0.0)
     busiest_s = max(
         first_s[rank] + max(loads[rank], loads[rank] - weights[rank] + last_s[rank])
-        for rank in ranks
-        if first_s[rank] < inf
+        for rank in used
     )
     nodes = [0.0] * len(cluster.nodes)
     for rank in ranks:
         nodes[cluster.node_of_rank[rank]] += loads[rank]
     per_core = (load_s / node.cores for load_s, node in zip(nodes, cluster.nodes, strict=True))
-    at_once = not (plan.shard_optimizer or is_unflushed(plan))  # all ranks update together
-    return max(busiest_s, *per_core) + (max(updates) if at_once else 0.0)
+    return max(busiest_s, *per_core) + (0.0 if is_unflushed(plan) else max(updates))
 
 
 def _times_s(stage: Stage, speeds: Sequence[float]) -> tuple[float, float, float]:
@@ -143,6 +148,15 @@ def _through_s(
             backward_s = part * (whole_s - weight_s)
             after_s[each.source] = max(after_s[each.source], after_s[each.target] + backward_s)
     return list(zip(before_s, after_s, strict=True))
+
+
+def _all_return(plan: Plan) -> bool:
+    """Whether gradients of every stage return to the first one."""
+    returning = {0}
+    for each in sorted(plan.transfers, key=attrgetter("source")):
+        if each.kind is TransferKind.GRADIENT and each.target in returning:
+            returning.add(each.source)
+    return len(returning) == len(plan.stages)
 
 
 def work_s(problem: Problem, tried: Iterable[int] = ()) -> float:

@@ -272,6 +272,7 @@ class Problem:
             offload_to=request.offload_to,
             replication=choice.replication,
             shard_optimizer=request.shard_optimizer,
+            updates_together=request.updates_together,
             assumptions=(
                 (*assumptions, ASSUMED) if splits and self.profile.split is None else assumptions
             ),

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, NamedTuple, TypedDict
 
+from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
@@ -209,10 +210,16 @@ class ComparisonJson(TypedDict):
     ranks: list[dict[str, Any]]
 
 
-def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]) -> Comparison:
-    """Compare two timelines of a plan with the given channels."""
+def compare(
+    predicted: Timeline, measured: Timeline, channels: Sequence[Channel], *, meets: bool = True
+) -> Comparison:
+    """Compare two timelines of a plan with the given channels.
+
+    Args:
+        meets: whether ranks wait for each other before they update.
+    """
     ranks = sorted({event.rank for event in measured.events})
-    ours, theirs = StepTimes(predicted, channels), StepTimes(measured, channels)
+    ours, theirs = (StepTimes(each, channels, meets=meets) for each in (predicted, measured))
     expected = {key: time_s for key, time_s in ours.computing_s.items() if key[0] in ranks}
     paired = sorted(expected.keys() & theirs.computing_s.keys())
     times: dict[tuple[int, int, str], list[Both]] = defaultdict(list)
@@ -225,7 +232,7 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
 
     return Comparison(
         step=measured.step,
-        time=Both(predicted.end_s, measured.end_s),
+        time=Both(ours.step_s, theirs.step_s),
         parts=tuple(
             Part(*key, len(each), Both(*map(sum, zip(*each, strict=True))))
             for key, each in sorted(times.items())
@@ -240,12 +247,19 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
 class StepTimes:
     """The times in a timeline, given the channels of its plan.
 
+    Args:
+        meets: whether ranks wait for each other before they update; otherwise a rank begins its
+            next step while others end theirs.
+
     Attributes:
+        step_s: from step to step.
         computing_s: time of computations by rank, stage, kind and micro-batch.
         spent_s: uses of the step by rank and name in ``SPENT``; they add up to the step time.
     """
 
-    def __init__(self, timeline: Timeline, channels: Sequence[Channel]) -> None:
+    def __init__(
+        self, timeline: Timeline, channels: Sequence[Channel], *, meets: bool = True
+    ) -> None:
         self._timeline, self._channels = timeline, channels
         self._computed = {(e.rank, e.stage, e.kind, e.micro_batch): e for e in timeline.events}
         self._sends = {
@@ -254,6 +268,8 @@ class StepTimes:
         self.computing_s: dict[tuple[int, int, str, int], float] = defaultdict(float)
         self.spent_s: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SPENT, 0.0))
         last_s: dict[int, float] = defaultdict(float)
+        idle_s: dict[int, float] = defaultdict(float)  # until the first messages are sent
+        computed: set[int] = set()
         for event in timeline.events:
             spent, start_s = self.spent_s[event.rank], event.start_s
             last_s[event.rank] = max(last_s[event.rank], event.end_s)
@@ -261,13 +277,18 @@ class StepTimes:
                 sent_s = self._sent_s(event)
                 start_s = min(max(event.end_s if sent_s is None else sent_s, start_s), event.end_s)
                 spent[OTHERS] += start_s - event.start_s
+                if event.rank not in computed:
+                    idle_s[event.rank] += start_s - event.start_s
             elif event.kind in COMPUTE_KINDS:
+                computed.add(event.rank)
                 key = event.rank, event.stage, event.kind, event.micro_batch
                 self.computing_s[key] += event.end_s - start_s
             spent[_USES.get(event.kind, BETWEEN)] += event.end_s - start_s
+        alone_s = max((end_s - idle_s[rank] for rank, end_s in last_s.items()), default=0.0)
+        self.step_s = timeline.end_s if meets else alone_s
         for rank, spent in self.spent_s.items():
             spent[BETWEEN] += max(0.0, last_s[rank] - sum(spent.values()))
-            spent[OTHERS] += timeline.end_s - last_s[rank]
+            spent[OTHERS] += self.step_s - last_s[rank]
 
     def ends(self, channel: Channel, micro_batch: int) -> tuple[Event | None, Event | None]:
         """Return the computations that produced and use a message."""
@@ -405,17 +426,23 @@ def _find_largest_difference(comparison: Comparison) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A recorded step of a run; ``steps`` are all recorded steps."""
+    """A recorded step of a run.
+
+    Args:
+        steps: all recorded steps.
+        meets: whether ranks wait for each other before they update.
+    """
 
     run: RunDirectory
     plan: Plan
     steps: tuple[int, ...]
     predicted: Timeline
     measured: Timeline
+    meets: bool
 
     def compare(self) -> Comparison:
         """Compare the measured step with the prediction."""
-        return compare(self.predicted, self.measured, channels(self.plan))
+        return compare(self.predicted, self.measured, channels(self.plan), meets=self.meets)
 
     def timelines(self) -> dict[str, Timeline]:
         """Return both timelines by name."""
@@ -450,7 +477,8 @@ def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
             f"{plan.ranks}",
             cure="it belongs to an earlier plan; choose another by `--step`",
         )
-    return RecordedStep(run, plan, steps, predicted, measured)
+    meets = plan.updates_together or Cluster.load(run.cluster).is_crowded
+    return RecordedStep(run, plan, steps, predicted, measured, meets)
 
 
 def divide_last_step(run: RunDirectory) -> tuple[int, dict[str, float]] | None:

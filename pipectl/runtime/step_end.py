@@ -375,7 +375,7 @@ class StepEnd:
         self._clips = self._training.clip_grad_norm is not None
         self._looks = self._training.on_nonfinite != "ignore"
         self._skips = self._training.on_nonfinite == "skip"
-        self._meets = self._skips or self._clips or self.loss_scale is not None
+        self._meets = self._training.updates_together
         self._vote = Vote(communicator, [*self._dtypes], with_norms=self._clips)
         self._origins = Origins.of(engine.cut)
         if self._looks:

@@ -99,6 +99,7 @@ def _go_on(tables: Tables, number: int, event_s: float) -> None:
         position += 1
     rank.position = position
     rank.since = -1.0
+    rank.ended_s = now
     tables.clock[0].now = max(tables.clock[0].now, now)
 
 
@@ -124,6 +125,8 @@ def _begin_row(
         transfer = tables.streams[stream].first + 1 + tables.rows[position, MICRO_BATCH]
         end = tables.transfers[transfer].over_at
         if end <= now:
+            if begun >= 0 and ranks[number].computed == 0:
+                ranks[number].idle_s += max(0.0, tables.transfers[transfer].moved_at - begun)
             return False
         if end < inf:
             _foresee(queue, clock, end, number)
@@ -138,6 +141,8 @@ def _begin_row(
             return False
         _foresee(queue, clock, end, number)
     elif operation == MEETING:
+        if clock.meets == 0:
+            return False
         _meet(ranks, queue, clock, number, now)
     else:
         _compute(tables, number, position, operation, now)
@@ -203,6 +208,7 @@ def _start(tables: Tables, position: int, number: int, now: float) -> None:
         over = begun + tables.hold_s[place, row[SIZE]]
         tables.free_at[queue] = over
         end = max(end, over)
+    transfer.moved_at = now
     transfer.over_at = end + stream.latency_s
     last = transfer.waiting
     if last >= 0:
@@ -229,6 +235,7 @@ def _meet(ranks: Records, queue: Records, clock: Any, number: int, now: float) -
 def _compute(tables: Tables, number: int, position: int, operation: int, now: float) -> None:
     """Begin a computation; the rank continues at its end."""
     rank, row, pools = tables.ranks[number], tables.rows[position], tables.pools
+    rank.computed = 1
     if operation == UPDATE:
         work_s = rank.update_s / rank.speed
     else:

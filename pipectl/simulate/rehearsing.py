@@ -66,7 +66,7 @@ def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehears
         )
     seen = as_rehearsed(cluster)
     programs = [lower(plan, rank) for rank in range(plan.ranks)]
-    machine = Machine(plan, seen, programs)
+    machine = Machine(replace(plan, updates_together=True), seen, programs)
     step_s = machine.run()
     pause_s = max(PAUSE_S, LOOK_S * ranks_per_core / LOOKING)
     average_s = _average_s(programs, machine.busy_s())

@@ -14,7 +14,10 @@ The model:
 - Gradients are summed over the replicas of a stage when all replicas have started the sum, while
   they continue to compute. Sums share no link (:mod:`pipectl.simulate.network`).
 - Ranks of a node share its cores evenly while more ranks compute than there are cores.
-- At UPDATE all ranks meet, then each rank updates its stages.
+- At UPDATE all ranks meet if the plan says so, then each rank updates its stages. If they do not
+  meet, a rank begins its next step while others end theirs, and the step time is from step to step:
+  each rank follows the same course again as soon as no rank is late for its first computation. On
+  shared cores, where steps would slow each other down, ranks are taken to meet.
 - If steps are not flushed, ranks do not meet, and the steady state is simulated: two stretches are
   executed between empty pipelines, the second with twice as many steady steps. Both fill and drain
   alike, so their difference is the steady state.
@@ -144,7 +147,8 @@ def simulate(
         busy_s = [(more - less) / steady for less, more in busy]
     else:
         machine = Machine(plan, cluster, programs)
-        step_time_s, busy_s = machine.run(), machine.busy_s()
+        machine.run()
+        step_time_s, busy_s = machine.step_time_s(), machine.busy_s()
 
     def record() -> list[Record]:
         """Execute the step again; if steps overlap, the shortest stretch with a steady one."""
@@ -224,6 +228,13 @@ class Machine:
                 cure="plan again; a warm_up must not rise from a stage to the next",
             )
         return float(self.tables.clock["now"][0])
+
+    def step_time_s(self) -> float:
+        """Return the seconds from the end of a step to that of the next one, after :meth:`run`."""
+        clock, ranks = self.tables.clock[0], self.tables.ranks
+        if clock["meets"]:
+            return float(clock["now"])
+        return float((ranks["ended_s"] - ranks["idle_s"]).max())
 
     def busy_s(self) -> list[float]:
         """Return the seconds in which each rank computes."""
@@ -323,6 +334,7 @@ def _new_tables(
     clock = np.zeros(1, dtype=CLOCK)
     clock["queued"] = clock["number"] = len(ranks)
     clock["agree_s"] = max(each.agree for each in row_times)
+    clock["meets"] = plan.meets_on(cluster)
     return Tables(
         *programs._replace(ranks=ranks),
         operation=OPERATIONS,

@@ -29,8 +29,8 @@ holds the index of this among all that occur in a simulation: its *size*."""
 
 
 RANK = record(
-    "first end stages streams pool position waiting met",
-    "speed update_s begin_s after_s since busy_s owed_s",
+    "first end stages streams pool position waiting met computed",
+    "speed update_s begin_s after_s since busy_s owed_s idle_s ended_s",
 )
 """Of each rank:
 
@@ -42,22 +42,25 @@ RANK = record(
 - ``position``: its row; ``since``: when it began the row, below 0 if it has not;
 - ``waiting``: next rank that waits for the same transfer; the first one follows the last;
 - ``met``: rank that was the n-th at a meeting, in the record of rank n;
-- ``busy_s``: seconds of computations; ``owed_s``: time of rows to add to the next one.
+- ``busy_s``: seconds of computations; ``owed_s``: time of rows to add to the next one;
+- ``computed``: whether it has begun a computation; ``idle_s``: seconds that it waited before that,
+  until its messages moved; ``ended_s``: end of its last row.
 """
 STREAM_OF = record("first starters way end", "latency_s")
 """Of each stream: its first transfer, the number of rows that must start a transfer before it
 moves, the range of the parts of its way, and its latency."""
-TRANSFER = record("started waiting", "over_at")
+TRANSFER = record("started waiting", "moved_at over_at")
 """Of each transfer: the number of rows that have started it, the last rank that waits for it (-1 if
-none does), and its end (infinite until it moves)."""
+none does), its start and its end (infinite until it moves)."""
 POOL = record("start cores busy alarm", "clock time")
 """Of each pool of cores: the start of its heap of work, the number of cores, the number of ranks
 that compute, the number of its valid event, its virtual clock, and when that was set."""
 EVENT = record("number target", "time")
 """An entry of a heap, sorted by time and then by a unique number."""
-CLOCK = record("queued number met recorded", "now met_s agree_s")
+CLOCK = record("queued number met recorded meets", "now met_s agree_s")
 """Numbers of events in the queue, of events scheduled so far, of ranks that met, and of records;
-the end of what is over, the last arrival at a meeting, and the seconds to agree there."""
+whether ranks meet; the end of what is over, the last arrival at a meeting, and the seconds to agree
+there."""
 RECORD = record("rank row", "start end")
 """A row that took time."""
 

@@ -39,7 +39,8 @@ def plan_key(spec: JobSpec) -> str:
         order = _content(spec.schedule_file)
         pipeline["schedule"] = spec.schedule_file.name
     resources = spec.resources.model_dump(exclude={"walltime"})
-    return _digest([_profiled(spec), pipeline, resources, cluster, order])
+    together = spec.training.updates_together
+    return _digest([_profiled(spec), pipeline, resources, cluster, order, together])
 
 
 def links_key(spec: JobSpec, machine: str) -> str:

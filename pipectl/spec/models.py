@@ -225,6 +225,13 @@ class Training(types.Section):
     stay as they were. `ignore` does not check. In `float16` the loss scale handles gradients, so
     this key applies only to the loss."""
 
+    @property
+    def updates_together(self) -> bool:
+        """Whether ranks wait for each other before they update: to clip gradients, to scale the
+        loss, or to skip a step."""
+        skips = self.on_nonfinite == "skip" or self.precision == "float16"
+        return skips or self.clip_grad_norm is not None
+
 
 class Pipeline(types.Section):
     """How the model is spread over the ranks. The planner chooses what is `auto`."""

@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link, RowTimes
 from pipectl.planner import PlanRequest
+from pipectl.planner.bounds import least_step_s
 from pipectl.planner.costs.devices import one_each
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
+from pipectl.profile import OptimizerCost
 from pipectl.simulate import simulate
 
 CLUSTERS = [
@@ -43,12 +45,15 @@ CLUSTERS = [
     stages=st.integers(1, 4),
     batch=st.integers(1, 20),
     size=st.integers(1, 8),
+    together=st.booleans(),
 )
 def test_nothing_is_simulated_below_the_bounds(
-    data, cluster, stages, batch, size, profiles, partitions_of
+    data, cluster, stages, batch, size, together, profiles, partitions_of
 ) -> None:
     profile = data.draw(profiles(most=5, caches=True))
-    problem = Problem(profile, cluster, PlanRequest("job", batch), condense(profile))
+    problem = Problem(
+        profile, cluster, PlanRequest("job", batch, updates_together=together), condense(profile)
+    )
     partitions = list(partitions_of(problem.graph, stages))
     if not partitions:
         return
@@ -63,6 +68,7 @@ def test_nothing_is_simulated_below_the_bounds(
     found = simulate(plan, cluster, process_baseline_bytes=problem.baseline_bytes)
     ((bound_s,),) = problem.estimator.steps_s([layout], size, [order[1]])
     assert bound_s <= found.step_time_s * (1 + 1e-12)
+    assert least_step_s(plan, cluster) <= found.step_time_s * (1 + 1e-12)
     peaks = found.peak_memory_bytes
     limited = replace(problem.request, memory_limit_bytes=max(peaks))
     tight = Problem(profile, cluster, limited, problem.graph)
@@ -70,13 +76,18 @@ def test_nothing_is_simulated_below_the_bounds(
     assert excess[0, 0] <= 1e-9, "what fits is never left out"
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("latency_s", [0.0, 1e-4])
 @pytest.mark.parametrize("batch", [1, 12, 500])
-def test_estimates_are_what_is_simulated_if_messages_are_short(chain, batch, latency_s) -> None:
+def test_estimates_are_what_is_simulated_if_messages_are_short(
+    chain, batch, latency_s, together
+) -> None:
     """Also where the steady state is skipped."""
     link = Link(latency_s, 1e12)
     cluster = Cluster("c", "test", (Node("n", 4, 4, Device("cpu")),), link, link)
-    problem = Problem(chain(9), cluster, PlanRequest("job", batch))
+    profile = replace(chain(9), optimizer=OptimizerCost(0.0, 1e-6))
+    request = PlanRequest("job", batch, updates_together=together)
+    problem = Problem(profile, cluster, request)
     layout = Layout((0b11, 0b11100, 0b1111 << 5), one_each((0, 1, 2)))
     for name, warm_up in open_orders(problem.request, 3, batch):
         ((step_s,),) = problem.estimator.steps_s([layout], 1, [warm_up])

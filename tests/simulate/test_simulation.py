@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import random
 
+import numpy as np
 import pytest
 
 from pipectl.cluster import Cluster, Device, Node
@@ -10,9 +12,12 @@ from pipectl.errors import MismatchError, ScheduleError
 from pipectl.graph import TransferKind
 from pipectl.link import Link
 from pipectl.plan import StageCost, Transfer
+from pipectl.planner.bounds import least_step_s
 from pipectl.schedule import lower
-from pipectl.schedule.actions import COMPUTE_KINDS
+from pipectl.schedule.actions import COMPUTE_KINDS, Actions
+from pipectl.schedule.registry import SCHEDULES, default_ranks
 from pipectl.simulate import simulate
+from pipectl.simulate.simulation import Machine
 from pipectl.timeline import Timeline
 
 FREE = Link(latency_s=0.0, bandwidth_bytes_per_s=1e30)
@@ -75,6 +80,37 @@ def test_all_ranks_meet_before_they_update(pipeline):
     assert (waits[1].start_s, waits[1].end_s) == (4.0, 6.0)
     assert (waits[2].start_s, waits[2].end_s) == (0.0, 6.0)
     assert found.step_time_s == 11.0
+
+
+@pytest.mark.parametrize("link", [FREE, Link(0.1, 1e30), Link(2.0, 1e30)])
+@pytest.mark.parametrize("micro_batches", [3, 6])
+@pytest.mark.parametrize("schedule", [each.name for each in SCHEDULES.values() if each.flushes])
+def test_the_next_step_begins_while_others_end_theirs(pipeline, schedule, micro_batches, link):
+    """The step time is that of steps in a row."""
+    draw, stages = random.Random(micro_batches), 6
+    ranks = default_ranks(schedule, stages)
+    costs = [
+        dataclasses.replace(
+            cost(draw.uniform(1, 2), draw.uniform(2, 4), draw.uniform(0, 5)), weight_s=1.5
+        )
+        for _ in range(stages)
+    ]
+    together = pipeline(stages, micro_batches, schedule=schedule, ranks=ranks, costs=costs)
+    plan = dataclasses.replace(together, updates_together=False)
+    machine = cluster((plan.ranks, plan.ranks), within=link)
+
+    def run_s(steps):
+        programs = []
+        for rank in range(plan.ranks):
+            step = lower(plan, rank)
+            rows = [step.shifted(index * micro_batches).rows for index in range(steps)]
+            programs.append(Actions(np.concatenate(rows)))
+        return Machine(plan, machine, programs, steps=steps).run()
+
+    step_s = simulate(plan, machine).step_time_s
+    assert (run_s(16) - run_s(8)) / 8 == pytest.approx(step_s)
+    assert step_s <= simulate(together, machine).step_time_s
+    assert 0 < least_step_s(plan, machine) <= step_s
 
 
 def test_ranks_that_share_a_core_take_turns(pipeline):

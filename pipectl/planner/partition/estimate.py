@@ -82,7 +82,8 @@ class Estimator:
         self._times = times
         self._groups = RankGroups(self.links, request.memory_limit_bytes)
         self._cores = np.array([node.cores for node in cluster.nodes], dtype=np.float64)
-        self._crowded = any(node.ranks > node.cores for node in cluster.nodes)
+        self._crowded = cluster.is_crowded
+        self._together = request.updates_together or self._crowded
         self._footprints = footprints
         self._blocks, self._block_of = len(graph), np.array(graph.block_of, dtype=np.int64)
         self._known_sums: dict[tuple[Partition, ...], Sums] = {}
@@ -110,7 +111,10 @@ class Estimator:
         back = np.zeros((depths.shape[1], min(int(depths.max()), count) + 2))
         for begin in range(0, len(layouts), chunk):
             end = min(begin + chunk, len(layouts))
-            step_times(pipelines, depths, count, last_share, begin, end, room, back, steps_s)
+            step_times(
+                pipelines, depths, count, last_share, self._together, begin, end, room, back,
+                steps_s,
+            )  # fmt: skip
         again = self._recomputing(layouts)
         if self._crowded or again.any():
             full, stages = count - 1 + last_share, pipelines.stages
@@ -206,7 +210,10 @@ class Estimator:
         on_nodes = self._groups.on_nodes[stages["group"]]
         total = (work[:, :, None] * on_nodes).sum(axis=1)
         busiest = np.maximum(work.max(axis=1), (total / self._cores).max(axis=1))
-        work_s: Floats = busiest + stages["update_s"].max(axis=1)
+        if self._together:
+            work_s: Floats = busiest + stages["update_s"].max(axis=1)
+        else:
+            work_s = np.maximum(busiest, (work + stages["update_s"]).max(axis=1))
         return work_s
 
     def _recomputing(self, layouts: Sequence[Layout]) -> Integers:
@@ -224,6 +231,7 @@ def step_times(
     warm_ups: Integers,
     micro_batches: int,
     last_share: float,
+    together: bool,
     begin: int,
     end: int,
     room: Records,
@@ -234,6 +242,7 @@ def step_times(
 
     Args:
         warm_ups: by order and stage.
+        together: whether all ranks update together.
         begin, end: range of pipelines.
         room: scratch space for the messages of one pipeline in both directions; shape
             [2, messages].
@@ -249,7 +258,7 @@ def step_times(
         for order in range(len(warm_ups)):
             warm_up = warm_ups[order]
             steps_s[row, order] = step_s(
-                stages, ahead, behind, warm_up, back, micro_batches, last_share
+                stages, ahead, behind, warm_up, back, micro_batches, last_share, together
             )
 
 

@@ -31,7 +31,7 @@ SAME = 1e-13
 """Advances count as equal if their difference is below this share of the time."""
 
 STAGE = record(
-    "group depth ahead behind", "forward_s backward_s reduce_s update_s end arrived before"
+    "group depth ahead behind", "forward_s backward_s reduce_s update_s end arrived idle before"
 )
 """Per stage, in order:
 
@@ -41,7 +41,8 @@ STAGE = record(
 
 The rest is filled in: ``depth``, forwards before the first backward; ``ahead`` and ``behind``, its
 first message in either direction; the ``end`` of its last action, and that one turn ``before``; the
-time at which the inputs of this turn have ``arrived``.
+time at which the inputs of this turn have ``arrived``, and the seconds that it is ``idle`` until
+those of the first turn are sent.
 """
 WAY = record("source target", "hold_s late_s free_at before")
 """Per message of one direction, by ascending source; each has its own link:
@@ -62,6 +63,7 @@ def step_s(
     back: Floats,
     micro_batches: int,
     last_share: float,
+    together: bool,
 ) -> float:
     """Time of a step.
 
@@ -71,6 +73,7 @@ def step_s(
         back: scratch space for the arrival of the gradients of every stage, in a ring over
             micro-batches of first depth + 1 entries; shape [stages, at least as many].
         last_share: size of the last micro-batch relative to the others.
+        together: whether updates begin when the last stage is ready.
     """
     last, ring = micro_batches - 1, min(max(warm_up[0], 1), micro_batches) + 1
     _begin(stages, ahead, behind, warm_up, micro_batches)
@@ -81,18 +84,20 @@ def step_s(
     while turn < last + ring:
         _backwards(turn, ring, last, last_share, stages, behind, back)
         if turn <= last:
-            _forwards(last_share if turn == last else 1.0, stages, ahead)
+            _forwards(last_share if turn == last else 1.0, turn == 0, stages, ahead)
         if ring <= turn < last - 1 - ring:
             advance_s = _advance(stages, ahead, behind)
             steady = steady + 1 if advance_s >= 0.0 else 0
             if steady > ring:
                 turn += _skip(last - 1 - turn, ring, advance_s, stages, ahead, behind, back)
         turn += 1
-    ready_s = update_s = 0.0  # updates begin when the last stage is ready
+    ready_s = update_s = alone_s = 0.0
     for number in range(len(stages)):
-        ready_s = max(ready_s, stages[number].end + stages[number].reduce_s)
-        update_s = max(update_s, stages[number].update_s)
-    return ready_s + update_s
+        stage = stages[number]
+        end_s = stage.end + stage.reduce_s
+        ready_s, update_s = max(ready_s, end_s), max(update_s, stage.update_s)
+        alone_s = max(alone_s, end_s + stage.update_s - stage.idle)
+    return ready_s + update_s if together else alone_s
 
 
 @compiled
@@ -104,7 +109,7 @@ def _begin(
     for number in range(len(stages)):
         stage = stages[number]
         stage.depth = min(max(warm_up[number], 1), micro_batches)
-        stage.end = stage.arrived = stage.before = 0.0
+        stage.end = stage.arrived = stage.idle = stage.before = 0.0
         stage.ahead, stage.behind = there, returned
         there, returned = _clear(ahead, there, number), _clear(behind, returned, number)
 
@@ -146,7 +151,7 @@ def _backwards(
 
 
 @compiled
-def _forwards(share: float, stages: Records, ahead: Records) -> None:
+def _forwards(share: float, first: bool, stages: Records, ahead: Records) -> None:
     """Run the forwards of one turn, the first stage first, and send their activations."""
     for number in range(len(stages)):
         stage = stages[number]
@@ -156,6 +161,8 @@ def _forwards(share: float, stages: Records, ahead: Records) -> None:
         while place < len(ahead) and ahead[place].source == number:
             target = stages[ahead[place].target]
             target.arrived = max(target.arrived, _pass(ahead[place], stage.end, share))
+            if first:
+                target.idle = max(target.idle, stage.end)
             place += 1
 
 
