@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -24,18 +24,6 @@ INDEX = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
 _COPIED = frozenset({".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"})
 """Suffixes of the files beside the weights that describe a model and its tokenizer."""
-
-
-class Source(Protocol):
-    """Weights by name, each read when it is accessed."""
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def __getitem__(self, name: str) -> Tensor: ...
-
-    def layout(self, name: str) -> Tensor:
-        """Shape and type of a weight, on the meta device."""
-        ...
 
 
 class Renamed(Mapping[str, Tensor]):
@@ -92,6 +80,10 @@ class Renamed(Mapping[str, Tensor]):
                 f"{like}: does not match the model of the run: {listed}",
                 cure="name the files that the model of the run was made from, or leave out --like",
             )
+
+
+Source = Stored | Renamed
+"""Weights by name, each read when it is accessed."""
 
 
 def _counterparts(own: Collection[str], others: Collection[str]) -> dict[str, str]:
