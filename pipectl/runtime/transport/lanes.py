@@ -1,9 +1,9 @@
 """Messages of tensors over MPI: nonblocking, without copies, without headers.
 
 A lane (one direction between two stages) carries the same tensors for every micro-batch of one
-size. Their layouts are announced once, in the first exchange of that size between two ranks. MPI
-matches messages to receives in the order in which these were posted: while the layouts of one
-receive are unknown, later ones are not posted either.
+size. Their layouts are announced once, in the first exchange of that size between two ranks. All
+tensors of a lane have one tag, since MPI matches messages to receives in the order in which these
+were posted: while the layouts of one receive are unknown, later ones are not posted either.
 
 If :data:`CHECK_VARIABLE` is set, the sender describes each message in a small message of its own.
 A difference means that the ranks run different programs, that memory was changed while it was sent,
@@ -24,7 +24,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pipectl.capture import Lane, Slot
-from pipectl.errors import MismatchError, WorkerError
+from pipectl.errors import WorkerError
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.transport.transfer import Progress, Transfer, Wire
@@ -33,8 +33,8 @@ CHECK_VARIABLE = "PIPECTL_CHECK_MESSAGES"
 """If set on rank 0, every message is checked, which is slow."""
 Shape = tuple[int, int]
 """The number of samples of a micro-batch, and the length of its sequences."""
-_HEADER, _NOTE, _EXTRA = 0, 1, 2
-"""Tags of a lane after those of its slots."""
+_TAGS = 3
+"""Per lane: for tensors, headers and notes. MPI guarantees 32768 tags, enough for any plan."""
 
 
 class Note(NamedTuple):
@@ -79,7 +79,6 @@ class Place(NamedTuple):
     """
 
     slot: Slot
-    tag: int
     layout: Layout | None
     name: Callable[[], str]
 
@@ -110,15 +109,16 @@ class Line:
     """A lane between this rank and another.
 
     Args:
-        tags: of its slots, and two more.
+        tag: the first of its tags.
         check: whether to compare every message with its sender's description.
     """
 
     def __init__(
-        self, wire: Wire, lane: Lane, slots: list[Slot], rank: int, tags: range, check: bool
+        self, wire: Wire, lane: Lane, slots: list[Slot], rank: int, tag: int, check: bool
     ) -> None:
         self._wire, self._lane, self._slots = wire, lane, slots
-        self._rank, self._tags, self._check = rank, tags, check
+        self._rank, self._check = rank, check
+        self._tag, self._header_tag, self._note_tag = range(tag, tag + _TAGS)
         # By the shape of the micro-batch.
         self._places: dict[Shape, Sequence[Place]] = {}
         # Receives in the order in which they started.
@@ -137,21 +137,21 @@ class Line:
         if places is None:
             known = [tensors.get(slot) for slot in self._slots]
             layouts = [None if tensor is None else Layout.of(tensor) for tensor in known]
-            self._wire.send_object(layouts, self._rank, self._tags[~_HEADER])
+            self._wire.send_object(layouts, self._rank, self._header_tag)
             places = self._places[shape] = self._places_of(layouts)
-        send, rank = self._wire.send, self._rank
+        send, rank, tag = self._wire.send, self._rank, self._tag
         transfers: list[Transfer] = []
         vectors: list[Tensor] = []
         for place in places:
             vector = self._flat(place, tensors.get(place.slot))
             if vector is not None:
                 vectors.append(vector)
-                transfers.append(send(vector, rank, place.tag))
+                transfers.append(send(vector, rank, tag))
         posted = Posted(micro_batch, shape, places, transfers)
         if self._check:
             # Describes the tensors, not the buffers: copies to the buffers may still be under way.
             posted.note = self._note(posted, vectors)
-            self._wire.send_object(posted.note, rank, self._tags[~_NOTE])
+            self._wire.send_object(posted.note, rank, self._note_tag)
         return posted
 
     def finish_send(self, posted: Posted) -> None:
@@ -190,7 +190,7 @@ class Line:
             WorkerError: messages are checked, and this one differs from what its sender sent.
         """
         while posted.places is None:
-            layouts = self._wire.receive_object(self._rank, self._tags[~_HEADER])
+            layouts = self._wire.receive_object(self._rank, self._header_tag)
             if len(layouts) != len(self._slots):
                 raise WorkerError(
                     f"the {self._lane.kind} {self._way} has {len(layouts)} tensors there and "
@@ -211,7 +211,7 @@ class Line:
             self._compare(posted, posted.buffers)
         transfers = iter(posted.transfers)
         tensors: Tensors = {}
-        for slot, _, layout, _ in posted.places:
+        for slot, layout, _ in posted.places:
             if layout is None:
                 tensors[slot] = None
                 continue
@@ -226,15 +226,15 @@ class Line:
 
     def _places_of(self, layouts: Sequence[Layout | None]) -> list[Place]:
         return [
-            Place(slot, tag, layout, partial(self._name, slot))
-            for slot, layout, tag in zip(self._slots, layouts, self._tags, strict=False)
+            Place(slot, layout, partial(self._name, slot))
+            for slot, layout in zip(self._slots, layouts, strict=True)
         ]
 
     def _post(self, places: Sequence[Place]) -> list[Transfer]:
         """Start receiving the tensors of a message."""
-        receive, rank = self._wire.receive, self._rank
+        receive, rank, tag = self._wire.receive, self._rank, self._tag
         transfers: list[Transfer] = []
-        for _, tag, layout, name in places:
+        for _, layout, name in places:
             if layout is not None:
                 transfers.append(receive(layout.message_sizes, layout.dtype, rank, tag, name))
         return transfers
@@ -263,7 +263,7 @@ class Line:
     def _compare(self, posted: Posted, buffers: Sequence[Tensor] = ()) -> None:
         """Compare a message with its note; notes arrive in the order of the messages."""
         while posted.note is None:
-            note = self._wire.receive_object(self._rank, self._tags[~_NOTE])
+            note = self._wire.receive_object(self._rank, self._note_tag)
             self._without_note.popleft().note = note
         difference = posted.note.difference(self._note(posted, buffers))
         if difference:
@@ -312,9 +312,6 @@ class Transport:
     Attributes:
         line: returns the line of a lane to, or from, a rank.
         advance: lets MPI make progress; to be called between actions.
-
-    Raises:
-        MismatchError: the cut has more kinds of messages than MPI has tags.
     """
 
     def __init__(
@@ -328,30 +325,5 @@ class Transport:
     ) -> None:
         wire = Wire(communicator, device, progress)
         self.advance = wire.progress.advance
-        tags = tags_of(lanes, largest_tag(communicator))
+        tags = {lane: _TAGS * index for index, lane in enumerate(lanes)}
         self.line = cache(lambda lane, rank: Line(wire, lane, lanes[lane], rank, tags[lane], check))
-
-
-def largest_tag(communicator: MPI.Comm) -> int:
-    """The largest tag that this MPI accepts; the standard guarantees 32767."""
-    largest = communicator.Get_attr(MPI.TAG_UB)
-    return 32767 if largest is None else int(largest)
-
-
-def tags_of(lanes: dict[Lane, list[Slot]], largest: int) -> dict[Lane, range]:
-    """Tags of every lane: one per slot, one for the note, one for the header.
-
-    Raises:
-        MismatchError: MPI has fewer.
-    """
-    tags: dict[Lane, range] = {}
-    first = 0
-    for lane, slots in lanes.items():
-        tags[lane] = range(first, first + len(slots) + _EXTRA)
-        first = tags[lane].stop
-    if first - 1 > largest:
-        raise MismatchError(
-            f"the plan has {first} kinds of messages, but this MPI has tags for {largest + 1}",
-            cure="plan fewer stages, or use another MPI",
-        )
-    return tags

@@ -11,11 +11,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pipectl.capture import Lane, Slot
-from pipectl.errors import MismatchError
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice, Message, Sizes
 from pipectl.runtime.transport import Transport
-from pipectl.runtime.transport.lanes import largest_tag, tags_of
 from pipectl.runtime.transport.transfer import Call, Pieces, PiecewiseTransfer, Progress, memory
 
 
@@ -157,16 +155,3 @@ def test_a_send_that_the_device_is_not_ready_for_waits_in_the_queue(mode: str, c
             assert torch.equal(found, values[index])
             line.finish_send(sent[index])
         progress.advance()  # headers and notes, for which no send waits
-
-
-def lanes(slots: int) -> dict[Lane, list[Slot]]:
-    kinds = (TransferKind.ACTIVATION, TransferKind.GRADIENT)
-    return {Lane(kind, 0, 1): [Slot(str(n)) for n in range(slots)] for kind in kinds}
-
-
-def test_every_message_of_a_lane_has_its_own_tag() -> None:
-    tags = [tag for found in tags_of(lanes(3), 9).values() for tag in found]
-    assert tags == list(range(10))
-    with pytest.raises(MismatchError, match=r"10 kinds of messages, .* tags for 9"):
-        tags_of(lanes(3), 8)
-    assert largest_tag(MPI.COMM_WORLD) >= 32767
