@@ -75,25 +75,21 @@ class Residual(nn.Module):
 
 
 class Cnn(nn.Module):
-    """Assigns a buffer that autograd keeps for the backward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
         self.blocks = nn.Sequential(*[Residual(8) for _ in range(3)])
         self.head = nn.Linear(8, 10)
-        self.register_buffer("scale", torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.blocks(self.stem(x)).mean((2, 3))
-        z = y * self.scale
-        if self.training:
-            self.scale = 0.9 * self.scale + 0.1 * y.detach().mean(0)
-        return self.head(z)
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
 class Dense(nn.Module):
-    """DenseNet-style: every layer reads all before it, so skips cross several stages."""
+    """DenseNet-style: every layer reads all before it, so skips cross several stages.
+
+    It also assigns a buffer that autograd has kept for the backward.
+    """
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
@@ -108,6 +104,7 @@ class Dense(nn.Module):
         )
         self.dropout = nn.Dropout2d(dropout)
         self.head = nn.Linear(26, 10)
+        self.register_buffer("scale", torch.ones(26))
 
     def forward(self, x: Tensor) -> Tensor:
         features = [self.stem(x)]
@@ -115,7 +112,10 @@ class Dense(nn.Module):
             features.append(self.dropout(layer(torch.cat(features, 1))))
         # The first feature is used once more at the very end, beside uses in every layer.
         total = torch.cat(features, 1).mean((2, 3))
-        return self.head(total) * features[0].mean()
+        scaled = total * self.scale
+        if self.training:
+            self.scale = 0.9 * self.scale + 0.1 * total.detach().mean(0)
+        return self.head(scaled) * features[0].mean()
 
 
 class OwnPrecision(nn.Module):
