@@ -361,28 +361,53 @@ def programs_of(
     Raises:
         ScheduleError: see :func:`pipectl.schedule.lower`.
     """
-    count = plan.ranks
-    stages: list[Sequence[int]] = [range(len(plan.stages))] * count  # fast to hash
-    streams: list[Sequence[int]] = [range(numbering.streams)] * count
-    number = list(range(count))
-    if programs is not None:
-        rows = [rows_of(plan, numbering, rank, actions) for rank, actions in enumerate(programs)]
-    elif not schedule_of(plan).is_local or any(
+    if programs is None:
+        return _own_programs(_skeleton(plan))
+    rows = [rows_of(plan, numbering, rank, actions) for rank, actions in enumerate(programs)]
+    return _assemble(plan, numbering, rows)
+
+
+@lru_cache(maxsize=8)
+def _own_programs(plan: Plan) -> Programs:
+    """Return what every rank executes by a plan from :func:`_skeleton`."""
+    numbering = Numbering(plan)
+    if not schedule_of(plan).is_local or any(
         len(stage.ranks) > 1 or stage.backward_ranks for stage in plan.stages
     ):
-        rows = _rows_of_all(_skeleton(plan), numbering)
-    else:
-        numbers: dict[Plan, int] = {}
-        for rank, (small, *names) in enumerate(_neighbourhoods(plan, numbering)):
-            number[rank] = numbers.setdefault(small, len(numbers))
-            stages[rank], streams[rank] = names
-        rows = list(map(_rows_of_first, numbers))
+        return _assemble(plan, numbering, _rows_of_all(plan, numbering))
+    numbers: dict[Plan, int] = {}
+    number, stages, streams = [], [], []
+    for small, own_stages, own_streams in _neighbourhoods(plan, numbering):
+        number.append(numbers.setdefault(small, len(numbers)))
+        stages.append(own_stages)
+        streams.append(own_streams)
+    rows = list(map(_rows_of_first, numbers))
+    return _assemble(plan, numbering, rows, number, stages, streams)
+
+
+def _assemble(
+    plan: Plan,
+    numbering: Numbering,
+    rows: Sequence[Rows],
+    number: Sequence[int] = (),
+    stages: Sequence[Sequence[int]] = (),
+    streams: Sequence[Sequence[int]] = (),
+) -> Programs:
+    """Return the programs with these rows.
+
+    Args:
+        number: place of the rows of every rank; by default, each rank has its own.
+        stages, streams: what the numbers in the rows of every rank stand for; by default, all of
+            the plan.
+    """
+    count = plan.ranks
+    number = number or list(range(count))
     ends = np.cumsum([len(each) for each in rows])
     ranks = np.zeros(count, dtype=RANK)
     ranks["end"] = ends[number]
     ranks["first"] = (ends - [len(each) for each in rows])[number]
-    stage_names, ranks["stages"] = _join(stages)
-    stream_names, places = _join(streams)
+    stage_names, ranks["stages"] = _join(stages or [range(len(plan.stages))] * count)
+    stream_names, places = _join(streams or [range(numbering.streams)] * count)
     ranks["streams"] = places + len(stage_names)
     every = np.concatenate(rows)
     sizes = np.flatnonzero(np.bincount(every[:, SIZE]))
@@ -397,8 +422,11 @@ def _neighbourhoods(
     plan: Plan, numbering: Numbering
 ) -> Iterator[tuple[Plan, tuple[int, ...], tuple[int, ...]]]:
     """Yield for each rank a small plan, in which it is rank 0 and all others are rank 1, and its
-    stages and streams in the whole plan. Takes time in proportion to the channels."""
-    skeleton = _skeleton(plan)
+    stages and streams in the whole plan. Takes time in proportion to the channels.
+
+    Args:
+        plan: from :func:`_skeleton`.
+    """
     stages_of: list[list[int]] = [[] for _ in range(plan.ranks)]
     for index, stage in enumerate(plan.stages):
         stages_of[stage.ranks[0]].append(index)
@@ -409,9 +437,9 @@ def _neighbourhoods(
         stages = sorted(ends.union(own))
         position = {stage: index for index, stage in enumerate(stages)}
         small = replace(
-            skeleton,
+            plan,
             stages=tuple(
-                replace(skeleton.stages[stage], ranks=(int(plan.stages[stage].ranks[0] != rank),))
+                replace(plan.stages[stage], ranks=(int(plan.stages[stage].ranks[0] != rank),))
                 for stage in stages
             ),
             warm_up=tuple(plan.warm_up[stage] for stage in stages),
