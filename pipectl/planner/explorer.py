@@ -336,8 +336,13 @@ class Explorer:
             exact = before.step_s <= candidate.estimate_s * (1 + MIN_GAIN)
             if exact and candidate.choice in self._minima:
                 return  # estimates equal the simulation: no neighbour can be better
-            near = self._affordable(self._moves(candidate), self._area_of(candidate))
-            judge_promising(near, self.judge)
+            area, orders = self._area_of(candidate), [candidate.choice[2:4]]
+            if self.problem.has_limits:  # a neighbour may fit only in another order
+                orders = self._areas.orders(area.stages, area.size)
+            near = self._affordable(self._moves(candidate), area)
+            judge_promising(Candidates(self.problem, near, area.size, orders), self.judge)
+            if self.judge.best() is before:
+                judge_promising(self._candidates([candidate.layout], area), self.judge)
             if self.judge.best() is before:
                 return
 
@@ -367,7 +372,7 @@ class Explorer:
                     heappush(queue, (estimate_s, reach + 1, next(numbers), start))
             moved = (each for _, reach, _, start in starts for each in self._moves(start, reach))
             fresh = self._affordable((each for each in moved if each not in seen), area)
-            for near in fresh.best_of_layouts():
+            for near in self._candidates(fresh, area).best_of_layouts():
                 seen.add(near.layout)
                 better = near.estimate_s < candidate.estimate_s * (1 - MIN_GAIN)
                 turn_s = near.estimate_s if better else near.estimate_s * (1 + 2 * MIN_GAIN)
@@ -396,13 +401,13 @@ class Explorer:
         exchanged = list(map(one_each, placements))
         return neighbours(candidate.layout, self.problem.graph, times, exchanged, reach)
 
-    def _affordable(self, layouts: Iterable[Layout], area: Area) -> Candidates:
-        """As many layouts as the budget of moves suffices for, in every order."""
+    def _affordable(self, layouts: Iterable[Layout], area: Area) -> list[Layout]:
+        """As many layouts as the budget of moves suffices for."""
         self._check()
         work = len(self.problem.profile.operators) + 2 * area.micro_batches * area.stages
         near = list(islice(layouts, max(0, self._move_work // work)))
         self._move_work -= max(1, len(near)) * work
-        return self._candidates(near, area)
+        return near
 
     def _replicate(self) -> None:
         """Judge the layouts with replicas of best estimate, with every way to share work."""
