@@ -151,8 +151,13 @@ class Evaluator:
             self._weigh = partial(target_weight, weigh, job.spec.loss.weight)
 
     def learn(self) -> None:
-        """Send a micro-batch of every shape, so that both ends of all channels know all layouts."""
+        """Send a micro-batch of every shape, so that both ends of all channels know all layouts.
+
+        A metric that fails on the first micro-batch does so here, not after an hour of training.
+        """
         for rows in self._division.evaluation_sizes:
+            is_first = rows == self._division.evaluated[0]
+            self._engine.on_evaluated = self._fresh_metrics().add if is_first else None
             example = partial(self._loader.example, rows.whole, length=rows.length)
             batches = iter([example()] if self._stages else ())
             self._run([rows], batches, "layouts")
@@ -163,7 +168,7 @@ class Evaluator:
         Args:
             step: the last step before the evaluation.
         """
-        metrics = Metrics(self._metrics, self._job.evaluation_graph, self._weigh)
+        metrics = self._fresh_metrics()
         self._engine.on_evaluated = metrics.add
         batches: Iterator[Batch] = iter(())
         if self._stages:
@@ -175,6 +180,9 @@ class Evaluator:
         mine = metrics.result() if self._communicator.rank == root else None
         result: dict[str, float] = self._communicator.bcast(mine, root)
         return result
+
+    def _fresh_metrics(self) -> Metrics:
+        return Metrics(self._metrics, self._job.evaluation_graph, self._weigh)
 
     def _run(self, sizes: Sequence[Rows], batches: Iterator[Batch], *seed: int | str) -> None:
         rank = self._communicator.rank

@@ -72,6 +72,17 @@ def test_data_that_fail_in_the_middle_of_training(make_run, work) -> None:
 
 
 @pytest.mark.mpi
+def test_a_metric_that_raises_does_so_before_the_first_step(make_run, work) -> None:
+    metrics = {"wrong": f"{PARTS}:valid"}  # it takes no outputs
+    run = make_run(2, evaluation={"data": f"{PARTS}:Samples", "metrics": metrics})
+    assert work(2, run).returncode != 0
+    (error,) = read_errors(run)
+    assert (error.rank, error.step) == (1, 0), error.where
+    assert error.message.startswith("evaluation.metrics.wrong: raised TypeError: valid() takes 1")
+    assert not read_metrics(run)
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("key", ["data", "evaluation.data"])
 def test_data_of_which_ranks_see_different_lengths(make_run, work, key: str) -> None:
     data = {"factory": f"{PARTS}:RankDependent"}
