@@ -35,6 +35,7 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
@@ -70,6 +71,7 @@ def patched_export(step: nn.Module, recorder: Recorder, *, unrolls: bool) -> Ite
         stack.enter_context(_refused_draws())
         stack.enter_context(_refused_generators(step))
         stack.enter_context(_left_out_checks())
+        stack.enter_context(_masks_taken_as_given())
         stack.enter_context(_WatchedCalls(unrolls=unrolls))
         stack.enter_context(_marked_regions())
         stack.enter_context(_recorded_functions(recorder))
@@ -172,6 +174,23 @@ def _left_out_checks() -> Iterator[None]:
         for kind in kinds:
             ask = passing(kind.__bool__)
             stack.enter_context(mock.patch.object(kind, "__bool__", ask))
+        yield
+
+
+@contextmanager
+def _masks_taken_as_given() -> Iterator[None]:
+    """Let ``nn.Transformer`` use a mask without asking whether it is causal.
+
+    It asks for the values of the mask, which the export refuses, to give attention a hint in place
+    of the mask. The results are the same, on CPUs to the bit. A hint of the model's own is kept.
+    """
+
+    def detect(
+        _mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None
+    ) -> bool:
+        return is_causal is True
+
+    with mock.patch.object(transformer, "_detect_is_causal_mask", detect):
         yield
 
 

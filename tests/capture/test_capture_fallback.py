@@ -99,6 +99,32 @@ def test_a_branch_that_goes_on_either_way_is_no_check(make_job, write_modules, k
     assert operators(make_job(f"{path}:layers").training_graph(4)) == ["1"]
 
 
+CAUSAL = "nn.Transformer.generate_square_subsequent_mask(3)"
+DECODER = "nn.TransformerDecoderLayer(6, 2, 8, 0.0, batch_first=True)"
+ENCODER = "nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True)"
+MASKED = {
+    "Decoder": (f"nn.TransformerDecoder({DECODER}, 2)", f"y, y, tgt_mask={CAUSAL}"),
+    "Encoder": (f"nn.TransformerEncoder({ENCODER}, 2)", f"y, mask={CAUSAL}"),
+    "Both": (
+        "nn.Transformer(6, 2, 1, 1, 8, 0.0, batch_first=True)",
+        "y, y, tgt_mask=torch.ones(3, 3, dtype=torch.bool).triu(1)",
+    ),
+    "Band": (f"nn.TransformerEncoder({ENCODER}, 2)", "y, mask=(y[0, :, 0] > 9).expand(3, 3)"),
+}
+"""Layers of torch that ask whether a mask is causal, and their arguments; the last is not."""
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_masks_of_transformers_are_captured(
+    make_job, write_modules, assert_as_the_model, kind: str
+) -> None:
+    layer, arguments = MASKED[kind]
+    code = f"y = torch.stack([x, x.sin(), x.cos()], 1)\n        x = self.kept({arguments})[:, 1]"
+    job = make_job(f"{write_modules({kind: (layer, code)})}:layers")
+    assert_as_the_model(job)
+    assert not job.kept
+
+
 FURTHER = """\
 import torch
 from torch import nn
