@@ -114,7 +114,8 @@ class States:
         module, too, but looks up all names in every call.
 
         Raises:
-            CaptureError: a parameter is replaced, or a buffer changes its shape.
+            CaptureError: a parameter is replaced, or a buffer changes its shape, or its type to one
+                whose values it cannot hold.
         """
         before, shapes = self.now(), [tensor.shape for tensor in tensors]
         assigned: dict[int, Tensor] = {}
@@ -125,7 +126,7 @@ class States:
                 for entries, name in places:
                     now = entries.get(name)
                     if now is not tensor or tensor.shape != shapes[index]:
-                        self._check_change(index, shapes[index], now)
+                        self._check_change(index, tensor.dtype, shapes[index], now)
                         if now is not None:
                             assigned[index] = now.detach()
         finally:
@@ -149,7 +150,9 @@ class States:
                 torch.autograd.graph.increment_version(tensor)
         return result
 
-    def _check_change(self, index: int, shape: torch.Size, now: Tensor | None) -> None:
+    def _check_change(
+        self, index: int, dtype: torch.dtype, shape: torch.Size, now: Tensor | None
+    ) -> None:
         name = self.names[index]
         if self._are_parameters[index]:
             raise CaptureError(
@@ -164,6 +167,11 @@ class States:
                 f"{list(now.shape)}",
                 cure="give it its final shape in the factory; observers of quantisation get it "
                 "there when the prepared model runs once on a batch",
+            )
+        if now is not None and not torch.can_cast(now.dtype, dtype):
+            raise CaptureError(
+                f"model: changes the type of buffer {name!r} from {dtype} to {now.dtype}",
+                cure="give it this type in the factory",
             )
 
     def _put(self, tensors: Sequence[Tensor]) -> None:

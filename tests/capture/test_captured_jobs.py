@@ -66,6 +66,10 @@ SCALAR = "^loss: must be a floating-point scalar tensor, but is a "
             {"model": "Resizing"},
             r"^model: changes the shape of buffer 'mean' from \[6\] to \[\]",
         ),
+        (
+            {"model": "Retyping"},
+            r"^model: changes the type of buffer 'mean' from torch.float32 to torch.complex64",
+        ),
         ({"model": "DrawsByName"}, "it draws from a generator that is not torch's"),
         ({"model": "Branching"}, "its control flow depends on the values"),
         ({"model": "BackwardHook"}, "^model: inner.0 has a backward hook, which no graph can hold"),
