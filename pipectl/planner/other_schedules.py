@@ -203,7 +203,7 @@ def propose_other_schedules(
     """Plans without predictions for all schedules with flushes, if the schedule is open.
 
     The stages of a rank share its speed, so stages are cut for the devices of their ranks, and for
-    the micro-batch size of the best plan. With one stage per rank, the best plan's are taken.
+    the micro-batch size of the best plan. With one stage per rank, the best plan's are tried too.
 
     Args:
         known: plans of other schedules, the best first; may be empty.
@@ -231,22 +231,22 @@ def propose_other_schedules(
         schedule = SCHEDULES[name]
         if not schedule.flushes or schedule.splits_backward != splits_backward:
             continue
-        layouts = straight
-        if schedule.placement is not Placement.STRAIGHT:
-            layouts = _several_stages(problem, cutter, schedule, sizes, cuts)
+        layouts = _balanced_stages(problem, cutter, schedule, sizes, cuts)
+        if schedule.placement is Placement.STRAIGHT:
+            layouts = [*straight, *layouts]
         for layout, size in layouts:
             if 2 * len(layout.ranks) * problem.micro_batches(size) <= MAX_ACTIONS_PER_STEP:
                 yield from _in_order(problem, layout, size, name)
 
 
-def _several_stages(
+def _balanced_stages(
     problem: Problem,
     cutter: Cutter,
     schedule: Schedule,
     sizes: Sequence[int],
     cuts: dict[tuple[int, ...], list[Layout]],
 ) -> list[tuple[Layout, int]]:
-    """Several stages on every rank, with their micro-batch sizes.
+    """The stages of a schedule on all ranks, with their micro-batch sizes.
 
     Args:
         sizes: to try; stages are cut for the first.
@@ -259,7 +259,8 @@ def _several_stages(
             places = schedule.placement.ranks(stages, ranks)
             assert places is not None
             if places not in cuts:
-                cuts[places] = layouts_for(problem, cutter, places, sizes[0])
+                fixed = schedule.placement is not Placement.STRAIGHT
+                cuts[places] = layouts_for(problem, cutter, places, sizes[0], fixed=fixed)
             layouts += [(layout, size) for layout in cuts[places] for size in sizes]
     return layouts
 

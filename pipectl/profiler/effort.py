@@ -38,30 +38,28 @@ class Effort(Enum):
 
 
 _LIMITS = {
-    Effort.FAST: (Rounds(2, 5, 1.0), Rounds(2, 5, 1.0), None),
-    Effort.NORMAL: (Rounds(3, 15, 3.0), Rounds(3, 9, 6.0), 4),
-    Effort.THOROUGH: (Rounds(9, 50, 15.0), Rounds(5, 25, 20.0), 2),
+    Effort.FAST: (Rounds(2, 5, 1.0), Rounds(2, 5, 1.0)),
+    Effort.NORMAL: (Rounds(3, 15, 3.0), Rounds(3, 9, 6.0)),
+    Effort.THOROUGH: (Rounds(9, 50, 15.0), Rounds(5, 25, 20.0)),
 }
-"""Rounds for operators and for stages, and the ratio of neighbouring micro-batch sizes (None: two
-sizes only)."""
+"""Rounds for operators and for stages."""
 
 
 def measured_sizes(spec: JobSpec, effort: Effort = Effort.NORMAL) -> tuple[int, ...]:
     """Return the micro-batch sizes to measure, the size of the profile first.
 
-    It is one size if the spec sets the number of micro-batches; else several, from single samples
-    to the whole batch, each a fixed factor larger than the one before, for the planner to choose
-    from.
+    It is one size if the spec sets the number of micro-batches; else several for the planner to
+    choose from: two with ``fast``, otherwise each twice as large as the one before, from single
+    samples to the whole batch. Caches make times of sizes further apart hard to interpolate.
     """
     batch = spec.training.batch_size
     if spec.pipeline.micro_batches is not None:
         return (-(-batch // spec.pipeline.micro_batches),)
     stages = spec.pipeline.stages or spec.resources.ranks
     base = max(1, -(-batch // (_MICRO_BATCHES_PER_STAGE * stages)))
-    factor = _LIMITS[effort][2]
-    if factor is None:
+    if effort is Effort.FAST:
         return tuple(dict.fromkeys((base, max(1, base // 4))))
-    below = [base // factor**power for power in range(1, base.bit_length())]
-    above = [base * factor**power for power in range(1, batch.bit_length())]
+    below = [base >> power for power in range(1, base.bit_length())]
+    above = [base << power for power in range(1, batch.bit_length())]
     further = {1, batch, *(size for size in (*below, *above) if 1 <= size <= batch)}
     return (base, *sorted(further - {base}))

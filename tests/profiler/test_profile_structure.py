@@ -166,8 +166,7 @@ def test_other_sizes_are_measured_where_the_planner_may_choose(spec_of: Any) -> 
     ("effort", "sizes"),
     [
         (Effort.FAST, (6, 1)),
-        (Effort.NORMAL, (6, 1, 24)),
-        (Effort.THOROUGH, (6, 1, 3, 12, 24)),
+        (Effort.NORMAL, (6, 1, 3, 12, 24)),
     ],
 )
 def test_sizes_reach_from_single_samples_to_the_batch(
