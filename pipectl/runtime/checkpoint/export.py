@@ -200,7 +200,7 @@ def _whole(path: Path) -> Iterator[Path]:
         partial.replace(path)
     except OSError as error:
         raise UsageError(
-            f"{path}: cannot be written: {error}",
+            f"{path}: cannot be written: {error.strerror or error}",
             cure="choose a directory you may write to, or free some space",
         ) from error
     finally:
