@@ -30,6 +30,7 @@ from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.step import first_undefined, own_name
 from pipectl.errors import UsageError, WorkerError
 from pipectl.graph import TransferKind
+from pipectl.runs import NotFinite
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.gradients import (
     LossScale,
@@ -114,45 +115,6 @@ class Origins:
         self._sums.clear()
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What was not finite in a step: the first value computed, if there were several.
-
-    Args:
-        micro_batch: of a loss; -1 for a gradient.
-        stage: of a gradient; -1 for a loss.
-        parameter: of a gradient.
-        origin: the first stage whose output for that micro-batch was not finite; -1 if there was
-            none.
-    """
-
-    step: int
-    micro_batch: int = -1
-    stage: int = -1
-    parameter: str = ""
-    origin: int = -1
-
-    @property
-    def what(self) -> str:
-        """A description."""
-        if self.micro_batch >= 0:
-            return f"the loss of micro-batch {self.micro_batch}"
-        return f"the gradient of {self.parameter!r} in stage {self.stage}"
-
-    @property
-    def where(self) -> str:
-        """The origin, if it is known, as a suffix of the description."""
-        if self.origin < 0:
-            return ""
-        return f"; the first output that is not finite is that of stage {self.origin}"
-
-    def to_json(self) -> dict[str, Any]:
-        """For ``metrics.jsonl``."""
-        if self.micro_batch >= 0:
-            return {"loss_of_micro_batch": self.micro_batch}
-        return {"gradient_of": self.parameter, "stage": self.stage}
-
-
 def fault_of_losses(
     micro_batches: Sequence[int], losses: Sequence[Tensor], weights: Sequence[float]
 ) -> int:
@@ -186,7 +148,10 @@ class Result:
     """The votes of all ranks on a step.
 
     Args:
-        fault: what was not finite, except scaled gradients.
+        fault: what was not finite, except scaled gradients: the first value computed, if there were
+            several.
+        origin: the first stage whose output for the micro-batch of that loss was not finite; -1 if
+            there was none.
         is_mine: whether the fault is on this rank.
         overflow: whether a scaled gradient is not finite.
         norms: of gradients in model order; None for parameters without a gradient; empty if norms
@@ -194,7 +159,8 @@ class Result:
     """
 
     step: int
-    fault: Fault | None
+    fault: NotFinite | None
+    origin: int
     is_mine: bool
     overflow: bool
     norms: list[float | None]
@@ -268,8 +234,8 @@ class Vote:
         bits = words[_HEAD:]
         values = np.maximum(bits - 1, 0).view(np.float64).tolist()
         norms = [value if has else None for value, has in zip(values, bits > 0, strict=True)]
-        described = self._describe(step, fault, origin) if fault else None
-        return Result(step, described, mine == fault, bool(overflow), norms)
+        what, first = self._describe(fault, origin) if fault else (None, -1)
+        return Result(step, what, first, mine == fault, bool(overflow), norms)
 
     def stop(self, result: Result, *, together: bool) -> None:
         """End the training with an error on the rank with the fault; the others wait for it.
@@ -290,23 +256,23 @@ class Vote:
             others = self._communicator.Ibarrier()
             poll(lambda: bool(others.Test()) or time.monotonic() > until, lambda _: False)
         if result.is_mine or not together:
-            fault = result.fault
-            assert fault is not None
+            where = f"; the first output that is not finite is that of stage {result.origin}"
             raise WorkerError(
-                f"step {fault.step}: {fault.what} is not finite (infinite or NaN){fault.where}",
+                f"step {result.step}: {result.fault} is not finite (infinite or NaN)"
+                f"{where if result.origin >= 0 else ''}",
                 cure="lower the learning rate, clip gradients (training.clip_grad_norm) or look at "
                 "the data; training.on_nonfinite: skip leaves such steps out; pipectl resume "
                 "continues from the last checkpoint",
             )
         barrier(self._communicator)
 
-    def _describe(self, step: int, fault: int, origin: int) -> Fault:
+    def _describe(self, fault: int, origin: int) -> tuple[NotFinite, int]:
         high, index = _decode(fault)
         if high < _LOSS:
-            return Fault(step, stage=high - 1, parameter=own_name(self._names[index]))
+            return NotFinite(gradient_of=own_name(self._names[index]), stage=high - 1), -1
         before, stage = _decode(origin)
         is_its = bool(origin) and _LOSS - before == index
-        return Fault(step, micro_batch=index, origin=stage if is_its else -1)
+        return NotFinite(loss_of_micro_batch=index), stage if is_its else -1
 
 
 def _encode(high: int, low: int) -> int:
@@ -335,7 +301,7 @@ class StepEnd:
         saved: names of the parameters and buffers that this rank saves.
         written: the buffers of this rank that forwards write, by full name.
         stop_request: looked at on rank 0.
-        record: writes what was not finite; called on all ranks.
+        record: writes what was not finite in a step; called on all ranks.
         finish: completes pending work before the job stops; called on all ranks.
     """
 
@@ -350,7 +316,7 @@ class StepEnd:
         saved: Container[str],
         written: Mapping[str, Tensor],
         stop_request: StopRequest,
-        record: Callable[[Fault], None],
+        record: Callable[[int, NotFinite], None],
         finish: Callable[[], None],
     ) -> None:
         self._replicas, self._shared, self._written = replicas, shared_gradients, written
@@ -498,7 +464,7 @@ class StepEnd:
         """
         if result.fault is None:
             return False
-        self._record(result.fault)
+        self._record(result.step, result.fault)
         if not self._skips:
             if together:
                 with suppress(UsageError):  # a failed last checkpoint: rank 0 has warned of it

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 from mpi4py import MPI
 
-from pipectl.runs import Heartbeat, RankBeat, RunDirectory
+from pipectl.fields import write_value
+from pipectl.runs import Heartbeat, NotFinite, RankBeat, RunDirectory
 from pipectl.runtime.nodes import node_name
 from pipectl.runtime.process import say, warn
 from pipectl.runtime.reports import Attempts, Lines, Reports
-from pipectl.runtime.step_end import Fault
 from pipectl.runtime.waiting import WaitingShare, barrier, poll
 
 _HEARTBEAT_S = 2.0
@@ -141,10 +141,10 @@ class Telemetry:
         if ends:
             say(f"the training ends after step {step}: {ends}")
 
-    def fault(self, fault: Fault) -> None:
+    def fault(self, step: int, fault: NotFinite) -> None:
         """Record what was not finite in a step (rank 0 writes)."""
         if self._communicator.rank == 0:
-            self._append({**self._stamp(fault.step), "not_finite": fault.to_json()})
+            self._append({**self._stamp(step), "not_finite": write_value(fault)})
 
     def finish(self, state: str = "done") -> None:
         """Wait for every report of every rank and write the last ones; collective."""

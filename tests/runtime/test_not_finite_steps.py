@@ -21,9 +21,9 @@ from pipectl.runs import NotFinite, RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.gradients import gradient_norms
 from pipectl.runtime.step_end import (
-    Fault,
     Origin,
     Origins,
+    Result,
     Vote,
     _decode,
     _encode,
@@ -59,10 +59,10 @@ def fault_of(model: nn.Module) -> int:
     return fault_of_gradients(stages, gradient_norms(named), list(named))
 
 
-def fault_in(vote: Vote) -> Fault | None:
+def result_of(vote: Vote) -> Result:
     result = vote.count()
     assert result is not None
-    return result.fault
+    return result
 
 
 def test_finite_gradients_are_no_fault_however_large() -> None:
@@ -81,13 +81,12 @@ def test_the_gradient_that_a_backward_made_first_is_named(value: float) -> None:
     model[0].weight.grad[1, 1] = value
     vote = vote_on(model)
     vote.cast(3, fault_of(model))
-    assert fault_in(vote) == Fault(3, stage=0, parameter="0.weight")
+    assert result_of(vote).fault == NotFinite(gradient_of="0.weight", stage=0)
     for parameter in model[1].parameters():
         parameter.grad.view(-1)[0] = value
     vote.cast(4, fault_of(model))
-    result = vote.count()
-    assert result is not None
-    assert result.fault == Fault(4, stage=1, parameter="1.weight")
+    result = result_of(vote)
+    assert result.fault == NotFinite(gradient_of="1.weight", stage=1)
     with pytest.raises(WorkerError, match=r"step 4: the gradient of '1\.weight' in stage 1 is not"):
         vote.stop(result, together=True)
     assert vote.count() is None
@@ -102,8 +101,9 @@ def test_a_loss_comes_before_gradients_and_the_first_micro_batch_before_others()
     assert fault > fault_of(model) > 0
     vote.cast(1, fault)
     vote.cast(2)
-    assert fault_in(vote) == Fault(1, micro_batch=4)
-    assert fault_in(vote) is None
+    result = result_of(vote)
+    assert (result.step, result.fault) == (1, NotFinite(loss_of_micro_batch=4))
+    assert result_of(vote).fault is None
 
 
 def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
@@ -120,8 +120,12 @@ def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
     of_loss = fault_of_losses([2], [torch.tensor(math.nan)], [0.0, 0.0, 1.0])
     for origin, stage in ((Origin(2, 1), 1), (Origin(0, 0), -1), (None, -1)):
         vote.cast(1, of_loss, origin)
-        assert fault_in(vote) == Fault(1, micro_batch=2, origin=stage)
-    assert Fault(1, 2, origin=1).where == "; the first output that is not finite is that of stage 1"
+        result = result_of(vote)
+        assert (result.fault, result.origin) == (NotFinite(loss_of_micro_batch=2), stage)
+        words = "; the first output that is not finite is that of stage 1"
+        with pytest.raises(WorkerError, match=r"step 1: the loss of micro-batch 2 is not") as error:
+            vote.stop(result, together=True)
+        assert (words in error.value.message) is (stage == 1)
 
 
 def test_later_stages_and_earlier_micro_batches_count_more() -> None:
