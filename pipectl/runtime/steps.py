@@ -80,12 +80,12 @@ class Steps:
                 gradient_norm=end.gradient_norm,
                 loss_scale=math.nan if end.loss_scale is None else run.scale,
                 skipped=end.skipped,
-                busy_s=run.busy_s,
                 step_time_s=now - since,
                 samples=batch.size,
                 tokens=setup.tokens_of(batch),
-                peak_bytes=setup.device.peak_bytes(),
-            )
+            ),
+            run.busy_s,
+            setup.device.peak_bytes(),
         )
         return now
 

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -35,24 +35,20 @@ class StepReport:
         tokens: of its samples; 0 if they are not tokens.
         loss_scale: of this step, in float16.
         skipped: whether gradients overflowed.
-        rss_bytes, waiting, time: of the rank when it reports; :class:`Telemetry` sets them.
-            ``waiting`` is the share of its time that it waits for other ranks.
+        time, beat: when it is sent, and the rank then; :class:`Telemetry` sets them.
     """
 
     step: int
     loss: float
     learning_rate: float
     gradient_norm: float
-    busy_s: float
     step_time_s: float
     samples: int
-    peak_bytes: int
     loss_scale: float = math.nan
     skipped: bool = False
     tokens: int = 0
-    rss_bytes: int = 0
-    waiting: float = 0.0
     time: float = 0.0
+    beat: RankBeat = field(default_factory=lambda: RankBeat(0))
 
 
 class Telemetry:
@@ -89,10 +85,9 @@ class Telemetry:
         self._attempt = attempt
         self._process = psutil.Process()
         host, node = socket.gethostname(), node_name()
-        me = RankBeat(communicator.rank, host, node, os.getpid(), stages)
-        self._ranks = communicator.gather(me)
+        self._me = RankBeat(communicator.rank, host, node, os.getpid(), stages)
+        self._ranks = communicator.gather(self._me)
         self._reports = Reports[StepReport](communicator)
-        self._latest: dict[int, StepReport] = {}
         self._beat_at = 0.0
         self._said_at = float("-inf")
         self._lines = Lines(run.metrics, warn)
@@ -110,11 +105,20 @@ class Telemetry:
         self._waiting.restart()
         self._beat(force=True)
 
-    def report(self, report: StepReport) -> None:
-        """Send one step's report; never waits for another rank."""
-        rss_bytes, waiting = self._process.memory_info().rss, self._waiting.share()
-        own = replace(report, rss_bytes=rss_bytes, waiting=waiting, time=time.time())
-        self._reports.send(report.step, own)
+    def report(self, report: StepReport, busy_s: float, peak_bytes: int) -> None:
+        """Send one step's report; never waits for another rank.
+
+        Args:
+            busy_s, peak_bytes: of this rank; see :class:`pipectl.runs.RankBeat`.
+        """
+        beat = replace(
+            self._me,
+            busy_s=busy_s,
+            waiting=round(self._waiting.share(), 3),
+            rss_bytes=self._process.memory_info().rss,
+            peak_bytes=peak_bytes,
+        )
+        self._reports.send(report.step, replace(report, time=time.time(), beat=beat))
         if self._communicator.rank == 0:
             self._take_in()
             self._beat()
@@ -161,7 +165,7 @@ class Telemetry:
     def _take_in(self) -> None:
         """Write a line for every step that all ranks have reported."""
         for step, reports in self._reports.collect():
-            self._latest = reports
+            self._ranks = [report.beat for _, report in sorted(reports.items())]
             line = self._metrics(step, reports)
             self._append(line)
             now = time.monotonic()
@@ -211,19 +215,8 @@ class Telemetry:
             return
         self._beat_at = now
         assert self._ranks is not None
-        ranks = []
-        for rank in self._ranks:
-            if (latest := self._latest.get(rank.rank)) is not None:
-                rank = replace(
-                    rank,
-                    waiting=round(latest.waiting, 3),
-                    busy_s=latest.busy_s,
-                    rss_bytes=latest.rss_bytes,
-                    peak_bytes=latest.peak_bytes,
-                )
-            ranks.append(rank)
         progress = self._state, self._step, self._steps, self._attempt
-        heartbeat = Heartbeat(*progress, tuple(ranks), self._messages)
+        heartbeat = Heartbeat(*progress, tuple(self._ranks), self._messages)
         self._beats(lambda: heartbeat.save(self._run.heartbeat))
 
 
