@@ -154,6 +154,7 @@ def test_a_rank_says_what_it_does_from_its_start(make_run) -> None:
         "choosing how messages travel",
         "building the stages",
         "connecting to the other ranks",
+        "making the optimizer",
         "warming up",
         "training",
         "saving",
