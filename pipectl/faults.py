@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -25,6 +26,7 @@ _LIBRARIES = (
     f"{sys.prefix}/lib/python",
 )
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
+_PLACE = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 _CAPTURED = "<eval_with_key>"
 """Prefix of the file names that torch gives to the code of captured graphs."""
 
@@ -40,6 +42,12 @@ def user_line(trace: TracebackType | None) -> str:
     """Return ``" (at file.py:12)"`` for the deepest frame of user code, or an empty string."""
     frames = [frame for frame in traceback.extract_tb(trace) if is_user_code(frame.filename)]
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def user_line_in(text: str) -> str:
+    """The same, of a traceback that is printed in a text."""
+    places = [place for place in _PLACE.findall(text) if is_user_code(place[0])]
+    return " (at {}:{})".format(*places[-1]) if places else ""
 
 
 def is_ours(error: BaseException) -> bool:

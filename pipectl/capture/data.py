@@ -9,6 +9,7 @@ iterable data, on the position of the micro-batch in the run.
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from copy import copy
@@ -25,10 +26,17 @@ from pipectl.capture.batch import split_sample
 from pipectl.capture.buckets import Buckets, length_of_sample
 from pipectl.capture.factories import call
 from pipectl.capture.randomness import seed_of
-from pipectl.errors import CaptureError
+from pipectl.errors import CaptureError, WorkerError
+from pipectl.faults import user_line_in
 
 Sample = tuple[int, int]
 """(epoch, index) of a sample."""
+
+
+_IN_PROCESS = re.compile(r"Caught \S+ in DataLoader worker process \d+\.\n")
+_AFTER_FRAMES = re.compile(r"\n[ \t].*\n(?=\S)")
+_PROCESS_ENDED = "DataLoader worker (pid"
+"""How torch's errors of loading processes begin, and the end of the tracebacks in them."""
 
 
 def micro_batches_of(samples: int, micro_batch_size: int) -> list[range]:
@@ -254,7 +262,7 @@ class Loader:
                 collate_fn=self._collate,
                 num_workers=self._workers,
             )
-        return (split_sample(batch) for batch in collated)
+        return (split_sample(batch) for batch in _loaded(collated))
 
     def _drawn(self, epoch: int) -> list[int]:
         """Return all samples, in the order in which an epoch draws them."""
@@ -301,7 +309,7 @@ class Loader:
             loaded = DataLoader(
                 samples, batch_size=None, collate_fn=_as_it_is, num_workers=self._workers
             )
-            for sample in loaded:
+            for sample in _loaded(loaded):
                 empty = False
                 yield sample
             if empty:
@@ -338,6 +346,32 @@ def _skip(samples: Iterator[Any], count: int) -> None:
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed Python, numpy and torch for one sample."""
     _seed(seed_of(seed, "sample", epoch, index))
+
+
+def _loaded(batches: Iterable[Any]) -> Iterator[Any]:
+    """What a loader gives. torch raises errors of its processes with a traceback as the message.
+
+    Raises:
+        WorkerError: the user's code raised in a loading process, or the process ended.
+        CaptureError: samples cannot be collated there.
+    """
+    try:
+        yield from batches
+    except Exception as error:
+        text = str(error).rstrip()
+        if text.startswith(_PROCESS_ENDED):
+            cure = "it was killed, perhaps for lack of memory; fewer data.workers need less"
+            raise WorkerError(f"data: {text.partition('. ')[0]}", cure=cure) from error
+        if not _IN_PROCESS.match(text):
+            raise
+        what = _AFTER_FRAMES.split(text)[-1]  # the class, the message, and perhaps a cure
+        if isinstance(error, CaptureError):
+            message, _, cure = what.partition(": ")[2].partition("\n")
+            raise CaptureError(message, cure=cure.strip() or None) from error
+        raise WorkerError(
+            f"data: a loading process raised {what}{user_line_in(text)}",
+            cure="data.workers: 0 loads in the rank itself, to see more",
+        ) from error
 
 
 def _seed(value: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -14,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from pipectl.capture.data import Loader, Samples
-from pipectl.errors import CaptureError
+from pipectl.errors import CaptureError, PipectlError, WorkerError
+from pipectl.faults import is_ours
 
 
 class Noisy(Dataset):
@@ -105,6 +108,44 @@ def test_loader_processes_see_the_same_samples() -> None:
     )
     assert torch.equal(here, there)
     assert here[:, 1:].unique().numel() == 30
+
+
+class Failing(Noisy):
+    """Sample 3 raises, samples of another shape cannot be collated, or the process is killed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == 3 and self.how == "raises":
+            raise KeyError("no row 3")
+        if index == 3 and self.how == "ends":
+            os._exit(9)
+        return torch.zeros(2 if index == 3 and self.how == "ragged" else 1), index
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        (
+            "raises",
+            WorkerError,
+            rf"data: a loading process raised KeyError: .* \(at {__file__}:\d+\)",
+        ),
+        ("ends", WorkerError, r"data: DataLoader worker \(pid.* exited unexpectedly.*"),
+        ("ragged", CaptureError, "data: samples cannot be collated into a batch: RuntimeError: .*"),
+    ],
+)
+def test_an_error_in_a_loading_process_is_the_users(
+    how: str, error: type[PipectlError], message: str
+) -> None:
+    loader = Loader(Failing(how), seed=1, shuffle=False, workers=1, batch_size=4)
+    with pytest.raises(error) as raised:
+        taken(loader, 1, 2)
+    assert re.fullmatch(message, raised.value.message), raised.value.message
+    assert raised.value.cure
+    assert not is_ours(raised.value)
 
 
 def test_a_sample_is_augmented_anew_each_epoch() -> None:
