@@ -68,6 +68,15 @@ def test_no_plan_is_below_the_lower_bound_and_none_above_the_best_if_the_gap_is_
         assert step_s <= best_s * (1 + 2 * TIE)
 
 
+def test_operators_between_which_messages_take_as_long_as_all_work_share_a_stage(chain) -> None:
+    """Two stages have the smaller bound, so they are tried first."""
+    profile = chain(2, output_bytes=1000, gradient_bytes=1000)
+    work_s = sum(each.forward_s + each.backward_s for each in profile.operators)
+    cluster = replace(cluster_of(FAST, FAST), between_nodes=Link(0.0, 1000 / (work_s / FAST.speed)))
+    request = PlanRequest("job", 4 * profile.micro_batch_size, micro_batches=4)
+    assert len(make_plan(profile, cluster, request).stages) == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_least_possible_load_is_found_on_any_mix_of_devices(
