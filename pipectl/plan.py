@@ -27,6 +27,11 @@ _BETWEEN_STAGES = Rule(
 )
 
 
+LONG_STEP_S = 1.0
+"""From this length, ranks begin a step only after all have ended the backwards of the last one, so
+that a request to stop is answered at once."""
+
+
 @dataclass(frozen=True)
 class StagePeaks:
     """Peak bytes that a stage allocates in addition to what it holds, for full micro-batches.
@@ -360,12 +365,14 @@ class Plan(DataFile):
         assert self.prediction is not None
         return self.prediction.step_time_s
 
-    def meets_on(self, cluster: Cluster) -> bool:
-        """Return whether all ranks wait for each other before they update.
+    def updates_together_on(self, cluster: Cluster) -> bool:
+        """Return whether all ranks are taken to wait for each other before they update.
 
-        On shared cores, where steps would slow each other down, they are taken to.
+        They are on shared cores, where steps would slow each other down, and if a rank waits in
+        the next step for weights that another one updates (PipeFB).
         """
-        return self.updates_together or cluster.is_crowded
+        elsewhere = any(stage.backward_ranks for stage in self.stages)
+        return self.updates_together or elsewhere or cluster.is_crowded
 
     def describe_flops(self, step_s: float | None) -> str:
         """Return for example ``3.41 TFLOP/s (12% of the peak)``; empty if the FLOPs are unknown.

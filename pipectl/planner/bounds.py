@@ -78,8 +78,8 @@ def longest_path_s(graph: BlockGraph, times_s: Sequence[float]) -> float:
 
 
 def least_step_s(plan: Plan, cluster: Cluster) -> float:
-    """Lower bound on the simulated step of a plan: the time of its busiest rank, or the work of its
-    busiest node per core, and the longest update.
+    """Lower bound on the simulated step of a plan: the time of its busiest rank, with its update;
+    if ranks update together, this or the work of its busiest node per core, and the longest update.
 
     A rank waits until a micro-batch has passed the stages before its first, and its last gradient
     has to return through them. Weight halves of split backwards may run meanwhile, or, if ranks do
@@ -105,7 +105,7 @@ def least_step_s(plan: Plan, cluster: Cluster) -> float:
             if not plan.shard_optimizer:
                 updates[rank] += stage.cost.update_s / speeds[rank]
     used = [rank for rank in ranks if first_s[rank] < inf]
-    if not (plan.meets_on(cluster) or is_unflushed(plan)):
+    if not (plan.updates_together_on(cluster) or is_unflushed(plan)):
         own_s = max(loads[rank] + updates[rank] for rank in ranks)
         there_s = (first_s[rank] + loads[rank] - weights[rank] + last_s[rank] for rank in used)
         return max(own_s, max(there_s) if _all_return(plan) else 0.0)

@@ -77,13 +77,13 @@ class Fit:
     Args:
         factors: for forward and backward of every operator.
         error: mean relative difference of forward and backward from their prediction, weighted.
-        split: of backwards.
+        split: of backwards; None if no operator is split.
     """
 
     stage: StageOverhead
     factors: tuple[float, float]
     error: float
-    split: SplitBackward
+    split: SplitBackward | None
 
 
 def fit_stages(samples: Sequence[Sample], profile: Profile, cache_bytes: int | None) -> Fit:
@@ -107,7 +107,7 @@ def fit_stages(samples: Sequence[Sample], profile: Profile, cache_bytes: int | N
 
 
 def _fit(
-    samples: Sequence[Sample], times: Times, split: SplitBackward, cache_bytes: int | None
+    samples: Sequence[Sample], times: Times, split: SplitBackward | None, cache_bytes: int | None
 ) -> Fit:
     bare = StageOverhead(cache_bytes=cache_bytes)
     forward_rows, backward_rows = [], []
@@ -130,7 +130,7 @@ def _fit(
     return Fit(overhead, (f_factor, b_factor), (f_error + b_error) / 2, split)
 
 
-def _fit_split(samples: Sequence[Sample], profile: Profile) -> SplitBackward:
+def _fit_split(samples: Sequence[Sample], profile: Profile) -> SplitBackward | None:
     """Return what splitting changes; both halves take at least as long as the whole."""
     rows: list[tuple[float, int]] = []
     changes: list[tuple[float, float, float]] = []
@@ -147,7 +147,7 @@ def _fit_split(samples: Sequence[Sample], profile: Profile) -> SplitBackward:
                 changes.append((split.forward_s - whole.forward_s, input_s, split.weight_s))
                 sizes.append(whole.backward_s)
     if not rows:
-        return SplitBackward()
+        return None
     size = np.array(sizes) + _SHORT * max(sizes)
     matrix, targets = np.array(rows) / size[:, None], np.array(changes).T / size
     [forward_s] = _non_negative_fit(matrix[:, 1:], targets[0]).tolist()

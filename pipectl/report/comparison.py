@@ -20,10 +20,11 @@ from typing import Any, NamedTuple, TypedDict
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.graph import TransferKind
-from pipectl.plan import Plan
+from pipectl.plan import LONG_STEP_S, Plan
 from pipectl.runs import RunDirectory, measured_steps
 from pipectl.schedule import Channel, channels
 from pipectl.schedule.actions import COMPUTE_KINDS
+from pipectl.schedule.registry import is_unflushed
 from pipectl.timeline import Event, Timeline
 from pipectl.units import format_time
 
@@ -268,10 +269,13 @@ class StepTimes:
         self.computing_s: dict[tuple[int, int, str, int], float] = defaultdict(float)
         self.spent_s: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SPENT, 0.0))
         last_s: dict[int, float] = defaultdict(float)
-        idle_s: dict[int, float] = defaultdict(float)  # until the first messages are sent
+        idle_s: dict[int, float] = {}  # until the first messages are sent
         computed: set[int] = set()
+        begin_s = min((event.start_s for event in timeline.events), default=0.0)
         for event in timeline.events:
             spent, start_s = self.spent_s[event.rank], event.start_s
+            if event.rank not in idle_s:  # a rank may begin a step later than others
+                idle_s[event.rank] = spent[OTHERS] = 0.0 if meets else start_s - begin_s
             last_s[event.rank] = max(last_s[event.rank], event.end_s)
             if event.kind == "receive_wait":
                 sent_s = self._sent_s(event)
@@ -284,8 +288,16 @@ class StepTimes:
                 key = event.rank, event.stage, event.kind, event.micro_batch
                 self.computing_s[key] += event.end_s - start_s
             spent[_USES.get(event.kind, BETWEEN)] += event.end_s - start_s
-        alone_s = max((end_s - idle_s[rank] for rank, end_s in last_s.items()), default=0.0)
-        self.step_s = timeline.end_s if meets else alone_s
+        # The rank that sets the step time: the last one, or the last to begin its next step.
+        self._setter = max(last_s, key=last_s.__getitem__, default=-1)
+        self.step_s = timeline.end_s
+        if last_s and not meets:
+            self._setter = max(last_s, key=lambda rank: last_s[rank] - idle_s[rank])
+            self.step_s = last_s[self._setter] - idle_s[self._setter]
+            if self.step_s >= LONG_STEP_S:
+                updates = (event.start_s for event in timeline.events if event.kind == "update")
+                self.step_s = max(self.step_s, *updates)
+        self._end_s = last_s[self._setter]
         for rank, spent in self.spent_s.items():
             spent[BETWEEN] += max(0.0, last_s[rank] - sum(spent.values()))
             spent[OTHERS] += self.step_s - last_s[rank]
@@ -318,19 +330,23 @@ class StepTimes:
         return None if source is None else source.end_s
 
     def critical_path(self) -> dict[str, float]:
-        """Return the uses of the critical path, by name in ``SPENT``; the sum is the step time."""
+        """Return the uses of the critical path, by name in ``SPENT``; the sum is the step time.
+
+        It ends on the rank that sets the step time.
+        """
         spent, timeline = dict.fromkeys(SPENT, 0.0), self._timeline
         events: dict[int, list[Event]] = defaultdict(list)
         for event in sorted(timeline.events, key=lambda event: event.start_s):
             events[event.rank].append(event)
-        rank = max(timeline.events, key=lambda event: event.end_s).rank if events else -1
-        now_s = timeline.end_s
-        while events[rank]:
+        rank, now_s = self._setter, self._end_s
+        begin_s = max(0.0, now_s - self.step_s)
+        while events[rank] and now_s > begin_s:
             event = events[rank].pop()
             if event.start_s >= now_s:
                 continue
-            spent[BETWEEN] += max(0.0, now_s - event.end_s)
-            now_s, start_s = min(now_s, event.end_s), event.start_s
+            end_s, start_s = max(begin_s, min(now_s, event.end_s)), event.start_s
+            spent[BETWEEN] += now_s - end_s
+            now_s = end_s
             use = _USES.get(event.kind, BETWEEN)
             if event.kind == "receive_wait":
                 sent_s = self._sent_s(event)
@@ -343,9 +359,10 @@ class StepTimes:
                     last = max(ended, key=lambda each: each.end_s)
                     start_s, rank = last.end_s, last.rank
                 use = COMMUNICATION
+            start_s = max(start_s, begin_s)
             spent[use] += now_s - start_s
             now_s = start_s
-        spent[BETWEEN] += now_s
+        spent[BETWEEN] += now_s - begin_s
         return spent
 
 
@@ -477,7 +494,11 @@ def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
             f"{plan.ranks}",
             cure="it belongs to an earlier plan; choose another by `--step`",
         )
-    meets = plan.updates_together or Cluster.load(run.cluster).is_crowded
+    meets = (
+        plan.updates_together
+        or is_unflushed(plan)
+        or plan.updates_together_on(Cluster.load(run.cluster))
+    )
     return RecordedStep(run, plan, steps, predicted, measured, meets)
 
 

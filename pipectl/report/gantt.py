@@ -19,7 +19,6 @@ from typing import NamedTuple
 from pipectl.report import render
 from pipectl.report.charts import linear_ticks
 from pipectl.timeline import Event, Timeline, shown_ranks
-from pipectl.units import format_time
 
 
 class Look(NamedTuple):
@@ -174,8 +173,7 @@ def gantt_svg(timelines: Timeline | Mapping[str, Timeline], title: str, *notes: 
             (height + row * _ROW_HEIGHT, rank, events)
             for row, (rank, events) in enumerate(_bars(timeline, ranks).items())
         ]
-        heading = f"{name}: {format_time(timeline.end_s)}" if name else ""
-        panels.append((height, heading, round(timeline.end_s * scale, 1) or _WIDTH, rows))
+        panels.append((height, name, round(timeline.end_s * scale, 1) or _WIDTH, rows))
         height += len(ranks) * _ROW_HEIGHT
     kinds = {event.kind for timeline in every for event in timeline.events}
     legend, x = [], _LEFT

@@ -91,7 +91,7 @@ class Steps:
 
 
 class SynchronousSteps(Steps):
-    """Steps that begin after the one before has ended on all ranks."""
+    """Steps with gradients of the newest weights."""
 
     overlap = False
 

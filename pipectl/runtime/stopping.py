@@ -19,10 +19,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from pipectl.plan import LONG_STEP_S
 from pipectl.spec.models import EarlyStopping as EarlyStoppingSpec
 from pipectl.units import plural
 
-_LOOK_S = 1.0
+_LOOK_S = LONG_STEP_S
 """Minimum time between looks at the file, and maximum step time at which no rank waits."""
 GO_ON, WAIT, STOP = range(3)
 """Answers of rank 0: WAIT is to wait for the next answer too, because steps are long."""

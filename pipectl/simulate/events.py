@@ -125,7 +125,7 @@ def _begin_row(
         transfer = tables.streams[stream].first + 1 + tables.rows[position, MICRO_BATCH]
         end = tables.transfers[transfer].over_at
         if end <= now:
-            if begun >= 0 and ranks[number].computed == 0:
+            if begun >= 0 and ranks[number].has_computed == 0:
                 ranks[number].idle_s += max(0.0, tables.transfers[transfer].moved_at - begun)
             return False
         if end < inf:
@@ -235,7 +235,7 @@ def _meet(ranks: Records, queue: Records, clock: Any, number: int, now: float) -
 def _compute(tables: Tables, number: int, position: int, operation: int, now: float) -> None:
     """Begin a computation; the rank continues at its end."""
     rank, row, pools = tables.ranks[number], tables.rows[position], tables.pools
-    rank.computed = 1
+    rank.has_computed = 1
     if operation == UPDATE:
         work_s = rank.update_s / rank.speed
     else:

@@ -16,8 +16,9 @@ The model:
 - Ranks of a node share its cores evenly while more ranks compute than there are cores.
 - At UPDATE all ranks meet if the plan says so, then each rank updates its stages. If they do not
   meet, a rank begins its next step while others end theirs, and the step time is from step to step:
-  each rank follows the same course again as soon as no rank is late for its first computation. On
-  shared cores, where steps would slow each other down, ranks are taken to meet.
+  each rank follows the same course again as soon as no rank is late for its first computation. It
+  is at most that, because a rank with a long update finds more of its messages there. Ranks do not
+  begin long steps before all have ended their backwards.
 - If steps are not flushed, ranks do not meet, and the steady state is simulated: two stretches are
   executed between empty pipelines, the second with twice as many steady steps. Both fill and drain
   alike, so their difference is the steady state.
@@ -43,7 +44,7 @@ from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, ScheduleError
 from pipectl.link import FREE_ROWS, RowTimes, seconds_of
-from pipectl.plan import Plan, Prediction, StageCost, Transfer
+from pipectl.plan import LONG_STEP_S, Plan, Prediction, StageCost, Transfer
 from pipectl.schedule.actions import EVENT_NAMES, Actions, Kind
 from pipectl.schedule.channel import carries_weights, channels_of_rank
 from pipectl.schedule.lowering import lower, lower_stretch
@@ -234,7 +235,11 @@ class Machine:
         clock, ranks = self.tables.clock[0], self.tables.ranks
         if clock["meets"]:
             return float(clock["now"])
-        return float((ranks["ended_s"] - ranks["idle_s"]).max())
+        step_s = float((ranks["ended_s"] - ranks["idle_s"]).max())
+        if step_s >= LONG_STEP_S:
+            updates_s = ranks["update_s"] / ranks["speed"]
+            step_s = max(step_s, float((ranks["ended_s"] - updates_s).max()))
+        return step_s
 
     def busy_s(self) -> list[float]:
         """Return the seconds in which each rank computes."""
@@ -334,7 +339,7 @@ def _new_tables(
     clock = np.zeros(1, dtype=CLOCK)
     clock["queued"] = clock["number"] = len(ranks)
     clock["agree_s"] = max(each.agree for each in row_times)
-    clock["meets"] = plan.meets_on(cluster)
+    clock["meets"] = plan.updates_together_on(cluster)
     return Tables(
         *programs._replace(ranks=ranks),
         operation=OPERATIONS,

@@ -29,7 +29,7 @@ holds the index of this among all that occur in a simulation: its *size*."""
 
 
 RANK = record(
-    "first end stages streams pool position waiting met computed",
+    "first end stages streams pool position waiting met has_computed",
     "speed update_s begin_s after_s since busy_s owed_s idle_s ended_s",
 )
 """Of each rank:
@@ -43,8 +43,8 @@ RANK = record(
 - ``waiting``: next rank that waits for the same transfer; the first one follows the last;
 - ``met``: rank that was the n-th at a meeting, in the record of rank n;
 - ``busy_s``: seconds of computations; ``owed_s``: time of rows to add to the next one;
-- ``computed``: whether it has begun a computation; ``idle_s``: seconds that it waited before that,
-  until its messages moved; ``ended_s``: end of its last row.
+- ``has_computed``: whether it has begun a computation; ``idle_s``: seconds that it waited before
+  that, until its messages moved; ``ended_s``: end of its last row.
 """
 STREAM_OF = record("first starters way end", "latency_s")
 """Of each stream: its first transfer, the number of rows that must start a transfer before it

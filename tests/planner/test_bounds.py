@@ -50,7 +50,8 @@ CLUSTERS = [
 def test_nothing_is_simulated_below_the_bounds(
     data, cluster, stages, batch, size, together, profiles, partitions_of
 ) -> None:
-    profile = data.draw(profiles(most=5, caches=True))
+    optimizer = OptimizerCost(0.0, data.draw(st.sampled_from([0.0, 1e-6, 1e-5])))
+    profile = replace(data.draw(profiles(most=5, caches=True)), optimizer=optimizer)
     problem = Problem(
         profile, cluster, PlanRequest("job", batch, updates_together=together), condense(profile)
     )

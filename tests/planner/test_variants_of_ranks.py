@@ -118,6 +118,20 @@ def test_split_backwards_are_chosen_if_they_gain_enough(chain, split: SplitBackw
     assert len(chosen) == 2
 
 
+def test_stages_are_cut_for_split_backwards_too(chain) -> None:
+    """With two micro-batches, 1F1B is fastest with more work on the first rank."""
+    profile, cluster = chain(9), cluster_of([2])
+    operators = (replace(o, parameters=((o.id, 8),)) for o in profile.operators)
+    profile = replace(profile, operators=tuple(operators), split=SplitBackward())
+    asked = {"micro_batches": 2, "updates_together": False}
+    plan, halved = (
+        planned(profile, cluster, **asked, **more)
+        for more in ({"every_schedule": True, "stages": 2}, {"schedule": "zb-h1"})
+    )
+    assert plan.schedule == "zb-h1"
+    assert plan.predicted_step_s == pytest.approx(halved.predicted_step_s)
+
+
 def test_several_stages_a_rank_are_not_worth_slow_messages(chain) -> None:
     plan = planned(chain(16), cluster_of([4], within=SLOW), every_schedule=True, micro_batches=4)
     assert plan.schedule != INTERLEAVED.name

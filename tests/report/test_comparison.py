@@ -193,3 +193,17 @@ def test_actions_are_paired_by_rank_kind_stage_and_micro_batch(pipeline):
     assert document["parts"][0]["ratio"] == 3.0
     assert [rank["rank"] for rank in document["ranks"]] == [0]
     assert set(SPENT) < set(document["ranks"][0])
+
+
+def test_a_rank_begins_its_next_step_while_another_ends_its_own(pipeline):
+    """The second rank waits for 1 s and ends 4 s after the first: after 10 s all begin again."""
+    last = [e._replace(end_s=11.0) if e.kind == "update" and e.rank == 1 else e for e in STEP]
+    measured = Timeline(tuple(sorted(last)), 2)
+    found = compare(Timeline(STEP, 2), measured, channels(pipeline(2, 1)), meets=False)
+    assert (found.time.predicted_s, found.time.measured_s) == (7.0, 10.0)
+    for spent in found.ranks.values():
+        assert sum(both.measured_s for both in spent.values()) == pytest.approx(10.0)
+    assert sum(both.measured_s for both in found.critical.values()) == pytest.approx(10.0)
+    late = [e._replace(start_s=e.start_s + 4, end_s=e.end_s + 4) if e.rank else e for e in last]
+    late = compare(Timeline(STEP, 2), Timeline(tuple(sorted(late)), 2), (), meets=False)
+    assert late.ranks[1]["between_actions"].measured_s == 0.0

@@ -116,7 +116,7 @@ def test_timelines_stand_above_each_other_on_one_axis() -> None:
     events = (e._replace(start_s=2 * e.start_s, end_s=2 * e.end_s) for e in STEP.events)
     picture = gantt_svg({"predicted": STEP, "measured": Timeline((*events,), 2)}, "both")
     found = texts(picture)
-    assert found.index("predicted: 10.0 s") < found.index("measured: 20.0 s")
+    assert found.index("predicted") < found.index("measured")
     assert (found.count("rank 0"), found.count("2.00 s")) == (2, 1)
     rects = ElementTree.fromstring(picture).findall(".//svg:rect[@height='24']", SPACE)
     rows = [rect for rect in rects if rect.get("class") == "idle"]

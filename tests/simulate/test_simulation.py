@@ -82,7 +82,7 @@ def test_all_ranks_meet_before_they_update(pipeline):
     assert found.step_time_s == 11.0
 
 
-@pytest.mark.parametrize("link", [FREE, Link(0.1, 1e30), Link(2.0, 1e30)])
+@pytest.mark.parametrize("link", [FREE, Link(1e-4, 1e30), Link(2e-3, 1e30)])
 @pytest.mark.parametrize("micro_batches", [3, 6])
 @pytest.mark.parametrize("schedule", [each.name for each in SCHEDULES.values() if each.flushes])
 def test_the_next_step_begins_while_others_end_theirs(pipeline, schedule, micro_batches, link):
@@ -91,7 +91,8 @@ def test_the_next_step_begins_while_others_end_theirs(pipeline, schedule, micro_
     ranks = default_ranks(schedule, stages)
     costs = [
         dataclasses.replace(
-            cost(draw.uniform(1, 2), draw.uniform(2, 4), draw.uniform(0, 5)), weight_s=1.5
+            cost(draw.uniform(1e-3, 2e-3), draw.uniform(2e-3, 4e-3), draw.uniform(0, 5e-3)),
+            weight_s=1.5e-3,
         )
         for _ in range(stages)
     ]
@@ -111,6 +112,15 @@ def test_the_next_step_begins_while_others_end_theirs(pipeline, schedule, micro_
     assert (run_s(16) - run_s(8)) / 8 == pytest.approx(step_s)
     assert step_s <= simulate(together, machine).step_time_s
     assert 0 < least_step_s(plan, machine) <= step_s
+
+
+def test_no_rank_begins_a_long_step_before_all_backwards_have_ended(pipeline):
+    """The second rank ends its backward at 9, when the first has ended its update."""
+    first, second = dataclasses.replace(cost(1, 2), weight_s=0.0), cost(1, 6)
+    second = dataclasses.replace(second, weight_s=5.0)
+    plan = pipeline(2, 1, schedule="zb-h1", costs=[first, second])
+    plan = dataclasses.replace(plan, updates_together=False)
+    assert simulate(plan, cluster((2, 2))).step_time_s == 8.0
 
 
 def test_ranks_that_share_a_core_take_turns(pipeline):

@@ -83,7 +83,7 @@ class Estimator:
         self._groups = RankGroups(self.links, request.memory_limit_bytes)
         self._cores = np.array([node.cores for node in cluster.nodes], dtype=np.float64)
         self._crowded = cluster.is_crowded
-        self._together = request.updates_together or self._crowded
+        self._together = request.updates_together
         self._footprints = footprints
         self._blocks, self._block_of = len(graph), np.array(graph.block_of, dtype=np.int64)
         self._known_sums: dict[tuple[Partition, ...], Sums] = {}

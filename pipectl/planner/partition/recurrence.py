@@ -37,7 +37,7 @@ STAGE = record(
 
 - ``group`` of ranks, for :mod:`pipectl.planner.partition.estimate`;
 - seconds of one full micro-batch, shared by the replicas; of the sum of gradients after the last
-  backward; of the update, which begins on all stages at once.
+  backward; of the update.
 
 The rest is filled in: ``depth``, forwards before the first backward; ``ahead`` and ``behind``, its
 first message in either direction; the ``end`` of its last action, and that one turn ``before``; the
