@@ -165,7 +165,7 @@ def test_a_page_a_picture_and_a_trace_at_once(cli: Command, run: RunDirectory) -
     assert re.search(r"^out/step\.svg \(.*\): open it in a browser$", result.err, re.MULTILINE)
     picture = Path("out/step.svg").read_text()
     assert picture.startswith("<svg ")
-    for words in (f"{run.name}, step 10: ", "2 stages on 2 ranks", "predicted: ", "measured, step"):
+    for words in (f"{run.name}, step 10: ", "2 stages on 2 ranks", ">predicted<", "measured, step"):
         assert words in picture
 
 
