@@ -136,10 +136,10 @@ class ErrorReport(LenientFields):
             place: ``rank``, ``stage``, ``step`` and ``action``.
         """
         own_error = error if isinstance(error, PipectlError) else None
-        place_in_code = "" if own_error else user_line(error.__traceback__)
+        message = f"{str(error) or 'no message'}{user_line(error.__traceback__)}"
         documented = (kind for kind in type(error).__mro__ if kind.__module__ == "pipectl.errors")
         return cls(
-            message=own_error.message if own_error else f"{error or 'no message'}{place_in_code}",
+            message=own_error.message if own_error else message,
             host=os.uname().nodename,
             type=next(documented, type(error)).__name__,
             cure=own_error.cure if own_error else cure,
