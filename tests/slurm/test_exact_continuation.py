@@ -259,10 +259,9 @@ def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterato
         changed["output.directory"] = str(folder / "runs")
         spec = load(path, [f"{key}={json.dumps(value)}" for key, value in changed.items()])
         fresh = replace(profile, key=profile_key(spec))
-        machines = find_cluster(spec, scheduler)
-        fresh, cluster = join_rows(fresh, machines.cluster)
-        job = replace(make_job(spec, scheduler), machines=machines)
-        job = job.with_plan(fresh, cluster, plan_job(spec, fresh, cluster))
+        fresh, cluster = join_rows(fresh, find_cluster(spec, scheduler).cluster)
+        plan = plan_job(spec, fresh, cluster)
+        job = replace(make_job(spec, scheduler), cluster=cluster, profile=fresh, plan=plan)
         run = submit([job], time.time())[0].run
         seed = f"{SEED} {scheduler} {family} {ranks} {settings}"
         started.append(Continued(run, scheduler, random.Random(seed), family))
