@@ -107,7 +107,12 @@ def format_clock(duration_s: int) -> str:
 
 
 def format_time(time_s: float) -> str:
-    """Format a time with three significant digits: ``12.3 ms``, ``1.25 s``, ``3 min 05 s``."""
+    """Format a time with three significant digits: ``12.3 ms``, ``1.25 s``, ``3 min 05 s``.
+
+    Sums of times from damaged files may be infinite.
+    """
+    if time_s == inf:
+        return "inf s"
     if time_s >= 120:
         minutes, seconds = divmod(round(time_s), 60)
         return f"{minutes} min {seconds:02d} s"

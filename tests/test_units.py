@@ -66,6 +66,7 @@ def test_a_clock_has_two_digits_or_more(seconds, text):
     [
         (0.0, "0.00 us"), (2e-6, "2.00 us"), (0.0123, "12.3 ms"), (1.25, "1.25 s"),
         (0.9996, "1.00 s"), (9.996e-3, "10.0 ms"), (119.9, "120 s"), (185.0, "3 min 05 s"),
+        (float("inf"), "inf s"),
     ],
 )  # fmt: skip
 def test_a_time_is_shown_with_three_digits(seconds, text):
