@@ -146,7 +146,7 @@ Placement = tuple[int, ...]
 """Rank of every stage."""
 _MAX_STAGES = 8
 """Above, there are too many placements to try all."""
-MAX_EXCHANGES = 16
+_MAX_EXCHANGES = 16
 """Up to this many stages, any two exchange their ranks; above, only neighbours do."""
 
 
@@ -232,7 +232,7 @@ def exchanges(placement: Placement, cluster: Cluster) -> list[Placement]:
     """Placements in which two stages have exchanged their ranks, if that makes a difference: ranks
     of a node are interchangeable, and so are equal nodes.
 
-    With more than ``MAX_EXCHANGES`` stages, only neighbours exchange their ranks.
+    With more than 16 stages, only neighbours exchange their ranks.
     """
     alike = equal_nodes(cluster)
 
@@ -246,7 +246,7 @@ def exchanges(placement: Placement, cluster: Cluster) -> list[Placement]:
         return tuple(named)
 
     stages = range(len(placement))
-    far = len(placement) <= MAX_EXCHANGES
+    far = len(placement) <= _MAX_EXCHANGES
     distinct = {shape(placement): placement}
     for one, other in combinations(stages, 2) if far else pairwise(stages):
         changed = list(placement)

@@ -83,7 +83,6 @@ class Estimator:
         self._groups = RankGroups(self.links, request.memory_limit_bytes)
         self._cores = np.array([node.cores for node in cluster.nodes], dtype=np.float64)
         self._crowded = cluster.is_crowded
-        self._together = request.updates_together
         self._footprints = footprints
         self._blocks, self._block_of = len(graph), np.array(graph.block_of, dtype=np.int64)
         self._known_sums: dict[tuple[Partition, ...], Sums] = {}
@@ -112,8 +111,8 @@ class Estimator:
         for begin in range(0, len(layouts), chunk):
             end = min(begin + chunk, len(layouts))
             step_times(
-                pipelines, depths, count, last_share, self._together, begin, end, room, back,
-                steps_s,
+                pipelines, depths, count, last_share, self._request.updates_together,
+                begin, end, room, back, steps_s,
             )  # fmt: skip
         again = self._recomputing(layouts)
         if self._crowded or again.any():
@@ -210,7 +209,7 @@ class Estimator:
         on_nodes = self._groups.on_nodes[stages["group"]]
         total = (work[:, :, None] * on_nodes).sum(axis=1)
         busiest = np.maximum(work.max(axis=1), (total / self._cores).max(axis=1))
-        if self._together:
+        if self._request.updates_together:
             work_s: Floats = busiest + stages["update_s"].max(axis=1)
         else:
             work_s = np.maximum(busiest, (work + stages["update_s"]).max(axis=1))
