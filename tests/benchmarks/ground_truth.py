@@ -1,7 +1,5 @@
 """Predicted against published step times: GPTs on up to 8 A100 of one node, measured by others.
 
-PIPECTL_GROUND_TRUTH=DIRECTORY python tests/benchmarks/ground_truth.py
-
 The directory holds `vtrain_single_node.csv` (VIA Research Group at KAIST, with vTrain). What a
 layer, the ends of the model and an update take is fitted to the rows without a pipeline or tensor
 parallelism. The rows with a pipeline, which the fit has not seen, are then simulated: equal numbers
@@ -12,9 +10,7 @@ measured step, so that the two figures say different things.
 from __future__ import annotations
 
 import csv
-import os
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tables import print_table
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.graph import TransferKind
@@ -161,14 +156,3 @@ def comparison(folder: Path) -> tuple[Sequence[str], list[Sequence[object]]]:
         bias = f"{statistics.mean(signed):+.1%}"
         lines.append((kind, len(sizes), *(f"{each:.1%}" for each in figures), bias))
     return ("steps", "count", "median error", "90% within", "worst", "bias"), lines
-
-
-def main() -> None:
-    if folder := os.environ.get("PIPECTL_GROUND_TRUTH"):
-        print_table(*comparison(Path(folder)))
-    else:
-        sys.exit("set PIPECTL_GROUND_TRUTH to the directory of vtrain_single_node.csv")
-
-
-if __name__ == "__main__":
-    main()

@@ -61,7 +61,7 @@ RUN = Page(
     "",
     (
         *("peer", "ideal", "prediction", "rehearsal", "offload", "overlap", "reduction"),
-        *("stage_times", "stage_memory", "staleness", "compiled", "trace_overhead", "checkpoint"),
+        *("stage_times", "stage_memory", "staleness", "compiled", "checkpoint"),
     ),
     ("torch", "mpi4py", "mpich"),
     """# Benchmarks
@@ -78,7 +78,7 @@ ONLY="ideal peer"` measures two of them.
 PLANNER = Page(
     CHECKOUT / "docs" / "planner-benchmarks.md",
     "planner_",
-    ("optimality", "dapple", "cnns", "heterogeneous", "scale", "simulator"),
+    ("optimality", "dapple", "cnns", "scale"),
     ("numpy", "llvmlite"),
     """# Planner benchmarks
 

@@ -5,8 +5,7 @@ plans and ``case.json``: how many rounds, steps in each, and by name who takes p
 
 - ``on``: ``all`` ranks together, the ``first`` alone while others sleep, or ``each`` for itself;
 - ``sums``: ``late`` if sums of gradients over replicas start when all ranks have done all else;
-- ``compile``: true if stages go through ``torch.compile``;
-- ``records``: true if every row of every step is recorded.
+- ``compile``: true if stages go through ``torch.compile``.
 
 With ``recorded`` in the case, everyone then trains so many steps of which every row is recorded.
 """
@@ -207,14 +206,6 @@ def contender(
     if given.get("sums") == "late":
         sums: Any = training.setup.training.reductions
         sums.update({i: LateSums(each, MPI.COMM_WORLD) for i, each in sums.items()})
-    if given.get("records"):
-        step = training.step
-
-        def recorded_step(number: int) -> None:
-            training.recording = Recording()
-            step(number)
-
-        training.step = recorded_step
     return training
 
 
