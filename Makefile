@@ -8,7 +8,7 @@ WITH_RANKS := tests/configs
 IMPURE := pipectl/capture/*,pipectl/profiler/*,pipectl/runtime/*,pipectl/jobs/*,pipectl/cli/*
 TORCH ?= 2.15
 QUICK := tests/test_*.py $(addprefix tests/,batch docs planner report runs schedule simulate spec)
-NOT_QUICK := $(addprefix planner/test_,variants.py variants_of_ranks.py make_plan.py replicated_plans.py \
+NOT_QUICK := $(addprefix planner/test_,saving_memory.py make_plan.py replicated_plans.py \
     published_plans.py known_optima.py brute_force_step.py balance.py named_schedules.py) planner/gate \
     schedule/test_random_plans.py schedule/test_unflushed_steps.py \
     simulate/test_reference_simulation.py runs/test_hostile_runs.py spec/test_spec_fuzz.py report/test_page.py

@@ -62,7 +62,7 @@ def chain() -> Callable[..., Profile]:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def deep() -> Profile:
     """A chain that saves a hundred times what it sends."""
     saved = [((f"n{index}", 1000), (f"s{index}", 99_000)) for index in range(32)]

@@ -1,182 +1,128 @@
-"""Plans for named schedules: several stages per rank, split backwards, no flushes, and lists."""
+"""Schedules other than 1F1B and GPipe: named ones, lists, and those that an open search chooses."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from validator import validate
+from checked_plans import cluster_of, planned
 
-from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan, search_plans
 from pipectl.planner.costs.stage_costs import ASSUMED
-from pipectl.schedule import is_unflushed, lower
+from pipectl.planner.modes import ModeSearch, Shortlist
+from pipectl.planner.other_schedules import SEVERAL_STAGES_GAIN, SPLIT_GAIN, UNMEASURED_SPLIT_GAIN
+from pipectl.planner.problem import Problem
+from pipectl.profile import SplitBackward
+from pipectl.schedule import is_unflushed
+from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.schedule.listed import Listed
-from pipectl.simulate import simulate
 
-FAST = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e11)
-FOLDED = "0F0,0F1,3F0,3F1,3B0,3B1,0B0,0B1\n1F0,1F1,2F0,2F1,2B0,2B1,1B0,1B1\n"
-ONE_EACH = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+FOLDED = Listed.read("0F0,0F1,3F0,3F1,3B0,3B1,0B0,0B1\n1F0,1F1,2F0,2F1,2B0,2B1,1B0,1B1\n", "my.csv")
+ONE_EACH = Listed.read("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "my.csv")
 
 
-def cluster_of(ranks, memory_bytes=None):
-    node = Node("n", ranks, ranks, Device("cpu", 1.0, memory_bytes))
-    return Cluster("c", "test", (node,), FAST, FAST)
-
-
-def request(schedule="interleaved", batch=32, **more):
-    return PlanRequest("job", batch, schedule=schedule, **more)
-
-
-def listed(text, **more):
-    return PlanRequest("job", 8, listed=Listed.read(text, "my.csv"), **more)
-
-
-def check(plan, cluster):
-    """The plan does what its prediction says, and the bound is that of its own step."""
-    validate(plan, [lower(plan, rank) for rank in range(plan.ranks)])
-    assert plan.prediction == simulate(plan, cluster, process_baseline_bytes=5000).prediction
-    step_s, search = plan.predicted_step_s, plan.search
-    assert 0 < search.step_lower_bound_s <= step_s * (1 + 1e-9)
-    assert search.gap == pytest.approx(step_s / search.step_lower_bound_s - 1)
-    return plan
+def chained(make_operator, make_profile, each):
+    """A chain of operators with the properties of each."""
+    operators = [make_operator(index, **more) for index, more in enumerate(each)]
+    return make_profile(operators, list(pairwise(range(len(operators)))))
 
 
 @pytest.fixture
 def hungry(make_operator, make_profile):
     """Each operator saves much more than it receives."""
-    operators = [make_operator(i, saved=((f"n{i}:own", 10**6),)) for i in range(8)]
-    return make_profile(operators, [(i, i + 1) for i in range(7)])
+    each = [{"saved": ((f"n{i}:own", 10**6),)} for i in range(8)]
+    return chained(make_operator, make_profile, each)
 
 
-def test_stages_go_round_over_the_ranks(chain) -> None:
-    plan = make_plan(chain(12), cluster_of(2), request(stages=6, micro_batches=4))
-    assert [stage.ranks for stage in plan.stages] == [(0,), (1,)] * 3
-    assert [len(stage.nodes) for stage in plan.stages] == [2] * 6
-    assert (plan.schedule, plan.micro_batches, plan.ranks) == ("interleaved", 4, 2)
-    check(plan, cluster_of(2))
+@pytest.fixture
+def lopsided(make_operator, make_profile):
+    """Six operators, the third of which takes eight times as long as each of the others."""
+    times = [(8e-3 if index == 2 else 1e-3) for index in range(6)]
+    each = [{"forward_s": time_s, "backward_s": 1.2 * time_s} for time_s in times]
+    return chained(make_operator, make_profile, each)
 
 
-def test_two_stages_a_rank_where_nothing_is_said(chain) -> None:
-    plan = make_plan(chain(12), cluster_of(3), request())
-    assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (2,)] * 2
-    assert plan.micro_batches in (3, 6, 11, 16)
+@pytest.mark.parametrize(
+    ("schedule", "stages", "ranks_of_stages"),
+    [
+        ("interleaved", 6, [0, 1] * 3),
+        ("interleaved", None, [0, 1] * 2),
+        ("zb-v", None, [0, 1, 1, 0]),
+        ("dualpipev", 4, [0, 1, 1, 0]),
+        ("v-half", 2, [0, 0]),
+    ],
+)
+def test_stages_go_round_or_lie_in_a_v(chain, schedule, stages, ranks_of_stages) -> None:
+    plan = planned(chain(12), cluster_of(2), schedule=schedule, stages=stages, micro_batches=4)
+    assert [rank for stage in plan.stages for rank in stage.ranks] == ranks_of_stages
+    assert {len(stage.nodes) for stage in plan.stages} == {12 // len(plan.stages)}
+    assert (plan.schedule, plan.micro_batches) == (schedule, 4)
 
 
-def test_it_waits_less_than_one_stage_a_rank(chain) -> None:
-    chunks = make_plan(chain(16), cluster_of(4), request(micro_batches=4))
-    whole = make_plan(chain(16), cluster_of(4), PlanRequest("job", 32, micro_batches=4))
-    assert chunks.prediction.bubble < 0.75 * whole.prediction.bubble
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"schedule": "interleaved", "stages": 5}, "5 stages cannot go round over 2 ranks"),
+        ({"schedule": "zb-v", "stages": 3}, r"3 stages cannot lie in a V over 2 ranks\n.*4"),
+        ({"schedule": "zb-v", "stages": 6}, r"6 stages cannot lie in a V over 2 ranks\n.*4"),
+        ({"every_schedule": True, "stages": 3}, "3 stages"),
+        ({"schedule": "pipedream", "micro_batches": 4}, "updates after every micro-batch"),
+        (
+            {"schedule": "pipedream", "backward_apart": True, "stages": 3},
+            "6 ranks in all, and the job has 2",
+        ),
+        ({"backward_apart": True, "stages": 2}, "all backwards on other ranks|4 ranks in all"),
+    ],
+)
+def test_what_cannot_be_is_refused(chain, asked, words) -> None:
+    with pytest.raises(InfeasibleError, match=words):
+        planned(chain(12), cluster_of(2), **asked)
 
 
-def test_stages_that_cannot_go_round_are_refused(chain) -> None:
-    with pytest.raises(InfeasibleError, match="5 stages cannot go round over 2 ranks"):
-        make_plan(chain(12), cluster_of(2), request(stages=5))
-
-
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev", "v-half"])
-def test_two_stages_a_rank_lie_in_a_v(chain, schedule) -> None:
-    plan = make_plan(chain(12), cluster_of(3), request(schedule))
-    assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (2,), (2,), (1,), (0,)]
-    assert plan.schedule == schedule
-    validate(plan, [lower(plan, rank) for rank in range(3)])
-    fewer = make_plan(chain(12), cluster_of(3), request(schedule, stages=4))
-    assert [stage.ranks for stage in fewer.stages] == [(0,), (1,), (1,), (0,)]
+def test_stages_with_backwards_apart_need_two_ranks_each(chain) -> None:
+    with pytest.raises(InfeasibleError, match="2 ranks in all, and the job has 1"):
+        planned(chain(12), cluster_of(1), schedule="pipedream", backward_apart=True)
+    with pytest.raises(InfeasibleError, match="all backwards on other ranks"):
+        planned(chain(12), cluster_of(1), backward_apart=True)
 
 
 def test_split_backwards_cost_what_is_assumed_of_them(chain) -> None:
     profile = chain(12)
-    plan = make_plan(profile, cluster_of(3), request("zb-h1", micro_batches=8))
+    plan = planned(profile, cluster_of(3), schedule="zb-h1", micro_batches=8)
     assert plan.assumptions.count(ASSUMED) == 1
     scale = plan.micro_batch_size / profile.micro_batch_size
     for stage in plan.stages:
         operators = [profile.by_id[node] for node in stage.nodes]
-        assert all(operator.parameters for operator in operators)
         assert stage.cost.weight_s == pytest.approx(stage.cost.backward_s / 2)
         kept = sum(sum(dict(o.saved).values()) + o.gradient_bytes for o in operators)
         assert stage.cost.deferred_bytes == pytest.approx(kept * scale, abs=1)
 
 
-def test_split_backwards_wait_less(chain) -> None:
-    found = {
-        schedule: make_plan(chain(16), cluster_of(4), request(schedule, micro_batches=8))
-        for schedule in ("1f1b", "zb-h1", "zb-v")
-    }
-    bubbles = [plan.prediction.bubble for plan in found.values()]
-    assert bubbles == sorted(bubbles, reverse=True)
-    assert bubbles[1] < 0.6 * bubbles[0]
-    assert bubbles[2] < 0.6 * bubbles[1]
-
-
-def test_zb_h1_takes_a_warm_up(chain) -> None:
-    plan = make_plan(chain(12), cluster_of(2), request("zb-h1", warm_up=(5, 2)))
-    assert plan.warm_up == (5, 2)
-
-
-def test_zb_h1_has_a_deeper_warm_up_where_messages_are_slow(chain) -> None:
-    slow = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e11)
-    node = Node("n", 4, 4, Device("cpu"))
-    plan = make_plan(
-        chain(16), Cluster("c", "test", (node,), slow, slow), request("zb-h1", micro_batches=8)
-    )
+def test_zb_h1_has_the_warm_up_asked_for_or_a_deeper_one_if_messages_are_slow(chain) -> None:
+    assert planned(chain(12), cluster_of(2), schedule="zb-h1", warm_up=(5, 2)).warm_up == (5, 2)
+    slow = cluster_of(4, within=Link(1e-3, 1e11))
+    plan = planned(chain(16), slow, 32, schedule="zb-h1", micro_batches=8)
     assert plan.warm_up == (7, 5, 3, 1)
-
-
-@pytest.mark.parametrize("stages", [3, 6])
-def test_stages_that_cannot_lie_in_a_v_are_refused(chain, stages) -> None:
-    with pytest.raises(
-        InfeasibleError, match=rf"{stages} stages cannot lie in a V over 2 ranks\n.*4"
-    ):
-        make_plan(chain(12), cluster_of(2), request("zb-v", stages=stages))
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "pipedream"])
 @pytest.mark.parametrize("where", ["job", "device"])
 def test_what_does_not_fit_is_refused_with_what_is_missing(chain, schedule, where) -> None:
-    limit = 10_000
-    given = {"memory_limit_bytes": limit} if where == "job" else {}
-    cluster = cluster_of(2, limit if where == "device" else None)
+    given = {"memory_limit_bytes": 10_000} if where == "job" else {}
+    cluster = cluster_of(2, memory_bytes=10_000 if where == "device" else None)
     with pytest.raises(InfeasibleError, match=f"{schedule} needs .* more than the memory limit"):
-        make_plan(chain(12), cluster, request(schedule, **given))
-
-
-def test_stages_with_backwards_apart_need_two_ranks_each(chain) -> None:
-    apart = request("pipedream", backward_apart=True)
-    with pytest.raises(InfeasibleError, match="2 ranks in all, and the job has 1"):
-        make_plan(chain(12), cluster_of(1), apart)
-    with pytest.raises(InfeasibleError, match="6 ranks in all, and the job has 4"):
-        make_plan(chain(12), cluster_of(4), replace(apart, stages=3))
-    found = make_plan(chain(12), cluster_of(4), replace(apart, stages=2)).search
-    assert found.lower_bound_s <= found.max_stage_load_s
-
-
-def test_a_plan_that_fits_is_found_without_time(hungry) -> None:
-    wanted = request("interleaved", memory_limit_bytes=3_000_000)
-    plan = make_plan(hungry, cluster_of(2), wanted, expired=lambda: True)
-    assert max(plan.prediction.peak_memory_bytes) <= 3_000_000
-
-
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved", "pipedream-2bw"])
-def test_plans_do_what_they_predict(chain, schedule) -> None:
-    plan = check(make_plan(chain(12), cluster_of(2), request(schedule, 8)), cluster_of(2))
-    assert plan.schedule == schedule
-    check(make_plan(chain(8), cluster_of(2), listed(FOLDED)), cluster_of(2))
+        planned(chain(12), cluster, schedule=schedule, **given)
 
 
 @pytest.mark.parametrize("speeds", [(3.0, 1.0), (1.0, 3.0)])
 @pytest.mark.parametrize(
-    "wanted",
-    [
-        *(request("interleaved", stages=4), request("zb-v", stages=4)),
-        *(request("zb-h1", stages=2), request("zb-h1", stages=1)),
-    ],
-    ids=lambda wanted: f"{wanted.schedule}-{wanted.stages}",
+    ("schedule", "stages"), [("interleaved", 4), ("zb-v", 4), ("zb-h1", 2), ("zb-h1", 1)]
 )
-def test_stages_suit_the_devices_they_lie_on(chain, wanted, speeds) -> None:
-    nodes = tuple(Node(f"n{speed}", 1, 1, Device("cpu", speed)) for speed in speeds)
-    cluster = Cluster("c", "test", nodes, FAST, FAST)
-    plan = make_plan(chain(16), cluster, wanted)
+def test_stages_suit_the_devices_they_lie_on(chain, schedule, stages, speeds) -> None:
+    cluster = cluster_of(1, 1, speeds=speeds)
+    plan = planned(chain(16), cluster, 32, schedule=schedule, stages=stages)
     loads = [stage.load_s / speeds[stage.ranks[0]] for stage in plan.stages]
     assert max(loads) == pytest.approx(min(loads))
     assert plan.search.max_stage_load_s == pytest.approx(max(loads))
@@ -185,40 +131,47 @@ def test_stages_suit_the_devices_they_lie_on(chain, wanted, speeds) -> None:
 
 @pytest.mark.parametrize("speeds", [(3.0, 1.0), (1.0, 3.0)])
 def test_stages_of_lists_suit_the_devices_they_lie_on(chain, speeds) -> None:
-    nodes = tuple(Node(f"n{speed}", 1, 1, Device("cpu", speed)) for speed in speeds)
-    plan = make_plan(chain(16), Cluster("c", "test", nodes, FAST, FAST), listed(FOLDED))
+    plan = planned(chain(16), cluster_of(1, 1, speeds=speeds), 8, listed=FOLDED)
     held = [sum(len(s.nodes) for s in plan.stages if s.ranks == (rank,)) for rank in range(2)]
     assert held[speeds.index(3.0)] >= 2 * held[speeds.index(1.0)]
 
 
+@pytest.mark.parametrize("asked", [{"backward_apart": None}, {"replicas": None}])
+@pytest.mark.parametrize("named", [{"listed": ONE_EACH}, {"schedule": "zb-h1", "stages": 2}])
+def test_open_choices_change_no_ranks_of_lists_and_of_split_backwards(chain, named, asked) -> None:
+    plan = planned(chain(8), cluster_of(4), 8, **named, **asked)
+    assert [(stage.ranks, stage.backward_ranks) for stage in plan.stages] == [
+        ((0,), ()),
+        ((1,), ()),
+    ]
+
+
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "zb-v", "pipedream-2bw"])
 def test_another_number_of_micro_batches_than_asked_for_is_told(chain, schedule) -> None:
-    wanted = PlanRequest("job", 8, schedule=schedule, micro_batches=5)
-    plan = make_plan(chain(12), cluster_of(2), wanted)
+    plan = planned(chain(12), cluster_of(2), 8, schedule=schedule, micro_batches=5)
     assert plan.micro_batches == 4
     assert sum("5 micro-batches of 8 samples" in said for said in plan.assumptions) == 1
 
 
 @pytest.mark.parametrize(
-    ("wanted", "limit"),
+    ("asked", "limit"),
     [
-        (request("looped-bfs", 8, stages=4), 3_000_000),
-        (request("zb-v", 8, stages=4), 900_000),
-        (request("pipedream", 8, stages=2), 6_000_000),
-        (listed(FOLDED), 3_000_000),
+        ({"schedule": "looped-bfs", "stages": 4}, 3_000_000),
+        ({"schedule": "zb-v", "stages": 4}, 900_000),
+        ({"schedule": "pipedream", "stages": 2}, 6_000_000),
+        ({"listed": FOLDED}, 3_000_000),
     ],
-    ids=lambda each: getattr(each, "schedule", None),
+    ids=lambda each: each.get("schedule", "lists") if isinstance(each, dict) else None,
 )
-def test_stages_recompute_where_nothing_else_fits(hungry, wanted, limit) -> None:
+def test_stages_recompute_where_nothing_else_fits(hungry, asked, limit) -> None:
     def plan(recompute):
-        asked = replace(wanted, recompute=recompute, memory_limit_bytes=limit)
-        return check(make_plan(hungry, cluster_of(2), asked), cluster_of(2))
+        given = {**asked, "recompute": recompute, "memory_limit_bytes": limit}
+        return planned(hungry, cluster_of(2), 8, **given)
 
     with pytest.raises(InfeasibleError):
         plan(False)
     some = plan(None)
     assert any(stage.recompute for stage in some.stages)
-    assert max(some.prediction.peak_memory_bytes) <= limit
     assert some.predicted_step_s <= plan(True).predicted_step_s
 
 
@@ -227,41 +180,49 @@ def test_stages_are_cut_for_memory_if_even_ones_do_not_fit(
     make_operator, make_profile, schedule
 ) -> None:
     """The first rank of a V holds both ends of a model, which have most of its parameters."""
-    large = {"parameter_bytes": 4000, "parameters": (("large", 4000),)}
-    ends = {0: large, 23: {**large, "parameters": (("larger", 4000),)}}
-    operators = [make_operator(index, **ends.get(index, {})) for index in range(24)]
-    profile = make_profile(operators, [(index, index + 1) for index in range(23)])
+    ends = {0: "large", 23: "larger"}
+    each = [
+        {"parameter_bytes": 4000, "parameters": ((ends[i], 4000),)} if i in ends else {}
+        for i in range(24)
+    ]
+    profile = chained(make_operator, make_profile, each)
 
-    def wanted(limit=None):
-        return request(
-            schedule, stages=6, micro_batches=8, recompute=False, memory_limit_bytes=limit
-        )
+    def plan(limit=None):
+        asked = {"schedule": schedule, "stages": 6, "micro_batches": 8}
+        return planned(profile, cluster_of(3), 32, memory_limit_bytes=limit, **asked)
 
-    even = make_plan(profile, cluster_of(3), wanted())
-    limit = max(even.prediction.peak_memory_bytes) - 4000
-    plan = make_plan(profile, cluster_of(3), wanted(limit))
-    assert max(plan.prediction.peak_memory_bytes) <= limit
-    assert [stage.ranks for stage in plan.stages] == [stage.ranks for stage in even.stages]
-    assert even.predicted_step_s < plan.predicted_step_s < 1.5 * even.predicted_step_s
-    validate(plan, [lower(plan, rank) for rank in range(3)])
+    even = plan()
+    peaks = even.prediction.peak_memory_bytes
+    fitting = plan(max(peaks) - 4000)
+    assert [stage.ranks for stage in fitting.stages] == [stage.ranks for stage in even.stages]
+    assert even.predicted_step_s < fitting.predicted_step_s < 1.5 * even.predicted_step_s
     with pytest.raises(InfeasibleError, match="more than the memory limit"):
-        make_plan(profile, cluster_of(3), wanted(min(even.prediction.peak_memory_bytes) - 4000))
+        plan(min(peaks) - 4000)
+
+
+@pytest.mark.parametrize("where", ["job", "device"])
+def test_stages_without_flushes_are_cut_for_memory(make_operator, make_profile, where) -> None:
+    """The first two operators have nearly all parameters."""
+    sizes, limit = [10**6, 10**6, *[100] * 6], 6_500_000
+    each = [
+        {"parameters": ((f"p{i}", size),), "parameter_bytes": size} for i, size in enumerate(sizes)
+    ]
+    given = {"memory_limit_bytes": limit} if where == "job" else {}
+    cluster = cluster_of(2, memory_bytes=limit if where == "device" else None)
+    profile = chained(make_operator, make_profile, each)
+    plan = planned(profile, cluster, 8, schedule="pipedream-2bw", stages=2, **given)
+    assert [len(stage.nodes) for stage in plan.stages] == [1, 7]
 
 
 @pytest.mark.parametrize(
     ("schedule", "ranks_of_stages"),
-    [
-        ("zb-h1", [(0,), (1,), (2,)]),
-        ("interleaved", [(0,), (1,), (2,)]),
-        ("looped-bfs", [(0,), (1,), (2,)]),
-        ("zb-v", [(0,), (0,)]),
-    ],
+    [("zb-h1", [0, 1, 2]), ("interleaved", [0, 1, 2]), ("looped-bfs", [0, 1, 2]), ("zb-v", [0, 0])],
 )
 def test_there_are_no_more_stages_than_the_graph_has_blocks(
     chain, schedule, ranks_of_stages
 ) -> None:
-    plan = make_plan(chain(3), cluster_of(4), request(schedule))
-    assert [stage.ranks for stage in plan.stages] == ranks_of_stages
+    plan = planned(chain(3), cluster_of(4), schedule=schedule)
+    assert [rank for stage in plan.stages for rank in stage.ranks] == ranks_of_stages
 
 
 @pytest.mark.parametrize("way", Replication)
@@ -277,125 +238,197 @@ def test_there_are_no_more_stages_than_the_graph_has_blocks(
     ],
 )
 def test_replicas_are_copies_of_the_pipeline(chain, schedule, stages, way) -> None:
-    wanted = request(schedule, stages=stages, replicas=2, replication=way)
-    plan = make_plan(chain(12), cluster_of(4), wanted)
+    asked = {"schedule": schedule, "stages": stages}
+    plan = planned(chain(12), cluster_of(4), 32, **asked, replicas=2, replication=way)
     assert {stage.replicas for stage in plan.stages} == {2}
     assert {rank for stage in plan.stages for rank in stage.ranks} == {0, 1, 2, 3}
     assert (plan.schedule, plan.replication) == (schedule, way)
     halved = schedule in ("zb-h1", "zb-v", "dualpipev", "v-min")
     assert all((stage.cost.weight_s is not None) == halved for stage in plan.stages)
-    validate(plan, [lower(plan, rank) for rank in range(4)])
-    assert (
-        plan.predicted_step_s
-        < make_plan(chain(12), cluster_of(2), request(schedule, stages=stages)).predicted_step_s
-    )
+    alone = planned(chain(12), cluster_of(2), 32, **asked)
+    assert plan.predicted_step_s < alone.predicted_step_s
 
 
-def test_open_replicas_stay_one(chain) -> None:
-    plan = make_plan(chain(12), cluster_of(4), request("zb-h1", stages=2, replicas=None))
-    assert [stage.ranks for stage in plan.stages] == [(0,), (1,)]
-
-
-@pytest.mark.parametrize("wanted", [request("zb-h1"), request("pipedream"), listed(FOLDED)])
-def test_time_that_is_up_gives_a_plan_of_even_cuts(chain, wanted) -> None:
-    plan = make_plan(chain(12), cluster_of(2), wanted, lambda: True)
+@pytest.mark.parametrize(
+    "asked", [{"schedule": "zb-h1"}, {"schedule": "pipedream"}, {"listed": FOLDED}]
+)
+def test_time_that_is_up_gives_a_plan_of_even_cuts(chain, hungry, asked) -> None:
+    plan = planned(chain(12), cluster_of(2), 8, expired=lambda: True, **asked)
     assert not plan.search.finished
-    limited = replace(wanted, memory_limit_bytes=6000)
     with pytest.raises(OutOfTimeError):
-        make_plan(chain(12), cluster_of(2), limited, lambda: True)
+        planned(chain(12), cluster_of(2), 8, expired=lambda: True, **asked, memory_limit_bytes=6000)
+    small = {"schedule": "interleaved", "memory_limit_bytes": 3_000_000}
+    assert planned(hungry, cluster_of(2), 32, expired=lambda: True, **small)
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
-def test_stages_are_balanced_and_proven(chain, schedule) -> None:
-    plan = make_plan(chain(12), cluster_of(4), PlanRequest("job", 32, schedule=schedule))
-    assert plan.schedule == schedule
-    assert [len(stage.nodes) for stage in plan.stages] == [3] * 4
-    assert (plan.micro_batches == 1) == (schedule == "pipedream")
-    check(plan, cluster_of(4))
-    assert plan.prediction.bubble < 0.05
+# Steps that overlap
 
 
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        ("pipedream", "2, 1, 0 updates old in stages 0 to 2, so results depend on the stages"),
+        ("pipedream", "3, 2, 1, 0 updates old in stages 0 to 3, so results depend on the stages"),
         ("pipedream-2bw", "one update old, whatever the stages"),
     ],
 )
-def test_the_plan_says_what_it_changes(chain, schedule, words) -> None:
-    request = PlanRequest("job", 32, schedule=schedule, stages=3)
-    plan = make_plan(chain(12), cluster_of(3), request)
+def test_stages_are_balanced_and_the_plan_says_what_it_changes(chain, schedule, words) -> None:
+    plan = planned(chain(12), cluster_of(4), 32, schedule=schedule)
+    assert plan.schedule == schedule
+    assert [len(stage.nodes) for stage in plan.stages] == [3] * 4
+    assert (plan.micro_batches == 1) == (schedule == "pipedream")
+    assert plan.prediction.bubble < 0.05
     assert plan.assumptions[-1].startswith(f"schedule {schedule} is asynchronous")
     assert plan.assumptions[-1].endswith(words)
 
 
 def test_no_search_chooses_them(chain) -> None:
-    found = search_plans(chain(8), cluster_of(2), PlanRequest("job", 32))
+    found = search_plans(chain(8), cluster_of(2), PlanRequest("job", 32, every_schedule=True))
     assert not any(is_unflushed(plan) for plan in found)
-
-
-def test_two_versions_take_the_micro_batches_asked_for(chain) -> None:
-    request = PlanRequest("job", 32, schedule="pipedream-2bw", micro_batches=5)
-    assert make_plan(chain(8), cluster_of(2), request).micro_batches == 5
-
-
-def test_pipedream_takes_no_micro_batches(chain) -> None:
-    request = PlanRequest("job", 32, schedule="pipedream", micro_batches=4)
-    with pytest.raises(InfeasibleError, match="updates after every micro-batch"):
-        make_plan(chain(8), cluster_of(2), request)
 
 
 @pytest.mark.parametrize("stages", [None, 2])
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_backwards_have_ranks_of_their_own_if_that_is_asked(chain, schedule, stages) -> None:
-    request = PlanRequest("job", 32, schedule=schedule, backward_apart=True, stages=stages)
-    plan = make_plan(chain(12), cluster_of(4), request)
+    asked = {"schedule": schedule, "stages": stages}
+    plan = planned(chain(12), cluster_of(4), 32, backward_apart=True, **asked)
     assert sorted(r for s in plan.stages for r in (*s.ranks, *s.backward_ranks)) == [0, 1, 2, 3]
-    check(plan, cluster_of(4))
     if schedule == "pipedream":
         assert plan.warm_up == (5, 3)
         assert "4, 2 updates old in stages 0 to 1" in plan.assumptions[-1]
-
-
-def test_backwards_stay_where_only_a_name_could_move_them(chain) -> None:
-    """Which weights a step uses should not follow from how fast a link is."""
-    request = PlanRequest("job", 32, schedule="pipedream", backward_apart=None)
-    plan = make_plan(chain(12), cluster_of(4), request)
-    assert not any(stage.backward_ranks for stage in plan.stages)
+        free = planned(chain(12), cluster_of(4), 32, backward_apart=None, **asked)
+        assert not any(stage.backward_ranks for stage in free.stages), "staleness needs a wish"
 
 
 @pytest.mark.parametrize("name", ["recompute", "offload"])
 def test_stages_can_do_without_what_backwards_need(chain, name) -> None:
-    request = PlanRequest("job", 32, schedule="pipedream", **{name: True})
-    plan = make_plan(chain(8), cluster_of(2), request)
+    plan = planned(chain(8), cluster_of(2), 32, schedule="pipedream", **{name: True})
     assert all(getattr(stage, name) for stage in plan.stages)
-    validate(plan, [lower(plan, rank) for rank in range(2)])
 
 
-@pytest.mark.parametrize("where", ["job", "device"])
-def test_stages_without_flushes_are_cut_for_memory(make_operator, make_profile, where) -> None:
-    """The first two operators have nearly all parameters."""
-    sizes = [10**6, 10**6, *[100] * 6]
-    operators = [
-        make_operator(i, parameters=((f"p{i}", size),), parameter_bytes=size)
-        for i, size in enumerate(sizes)
-    ]
-    profile, limit = make_profile(operators, [(i, i + 1) for i in range(7)]), 6_500_000
-    given = {"memory_limit_bytes": limit} if where == "job" else {}
-    cluster = cluster_of(2, limit if where == "device" else None)
-    plan = make_plan(profile, cluster, request("pipedream-2bw", 8, stages=2, **given))
-    assert [len(stage.nodes) for stage in plan.stages] == [1, 7]
-    assert max(plan.prediction.peak_memory_bytes) <= limit
+# Two ranks for a stage, and what an open search chooses
 
 
-def test_backwards_are_where_the_lists_say(chain) -> None:
-    plan = make_plan(chain(8), cluster_of(4), listed(ONE_EACH, backward_apart=None))
-    assert [(stage.ranks, stage.backward_ranks) for stage in plan.stages] == [
-        ((0,), ()),
-        ((1,), ()),
-    ]
+@pytest.mark.parametrize("machines", [[2], [4], [2, 2], [1, 1, 1]])
+def test_two_ranks_for_an_operator_beat_one(lopsided, machines) -> None:
+    cluster = cluster_of(*machines)
+    plain, plan = planned(lopsided, cluster), planned(lopsided, cluster, backward_apart=None)
+    assert plan.predicted_step_s < 0.8 * plain.predicted_step_s
+    (heavy,) = [stage for stage in plan.stages if "n2" in stage.nodes]
+    assert heavy.backward_ranks
+    held = [rank for stage in plan.stages for rank in (*stage.ranks, *stage.backward_ranks)]
+    assert len(held) == len(set(held))
+    used = [plan.node_of_rank[rank] for rank in (*heavy.ranks, *heavy.backward_ranks)]
+    assert machines != [2, 2] or used[0] == used[1]
 
 
-def test_stages_have_one_replica(chain) -> None:
-    plan = make_plan(chain(8), cluster_of(4), listed(ONE_EACH, replicas=None))
-    assert [stage.replicas for stage in plan.stages] == [1, 1]
+def test_saved_values_that_travel_too_long_stay(lopsided) -> None:
+    plan = planned(lopsided, cluster_of(4, within=Link(1e-3, 1e5)), backward_apart=None)
+    assert not any(stage.backward_ranks for stage in plan.stages)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(4, None), (8, 3)])
+def test_all_backwards_are_elsewhere_if_asked_also_where_that_is_slower(
+    chain, ranks, stages
+) -> None:
+    plain, plan = (
+        planned(chain(12), cluster_of(ranks), backward_apart=apart, stages=stages)
+        for apart in (False, True)
+    )
+    assert all(stage.backward_ranks for stage in plan.stages)
+    assert stages in (None, len(plan.stages))
+    assert stages or plan.predicted_step_s > plain.predicted_step_s
+
+
+def test_several_stages_a_rank_are_faster_with_few_micro_batches(chain) -> None:
+    few, cluster = {"micro_batches": 4}, cluster_of(4)
+    plain, plan = (
+        planned(chain(16), cluster, every_schedule=every, **few) for every in (False, True)
+    )
+    assert plan.schedule == INTERLEAVED.name
+    assert len(plan.stages) in (8, 16)
+    assert plan.predicted_step_s < 0.9 * plain.predicted_step_s
+    tight = cluster_of(4, memory_bytes=max(plan.prediction.peak_memory_bytes) - 1000)
+    planned(chain(16), tight, every_schedule=True, **few)
+    slow = cluster_of(4, within=Link(1e-3, 1e4))
+    assert planned(chain(16), slow, every_schedule=True, **few).schedule != INTERLEAVED.name
+
+
+def test_so_many_stages_may_go_round(chain) -> None:
+    plan = planned(chain(16), cluster_of(4), every_schedule=True, stages=8)
+    assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (2,), (3,)] * 2
+
+
+def trained(profile, split):
+    """With a parameter for each operator, and what half a backward takes."""
+    operators = (replace(o, parameters=((o.id, 8),)) for o in profile.operators)
+    return replace(profile, operators=tuple(operators), split=split)
+
+
+@pytest.mark.parametrize(
+    "split", [None, SplitBackward(weight_share=0.53)], ids=["assumed", "measured"]
+)
+def test_split_backwards_are_chosen_if_they_gain_enough(chain, split) -> None:
+    profile, cluster = trained(chain(16), split), cluster_of(4)
+    least, chosen = SPLIT_GAIN if split else UNMEASURED_SPLIT_GAIN, set()
+    for micro_batches in (4, 16, 32, 64):
+        plain, plan, halved = (
+            planned(profile, cluster, stages=4, micro_batches=micro_batches, **more)
+            for more in ({}, {"every_schedule": True}, {"schedule": "zb-h1"})
+        )
+        gain = 1 - halved.predicted_step_s / plain.predicted_step_s
+        assert (gain > least) == (plan.schedule == "zb-h1")
+        assert any("split" in assumption for assumption in halved.assumptions) == (split is None)
+        chosen.add(plan.schedule)
+    assert len(chosen) == 2
+
+
+def test_stages_are_cut_for_split_backwards_too(chain) -> None:
+    """With two micro-batches, 1F1B is fastest with more work on the first rank."""
+    asked = {"micro_batches": 2, "updates_together": False}
+    plan, halved = (
+        planned(trained(chain(9), SplitBackward()), cluster_of(2), **asked, **more)
+        for more in ({"every_schedule": True, "stages": 2}, {"schedule": "zb-h1"})
+    )
+    assert plan.schedule == "zb-h1"
+    assert plan.predicted_step_s == pytest.approx(halved.predicted_step_s)
+
+
+@pytest.mark.parametrize(
+    "named", [{"schedule": "1f1b"}, {"schedule": "gpipe"}, {"warm_up": (4, 3, 2, 1)}]
+)
+def test_schedules_that_are_named_stay(chain, named) -> None:
+    asked = {"micro_batches": 4, "every_schedule": True, "backward_apart": None, **named}
+    for plan in search_plans(chain(16), cluster_of(4), PlanRequest("job", 32, **asked)):
+        assert plan.schedule == named.get("schedule", "1f1b")
+
+
+def test_gains_count_against_plans_that_need_none(chain, monkeypatch) -> None:
+    """Neither against interleaved ones, nor against others with split backwards."""
+    plain = planned(chain(8), cluster_of(4))
+    shares = {"plain": 1.0, "interleaved": 0.95, "recomputes": 0.91, "fits": 0.85, "slow": 0.93}
+
+    def lasting(name, share):
+        step_s = share * plain.predicted_step_s
+        return replace(plain, name=name, prediction=replace(plain.prediction, step_time_s=step_s))
+
+    def within_memory(_, plan):
+        return lasting(plan.name, shares[plan.name])
+
+    monkeypatch.setattr(ModeSearch, "within_memory", within_memory)
+    shortlist = Shortlist(Problem(chain(8), cluster_of(4), PlanRequest("job", 64)), lambda: False)
+    shortlist.settle([lasting("plain", 1.0)])
+    shortlist.settle([lasting("interleaved", 0.95)], SEVERAL_STAGES_GAIN)
+    split = {"recomputes": 0.8, "slow": 0.84, "fits": 0.85}
+    shortlist.settle([lasting(*pair) for pair in split.items()], 0.08)
+    accepted = [plan.name for plan in shortlist.plans]
+    assert accepted == ["plain", "interleaved", "recomputes", "fits"]
+
+
+def test_the_bound_holds_at_sizes_that_only_some_plans_have(make_operator, make_profile) -> None:
+    """Micro-batches of four samples, which are no power of two of a batch of 54, are fast."""
+    sizes = {4: 0.1, **{size: 1.0 * size for size in (1, 2, 3, 5, 6, 7, 9, 13, 14, 18, 27, 54)}}
+    timings = {size: (1e-3 * share, 2e-3 * share) for size, share in sizes.items()}
+    each = [{"forward_s": 8e-3, "backward_s": 16e-3, "timings": timings}] * 16
+    profile = chained(make_operator, make_profile, each)
+    plan = make_plan(profile, cluster_of(4), PlanRequest("job", 54, every_schedule=True))
+    assert plan.search.step_lower_bound_s <= plan.predicted_step_s

@@ -1,0 +1,75 @@
+"""Clusters of nodes, and plans of which all that is promised is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from validator import validate
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.link import Link
+from pipectl.plan import Plan
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.profile import Profile
+from pipectl.schedule import lower
+from pipectl.simulate import simulate
+
+FAST = Link(1e-6, 1e11)
+
+
+def cluster_of(
+    *ranks: int,
+    cores: int | None = None,
+    speeds: tuple[float, ...] = (1.0,),
+    memory_bytes: int | None = None,
+    host_link: Link | None = None,
+    within: Link = FAST,
+    between: Link | None = None,
+) -> Cluster:
+    """Nodes of so many ranks each, with a core for each rank.
+
+    Args:
+        cores: of every node, if ranks share them.
+        speeds: of the nodes' devices, in turn.
+        between: the link between nodes, if it is another than that within them.
+    """
+    nodes = tuple(
+        Node(
+            f"n{index}",
+            count,
+            cores or count,
+            Device("cpu", speeds[index % len(speeds)], memory_bytes, host_link),
+        )
+        for index, count in enumerate(ranks)
+    )
+    return Cluster("c", "test", nodes, within, between or within)
+
+
+def planned(
+    profile: Profile,
+    cluster: Cluster,
+    batch: int = 64,
+    expired: Callable[[], bool] = lambda: False,
+    **asked: Any,
+) -> Plan:
+    """The checked plan of a request."""
+    plan = make_plan(profile, cluster, PlanRequest("job", batch, **asked), expired)
+    return checked(plan, cluster, profile)
+
+
+def checked(plan: Plan, cluster: Cluster, profile: Profile) -> Plan:
+    """A plan that does what its prediction says, within what there is, and not below its bounds."""
+    baseline = profile.process_baseline_bytes or 0
+    programs = [lower(plan, rank) for rank in range(plan.ranks)]
+    validate(plan, programs, process_baseline_bytes=baseline)
+    assert plan.prediction == simulate(plan, cluster, process_baseline_bytes=baseline).prediction
+    for rank, peak in enumerate(plan.prediction.peak_memory_bytes):
+        assert peak <= cluster.memory_of(rank, plan.memory_limit_bytes)
+    search, step_s = plan.search, plan.predicted_step_s
+    assert search is not None
+    assert search.lower_bound_s <= search.max_stage_load_s * (1 + 1e-9)
+    assert 0 < search.step_lower_bound_s <= step_s * (1 + 1e-9)
+    assert search.gap == pytest.approx(step_s / search.step_lower_bound_s - 1, abs=1e-9)
+    return plan
