@@ -3,14 +3,11 @@
 import json
 import os
 import stat
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import job_requests
 import pytest
-
-from pipectl.batch import JobRequest
 
 DATA = Path(__file__).parents[1] / "data" / "scheduler"
 
@@ -68,7 +65,7 @@ class FakeCommands:
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def commands(tmp_path, monkeypatch):
     """A folder whose programs hide all others but those of the system."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -77,7 +74,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def pbs(commands: Path) -> FakeCommands:
+def pbs(commands):
     fake = FakeCommands(commands, DATA / "pbs")
     for command in ("qsub", "qstat", "qselect", "qdel"):
         fake.answer(command)
@@ -85,7 +82,7 @@ def pbs(commands: Path) -> FakeCommands:
 
 
 @pytest.fixture
-def slurm(commands: Path) -> FakeCommands:
+def slurm(commands):
     fake = FakeCommands(commands, DATA / "slurm")
     for command in ("squeue", "scancel"):
         fake.answer(command)
@@ -94,13 +91,13 @@ def slurm(commands: Path) -> FakeCommands:
 
 
 @pytest.fixture
-def nasty() -> list[str]:
+def nasty():
     values: list[str] = json.loads((DATA / "nasty.json").read_text())
     return values
 
 
 @pytest.fixture
-def make_request(tmp_path: Path) -> Callable[..., JobRequest]:
+def make_request(tmp_path):
     """A small request in ``tmp_path``, with changes."""
 
     return partial(job_requests.make_request, tmp_path / "run")

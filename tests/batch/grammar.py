@@ -1,7 +1,5 @@
 """Directives of a script, read as sbatch and qsub read them."""
 
-from __future__ import annotations
-
 PREFIX = {"slurm": "#SBATCH ", "pbs": "#PBS "}
 
 

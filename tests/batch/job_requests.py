@@ -1,7 +1,5 @@
 """Requests of jobs to render, submit and run."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Callable, Mapping

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +10,7 @@ import pytest
 from grammar import directives
 from job_requests import change
 
-from pipectl.batch import JobRequest, Scheduler, Template, get_scheduler, process
+from pipectl.batch import Scheduler, Template, get_scheduler, process
 from pipectl.batch.pbs import PbsScheduler
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.slurm import SlurmScheduler
@@ -21,7 +20,6 @@ from pipectl.errors import InvalidInputError, SchedulerError
 if TYPE_CHECKING:
     from conftest import FakeCommands
 
-MakeRequest = Callable[..., JobRequest]
 SCRIPT = Path("/runs/job.sh")
 SYNTAX = {"slurm": SBATCH, "pbs": QSUB}
 
@@ -36,7 +34,7 @@ class System(NamedTuple):
 
 
 @pytest.fixture(params=["slurm", "pbs"])
-def system(request: pytest.FixtureRequest, slurm: FakeCommands, pbs: FakeCommands) -> System:
+def system(request, slurm, pbs):
     if request.param == "slurm":
         return System("slurm", SlurmScheduler(), "sbatch", slurm)
     return System("pbs", PbsScheduler(), "qsub", pbs)
@@ -61,7 +59,7 @@ IDS = {
 }
 
 
-def test_submit_returns_the_id_in_the_answer(system: System, make_request: MakeRequest) -> None:
+def test_submit_returns_the_id_in_the_answer(system, make_request):
     request = make_request()
     for text, job_id in IDS[system.name].items():
         system.fake.answer(system.submit, text)
@@ -75,9 +73,7 @@ def test_submit_returns_the_id_in_the_answer(system: System, make_request: MakeR
     assert (request.run_directory / "logs").is_dir()
 
 
-def test_variables_that_overrule_the_script_are_removed(
-    system: System, make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_that_overrule_the_script_are_removed(system, make_request, monkeypatch):
     removed = {
         "slurm": {"SBATCH_PARTITION", "SLURM_JOB_ID", "SLURM_NTASKS", "SQUEUE_PARTITION"},
         "pbs": {"PBS_DPREFIX", "PBS_JOBID"},
@@ -113,7 +109,7 @@ REFUSALS = {
 }
 
 
-def test_refusals_name_a_cure(system: System, make_request: MakeRequest) -> None:
+def test_refusals_name_a_cure(system, make_request):
     for answer, message, cure in REFUSALS[system.name]:
         if answer.endswith(".txt"):
             system.fake.replay(system.submit, answer)
@@ -125,7 +121,7 @@ def test_refusals_name_a_cure(system: System, make_request: MakeRequest) -> None
     assert system.fake.calls("squeue") == system.fake.calls("qselect") == [], "no search for a job"
 
 
-def test_an_unreachable_server_is_no_refusal(system: System, make_request: MakeRequest) -> None:
+def test_an_unreachable_server_is_no_refusal(system, make_request):
     answers = {
         "slurm": "sbatch: fatal: Could not establish a configuration source",
         "pbs": "qsub: cannot connect to server pbs (errno=15010)",
@@ -138,9 +134,7 @@ def test_an_unreachable_server_is_no_refusal(system: System, make_request: MakeR
     assert "cannot be reached" in (caught.value.cure or "")
 
 
-def test_missing_commands_are_named(
-    system: System, make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_commands_are_named(system, make_request, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SchedulerError, match=system.submit) as caught:
         system.scheduler.submit(SCRIPT, make_request())
@@ -148,14 +142,12 @@ def test_missing_commands_are_named(
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_a_lost_answer_is_looked_up_by_tag(
-    system: System, make_request: MakeRequest, hangs: bool
-) -> None:
+def test_a_lost_answer_is_looked_up_by_tag(system, make_request, hangs):
     """And a job that is not found is not submitted twice."""
 
     system.scheduler.timeout_s = 0.6
 
-    def submit(**changes: str) -> str:
+    def submit(**changes):
         return system.scheduler.submit(SCRIPT, make_request(**changes))
 
     unsure = {"slurm": "error: Unable to contact slurm", "pbs": "error: Communication failure."}
@@ -181,11 +173,11 @@ def test_a_lost_answer_is_looked_up_by_tag(
         assert submit(tag="20261120-152233-demo abc1") == "10.vm"
 
 
-def test_undecodable_output_is_shown_as_it_can_be() -> None:
+def test_undecodable_output_is_shown_as_it_can_be():
     assert process.run(["bash", "-c", "printf 'a\\377b'"], cure="-").stdout == "a\ufffdb"
 
 
-def test_cancel_of_what_is_gone_is_no_error(system: System) -> None:
+def test_cancel_of_what_is_gone_is_no_error(system):
     command = "scancel" if system.name == "slurm" else "qdel"
     system.fake.replay(command, f"{command}-unknown.txt")
     system.scheduler.cancel("99999")
@@ -195,7 +187,7 @@ def test_cancel_of_what_is_gone_is_no_error(system: System) -> None:
         system.scheduler.cancel("1")
 
 
-def test_a_system_that_does_not_answer_is_an_error_not_an_absence(system: System) -> None:
+def test_a_system_that_does_not_answer_is_an_error_not_an_absence(system):
     command = "squeue" if system.name == "slurm" else "qstat"
     system.fake.answer(command, stderr="cannot connect to server vm (errno=15010)", rc=162)
     with pytest.raises(SchedulerError, match="cannot connect"):
@@ -250,7 +242,7 @@ ALLOWED: dict[str, list[tuple[str, Value]]] = {
 
 
 @pytest.mark.parametrize("scheduler", SYNTAX)
-def test_options_of_the_user(scheduler: str) -> None:
+def test_options_of_the_user(scheduler):
     """Those that are not name what is."""
     for name, value, cure in REFUSED[scheduler]:
         assert cure in fault_of_option(SYNTAX[scheduler], name, value), (name, value)
@@ -275,8 +267,8 @@ DIRECTIVES = "{{% extends base %}}{{% block directives %}}\n{}\n{{% endblock %}}
     ],
 )
 def test_directives_of_a_template_come_first_so_that_those_of_pipectl_win(
-    make_request: MakeRequest, scheduler: str, line: str
-) -> None:
+    make_request, scheduler, line
+):
     """sbatch and qsub take the last of two options."""
     plain = make_request(slurm={"partition": "y"}, pbs={"queue": "y"})
     mark = "#SBATCH" if scheduler == "slurm" else "#PBS"
@@ -309,8 +301,8 @@ def test_directives_of_a_template_come_first_so_that_those_of_pipectl_win(
     ],
 )
 def test_directives_of_a_template_that_order_does_not_settle_are_refused(
-    make_request: MakeRequest, scheduler: str, line: str, cure: str
-) -> None:
+    make_request, scheduler, line, cure
+):
     mark, other = ("#SBATCH", "pbs") if scheduler == "slurm" else ("#PBS", "slurm")
     text = DIRECTIVES.format(f"{mark} {line}")
     request = make_request(template=Template("site.sh", text))
@@ -331,9 +323,7 @@ def test_directives_of_a_template_that_order_does_not_settle_are_refused(
         ("pbs", "W", ("group_list=x", "a=b,Depend=on:1")),
     ],
 )
-def test_a_dependency_of_the_users_goes_with_none_of_ours(
-    make_request: MakeRequest, scheduler: str, name: str, value: Value
-) -> None:
+def test_a_dependency_of_the_users_goes_with_none_of_ours(make_request, scheduler, name, value):
     request = make_request(**{scheduler: {"options": {name: value}}})
     script = get_scheduler(scheduler).render(request)
     assert any("on:1" in words[-1] for words in directives(script, scheduler))
@@ -352,8 +342,8 @@ def test_a_dependency_of_the_users_goes_with_none_of_ours(
     ],
 )
 def test_a_job_with_a_launcher_of_its_own_in_its_variables_gets_no_other(
-    make_request: MakeRequest, scheduler: str, variable: str, others: str | None
-) -> None:
+    make_request, scheduler, variable, others
+):
     request = make_request(nodes=2, mpi="hydra")
     assert "HYDRA_LAUNCHER_EXEC=" in get_scheduler(scheduler).render(request)
     script = get_scheduler(scheduler).render(change(request, variables={variable: "ssh"}))
@@ -364,9 +354,7 @@ def test_a_job_with_a_launcher_of_its_own_in_its_variables_gets_no_other(
 
 @pytest.mark.parametrize("launcher", ["auto", "srun"])
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs", "local"])
-def test_a_command_alone_is_started_without_mpi(
-    make_request: MakeRequest, launcher: str, scheduler: str
-) -> None:
+def test_a_command_alone_is_started_without_mpi(make_request, launcher, scheduler):
     request = make_request(alone=True, launcher=launcher, command=("measure", "this model"))
     script = get_scheduler(scheduler).render(request)
     assert "\nrun with_variables measure 'this model'\n" in script

@@ -108,7 +108,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_script_is_the_golden_one(name: str) -> None:
+def test_script_is_the_golden_one(name):
     scheduler, request = CASES[name]
     script = get_scheduler(scheduler).render(request)
     path = GOLDEN / name
@@ -118,12 +118,12 @@ def test_script_is_the_golden_one(name: str) -> None:
     assert script == path.read_text(), f"{path} differs; if that is intended: make golden"
 
 
-def test_no_golden_script_is_left_over() -> None:
+def test_no_golden_script_is_left_over():
     assert {path.name for path in GOLDEN.glob("*.sh")} == set(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_golden_script_is_valid_bash_and_passes_shellcheck(name: str) -> None:
+def test_golden_script_is_valid_bash_and_passes_shellcheck(name):
     subprocess.run(["bash", "-n", str(GOLDEN / name)], check=True)
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")

@@ -1,7 +1,5 @@
 """Fields of a job with values that would break out of a script: they arrive, or are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -52,7 +50,7 @@ def write(tmp_path: Path, value: str) -> Path:
     return path
 
 
-def test_they_arrive_in_the_directives_of_both(tmp_path: Path, nasty: list[str]) -> None:
+def test_they_arrive_in_the_directives_of_both(tmp_path, nasty):
     """And the scripts have no more and no other lines than with a plain value."""
     assert len(set(nasty)) >= 300
     lengths = set()
@@ -71,9 +69,7 @@ def test_they_arrive_in_the_directives_of_both(tmp_path: Path, nasty: list[str])
     assert len(lengths) == 1
 
 
-def test_a_terminal_shows_them_as_they_are(
-    nasty: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_shows_them_as_they_are(nasty, capsys):
     for value in [*nasty, "[link=x]y[/link]", ":smiley:"]:
         say(value)
         assert capsys.readouterr().out == f"{value}\n"
@@ -84,7 +80,7 @@ def test_a_terminal_shows_them_as_they_are(
 
 
 @pytest.mark.parametrize("value", CONTROLS)
-def test_control_characters_are_refused_with_their_line(tmp_path: Path, value: str) -> None:
+def test_control_characters_are_refused_with_their_line(tmp_path, value):
     for key in (*(f"slurm.{key}" for key in TEXT["slurm"]), *(f"pbs.{key}" for key in TEXT["pbs"])):
         path = tmp_path / "job.yaml"
         head = yaml.safe_dump(JOB, sort_keys=False)

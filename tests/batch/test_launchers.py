@@ -1,7 +1,5 @@
 """What starts the ranks: options of every mpiexec, srun, and what ``launch.mpi: auto`` comes to."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 from job_requests import change
 
-from pipectl.batch import JobRequest, Template
+from pipectl.batch import Template
 from pipectl.batch.launchers import (
     MPIEXECS,
     MpiChoice,
@@ -22,7 +20,6 @@ from pipectl.batch.launchers import (
 )
 from pipectl.errors import PipectlError, SchedulerError
 
-MakeRequest = Callable[..., JobRequest]
 Program = Callable[[str, str], None]
 VERSIONS = {
     "HYDRA build details:\n    Version:                                 5.0.2": "hydra",
@@ -67,13 +64,13 @@ ALL = LIST.format(
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+def program(tmp_path, monkeypatch):
     """Puts a bash script on a PATH that has nothing else."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
 
-    def write(name: str, text: str) -> None:
+    def write(name, text):
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
 
@@ -81,20 +78,20 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
 
 
 @pytest.fixture
-def request_here(make_request: MakeRequest, tmp_path: Path) -> JobRequest:
+def request_here(make_request, tmp_path):
     """Of an interpreter that is none, in the folder of the programs."""
     return make_request(python=str(tmp_path / "bin" / "python"), mpiexec=None)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_launcher_is_known_by_its_version(program: Program, tmp_path: Path, version: str) -> None:
+def test_a_launcher_is_known_by_its_version(program, tmp_path, version):
     program("mpiexec", f"echo '{version}'; exit 1")
     assert kind_of(str(tmp_path / "bin" / "mpiexec")) == VERSIONS[version]
     assert kind_of(str(tmp_path / "missing")) is None
 
 
 @pytest.mark.parametrize("scheduler", ["pbs", "local"])
-def test_options_of_every_mpiexec(make_request: MakeRequest, scheduler: str) -> None:
+def test_options_of_every_mpiexec(make_request, scheduler):
     assert {mpi for mpi, _ in WORDS} == {"auto", *MPIEXECS}
     request = make_request(nodes=2, tasks_per_node=4, cpus_per_task=16, args=("-l",))
     for (mpi, bind), words in (WORDS if scheduler == "pbs" else WORDS_HERE).items():
@@ -103,7 +100,7 @@ def test_options_of_every_mpiexec(make_request: MakeRequest, scheduler: str) -> 
 
 
 @pytest.mark.mpi
-def test_ranks_start_where_the_installed_launcher_is_told_to(make_request: MakeRequest) -> None:
+def test_ranks_start_where_the_installed_launcher_is_told_to(make_request):
     """With as many cores as there are, one each."""
     mpiexec = Path(sys.executable).parent / "mpiexec"
     kind = kind_of(str(mpiexec)) if mpiexec.exists() else None
@@ -124,9 +121,7 @@ def test_ranks_start_where_the_installed_launcher_is_told_to(make_request: MakeR
     ]
 
 
-def test_where_mpiexec_is_found(
-    make_request: MakeRequest, program: Program, tmp_path: Path
-) -> None:
+def test_where_mpiexec_is_found(make_request, program, tmp_path):
     """Beside the interpreter, else on PATH, which is another in a job with modules."""
     beside = tmp_path / "env" / "bin" / "mpiexec"
     beside.parent.mkdir(parents=True)
@@ -157,15 +152,13 @@ def test_where_mpiexec_is_found(
         ({"launcher": "srun"}, "srun needs Slurm", "mpiexec"),
     ],
 )
-def test_launches_that_are_refused(
-    make_request: MakeRequest, changes: dict[str, str], words: str, cure: str
-) -> None:
+def test_launches_that_are_refused(make_request, changes, words, cure):
     with pytest.raises(PipectlError, match=words) as caught:
         launch_command(make_request(**changes), "local")
     assert cure in (caught.value.cure or "")
 
 
-def test_srun_repeats_the_cpus_and_kills_on_a_bad_exit(make_request: MakeRequest) -> None:
+def test_srun_repeats_the_cpus_and_kills_on_a_bad_exit(make_request):
     request = make_request(launcher="srun", cpus_per_task=4, args=("--label",))
     words = launch_command(request, "slurm")
     assert {"--cpus-per-task=4", "--kill-on-bad-exit=1", "--mpi=pmi2", "--ntasks=2"} <= set(words)
@@ -193,9 +186,7 @@ def library(program: Program, text: str) -> None:
         ("MVAPICH2 Version      : 2.3.7", "pmi2"),
     ],
 )
-def test_srun_is_told_what_the_library_speaks(
-    program: Program, request_here: JobRequest, version: str, mpi: str
-) -> None:
+def test_srun_is_told_what_the_library_speaks(program, request_here, version, mpi):
     program("srun", ALL)
     library(program, version)
     choice = choose_mpi(change(request_here, launcher="srun"))
@@ -203,9 +194,7 @@ def test_srun_is_told_what_the_library_speaks(
     assert choice.reason.startswith(f"srun --mpi={mpi}: the ranks have ")
 
 
-def test_a_library_that_this_slurm_does_not_know(
-    program: Program, request_here: JobRequest
-) -> None:
+def test_a_library_that_this_slurm_does_not_know(program, request_here):
     library(program, "Open MPI v5.0.11, package")
     request = change(request_here, launcher="srun")
     choice = choose_mpi(request)
@@ -219,9 +208,7 @@ def test_a_library_that_this_slurm_does_not_know(
 @pytest.mark.parametrize(
     "elsewhere", [{"modules": ("openmpi",)}, {"setup": ("source x",)}, {"container": "image.sif"}]
 )
-def test_what_the_job_brings_is_not_guessed(
-    program: Program, request_here: JobRequest, elsewhere: dict[str, object]
-) -> None:
+def test_what_the_job_brings_is_not_guessed(program, request_here, elsewhere):
     request = change(request_here, launcher="srun", **elsewhere)
     program("srun", ALL)
     library(program, "Open MPI v5.0.11, package")
@@ -231,7 +218,7 @@ def test_what_the_job_brings_is_not_guessed(
     assert choose_mpi(request).kind == "pmix"
 
 
-def test_what_the_job_says_is_kept(program: Program, request_here: JobRequest) -> None:
+def test_what_the_job_says_is_kept(program, request_here):
     request = change(request_here, launcher="srun")
     assert choose_mpi(change(request, mpi="x")) == MpiChoice("x")
     program("srun", ALL)
@@ -240,9 +227,7 @@ def test_what_the_job_says_is_kept(program: Program, request_here: JobRequest) -
         assert (choice.kind, choice.warning == "") == (mpi, is_known)
 
 
-def test_the_mpiexec_that_will_start_them_is_asked(
-    program: Program, request_here: JobRequest
-) -> None:
+def test_the_mpiexec_that_will_start_them_is_asked(program, request_here):
     program("mpiexec", "[[ $1 == --version ]] && echo 'mpiexec (OpenRTE) 4.1.4'")
     assert choose_mpi(request_here) == MpiChoice("openmpi")
     assert choose_mpi(change(request_here, mpi="openmpi")) == MpiChoice("openmpi")
@@ -256,7 +241,7 @@ def test_the_mpiexec_that_will_start_them_is_asked(
 
 
 @pytest.mark.mpi
-def test_the_launcher_and_library_of_this_environment(request_here: JobRequest) -> None:
+def test_the_launcher_and_library_of_this_environment(request_here):
     if not (Path(sys.executable).parent / "mpiexec").exists():
         pytest.skip("no mpiexec beside this interpreter")
     here = change(request_here, python=sys.executable)

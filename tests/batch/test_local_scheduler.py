@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from pipectl.batch import JobRequest, JobState, JobStatus, get_scheduler, proces
 from pipectl.batch.local import LocalScheduler
 from pipectl.errors import SchedulerError, UsageError
 
-MakeRequest = Callable[..., JobRequest]
 TAG = "20260101-run 1f3a"
 ME = f"{os.getpid()}.{process.start_time(os.getpid())}@{socket.gethostname()}"
 
@@ -29,9 +27,7 @@ def state(scheduler: LocalScheduler, job_id: str) -> JobStatus:
     return scheduler.query([job_id])[job_id]
 
 
-def test_a_job_runs_in_a_session_of_its_own_and_leaves_log_and_exit_code(
-    make_request: MakeRequest,
-) -> None:
+def test_a_job_runs_in_a_session_of_its_own_and_leaves_log_and_exit_code(make_request):
     scheduler = LocalScheduler()
     request = make_request()
     command = "echo to-out; echo to-err >&2; until [[ -e go ]]; do sleep 0.05; done; exit 3"
@@ -45,7 +41,7 @@ def test_a_job_runs_in_a_session_of_its_own_and_leaves_log_and_exit_code(
     wait_until(lambda: state(scheduler, job_id).state is JobState.FAILED)
 
 
-def test_a_job_is_found_by_its_tag(make_request: MakeRequest) -> None:
+def test_a_job_is_found_by_its_tag(make_request):
     """If its submission was interrupted before the id was written down. It does not see the tag."""
     scheduler = LocalScheduler()
     request = make_request(tag=TAG, setup=('echo "$#" >arguments',))
@@ -62,7 +58,7 @@ def test_a_job_is_found_by_its_tag(make_request: MakeRequest) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has other users at hand")
-def test_jobs_of_others_are_never_taken_for_ours() -> None:
+def test_jobs_of_others_are_never_taken_for_ours():
     """Tags are no secrets."""
     command = ["bash", "-s", TAG]
     with subprocess.Popen(command, user=65534, group=65534, stdin=subprocess.PIPE) as theirs:
@@ -70,7 +66,7 @@ def test_jobs_of_others_are_never_taken_for_ours() -> None:
         assert LocalScheduler().find(TAG) is None
 
 
-def test_a_running_job_is_cancelled_with_its_exit_code(make_request: MakeRequest) -> None:
+def test_a_running_job_is_cancelled_with_its_exit_code(make_request):
     scheduler = LocalScheduler()
     request = make_request()
     command = "trap 'exit 7' TERM; touch ready; while :; do sleep 0.05; done"
@@ -83,9 +79,7 @@ def test_a_running_job_is_cancelled_with_its_exit_code(make_request: MakeRequest
     scheduler.cancel(job_id)
 
 
-def test_ranks_in_other_sessions_that_ignore_the_signal_are_killed(
-    make_request: MakeRequest,
-) -> None:
+def test_ranks_in_other_sessions_that_ignore_the_signal_are_killed(make_request):
     scheduler = LocalScheduler(grace_s=0.3)
     request = make_request()
     command = "setsid bash -c \"trap '' TERM; echo \\$\\$ >rank; sleep 50; sleep 50\""
@@ -108,7 +102,7 @@ def test_ranks_in_other_sessions_that_ignore_the_signal_are_killed(
     ],
     ids=["alive", "reused", "elsewhere", "damaged"],
 )
-def test_jobs_by_their_ids(job_id: str, expected: JobState, words: str | None) -> None:
+def test_jobs_by_their_ids(job_id, expected, words):
     """One that is damaged hides no other."""
     scheduler = LocalScheduler()
     found = scheduler.query([job_id, ME])
@@ -121,7 +115,7 @@ def test_jobs_by_their_ids(job_id: str, expected: JobState, words: str | None) -
         scheduler.cancel(job_id)
 
 
-def test_there_is_no_queue_to_ask(make_request: MakeRequest) -> None:
+def test_there_is_no_queue_to_ask(make_request):
     scheduler = LocalScheduler()
     assert scheduler.estimate(Path("job.sh")) is None
     assert (scheduler.find("tag"), scheduler.queues()) == (None, ())
@@ -129,21 +123,21 @@ def test_there_is_no_queue_to_ask(make_request: MakeRequest) -> None:
         scheduler.render(make_request(after=(ME,)))
 
 
-def test_a_log_that_cannot_be_written_is_named(make_request: MakeRequest) -> None:
+def test_a_log_that_cannot_be_written_is_named(make_request):
     request = make_request()
     (request.run_directory / "logs" / "job.log").mkdir(parents=True)
     with pytest.raises(SchedulerError, match=r"job\.log"):
         submit(LocalScheduler(), request, "true")
 
 
-def test_schedulers_by_name() -> None:
+def test_schedulers_by_name():
     for name in ("local", "slurm", "pbs"):
         assert get_scheduler(name).name == name
     with pytest.raises(UsageError, match="did you mean 'slurm'"):
         get_scheduler("slrum")
 
 
-def test_a_job_counts_its_starts_and_keeps_their_errors(make_request: MakeRequest) -> None:
+def test_a_job_counts_its_starts_and_keeps_their_errors(make_request):
     scheduler = LocalScheduler()
     request = make_request()
     directory = request.run_directory

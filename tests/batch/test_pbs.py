@@ -1,14 +1,10 @@
 """PBS: directives read back by the grammar of qsub, pretended commands, recorded output."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from grammar import directives
@@ -19,10 +15,6 @@ from pipectl.batch.pbs import PbsScheduler, parse_blocks, parse_qstat, parse_que
 from pipectl.errors import PipectlError
 from pipectl.spec.models import Checkpoint
 
-if TYPE_CHECKING:
-    from conftest import FakeCommands
-
-MakeRequest = Callable[..., JobRequest]
 SAMPLES = Path(__file__).parents[1] / "data" / "scheduler" / "pbs"
 ROW = "Job Id: {}\n    Job_Name = {}\n    job_state = R\n"
 WITH_VALUE = set("aAcCeJjklmMNopPqrRSuvW")
@@ -51,7 +43,7 @@ def resources(request: JobRequest) -> dict[str, str]:
     return found
 
 
-def test_resources_are_counted_by_chunk(make_request: MakeRequest) -> None:
+def test_resources_are_counted_by_chunk(make_request):
     request = make_request(
         nodes=3,
         tasks_per_node=4,
@@ -71,18 +63,16 @@ def test_resources_are_counted_by_chunk(make_request: MakeRequest) -> None:
 
 
 @pytest.mark.parametrize("own", ["naccelerators=4", "model=x:gpus=2", "ngpus=4"])
-def test_accelerators_are_asked_for_by_the_name_that_the_site_gives_them(
-    make_request: MakeRequest, own: str
-) -> None:
+def test_accelerators_are_asked_for_by_the_name_that_the_site_gives_them(make_request, own):
     asked = resources(make_request(gpus_per_node=4, pbs={"select": own}))
     assert asked["select"] == f"1:ncpus=2:mpiprocs=2:ompthreads=1:{own}"
 
 
-def test_one_node_is_placed_as_the_site_likes(make_request: MakeRequest) -> None:
+def test_one_node_is_placed_as_the_site_likes(make_request):
     assert "place" not in resources(make_request())
 
 
-def test_the_options_of_a_site(make_request: MakeRequest) -> None:
+def test_the_options_of_a_site(make_request):
     own = {"P": "p'q", "m": "ae", "M": "a@b.org", "p": "5", "h": True}
     pbs = {"queue": "gpu", "account": "a b", "options": own}
     tag = "20261120-152233-demo 7f3a9c"
@@ -108,9 +98,7 @@ def test_the_options_of_a_site(make_request: MakeRequest) -> None:
 
 
 @pytest.mark.parametrize("place", ["place", "Place"])
-def test_a_resource_that_is_not_ours_may_be_asked_for(
-    make_request: MakeRequest, place: str
-) -> None:
+def test_a_resource_that_is_not_ours_may_be_asked_for(make_request, place):
     own = {"l": ("software=matlab", f"{place}=pack")}
     asked = resources(make_request(nodes=2, pbs={"options": own}))
     assert {"software": "matlab", place: "pack"}.items() <= asked.items()
@@ -124,9 +112,7 @@ def test_a_resource_that_is_not_ours_may_be_asked_for(
         ({"array": Array((Path("/runs/a"),))}, "no array of one job"),
     ],
 )
-def test_what_pbs_cannot_run_is_refused(
-    make_request: MakeRequest, changes: dict[str, Any], words: str
-) -> None:
+def test_what_pbs_cannot_run_is_refused(make_request, changes, words):
     with pytest.raises(PipectlError, match=words):
         PbsScheduler().render(make_request(**changes))
 
@@ -139,9 +125,7 @@ def script_of(request: JobRequest, rank: str) -> Path:
 WAITS = "until [[ -e stop ]]; do sleep 0.05; done; : >stopped"
 
 
-def test_it_stops_before_the_walltime_and_submits_itself_again(
-    pbs: FakeCommands, make_request: MakeRequest
-) -> None:
+def test_it_stops_before_the_walltime_and_submits_itself_again(pbs, make_request):
     pbs.answer("qsub", "12.vm\n")
     request = make_request(walltime=1, checkpoint=Checkpoint(max_requeues=1))
     script = script_of(request, WAITS)
@@ -153,7 +137,7 @@ def test_it_stops_before_the_walltime_and_submits_itself_again(
     assert (request.run_directory / "resubmitted").read_text() == "12.vm\n"
 
 
-def test_a_site_that_lets_jobs_submit_none(pbs: FakeCommands, make_request: MakeRequest) -> None:
+def test_a_site_that_lets_jobs_submit_none(pbs, make_request):
     pbs.answer("qsub", stderr="qsub: Bad UID for job execution\n", rc=15)
     request = make_request(walltime=1, checkpoint=Checkpoint(max_requeues=1))
     done = subprocess.run(["bash", str(script_of(request, WAITS))], timeout=30, check=False)
@@ -165,9 +149,7 @@ def test_a_site_that_lets_jobs_submit_none(pbs: FakeCommands, make_request: Make
     assert not (request.run_directory / "resubmitted").exists()
 
 
-def test_a_job_that_is_deleted_does_not_come_back(
-    pbs: FakeCommands, make_request: MakeRequest
-) -> None:
+def test_a_job_that_is_deleted_does_not_come_back(pbs, make_request):
     request = make_request(checkpoint=Checkpoint(max_requeues=1))
     rank = "trap '' TERM; : >begun; until [[ -s stop ]]; do sleep 0.05; done; : >stopped"
     job = subprocess.Popen(["bash", str(script_of(request, rank))])
@@ -177,9 +159,7 @@ def test_a_job_that_is_deleted_does_not_come_back(
     assert pbs.calls("qsub") == []
 
 
-def test_other_nodes_are_reached_by_the_task_manager(
-    pbs: FakeCommands, make_request: MakeRequest
-) -> None:
+def test_other_nodes_are_reached_by_the_task_manager(pbs, make_request):
     pbs.answer("pbs_tmrsh")
     rank = '"$HYDRA_LAUNCHER_EXEC" -x -q n2 "echo \'a  b\'" c; echo "$HYDRA_LAUNCHER"'
     request = make_request(nodes=2)
@@ -188,7 +168,7 @@ def test_other_nodes_are_reached_by_the_task_manager(
     assert pbs.calls("pbs_tmrsh") == [["n2", "/bin/bash", "-c", "echo 'a  b' c"]]
 
 
-def test_query_asks_once_for_all(pbs: FakeCommands) -> None:
+def test_query_asks_once_for_all(pbs):
     pbs.answer("qstat", ROW.format("9.vm", "a") + ROW.format("10.vm", "b"), rc=153)
     found = PbsScheduler().query(["9.vm", "10.vm", "99999.vm"])
     assert {job_id: status.state for job_id, status in found.items()} == {
@@ -199,12 +179,12 @@ def test_query_asks_once_for_all(pbs: FakeCommands) -> None:
 
 
 @pytest.mark.parametrize("sample", ["qstat-unknown.txt", "qstat-finished-nox.txt"])
-def test_a_job_that_the_server_has_forgotten_is_absent(pbs: FakeCommands, sample: str) -> None:
+def test_a_job_that_the_server_has_forgotten_is_absent(pbs, sample):
     pbs.replay("qstat", sample)
     assert PbsScheduler().query(["99999.vm"]) == {}
 
 
-def test_jobs_of_an_array(pbs: FakeCommands) -> None:
+def test_jobs_of_an_array(pbs):
     row = "Job Id: {}\n    job_state = {}\n"
     over = row.format("41[2].vm", "X") + "    substate = 92\n"
     failed = row.format("41[3].vm", "X") + "    substate = 93\n    Exit_status = 3\n"
@@ -228,7 +208,7 @@ def listed(**fields: object) -> str:
     return "\n".join(("Job Id: 7.vm", *lines, ""))
 
 
-def test_a_job_that_waits() -> None:
+def test_a_job_that_waits():
     text = (SAMPLES / "qstat-f.txt").read_text()
     (status,) = parse_qstat(text).values()
     assert list(parse_qstat(text)) == ["44.vm"]
@@ -237,7 +217,7 @@ def test_a_job_that_waits() -> None:
     assert parse_blocks(text)["44.vm"]["Job_Name"] == "mpi_run"
 
 
-def test_a_job_that_runs_on_two_nodes() -> None:
+def test_a_job_that_runs_on_two_nodes():
     text = listed(
         job_state="R",
         exec_host="pbsn1/0*2+pbsn2/0*2",
@@ -267,7 +247,7 @@ def test_a_job_that_runs_on_two_nodes() -> None:
         ({}, "FAILED", None, "left no exit code"),
     ],
 )
-def test_ends(fields: dict[str, int], state: str, code: int | None, reason: str) -> None:
+def test_ends(fields, state, code, reason):
     text = listed(job_state="F", mtime="Fri Nov 20 16:34:21 2026", **fields)
     status = parse_qstat(text)["7.vm"]
     assert (status.state.value, status.exit_code) == (state, code)
@@ -287,13 +267,13 @@ def test_ends(fields: dict[str, int], state: str, code: int | None, reason: str)
         ("R", "RUNNING", "", {"Variable_List": "A=1,\n\tB=\n    job_state = F"}),
     ],
 )  # fmt: skip
-def test_letters(letter: str, state: str, reason: str, more: dict[str, str]) -> None:
+def test_letters(letter, state, reason, more):
     status = parse_qstat(listed(job_state=letter, **more))["7.vm"]
     assert status.state.value == state
     assert reason in status.reason
 
 
-def test_several_jobs_and_long_lines() -> None:
+def test_several_jobs_and_long_lines():
     text = (
         listed(job_state="R", exec_host="n1/0+") + "\tn2/0\n\nJob Id: 8[3].vm\n    job_state = Q\n"
     )
@@ -303,11 +283,11 @@ def test_several_jobs_and_long_lines() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n", "qstat: Unknown Job Id 99999.vm", "    job_state = F"])
-def test_nothing_is_found_in_other_text(text: str) -> None:
+def test_nothing_is_found_in_other_text(text):
     assert parse_qstat(text) == {}
 
 
-def test_queues(pbs: FakeCommands) -> None:
+def test_queues(pbs):
     for command, name in (("qstat", "qstat-Q-f.txt"), ("pbsnodes", "pbsnodes-a.txt")):
         pbs.replay(command, name)
     assert [queue.name for queue in PbsScheduler().queues()] == ["workq", "small", "closed"]

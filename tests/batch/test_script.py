@@ -1,21 +1,17 @@
 """Job scripts, run by real bash with plain commands instead of MPI."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from job_requests import change, run, start, wait_until, write_script
 
-from pipectl.batch import Array, JobRequest, Template, get_scheduler
+from pipectl.batch import Array, Template, get_scheduler
 from pipectl.batch.script import render_variables, slurm_file, slurm_value
 from pipectl.errors import InvalidInputError
 from pipectl.runs import (
@@ -27,13 +23,12 @@ from pipectl.runs import (
 )
 from pipectl.spec.models import Checkpoint
 
-MakeRequest = Callable[..., JobRequest]
 SAVES = Checkpoint(max_requeues=0)
 WAITS = "touch ready; while :; do sleep 0.05; done"
 
 
 @pytest.mark.parametrize("code", [0, 3, 255])
-def test_exit_code_of_the_launch_is_kept(make_request: MakeRequest, code: int) -> None:
+def test_exit_code_of_the_launch_is_kept(make_request, code):
     request = make_request()
     write_script(request)
     (request.run_directory / "exit_code").write_text("7\n")
@@ -43,9 +38,7 @@ def test_exit_code_of_the_launch_is_kept(make_request: MakeRequest, code: int) -
     assert not (request.run_directory / "exit_code.tmp").exists()
 
 
-def test_nasty_values_arrive_unchanged(
-    make_request: MakeRequest, nasty: list[str], tmp_path: Path
-) -> None:
+def test_nasty_values_arrive_unchanged(make_request, nasty, tmp_path):
     variables = {f"NASTY_{index}": value for index, value in enumerate(nasty)}
     report = 'printf "%s\\0" "$@"; for n in ${!NASTY_*}; do printf "%s=%s\\0" "$n" "${!n}"; done'
     directory = tmp_path / "a b'c\"d$HOME\\e%j;touch PWNED"
@@ -58,7 +51,7 @@ def test_nasty_values_arrive_unchanged(
     assert not list(tmp_path.rglob("PWNED"))
 
 
-def test_ranks_see_the_threads_and_the_run_directory(make_request: MakeRequest) -> None:
+def test_ranks_see_the_threads_and_the_run_directory(make_request):
     request = make_request(cpus_per_task=4, progress="core")
     names = "$OMP_NUM_THREADS $MKL_NUM_THREADS $PYTHONUNBUFFERED $PIPECTL_RUN_DIRECTORY"
     directory = str(request.run_directory)
@@ -68,7 +61,7 @@ def test_ranks_see_the_threads_and_the_run_directory(make_request: MakeRequest) 
     assert run(own, *show)[1].startswith("5 3 ")
 
 
-def test_variables_of_the_job_are_none_of_the_scripts_own(make_request: MakeRequest) -> None:
+def test_variables_of_the_job_are_none_of_the_scripts_own(make_request):
     """Those with which it forwards signals and tells its exit code, say."""
     names = "child code attempt signal_code before IFS PATH_SEPARATOR timer deleted"
     request = make_request(variables=dict.fromkeys(names.split(), "1"))
@@ -82,9 +75,7 @@ def test_variables_of_the_job_are_none_of_the_scripts_own(make_request: MakeRequ
     assert (request.run_directory / "attempt").read_text() == "2\n"
 
 
-def test_variables_are_in_a_file_without_which_the_job_does_not_run(
-    make_request: MakeRequest,
-) -> None:
+def test_variables_are_in_a_file_without_which_the_job_does_not_run(make_request):
     request = make_request(variables={"API_KEY": "swordfish"}, first_command=("true",))
     script = write_script(request, "echo", "ran")
     assert "swordfish" not in script.read_text()
@@ -116,9 +107,7 @@ def test_variables_are_in_a_file_without_which_the_job_does_not_run(
         ({"modules": ("no-such-module/1.0",)}, 1, None),
     ],
 )
-def test_what_comes_before_the_launch(
-    make_request: MakeRequest, changes: dict[str, Any], code: int, output: str | None
-) -> None:
+def test_what_comes_before_the_launch(make_request, changes, code, output):
     launch = ("bash", "-c", 'echo "launched in ${PWD##*/}"; exit 75')
     found_code, found = run(make_request(**changes), *launch)
     assert found_code == code
@@ -126,7 +115,7 @@ def test_what_comes_before_the_launch(
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1", "USR2"])
-def test_signals_reach_the_launch_whose_code_counts(make_request: MakeRequest, name: str) -> None:
+def test_signals_reach_the_launch_whose_code_counts(make_request, name):
     request = make_request()
     process = start(request, "bash", "-c", f"trap 'echo got {name}; exit 5' {name}; {WAITS}")
     wait_until((request.run_directory / "ready").exists)
@@ -136,9 +125,7 @@ def test_signals_reach_the_launch_whose_code_counts(make_request: MakeRequest, n
     assert (request.run_directory / "exit_code").read_text() == "5\n"
 
 
-def test_a_signal_that_the_launch_survives_does_not_end_the_script(
-    make_request: MakeRequest,
-) -> None:
+def test_a_signal_that_the_launch_survives_does_not_end_the_script(make_request):
     request = make_request()
     handler = "trap 'touch got' USR2; touch ready; until [ -e end ]; do sleep 0.05; done; exit 6"
     process = start(request, "bash", "-c", handler)
@@ -154,8 +141,8 @@ def test_a_signal_that_the_launch_survives_does_not_end_the_script(
     ("name", "content"), [("TERM", "TERM"), ("INT", "INT"), ("USR1", ""), ("USR2", "")]
 )
 def test_a_signal_to_a_training_asks_the_ranks_to_save_and_leaves_the_launcher_alone(
-    make_request: MakeRequest, name: str, content: str
-) -> None:
+    make_request, name, content
+):
     request = make_request(checkpoint=SAVES)
     waits = "touch ready; until [[ -e stop ]]; do sleep 0.05; done; touch stopped"
     process = start(request, "bash", "-c", f"trap 'exit 9' TERM; {waits}")
@@ -175,9 +162,7 @@ def impatient(script: Path) -> Path:
     return script
 
 
-def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(
-    make_request: MakeRequest,
-) -> None:
+def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(make_request):
     """Whatever signals the whole group gets meanwhile."""
     request = make_request(checkpoint=SAVES)
     waits = "trap '' TERM INT; : >ready; until [[ -e go ]]; do sleep 0.05; done"
@@ -189,7 +174,7 @@ def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(
         ["bash", script], start_new_session=True, stderr=subprocess.PIPE, text=True
     )
 
-    def ignores(process: psutil.Process) -> bool:
+    def ignores(process):
         with suppress(OSError):
             status = Path(f"/proc/{process.pid}/status").read_text()
             return int(status.partition("SigIgn:")[2].split()[0], 16) & ignored == ignored
@@ -210,9 +195,7 @@ def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(
     assert (request.run_directory / "exit_code").read_text() == f"{job.returncode}\n"
 
 
-def test_errors_of_an_earlier_start_that_cannot_be_moved_end_no_other(
-    make_request: MakeRequest,
-) -> None:
+def test_errors_of_an_earlier_start_that_cannot_be_moved_end_no_other(make_request):
     request = make_request(checkpoint=Checkpoint(max_requeues=1))
     script = impatient(write_script(request, "bash", "-c", "sleep 1.5; exit 0"))
     (request.run_directory / "errors" / "rank-0001.json").touch()
@@ -222,9 +205,7 @@ def test_errors_of_an_earlier_start_that_cannot_be_moved_end_no_other(
     assert done.returncode == 0, done.stderr
 
 
-def test_a_batch_system_starts_a_job_no_more_often_than_the_job_says(
-    make_request: MakeRequest,
-) -> None:
+def test_a_batch_system_starts_a_job_no_more_often_than_the_job_says(make_request):
     """After failures of nodes, say, of which the script does not know."""
     request = make_request(checkpoint=Checkpoint(max_requeues=1), earlier_starts=2)
     write_script(request)
@@ -241,8 +222,8 @@ def test_a_batch_system_starts_a_job_no_more_often_than_the_job_says(
 
 @pytest.mark.parametrize(("stopped", "code"), [("touch stopped", 75), ("true", 1)])
 def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
-    make_request: MakeRequest, stopped: str, code: int
-) -> None:
+    make_request, stopped, code
+):
     script = write_script(make_request(checkpoint=SAVES), "bash", "-c", stopped)
     text = script.read_text()
     body = text.replace('wait "$child"\n        code=$?', 'wait "$child"\n        code=-1')
@@ -257,9 +238,7 @@ def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
         ({"setup": ("touch ready; sleep 0.5",)}, 143),
     ],
 )
-def test_termination_before_the_launch_ends_the_job(
-    make_request: MakeRequest, changes: dict[str, Any], code: int
-) -> None:
+def test_termination_before_the_launch_ends_the_job(make_request, changes, code):
     request = make_request(**changes)
     process = start(request, "echo", "launched")
     wait_until((request.run_directory / "ready").exists)
@@ -268,14 +247,14 @@ def test_termination_before_the_launch_ends_the_job(
     assert (request.run_directory / "exit_code").read_text() == f"{code}\n"
 
 
-def test_termination_before_the_setup_is_no_success(make_request: MakeRequest) -> None:
+def test_termination_before_the_setup_is_no_success(make_request):
     request = make_request()
     attempt = write_script(request).parent / "attempt"
     os.mkfifo(attempt)  # in which the script waits for what is read first
     process = start(request, "true")
     writers: list[int] = []
 
-    def reads() -> bool:
+    def reads():
         with suppress(OSError):  # nobody has it open
             writers.append(os.open(attempt, os.O_WRONLY | os.O_NONBLOCK))
         return bool(writers)
@@ -300,9 +279,7 @@ SITE = """\
 
 
 @pytest.mark.parametrize("scheduler", INDEX)
-def test_hostile_directories_of_an_array_arrive(
-    make_request: MakeRequest, tmp_path: Path, nasty: list[str], scheduler: str
-) -> None:
+def test_hostile_directories_of_an_array_arrive(make_request, tmp_path, nasty, scheduler):
     runs = tuple(Path("/x") / text for text in nasty if text.isprintable() and "\0" not in text)
     script = get_scheduler(scheduler).render(make_request(array=Array(runs))).partition("run=")[0]
     script += 'printf "%s\\0" "${runs[@]}"'
@@ -314,8 +291,8 @@ def test_hostile_directories_of_an_array_arrive(
 @pytest.mark.parametrize("template", [None, Template("site.sh", SITE)])
 @pytest.mark.parametrize("scheduler", INDEX)
 def test_the_script_of_a_run_takes_over_that_of_its_array(
-    make_request: MakeRequest, tmp_path: Path, scheduler: str, template: Template | None
-) -> None:
+    make_request, tmp_path, scheduler, template
+):
     """In the same process, with the output in its log; a template is the run's own matter."""
     runs = tuple(tmp_path / f"a b'{index}" for index in range(2))
     for directory in runs:
@@ -349,9 +326,7 @@ exec {python} "${{@:2}}"
 """
 
 
-def test_python_of_the_container_runs_with_the_same_words(
-    make_request: MakeRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_of_the_container_runs_with_the_same_words(make_request, tmp_path, monkeypatch):
     fake = tmp_path / "bin" / "apptainer"
     fake.parent.mkdir()
     fake.write_text(APPTAINER.format(python=sys.executable))
@@ -381,23 +356,19 @@ def test_python_of_the_container_runs_with_the_same_words(
         {"container": "x\t.sif"},
     ],
 )
-def test_values_that_no_script_can_hold_are_refused(
-    make_request: MakeRequest, changes: dict[str, object]
-) -> None:
+def test_values_that_no_script_can_hold_are_refused(make_request, changes):
     with pytest.raises(InvalidInputError, match="contains the control character"):
         get_scheduler("slurm").render(make_request(**changes))
 
 
 @pytest.mark.parametrize("path", ["/a,b", "/a:b"])
-def test_directories_that_apptainer_cannot_bind_are_refused(
-    make_request: MakeRequest, path: str
-) -> None:
+def test_directories_that_apptainer_cannot_bind_are_refused(make_request, path):
     request = make_request(container="x.sif", binds=(Path(path),))
     with pytest.raises(InvalidInputError, match=r"environment\.container"):
         get_scheduler("local").render(request)
 
 
-def test_variables_that_bash_cannot_export_are_refused(make_request: MakeRequest) -> None:
+def test_variables_that_bash_cannot_export_are_refused(make_request):
     with pytest.raises(InvalidInputError, match="contains the control character"):
         render_variables(make_request(variables={"A": "x\ny"}))
     for name in ("", "1A", "A-B", "A B", "A=B", "é", "A\n", "A;touch x"):
@@ -405,7 +376,7 @@ def test_variables_that_bash_cannot_export_are_refused(make_request: MakeRequest
             render_variables(make_request(variables={"OMP_NUM_THREADS": "1", name: "2"}))
 
 
-def test_values_and_files_of_slurm_are_quoted_only_where_needed() -> None:
+def test_values_and_files_of_slurm_are_quoted_only_where_needed():
     assert slurm_value("gpu") == "gpu"
     assert slurm_value("a b") == '"a b"'
     assert slurm_value("") == '""'
@@ -416,7 +387,7 @@ def test_values_and_files_of_slurm_are_quoted_only_where_needed() -> None:
     assert slurm_file("/a\\b%j") == '"/a' + "\\" * 4 + 'b%j"'
 
 
-def test_names_in_the_templates_are_those_that_python_reads(make_request: MakeRequest) -> None:
+def test_names_in_the_templates_are_those_that_python_reads(make_request):
     request = make_request(checkpoint=Checkpoint(max_requeues=1), variables={"A": "1"})
     text = "".join(get_scheduler(name).render(request) for name in ("local", "pbs"))
     for name in (ATTEMPT, RUN_VARIABLE, SCRIPT):
@@ -428,6 +399,6 @@ def test_names_in_the_templates_are_those_that_python_reads(make_request: MakeRe
         assert f"write_file {path.name} " in text
 
 
-def test_jinja_is_imported_only_to_render() -> None:
+def test_jinja_is_imported_only_to_render():
     code = "import sys, pipectl.batch, pipectl.jobs.state; sys.exit('jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,10 +1,6 @@
 """Slurm: directives, its commands pretended, and its output as recorded."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from grammar import directives
@@ -23,10 +19,6 @@ from pipectl.batch.slurm import (
 from pipectl.errors import SchedulerError
 from pipectl.spec.models import Checkpoint
 
-if TYPE_CHECKING:
-    from conftest import FakeCommands
-
-MakeRequest = Callable[..., JobRequest]
 SAMPLES = Path(__file__).parents[1] / "data" / "scheduler" / "slurm"
 SCRIPT = Path("/runs/job.sh")
 SUBMIT = 1795228138.0
@@ -41,7 +33,7 @@ def options(request: JobRequest) -> list[str]:
     return [" ".join(words) for words in directives(SlurmScheduler().render(request), "slurm")]
 
 
-def test_what_is_not_asked_for_is_not_written(make_request: MakeRequest) -> None:
+def test_what_is_not_asked_for_is_not_written(make_request):
     assert [line.split("=")[0] for line in options(make_request())] == [
         "--job-name",
         "--comment",
@@ -57,7 +49,7 @@ def test_what_is_not_asked_for_is_not_written(make_request: MakeRequest) -> None
     assert "--mem=2M" in options(make_request(memory_per_node=2**20 + 1)), "rounded up"
 
 
-def test_options_of_a_site(make_request: MakeRequest) -> None:
+def test_options_of_a_site(make_request):
     """As sbatch's manual writes them: long ones, letters, without a value, several times."""
     own = {"qos": "a b", "exclusive": True, "x": "node[1-2]", "s": True, "bb": ("x", "y")}
     asked = options(make_request(slurm={"partition": "gpu", "account": "it's", "options": own}))
@@ -65,7 +57,7 @@ def test_options_of_a_site(make_request: MakeRequest) -> None:
     assert {"--partition=gpu", "--account=it's"} < set(asked)
 
 
-def test_options_that_the_site_refuses_are_not_written(make_request: MakeRequest) -> None:
+def test_options_that_the_site_refuses_are_not_written(make_request):
     names = ("cpus-per-task", "time", "gpus-per-node", "mem")
     request = make_request(
         launcher="srun",
@@ -78,16 +70,14 @@ def test_options_that_the_site_refuses_are_not_written(make_request: MakeRequest
 
 
 @pytest.mark.parametrize(("time", "lead_s"), [({}, 150), ({"time": False}, 400)])
-def test_the_lead_time_is_cut_only_if_the_walltime_is_known(
-    make_request: MakeRequest, time: dict[str, bool], lead_s: int
-) -> None:
+def test_the_lead_time_is_cut_only_if_the_walltime_is_known(make_request, time, lead_s):
     saves, slurm = Checkpoint(lead_time=400), {"options": time}
     request = make_request(walltime=600, checkpoint=saves, slurm=slurm)
     assert f"--signal=B:USR2@{lead_s}" in options(request)
 
 
 @pytest.mark.parametrize("memory", ["mem", "mem-per-cpu", "mem-per-gpu"])
-def test_options_may_say_what_resources_cannot(make_request: MakeRequest, memory: str) -> None:
+def test_options_may_say_what_resources_cannot(make_request, memory):
     """Of options for memory, sbatch takes only one."""
     slurm = {"options": {"gpus-per-node": "a100:2", memory: "0"}}
     asked = options(make_request(gpus_per_node=2, memory_per_node=2**30, slurm=slurm))
@@ -95,7 +85,7 @@ def test_options_may_say_what_resources_cannot(make_request: MakeRequest, memory
     assert sizes == ["--gpus-per-node=a100:2", f"--{memory}=0"]
 
 
-def test_the_latest_job_or_array_of_a_tag_is_found(slurm: FakeCommands) -> None:
+def test_the_latest_job_or_array_of_a_tag_is_found(slurm):
     row = "{}|RUNNING|1|N/A|N/A|node1|tag|None\n"
     slurm.answer("squeue", row.format(9) + row.format(10) + row.format(8))
     scheduler = SlurmScheduler()
@@ -108,7 +98,7 @@ def test_the_latest_job_or_array_of_a_tag_is_found(slurm: FakeCommands) -> None:
     assert scheduler.array_id("35_2") == scheduler.array_id("35") == "35"
 
 
-def test_query_of_live_jobs_asks_the_queue_once(slurm: FakeCommands) -> None:
+def test_query_of_live_jobs_asks_the_queue_once(slurm):
     """And what is no id hides no other job."""
     slurm.replay("squeue", "squeue-format.txt")
     found = SlurmScheduler().query(["36", "7.vm", "37", "12.34@here"])
@@ -123,7 +113,7 @@ def test_query_of_live_jobs_asks_the_queue_once(slurm: FakeCommands) -> None:
     assert slurm.calls("sacct") == []
 
 
-def test_finished_jobs_get_their_exit_code_from_the_accounting(slurm: FakeCommands) -> None:
+def test_finished_jobs_get_their_exit_code_from_the_accounting(slurm):
     slurm.answer("squeue", "2|FAILED|1|1795228139|1795228139|node1|t|NonZeroExitCode\n")
     slurm.replay("sacct", "sacct-format.txt")
     found = SlurmScheduler().query(["1", "2", "3", "6"], since=SUBMIT)
@@ -138,26 +128,26 @@ def test_finished_jobs_get_their_exit_code_from_the_accounting(slurm: FakeComman
     assert day in {"2026-11-19", "2026-11-20"}, "the day before, in local time"
 
 
-def test_a_recycled_id_is_not_taken_for_ours(slurm: FakeCommands) -> None:
+def test_a_recycled_id_is_not_taken_for_ours(slurm):
     slurm.replay("sacct", "sacct-format.txt")
     assert "2" in SlurmScheduler().query(["2"], since=SUBMIT + 59)
     assert SlurmScheduler().query(["2"], since=SUBMIT + 61) == {}
 
 
-def test_jobs_that_nobody_knows_are_absent(slurm: FakeCommands) -> None:
+def test_jobs_that_nobody_knows_are_absent(slurm):
     assert SlurmScheduler().query(["99"]) == {}, "there is no accounting"
     slurm.replay("sacct", "sacct-unknown.txt")
     assert SlurmScheduler().query(["99"]) == {}
 
 
-def test_an_accounting_that_missed_the_end_decides_nothing(slurm: FakeCommands) -> None:
+def test_an_accounting_that_missed_the_end_decides_nothing(slurm):
     slurm.answer("sacct", "7|RUNNING|0:0|1795228138|1795228139|Unknown|node1\n")
     status = SlurmScheduler().query(["7"])["7"]
     assert status.state is JobState.UNKNOWN
     assert "RUNNING" in status.reason
 
 
-def test_jobs_of_an_array_are_asked_about_together(slurm: FakeCommands) -> None:
+def test_jobs_of_an_array_are_asked_about_together(slurm):
     slurm.answer(
         "squeue",
         "1_[2-3%2]|PENDING|1|N/A|N/A||t|JobArrayTaskLimit\n"
@@ -181,7 +171,7 @@ def test_jobs_of_an_array_are_asked_about_together(slurm: FakeCommands) -> None:
     assert [call[-1] for call in slurm.calls("squeue")] == ["1,1"]
 
 
-def test_estimate_is_the_forecast(slurm: FakeCommands) -> None:
+def test_estimate_is_the_forecast(slurm):
     slurm.replay("sbatch", "sbatch-testonly-toobig.txt")
     forecast = SlurmScheduler().estimate(SCRIPT) or ""
     assert forecast.startswith("Job 30 to start at 2026-11-20T15:36:53")
@@ -192,7 +182,7 @@ def test_estimate_is_the_forecast(slurm: FakeCommands) -> None:
     assert "lower resources" in (caught.value.cure or "")
 
 
-def test_squeue_rows() -> None:
+def test_squeue_rows():
     rows = {row.job_id: row for row in parse_squeue(sample("squeue-format.txt"))}
     states = {job_id: row.status.state.value for job_id, row in rows.items()}
     assert states == {
@@ -217,7 +207,7 @@ def test_squeue_rows() -> None:
     assert rows["26"].comment == "t;a%j b\\c\"d'e$HOME"
 
 
-def test_sacct_rows_of_all_attempts() -> None:
+def test_sacct_rows_of_all_attempts():
     rows = list(parse_sacct(sample("sacct-format.txt")))
     seen = [(row.job_id, row.status.state.value, row.status.exit_code) for row in rows]
     assert seen == [
@@ -254,7 +244,7 @@ def test_sacct_rows_of_all_attempts() -> None:
         ("", JobState.UNKNOWN),
     ],
 )
-def test_states(text: str, state: JobState) -> None:
+def test_states(text, state):
     assert parse_state(text) is state
 
 
@@ -268,7 +258,7 @@ def test_states(text: str, state: JobState) -> None:
         ("slurm_load_jobs error: Invalid job id specified\n", [], "", ""),
     ],
 )
-def test_unusual_rows_of_squeue(row: str, job_ids: list[str], state: str, reason: str) -> None:
+def test_unusual_rows_of_squeue(row, job_ids, state, reason):
     rows = list(parse_squeue(row))
     assert [found.job_id for found in rows] == job_ids
     for found in rows:
@@ -283,7 +273,7 @@ def test_unusual_rows_of_squeue(row: str, job_ids: list[str], state: str, reason
         ("n/a", None), ("UNLIMITED", None), ("", None), ("0:00", None),
     ],
 )  # fmt: skip
-def test_limits_of_time(limit: str, seconds: int | None) -> None:
+def test_limits_of_time(limit, seconds):
     (queue,) = parse_sinfo(f"p|{limit}|1|2|1000|(null)|up")
     assert queue.walltime_s == seconds
 
@@ -309,13 +299,13 @@ def test_limits_of_time(limit: str, seconds: int | None) -> None:
         ("garbage\na|b\n|||||||||\n", None),
     ],
 )
-def test_partitions(slurm: FakeCommands, text: str, queue: Queue | None) -> None:
+def test_partitions(slurm, text, queue):
     slurm.answer("sinfo", text)
     assert SlurmScheduler().queues() == (() if queue is None else (queue,))
     assert slurm.calls("sinfo") == [["-h", "-o", SINFO_FORMAT]]
 
 
-def test_a_controller_that_lists_no_partitions_is_an_error(slurm: FakeCommands) -> None:
+def test_a_controller_that_lists_no_partitions_is_an_error(slurm):
     slurm.answer("sinfo", stderr="slurm_load_partitions: Unable to contact slurm controller", rc=1)
     with pytest.raises(SchedulerError, match="Unable to contact"):
         SlurmScheduler().queues()

@@ -1,12 +1,8 @@
 """A user's template: what is refused, with its line, and what its blocks do in a running script."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from job_requests import change, start, wait_until
@@ -15,7 +11,6 @@ from pipectl.batch import Array, JobRequest, Template, get_scheduler
 from pipectl.errors import SpecError
 from pipectl.spec.models import Checkpoint
 
-MakeRequest = Callable[..., JobRequest]
 GOOD = """\
 {% extends base %}
 {## Our site's. ##}
@@ -65,20 +60,20 @@ echo before
     ],
 )
 def test_what_cannot_extend_ours_or_gives_a_wrong_script_is_refused_with_its_line(
-    make_request: MakeRequest, text: str, line: int, words: str
-) -> None:
+    make_request, text, line, words
+):
     assert text != GOOD
     with pytest.raises(SpecError, match=rf"^site\.sh:{line}:1: .*{re.escape(words)}"):
         get_scheduler("slurm").render(make_request(template=Template("site.sh", text)))
 
 
-def test_the_script_of_a_long_array_is_checked(make_request: MakeRequest, tmp_path: Path) -> None:
+def test_the_script_of_a_long_array_is_checked(make_request, tmp_path):
     runs = tuple(tmp_path / f"{'a' * 200}-{index}" for index in range(700))
     request = make_request(array=Array(runs), template=Template("site.sh", GOOD))
     assert len(get_scheduler("slurm").render(request)) > 2**17
 
 
-def test_text_is_kept_and_values_are_quoted(make_request: MakeRequest) -> None:
+def test_text_is_kept_and_values_are_quoted(make_request):
     own = 'echo "$HOME  \\$x ${#x} ${x#a}" # ünïcode'
     values = "echo {{ job.name }} {{ '$HOME' }} {{ job.run_directory / 'a b' }} {{ ('a', 'b c') }}"
     text = GOOD.replace("echo before", f"{own}\n{values}")
@@ -106,7 +101,7 @@ def start_with(
         "shopt -s nullglob failglob",
     ],
 )
-def test_the_exit_code_is_that_of_the_launch(make_request: MakeRequest, setup: str) -> None:
+def test_the_exit_code_is_that_of_the_launch(make_request, setup):
     for code in (0, 7, 75):
         request = make_request(checkpoint=Checkpoint() if code == 0 else None)
         process = start_with(request, setup, "false", "bash", "-c", f"exit {code}")
@@ -123,13 +118,13 @@ def test_the_exit_code_is_that_of_the_launch(make_request: MakeRequest, setup: s
     ],
 )
 def test_the_commands_at_the_end_come_last_and_see_the_code(
-    make_request: MakeRequest, setup: str, at_exit: str, code: int, output: str
-) -> None:
+    make_request, setup, at_exit, code, output
+):
     process = start_with(make_request(), setup, at_exit, "bash", "-c", "echo launched; exit 3")
     assert (process.communicate(timeout=60)[0], process.returncode) == (output, code)
 
 
-def test_signals_reach_the_launch(make_request: MakeRequest) -> None:
+def test_signals_reach_the_launch(make_request):
     request = make_request()
     waits = "trap 'exit 5' TERM; touch ready; while :; do sleep 0.05; done"
     process = start_with(request, "trap 'exit 9' TERM", "echo cleaned", "bash", "-c", waits)

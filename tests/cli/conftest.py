@@ -1,7 +1,5 @@
 """Running commands in this process, in an empty directory, without the machine's own settings."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -9,7 +7,6 @@ import re
 import socket
 import stat
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,14 +42,8 @@ class Result:
         return json.loads(self.out)
 
 
-Command = Callable[..., Result]
-Program = Callable[[str, str], Path]
-RunOf = Callable[..., Path]
-OnlyRun = Callable[[], Path]
-
-
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path, monkeypatch):
     """An empty current directory, and no Slurm: only the basic commands are on PATH."""
     monkeypatch.chdir(tmp_path)
     programs = tmp_path / "bin"
@@ -67,11 +58,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def cli(place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def cli(place, capfd, monkeypatch):
     """``cli("status", "last")`` runs that command; on a slow machine, too, it prints the same."""
     monkeypatch.setattr(progress, "LINE_S", math.inf)
 
-    def run(*arguments: str) -> Result:
+    def run(*arguments):
         capfd.readouterr()
         code = main(list(arguments))
         captured = capfd.readouterr()
@@ -82,13 +73,13 @@ def cli(place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+def golden(request):
     """``golden(text)`` compares with the file of the test's name; ``make golden`` accepts changes.
 
     Left out are dates, this host, ids of processes, and what the regular expression ``vary`` finds.
     """
 
-    def compare(*texts: str, vary: str = "$^") -> None:
+    def compare(*texts, vary="$^"):
         text = "\n".join(texts)
         here = rf"\b{re.escape(socket.gethostname())}\b"
         for pattern in (r"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?", r"\d+\.\d+@\S+", here, vary):
@@ -104,10 +95,10 @@ def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 @pytest.fixture
-def program(place: Path) -> Program:
+def program(place):
     """``program("sbatch", "echo 7")`` puts a bash script of that name on PATH."""
 
-    def write(name: str, text: str) -> Path:
+    def write(name, text):
         path = place / "bin" / name
         path.write_text(f"#!/bin/bash\n{text}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -117,7 +108,7 @@ def program(place: Path) -> Program:
 
 
 @pytest.fixture
-def slurm(program: Program) -> Program:
+def slurm(program):
     """Slurm takes every job as number 41, and lists none."""
     program("sbatch", "echo 41")
     program("squeue", "exit 0")
@@ -126,7 +117,7 @@ def slurm(program: Program) -> Program:
 
 
 @pytest.fixture
-def mpiexec(place: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def mpiexec(place, program, monkeypatch):
     """``mpiexec("exit 9")`` pretends to be the mpiexec beside the interpreter."""
     (place / "bin/python").symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
@@ -134,7 +125,7 @@ def mpiexec(place: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 @pytest.fixture
-def job(place: Path) -> Path:
+def job(place):
     """A valid job spec, ``job.yaml``."""
     (place / "model.py").write_text("def build(): ...\ndef data(): ...\n")
     (place / "job.yaml").write_text(JOB)
@@ -170,13 +161,13 @@ def _profile(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def profile_document() -> Callable[..., dict[str, Any]]:
+def profile_document():
     """``profile_document(name="x")``; a change to None leaves the field out."""
     return _profile
 
 
 @pytest.fixture
-def profile(job: Path) -> Path:
+def profile(job):
     """A fresh profile of the job at its usual place."""
     from pipectl.spec import load, profile_key
 
@@ -187,7 +178,7 @@ def profile(job: Path) -> Path:
 
 
 @pytest.fixture
-def alone(place: Path) -> Path:
+def alone(place):
     """A profile without a job file beside it."""
     path = Path("p.json")
     path.write_text(json.dumps(_profile()))
@@ -195,10 +186,10 @@ def alone(place: Path) -> Path:
 
 
 @pytest.fixture
-def only_run(place: Path) -> OnlyRun:
+def only_run(place):
     """The directory of the one run that there is."""
 
-    def find() -> Path:
+    def find():
         (path,) = (path for path in Path("runs").glob("2*") if path.is_dir())
         return path
 
@@ -206,10 +197,10 @@ def only_run(place: Path) -> OnlyRun:
 
 
 @pytest.fixture
-def run_of(place: Path) -> RunOf:
+def run_of(place):
     """``run_of("20250101-120000-tiny", steps=7)`` makes a run whose process is gone."""
 
-    def write(name: str, **record: Any) -> Path:
+    def write(name, **record):
         path = place / "runs" / name
         for folder in ("errors", "logs", "trace", "checkpoints"):
             (path / folder).mkdir(parents=True)
@@ -233,7 +224,7 @@ def run_of(place: Path) -> RunOf:
 
 
 @pytest.fixture
-def queued(run_of: RunOf) -> Path:
+def queued(run_of):
     """A run that Slurm has as job 12."""
     return run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
 
@@ -256,7 +247,7 @@ def metrics(steps: int) -> str:
 
 
 @pytest.fixture
-def finished(run_of: RunOf) -> Path:
+def finished(run_of):
     """A completed run with metrics, logs and an evaluation."""
     run = run_of("20250101-120000-tiny")
     (run / "exit_code").write_text("0\n")
@@ -267,7 +258,7 @@ def finished(run_of: RunOf) -> Path:
 
 
 @pytest.fixture
-def failed(run_of: RunOf) -> Path:
+def failed(run_of):
     """A run that rank 1 broke at step 5, then rank 0."""
     run = run_of("20250102-120000-tiny")
     (run / "exit_code").write_text("9\n")

@@ -1,16 +1,10 @@
 """`pipectl check`: mistakes, the values of a job and where they come from, and the schema."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from conftest import Command
 
 ONE = "must be a whole number of at least 1, not"
 
@@ -25,21 +19,14 @@ ONE = "must be a whole number of at least 1, not"
           "error: --set training.stps: unknown key; did you mean 'steps'?"]),
     ],
 )  # fmt: skip
-def test_check_says_what_is_valid_and_each_mistake_by_its_place(
-    cli: Command, job: Path, arguments: str, code: int, lines: list[str]
-) -> None:
+def test_check_says_what_is_valid_and_each_mistake_by_its_place(cli, job, arguments, code, lines):
     Path("many.yaml").write_text(job.read_text().replace("steps: 4", "steps: many"))
     result = cli("check", *arguments.split())
     assert (result.code, (result.err if code else result.out).splitlines()) == (code, lines)
     assert not (result.out if code else result.err)
 
 
-def test_origins_of_values_for_people_and_programs(
-    cli: Command,
-    job: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_origins_of_values_for_people_and_programs(cli, job, tmp_path_factory, monkeypatch):
     home = tmp_path_factory.mktemp("home")
     site = home / ".config/pipectl/site.yaml"
     site.parent.mkdir(parents=True)
@@ -76,7 +63,7 @@ def test_origins_of_values_for_people_and_programs(
     assert "[red]two" in re.sub(r"\s", "", text)
 
 
-def test_the_schema_is_printed_and_written(cli: Command) -> None:
+def test_the_schema_is_printed_and_written(cli):
     printed = cli("check", "--schema")
     written = cli("check", "--schema", "-o", "job.schema.json")
     assert json.loads(printed.out)["additionalProperties"] is False

@@ -3,8 +3,6 @@
 The commands are processes of their own; the batch system is a folder with one file a job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -14,16 +12,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pipectl.cli import main
 from pipectl.jobs.recover import recover
 from pipectl.runs import Record, RunDirectory, list_runs
-
-if TYPE_CHECKING:
-    from conftest import Command, Program
 
 PATH = os.environ["PATH"]
 """With the compiler on it; tests of commands have a shorter one."""
@@ -48,7 +42,7 @@ done
 
 
 @pytest.fixture
-def queue(place: Path, program: Program) -> Path:
+def queue(place, program):
     (place / "queue").mkdir()
     (place / "bin/tr").symlink_to("/usr/bin/tr")
     program("sbatch", SBATCH)
@@ -115,9 +109,7 @@ def interrupted(how: signal.Signals, *command: str) -> RunDirectory:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
-def test_an_interrupted_submission_is_completed_by_the_next_status(
-    cli: Command, profile: Path, queue: Path, how: signal.Signals
-) -> None:
+def test_an_interrupted_submission_is_completed_by_the_next_status(cli, profile, queue, how):
     run = interrupted(how)
     found = cli("status", "last", "--json").json
     assert (found["state"], found["job_id"], found["source"]) == ("QUEUED", "41", "queue")
@@ -131,9 +123,7 @@ def test_an_interrupted_submission_is_completed_by_the_next_status(
 
 
 @pytest.mark.parametrize("command", [SUBMIT, ("profile", *SUBMIT[1:], "--submit")])
-def test_submitting_again_after_an_interrupt_makes_no_second_job(
-    cli: Command, profile: Path, queue: Path, command: tuple[str, ...]
-) -> None:
+def test_submitting_again_after_an_interrupt_makes_no_second_job(cli, profile, queue, command):
     run = interrupted(signal.SIGINT, *command)
     record = Record.load(run.record)
     for number in range(12):  # of a job with a longer name
@@ -148,9 +138,9 @@ def test_submitting_again_after_an_interrupt_makes_no_second_job(
 
 
 def test_an_interrupt_before_the_batch_system_is_asked_leaves_nothing(
-    cli: Command, profile: Path, queue: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
+    cli, profile, queue, monkeypatch
+):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pipectl.jobs.planning.write_plan", interrupt)
@@ -158,7 +148,7 @@ def test_an_interrupt_before_the_batch_system_is_asked_leaves_nothing(
     assert (runs(), jobs(queue)) == ([], set())
 
 
-def test_two_submissions_at_once_are_two_runs(cli: Command, profile: Path, queue: Path) -> None:
+def test_two_submissions_at_once_are_two_runs(cli, profile, queue):
     assert at_once(SUBMIT, SUBMIT) == [0, 0]
     records = [Record.load(run.record) for run in runs()]
     assert {record.job_id for record in records} == {"41", "42"} == jobs(queue)
@@ -166,14 +156,14 @@ def test_two_submissions_at_once_are_two_runs(cli: Command, profile: Path, queue
 
 
 def test_a_submission_that_ends_while_another_looks_is_no_interrupted_one(
-    cli: Command, profile: Path, queue: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cli, profile, queue, monkeypatch
+):
     assert cli(*SUBMIT).code == 0
     (run,) = runs()
     done = Record.load(run.record)
     replace(done, state="submitting", job_id=None, history=done.history[:1]).save(run.record)
 
-    def wait_for_the_other(run: RunDirectory, now: float) -> Record:
+    def wait_for_the_other(run, now):
         done.save(run.record)
         return recover(run, now)
 
@@ -182,7 +172,7 @@ def test_a_submission_that_ends_while_another_looks_is_no_interrupted_one(
     assert jobs(queue) == {"41", "42"}
 
 
-def test_of_two_that_resume_at_once_one_does(cli: Command, profile: Path, queue: Path) -> None:
+def test_of_two_that_resume_at_once_one_does(cli, profile, queue):
     assert cli(*SUBMIT).code == 0
     (run,) = runs()
     cli("cancel", "last")
@@ -196,9 +186,7 @@ def test_of_two_that_resume_at_once_one_does(cli: Command, profile: Path, queue:
     assert [event.what for event in record.history].count("submitting") == 1
 
 
-def test_cancel_status_and_resume_at_once_leave_a_whole_record(
-    cli: Command, profile: Path, queue: Path
-) -> None:
+def test_cancel_status_and_resume_at_once_leave_a_whole_record(cli, profile, queue):
     assert cli(*SUBMIT).code == 0
     (run,) = runs()
     commands = [("cancel", "last"), ("status",), ("resume", "last"), ("cancel", "last")]
@@ -209,9 +197,7 @@ def test_cancel_status_and_resume_at_once_leave_a_whole_record(
     assert [path.name for path in run.path.iterdir() if path.name.startswith(".record")] == []
 
 
-def test_a_batch_system_that_is_down_loses_no_unconfirmed_job(
-    cli: Command, profile: Path, queue: Path, program: Program
-) -> None:
+def test_a_batch_system_that_is_down_loses_no_unconfirmed_job(cli, profile, queue, program):
     run = interrupted(signal.SIGKILL)
     program("squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
     assert cli("status", "last").code == 0
@@ -220,9 +206,7 @@ def test_a_batch_system_that_is_down_loses_no_unconfirmed_job(
     assert cli("status", "last", "--json").json["job_id"] == "41"
 
 
-def test_clocks_that_differ_and_long_steps_change_no_state(
-    cli: Command, profile: Path, queue: Path, program: Program
-) -> None:
+def test_clocks_that_differ_and_long_steps_change_no_state(cli, profile, queue, program):
     """Nodes' clocks are not asked: a heartbeat counts by the clock of the file system, and may be
     as old as steps are long."""
     assert cli(*SUBMIT).code == 0
@@ -232,7 +216,7 @@ def test_clocks_that_differ_and_long_steps_change_no_state(
     record = json.loads(run.record.read_text())
     run.record.write_text(json.dumps({**record, "submitted_at": time.time() - 7200}))
 
-    def state(age_s: float = 0.0) -> Any:
+    def state(age_s=0.0):
         os.utime(run.heartbeat, (time.time() - age_s, time.time() - age_s))
         return cli("status", "last", "--json").json["state"]
 
@@ -263,9 +247,7 @@ def check_owner(run: RunDirectory, *, opened: bool = False) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
-def test_everything_of_a_run_is_for_its_owner_alone(
-    cli: Command, profile: Path, queue: Path, monkeypatch: pytest.MonkeyPatch, mask: int
-) -> None:
+def test_everything_of_a_run_is_for_its_owner_alone(cli, profile, queue, monkeypatch, mask):
     monkeypatch.setenv("WANDB_API_KEY", "swordfish of the environment")
     given = ("--set", "environment.variables={KEY: swordfish}")
     before = os.umask(mask)
@@ -305,9 +287,7 @@ def data():
 
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
-def test_everything_that_a_trained_run_leaves_is_for_its_owner_alone(
-    cli: Command, job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_that_a_trained_run_leaves_is_for_its_owner_alone(cli, job, monkeypatch):
     monkeypatch.setenv("PATH", PATH)
     Path("model.py").write_text(TRAINING)
     options = ("variables={KEY: swordfish}", "training.steps=4", "checkpoint={every: 2}")

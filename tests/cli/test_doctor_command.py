@@ -1,12 +1,9 @@
 """What `doctor` finds, with programs that misbehave in the ways that real ones do."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,9 +13,6 @@ from pipectl.cli.commands import doctor
 from pipectl.cli.commands.doctor import Finding, examine
 from pipectl.jobs.job import make_job
 from pipectl.spec import load
-
-if TYPE_CHECKING:
-    from conftest import Program
 
 HERE = Path()
 
@@ -37,7 +31,7 @@ SOUND = {"ranks": 2, "library": "MPICH 5", "threads": "multiple",
          "latency_s": 2e-6, "bandwidth_bytes_per_s": 2**31}  # fmt: skip
 
 
-def test_ranks_that_reach_each_other(mpiexec: Callable[[str], Path]) -> None:
+def test_ranks_that_reach_each_other(mpiexec):
     mpiexec(answer(**SOUND))
     found = list(examine(None, HERE, "MPI"))
     assert [each.level for each in found] == ["ok"] * 4
@@ -61,9 +55,7 @@ def test_ranks_that_reach_each_other(mpiexec: Callable[[str], Path]) -> None:
         ("", "MPI", "fail", "", "pip install mpich"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_mpi_is_said_with_a_cure(
-    mpiexec: Callable[[str], Path], text: str, what: str, level: str, message: str, cure: str
-) -> None:
+def test_what_is_wrong_with_mpi_is_said_with_a_cure(mpiexec, text, what, level, message, cure):
     if text:
         mpiexec(text)
     found = of(what, examine(None, HERE, "MPI"))
@@ -72,7 +64,7 @@ def test_what_is_wrong_with_mpi_is_said_with_a_cure(
     assert cure in found.cure
 
 
-def test_an_mpi_that_hangs(mpiexec: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mpi_that_hangs(mpiexec, monkeypatch):
     monkeypatch.setattr(doctor, "_PATIENCE_S", 0.5)
     monkeypatch.setattr(launchers, "_TIMEOUT_S", 0.5)
     mpiexec("exec sleep 60")
@@ -80,7 +72,7 @@ def test_an_mpi_that_hangs(mpiexec: Callable[[str], Path], monkeypatch: pytest.M
     assert (found.level, "no answer" in found.text) == ("fail", True)
 
 
-def test_slurm(program: Program) -> None:
+def test_slurm(program):
     assert of("Slurm", examine(None, HERE, "Slurm")).text == "not installed"
     program("sbatch", "true")
     program("sinfo", '[[ $1 == --version ]] && echo "slurm 22.05.8" || printf "debug*\\ngpu\\n"')
@@ -102,9 +94,7 @@ def test_slurm(program: Program) -> None:
         ("pmix", "none pmi2", "fail"),
     ],
 )
-def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
-    program: Program, job: Path, wanted: str, listed: str, level: str
-) -> None:
+def test_what_srun_takes_is_what_a_submission_does_not_warn_of(program, job, wanted, listed, level):
     program("sbatch", "true")
     program("sinfo", "echo slurm 22.05.8")
     program("srun", f'printf "MPI plugin types are...\\n" >&2; printf "\\t%s\\n" {listed} >&2')
@@ -123,9 +113,7 @@ def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
         (r"printf 'Server: vm\n'", ["ok", "warn"]),
     ],
 )
-def test_whether_pbs_answers_and_lets_jobs_submit_themselves_again(
-    program: Program, answers: str, levels: list[str]
-) -> None:
+def test_whether_pbs_answers_and_lets_jobs_submit_themselves_again(program, answers, levels):
     assert list(examine(None, HERE, "PBS")) == []
     for name in ("qsub", "qselect"):
         program(name, "true")
@@ -137,7 +125,7 @@ def test_whether_pbs_answers_and_lets_jobs_submit_themselves_again(
         assert "pipectl resume" in found[1].cure
 
 
-def test_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_system(tmp_path, monkeypatch):
     found = list(examine(None, tmp_path / "not" / "yet", "files"))
     assert {each.what: each.level for each in found} == {"files": "ok", "clock": "ok"}
     assert [*tmp_path.iterdir()] == []
@@ -150,7 +138,7 @@ def test_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     }  # fmt: skip
 
 
-def test_a_torch_that_is_broken_or_untested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_is_broken_or_untested(monkeypatch):
     monkeypatch.setattr(doctor, "_TORCH", "import no_such_module")
     (found,) = examine(None, HERE, "torch")
     assert (found.level, "No module named" in found.text) == ("fail", True)
@@ -163,9 +151,7 @@ def test_a_torch_that_is_broken_or_untested(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.mpi
-def test_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_this_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     found = list(examine(None, Path("runs")))
     assert of("MPI", found).level == "ok"

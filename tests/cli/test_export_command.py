@@ -1,10 +1,8 @@
 """`pipectl export`: files that load into the user's own model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +15,6 @@ from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Stepper
 
-if TYPE_CHECKING:
-    from conftest import Command
-
 
 class Tied(nn.Module):
     def __init__(self) -> None:
@@ -29,13 +24,13 @@ class Tied(nn.Module):
 
 
 @pytest.fixture
-def model() -> Tied:
+def model():
     torch.manual_seed(3)
     return Tied()
 
 
 @pytest.fixture
-def saved(model: Tied, finished: Path) -> Path:
+def saved(model, finished):
     """A run with checkpoints of steps 5 and 10."""
     found = {f"model.{n}": t for n, t in model.state_dict().items() if n != "second.weight"}
     saver = Saver(MPI.COMM_SELF, finished / "checkpoints", Keep(3), 1, print)
@@ -47,7 +42,7 @@ def saved(model: Tied, finished: Path) -> Path:
     return finished
 
 
-def test_one_file_loads_into_the_model(cli: Command, saved: Path, model: Tied) -> None:
+def test_one_file_loads_into_the_model(cli, saved, model):
     result = cli("export", "last")
     assert (result.code, result.err) == (0, "")
     assert result.out == "model.safetensors: 9 tensors, 232 B, after step 10\n"
@@ -60,9 +55,7 @@ def test_one_file_loads_into_the_model(cli: Command, saved: Path, model: Tied) -
     assert torch.equal(load_file("a/b.safetensors")["first.weight"], model.first.weight)
 
 
-def test_a_directory_for_from_pretrained_has_an_index_of_several_files(
-    cli: Command, saved: Path, model: Tied
-) -> None:
+def test_a_directory_for_from_pretrained_has_an_index_of_several_files(cli, saved, model):
     assert cli("export", "last", "--format", "hf").code == 0
     assert [path.name for path in Path("model").iterdir()] == ["model.safetensors"]
     Tied().load_state_dict(load_file("model/model.safetensors"), strict=True)
@@ -78,7 +71,7 @@ def test_a_directory_for_from_pretrained_has_an_index_of_several_files(
     assert torch.equal(other.first.weight, model.first.weight + 1)
 
 
-def test_names_types_and_files_of_another_directory(cli: Command, saved: Path, model: Tied) -> None:
+def test_names_types_and_files_of_another_directory(cli, saved, model):
     """Without the prefix of the run's names or with one more, as the files have them."""
     base, names = Path("base"), [*model.state_dict()]
     base.mkdir()
@@ -104,9 +97,7 @@ def test_names_types_and_files_of_another_directory(cli: Command, saved: Path, m
         ({"norm.bias": None}, "'norm.bias' of the run is not there"),
     ],
 )
-def test_files_of_another_model_are_refused(
-    cli: Command, saved: Path, model: Tied, change: dict[str, Any], message: str
-) -> None:
+def test_files_of_another_model_are_refused(cli, saved, model, change, message):
     tensors = {**{name: t.clone() for name, t in model.state_dict().items()}, **change}
     save_file({name: t for name, t in tensors.items() if t is not None}, "base.safetensors")
     result = cli("export", "last", "--like", "base.safetensors", "-o", "out")
@@ -114,7 +105,7 @@ def test_files_of_another_model_are_refused(
     assert message in " ".join(result.err.split())
 
 
-def test_a_checkpoint_of_torch(cli: Command, saved: Path, model: Tied) -> None:
+def test_a_checkpoint_of_torch(cli, saved, model):
     assert cli("export", "last", "--format", "dcp", "-o", "a/dcp").code == 0
     assert [path.name for path in Path("a").iterdir()] == ["dcp"]
     other = Tied()
@@ -125,7 +116,7 @@ def test_a_checkpoint_of_torch(cli: Command, saved: Path, model: Tied) -> None:
     assert torch.equal(other.norm.running_var, model.norm.running_var + 1)
 
 
-def test_what_cannot_be_exported_is_named(cli: Command, saved: Path) -> None:
+def test_what_cannot_be_exported_is_named(cli, saved):
     Path("here").write_text("mine")
     (saved / "checkpoints/step-000010/rank-0000.safetensors").write_bytes(b"")
     for words, code, error in (
@@ -143,12 +134,10 @@ def test_what_cannot_be_exported_is_named(cli: Command, saved: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 @pytest.mark.parametrize("size", [(), ("--shard-size", "100B"), ("--format", "dcp")])
-def test_an_export_that_ends_early_leaves_nothing_behind(
-    cli: Command, saved: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, size: Any
-) -> None:
+def test_an_export_that_ends_early_leaves_nothing_behind(cli, saved, monkeypatch, error, size):
     files = []
 
-    def sync(file: int) -> None:
+    def sync(file):
         files.append(file)
         if len(files) == (2 if size else 1):
             raise error

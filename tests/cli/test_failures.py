@@ -1,7 +1,5 @@
 """How commands end: errors, faults, signals, and output that nobody reads or that has no room."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os
@@ -9,7 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,10 +16,6 @@ from pipectl.cli.app import print_error, signals_interrupt
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
 from pipectl.versions import installed_versions
 
-if TYPE_CHECKING:
-    from conftest import Command
-
-Patch, Captured = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 BOTH = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -39,16 +33,14 @@ BOTH = (signal.SIGTERM, signal.SIGHUP)
     ],
 )
 def test_an_error_is_a_message_and_its_cure_and_is_not_wrapped(
-    error: BaseException, code: int, text: str, capsys: Captured, monkeypatch: Patch
-) -> None:
+    error, code, text, capsys, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "20")
     assert print_error(error) == code
     assert capsys.readouterr().err == text
 
 
-def test_on_a_terminal_an_error_is_wrapped_between_words_and_its_cure_is_whole(
-    monkeypatch: Patch,
-) -> None:
+def test_on_a_terminal_an_error_is_wrapped_between_words_and_its_cure_is_whole(monkeypatch):
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=24, color_system=None)
     monkeypatch.setitem(print_error.__globals__, "errors", lambda: terminal)
@@ -61,8 +53,8 @@ def test_on_a_terminal_an_error_is_wrapped_between_words_and_its_cure_is_whole(
 
 
 def test_a_fault_of_ours_is_called_one_and_its_details_are_kept_for_the_user_alone(
-    capsys: Captured, monkeypatch: Patch, tmp_path: Path
-) -> None:
+    capsys, monkeypatch, tmp_path
+):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert print_error(ZeroDivisionError("division by zero")) == 1
     first, second, third = capsys.readouterr().err.splitlines()
@@ -78,7 +70,7 @@ def test_a_fault_of_ours_is_called_one_and_its_details_are_kept_for_the_user_alo
     assert "(tested with torch 2.13 to 2.15; this is 2.99.0)" in capsys.readouterr().err
 
 
-def test_what_the_users_own_code_raises_is_no_fault_of_ours(capsys: Captured) -> None:
+def test_what_the_users_own_code_raises_is_no_fault_of_ours(capsys):
     with pytest.raises(KeyError) as caught:
         {}["x"]  # this file counts as the user's
     assert print_error(caught.value) == 1
@@ -87,7 +79,7 @@ def test_what_the_users_own_code_raises_is_no_fault_of_ours(capsys: Captured) ->
     assert "pipectl, not of your job" not in text
 
 
-def test_debugging_adds_the_traceback(capsys: Captured, monkeypatch: Patch) -> None:
+def test_debugging_adds_the_traceback(capsys, monkeypatch):
     monkeypatch.setenv("PIPECTL_DEBUG", "1")
     with pytest.raises(UsageError) as caught:
         raise UsageError("a")
@@ -98,11 +90,11 @@ def test_debugging_adds_the_traceback(capsys: Captured, monkeypatch: Patch) -> N
 
 
 @pytest.mark.parametrize("how", BOTH)
-def test_the_first_signal_interrupts_and_none_ends_the_tidying_up(how: signal.Signals) -> None:
+def test_the_first_signal_interrupts_and_none_ends_the_tidying_up(how):
     before = [signal.getsignal(number) for number in BOTH]
     tidied = []
 
-    def command() -> None:
+    def command():
         try:
             signal.raise_signal(how)
         finally:
@@ -116,8 +108,8 @@ def test_the_first_signal_interrupts_and_none_ends_the_tidying_up(how: signal.Si
     assert [signal.getsignal(number) for number in BOTH] == before
 
 
-def test_what_is_ignored_or_taken_stays_so() -> None:
-    def taken(*_: object) -> None:
+def test_what_is_ignored_or_taken_stays_so():
+    def taken(*_):
         pass
 
     before = [signal.signal(BOTH[0], signal.SIG_IGN), signal.signal(BOTH[1], taken)]
@@ -132,8 +124,8 @@ def test_what_is_ignored_or_taken_stays_so() -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, *BOTH])
-def test_every_command_ends_in_order(cli: Command, monkeypatch: Patch, how: signal.Signals) -> None:
-    def interrupted(*_: object, **__: object) -> None:
+def test_every_command_ends_in_order(cli, monkeypatch, how):
+    def interrupted(*_, **__):
         signal.raise_signal(how)
 
     monkeypatch.setattr("pipectl.cli.commands.status.get_statuses", interrupted)
@@ -160,9 +152,7 @@ def run(*arguments: str, **streams: Any) -> tuple[int, str]:
         ("status nothing", "stderr"),
     ],
 )
-def test_a_reader_that_is_gone_ends_a_command_without_a_word(
-    finished: Path, words: str, stream: str
-) -> None:
+def test_a_reader_that_is_gone_ends_a_command_without_a_word(finished, words, stream):
     (finished / "logs/job.log").write_text("line\n" * 100_000)
     reading, writing = os.pipe()
     os.close(reading)
@@ -173,19 +163,17 @@ def test_a_reader_that_is_gone_ends_a_command_without_a_word(
 
 
 @pytest.mark.parametrize("word", ["logs", "--version"])
-def test_no_standard_output_at_all(finished: Path, word: str) -> None:
+def test_no_standard_output_at_all(finished, word):
     assert run(word, preexec_fn=lambda: os.close(1)) == (0, "")
 
 
-def test_a_full_disk_and_a_quota_are_no_fault_of_ours(
-    cli: Command, finished: Path, monkeypatch: Patch
-) -> None:
+def test_a_full_disk_and_a_quota_are_no_fault_of_ours(cli, finished, monkeypatch):
     said = "error: output cannot be written: {}\n  free some space\n"
     with Path("/dev/full").open("w") as full:
         for words in (["logs"], ["check", "--schema"]):
             assert run(*words, stdout=full) == (1, said.format("No space left on device"))
 
-    def print_too_much(*_: object, **__: object) -> None:
+    def print_too_much(*_, **__):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr("pipectl.cli.commands.status.get_statuses", print_too_much)

@@ -1,24 +1,17 @@
 """Commands on a file system that is full: a clear error, and what was there stays as it was."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from conftest import Command, Program
 
 SLURM = ("--scheduler", "slurm")
 
 
 @pytest.fixture
-def disk(place: Path) -> Iterator[Path]:
+def disk(place):
     """A small file system in the place of ``runs``, which takes the right to mount one."""
     directory = place / "runs"
     directory.mkdir()
@@ -46,7 +39,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in paths if path.is_file()}
 
 
-def refusals(cli: Command, disk: Path, *words: str) -> int:
+def refusals(cli, disk: Path, *words: str) -> int:
     """How often a command is refused, with ever more room, until all of it is there.
 
     Each time nothing has reached the batch system, and all files are as they were.
@@ -66,17 +59,13 @@ def refusals(cli: Command, disk: Path, *words: str) -> int:
     raise AssertionError(result.err)
 
 
-def test_submit_says_so_and_leaves_nothing_half(
-    cli: Command, disk: Path, profile: Path, program: Program
-) -> None:
+def test_submit_says_so_and_leaves_nothing_half(cli, disk, profile, program):
     program("sbatch", ": >>submitted; echo 41")
     assert cli("plan", "job.yaml", *SLURM).code == 0
     assert refusals(cli, disk, "submit", "job.yaml", *SLURM) > 3
 
 
-def test_plan_and_profile_keep_what_there_was(
-    cli: Command, disk: Path, profile: Path, program: Program
-) -> None:
+def test_plan_and_profile_keep_what_there_was(cli, disk, profile, program):
     assert cli("plan", "job.yaml", *SLURM).code == 0
     before = contents(disk)
     fill(disk, 0)
@@ -86,9 +75,7 @@ def test_plan_and_profile_keep_what_there_was(
     assert contents(disk) == before
 
 
-def test_resume_leaves_the_run_as_it_was(
-    cli: Command, disk: Path, profile: Path, program: Program
-) -> None:
+def test_resume_leaves_the_run_as_it_was(cli, disk, profile, program):
     program("sbatch", "echo 41")
     program("squeue", "exit 0")
     assert cli("submit", "job.yaml", *SLURM).code == 0
@@ -98,9 +85,7 @@ def test_resume_leaves_the_run_as_it_was(
     assert refusals(cli, disk, "resume", "last", "--set", "training.steps=9") > 0
 
 
-def test_profile_measures_on_and_keeps_the_earlier_one(
-    cli: Command, disk: Path, profile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_measures_on_and_keeps_the_earlier_one(cli, disk, profile, monkeypatch):
     """The disk gets full while it measures: what it notes then is kept in memory."""
     from pipectl.profile import Profile
 
@@ -108,7 +93,7 @@ def test_profile_measures_on_and_keeps_the_earlier_one(
     measured = Profile.load(profile)
     pages = 0
 
-    def profile_job(*_arguments: object, journal: Any, **_more: object) -> Profile:
+    def profile_job(*_arguments, journal, **_more):
         fill(disk, pages)
         for number in range(200):
             journal.note(f"operator {number}", {"forward_s": 1.0, "backward_s": 2.0})

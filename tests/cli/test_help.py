@@ -1,28 +1,16 @@
 """Help texts, and what commands import."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from conftest import Command
-
-    from pipectl.plan import Plan
 
 HEAVY = {"torch", "mpi4py", "numpy", "llvmlite", "pipectl.spec", "pipectl.planner"}
 
 
 @pytest.mark.parametrize("group", [(), ("lab",)])
-def test_help_lists_every_command_with_a_whole_sentence(
-    cli: Command, monkeypatch: pytest.MonkeyPatch, group: tuple[str, ...]
-) -> None:
+def test_help_lists_every_command_with_a_whole_sentence(cli, monkeypatch, group):
     monkeypatch.setenv("COLUMNS", "80")
     result = cli(*group, "--help")
     assert result.code == 0
@@ -32,9 +20,7 @@ def test_help_lists_every_command_with_a_whole_sentence(
     assert cli(*group) == result
 
 
-def test_help_of_a_command_shows_arguments_as_they_are_written_and_explains_options(
-    cli: Command,
-) -> None:
+def test_help_of_a_command_shows_arguments_as_they_are_written_and_explains_options(cli):
     assert cli("submit", "--help").out.startswith("Usage: pipectl submit [OPTIONS] JOB.yaml\n")
     for line in cli("init", "--help").out.splitlines():
         if line.startswith("  -"):
@@ -42,9 +28,7 @@ def test_help_of_a_command_shows_arguments_as_they_are_written_and_explains_opti
             assert words.strip(), line
 
 
-def test_commands_load_nothing_that_is_slow(
-    place: Path, finished: Path, failed: Path, pipeline: Callable[..., Plan]
-) -> None:
+def test_commands_load_nothing_that_is_slow(place, finished, failed, pipeline):
     """Each runs in a fork of one process, so that none uses what another has loaded."""
     for run in (finished, failed):
         pipeline(2, 4).save(run / "plan.json")

@@ -1,12 +1,8 @@
 """`pipectl init`: jobs for the cluster at hand, which pass `check` and render."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,10 +10,6 @@ from pipectl.cli.commands import init
 from pipectl.spec import JobSpec, load
 from pipectl.spec.schema import json_schema
 
-if TYPE_CHECKING:
-    from conftest import Command, Program
-
-Pretend = Callable[..., None]
 DATA = Path(__file__).parents[1] / "data" / "scheduler"
 
 
@@ -27,7 +19,7 @@ def written(path: str = "job.yaml") -> JobSpec:
 
 
 @pytest.fixture(autouse=True)
-def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def torch_for_gpus(monkeypatch):
     monkeypatch.setattr(init, "installed_version", lambda _: "2.13.0")
 
 
@@ -37,10 +29,10 @@ def printing(text: str) -> str:
 
 
 @pytest.fixture
-def sinfo(program: Program) -> Pretend:
+def sinfo(program):
     """Pretend that `sinfo` prints this."""
 
-    def prints(text: str, rc: int = 0) -> None:
+    def prints(text, rc=0):
         program("sbatch", "exit 1")
         program("sinfo", f"{printing(text)}exit {rc}")
 
@@ -48,8 +40,8 @@ def sinfo(program: Program) -> Pretend:
 
 
 @pytest.fixture
-def pbs(program: Program) -> None:
-    def sample(name: str) -> str:
+def pbs(program):
+    def sample(name):
         return printing("\n".join((DATA / "pbs" / name).read_text().splitlines()[1:-1]))
 
     for command in ("qsub", "qselect"):
@@ -62,7 +54,7 @@ def pbs(program: Program) -> None:
 BIG = "debug*|30:00|4|8|16000|(null)|up\nlong|infinite|64|128|256000|gpu:4|up"
 
 
-def test_on_slurm_it_is_within_the_default_partition(cli: Command, sinfo: Pretend) -> None:
+def test_on_slurm_it_is_within_the_default_partition(cli, sinfo):
     sinfo("tiny*|0:05:00|2|1|1000|(null)|up")
     assert cli("init").code == 0
     spec = written()
@@ -76,16 +68,14 @@ def test_on_slurm_it_is_within_the_default_partition(cli: Command, sinfo: Preten
     assert "#SBATCH --mem=900M\n" in script.out
 
 
-def test_the_variable_names_the_directory_of_the_runs(
-    cli: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_variable_names_the_directory_of_the_runs(cli, monkeypatch):
     """Commands on runs look there, too."""
     monkeypatch.setenv("PIPECTL_RUNS", "elsewhere")
     assert cli("init", "--scheduler", "local").code == 0
     assert written().output.directory == "elsewhere"
 
 
-def test_on_pbs_it_is_within_the_default_queue(cli: Command, pbs: None) -> None:
+def test_on_pbs_it_is_within_the_default_queue(cli, pbs):
     assert cli("init", "--account", "my project").code == 0
     spec = written()
     assert (spec.pbs.queue, spec.pbs.account) == ("workq", "my project")
@@ -95,7 +85,7 @@ def test_on_pbs_it_is_within_the_default_queue(cli: Command, pbs: None) -> None:
     assert "select=2:ncpus=1:mpiprocs=1:ompthreads=1:ngpus=1:mem=2048mb" in script.out
 
 
-def test_flags_for_everything(cli: Command, sinfo: Pretend) -> None:
+def test_flags_for_everything(cli, sinfo):
     sinfo(BIG)
     result = cli(
         "init", "new", "--partition", "long", "--nodes", "3", "--tasks-per-node", "4",
@@ -125,9 +115,7 @@ def test_flags_for_everything(cli: Command, sinfo: Pretend) -> None:
         (["--model", "gone.py:build"], "--model: no such file"),
     ],
 )
-def test_what_cannot_be_is_refused_and_nothing_is_written(
-    cli: Command, sinfo: Pretend, arguments: list[str], words: str
-) -> None:
+def test_what_cannot_be_is_refused_and_nothing_is_written(cli, sinfo, arguments, words):
     sinfo(BIG)
     result = cli("init", *arguments)
     assert result.code == 2
@@ -135,7 +123,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
     assert not Path("job.yaml").exists()
 
 
-def test_a_controller_that_does_not_answer_is_no_obstacle(cli: Command, sinfo: Pretend) -> None:
+def test_a_controller_that_does_not_answer_is_no_obstacle(cli, sinfo):
     sinfo("sinfo: error: no controller", rc=1)
     result = cli("init", "--partition", "any")
     assert result.code == 0
@@ -146,7 +134,7 @@ def test_a_controller_that_does_not_answer_is_no_obstacle(cli: Command, sinfo: P
     assert result.out.endswith("next: pipectl submit chosen/job.yaml --wait\n")
 
 
-def test_a_model_of_ones_own(cli: Command) -> None:
+def test_a_model_of_ones_own(cli):
     Path("code").mkdir()
     Path("code/it's mine.py").write_text("def build(): ...\ndef samples(): ...\n")
     result = cli(
@@ -169,9 +157,7 @@ def test_a_model_of_ones_own(cli: Command) -> None:
 
 
 @pytest.mark.parametrize(("directory", "name"), [("new", "../pkg.net"), (".", "pkg.net")])
-def test_a_package_beside_the_current_directory_is_reached_from_the_job(
-    cli: Command, directory: str, name: str
-) -> None:
+def test_a_package_beside_the_current_directory_is_reached_from_the_job(cli, directory, name):
     Path("pkg").mkdir()
     Path("pkg/__init__.py").touch()
     Path("pkg/net.py").write_text(
@@ -193,9 +179,7 @@ def test_a_package_beside_the_current_directory_is_reached_from_the_job(
     ("names", "chosen"),
     [(["val"], "val"), (["test_set", "validation"], "validation"), (["test", "validate"], None)],
 )
-def test_held_out_data_is_recognized_by_its_usual_names(
-    cli: Command, names: list[str], chosen: str | None
-) -> None:
+def test_held_out_data_is_recognized_by_its_usual_names(cli, names, chosen):
     functions = "".join(f"def {name}(): ...\n" for name in ["training_data", *names])
     Path("mine.py").write_text(f"class Net: ...\n{functions}")
     assert cli("init", "--model", "mine.py:Net").code == 0
@@ -206,7 +190,7 @@ def test_held_out_data_is_recognized_by_its_usual_names(
     assert (comment in Path("job.yaml").read_text()) is (chosen is None)
 
 
-def test_a_recipe_is_copied_with_its_code(cli: Command) -> None:
+def test_a_recipe_is_copied_with_its_code(cli):
     names = [line.split()[0] for line in cli("init", "--recipe", "list").out.splitlines()]
     assert {"gpt-stdlib", "names-seq2seq", "lora-llm"} <= set(names)
     for name in names:
@@ -233,7 +217,7 @@ def test_a_recipe_is_copied_with_its_code(cli: Command) -> None:
         assert (done.code, message in done.err, Path("first").exists()) == (2, True, False)
 
 
-def test_a_job_that_passes_check_with_the_schema_it_names_and_a_model(cli: Command) -> None:
+def test_a_job_that_passes_check_with_the_schema_it_names_and_a_model(cli):
     result = cli("init", "new", "--walltime", "10")
     assert (result.code, result.out) == (
         0,
@@ -247,7 +231,7 @@ def test_a_job_that_passes_check_with_the_schema_it_names_and_a_model(cli: Comma
     assert json.loads(Path("new/job.schema.json").read_text()) == json_schema()
 
 
-def test_a_rank_may_hold_its_share_of_the_node(cli: Command, sinfo: Pretend) -> None:
+def test_a_rank_may_hold_its_share_of_the_node(cli, sinfo):
     assert cli("init", "here").code == 0
     here = written("here/job.yaml").pipeline.memory_limit
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -264,8 +248,8 @@ def test_a_rank_may_hold_its_share_of_the_node(cli: Command, sinfo: Pretend) -> 
 
 
 def test_a_partition_with_gpus_is_asked_for_one_per_rank_if_torch_can_use_them(
-    cli: Command, sinfo: Pretend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cli, sinfo, monkeypatch
+):
     sinfo("gpus*|1:00:00|4|32|64000|gpu:a100:4|up")
     assert cli("init", "two").code == 0
     assert written("two/job.yaml").resources.gpus_per_node == 2
@@ -284,7 +268,7 @@ def test_a_partition_with_gpus_is_asked_for_one_per_rank_if_torch_can_use_them(
     assert "CPUs only" not in result.err
 
 
-def test_where_one_file_cannot_be_written_none_is(cli: Command) -> None:
+def test_where_one_file_cannot_be_written_none_is(cli):
     Path("new/model.py").mkdir(parents=True)
     result = cli("init", "new", "--force")
     assert (result.code, result.out) == (2, "")
@@ -296,7 +280,7 @@ def test_where_one_file_cannot_be_written_none_is(cli: Command) -> None:
     assert result.err.startswith("error: file/new: cannot be created: Not a directory\n")
 
 
-def test_a_hostile_partition_is_one_value(cli: Command, sinfo: Pretend) -> None:
+def test_a_hostile_partition_is_one_value(cli, sinfo):
     sinfo('a"}: {b,#*|1:00:00|1|2|9000|(null)|up')
     assert cli("init").code == 0
     assert written().slurm.partition == 'a"}: {b,#'
@@ -304,14 +288,12 @@ def test_a_hostile_partition_is_one_value(cli: Command, sinfo: Pretend) -> None:
     assert written("here/job.yaml").launch.scheduler == "local", "which is not the one found"
 
 
-def test_on_a_terminal_it_asks_for_what_is_not_given(
-    cli: Command, sinfo: Pretend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_terminal_it_asks_for_what_is_not_given(cli, sinfo, monkeypatch):
     sinfo(BIG)
     answers = {"Partition": "long", "Ranks on each node": "6", "Memory of each node": "default"}
     asked = []
 
-    def prompt(text: str, *, default: str, value_proc: Callable[[str], Any] = str) -> Any:
+    def prompt(text, *, default, value_proc=str):
         asked.append((text, default))
         return value_proc(next((a for key, a in answers.items() if text.startswith(key)), default))
 
@@ -336,7 +318,7 @@ def test_on_a_terminal_it_asks_for_what_is_not_given(
     assert asked == []
 
 
-def test_init_replaces_nothing_unless_told(cli: Command) -> None:
+def test_init_replaces_nothing_unless_told(cli):
     Path("model.py").write_text("mine")
     result = cli("init")
     assert result.code == 2
@@ -347,7 +329,7 @@ def test_init_replaces_nothing_unless_told(cli: Command) -> None:
     assert Path("model.py").read_text() != "mine"
 
 
-def test_the_starter_model_learns_its_data(cli: Command, place: Path) -> None:
+def test_the_starter_model_learns_its_data(cli, place):
     torch = pytest.importorskip("torch")
     cli("init")
     names: dict[str, object] = {"__name__": "starter"}
@@ -360,9 +342,7 @@ def test_the_starter_model_learns_its_data(cli: Command, place: Path) -> None:
 
 
 @pytest.mark.parametrize(("mask", "modes"), [(0o022, (0o755, 0o644)), (0o077, (0o700, 0o600))])
-def test_what_it_writes_has_the_permissions_of_the_umask(
-    cli: Command, mask: int, modes: tuple[int, int]
-) -> None:
+def test_what_it_writes_has_the_permissions_of_the_umask(cli, mask, modes):
     before = os.umask(mask)
     try:
         assert cli("init", "a/b", "--scheduler", "local").code == 0
@@ -374,7 +354,7 @@ def test_what_it_writes_has_the_permissions_of_the_umask(
             assert path.stat().st_mode & 0o777 == modes[path.is_file()], path
 
 
-def test_a_model_that_its_file_does_not_define_is_named_before_submission(cli: Command) -> None:
+def test_a_model_that_its_file_does_not_define_is_named_before_submission(cli):
     Path("net.py").write_text("class Net: ...\ndef training_data(): ...\n")
     result = cli("init", "--model", "net.py:Nope", "--scheduler", "local")
     assert result.code == 0

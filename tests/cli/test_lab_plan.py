@@ -1,20 +1,14 @@
 """`pipectl lab plan`: other planners, objectives, techniques and links."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.planner.baselines import NAMES, OWN
-
-if TYPE_CHECKING:
-    from conftest import Command
 
 WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
 PROFILE = ("lab", "plan", "--profile", "p.json")
@@ -25,7 +19,7 @@ LONG_MIDDLE = ((0.001, 1), (0.1, 1), (0.001, 1), (0.001, 1))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_planners_can_be_compared(cli: Command, alone: Path, name: str) -> None:
+def test_planners_can_be_compared(cli, alone, name):
     found = cli(*BASE, "--planner", name, "--json").json
     assert found["search"]["planner"] == name
     assert found["planning_s"] == found["search"]["planning_s"] > 0
@@ -40,8 +34,8 @@ def test_planners_can_be_compared(cli: Command, alone: Path, name: str) -> None:
 
 
 def test_a_plan_with_replicas_is_written_if_asked_and_can_be_submitted(
-    cli: Command, profile: Path, profile_document: Callable[..., dict[str, Any]]
-) -> None:
+    cli, profile, profile_document
+):
     document = profile_document(key=json.loads(profile.read_text())["key"])
     for node, (seconds, size) in zip(document["nodes"], LONG_MIDDLE, strict=True):
         node |= {"forward_s": seconds, "backward_s": seconds, "parameter_bytes": size}
@@ -56,7 +50,7 @@ def test_a_plan_with_replicas_is_written_if_asked_and_can_be_submitted(
     assert "asks for" not in cli("submit", "job.yaml", *options).err
 
 
-def test_errors_name_keys_of_the_job(cli: Command, profile: Path, alone: Path) -> None:
+def test_errors_name_keys_of_the_job(cli, profile, alone):
     small = ("--memory-limit", "257MiB")
     for command in (BASE, ("lab", "plan", "job.yaml", "--scheduler", "slurm")):
         assert "pipeline.memory_limit 2" in cli(*command, *small).err
@@ -64,9 +58,7 @@ def test_errors_name_keys_of_the_job(cli: Command, profile: Path, alone: Path) -
     assert "give a larger pipeline.memory_limit, or use --planner pipectl" in dapple
 
 
-def test_replicas_come_only_if_they_are_allowed(
-    cli: Command, place: Path, profile_document: Callable[..., dict[str, Any]]
-) -> None:
+def test_replicas_come_only_if_they_are_allowed(cli, place, profile_document):
     """The first operator has nearly all of the time."""
     document = profile_document()
     document["nodes"][0] |= {"forward_s": 0.1, "backward_s": 0.2}
@@ -83,7 +75,7 @@ def test_replicas_come_only_if_they_are_allowed(
     assert cli(*line, "--allow", everything).json["value_s"] <= without["value_s"] * 1.001
 
 
-def test_slower_links_make_longer_steps(cli: Command, alone: Path) -> None:
+def test_slower_links_make_longer_steps(cli, alone):
     slow = (*BASE, "--bandwidth", "1MB/s", "--json")
     scales = ("0.5", "1", "4")
     times = [cli(*slow, "--communication-scale", scale).json["value_s"] for scale in scales]
@@ -92,7 +84,7 @@ def test_slower_links_make_longer_steps(cli: Command, alone: Path) -> None:
 
 
 @pytest.fixture
-def chain(cli: Command) -> Callable[..., dict[str, Any]]:
+def chain(cli):
     """The answer for a chain of operators of 1, 2 and 3 s on two devices."""
     nodes = [
         {"id": f"n{index}", "forward_s": 0.4 * index, "backward_s": 0.6 * index}
@@ -102,7 +94,7 @@ def chain(cli: Command) -> Callable[..., dict[str, Any]]:
     edges = [["n1", "n2"], ["n2", "n3"]]
     document = {"version": 1, "name": "chain", "micro_batch_size": 2, "nodes": nodes}
 
-    def balance(*arguments: str, **changes: Any) -> dict[str, Any]:
+    def balance(*arguments, **changes):
         Path("p.json").write_text(json.dumps({**document, "edges": edges, **changes}))
         found: dict[str, Any] = cli(*BALANCE, "2", "--json", *arguments).json
         return found
@@ -110,7 +102,7 @@ def chain(cli: Command) -> Callable[..., dict[str, Any]]:
     return balance
 
 
-def test_the_smallest_largest_load(cli: Command, chain: Callable[..., dict[str, Any]]) -> None:
+def test_the_smallest_largest_load(cli, chain):
     batch = ("--set", "training.batch_size=8")
     found = chain(*batch)
     assert (found["objective"], found["exact"]) == ("max-stage-load", True)
@@ -134,7 +126,7 @@ def test_the_smallest_largest_load(cli: Command, chain: Callable[..., dict[str, 
     assert linked["value_s"] == pytest.approx(6.0)  # a cut would cost 4 s on either side
 
 
-def test_backward_operators_send_against_the_stages(chain: Callable[..., dict[str, Any]]) -> None:
+def test_backward_operators_send_against_the_stages(chain):
     nodes = [
         {"id": f"{phase[0]}{index}", "phase": phase, "colocate": index, "forward_s": 1.0 * ahead}
         | {"backward_s": 2.0 * (1 - ahead), "parameter_bytes": 0, "output_bytes": 1000}
@@ -146,9 +138,7 @@ def test_backward_operators_send_against_the_stages(chain: Callable[..., dict[st
     assert found["predicted"]["step_time_s"] == pytest.approx(6.0, rel=0.01)
 
 
-def test_what_fits_nowhere_and_what_has_no_time_is_no_balance(
-    cli: Command, chain: Callable[..., dict[str, Any]]
-) -> None:
+def test_what_fits_nowhere_and_what_has_no_time_is_no_balance(cli, chain):
     chain()
     result = cli(*BALANCE, "2", "--memory-limit", "50")
     assert (result.code, result.out) == (4, "")
@@ -162,13 +152,13 @@ def test_what_fits_nowhere_and_what_has_no_time_is_no_balance(
     assert "largest stage load" in result.out or "before any plan was found" in result.err
 
 
-def test_a_job_is_balanced_over_its_ranks(cli: Command, profile: Path) -> None:
+def test_a_job_is_balanced_over_its_ranks(cli, profile):
     command = ("lab", "plan", "job.yaml", "--objective", "max-stage-load", "--scheduler", "slurm")
     assert cli(*command, "--json").json["accelerators"] == 2
 
 
 @pytest.mark.skipif(WORKLOADS is None, reason="PIPECTL_WORKLOADS is not set")
-def test_a_known_optimum_as_the_file_ships_it(cli: Command) -> None:
+def test_a_known_optimum_as_the_file_ships_it(cli):
     path = Path(str(WORKLOADS)) / "dnnpart-throughput-layer-bert24_training.json"
     known = json.loads(path.read_text())["best_known"][0]["value"]
     file = ("--profile", str(path.absolute()), "--json")

@@ -1,38 +1,24 @@
 """`pipectl logs`, of runs that go on and that are over, and `pipectl cancel`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from conftest import Command, Program, RunOf
 
 LISTED = "echo '12|{}|1|N/A|N/A|n1||None'"
 
 
-def test_logs_without_control_characters(cli: Command, finished: Path) -> None:
+def test_logs_without_control_characters(cli, finished):
     result = cli("logs")
     assert (result.code, result.out, result.err) == (0, "started\nzero [31mred\n", "")
     assert cli("logs", "last", "-f").out == result.out
 
 
 @pytest.mark.parametrize(("state", "exit_code"), [("RUNNING", None), ("PENDING", "75\n")])
-def test_a_log_is_followed_as_it_grows(
-    cli: Command,
-    queued: Path,
-    program: Program,
-    monkeypatch: pytest.MonkeyPatch,
-    state: str,
-    exit_code: str | None,
-) -> None:
+def test_a_log_is_followed_as_it_grows(cli, queued, program, monkeypatch, state, exit_code):
     """Also if the run will start again: its exit code is that of the start before."""
     (queued / "logs/job.log").write_text("started\n")
     if exit_code is not None:
@@ -41,7 +27,7 @@ def test_a_log_is_followed_as_it_grows(
     program("sacct", "exit 1")
     looks = iter(range(100))
 
-    def goes_on(_seconds: float) -> None:
+    def goes_on(_seconds):
         if next(looks) == 3:
             (queued / "logs/job.log").write_text("started\nmore\n")
             (queued / "exit_code").write_text("0\n")
@@ -53,9 +39,7 @@ def test_a_log_is_followed_as_it_grows(
 
 
 @pytest.mark.parametrize("lost", ["machine", "directory", "scheduler"])
-def test_a_log_is_not_followed_for_ever_if_nobody_knows_of_an_end(
-    cli: Command, run_of: RunOf, monkeypatch: pytest.MonkeyPatch, lost: str
-) -> None:
+def test_a_log_is_not_followed_for_ever_if_nobody_knows_of_an_end(cli, run_of, monkeypatch, lost):
     """Of a run of another machine, one that was removed, or one whose batch system is gone."""
     slurm = {"scheduler": "slurm", "job_id": "12"}
     elsewhere = {"job_id": f"1.1@not-{socket.gethostname()}"}
@@ -64,7 +48,7 @@ def test_a_log_is_not_followed_for_ever_if_nobody_knows_of_an_end(
     log.write_text("started\n")
     now = 0.0
 
-    def pass_by(seconds: float) -> None:
+    def pass_by(seconds):
         nonlocal now
         now += seconds
         assert now < 1000
@@ -85,7 +69,7 @@ def test_a_log_is_not_followed_for_ever_if_nobody_knows_of_an_end(
     assert 60 <= now <= 130, "as long after the last line"
 
 
-def test_logs_of_ranks(cli: Command, finished: Path) -> None:
+def test_logs_of_ranks(cli, finished):
     (finished / "logs/job.log").write_bytes(b"started\n[1] not of rank 1\nwhy")
     (finished / "logs/rank-0000.log").write_bytes(b"zero\n\x1b[31m\xff\n")
     (finished / "logs/rank-0001.log").write_bytes(b"[0] one\n\r1%\r2%\nlast")
@@ -100,7 +84,7 @@ def test_logs_of_ranks(cli: Command, finished: Path) -> None:
     assert cli("logs", "--rank", "1").out == one + told
 
 
-def test_the_last_lines_of_logs(cli: Command, finished: Path) -> None:
+def test_the_last_lines_of_logs(cli, finished):
     (finished / "logs/rank-0000.log").write_text("a\nb\nc\n")
     assert cli("logs", "--tail", "3").out == "[0] c\nstarted\nzero [31mred\n"
     assert cli("logs", "-n", "1", "--rank", "0").out == "[0] c\n"
@@ -108,14 +92,14 @@ def test_the_last_lines_of_logs(cli: Command, finished: Path) -> None:
     assert cli("logs", "--tail", "0").out == ""
 
 
-def test_logs_of_several_runs_have_headings(cli: Command, finished: Path, failed: Path) -> None:
+def test_logs_of_several_runs_have_headings(cli, finished, failed):
     (failed / "logs/job.log").write_text("broken\n")
     assert cli("logs", failed.name, finished.name).out == (
         f"==> {failed.name} <==\nbroken\n\n==> {finished.name} <==\nstarted\nzero [31mred\n"
     )
 
 
-def test_a_run_that_printed_nothing_is_no_error(cli: Command, finished: Path) -> None:
+def test_a_run_that_printed_nothing_is_no_error(cli, finished):
     result = cli("logs", "--rank", "1")
     assert (result.code, result.out) == (0, "")
     assert result.err.startswith("20250101-120000-tiny: rank 1 has printed nothing")
@@ -125,7 +109,7 @@ def test_a_run_that_printed_nothing_is_no_error(cli: Command, finished: Path) ->
     assert result.err.startswith("20250101-120000-tiny: the run has printed nothing")
 
 
-def test_cancel_leaves_finished_runs_alone(cli: Command, finished: Path, failed: Path) -> None:
+def test_cancel_leaves_finished_runs_alone(cli, finished, failed):
     before = (finished / "record.json").read_text()
     result = cli("cancel", "last", finished.name)
     over = [f"{run.name} had already ended" for run in (failed, finished)]
@@ -140,8 +124,8 @@ def test_cancel_leaves_finished_runs_alone(cli: Command, finished: Path, failed:
     "squeue", [LISTED.format("RUNNING"), LISTED.format("COMPLETING"), "exit 1"]
 )
 def test_the_job_of_a_run_that_is_over_is_cancelled_as_long_as_it_may_be_listed(
-    cli: Command, queued: Path, program: Program, place: Path, code: int, state: str, squeue: str
-) -> None:
+    cli, queued, program, place, code, state, squeue
+):
     """A node that is frozen keeps its job in the queue; the run stays what it was."""
     (queued / "exit_code").write_text(f"{code}\n")
     program("squeue", squeue)
@@ -155,9 +139,7 @@ def test_the_job_of_a_run_that_is_over_is_cancelled_as_long_as_it_may_be_listed(
     assert cli("status", "last", "--json").json["state"] == state
 
 
-def test_a_run_that_waits_to_start_again_is_cancelled(
-    cli: Command, queued: Path, program: Program
-) -> None:
+def test_a_run_that_waits_to_start_again_is_cancelled(cli, queued, program):
     """The exit code is that of the start before, whose node failed."""
     (queued / "exit_code").write_text("143\n")
     program("squeue", LISTED.format("PENDING"))
@@ -169,8 +151,8 @@ def test_a_run_that_waits_to_start_again_is_cancelled(
 
 
 def test_cancel_on_slurm_a_run_and_one_that_was_never_confirmed(
-    cli: Command, queued: Path, program: Program, place: Path, run_of: RunOf
-) -> None:
+    cli, queued, program, place, run_of
+):
     program("squeue", "echo '12|RUNNING|1|1700000000|N/A|node1|t|None'")
     program("scancel", f'echo "$@" >> {place}/cancelled')
     result = cli("cancel", "last")

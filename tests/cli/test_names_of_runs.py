@@ -1,16 +1,10 @@
 """Naming runs: outside ``./runs``, by what commands print to be pasted; and in `submit --after`."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from conftest import Command, Program, RunOf
 
 SLURM = ("--scheduler", "slurm")
 ELSEWHERE = ("--set", "output.directory=out side")
@@ -27,12 +21,12 @@ def pasted(text: str, command: str) -> list[str]:
 
 
 @pytest.fixture
-def running(slurm: Program) -> None:
+def running(slurm):
     """What is submitted runs as job 41."""
     slurm("squeue", LISTED.format(41, "RUNNING"))
 
 
-def test_what_submit_tells_to_run(cli: Command, profile: Path, running: None) -> None:
+def test_what_submit_tells_to_run(cli, profile, running):
     Path("runs").rename("out side")
     told = cli("submit", "job.yaml", *SLURM, *ELSEWHERE).out
     assert "see: pipectl status 'out side/" in told
@@ -42,7 +36,7 @@ def test_what_submit_tells_to_run(cli: Command, profile: Path, running: None) ->
     assert cli("cancel", path).code == 5, "found, but there is no scancel"
 
 
-def test_what_submit_tells_of_a_sweep(cli: Command, profile: Path, running: None) -> None:
+def test_what_submit_tells_of_a_sweep(cli, profile, running):
     Path("runs").rename("out side")
     with Path("job.yaml").open("a") as job:
         job.write(SWEEP)
@@ -54,7 +48,7 @@ def test_what_submit_tells_of_a_sweep(cli: Command, profile: Path, running: None
     assert cli("submit", "job.yaml", *SLURM, "--after", called[1]).code == 0
 
 
-def test_what_is_told_of_runs_by_their_directory(cli: Command, failed: Path) -> None:
+def test_what_is_told_of_runs_by_their_directory(cli, failed):
     Path("runs").rename("away")
     told = cli("status", "last", "-d", "away").out
     for command in ("logs", "resume"):
@@ -64,9 +58,7 @@ def test_what_is_told_of_runs_by_their_directory(cli: Command, failed: Path) -> 
     assert pasted(result.err, "status")[1] == f"away/{failed.name}"
 
 
-def test_a_variable_says_where_runs_are(
-    cli: Command, finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_says_where_runs_are(cli, finished, monkeypatch):
     Path("runs").rename("away")
     monkeypatch.setenv("PIPECTL_RUNS", "away")
     assert finished.name in cli("status").out
@@ -76,9 +68,7 @@ def test_a_variable_says_where_runs_are(
     assert cli("status", "-d", "elsewhere").out.startswith("elsewhere: no runs yet")
 
 
-def test_runs_that_wait_for_others_name_them(
-    cli: Command, profile: Path, running: None, program: Program
-) -> None:
+def test_runs_that_wait_for_others_name_them(cli, profile, running, program):
     cli("submit", "job.yaml", *SLURM)
     (run,) = (path for path in Path("runs").iterdir() if path.is_dir())
     (run / "exit_code").write_text("1\n")
@@ -92,8 +82,8 @@ def test_runs_that_wait_for_others_name_them(
 
 
 def test_jobs_go_where_the_variable_says_unless_they_name_a_directory(
-    cli: Command, profile: Path, running: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cli, profile, running, monkeypatch
+):
     monkeypatch.setenv("PIPECTL_RUNS", "away")
     Path("runs").rename("away")
     told = cli("submit", "job.yaml", *SLURM).out
@@ -104,9 +94,7 @@ def test_jobs_go_where_the_variable_says_unless_they_name_a_directory(
     assert Path("out side").is_dir()
 
 
-def test_a_run_after_others(
-    cli: Command, job: Path, slurm: Program, queued: Path, finished: Path
-) -> None:
+def test_a_run_after_others(cli, job, slurm, queued, finished):
     slurm("squeue", LISTED.format(12, "RUNNING"))
     result = cli("submit", "job.yaml", *SLURM, "--after", "20250103", "--after", finished.name)
     assert result.code == 0, result.err
@@ -114,9 +102,7 @@ def test_a_run_after_others(
     assert "#SBATCH --dependency=afterok:12\n" in script.read_text()
 
 
-def test_a_run_of_another_batch_system_cannot_be_waited_for(
-    cli: Command, job: Path, slurm: Program, run_of: RunOf
-) -> None:
+def test_a_run_of_another_batch_system_cannot_be_waited_for(cli, job, slurm, run_of):
     run_of("20250103-120000-tiny", scheduler="pbs", job_id="12.vm")
     slurm("qstat", "printf 'Job Id: 12.vm\\n    job_state = R\\n'")
     result = cli("submit", "job.yaml", *SLURM, "--after", "20250103")
@@ -125,13 +111,7 @@ def test_a_run_of_another_batch_system_cannot_be_waited_for(
     assert len(list(Path("runs").iterdir())) == 1
 
 
-def test_the_shell_offers_runs(
-    cli: Command,
-    finished: Path,
-    failed: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_the_shell_offers_runs(cli, finished, failed, monkeypatch, capfd):
     words = {"_PIPECTL_COMPLETE": "complete_bash", "COMP_CWORD": "2"}
     for name, value in {**words, "COMP_WORDS": "pipectl status 202501"}.items():
         monkeypatch.setenv(name, value)

@@ -1,19 +1,12 @@
 """Where commands write: directories are made, streams written to, and all is known beforehand."""
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pipectl.timeline import Event, Timeline
-
-if TYPE_CHECKING:
-    from conftest import Command
 
 SHAPE = "lab simulate --schedule gpipe --stages 2 --micro-batches 2"
 WRITERS = [
@@ -28,7 +21,7 @@ WRITERS = [
 
 
 @pytest.fixture
-def everything(profile: Path, finished: Path, pipeline: Callable[..., Any]) -> None:
+def everything(profile, finished, pipeline):
     """A job with a profile, and a run with a recorded step."""
     pipeline(2, 4).save(finished / "plan.json")
     events = tuple(Event(rank, 0.0, 1.0, "forward", rank, 0) for rank in range(2))
@@ -37,9 +30,7 @@ def everything(profile: Path, finished: Path, pipeline: Callable[..., Any]) -> N
 
 
 @pytest.mark.parametrize(("line", "_work"), WRITERS)
-def test_a_directory_that_is_not_there_is_made(
-    cli: Command, everything: None, line: str, _work: str
-) -> None:
+def test_a_directory_that_is_not_there_is_made(cli, everything, line, _work):
     result = cli(*line.split(), "new/place/x")
     assert result.code == 0, result.err
     assert Path("new/place/x").stat().st_size
@@ -53,9 +44,8 @@ def test_a_directory_that_is_not_there_is_made(
     [("job.yaml/x", "job.yaml: cannot be created: "), ("runs", "runs: is a directory")],
 )
 def test_that_nothing_can_be_written_is_found_out_before_the_work(
-    cli: Command, everything: None, monkeypatch: pytest.MonkeyPatch,
-    line: str, work: str, where: str, error: str,
-) -> None:  # fmt: skip
+    cli, everything, monkeypatch, line, work, where, error
+):
     if work:
         monkeypatch.setattr(f"pipectl.{work}", lambda *_, **__: pytest.fail("worked"))
     result = cli(*line.split(), where)
@@ -64,9 +54,7 @@ def test_that_nothing_can_be_written_is_found_out_before_the_work(
 
 
 @pytest.mark.parametrize(("line", "_work"), WRITERS)
-def test_what_is_no_file_is_written_to_and_stays(
-    cli: Command, everything: None, line: str, _work: str
-) -> None:
+def test_what_is_no_file_is_written_to_and_stays(cli, everything, line, _work):
     os.mkfifo("pipe")
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append(Path("pipe").read_bytes()))
@@ -83,9 +71,7 @@ def test_what_is_no_file_is_written_to_and_stays(
 
 
 @pytest.mark.parametrize(("line", "_work"), WRITERS)
-def test_standard_output_gets_it_between_what_is_printed(
-    cli: Command, everything: None, line: str, _work: str
-) -> None:
+def test_standard_output_gets_it_between_what_is_printed(cli, everything, line, _work):
     cli(*line.split(), "written")
     result = cli(*line.split(), "/dev/stdout")
     assert result.code == 0, result.err
@@ -97,9 +83,7 @@ def test_standard_output_gets_it_between_what_is_printed(
     ("where", "error"),
     [("/dev/stdout", "/dev/stdout: is not a file"), ("runs", "runs: is a directory")],
 )
-def test_what_a_job_measures_goes_to_a_file(
-    cli: Command, everything: None, way: str, where: str, error: str
-) -> None:
+def test_what_a_job_measures_goes_to_a_file(cli, everything, way, where, error):
     before = sorted(Path("runs").iterdir())
     result = cli("profile", "job.yaml", way, "--scheduler", "local", "-o", where)
     assert (result.code, result.out) == (2, "")
@@ -107,7 +91,7 @@ def test_what_a_job_measures_goes_to_a_file(
     assert sorted(Path("runs").iterdir()) == before
 
 
-def test_a_page_for_a_stream_is_all_that_is_printed(cli: Command, everything: None) -> None:
+def test_a_page_for_a_stream_is_all_that_is_printed(cli, everything):
     result = cli("report", "last", "-o", "/dev/stdout")
     assert result.out.startswith("<!")
     assert result.out.endswith("</html>\n")

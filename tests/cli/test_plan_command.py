@@ -1,15 +1,11 @@
 """`pipectl plan`: of a job, and of any profile without a job file, torch or MPI."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,10 +15,6 @@ from pipectl.jobs.planning import gather
 from pipectl.plan import Plan
 from pipectl.planner.explain.scaling import ScalingJson
 
-if TYPE_CHECKING:
-    from conftest import Command
-
-Document = Callable[..., dict[str, Any]]
 PLAN = Path("runs/tiny.plan.json")
 WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
 ALONE = ("plan", "--profile", "p.json")
@@ -32,9 +24,7 @@ AUTO = ("--set", "pipeline.micro_batches=auto")
 FOUR_MICRO_BATCHES = ("--set", "pipeline.micro_batches=4")
 
 
-def test_plan_shows_stages_a_verdict_and_a_gantt_in_80_columns(
-    cli: Command, profile: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[..., None]
-) -> None:
+def test_plan_shows_stages_a_verdict_and_a_gantt_in_80_columns(cli, profile, monkeypatch, golden):
     cli("plan", "job.yaml")  # the first compiles kernels, and says how long that takes
     monkeypatch.setenv("COLUMNS", "80")
     result = cli("plan", "job.yaml", "--scheduler", "slurm")
@@ -43,18 +33,14 @@ def test_plan_shows_stages_a_verdict_and_a_gantt_in_80_columns(
     golden(result.out, vary=r"(?s)search: .*?(?=\n\n)")
 
 
-def test_assumptions_are_wrapped_beside_their_label(
-    cli: Command, profile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_assumptions_are_wrapped_beside_their_label(cli, profile, monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
     lines = cli("plan", "job.yaml", "--scheduler", "slurm").out.splitlines()
     first = lines.index("assumed: the memory of temporary values is not")
     assert lines[first + 1] == "         given: taken as none"
 
 
-def test_a_search_that_compiled_the_planner_says_so(
-    cli: Command, profile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_that_compiled_the_planner_says_so(cli, profile, monkeypatch):
     spent = iter((3.0, 15.5, 15.5, 15.7))
     monkeypatch.setattr("pipectl.jobs.plan_search.compiling_s", lambda: next(spent))
     first, second = (" ".join(cli("plan", "job.yaml").out.split()) for _ in range(2))
@@ -62,7 +48,7 @@ def test_a_search_that_compiled_the_planner_says_so(
     assert "to compile" not in second
 
 
-def test_any_profile_is_planned_without_torch_and_mpi_and_printed_as_ascii(alone: Path) -> None:
+def test_any_profile_is_planned_without_torch_and_mpi_and_printed_as_ascii(alone):
     program = (
         "import sys; from pipectl.cli import main\n"
         "for more in ([], ['--explain'], ['--json']):\n"
@@ -77,7 +63,7 @@ def test_any_profile_is_planned_without_torch_and_mpi_and_printed_as_ascii(alone
     assert "rank 0 0?" in done.stdout
 
 
-def test_plan_writes_a_file_that_loads(cli: Command, profile: Path) -> None:
+def test_plan_writes_a_file_that_loads(cli, profile):
     found = cli("plan", "job.yaml", "--svg", "pictures/plan.svg", "--json").json
     plan, written = Plan.load(PLAN), json.loads(PLAN.read_text())
     del written["stages"]
@@ -90,9 +76,7 @@ def test_plan_writes_a_file_that_loads(cli: Command, profile: Path) -> None:
     assert Path("pictures/plan.svg").read_text().startswith("<svg ")
 
 
-def test_a_damaged_profile_is_named_and_an_earlier_plan_untouched(
-    cli: Command, profile: Path, profile_document: Document
-) -> None:
+def test_a_damaged_profile_is_named_and_an_earlier_plan_untouched(cli, profile, profile_document):
     PLAN.write_text("earlier")
     profile.write_text(profile.read_text()[:200])
     result = cli("plan", "job.yaml")
@@ -106,7 +90,7 @@ def test_a_damaged_profile_is_named_and_an_earlier_plan_untouched(
     assert PLAN.read_text() == "earlier"
 
 
-def test_a_stale_profile_is_used_with_a_warning(cli: Command, profile: Path) -> None:
+def test_a_stale_profile_is_used_with_a_warning(cli, profile):
     result = cli("plan", "job.yaml", "--set", "optimizer.factory=torch.optim:SGD")
     assert result.code == 0
     assert result.err == (
@@ -116,9 +100,7 @@ def test_a_stale_profile_is_used_with_a_warning(cli: Command, profile: Path) -> 
     )
 
 
-def test_what_fits_nowhere_is_said_and_an_earlier_plan_untouched(
-    cli: Command, profile: Path
-) -> None:
+def test_what_fits_nowhere_is_said_and_an_earlier_plan_untouched(cli, profile):
     PLAN.write_text("earlier")
     stages = ("--set", "pipeline.stages=5", "--set", "resources.nodes=5")
     for changes, words in ((stages, "5"), (("--set", "pipeline.memory_limit=256MiB"), "MiB")):
@@ -129,10 +111,8 @@ def test_what_fits_nowhere_is_said_and_an_earlier_plan_untouched(
     assert PLAN.read_text() == "earlier"
 
 
-def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(
-    cli: Command, job: Path, profile_document: Document
-) -> None:
-    def measured(fixed_s: float) -> None:
+def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(cli, job, profile_document):
+    def measured(fixed_s):
         """Times with a fixed part; the larger that is, the fewer micro-batches are best."""
         document = profile_document(key=None, coupled=["layer.2"])
         for node in document["nodes"]:
@@ -141,7 +121,7 @@ def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(
         Path("runs").mkdir(exist_ok=True)
         Path("runs/tiny.profile.json").write_text(json.dumps(document))
 
-    def planned(*options: str) -> tuple[int, str, str]:
+    def planned(*options):
         result = cli("plan", "job.yaml", *AUTO, *options)
         assert result.code == 0, result.err
         return Plan.load(PLAN).micro_batches, result.out, result.err
@@ -167,9 +147,7 @@ def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(
     assert Plan.load(PLAN).micro_batches == 8
 
 
-def test_other_devices_or_nodes_are_a_question_and_not_the_jobs_plan(
-    cli: Command, profile: Path
-) -> None:
+def test_other_devices_or_nodes_are_a_question_and_not_the_jobs_plan(cli, profile):
     found = cli("plan", "job.yaml", "--nodes", "1,2,3", "--scheduler", "slurm", "--json").json
     assert [count["ranks"] for count in found["counts"]] == [1, 2, 3]
     assert [count["feasible"] for count in found["counts"]] == [False, True, True]
@@ -181,7 +159,7 @@ def test_other_devices_or_nodes_are_a_question_and_not_the_jobs_plan(
     assert "--nodes 1,2,4 plans for other sizes" in result.err
 
 
-def test_a_profile_and_a_number_of_devices_are_enough(cli: Command, alone: Path) -> None:
+def test_a_profile_and_a_number_of_devices_are_enough(cli, alone):
     result = cli(*TWO, *FOUR_MICRO_BATCHES)
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("tiny: 2 stages on 2 ranks, 1f1b, 4 micro-batches of 2")
@@ -196,8 +174,8 @@ def test_a_profile_and_a_number_of_devices_are_enough(cli: Command, alone: Path)
 
 
 def test_the_devices_of_a_cluster_file_or_of_an_imported_profile_are_used(
-    cli: Command, alone: Path, profile_document: Document
-) -> None:
+    cli, alone, profile_document
+):
     assumed_cluster("mine", [2, 2], 2, None).save(Path("c.json"))
     cluster = (*ALONE, "--cluster", "c.json")
     assert cli(*cluster, "--json").json["node_of_rank"] == [0, 0, 1, 1]
@@ -214,9 +192,7 @@ def test_the_devices_of_a_cluster_file_or_of_an_imported_profile_are_used(
     assert (len(other["node_of_rank"]), other["memory_limit_bytes"]) == (2, 2**31)
 
 
-def test_keys_of_a_job_can_be_set_without_one_and_the_batch_is_assumed(
-    cli: Command, alone: Path
-) -> None:
+def test_keys_of_a_job_can_be_set_without_one_and_the_batch_is_assumed(cli, alone):
     keys = ("--set", "pipeline.stages=2", "--set", "pipeline.schedule=gpipe")
     found = cli(*ALONE, "--devices", "4", *BATCH, *keys, "--json").json
     assert (len(found["stages"]), found["schedule"], found["batch_size"]) == (2, "gpipe", 8)
@@ -226,9 +202,7 @@ def test_keys_of_a_job_can_be_set_without_one_and_the_batch_is_assumed(
     assert said in found["assumptions"]
 
 
-def test_an_explanation_says_where_the_step_goes_and_what_would_help(
-    cli: Command, alone: Path
-) -> None:
+def test_an_explanation_says_where_the_step_goes_and_what_would_help(cli, alone):
     result = cli(*TWO, *FOUR_MICRO_BATCHES, "--explain")
     assert (result.code, result.err) == (0, "")
     for said in (
@@ -249,7 +223,7 @@ def test_an_explanation_says_where_the_step_goes_and_what_would_help(
     assert times == sorted(times) != []
 
 
-def test_numbers_of_nodes(cli: Command, alone: Path) -> None:
+def test_numbers_of_nodes(cli, alone):
     found = cli(*ALONE, "--nodes", "2,1", "--set", "training.batch_size=64", "--json").json
     assert [count["nodes"] for count in found["counts"]] == [1, 2]
     assert (found["pays_until_nodes"], found["cut_short"]) == (2, False)
@@ -261,9 +235,7 @@ def test_numbers_of_nodes(cli: Command, alone: Path) -> None:
     assert "efficiency is against 4 nodes, the fewest on which the model fits" in result.out
 
 
-def test_no_pipeline_is_recommended_if_that_is_faster(
-    cli: Command, alone: Path, profile: Path
-) -> None:
+def test_no_pipeline_is_recommended_if_that_is_faster(cli, alone, profile):
     assumed_cluster("fast", [4], 4, None).save(Path("c.json"))
     batch = ("--set", "training.batch_size=16")
     text = " ".join(cli(*ALONE, "--cluster", "c.json", *batch).out.split())
@@ -283,9 +255,7 @@ def test_no_pipeline_is_recommended_if_that_is_faster(
         ("piper-bert32a100", None),
     ],
 )
-def test_imported_profiles_are_planned_as_they_are(
-    cli: Command, name: str, devices: int | None
-) -> None:
+def test_imported_profiles_are_planned_as_they_are(cli, name, devices):
     path = Path(str(WORKLOADS)) / f"{name}.json"
     how_many = () if devices is None else ("--devices", str(devices))
     found = cli("plan", "--profile", str(path), *how_many, "--json").json
@@ -299,7 +269,7 @@ def test_imported_profiles_are_planned_as_they_are(
 
 
 @pytest.mark.parametrize("name", ["c.json", "two #2: {c}.json", "1e5", "'\"\\.json", "é😀.json"])
-def test_a_cluster_is_looked_up_where_the_command_runs(alone: Path, job: Path, name: str) -> None:
+def test_a_cluster_is_looked_up_where_the_command_runs(alone, job, name):
     Path("jobs").mkdir()
     for file in ("job.yaml", "model.py"):
         Path(file).rename(Path("jobs", file))

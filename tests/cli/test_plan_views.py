@@ -1,7 +1,5 @@
 """What `plan` prints, complete, for plans with given figures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -84,7 +82,7 @@ def answer(
     return StepAnswer(inputs, plan, simulation, parts, without=without, **values)  # type: ignore[arg-type]
 
 
-def test_all_of_a_plan_and_of_its_explanation(pipeline: Plans, golden: Callable[..., None]) -> None:
+def test_all_of_a_plan_and_of_its_explanation(pipeline, golden):
     search = Search("pipectl", 0.1, 0.1, True, 2.0, 0.8, 0.25)
     plan = replace(timed(pipeline(2, 4, costs=[COST] * 2), 1.0), search=search)
     found = answer(plan, SLOW_PARTS, link=LINK, explanation=explanation(pipeline))
@@ -93,9 +91,7 @@ def test_all_of_a_plan_and_of_its_explanation(pipeline: Plans, golden: Callable[
     golden(text, printed(step_view(found), 120))
 
 
-def test_the_table_of_a_plan_with_replicas_and_marks(
-    pipeline: Plans, golden: Callable[..., None]
-) -> None:
+def test_the_table_of_a_plan_with_replicas_and_marks(pipeline, golden):
     """Three stages on ranks 0-2, 3 and 4; the last recomputes and has a rank for its backward."""
     plan = pipeline(3, 4, costs=[COST] * 3, node_of_rank=(0, 0, 1, 1, 2, 2))
     first, second, third = plan.stages
@@ -115,7 +111,7 @@ def test_the_table_of_a_plan_with_replicas_and_marks(
     assert list(mark_lines(pipeline(4, 8))) == []
 
 
-def test_what_is_predicted_of_a_step(pipeline: Plans) -> None:
+def test_what_is_predicted_of_a_step(pipeline):
     plan = timed(pipeline(2, 4), 2.0)
     lines = list(plan.describe_prediction(CLUSTER, (1.5, 4.0)))
     assert lines[0].startswith("predicted: 1.50 s to 4.00 s per step; links are assumed")
@@ -133,7 +129,7 @@ def test_what_is_predicted_of_a_step(pipeline: Plans) -> None:
     assert "  schedule gpipe                    1.25 s" in shown, "without a share"
 
 
-def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline: Plans) -> None:
+def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline):
     costs = [replace(COST, forward_s=5e-3 if index == 500 else 1e-3) for index in range(1024)]
     plan = timed(pipeline(1024, 4, costs=costs), 1.0)
     assert choose_stages(plan) == [*range(12), 500, *range(1020, 1024)]
@@ -147,7 +143,7 @@ def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline: Plans) -
         assert list(mark_lines(marked)) == [f"recomputed in the backward: {words}"]
 
 
-def test_verdicts_advice_and_remarks(pipeline: Plans, golden: Callable[..., None]) -> None:
+def test_verdicts_advice_and_remarks(pipeline, golden):
     """Of what is lost, of links, without a pipeline, and of the search."""
     plan, why = replace(timed(pipeline(2, 4), 1.0), batch_size=16), explanation(pipeline)
     search = Search("pipectl", 0.1, 0.1, True, 2.0, 0.8, 0.25)
@@ -196,10 +192,10 @@ def test_verdicts_advice_and_remarks(pipeline: Plans, golden: Callable[..., None
 
 
 @pytest.fixture
-def counts(pipeline: Plans) -> Callable[..., Scaling]:
+def counts(pipeline):
     """``counts({1: 8.0, 2: None})``: step times by number of nodes; None does not fit."""
 
-    def scaling_of(times_s: dict[int, float | None]) -> Scaling:
+    def scaling_of(times_s):
         plans = {
             nodes: None if step_s is None else timed(pipeline(min(nodes, 4), 4), step_s)
             for nodes, step_s in times_s.items()
@@ -214,9 +210,7 @@ def counts(pipeline: Plans) -> Callable[..., Scaling]:
     return scaling_of
 
 
-def test_the_table_of_node_counts(
-    counts: Callable[..., Scaling], golden: Callable[..., None]
-) -> None:
+def test_the_table_of_node_counts(counts, golden):
     found = counts({1: None, 2: 7.2, 4: 4.0, 8: 3.9})
     tables = (printed(scaling_table(found), width) for width in (120, 80))
     others = ({1: 8.0, 2: 4.0}, {1: 8.0, 2: 8.0}, {1: None})

@@ -1,14 +1,11 @@
 """`pipectl profile`: here, in a job of its own (`--submit`), and of links (`--links`)."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
@@ -19,9 +16,6 @@ from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Observed, measured_link
 from pipectl.profiler.journal import Journal
 from pipectl.spec import load, profile_key
-
-if TYPE_CHECKING:
-    from conftest import Command, OnlyRun, Program
 
 MODEL = """\
 import torch
@@ -61,15 +55,13 @@ LOCAL = ("--submit", "--scheduler", "local")
 
 
 @pytest.fixture
-def real_job(job: Path) -> Path:
+def real_job(job):
     """The job with a model that trains."""
     Path("model.py").write_text(MODEL)
     return job
 
 
-def test_the_second_time_a_profile_is_taken_from_the_cache(
-    cli: Command, real_job: Path, place: Path
-) -> None:
+def test_the_second_time_a_profile_is_taken_from_the_cache(cli, real_job, place):
     first = cli("profile", "job.yaml")
     assert first.code == 0, first.err
     what, where = first.out.splitlines()
@@ -112,9 +104,7 @@ def test_the_second_time_a_profile_is_taken_from_the_cache(
         ("data.factory=./model.py:Ragged", "data: 'inputs' of a batch is [2, 6]"),
     ],
 )
-def test_code_that_cannot_be_captured_is_named_and_nothing_replaced(
-    cli: Command, real_job: Path, change: str, message: str
-) -> None:
+def test_code_that_cannot_be_captured_is_named_and_nothing_replaced(cli, real_job, change, message):
     PROFILE.parent.mkdir()
     PROFILE.write_text("earlier")
     result = cli("profile", "job.yaml", "--set", change)
@@ -127,8 +117,8 @@ def test_code_that_cannot_be_captured_is_named_and_nothing_replaced(
 
 
 def test_a_fault_of_pipectl_says_so_and_keeps_its_details_beside_the_profile(
-    cli: Command, real_job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cli, real_job, monkeypatch
+):
     monkeypatch.setattr("pipectl.capture.export.drop_conditions", None)
     result = cli("profile", "job.yaml")
     assert (result.code, result.out) == (1, "")
@@ -148,10 +138,8 @@ def test_a_fault_of_pipectl_says_so_and_keeps_its_details_beside_the_profile(
         (2, "interrupted; 2 measurements are kept: the same command continues from there\n"),
     ],
 )
-def test_an_interrupt_says_what_is_kept_in_one_line(
-    cli: Command, real_job: Path, monkeypatch: pytest.MonkeyPatch, count: int, said: str
-) -> None:
-    def profile_job(*_arguments: Any, journal: Journal, **_more: Any) -> None:
+def test_an_interrupt_says_what_is_kept_in_one_line(cli, real_job, monkeypatch, count, said):
+    def profile_job(*_arguments, journal, **_more):
         for number in range(count):
             journal.note(str(number), {})
         signal.raise_signal(signal.SIGTERM)
@@ -169,12 +157,10 @@ def test_an_interrupt_says_what_is_kept_in_one_line(
     assert (result.code, result.err.startswith("interrupted")) == (130, True)
 
 
-def test_what_is_left_over_is_used_and_said_to_be(
-    cli: Command, real_job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_left_over_is_used_and_said_to_be(cli, real_job, monkeypatch):
     note, noted = Journal.note, []
 
-    def interrupting(journal: Journal, key: str, entry: dict[str, Any]) -> None:
+    def interrupting(journal, key, entry):
         note(journal, key, entry)
         noted.append(key)
         if len(journal) == 2:
@@ -188,9 +174,7 @@ def test_what_is_left_over_is_used_and_said_to_be(
     assert result.err == "2 measurements are from an interrupted attempt\n"
 
 
-def test_a_login_node_is_refused_with_the_way_to_do_it(
-    cli: Command, real_job: Path, program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_login_node_is_refused_with_the_way_to_do_it(cli, real_job, program, monkeypatch):
     program("sbatch", "exit 1")
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # as in the shell of salloc on a login node
@@ -216,13 +200,11 @@ def test_a_login_node_is_refused_with_the_way_to_do_it(
         (9 * 86400, "9 days ago"),
     ],
 )
-def test_ages(age_s: float, text: str) -> None:
+def test_ages(age_s, text):
     assert ago(age_s) == text
 
 
-def test_a_job_measures_in_percent_and_leaves_the_profile(
-    cli: Command, real_job: Path, only_run: OnlyRun
-) -> None:
+def test_a_job_measures_in_percent_and_leaves_the_profile(cli, real_job, only_run):
     result = cli("profile", "job.yaml", *LOCAL, "--wait", "--effort", "fast")
     run = only_run()
     assert result.code == 0, (run / "logs/job.log").read_text()
@@ -242,7 +224,7 @@ def test_a_job_measures_in_percent_and_leaves_the_profile(
     assert cli("status", "tiny").code == 6  # the name of the job means its training
 
 
-def test_a_failure_has_the_exit_code_of_the_command(cli: Command, real_job: Path) -> None:
+def test_a_failure_has_the_exit_code_of_the_command(cli, real_job):
     broken = ("--set", "model.factory=./model.py:raises")
     result = cli("profile", "job.yaml", *LOCAL, "--wait", *broken)
     assert result.code == 3
@@ -250,9 +232,7 @@ def test_a_failure_has_the_exit_code_of_the_command(cli: Command, real_job: Path
     assert not PROFILE.exists()
 
 
-def test_the_job_has_one_node_with_all_its_tasks(
-    cli: Command, real_job: Path, program: Program, only_run: OnlyRun
-) -> None:
+def test_the_job_has_one_node_with_all_its_tasks(cli, real_job, program, only_run):
     program("sbatch", "echo 77")
     settings = ("--set", "resources.tasks_per_node=3", "--effort", "thorough", "--again")
     found = cli("profile", "job.yaml", "--submit", "--json", *settings).json
@@ -267,9 +247,7 @@ def test_the_job_has_one_node_with_all_its_tasks(
 
 
 @pytest.mark.parametrize("option", ["--again", "--links"])
-def test_a_container_sees_where_the_result_goes(
-    cli: Command, real_job: Path, program: Program, option: str
-) -> None:
+def test_a_container_sees_where_the_result_goes(cli, real_job, program, option):
     program("sbatch", "echo 77")
     image = ("--set", "environment.container=docker://a/b", "--set", "resources.tasks_per_node=2")
     place = ("--scheduler", "slurm", "--submit", "--output", "far/away.json")
@@ -282,16 +260,14 @@ def test_a_container_sees_where_the_result_goes(
 
 
 @pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
+def brief(monkeypatch, warm_python):
     """Measure for a moment, with ranks that begin sooner."""
     monkeypatch.setattr(sys, "executable", warm_python)
     monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"normal": 0.2, "fast": 0.1})
 
 
 @pytest.mark.mpi
-def test_links_are_measured_shown_and_used_by_the_plan(
-    cli: Command, profile: Path, brief: None
-) -> None:
+def test_links_are_measured_shown_and_used_by_the_plan(cli, profile, brief):
     result = cli("profile", "job.yaml", "--links")
     assert result.code == 0, result.err
     assert "Traceback" not in result.out
@@ -316,9 +292,7 @@ def test_links_are_measured_shown_and_used_by_the_plan(
 
 
 @pytest.mark.mpi
-def test_json_is_the_cluster_and_output_says_where_it_goes(
-    cli: Command, job: Path, brief: None
-) -> None:
+def test_json_is_the_cluster_and_output_says_where_it_goes(cli, job, brief):
     result = cli(
         "profile", "job.yaml", "--links", "--effort", "fast", "--json", "-o", "deep/mine.json"
     )
@@ -331,9 +305,7 @@ def test_json_is_the_cluster_and_output_says_where_it_goes(
     assert (failing.code, "FAILED" in failing.out, CLUSTER.exists()) == (1, True, False)
 
 
-def test_submit_returns_at_once_and_hands_over_the_probe(
-    cli: Command, job: Path, program: Program
-) -> None:
+def test_submit_returns_at_once_and_hands_over_the_probe(cli, job, program):
     program("sbatch", 'cp "${@: -1}" seen.sh; echo 77')
     program("cp", 'exec /bin/cp "$@"')
     options = ("--links", "--submit", "--scheduler", "slurm", "--effort", "thorough")
@@ -349,7 +321,7 @@ def test_submit_returns_at_once_and_hands_over_the_probe(
     assert "--time=00:15:00" in script
 
 
-def test_both_links_and_all_remarks_are_shown() -> None:
+def test_both_links_and_all_remarks_are_shown():
     fast = measured_link([(4**power, 1e-6 + 4**power / 1e9) for power in range(11)])
     slow = measured_link([(4**power, 1e-5 + 4**power / 1e8) for power in range(9)])
     cluster = replace(

@@ -1,11 +1,8 @@
 """What commands show while they work, and Ctrl-C while `plan` searches."""
 
-from __future__ import annotations
-
 import io
 import re
 import signal
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -35,12 +32,7 @@ from pipectl.jobs.plan_search import PlanSearch
              "profiling messages: 43%, about 26.7 s left"], id="counted again"),
     ],
 )  # fmt: skip
-def test_a_line_after_ten_twenty_and_forty_seconds_of_a_phase(
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    reports: dict[int, tuple[int, int, str]],
-    said: list[str],
-) -> None:
+def test_a_line_after_ten_twenty_and_forty_seconds_of_a_phase(capfd, monkeypatch, reports, said):
     now = 0.0
     monkeypatch.setattr("pipectl.cli.progress.monotonic", lambda: now)
     lines = Lines("profiling")
@@ -52,9 +44,7 @@ def test_a_line_after_ten_twenty_and_forty_seconds_of_a_phase(
     assert capfd.readouterr().err.splitlines() == said
 
 
-def test_a_terminal_shows_what_goes_on_before_anything_is_counted(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_shows_what_goes_on_before_anything_is_counted(place, monkeypatch):
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=80)
     monkeypatch.setattr("pipectl.cli.progress.errors", lambda: terminal)
@@ -71,18 +61,14 @@ def test_a_terminal_shows_what_goes_on_before_anything_is_counted(
     assert not any("x" * 60 in line for line in lines)
 
 
-def test_short_work_is_not_told_without_a_terminal(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_short_work_is_not_told_without_a_terminal(place, capfd):
     with progress_bar("profiling") as report:
         for done in range(5):
             report(done, 4, "op")
     assert capfd.readouterr().err == ""
 
 
-def test_the_first_interrupt_ends_the_search_and_the_second_aborts(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_the_first_interrupt_ends_the_search_and_the_second_aborts(capfd):
     search, before = PlanSearch(), signal.getsignal(signal.SIGINT)
     with interruptible(search):
         assert not search.expired()
@@ -95,7 +81,7 @@ def test_the_first_interrupt_ends_the_search_and_the_second_aborts(
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
-def test_whoever_ends_the_search_otherwise_gets_the_best_so_far_too(how: signal.Signals) -> None:
+def test_whoever_ends_the_search_otherwise_gets_the_best_so_far_too(how):
     search = PlanSearch()
     with signals_interrupt(), interruptible(search):
         signal.raise_signal(how)

@@ -3,16 +3,7 @@
 The words are in one golden file.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from conftest import Command
-
-    from pipectl.plan import Plan
 
 NINES = "9" * 400
 LINES = f"""\
@@ -154,15 +145,7 @@ verify job.yaml
 """
 
 
-def test_wrong_command_lines(
-    cli: Command,
-    job: Path,
-    alone: Path,
-    finished: Path,
-    failed: Path,
-    pipeline: Callable[..., Plan],
-    golden: Callable[..., None],
-) -> None:
+def test_wrong_command_lines(cli, job, alone, finished, failed, pipeline, golden):
     Path("mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     Path("bad.csv").write_text("0F0,0X0")
     Path("bad.j2").write_text("{% extends base %}\n{% endfor %}\n")

@@ -1,15 +1,8 @@
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from conftest import Command
 
 LINE = '{"attempt":1,"step":1,"steps":1,"time":1,"loss":null,"step_time_s":0.5,"late_s":%s}'
 RANKS = """\
@@ -21,14 +14,12 @@ FOUR = ("--set", "resources.nodes=4", "--set", "pipeline.stages=4")
 
 
 @pytest.fixture
-def mpi(mpiexec: Callable[[str], Path]) -> Callable[[str], Path]:
+def mpi(mpiexec):
     """An mpiexec that checks its arguments and does as told."""
     return lambda text: mpiexec(RANKS + text)
 
 
-def test_a_rehearsal_runs_here_and_compares(
-    cli: Command, profile: Path, mpi: Callable[[str], Path]
-) -> None:
+def test_a_rehearsal_runs_here_and_compares(cli, profile, mpi):
     mpi(f"echo '{LINE % 0}' > $run/metrics.jsonl")
     result = cli("lab", "rehearse", "job.yaml", *FOUR, "--set", "launch.scheduler=slurm")
     assert result.code == 0, result.err
@@ -40,9 +31,7 @@ def test_a_rehearsal_runs_here_and_compares(
     assert cli("status", "last").out.count("COMPLETED") == 1
 
 
-def test_a_rehearsal_plans_for_this_machine_if_that_is_named(
-    cli: Command, profile: Path, mpi: Callable[[str], Path]
-) -> None:
+def test_a_rehearsal_plans_for_this_machine_if_that_is_named(cli, profile, mpi):
     mpi(f"echo '{LINE % 0}' > $run/metrics.jsonl")
     rehearse = ("lab", "rehearse", "job.yaml", *FOUR, "--set", "launch.scheduler=slurm")
     for options, cluster in ((), "'from resources:'"), (("--scheduler", "local"), "'this machine'"):
@@ -52,9 +41,7 @@ def test_a_rehearsal_plans_for_this_machine_if_that_is_named(
         shutil.rmtree(plan.parent)
 
 
-def test_figures_of_a_rehearsal_fit_80_columns(
-    cli: Command, profile: Path, mpi: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_of_a_rehearsal_fit_80_columns(cli, profile, mpi, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     mpi(f"echo '{LINE % 3.5}' > $run/metrics.jsonl")
     out = cli("lab", "rehearse", "job.yaml", *FOUR, "--scheduler", "local").out
@@ -62,9 +49,7 @@ def test_figures_of_a_rehearsal_fit_80_columns(
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_rehearsal_for_programs_says_when_it_was_disturbed(
-    cli: Command, profile: Path, mpi: Callable[[str], Path]
-) -> None:
+def test_a_rehearsal_for_programs_says_when_it_was_disturbed(cli, profile, mpi):
     mpi(f"echo '{LINE % 3.5}' > $run/metrics.jsonl")
     answer = cli("lab", "rehearse", "job.yaml", *FOUR, "--json").json
     assert (answer["ranks"], answer["late_s"], answer["rehearsed_step_time_s"]) == (4, 3.5, 0.5)
@@ -75,9 +60,7 @@ def test_a_rehearsal_for_programs_says_when_it_was_disturbed(
     assert "the latest rank was 3.50 s late" in words
 
 
-def test_json_stays_json_beside_warnings(
-    cli: Command, profile: Path, mpi: Callable[[str], Path], program: Callable[[str, str], Path]
-) -> None:
+def test_json_stays_json_beside_warnings(cli, profile, mpi, program):
     from pipectl.cluster import assumed_cluster
 
     mpi(f"echo '{LINE % 0}' > $run/metrics.jsonl")

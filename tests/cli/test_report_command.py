@@ -1,37 +1,30 @@
 """`pipectl report`: a recorded step in the terminal, and a page read as text and in a browser."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.jobs.planning import write_plan
 from pipectl.link import Link
-from pipectl.plan import Plan, Prediction
+from pipectl.plan import Prediction
 from pipectl.report.comparison import ComparisonJson
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
 from pipectl.timeline import Event, Timeline
-
-if TYPE_CHECKING:
-    from conftest import Command
 
 FREE = Link(0.0, 1e15)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture
-def traced(finished: Path, pipeline: Callable[..., Any]) -> Path:
+def traced(finished, pipeline):
     """A completed run with a plan, both timelines, and what its ranks hold."""
     prediction = Prediction(5.0, 0.2, (0.8, 0.8), (1 << 30, 1 << 30))
     replace(pipeline(2, 4), prediction=prediction).save(finished / "plan.json")
@@ -49,7 +42,7 @@ def traced(finished: Path, pipeline: Callable[..., Any]) -> Path:
     return finished
 
 
-def test_everything_about_a_run(cli: Command, traced: Path) -> None:
+def test_everything_about_a_run(cli, traced):
     result = cli("report", "-o", "report.html")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("report.html (")
@@ -60,7 +53,7 @@ def test_everything_about_a_run(cli: Command, traced: Path) -> None:
     assert "<th>memory</th></tr>" not in text, "no stage is recomputed or offloaded"
 
 
-def test_of_very_many_ranks_those_are_shown_that_hold_most(cli: Command, traced: Path) -> None:
+def test_of_very_many_ranks_those_are_shown_that_hold_most(cli, traced):
     ranks = [{"rank": rank, "peak_bytes": (1 + rank) << 20} for rank in range(100)]
     (traced / "heartbeat.json").write_text(json.dumps({"version": 1, "ranks": ranks}))
     assert cli("report", "-o", "report.html").code == 0
@@ -70,9 +63,7 @@ def test_of_very_many_ranks_those_are_shown_that_hold_most(cli: Command, traced:
     assert list(map(int, shown)) == list(range(36, 100))
 
 
-def test_files_that_are_missing_or_damaged_are_left_out(
-    cli: Command, traced: Path, failed: Path
-) -> None:
+def test_files_that_are_missing_or_damaged_are_left_out(cli, traced, failed):
     assert cli("report", failed.name, "-o", "page.html").code == 0
     text = Path("page.html").read_text()
     assert "FAILED" in text
@@ -83,9 +74,7 @@ def test_files_that_are_missing_or_damaged_are_left_out(
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
-def test_a_browser_zooms_and_says_what_an_action_is(
-    cli: Command, traced: Path, tmp_path: Path
-) -> None:
+def test_a_browser_zooms_and_says_what_an_action_is(cli, traced, tmp_path):
     assert cli("report", "-o", "report.html").code == 0
     page = tmp_path / "report.html"
     events = """<script>
@@ -112,7 +101,7 @@ def test_a_browser_zooms_and_says_what_an_action_is(
 
 
 @pytest.fixture
-def run(place: Path, pipeline: Callable[..., Plan]) -> RunDirectory:
+def run(place, pipeline):
     """Steps 5 and 10 are recorded; in step 10, stage 1 took twice its time."""
     found = RunDirectory.create(place / "runs", "gpt", 0.0)
     plan, cluster = pipeline(2, 4), Cluster("c", "t", (Node("n", 2, 2, Device("cpu")),), FREE, FREE)
@@ -128,7 +117,7 @@ def run(place: Path, pipeline: Callable[..., Plan]) -> RunDirectory:
     return found
 
 
-def test_the_last_recorded_step_is_compared(cli: Command, run: RunDirectory) -> None:
+def test_the_last_recorded_step_is_compared(cli, run):
     result = cli("report", "last")
     assert result.code == 0
     assert result.out.startswith(f"{run.name}, step 10: ")
@@ -145,7 +134,7 @@ def test_the_last_recorded_step_is_compared(cli: Command, run: RunDirectory) -> 
     assert "2 steps are recorded" in result.err
 
 
-def test_another_step_for_programs(cli: Command, run: RunDirectory) -> None:
+def test_another_step_for_programs(cli, run):
     answer = cli("report", run.name, "--step", "5", "--json").json
     assert (answer["run"], answer["steps"], answer["step"]) == (run.name, [5, 10], 5)
     assert set(answer) == {"run", "steps", *ComparisonJson.__annotations__}
@@ -153,7 +142,7 @@ def test_another_step_for_programs(cli: Command, run: RunDirectory) -> None:
     assert {part["ratio"] for part in answer["parts"] if part["kind"] != "update"} == {1.0}
 
 
-def test_a_page_a_picture_and_a_trace_at_once(cli: Command, run: RunDirectory) -> None:
+def test_a_page_a_picture_and_a_trace_at_once(cli, run):
     """Picture and trace show both timelines."""
     files = ("-o", "out/page.html", "--svg", "out/step.svg", "--perfetto", "out/step.json")
     result = cli("report", "gpt", "--json", *files)
@@ -169,9 +158,7 @@ def test_a_page_a_picture_and_a_trace_at_once(cli: Command, run: RunDirectory) -
         assert words in picture
 
 
-def test_a_step_of_an_earlier_plan_is_not_compared(
-    cli: Command, run: RunDirectory, pipeline: Callable[..., Plan]
-) -> None:
+def test_a_step_of_an_earlier_plan_is_not_compared(cli, run, pipeline):
     cluster = Cluster("c", "t", (Node("n", 4, 4, Device("cpu")),), FREE, FREE)
     events = simulate(pipeline(4, 4), cluster).timeline.events
     Timeline(events, 4, 12).save(run.measured_of(12))
@@ -184,7 +171,7 @@ def test_a_step_of_an_earlier_plan_is_not_compared(
     assert cli("report", "last", "--step", "10").code == 0
 
 
-def test_what_is_not_there_is_said(cli: Command, run: RunDirectory) -> None:
+def test_what_is_not_there_is_said(cli, run):
     result = cli("report", "last", "--step", "7")
     assert result.code == 2
     assert "step 7 is not recorded" in result.err

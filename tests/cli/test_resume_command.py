@@ -1,11 +1,8 @@
 """`pipectl resume`: what is submitted again, what stays, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,14 +11,11 @@ from pipectl.plan import Plan
 from pipectl.runs import Heartbeat, Record, RunDirectory
 from pipectl.spec import load
 
-if TYPE_CHECKING:
-    from conftest import Command, Program
-
 FOUR_RANKS = ("--set", "resources.nodes=4", "--set", "pipeline={stages: 4}")
 
 
 @pytest.fixture
-def ended(cli: Command, profile: Path, slurm: Program) -> RunDirectory:
+def ended(cli, profile, slurm):
     """A run on Slurm that failed after its checkpoint of step 2."""
     assert cli("submit", "job.yaml", "--scheduler", "slurm").code == 0
     (path,) = (path for path in Path("runs").iterdir() if path.is_dir())
@@ -36,7 +30,7 @@ def contents(run: RunDirectory) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in sorted(run.path.rglob("*")) if p.is_file()}
 
 
-def test_the_same_job_goes_on_in_its_directory(cli: Command, ended: RunDirectory) -> None:
+def test_the_same_job_goes_on_in_its_directory(cli, ended):
     before = ended.plan.read_bytes(), load(ended.job)
     ended.stopped_marker.write_text("")
     result = cli("resume", "last")
@@ -65,9 +59,7 @@ def test_the_same_job_goes_on_in_its_directory(cli: Command, ended: RunDirectory
     assert Record.load(ended.record).steps == 9
 
 
-def test_other_ranks_get_another_plan_with_the_same_micro_batches(
-    cli: Command, ended: RunDirectory
-) -> None:
+def test_other_ranks_get_another_plan_with_the_same_micro_batches(cli, ended):
     result = cli("resume", "last", *FOUR_RANKS, "--json")
     assert result.code == 0
     answer = json.loads(result.out)
@@ -79,9 +71,7 @@ def test_other_ranks_get_another_plan_with_the_same_micro_batches(
     assert "--nodes=4" in ended.script.read_text()
 
 
-def test_recorded_steps_make_way_for_those_of_another_plan(
-    cli: Command, ended: RunDirectory
-) -> None:
+def test_recorded_steps_make_way_for_those_of_another_plan(cli, ended):
     ended.attempt.write_text("2\n")
     step = ended.measured_of(2)
     step.write_text("{}")
@@ -95,7 +85,7 @@ def test_recorded_steps_make_way_for_those_of_another_plan(
 
 
 @pytest.fixture
-def another_model(ended: RunDirectory, place: Path) -> None:
+def another_model(ended, place):
     """The model's file has changed since the run ended."""
     (place / "model.py").write_text("def build(): return 1\ndef data(): ...\n")
 
@@ -105,9 +95,7 @@ def begins_anew(run: RunDirectory) -> None:
 
 
 @pytest.mark.usefixtures("another_model")
-def test_a_model_that_has_changed_is_measured_anew_by_the_job(
-    cli: Command, ended: RunDirectory
-) -> None:
+def test_a_model_that_has_changed_is_measured_anew_by_the_job(cli, ended):
     begins_anew(ended)
     result = cli("resume", "last")
     assert result.code == 0
@@ -120,9 +108,7 @@ def test_a_model_that_has_changed_is_measured_anew_by_the_job(
 
 
 @pytest.mark.usefixtures("another_model")
-def test_it_keeps_its_micro_batches_if_it_goes_on_from_a_checkpoint(
-    cli: Command, ended: RunDirectory
-) -> None:
+def test_it_keeps_its_micro_batches_if_it_goes_on_from_a_checkpoint(cli, ended):
     assert cli("resume", "last", "--set", "pipeline={stages: 2}").code == 0
     assert "pipectl.jobs.in_job" in ended.script.read_text()
     assert load(ended.job).pipeline.micro_batches == 4
@@ -132,9 +118,7 @@ def test_it_keeps_its_micro_batches_if_it_goes_on_from_a_checkpoint(
     assert not ended.plan.exists()
 
 
-def test_other_ranks_need_no_other_profile_whatever_changed_before(
-    cli: Command, ended: RunDirectory, place: Path
-) -> None:
+def test_other_ranks_need_no_other_profile_whatever_changed_before(cli, ended, place):
     begins_anew(ended)
     for tasks in (2, 4):
         change = f"resources={{nodes: 1, tasks_per_node: {tasks}}}"
@@ -156,9 +140,7 @@ def test_other_ranks_need_no_other_profile_whatever_changed_before(
         ("launch.scheduler=local", "was submitted to slurm and resumes there, not on local"),
     ],
 )
-def test_another_model_or_batch_system_is_refused(
-    cli: Command, ended: RunDirectory, place: Path, change: str, said: str
-) -> None:
+def test_another_model_or_batch_system_is_refused(cli, ended, place, change, said):
     before = contents(ended)
     result = cli("resume", "last", "--set", change.format(place=place))
     assert result.code == 2, result.err
@@ -167,9 +149,7 @@ def test_another_model_or_batch_system_is_refused(
     assert cli("resume", "last", "--set", "launch.scheduler=slurm").code == 0
 
 
-def test_what_a_submission_warns_of_a_resumption_does_too(
-    cli: Command, ended: RunDirectory, program: Program
-) -> None:
+def test_what_a_submission_warns_of_a_resumption_does_too(cli, ended, program):
     program("srun", "echo 'MPI plugin types are...'; echo '  none'; echo '  pmi2'")
     srun = ("--set", "launch.launcher=srun", "--set", "launch.mpi=pmix")
     replace(Cluster.load(ended.cluster), key="of other links").save(
@@ -183,9 +163,7 @@ def test_what_a_submission_warns_of_a_resumption_does_too(
     assert resumed[1].startswith("warning: srun here knows no --mpi=pmix")
 
 
-def test_what_the_earlier_start_told_is_out_of_the_way_while_the_next_one_waits(
-    cli: Command, ended: RunDirectory
-) -> None:
+def test_what_the_earlier_start_told_is_out_of_the_way_while_the_next_one_waits(cli, ended):
     ended.attempt.write_text("2\n")
     failure = {"rank": 0, "type": "ValueError", "message": "bad news", "time": 1.0}
     ended.error_of(0).write_text(json.dumps(failure))
@@ -200,9 +178,7 @@ def test_what_the_earlier_start_told_is_out_of_the_way_while_the_next_one_waits(
         assert (ended.errors_before(2) / path.name).exists()
 
 
-def test_it_goes_back_into_the_queue_as_often_as_a_new_run(
-    cli: Command, ended: RunDirectory
-) -> None:
+def test_it_goes_back_into_the_queue_as_often_as_a_new_run(cli, ended):
     assert "if ((attempt < 4)) && " in ended.script.read_text()
     ended.attempt.write_text("4\n")
     assert cli("resume", "last").code == 0
@@ -212,9 +188,7 @@ def test_it_goes_back_into_the_queue_as_often_as_a_new_run(
     assert "((attempt < " not in ended.script.read_text()
 
 
-def test_measured_links_are_found_from_everywhere(
-    cli: Command, ended: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_links_are_found_from_everywhere(cli, ended, tmp_path, monkeypatch):
     measured = replace(Cluster.load(ended.cluster), source="measured")
     measured.save(ended.path.parent / "tiny.cluster.json")
     (tmp_path / "elsewhere").mkdir()
@@ -223,9 +197,7 @@ def test_measured_links_are_found_from_everywhere(
     assert Cluster.load(ended.cluster).source == "measured"
 
 
-def test_a_completed_run_is_not_resumed_and_cancel_leaves_it_completed(
-    cli: Command, ended: RunDirectory
-) -> None:
+def test_a_completed_run_is_not_resumed_and_cancel_leaves_it_completed(cli, ended):
     ended.exit_code.write_text("0\n")
     before = contents(ended)
     result = cli("resume", "last")
@@ -239,9 +211,7 @@ def test_a_completed_run_is_not_resumed_and_cancel_leaves_it_completed(
     assert cli("status", "last", "--json").json["state"] == "COMPLETED"
 
 
-def test_a_rejected_submission_leaves_the_run_as_it_was(
-    cli: Command, ended: RunDirectory, program: Program
-) -> None:
+def test_a_rejected_submission_leaves_the_run_as_it_was(cli, ended, program):
     program("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     ended.measured_of(2).write_text("{}")
     ended.error_of(0).write_text("{}")
@@ -255,9 +225,7 @@ def test_a_rejected_submission_leaves_the_run_as_it_was(
     assert list(ended.path.glob("*/attempt-*")) == []
 
 
-def test_a_run_that_is_not_over_is_refused(
-    cli: Command, ended: RunDirectory, program: Program
-) -> None:
+def test_a_run_that_is_not_over_is_refused(cli, ended, program):
     ended.exit_code.unlink()
     assert "is QUEUED" in cli("resume", "last", "--force").err
     record = Record.load(ended.record)

@@ -1,24 +1,19 @@
 """A run from submission to its end, with PBS's commands pretended."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pipectl.errors import UsageError
 from pipectl.runs import Record
 
-if TYPE_CHECKING:
-    from conftest import Command, Program
-
 PBS = ("--scheduler", "pbs")
 
 
 @pytest.fixture
-def run(cli: Command, job: Path, program: Program) -> Path:
+def run(cli, job, program):
     """A run that was submitted as job 7.vm."""
     program("qsub", "echo 7.vm")
     result = cli("submit", "job.yaml", *PBS)
@@ -36,7 +31,7 @@ def listing(job_id: str, state: str, more: str = "") -> str:
     return f"printf 'Job Id: {job_id}\\n    job_state = {state}\\n{more}'"
 
 
-def test_auto_is_pbs_where_its_commands_are(cli: Command, run: Path, program: Program) -> None:
+def test_auto_is_pbs_where_its_commands_are(cli, run, program):
     local = cli("submit", "job.yaml", "--dry-run").out
     assert ("#PBS" in local, "#SBATCH" in local) == (False, False)
     program("qselect", "true")
@@ -47,7 +42,7 @@ def test_auto_is_pbs_where_its_commands_are(cli: Command, run: Path, program: Pr
     assert cli("submit", "job.yaml", "--dry-run").out.count("#SBATCH") > 0
 
 
-def test_a_run_that_submits_itself_again(cli: Command, run: Path, program: Program) -> None:
+def test_a_run_that_submits_itself_again(cli, run, program):
     program("qstat", listing("7.vm", "Q", "    comment = Not Running: Host set is full\\n"))
     assert "Host set is full" in cli("status", "last").out
 
@@ -64,9 +59,7 @@ def test_a_run_that_submits_itself_again(cli: Command, run: Path, program: Progr
     assert "CANCELLED" in cli("status", "last").out
 
 
-def test_why_a_job_could_not_submit_itself_again_is_the_reason_of_its_run(
-    cli: Command, run: Path, program: Program
-) -> None:
+def test_why_a_job_could_not_submit_itself_again_is_the_reason_of_its_run(cli, run, program):
     (run / "exit_code").write_text("75\n")
     (run / "requeue_error").write_text("qsub: Bad UID for job execution\n")
     program("qstat", listing("7.vm", "F", "    substate = 93\n    Exit_status = 75\n"))
@@ -79,9 +72,7 @@ TOLD = 'echo 12.vm >"$run/resubmitted"; '
 
 
 @pytest.mark.parametrize("told_by", [TOLD, ""])
-def test_the_end_of_a_run_that_just_submits_itself_again(
-    cli: Command, run: Path, program: Program, place: Path, told_by: str
-) -> None:
+def test_the_end_of_a_run_that_just_submits_itself_again(cli, run, program, place, told_by):
     """The script ends after its qsub, whether or not it gets to tell the id."""
     (run / "stopped").touch()
     name = f"tiny.{told(run)['tag'].split()[-1]}"
@@ -99,8 +90,8 @@ def test_the_end_of_a_run_that_just_submits_itself_again(
     ("state", "said"), [(listing("12.vm", "Q"), "is QUEUED"), ("exit 1", "submitted job 12.vm")]
 )
 def test_a_run_that_submits_itself_while_its_state_is_asked_for_is_not_resumed(
-    cli: Command, run: Path, program: Program, place: Path, state: str, said: str
-) -> None:
+    cli, run, program, place, state, said
+):
     program("qsub", f"echo >>{place}/submitted; echo 8.vm")
     (run / "exit_code").write_text("75\n")
     (run / "record.json").write_text(json.dumps({**told(run), "submitted_at": 1.7e9}))
@@ -112,13 +103,11 @@ def test_a_run_that_submits_itself_while_its_state_is_asked_for_is_not_resumed(
     assert not (place / "submitted").exists()
 
 
-def test_a_run_that_nobody_else_may_write_is_shown(
-    cli: Command, run: Path, program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_nobody_else_may_write_is_shown(cli, run, program, monkeypatch):
     (run / "resubmitted").write_text("12.vm\n")
     program("qstat", '[[ $* == "-x -f 12.vm" ]] && ' + listing("12.vm", "R"))
 
-    def refuse(self: Record, path: Path) -> None:
+    def refuse(self, path):
         raise UsageError(f"{path}: cannot be written", cure="")
 
     monkeypatch.setattr(Record, "save", refuse)
@@ -127,7 +116,7 @@ def test_a_run_that_nobody_else_may_write_is_shown(
     assert told(run)["job_id"] == "7.vm"
 
 
-def test_what_a_script_left_there_is_no_argument(cli: Command, run: Path, program: Program) -> None:
+def test_what_a_script_left_there_is_no_argument(cli, run, program):
     program("qstat", listing("7.vm", "R"))
     for text in ("", "-x", "$(touch PWNED)", "12.vm\n;rm", "\0", "x" * 2000):
         (run / "resubmitted").write_text(text)
@@ -135,9 +124,7 @@ def test_what_a_script_left_there_is_no_argument(cli: Command, run: Path, progra
         assert told(run)["job_id"] == "7.vm", text
 
 
-def test_a_cancellation_that_is_refused_is_not_recorded(
-    cli: Command, run: Path, program: Program
-) -> None:
+def test_a_cancellation_that_is_refused_is_not_recorded(cli, run, program):
     program("qstat", listing("7.vm", "R"))
     program("qdel", "echo 'qdel: cannot connect to server pbs (errno=15010)' >&2; exit 162")
     result = cli("cancel", "last")

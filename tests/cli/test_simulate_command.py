@@ -1,31 +1,23 @@
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.link import Link
-from pipectl.plan import Plan
 from pipectl.units import format_time
-
-if TYPE_CHECKING:
-    from conftest import Command
 
 PLAIN = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 SHAPE = ("--stages", "4", "--micro-batches", "8")
 
 
 @pytest.fixture
-def mine(place: Path) -> str:
+def mine(place):
     (place / "mine.csv").write_text(PLAIN)
     return "mine.csv"
 
 
-def test_a_built_in_schedule_is_drawn(cli: Command, place: Path) -> None:
+def test_a_built_in_schedule_is_drawn(cli, place):
     result = cli("lab", "simulate", "--schedule", "1f1b", *SHAPE, "--svg", "out/step.svg")
     lines = result.out.splitlines()
     assert lines[0] == "4 stages on 4 ranks, 1f1b, 8 micro-batches of 1 (batch 8)"
@@ -35,7 +27,7 @@ def test_a_built_in_schedule_is_drawn(cli: Command, place: Path) -> None:
     assert Path("out/step.svg").read_text().startswith("<svg")
 
 
-def test_a_file_is_drawn_with_times_of_its_own(cli: Command, mine: str) -> None:
+def test_a_file_is_drawn_with_times_of_its_own(cli, mine):
     times = ("--forward", "2", "--backward", "3", "--latency", "1")
     answer = cli("lab", "simulate", "--schedule", mine, *times, "--json").json
     assert (answer["stages"], answer["ranks"], answer["micro_batches"]) == (2, 2, 2)
@@ -47,16 +39,14 @@ def test_a_file_is_drawn_with_times_of_its_own(cli: Command, mine: str) -> None:
 @pytest.mark.parametrize(
     ("name", "stages", "bubble"), [("interleaved", 8, 0.158), ("zb-v", 8, 0.059)]
 )
-def test_several_stages_a_rank(
-    cli: Command, place: Path, name: str, stages: int, bubble: float
-) -> None:
+def test_several_stages_a_rank(cli, place, name, stages, bubble):
     shape = ("--stages", str(stages), "--micro-batches", "8", "--json")
     answer = cli("lab", "simulate", "--schedule", name, *shape).json
     assert answer["ranks"] == 4
     assert answer["bubble"] == pytest.approx(bubble, abs=0.001)
 
 
-def test_a_plan_and_its_stages_in_another_order(cli: Command, profile: Path) -> None:
+def test_a_plan_and_its_stages_in_another_order(cli, profile):
     assert cli("plan", "job.yaml").code == 0
     plan = ("--plan", "runs/tiny.plan.json")
     planned = cli("lab", "simulate", *plan, "--json").json
@@ -72,7 +62,7 @@ def test_a_plan_and_its_stages_in_another_order(cli: Command, profile: Path) -> 
     assert other["peak_memory_bytes"][0] < planned["peak_memory_bytes"][0]
 
 
-def test_a_machine_that_nobody_named_is_told(cli: Command, profile: Path) -> None:
+def test_a_machine_that_nobody_named_is_told(cli, profile):
     job = (Path("job.yaml").read_text(), "cluster: slow.json\n")
     cluster = assumed_cluster("slow", [1, 1], 1, None)
     replace(cluster, between_nodes=Link(0.01, 1e6), assumed=False).save(Path("slow.json"))
@@ -93,9 +83,7 @@ def test_a_machine_that_nobody_named_is_told(cli: Command, profile: Path) -> Non
 
 
 @pytest.mark.parametrize("changes", [{"ranks": (0, 1)}, {"backward_ranks": (1,)}])
-def test_lists_give_every_stage_one_rank(
-    cli: Command, mine: str, pipeline: Callable[..., Plan], changes: dict[str, Any]
-) -> None:
+def test_lists_give_every_stage_one_rank(cli, mine, pipeline, changes):
     plan = pipeline(2, 2, node_of_rank=(0, 0))
     stages = (replace(plan.stages[0], **changes), plan.stages[1])
     replace(plan, stages=stages).save(Path("plan.json"))

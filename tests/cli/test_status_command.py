@@ -1,16 +1,14 @@
 """`pipectl status`: one run, a table of many, a watched view, and what fails."""
 
-from __future__ import annotations
-
 import io
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -28,9 +26,6 @@ from pipectl.plan import Prediction
 from pipectl.runs import RunDirectory, SweepDirectory
 from pipectl.runs.readers import Measured, RankBeat
 
-if TYPE_CHECKING:
-    from conftest import Command, Program, RunOf
-
 GIB = 1 << 30
 KEYS = ("waits_for", "peaks")
 LISTED = "echo '12|{}|1|N/A|N/A|n1||None'"
@@ -47,15 +42,13 @@ def heartbeat(run: Path, **more: object) -> None:
     (run / "heartbeat.json").write_text(json.dumps({**beat, "ranks": RANKS, **more}))
 
 
-def test_no_runs_at_all(cli: Command) -> None:
+def test_no_runs_at_all(cli):
     result = cli("status")
     assert (result.code, result.err) == (0, "")
     assert result.out == "runs: no runs yet; start one with: pipectl submit JOB.yaml\n"
 
 
-def test_one_run_and_a_table_of_all(
-    cli: Command, finished: Path, failed: Path, run_of: RunOf, golden: Callable[..., None]
-) -> None:
+def test_one_run_and_a_table_of_all(cli, finished, failed, run_of, golden):
     run_of("20250103-120000-tiny")
     for name in ("step-000900", "step-001000", ".step-002000.partial"):
         (finished / "checkpoints" / name).mkdir()
@@ -71,8 +64,8 @@ def test_one_run_and_a_table_of_all(
 
 @pytest.mark.parametrize("width", [55, 66, 100])
 def test_a_narrow_table_leaves_columns_out_and_cuts_no_figure(
-    cli: Command, finished: Path, failed: Path, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cli, finished, failed, width, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", str(width))
     head, first, second = cli("status").out.splitlines()
     assert max(map(len, (head, first, second))) <= width
@@ -83,8 +76,8 @@ def test_a_narrow_table_leaves_columns_out_and_cuts_no_figure(
 
 
 def test_a_long_name_is_cut_and_nothing_else_and_no_text_is_markup(
-    cli: Command, finished: Path, run_of: RunOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cli, finished, run_of, monkeypatch
+):
     run_of(f"20250103-120000-{'n' * 60}", scheduler="[red]x")
     monkeypatch.setenv("COLUMNS", "60")
     head, first, second = cli("status").out.splitlines()
@@ -96,8 +89,8 @@ def test_a_long_name_is_cut_and_nothing_else_and_no_text_is_markup(
 
 
 def test_the_table_tells_memory_restarts_and_what_a_job_waits_for(
-    cli: Command, failed: Path, queued: Path, program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cli, failed, queued, program, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "200")
     heartbeat(failed)
     start = time.mktime((2026, 11, 23, 14, 30, 0, 0, 0, -1))
@@ -109,7 +102,7 @@ def test_the_table_tells_memory_restarts_and_what_a_job_waits_for(
     assert waiting.rstrip().endswith("Priority, until Mon 14:30")
 
 
-def test_several_runs_in_a_table(cli: Command, finished: Path, failed: Path, run_of: RunOf) -> None:
+def test_several_runs_in_a_table(cli, finished, failed, run_of):
     run_of("20250103-120000-tiny", scheduler="slurm", job_id="4711")
     names = ("4711", finished.name, finished.name)
     found = [line.split()[0] for line in cli("status", *names).out.splitlines()]
@@ -118,9 +111,7 @@ def test_several_runs_in_a_table(cli: Command, finished: Path, failed: Path, run
     assert cli("status", "no-such-run", finished.name).code == 6
 
 
-def test_json_holds_the_same_and_every_key_of_a_rank_before_its_first_step(
-    cli: Command, finished: Path, failed: Path
-) -> None:
+def test_json_holds_the_same_and_every_key_of_a_rank_before_its_first_step(cli, finished, failed):
     one = cli("status", finished.name, "--json").json
     assert one["state"] == "COMPLETED"
     assert (one["step"], one["steps"], one["first_loss"], one["last_loss"]) == (10, 10, 3.0, 0.3)
@@ -134,7 +125,7 @@ def test_json_holds_the_same_and_every_key_of_a_rank_before_its_first_step(
     assert ranks[3] == {**unknown, "rank": 3, "host": "", "node": "n3", "stages": []}
 
 
-def test_metrics_that_are_not_finite_are_said_to_be(cli: Command, finished: Path) -> None:
+def test_metrics_that_are_not_finite_are_said_to_be(cli, finished):
     values = {"loss": None, "perplexity": 2.5}
     first = cli("status", "last", "--json").json["first_loss"]
     with (finished / "metrics.jsonl").open("a") as stream:
@@ -148,9 +139,7 @@ def test_metrics_that_are_not_finite_are_said_to_be(cli: Command, finished: Path
     assert (answer["evaluation"], answer["first_loss"]) == (values, first)
 
 
-def test_a_failure_of_the_preparation_comes_first_and_an_update_names_no_stage(
-    cli: Command, failed: Path
-) -> None:
+def test_a_failure_of_the_preparation_comes_first_and_an_update_names_no_stage(cli, failed):
     place = failed / "errors" / "rank-0001.json"
     place.write_text(json.dumps({**json.loads(place.read_text()), "stage": -1, "action": "UPDATE"}))
     _, second, *_ = cli("status", "20250102").out.splitlines()
@@ -163,8 +152,8 @@ def test_a_failure_of_the_preparation_comes_first_and_an_update_names_no_stage(
 
 
 def test_long_lines_are_indented_on_a_terminal_and_paths_are_whole(
-    cli: Command, finished: Path, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cli, finished, place, monkeypatch
+):
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=44, color_system=None)
     whole = cli("status", "last").out
@@ -181,7 +170,7 @@ def test_long_lines_are_indented_on_a_terminal_and_paths_are_whole(
     assert out.splitlines()[-1] == f"  directory     {finished}"
 
 
-def test_a_damaged_record_is_an_unknown_state(cli: Command, finished: Path) -> None:
+def test_a_damaged_record_is_an_unknown_state(cli, finished):
     (finished / "record.json").write_text('{"version": 1, "na')
     result = cli("status", "last")
     assert result.code == 6
@@ -190,7 +179,7 @@ def test_a_damaged_record_is_an_unknown_state(cli: Command, finished: Path) -> N
     assert "UNKNOWN" in cli("status").out
 
 
-def test_damaged_files_do_not_hide_the_state(cli: Command, finished: Path, failed: Path) -> None:
+def test_damaged_files_do_not_hide_the_state(cli, finished, failed):
     for name in ("plan.json", "heartbeat.json", "errors/rank-0000.json"):
         (finished / name).write_text("{")
     result = cli("status", finished.name)
@@ -210,17 +199,13 @@ def test_damaged_files_do_not_hide_the_state(cli: Command, finished: Path, faile
         ({"scheduler": "slurm", "job_id": "12"}, "squeue: No such file or directory"),
     ],
 )
-def test_a_run_that_nobody_can_be_asked_about_is_not_guessed(
-    cli: Command, run_of: RunOf, record: dict[str, str], words: str
-) -> None:
+def test_a_run_that_nobody_can_be_asked_about_is_not_guessed(cli, run_of, record, words):
     run_of("20250103-120000-tiny", **record)
     result = cli("status", "last")
     assert (result.code, words in result.out) == (6, True)
 
 
-def test_a_run_that_does_not_move_on_says_who_waits_for_whom(
-    cli: Command, queued: Path, program: Program
-) -> None:
+def test_a_run_that_does_not_move_on_says_who_waits_for_whom(cli, queued, program):
     program("squeue", LISTED.format("RUNNING"))
     words = "no rank has moved on for 30 s: rank 0 waits for the other ranks\x1b[2J"
     report = {"version": 1, "node": "n1", "ends": False, "stalled": words}
@@ -246,8 +231,8 @@ def test_a_run_that_does_not_move_on_says_who_waits_for_whom(
     ],
 )
 def test_what_is_known_while_the_controller_of_the_scheduler_is_down(
-    cli: Command, queued: Path, program: Program, file: str, content: str, state: str, code: int
-) -> None:
+    cli, queued, program, file, content, state, code
+):
     for name in ("squeue", "sacct", "scontrol"):
         program(name, f"echo '{DOWN}' >&2; exit 1")
     beat = {"version": 1, "time": time.time(), "state": "training", "step": 4, "steps": 10}
@@ -271,15 +256,15 @@ def status_of(folder: Path, ranks: Sequence[RankBeat] = (), **fields: Any) -> Ru
     return replace(status, **fields)
 
 
-def test_the_lines_of_a_run(pipeline: Any, tmp_path: Path, golden: Callable[..., None]) -> None:
+def test_the_lines_of_a_run(pipeline, tmp_path, golden):
     """A difference with its parts, a rank that others wait for, and figures beside a prediction."""
     parts = {"computing": 0.004, "communication": 0.009, "sums": 1e-5, "between_actions": -0.002}
 
-    def waiting(*shares: float | None) -> RunStatus:
+    def waiting(*shares):
         ranks = [RankBeat(r, node=f"n{r}", waiting=share) for r, share in enumerate(shares)]
         return status_of(tmp_path, ranks)
 
-    def measured(step_s: float | None) -> RunStatus:
+    def measured(step_s):
         """A run with a predicted step of 1 s, unless the plan predicts nothing."""
         plan = pipeline(2, 4)
         stages = [replace(stage, cost=replace(stage.cost, flops=10**8)) for stage in plan.stages]
@@ -315,7 +300,7 @@ def test_the_lines_of_a_run(pipeline: Any, tmp_path: Path, golden: Callable[...,
     golden(*texts)
 
 
-def test_what_is_drawn_of_figures() -> None:
+def test_what_is_drawn_of_figures():
     times = (7199, 7260, 2e5)
     assert list(map(format_long_time, times)) == ["119 min 59 s", "2 h 01 min", "2.3 days"]
     assert sparkline([], 5) == ""
@@ -332,7 +317,7 @@ ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
 
 @pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+def screen(monkeypatch):
     """What a terminal of 100 columns and 30 lines is sent while a command watches."""
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=100, height=30, color_system=None)
@@ -343,12 +328,11 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 def test_ctrl_c_ends_the_view_and_leaves_the_terminal_clean(
-    cli: Command, screen: io.StringIO, run_of: RunOf, finished: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    cli, screen, run_of, finished, monkeypatch
+):
     run_of("20250103-120000-tiny")
 
-    def interrupt(_seconds: float) -> None:
+    def interrupt(_seconds):
         assert "Ctrl-C closes the view" in screen.getvalue()
         raise KeyboardInterrupt
 
@@ -363,7 +347,7 @@ def test_ctrl_c_ends_the_view_and_leaves_the_terminal_clean(
         assert "20250101-120000-tiny" in shown, "on the screen, and once more when it is left"
 
 
-def test_one_run_is_watched_to_its_end(cli: Command, screen: io.StringIO, finished: Path) -> None:
+def test_one_run_is_watched_to_its_end(cli, screen, finished):
     rank = {"rank": 0, "node": "n1", "stages": [0], "waiting": 0.5}
     beat = {"version": 1, "state": "training", "ranks": [rank]}
     (finished / "heartbeat.json").write_text(json.dumps(beat))
@@ -378,14 +362,11 @@ def test_one_run_is_watched_to_its_end(cli: Command, screen: io.StringIO, finish
 
 
 @pytest.mark.parametrize("arguments", [(), ("last",), ("rates",)])
-def test_ctrl_c_in_the_first_look_ends_the_command(
-    cli: Command, screen: io.StringIO, finished: Path, monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-) -> None:  # fmt: skip
+def test_ctrl_c_in_the_first_look_ends_the_command(cli, screen, finished, monkeypatch, arguments):
     """Of all runs, one, or a sweep, while the batch system is asked, say."""
     SweepDirectory.create(Path("runs"), "rates", 2, 1.8e9)
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pipectl.jobs.state.Poller.get_statuses", interrupt)

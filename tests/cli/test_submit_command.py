@@ -1,18 +1,11 @@
-from __future__ import annotations
-
 import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from conftest import Command, OnlyRun, Program
 
 SLURM = ("--scheduler", "slurm")
 UNMEASURED = (
@@ -21,8 +14,8 @@ UNMEASURED = (
 
 
 def test_without_a_profile_the_job_makes_one_and_a_dry_run_leaves_nothing(
-    cli: Command, job: Path, program: Program, only_run: OnlyRun
-) -> None:
+    cli, job, program, only_run
+):
     result = cli("submit", "job.yaml", *SLURM, "--dry-run")
     assert (result.code, result.err) == (0, f"{UNMEASURED}\n")
     assert result.out.startswith("#!/bin/bash\n#SBATCH --job-name=tiny\n")
@@ -43,8 +36,8 @@ def without_names(script: str) -> list[str]:
 
 @pytest.mark.parametrize("changes", [(), ("--set", "pipeline.offload=disk")])
 def test_dry_run_prints_what_is_submitted_of_the_plan_that_lies_there(
-    cli: Command, profile: Path, program: Program, changes: tuple[str, ...], only_run: OnlyRun
-) -> None:
+    cli, profile, program, changes, only_run
+):
     program("sbatch", "echo 41")
     cli("submit", "job.yaml", *SLURM, *changes)
     result = cli("submit", "job.yaml", *SLURM, *changes, "--dry-run")
@@ -53,9 +46,7 @@ def test_dry_run_prints_what_is_submitted_of_the_plan_that_lies_there(
     assert without_names(result.out) == without_names((only_run() / "job.sh").read_text())
 
 
-def test_dry_run_uses_nothing_stale_and_says_what_would_be_made(
-    cli: Command, profile: Path, program: Program
-) -> None:
+def test_dry_run_uses_nothing_stale_and_says_what_would_be_made(cli, profile, program):
     line = ("submit", "job.yaml", "--dry-run")
     said = "no up-to-date plan: submit makes one from runs/tiny.profile.json\n"
     assert cli(*line, *SLURM).err == said
@@ -74,8 +65,8 @@ def test_dry_run_uses_nothing_stale_and_says_what_would_be_made(
 
 
 def test_a_dry_run_needs_no_mpi_and_a_submission_fails_before_anything_is_made(
-    cli: Command, profile: Path, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cli, profile, place, monkeypatch
+):
     monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
     for scheduler in ("local", "slurm"):
         result = cli("submit", "job.yaml", "--scheduler", scheduler, "--dry-run")
@@ -100,9 +91,7 @@ def test_a_dry_run_needs_no_mpi_and_a_submission_fails_before_anything_is_made(
         ("-N 3 --set resources.nodes=5", "nodes=5"),
     ],
 )
-def test_options_of_sbatch_set_one_key_each(
-    cli: Command, job: Path, options: str, lines: str
-) -> None:
+def test_options_of_sbatch_set_one_key_each(cli, job, options, lines):
     script = cli("submit", "job.yaml", *SLURM, "--dry-run", *options.split()).out.splitlines()
     assert {f"#SBATCH --{line}" for line in lines.split()} <= set(script)
 
@@ -114,9 +103,7 @@ def test_options_of_sbatch_set_one_key_each(
         ("PBS", ("qsub", "qselect"), "qselect: slurm_load_jobs error: Unable to contact"),
     ],
 )
-def test_a_batch_system_that_does_not_answer(
-    cli: Command, profile: Path, program: Program, title: str, programs: Sequence[str], said: str
-) -> None:
+def test_a_batch_system_that_does_not_answer(cli, profile, program, title, programs, said):
     for name in programs:
         program(name, "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1")
     result = cli("submit", "job.yaml")
@@ -125,9 +112,7 @@ def test_a_batch_system_that_does_not_answer(
     assert "to train on this machine: --scheduler local" in result.err
 
 
-def test_submit_to_slurm_with_a_profile(
-    cli: Command, profile: Path, program: Program, only_run: OnlyRun
-) -> None:
+def test_submit_to_slurm_with_a_profile(cli, profile, program, only_run):
     program("sbatch", "echo 41")
     result = cli("submit", "job.yaml", *SLURM, "--set", "training.steps=7")
     run = only_run()
@@ -149,9 +134,7 @@ def test_submit_to_slurm_with_a_profile(
     assert Path("runs/tiny.plan.json").exists()
 
 
-def test_a_stale_plan_is_made_again_and_a_fresh_one_kept(
-    cli: Command, profile: Path, program: Program
-) -> None:
+def test_a_stale_plan_is_made_again_and_a_fresh_one_kept(cli, profile, program):
     program("sbatch", "echo 41")
     plan = Path("runs/tiny.plan.json")
     cli("submit", "job.yaml", *SLURM, "--set", "pipeline.schedule=gpipe")
@@ -171,9 +154,7 @@ def test_a_stale_plan_is_made_again_and_a_fresh_one_kept(
         ("echo 'sbatch: error: invalid partition specified: x' >&2; exit 1", "invalid partition"),
     ],
 )
-def test_a_refused_submission_leaves_nothing_behind(
-    cli: Command, profile: Path, program: Program, sbatch: str | None, message: str
-) -> None:
+def test_a_refused_submission_leaves_nothing_behind(cli, profile, program, sbatch, message):
     if sbatch is not None:
         program("sbatch", sbatch)
     before = profile.read_bytes()
@@ -186,9 +167,7 @@ def test_a_refused_submission_leaves_nothing_behind(
     assert profile.read_bytes() == before
 
 
-def test_test_only_gives_the_forecast_and_submits_nothing(
-    cli: Command, job: Path, program: Program
-) -> None:
+def test_test_only_gives_the_forecast_and_submits_nothing(cli, job, program):
     forecast = "sbatch: Job 29 to start at 2026-11-20T15:36:53 using 2 processors on nodes node1"
     program("sbatch", f'[ "$1" = --test-only ] && echo "{forecast}" >&2')
     result = cli("submit", "job.yaml", *SLURM, "--test-only")
@@ -197,7 +176,7 @@ def test_test_only_gives_the_forecast_and_submits_nothing(
 
 
 @pytest.mark.parametrize("name", ["profile", "plan"])
-def test_a_truncated_file_is_not_replaced(cli: Command, profile: Path, name: str) -> None:
+def test_a_truncated_file_is_not_replaced(cli, profile, name):
     path = Path(f"runs/tiny.{name}.json")
     path.write_text('{"version"')
     result = cli("submit", "job.yaml", *SLURM)
@@ -207,9 +186,7 @@ def test_a_truncated_file_is_not_replaced(cli: Command, profile: Path, name: str
 
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
-def test_an_imported_profile_cannot_be_submitted(
-    cli: Command, profile: Path, more: tuple[str, ...]
-) -> None:
+def test_an_imported_profile_cannot_be_submitted(cli, profile, more):
     document = json.loads(profile.read_text())
     del document["fingerprint"], document["key"]
     profile.write_text(json.dumps(document))
@@ -227,14 +204,14 @@ echo '{"attempt":1,"step":1,"steps":4,"time":0,"loss":2.5,"step_time_s":0.1}' > 
 
 
 @pytest.fixture
-def local_mpi(mpiexec: Callable[[str], Path]) -> Callable[[str], Path]:
+def local_mpi(mpiexec):
     """mpiexec beside the interpreter; what it runs is up to the test."""
     return lambda text: mpiexec(LOCAL_JOB + text)
 
 
 def test_wait_follows_a_local_run_to_its_end_and_tells_phase_step_and_loss(
-    cli: Command, profile: Path, local_mpi: Callable[[str], Path], only_run: OnlyRun
-) -> None:
+    cli, profile, local_mpi, only_run
+):
     beat = '{"version":1,"state":"training","step":1,"steps":4,"time":1,"ranks":[]}'
     local_mpi(f"echo '{beat}' > $run/heartbeat.json; sleep 2.5; exit 0")
     result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
@@ -245,9 +222,7 @@ def test_wait_follows_a_local_run_to_its_end_and_tells_phase_step_and_loss(
     assert result.err.splitlines()[-1] == "COMPLETED"
 
 
-def test_wait_returns_the_code_of_the_failure(
-    cli: Command, profile: Path, local_mpi: Callable[[str], Path]
-) -> None:
+def test_wait_returns_the_code_of_the_failure(cli, profile, local_mpi):
     report = '{"rank":1,"type":"MismatchError","message":"no","time":1,"exit_code":3}'
     local_mpi(f"echo '{report}' > $run/errors/rank-0001.json; exit 9")
     result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
@@ -257,10 +232,9 @@ def test_wait_returns_the_code_of_the_failure(
 
 
 def test_an_interrupt_ends_the_waiting_and_not_the_run(
-    cli: Command, profile: Path, local_mpi: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch,
-    only_run: OnlyRun,
-) -> None:  # fmt: skip
-    def interrupt(_seconds: float) -> None:
+    cli, profile, local_mpi, monkeypatch, only_run
+):
+    def interrupt(_seconds):
         while not (only_run() / "metrics.jsonl").exists():
             time.sleep(0.02)
         signal.raise_signal(signal.SIGHUP)

@@ -1,30 +1,20 @@
 """Sweeps from submission to their end, with pretended commands of Slurm and PBS."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import InvalidInputError
-from pipectl.jobs.job import Job
 from pipectl.jobs.prepare import UNKNOWN_ROWS, cluster_file_key, plan_file_key, prepare
 from pipectl.link import RowTimes
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import Record
 from pipectl.spec import SpecFile, profile_key
-
-if TYPE_CHECKING:
-    from conftest import Command, Program
-
-    from pipectl.spec import JobSpec
 
 SLURM, PBS = ("--scheduler", "slurm"), ("--scheduler", "pbs")
 SWEEP = """\
@@ -36,14 +26,14 @@ ROW = "{}|{}|1|N/A|N/A||{}|None"
 
 
 @pytest.fixture
-def sweep(profile: Path) -> None:
+def sweep(profile):
     """The job gets a sweep of four points, and has a fresh profile."""
     with Path("job.yaml").open("a") as job:
         job.write(SWEEP)
 
 
 @pytest.fixture
-def submitted(cli: Command, sweep: None, slurm: Program) -> None:
+def submitted(cli, sweep, slurm):
     """That sweep waits in Slurm's queue as job 35."""
     program = slurm
     program("sbatch", "echo 35")
@@ -65,7 +55,7 @@ def listed(*rows: str) -> str:
     return "cat <<'ROWS'\n" + "\n".join(rows) + "\nROWS"
 
 
-def test_a_run_for_every_point_and_one_array(cli: Command, sweep: None, program: Program) -> None:
+def test_a_run_for_every_point_and_one_array(cli, sweep, program):
     program("sbatch", 'echo "$@" >sbatch.argv; echo 35')
     assert "a sweep of 4 runs" in cli("check", "job.yaml").out
     result = cli("submit", "job.yaml", *SLURM)
@@ -98,9 +88,7 @@ def test_a_run_for_every_point_and_one_array(cli: Command, sweep: None, program:
     assert "lr: 0.01" in (runs()[3] / "job.yaml").read_text()
 
 
-def test_points_of_another_model_leave_the_profile_to_their_jobs(
-    cli: Command, sweep: None, program: Program
-) -> None:
+def test_points_of_another_model_leave_the_profile_to_their_jobs(cli, sweep, program):
     program("sbatch", "echo 35")
     grid = "sweep.grid={model.kwargs: [{}, {width: 3}]}"
     result = cli("submit", "job.yaml", *SLURM, "--set", grid)
@@ -109,12 +97,10 @@ def test_points_of_another_model_leave_the_profile_to_their_jobs(
     assert "pipectl.jobs.in_job" in (runs()[1] / "job.sh").read_text()
 
 
-def test_on_this_machine_models_are_measured_once_each(
-    sweep: None, profile_document: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_this_machine_models_are_measured_once_each(sweep, profile_document, monkeypatch):
     measured = []
 
-    def measure(spec: JobSpec, path: Path | None, _progress: object) -> Profile:
+    def measure(spec, path, _progress):
         assert path is None, "the job's own place is that of its own model"
         measured.append(spec.model.kwargs)
         return Profile.from_json(profile_document(key=profile_key(spec)))
@@ -132,9 +118,9 @@ def test_on_this_machine_models_are_measured_once_each(
 
 
 def test_an_error_in_the_script_of_a_point_names_it_before_its_model_is_measured(
-    sweep: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def render(job: Job) -> str:
+    sweep, monkeypatch
+):
+    def render(job):
         if job.spec.model.kwargs:
             raise InvalidInputError("launch.bind: cannot be written")
         return ""
@@ -147,9 +133,7 @@ def test_an_error_in_the_script_of_a_point_names_it_before_its_model_is_measured
         prepare(spec, "local", points=file.points(spec))
 
 
-def test_row_times_of_one_points_cluster_are_assumed_for_the_others(
-    profile: Path, profile_document: Callable[..., dict[str, Any]]
-) -> None:
+def test_row_times_of_one_points_cluster_are_assumed_for_the_others(profile, profile_document):
     cluster = assumed_cluster("two nodes", [1, 1], 1, None)
     cluster.with_rows(RowTimes()).save(Path("timed.json"))
     cluster.save(Path("untimed.json"))
@@ -163,7 +147,7 @@ def test_row_times_of_one_points_cluster_are_assumed_for_the_others(
     assert [UNKNOWN_ROWS in job.profile.assumptions for job in found if job.profile] == [0, 1]
 
 
-def test_points_with_other_links_have_plans_of_their_own(profile: Path) -> None:
+def test_points_with_other_links_have_plans_of_their_own(profile):
     """The links may be measured for one way to start the ranks, and not for another."""
     file = SpecFile.read(Path("job.yaml"), ["sweep.grid={launch.bind: [none, cores]}"])
     spec = file.spec()
@@ -182,10 +166,10 @@ def test_points_with_other_links_have_plans_of_their_own(profile: Path) -> None:
     assert Plan.load(Path("runs/tiny.plan.json")).key == keys[0]
 
 
-def test_all_points_keep_the_micro_batches_of_the_last_plan(profile: Path) -> None:
+def test_all_points_keep_the_micro_batches_of_the_last_plan(profile):
     """As they do if they are planned in their allocations."""
 
-    def read(micro_batches: str) -> SpecFile:
+    def read(micro_batches):
         grid = "sweep.grid={pipeline.schedule: [1f1b, gpipe]}"
         file = SpecFile.read(Path("job.yaml"), [grid, f"pipeline.micro_batches={micro_batches}"])
         replace(Profile.load(profile), key=profile_key(file.spec())).save(profile)
@@ -198,7 +182,7 @@ def test_all_points_keep_the_micro_batches_of_the_last_plan(profile: Path) -> No
         assert [job.plan.micro_batches for job in found if job.plan] == [2, 2]
 
 
-def test_a_point_that_cannot_be_planned_is_named(cli: Command, sweep: None) -> None:
+def test_a_point_that_cannot_be_planned_is_named(cli, sweep):
     limits = "sweep.grid={pipeline.memory_limit: [4GiB, 1MiB]}"
     result = cli("submit", "job.yaml", *SLURM, "--set", limits)
     assert result.code == 4
@@ -206,9 +190,7 @@ def test_a_point_that_cannot_be_planned_is_named(cli: Command, sweep: None) -> N
     assert not runs()
 
 
-def test_a_dry_run_and_test_only_are_about_the_array(
-    cli: Command, sweep: None, program: Program
-) -> None:
+def test_a_dry_run_and_test_only_are_about_the_array(cli, sweep, program):
     out = cli("submit", "job.yaml", *SLURM, "--dry-run").out
     array, first = out.split('exec /bin/bash "$run/job.sh"\n')
     assert "#SBATCH --array=0-3%2" in array
@@ -221,7 +203,7 @@ def test_a_dry_run_and_test_only_are_about_the_array(
     assert not runs()
 
 
-def test_nothing_stays_of_what_is_refused(cli: Command, sweep: None, program: Program) -> None:
+def test_nothing_stays_of_what_is_refused(cli, sweep, program):
     program("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
     result = cli("submit", "job.yaml", *SLURM)
     assert (result.code, "slurm.partition" in result.err) == (5, True)
@@ -229,9 +211,7 @@ def test_nothing_stays_of_what_is_refused(cli: Command, sweep: None, program: Pr
     assert not list(Path("runs/sweeps").iterdir())
 
 
-def test_an_interrupted_submission_is_found_again(
-    cli: Command, sweep: None, program: Program
-) -> None:
+def test_an_interrupted_submission_is_found_again(cli, sweep, program):
     program("sbatch", "echo 'Socket timed out on send/recv' >&2; exit 1")
     program("squeue", "true")
     program("sacct", "exit 1")
@@ -247,7 +227,7 @@ def test_an_interrupted_submission_is_found_again(
     assert cli("status", "tiny").out.count("QUEUED") == 4 + 1
 
 
-def test_status_of_a_sweep(cli: Command, submitted: None, program: Program) -> None:
+def test_status_of_a_sweep(cli, submitted, program):
     over = [ROW.format(f"35_{index}", "COMPLETED", "t") for index in (0, 1)]
     program("squeue", listed(*over, ROW.format("35_2", "RUNNING", "t"), "35_[3]|PENDING|1||||t|x"))
     for index, loss in ((0, 0.5), (1, 0.25), (2, 0.1)):
@@ -269,7 +249,7 @@ def test_status_of_a_sweep(cli: Command, submitted: None, program: Program) -> N
     assert cli("status", "tiny", "--ranks").code == 2
 
 
-def test_one_run_or_all_are_cancelled(cli: Command, submitted: None) -> None:
+def test_one_run_or_all_are_cancelled(cli, submitted):
     assert cli("cancel", "tiny-2").code == 0
     assert Path("scancel.argv").read_text() == "35_2\n"
     assert "cancelled: 4 of the 4 runs" in cli("cancel", "tiny").out
@@ -277,9 +257,7 @@ def test_one_run_or_all_are_cancelled(cli: Command, submitted: None) -> None:
     assert {told(run).state for run in runs()} == {"cancelled"}
 
 
-def test_an_unconfirmed_sweep_is_not_given_up_while_slurm_cannot_be_asked(
-    cli: Command, submitted: None, program: Program
-) -> None:
+def test_an_unconfirmed_sweep_is_not_given_up_while_slurm_cannot_be_asked(cli, submitted, program):
     for run in runs():
         replace(told(run), state="submitting", job_id=None).save(run / "record.json")
     program("squeue", "echo 'squeue: down' >&2; exit 1")
@@ -287,7 +265,7 @@ def test_an_unconfirmed_sweep_is_not_given_up_while_slurm_cannot_be_asked(
     assert (result.code, "squeue: down" in result.err) == (5, True)
 
 
-def test_a_resumed_run_is_a_job_of_its_own(cli: Command, submitted: None, program: Program) -> None:
+def test_a_resumed_run_is_a_job_of_its_own(cli, submitted, program):
     states = [ROW.format(f"35_{i}", "FAILED" if i == 1 else "RUNNING", "t") for i in range(4)]
     program("squeue", listed(*states))
     program("sbatch", "echo 50")
@@ -300,14 +278,14 @@ def test_a_resumed_run_is_a_job_of_its_own(cli: Command, submitted: None, progra
     assert Path("scancel.argv").read_text().split() == ["35", "50"]
 
 
-def test_a_job_after_a_sweep(cli: Command, submitted: None) -> None:
+def test_a_job_after_a_sweep(cli, submitted):
     alone = ("--set", "sweep=null", "--set", "name=next")
     assert cli("submit", "job.yaml", *SLURM, "--after", "tiny", *alone).code == 0
     (run,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
     assert "--dependency=afterok:35_0:35_1:35_2:35_3\n" in (run / "job.sh").read_text()
 
 
-def test_on_pbs(cli: Command, sweep: None, program: Program) -> None:
+def test_on_pbs(cli, sweep, program):
     program("qsub", "echo 41[].vm")
     assert cli("submit", "job.yaml", *PBS).code == 0
     (script,) = (path.read_text() for path in Path("runs/sweeps").glob("*/array.sh"))
@@ -326,7 +304,7 @@ def test_on_pbs(cli: Command, sweep: None, program: Program) -> None:
     assert sorted(Path("qdel.argv").read_text().split()) == ["41[].vm", "57.vm"]
 
 
-def test_after_an_array_of_pbs(cli: Command, sweep: None, program: Program) -> None:
+def test_after_an_array_of_pbs(cli, sweep, program):
     """All of it is awaited, or none: a run that has completed is not."""
     program("qsub", "echo 41[].vm")
     cli("submit", "job.yaml", *PBS)
@@ -346,7 +324,7 @@ def test_after_an_array_of_pbs(cli: Command, sweep: None, program: Program) -> N
     assert "depend" not in (run / "job.sh").read_text()
 
 
-def test_values_are_text_on_a_terminal(cli: Command, sweep: None, program: Program) -> None:
+def test_values_are_text_on_a_terminal(cli, sweep, program):
     program("sbatch", "echo 35")
     program("squeue", "true")
     program("sacct", "exit 1")

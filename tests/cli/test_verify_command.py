@@ -1,7 +1,5 @@
 """`pipectl lab verify` with real MPI ranks and a real plain process."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -10,17 +8,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
 from pipectl.jobs.cancel import cancel
 from pipectl.profiler import neighbours
-from pipectl.runs import Record, RunDirectory
-
-if TYPE_CHECKING:
-    from conftest import Command
+from pipectl.runs import Record
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("warm")]
 PATH = os.environ["PATH"]
@@ -64,14 +59,14 @@ def tags(outputs, targets):
 
 
 @pytest.fixture
-def verify(cli: Command, job: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+def verify(cli, job, place, monkeypatch):
     """``verify("--set", ...)``; checks that nothing is left behind."""
     Path("model.py").write_text(MODEL)
     temporary = place / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
-    def run(*arguments: str):
+    def run(*arguments):
         result = cli("lab", "verify", "job.yaml", *arguments)
         assert list(temporary.glob("pipectl*")) == []
         assert not Path("runs").exists()
@@ -80,7 +75,7 @@ def verify(cli: Command, job: Path, place: Path, monkeypatch: pytest.MonkeyPatch
     return run
 
 
-def answer_of(verify: Command, *arguments: str) -> dict[str, Any]:
+def answer_of(verify, *arguments: str) -> dict[str, Any]:
     """Of a verification after which everything is equal."""
     result = verify("--json", *arguments)
     assert (result.code, result.out[:1]) == (0, "{"), result.err
@@ -90,7 +85,7 @@ def answer_of(verify: Command, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def warm(monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
+def warm(monkeypatch, warm_python):
     """Ranks that begin sooner, and no neighbours while measuring: results depend on neither."""
     monkeypatch.setattr(sys, "executable", warm_python)
     monkeypatch.setattr(neighbours, "neighbour_count", lambda *_: 0)
@@ -112,9 +107,7 @@ SCALING = "training.loss_scale={initial: 1048576, growth_interval: 2}"
     ],
     ids=["clipped", "several lengths", "float16 with torch's own scaler"],
 )
-def test_a_pipeline_equals_a_plain_loop_to_the_bit(
-    verify: Command, ranks: int, steps: int, changes: list[str]
-) -> None:
+def test_a_pipeline_equals_a_plain_loop_to_the_bit(verify, ranks, steps, changes):
     options = [word for change in changes for word in ("--set", change)]
     answer = answer_of(verify, "--ranks", str(ranks), "--steps", str(steps), *options)
     assert (answer["max_abs_difference"], answer["tolerance"]) == (0.0, 0.0)
@@ -127,13 +120,11 @@ def test_a_pipeline_equals_a_plain_loop_to_the_bit(
     assert len(answer["losses"]) == steps
 
 
-def test_an_interrupt_leaves_no_ranks_behind(
-    verify: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_leaves_no_ranks_behind(verify, monkeypatch):
     """Its files go too, though it is asked twice."""
     runs: list[psutil.Process] = []
 
-    def interrupted(run: RunDirectory) -> None:
+    def interrupted(run):
         script = psutil.Process(int((Record.load(run.record).job_id or "").partition(".")[0]))
         while not run.heartbeat.exists():
             assert script.is_running()
@@ -141,7 +132,7 @@ def test_an_interrupt_leaves_no_ranks_behind(
         runs.extend([script, *script.children(recursive=True)])
         signal.raise_signal(signal.SIGTERM)
 
-    def cancel_slowly(run: RunDirectory, now: float) -> bool:
+    def cancel_slowly(run, now):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGHUP)
         return cancel(run, now)
@@ -154,7 +145,7 @@ def test_an_interrupt_leaves_no_ranks_behind(
     assert psutil.wait_procs(runs, timeout=10)[1] == []
 
 
-def test_random_operators_are_compared_with_one_rank(verify: Command) -> None:
+def test_random_operators_are_compared_with_one_rank(verify):
     result = verify("--steps", "2", "--set", "model.factory=./model.py:dropping")
     lines = result.out.splitlines()
     assert result.code == 0
@@ -165,16 +156,14 @@ def test_random_operators_are_compared_with_one_rank(verify: Command) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-def test_compiled_stages_agree_within_rounding(
-    verify: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_stages_agree_within_rounding(verify, monkeypatch):
     monkeypatch.setenv("PATH", PATH)
     answer = answer_of(verify, "--steps", "2", "--set", "training.compile=true")
     assert answer["tolerance"] == 1e-4
     assert answer["notes"][0] == "training.compile: fused operators round differently"
 
 
-def test_two_plans_are_compared_if_one_asks(verify: Command) -> None:
+def test_two_plans_are_compared_if_one_asks(verify):
     clipped = ("--set", "training.clip_grad_norm=0.1")
     answer = answer_of(verify, "--steps", "2", "--between-plans", *clipped)
     assert (answer["compared"], answer["tolerance"]) == ("two plans", 0.0)
@@ -186,7 +175,7 @@ def test_two_plans_are_compared_if_one_asks(verify: Command) -> None:
     assert all(one == other for one, other in answer["losses"])
 
 
-def test_a_difference_is_found_and_where_it_began(verify: Command) -> None:
+def test_a_difference_is_found_and_where_it_began(verify):
     result = verify("--steps", "2", "--set", "model.factory=./model.py:Deceiving")
     lines = result.out.splitlines()
     assert result.code == 1
@@ -194,9 +183,7 @@ def test_a_difference_is_found_and_where_it_began(verify: Command) -> None:
     assert lines[-1].startswith("first at step 1, in loss: by ")
 
 
-def test_a_failure_of_the_ranks_is_told_and_leaves_nothing(
-    verify: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_of_the_ranks_is_told_and_leaves_nothing(verify, monkeypatch):
     """Here it is that of a compiler that does not exist."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     result = verify("--steps", "2", "--set", "training.compile=true")

@@ -23,22 +23,22 @@ def _module(name: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def gpt() -> dict:
+def gpt():
     return _module("gpt")
 
 
 @pytest.fixture(scope="module")
-def text() -> dict:
+def text():
     return _module("text")
 
 
 @pytest.fixture(scope="module")
-def cnn() -> dict:
+def cnn():
     return _module("cnn")
 
 
 @pytest.fixture(scope="module")
-def digits() -> dict:
+def digits():
     pytest.importorskip("sklearn", reason="pip install 'pipectl[examples]'")
     return _module("digits")
 
@@ -99,7 +99,7 @@ def test_text_is_the_same_each_time_and_shifted_by_one(text):
 def test_held_out_text_is_not_trained_on(text, monkeypatch):
     read: list[Path] = []
 
-    def encode(files: list[Path], _limit: int) -> torch.Tensor:
+    def encode(files, _limit):
         read.extend(files)
         return torch.zeros(1000, dtype=torch.uint8)
 

@@ -1,7 +1,5 @@
 """The recipes for GPU clusters ask for one GPU per rank, with the words of the batch system."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +11,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
-def test_a_rank_per_gpu(scheduler: str) -> None:
+def test_a_rank_per_gpu(scheduler):
     spec = load(CONFIGS / f"gpt-{scheduler}-gpus.yaml", ["site_defaults=false"])
     assert spec.launch.scheduler == scheduler
     assert spec.resources.gpus_per_node == spec.resources.tasks_per_node > 1
@@ -21,7 +19,7 @@ def test_a_rank_per_gpu(scheduler: str) -> None:
     assert (spec.slurm.partition, spec.pbs.queue)[scheduler == "pbs"] == "gpu"
 
 
-def test_both_train_the_same_model() -> None:
+def test_both_train_the_same_model():
     read = partial(load, overrides=["site_defaults=false"])
     slurm, pbs = (read(CONFIGS / f"gpt-{name}-gpus.yaml") for name in ("slurm", "pbs"))
     assert slurm.model == pbs.model

@@ -1,8 +1,5 @@
 """The recipes in small sizes, trained over real MPI ranks with a stage each."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,10 @@ def read(name: str, *overrides: str) -> JobSpec:
 
 
 @pytest.fixture
-def trained(tmp_path: Path, run_in: Any, train: Any) -> Callable[..., list[RunDirectory]]:
+def trained(tmp_path, run_in, train):
     """``trained(spec, 1, 2)``: the job over so many ranks, with a stage on each."""
 
-    def start(spec: JobSpec, *counts: int) -> list[RunDirectory]:
+    def start(spec, *counts):
         runs = []
         for ranks in counts:
             resources = spec.resources.model_copy(update={"tasks_per_node": ranks})
@@ -68,9 +65,7 @@ def weights_of(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:
         ),
     ],
 )
-def test_weights_and_evaluations_do_not_depend_on_the_ranks(
-    name: str, needs: str, overrides: list[str], trained: Any
-) -> None:
+def test_weights_and_evaluations_do_not_depend_on_the_ranks(name, needs, overrides, trained):
     pytest.importorskip(needs, reason="pip install 'pipectl[examples]'")
     spec = read(name, "training.steps=4", "evaluation.every=2", *overrides)
     one, two = trained(spec, 1, 2)
@@ -82,7 +77,7 @@ def test_weights_and_evaluations_do_not_depend_on_the_ranks(
     assert [key for key in expected if not torch.equal(expected[key], weights[key])] == []
 
 
-def test_vision_transformer_learns_from_a_folder_of_images(tmp_path: Path, trained: Any) -> None:
+def test_vision_transformer_learns_from_a_folder_of_images(tmp_path, trained):
     pytest.importorskip("torchvision", reason="pip install 'pipectl[corpus]'")
     image = pytest.importorskip("PIL.Image", reason="pip install 'pipectl[corpus]'")
     for name, colour in [("blue", (0, 0, 255)), ("red", (255, 0, 0))]:
@@ -105,7 +100,7 @@ def test_vision_transformer_learns_from_a_folder_of_images(tmp_path: Path, train
     assert evaluations(run)[-1]["accuracy"] == 1
 
 
-def test_what_lora_learnt_loads_in_plain_transformers(tmp_path: Path, trained: Any) -> None:
+def test_what_lora_learnt_loads_in_plain_transformers(tmp_path, trained):
     pytest.importorskip("peft", reason="pip install 'pipectl[corpus]'")
     transformers = pytest.importorskip("transformers", reason="pip install 'pipectl[corpus]'")
     base, text = tmp_path / "base", tmp_path / "text"

@@ -1,7 +1,5 @@
 """The wheel and the source distribution of this checkout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hatchling.builders.sdist import SdistBuilder

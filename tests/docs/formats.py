@@ -4,8 +4,6 @@ A comment ``<!-- keys of MODULE:CLASS -->`` stands before each such table: a row
 class, with its description under "Args:" in the docstring (``make golden``).
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The layers stand here and nowhere else: ``tests/test_layers.py`` holds every imp
 and the table in ``docs/architecture.md`` is made from them (``make golden``).
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ system), ``lab`` (the Slurm of slurm/lab), ``walk`` (an empty directory), or ``s
 (they install, or run tests). A command whose comment says that it fails must do so.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """What a reader of the documentation has: jobs in a directory, and a shell."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

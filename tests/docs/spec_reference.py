@@ -1,7 +1,5 @@
 """``docs/spec-reference.md``, made from the JSON Schema of the models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pipectl.spec.schema import Schema, alternatives, describe_schema, json_schema, properties

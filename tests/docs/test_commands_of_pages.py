@@ -1,9 +1,6 @@
 """Every command of the README runs; those of the walk-through do in test_walkthrough.py."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 from pages import CHECKOUT, PAGES, blocks, script
@@ -17,7 +14,7 @@ SHORTER = {
 
 
 @pytest.fixture
-def reader(tmp_path: Path, warm_commands: str) -> Path:
+def reader(tmp_path, warm_commands):
     """An empty directory, but for shorter jobs of the checkout."""
     directory_of_a_reader(tmp_path / "reader", warm_commands)
     return tmp_path / "reader"
@@ -25,7 +22,7 @@ def reader(tmp_path: Path, warm_commands: str) -> Path:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
-def test_commands_of_the_readme_run(reader: Path) -> None:
+def test_commands_of_the_readme_run(reader):
     text = script(CHECKOUT / "README.md", "")
     for command, shorter in SHORTER.items():
         assert command in text
@@ -33,7 +30,7 @@ def test_commands_of_the_readme_run(reader: Path) -> None:
     bash(text, reader)
 
 
-def test_commands_of_the_set_up_are_those_of_make_and_of_packages() -> None:
+def test_commands_of_the_set_up_are_those_of_make_and_of_packages():
     targets = re.findall(r"^([\w-]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
     known = ("pip install ", "pip wheel ", "python3 -m venv ", "sudo apt-get install ", "    ")
     known += (".venv/bin/python -m pytest ",)

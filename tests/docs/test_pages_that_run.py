@@ -1,15 +1,11 @@
 """Pages whose tables and code are held to the program: exit codes, extensions."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from job_requests import make_request
@@ -18,7 +14,6 @@ from pipectl import errors
 from pipectl.batch import (
     CHECKPOINTED,
     Array,
-    JobRequest,
     JobState,
     Scheduler,
     Template,
@@ -47,9 +42,7 @@ def executed(code: str) -> ModuleType:
     return module
 
 
-def test_the_tables_of_exit_codes_are_those_of_the_program(
-    make_job: Callable[..., JobRequest],
-) -> None:
+def test_the_tables_of_exit_codes_are_those_of_the_program(make_job):
     """Of errors, of an interrupt, of ranks that stopped, and of signals to the script."""
     text = text_of("exit-codes.md")
     classes = [
@@ -65,7 +58,7 @@ def test_the_tables_of_exit_codes_are_those_of_the_program(
         assert f"\n| {codes} | " in text
 
 
-def test_the_documented_schedule_is_one() -> None:
+def test_the_documented_schedule_is_one():
     module = executed(block("python", "schedule"))
     written = Listed.read(block("csv", "schedule"), "mine.csv")
     for stages, micro_batches in ((2, 3), (4, 2), (3, 9), (1, 1)):
@@ -80,12 +73,12 @@ def test_the_documented_schedule_is_one() -> None:
 
 
 @pytest.fixture
-def make_job(tmp_path: Path) -> Callable[..., JobRequest]:
+def make_job(tmp_path):
     return partial(make_request, tmp_path / "run", tag="20261121-demo 7f3a9c01", nodes=2)
 
 
 @pytest.fixture
-def grid_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def grid_engine(tmp_path, monkeypatch):
     """The documented batch system, with pretended commands."""
     answers = {
         "qsub": "echo 42",
@@ -105,16 +98,14 @@ def grid_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return executed(block("python", "scheduler")).GridEngine()
 
 
-def test_the_documented_batch_system_has_the_methods_of_the_protocol(grid_engine: Any) -> None:
+def test_the_documented_batch_system_has_the_methods_of_the_protocol(grid_engine):
     for name, method in inspect.getmembers(Scheduler, inspect.isfunction):
         if not name.startswith("_"):
             found = inspect.signature(getattr(type(grid_engine), name))
             assert list(found.parameters) == list(inspect.signature(method).parameters), name
 
 
-def test_the_documented_batch_system_works(
-    grid_engine: Any, make_job: Callable[..., JobRequest], tmp_path: Path
-) -> None:
+def test_the_documented_batch_system_works(grid_engine, make_job, tmp_path):
     request = make_job()
     script = tmp_path / "job.sh"
     script.write_text(grid_engine.render(request))
@@ -132,9 +123,7 @@ def test_the_documented_batch_system_works(
     assert (tmp_path / "qdel.said").read_text() == "42\n"
 
 
-def test_the_documented_batch_system_refuses_and_takes_templates(
-    grid_engine: Any, make_job: Callable[..., JobRequest]
-) -> None:
+def test_the_documented_batch_system_refuses_and_takes_templates(grid_engine, make_job):
     with pytest.raises(errors.SchedulerError):
         grid_engine.render(make_job(run_directory=Path("/a b")))
     with pytest.raises(errors.SchedulerError):

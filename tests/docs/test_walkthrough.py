@@ -1,15 +1,11 @@
 """The walk-through, from its first command to its last, with pipectl as its wheel installs it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from distribution import wheel
@@ -27,7 +23,7 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture
-def python(tmp_path: Path) -> Path:
+def python(tmp_path):
     """Of an environment with pipectl from its wheel; all else is that of the tests."""
     folder = tmp_path / "venv"
     venv.create(folder, symlinks=True)
@@ -48,7 +44,7 @@ def python(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def warm(python: Path, warm_python_of: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def warm(python, warm_python_of, monkeypatch):
     """That Python, which has loaded what its wheel installed."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with warm_python_of(interpreter=str(python)) as program:
@@ -56,7 +52,7 @@ def warm(python: Path, warm_python_of: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def reader(tmp_path: Path, python: Path, warm: str) -> Path:
+def reader(tmp_path, python, warm):
     """An empty directory outside of the checkout, and on PATH what the page has installed."""
     folder = tmp_path / "reader"
     basic_commands(folder)
@@ -67,7 +63,7 @@ def reader(tmp_path: Path, python: Path, warm: str) -> Path:
     return folder
 
 
-def test_the_walk(reader: Path, python: Path, warm: str) -> None:
+def test_the_walk(reader, python, warm):
     files = re.findall(r"^```python (\S+\.py)\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
     for name, body in files:
         (reader / name).write_text(body)

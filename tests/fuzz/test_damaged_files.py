@@ -4,8 +4,6 @@ Every example begins with a valid document, damages it as data and as text, and 
 commands do. A few hundred run always, thousands with ``make torture``.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -298,12 +296,12 @@ def fuzz(count: int, example: Example) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_few_damaged_files(kind: str, tmp_path: Path) -> None:
+def test_a_few_damaged_files(kind, tmp_path):
     fuzz(FEW, KINDS[kind](tmp_path))
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_damaged_files(kind: str, tmp_path: Path) -> None:
+def test_many_damaged_files(kind, tmp_path):
     fuzz(MANY, KINDS[kind](tmp_path))

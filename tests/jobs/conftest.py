@@ -1,10 +1,5 @@
 """The job that most tests are about."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 JOB = """\
@@ -19,10 +14,10 @@ site_defaults: false
 
 
 @pytest.fixture
-def write_job(tmp_path: Path) -> Callable[..., Path]:
+def write_job(tmp_path):
     """``write_job("resources: {nodes: 2}")`` writes ``job.yaml`` with these further lines."""
 
-    def write(*lines: str, folder: Path = tmp_path) -> Path:
+    def write(*lines, folder=tmp_path):
         path = folder / "job.yaml"
         path.write_text(JOB + "".join(f"{line}\n" for line in lines))
         return path

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +10,14 @@ from pipectl.jobs.prepare import cluster_file_key, cluster_path, find_cluster
 from pipectl.spec import JobSpec, load
 
 RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"
-WriteJob = Callable[..., Path]
 
 
 @pytest.fixture
-def spec(write_job: WriteJob) -> JobSpec:
+def spec(write_job):
     return load(write_job(RESOURCES))
 
 
-def test_an_allocation_has_the_nodes_asked_for(spec: JobSpec) -> None:
+def test_an_allocation_has_the_nodes_asked_for(spec):
     cluster = find_cluster(spec, "slurm").cluster
     assert cluster.node_of_rank == (0, 0, 0, 1, 1, 1)
     assert [node.cores for node in cluster.nodes] == [3, 3]
@@ -30,27 +26,21 @@ def test_an_allocation_has_the_nodes_asked_for(spec: JobSpec) -> None:
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])
-def test_the_memory_of_nodes_does_not_limit_accelerators(
-    write_job: WriteJob, scheduler: str
-) -> None:
+def test_the_memory_of_nodes_does_not_limit_accelerators(write_job, scheduler):
     spec = load(write_job("resources: {gpus_per_node: 1, memory_per_node: 6GiB}"))
     assert find_cluster(spec, scheduler).cluster.device(0).memory_bytes is None
     assert spec.resources.memory_per_task is None
 
 
 @pytest.mark.parametrize(("usable", "cores"), [(8, 4), (3, 1), (1, 1)])
-def test_locally_all_ranks_share_the_usable_cores(
-    spec: JobSpec, monkeypatch: pytest.MonkeyPatch, usable: int, cores: int
-) -> None:
+def test_locally_all_ranks_share_the_usable_cores(spec, monkeypatch, usable, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(usable)))
     cluster = find_cluster(spec, "local").cluster
     assert [(node.ranks, node.cores) for node in cluster.nodes] == [(6, cores)]
 
 
 @pytest.mark.parametrize("ranks", [5, 8_000_000_000])
-def test_a_described_cluster_needs_as_many_ranks(
-    tmp_path: Path, write_job: WriteJob, ranks: int
-) -> None:
+def test_a_described_cluster_needs_as_many_ranks(tmp_path, write_job, ranks):
     assumed_cluster("mine", [ranks], 4, None).save(tmp_path / "cluster.json")
     spec = load(write_job(RESOURCES, "cluster: cluster.json"))
     with pytest.raises(MismatchError, match=f"describes {ranks} ranks, resources: ask for 6"):
@@ -70,15 +60,13 @@ def measured(per_node: list[int], key: str | None) -> Cluster:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def here(monkeypatch, tmp_path):
     """``runs`` is in an empty directory."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])
-def test_a_measured_cluster_is_found_at_its_usual_place(
-    spec: JobSpec, here: None, scheduler: str
-) -> None:
+def test_a_measured_cluster_is_found_at_its_usual_place(spec, here, scheduler):
     """It may have another layout than was asked for: the one that the launcher made."""
     cluster = measured([2, 4], cluster_file_key(spec, scheduler))
     path = put(spec, cluster)
@@ -104,9 +92,7 @@ def test_a_measured_cluster_is_found_at_its_usual_place(
         ("name=tiny", True),
     ],
 )
-def test_a_cluster_measured_for_other_settings_is_not_used(
-    spec: JobSpec, here: None, tmp_path: Path, change: str, is_used: bool
-) -> None:
+def test_a_cluster_measured_for_other_settings_is_not_used(spec, here, tmp_path, change, is_used):
     put(spec, measured([3, 3], cluster_file_key(spec, "slurm")))
     found = find_cluster(load(tmp_path / "job.yaml", [change]), "slurm")
     assert found.cluster.assumed == (found.file is None) == (not is_used)
@@ -115,15 +101,15 @@ def test_a_cluster_measured_for_other_settings_is_not_used(
 
 
 def test_a_cluster_measured_on_this_machine_is_none_for_slurm_or_another_host(
-    spec: JobSpec, here: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    spec, here, monkeypatch
+):
     put(spec, measured([6], cluster_file_key(spec, "local")))
     assert find_cluster(spec, "slurm").warning
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     assert find_cluster(spec, "local").warning
 
 
-def test_a_cluster_without_a_key_is_used_where_it_fits(spec: JobSpec, here: None) -> None:
+def test_a_cluster_without_a_key_is_used_where_it_fits(spec, here):
     put(spec, measured([3, 3], None))
     assert find_cluster(spec, "slurm").file is not None
     found = find_cluster(spec, "local")
@@ -131,9 +117,7 @@ def test_a_cluster_without_a_key_is_used_where_it_fits(spec: JobSpec, here: None
     assert "describes nodes of [3, 3] ranks, but resources: ask for [6]" in found.warning
 
 
-def test_a_cluster_that_the_job_names_beats_the_measured_one(
-    here: None, tmp_path: Path, write_job: WriteJob
-) -> None:
+def test_a_cluster_that_the_job_names_beats_the_measured_one(here, tmp_path, write_job):
     job = write_job(RESOURCES, "cluster: mine.json")
     described = assumed_cluster("mine", [6], 4, None)
     described.save(tmp_path / "mine.json")
@@ -143,7 +127,7 @@ def test_a_cluster_that_the_job_names_beats_the_measured_one(
     assert (found.cluster, found.file) == (described, tmp_path / "mine.json")
 
 
-def test_a_damaged_measured_cluster_is_an_error(spec: JobSpec, here: None) -> None:
+def test_a_damaged_measured_cluster_is_an_error(spec, here):
     put(spec, measured([3, 3], None)).write_text("{")
     with pytest.raises(DataFileError, match=r"tiny\.cluster\.json") as caught:
         find_cluster(spec, "slurm")

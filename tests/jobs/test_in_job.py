@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +11,7 @@ from pipectl.jobs import in_job
 from pipectl.plan import Plan
 from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.runs import Heartbeat, Record, RunDirectory
-from pipectl.spec import JobSpec, dump, load
+from pipectl.spec import dump, load
 
 MORE = "pipeline: {stages: 2, micro_batches: 4, memory_limit: 1GiB}", "resources: {nodes: 2}"
 SUBMITTED = 1.7e9
@@ -33,7 +30,7 @@ PROFILE = Profile(
 
 
 @pytest.fixture
-def run(tmp_path: Path, write_job: Callable[..., Path]) -> RunDirectory:
+def run(tmp_path, write_job):
     """A run directory as a submission without a profile leaves it."""
     job = write_job(*MORE)
     run = RunDirectory.create(tmp_path, "tiny", 1.7e9)
@@ -45,11 +42,11 @@ def run(tmp_path: Path, write_job: Callable[..., Path]) -> RunDirectory:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def measured(monkeypatch):
     """Replaces the profiler; the list says what was measured."""
     calls: list[Path] = []
 
-    def measure(spec: JobSpec, path: Path, progress: Callable[[int, int, str], None]) -> Profile:
+    def measure(spec, path, progress):
         assert Path(spec.output.directory) == path.parents[1]
         calls.append(path)
         progress(1, 3, "op0")
@@ -60,7 +57,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return calls
 
 
-def test_profile_plan_and_prediction_are_made(run: RunDirectory, measured: list[Path]) -> None:
+def test_profile_plan_and_prediction_are_made(run, measured):
     assert in_job.main([str(run.path)]) == 0
     assert measured == [run.profile]
     plan = Plan.load(run.plan)
@@ -68,9 +65,7 @@ def test_profile_plan_and_prediction_are_made(run: RunDirectory, measured: list[
     assert json.loads((run.trace / "predicted.json").read_text())["ranks"] == 2
 
 
-def test_a_heartbeat_tells_how_far_it_is(
-    run: RunDirectory, measured: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heartbeat_tells_how_far_it_is(run, measured, monkeypatch):
     beats = []
     monkeypatch.setenv("PIPECTL_ATTEMPT", "3")
     monkeypatch.setattr(Heartbeat, "save", lambda beat, path: beats.append((path, beat)))
@@ -84,8 +79,8 @@ def test_a_heartbeat_tells_how_far_it_is(
     ("other_model", "checkpoint", "measurements"), [(0, 0, 1), (1, 0, 2), (1, 1, 1)]
 )
 def test_what_is_there_is_kept_unless_the_model_is_another_and_nothing_is_saved(
-    run: RunDirectory, measured: list[Path], other_model: int, checkpoint: int, measurements: int
-) -> None:
+    run, measured, other_model, checkpoint, measurements
+):
     in_job.profile_and_plan(run)
     replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
     if other_model:
@@ -97,10 +92,8 @@ def test_what_is_there_is_kept_unless_the_model_is_another_and_nothing_is_saved(
     assert (Plan.load(run.plan).assumptions == ("mine",)) == (measurements == 1)
 
 
-def test_a_failure_is_reported_in_the_run_and_on_standard_error(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_arguments: object, **_more: object) -> Profile:
+def test_a_failure_is_reported_in_the_run_and_on_standard_error(run, monkeypatch, capsys):
+    def fail(*_arguments, **_more):
         raise CaptureError("m: no such module", cure="install it")
 
     monkeypatch.setattr("pipectl.jobs.profiles.measure", fail)
@@ -113,7 +106,7 @@ def test_a_failure_is_reported_in_the_run_and_on_standard_error(
     )
 
 
-def test_no_feasible_plan_exits_4(run: RunDirectory, measured: list[Path]) -> None:
+def test_no_feasible_plan_exits_4(run, measured):
     run.job.write_text(
         run.job.read_text().replace("memory_limit: 1073741824", "memory_limit: 1048576")
     )
@@ -125,8 +118,8 @@ def test_no_feasible_plan_exits_4(run: RunDirectory, measured: list[Path]) -> No
 
 @pytest.mark.parametrize(("age_s", "replaced"), [(None, True), (-5, True), (5, False)])
 def test_the_profile_is_put_where_later_commands_look_unless_a_newer_one_is_there(
-    run: RunDirectory, measured: list[Path], age_s: float | None, replaced: bool
-) -> None:
+    run, measured, age_s, replaced
+):
     place = run.path.parent / "tiny.profile.json"
     if age_s is not None:
         place.write_text("another")
@@ -135,9 +128,7 @@ def test_the_profile_is_put_where_later_commands_look_unless_a_newer_one_is_ther
     assert (place.read_text() == run.profile.read_text()) == replaced
 
 
-def test_a_profile_that_the_run_already_had_replaces_none(
-    run: RunDirectory, measured: list[Path]
-) -> None:
+def test_a_profile_that_the_run_already_had_replaces_none(run, measured):
     PROFILE.save(run.profile)
     place = run.path.parent / "tiny.profile.json"
     place.write_text("of the job as it is now")
@@ -147,16 +138,14 @@ def test_a_profile_that_the_run_already_had_replaces_none(
     assert place.read_text() == "of the job as it is now"
 
 
-def test_a_damaged_record_stops_no_job(run: RunDirectory, measured: list[Path]) -> None:
+def test_a_damaged_record_stops_no_job(run, measured):
     run.record.write_text("{")
     in_job.profile_and_plan(run)
     assert run.plan.exists()
     assert not (run.path.parent / "tiny.profile.json").exists()
 
 
-def test_a_place_that_cannot_be_written_stops_no_job(
-    run: RunDirectory, measured: list[Path]
-) -> None:
+def test_a_place_that_cannot_be_written_stops_no_job(run, measured):
     (run.path.parent / "tiny.profile.json").mkdir()
     in_job.profile_and_plan(run)
     assert run.plan.exists()

@@ -2,14 +2,10 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from pipectl.jobs.plan_search import PlanSearch
 
 
-def test_the_budget_is_of_each_plan_and_an_interrupt_of_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_budget_is_of_each_plan_and_an_interrupt_of_all(monkeypatch):
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("pipectl.jobs.plan_search.time", clock)

@@ -46,9 +46,7 @@ def asked(
         ("blocks", (True, True)),
     ],
 )
-def test_recomputation(
-    write_job: WriteJob, word: str, wanted: tuple[bool | None, bool | None]
-) -> None:
+def test_recomputation(write_job, word, wanted):
     request = asked(write_job, f"{{recompute: {word}}}")
     assert (request.recompute, request.blocks) == wanted
 
@@ -65,19 +63,13 @@ def test_recomputation(
         ("auto", 0, None, (False, DISK)),  # nobody knows how fast the disk is
     ],
 )
-def test_offload(
-    write_job: WriteJob,
-    word: str,
-    accelerators: int,
-    disk: Link | None,
-    wanted: tuple[bool | None, OffloadTarget],
-) -> None:
+def test_offload(write_job, word, accelerators, disk, wanted):
     request = asked(write_job, f"{{offload: {word}}}", accelerators, disk)
     assert (request.offload, request.offload_to) == wanted
 
 
 @pytest.mark.parametrize(("word", "wanted"), [("auto", None), ("together", False), ("apart", True)])
-def test_backwards_of_their_own(write_job: WriteJob, word: str, wanted: bool | None) -> None:
+def test_backwards_of_their_own(write_job, word, wanted):
     request = asked(write_job, f"{{backward: {word}, recompute: all}}")
     assert request.backward_apart is wanted
 
@@ -93,8 +85,8 @@ def test_backwards_of_their_own(write_job: WriteJob, word: str, wanted: bool | N
     ],
 )
 def test_the_smaller_limit_of_memory_counts_and_its_key_is_known(
-    write_job: WriteJob, memory_limit: str, per_node: str | None, limit: int | None, key: str
-) -> None:
+    write_job, memory_limit, per_node, limit, key
+):
     overrides = ["resources.tasks_per_node=2", f"resources.memory_per_node={per_node or 'null'}"]
     if memory_limit != "auto":
         overrides.append(f"pipeline.memory_limit={memory_limit}")
@@ -103,7 +95,7 @@ def test_the_smaller_limit_of_memory_counts_and_its_key_is_known(
     assert request.memory_key == key
 
 
-def test_no_backward_leaves_a_rank_that_compiles(write_job: WriteJob) -> None:
+def test_no_backward_leaves_a_rank_that_compiles(write_job):
     compiled = ("training.compile=true",)
     request = asked(write_job, "{backward: auto}", overrides=compiled)
     assert request.backward_apart is False
@@ -111,7 +103,7 @@ def test_no_backward_leaves_a_rank_that_compiles(write_job: WriteJob) -> None:
     assert request.backward_apart is None
 
 
-def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline) -> None:
+def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline):
     plan = pipeline(2, 4, node_of_rank=[0, 1], size_bytes=10**9)
     assumed = assumed_cluster("assumed", [1, 1], 1, None)
     fast_s, slow_s = step_range(plan, assumed)
@@ -122,6 +114,6 @@ def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline) -> None:
     assert step_range(plan, replace(assumed, assumed=False, **links)) is None
 
 
-def test_a_range_that_is_narrow_is_a_point(pipeline) -> None:
+def test_a_range_that_is_narrow_is_a_point(pipeline):
     plan = pipeline(2, 4, node_of_rank=[0, 1], size_bytes=1000)
     assert step_range(plan, assumed_cluster("assumed", [1, 1], 1, None)) is None

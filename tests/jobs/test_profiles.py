@@ -1,7 +1,5 @@
 """Measuring through the cache, with a profiler that only counts; and what rows take."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -62,16 +60,14 @@ def resumed(profile: Profile) -> int:
 
 
 @pytest.fixture
-def profiler(monkeypatch: pytest.MonkeyPatch) -> Profiler:
+def profiler(monkeypatch):
     counting = Profiler()
     monkeypatch.setattr("pipectl.profiler.profile_job", counting)
     return counting
 
 
 @pytest.fixture
-def spec_of(
-    tmp_path: Path, write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., JobSpec]:
+def spec_of(tmp_path, write_job, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = write_job("resources: {nodes: 2}")
     Path("model.py").write_text("import layers\n")
@@ -82,9 +78,7 @@ def spec_of(
 PLACE = Path("runs/tiny.profile.json")
 
 
-def test_the_second_time_nothing_is_measured(
-    profiler: Profiler, spec_of: Callable[..., JobSpec]
-) -> None:
+def test_the_second_time_nothing_is_measured(profiler, spec_of):
     first = measure(spec_of(), PLACE)
     PLACE.unlink()
     assert measure(spec_of(), PLACE) == Profile.load(PLACE) == first
@@ -93,9 +87,7 @@ def test_the_second_time_nothing_is_measured(
     assert [path.suffix for path in entries] == [".json"]
 
 
-def test_the_profile_says_on_what_it_was_measured(
-    profiler: Profiler, spec_of: Callable[..., JobSpec]
-) -> None:
+def test_the_profile_says_on_what_it_was_measured(profiler, spec_of):
     plain = measure(spec_of("resources.cpus_per_task=3"), PLACE).device
     assert plain is not None
     assert (plain.kind, plain.threads, plain.neighbours) == ("cpu", 3, 0)
@@ -120,13 +112,7 @@ def test_the_profile_says_on_what_it_was_measured(
         (("resources.cpus_per_task=2",), {}, 3),
     ],
 )
-def test_what_makes_a_measurement_another(
-    profiler: Profiler,
-    spec_of: Callable[..., JobSpec],
-    overrides: tuple[str, ...],
-    options: dict[str, Any],
-    measured: int,
-) -> None:
+def test_what_makes_a_measurement_another(profiler, spec_of, overrides, options, measured):
     measure(spec_of(), PLACE)
     profiler.measured.clear()
     spec = spec_of(*overrides)
@@ -134,10 +120,8 @@ def test_what_makes_a_measurement_another(
     assert len(profiler.measured) == measured
 
 
-def test_code_processor_and_versions_make_it_another(
-    profiler: Profiler, spec_of: Callable[..., JobSpec], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measured_twice() -> list[bool]:
+def test_code_processor_and_versions_make_it_another(profiler, spec_of, monkeypatch):
+    def measured_twice():
         return [profiler.measures(lambda: measure(spec_of(), PLACE)) for _ in range(2)]
 
     assert measured_twice() == [True, False]
@@ -151,9 +135,7 @@ def test_code_processor_and_versions_make_it_another(
     assert measured_twice() == [True, False]
 
 
-def test_damaged_entries_are_measured_anew(
-    profiler: Profiler, spec_of: Callable[..., JobSpec]
-) -> None:
+def test_damaged_entries_are_measured_anew(profiler, spec_of):
     measure(spec_of(), PLACE)
     (path,) = Path("runs/.cache").glob("[!r]*.json")
     good = path.read_text()
@@ -165,9 +147,7 @@ def test_damaged_entries_are_measured_anew(
         assert not profiler.measures(lambda: measure(spec_of(), PLACE))
 
 
-def test_an_interrupted_one_goes_on_where_it_was(
-    profiler: Profiler, spec_of: Callable[..., JobSpec]
-) -> None:
+def test_an_interrupted_one_goes_on_where_it_was(profiler, spec_of):
     PLACE.parent.mkdir()
     PLACE.write_text("good")
     profiler.stop_at = 2
@@ -183,9 +163,7 @@ def test_an_interrupted_one_goes_on_where_it_was(
     assert is_fresh(spec_of(), found)
 
 
-def test_measuring_again_may_be_interrupted_too(
-    profiler: Profiler, spec_of: Callable[..., JobSpec]
-) -> None:
+def test_measuring_again_may_be_interrupted_too(profiler, spec_of):
     measure(spec_of(), PLACE)
     profiler.stop_at = 1
     with pytest.raises(Interrupted):
@@ -195,9 +173,7 @@ def test_measuring_again_may_be_interrupted_too(
     assert resumed(measure(spec_of(), PLACE, again=True)) == 1
 
 
-def test_what_changed_since_the_interruption_is_not_mixed(
-    profiler: Profiler, spec_of: Callable[..., JobSpec]
-) -> None:
+def test_what_changed_since_the_interruption_is_not_mixed(profiler, spec_of):
     profiler.stop_at = 2
     with pytest.raises(Interrupted):
         measure(spec_of(), PLACE)
@@ -207,25 +183,19 @@ def test_what_changed_since_the_interruption_is_not_mixed(
     assert profiler.measured == ["op0", "op1", "op0", "op1", "op2"]
 
 
-def test_the_effort_reaches_the_profiler(
-    profiler: Profiler, spec_of: Callable[..., JobSpec]
-) -> None:
+def test_the_effort_reaches_the_profiler(profiler, spec_of):
     for effort in ("fast", "normal", "thorough"):
         measure(spec_of(), PLACE, effort=effort)
     assert profiler.efforts == [Effort.FAST, Effort.NORMAL, Effort.THOROUGH]
 
 
-def test_the_cache_of_another_output_directory(
-    profiler: Profiler, spec_of: Callable[..., JobSpec]
-) -> None:
+def test_the_cache_of_another_output_directory(profiler, spec_of):
     measure(spec_of("output.directory=elsewhere"))
     assert list(Path("elsewhere/.cache").iterdir())
     assert not Path("runs/.cache").exists()
 
 
-def test_old_files_make_room(
-    profiler: Profiler, spec_of: Callable[..., JobSpec], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_files_make_room(profiler, spec_of, monkeypatch):
     monkeypatch.setattr(profiles, "_MAX_CACHED", 2)
     for batch in (8, 16, 32):
         measure(spec_of(f"training.batch_size={batch}"), PLACE)
@@ -235,9 +205,7 @@ def test_old_files_make_room(
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("measured_rows")
-def test_two_ranks_of_this_machine_measure_rows(
-    write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, warm_python: str
-) -> None:
+def test_two_ranks_of_this_machine_measure_rows(write_job, monkeypatch, warm_python):
     monkeypatch.setattr("pipectl.jobs.profiles._ROW_PATIENCE_S", 500.0)  # the machine may be busy
     monkeypatch.setattr(sys, "executable", warm_python)
     spec = load(write_job("resources: {tasks_per_node: 2}"), check_files=False)
@@ -252,12 +220,10 @@ def test_two_ranks_of_this_machine_measure_rows(
     assert reports == [(0, 0, "messages between ranks")]
 
 
-def test_two_ranks_under_srun_have_as_many_cores_as_ranks_of_the_job(
-    write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_under_srun_have_as_many_cores_as_ranks_of_the_job(write_job, monkeypatch):
     commands: list[Sequence[str]] = []
 
-    def run(argv: Sequence[str], **_options: Any) -> process.Completed:
+    def run(argv, **_options):
         commands.append(argv)
         return process.Completed(1, "", "no")
 
@@ -268,23 +234,21 @@ def test_two_ranks_under_srun_have_as_many_cores_as_ranks_of_the_job(
     assert (rows, "--cpus-per-task=2" in commands[-1]) == (None, True)
 
 
-def test_output_directories_of_a_user_share_the_times_of_rows(
-    write_job: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_directories_of_a_user_share_the_times_of_rows(write_job, tmp_path, monkeypatch):
     monkeypatch.setattr("pipectl.jobs.profiles.user_cache", user_cache)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     spec = load(write_job(), check_files=False)
     asked: list[Any] = []
     places: list[Path] = []
 
-    def count(*given: Any) -> tuple[RowTimes, str]:
+    def count(*given):
         asked.append(given)
         return RowTimes(compute=float(len(asked))), ""
 
     monkeypatch.setattr("pipectl.jobs.profiles.measure_rows", count)
     profile = Profile("p", "test", 1, (), ())
 
-    def rows_of(job: JobSpec, *, again: bool = False, effort: str = "fast") -> float:
+    def rows_of(job, *, again=False, effort="fast"):
         places.append(tmp_path / f"runs{len(places)}")
         rows = profiles._with_rows(profile, job, None, effort, places[-1], again=again).rows
         assert rows is not None

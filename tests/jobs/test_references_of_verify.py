@@ -1,8 +1,5 @@
 """With what a job is compared, and how exactly both must agree."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +10,6 @@ import pytest
 from pipectl.capture.job import Traits
 from pipectl.jobs import verify
 from pipectl.jobs.verify import Reference, expect
-from pipectl.plan import Plan
 
 RANDOM, SHARED = ("dropout",), ("tied.weight",)
 
@@ -41,9 +37,8 @@ def spec(precision: str = "float32", gpus: int = 0) -> Any:
     ],
 )
 def test_plans_differ_in_no_bit_on_cpus_and_else_within_the_coarsest_rounding(
-    pipeline: Callable[..., Plan],
-    job: Any, traits: Any, reason: str, replicas: int, tolerance: float, note: str,
-) -> None:  # fmt: skip
+    pipeline, job, traits, reason, replicas, tolerance, note
+):
     plan = pipeline(1, 2, node_of_rank=[0] * replicas)
     plan = replace(plan, stages=(replace(plan.stages[0], ranks=tuple(range(replicas))),))
     notes, found = expect(job, Traits(*traits), plan, reason)
@@ -52,9 +47,7 @@ def test_plans_differ_in_no_bit_on_cpus_and_else_within_the_coarsest_rounding(
 
 
 @pytest.mark.parametrize(("needed", "fits"), [(2 << 30, True), (4 << 30, False)])
-def test_two_plans_are_compared_if_memory_is_short(
-    monkeypatch: pytest.MonkeyPatch, needed: int, fits: bool
-) -> None:
+def test_two_plans_are_compared_if_memory_is_short(monkeypatch, needed, fits):
     other = SimpleNamespace(
         prediction=SimpleNamespace(peak_memory_bytes=(needed,)), ranks=3, stages="abc"
     )

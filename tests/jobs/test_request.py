@@ -1,10 +1,7 @@
 """What a batch system is asked for: containers, heaps, and the user's own template of scripts."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +26,6 @@ from pipectl.spec import JobSpec, load
 CODE = 'model: "./code/model.py:build"\ndata: "./model data.py:data"\nloss: "torch.nn:MSELoss"\n'
 SIZES = "training: {steps: 4, batch_size: 8}\nsite_defaults: false\n"
 GOOD = "{{% extends base %}}\n{{% block setup %}}\n{head}\n{{% endblock %}}\n"
-WriteJob = Callable[..., Path]
 
 
 def request_in_a_container(tmp_path: Path, image: str, code: str = CODE) -> JobRequest:
@@ -44,9 +40,7 @@ def request_in_a_container(tmp_path: Path, image: str, code: str = CODE) -> JobR
     ("written", "image"),
     [("./torch.sif", "{}/torch.sif"), ("docker://a/b:1", "docker://a/b:1"), ("/x.sif", "/x.sif")],
 )
-def test_a_container_sees_what_the_job_names_and_writes(
-    tmp_path: Path, written: str, image: str
-) -> None:
+def test_a_container_sees_what_the_job_names_and_writes(tmp_path, written, image):
     request = request_in_a_container(tmp_path, written)
     assert request.binds == (Path("/runs"), tmp_path, tmp_path / "code")
     assert request.in_container(("a",)) == (
@@ -57,7 +51,7 @@ def test_a_container_sees_what_the_job_names_and_writes(
     )
 
 
-def test_a_container_sees_packages_beside_the_job(tmp_path: Path) -> None:
+def test_a_container_sees_packages_beside_the_job(tmp_path):
     (tmp_path / "netmod.py").touch()
     code = CODE.replace("./code/model.py", "netmod").replace("./model data.py", "/else/pk.data")
     request = request_in_a_container(tmp_path, "./torch.sif", code)
@@ -67,8 +61,8 @@ def test_a_container_sees_packages_beside_the_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("target", ["disk", "host"])
 def test_ranks_that_offload_to_a_disk_start_with_a_heap_that_joins_what_is_freed(
-    write_job: WriteJob, target: str, known: bool
-) -> None:
+    write_job, target, known
+):
     lines = (f"pipeline: {{offload: {target}}}", "resources: {gpus_per_node: 1}")
     job = make_job(load(write_job(*lines), check_files=False), "local")
     stage = Stage(("a",), (0,), StageCost(1.0, 1.0, 0.0, 1, 1, 1), offload=True)
@@ -81,7 +75,7 @@ def test_ranks_that_offload_to_a_disk_start_with_a_heap_that_joins_what_is_freed
     assert replace(job, plan=kept).request_for(Path("x")).environment.variables == {}
 
 
-def test_a_job_s_own_setting_of_the_heap_wins(write_job: WriteJob) -> None:
+def test_a_job_s_own_setting_of_the_heap_wins(write_job):
     own = {"GLIBC_TUNABLES": "glibc.malloc.check=1"}
     lines = ("pipeline: {offload: disk}", f"environment: {{variables: {json.dumps(own)}}}")
     job = make_job(load(write_job(*lines), check_files=False), "local")
@@ -103,21 +97,19 @@ def script_of(spec: JobSpec, scheduler: str) -> str:
 
 
 @pytest.mark.parametrize("head", ["if true; then", "echo {{{{ job.no_such }}}}", "echo )"])
-def test_a_template_with_which_no_script_can_be_written_is_refused(
-    tmp_path: Path, head: str
-) -> None:
+def test_a_template_with_which_no_script_can_be_written_is_refused(tmp_path, head):
     spec = spec_with_template(tmp_path, head.format())
     with pytest.raises(SpecError, match=r"my site's\.sh:[13]:1: "):
         check_script(spec)
 
 
-def test_a_template_that_does_not_exist_is_a_problem_of_the_spec(write_job: WriteJob) -> None:
+def test_a_template_that_does_not_exist_is_a_problem_of_the_spec(write_job):
     path = write_job("launch: {template: no.sh}")
     with pytest.raises(SpecError, match=r"job\.yaml:8:\d+: launch\.template: no such file"):
         load(path)
 
 
-def test_a_run_keeps_its_own_template(tmp_path: Path) -> None:
+def test_a_run_keeps_its_own_template(tmp_path):
     spec = spec_with_template(tmp_path, "echo first")
     run = RunDirectory.create(tmp_path / "runs", "demo", time.time())
     write_job(run, spec, read_template(spec))
@@ -128,7 +120,7 @@ def test_a_run_keeps_its_own_template(tmp_path: Path) -> None:
     assert "echo first" in script_of(again, "slurm")
 
 
-def test_the_name_of_a_template_gets_into_no_script(tmp_path: Path) -> None:
+def test_the_name_of_a_template_gets_into_no_script(tmp_path):
     plain = script_of(spec_with_template(tmp_path, "true", "plain.sh"), "slurm")
     for name in ("$(touch x).sh", "`id`", "'; exit 1; '", "{{ job }}", "-n", "[red]"):
         assert script_of(spec_with_template(tmp_path, "true", name), "slurm") == plain

@@ -1,7 +1,5 @@
 """How often batch systems are asked by somebody who watches, and what metrics say of a run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -42,7 +40,7 @@ class Scheduler:
 
 
 @pytest.fixture
-def schedulers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Scheduler]:
+def schedulers(monkeypatch):
     found = {"slurm": Scheduler(), "local": Scheduler()}
     for module in (state, recover):
         monkeypatch.setattr(module, "get_scheduler", lambda name, _timeout_s: found[name])
@@ -57,7 +55,7 @@ def run(tmp_path: Path, job_id: str, scheduler: str = "slurm") -> RunDirectory:
     return made
 
 
-def test_questions_become_rare(tmp_path: Path, schedulers: dict[str, Scheduler]) -> None:
+def test_questions_become_rare(tmp_path, schedulers):
     clock, runs = Clock(), [run(tmp_path, "7")]
     poller = Poller(clock)
     for _ in range(2 * 600):
@@ -74,9 +72,7 @@ def interrupted(tmp_path: Path) -> RunDirectory:
     return made
 
 
-def test_searches_for_a_job_become_rare_too(
-    tmp_path: Path, schedulers: dict[str, Scheduler]
-) -> None:
+def test_searches_for_a_job_become_rare_too(tmp_path, schedulers):
     clock, runs = Clock(), [interrupted(tmp_path), run(tmp_path, "7")]
     poller, slurm = Poller(clock), schedulers["slurm"]
     for _ in range(2 * 600):
@@ -93,7 +89,7 @@ def test_searches_for_a_job_become_rare_too(
     assert len(slurm.asked) == count
 
 
-def test_a_new_job_is_asked_about_at_once(tmp_path: Path, schedulers: dict[str, Scheduler]) -> None:
+def test_a_new_job_is_asked_about_at_once(tmp_path, schedulers):
     poller = Poller(Clock())
     first = run(tmp_path, "7")
     poller.get_statuses([first], 1.7e9)
@@ -101,7 +97,7 @@ def test_a_new_job_is_asked_about_at_once(tmp_path: Path, schedulers: dict[str, 
     assert [sorted(ids) for ids in schedulers["slurm"].asked] == [["7"], ["7", "8"]]
 
 
-def test_a_job_less_is_no_reason_to_ask(tmp_path: Path, schedulers: dict[str, Scheduler]) -> None:
+def test_a_job_less_is_no_reason_to_ask(tmp_path, schedulers):
     poller = Poller(Clock())
     first, second = run(tmp_path, "7"), run(tmp_path, "8")
     poller.get_statuses([first, second], 1.7e9)
@@ -110,9 +106,7 @@ def test_a_job_less_is_no_reason_to_ask(tmp_path: Path, schedulers: dict[str, Sc
     assert len(schedulers["slurm"].asked) == 1
 
 
-def test_a_job_that_has_left_its_exit_code_is_asked_about_at_once(
-    tmp_path: Path, schedulers: dict[str, Scheduler]
-) -> None:
+def test_a_job_that_has_left_its_exit_code_is_asked_about_at_once(tmp_path, schedulers):
     poller, ended = Poller(Clock()), run(tmp_path, "7")
     poller.get_statuses([ended], 1.7e9)
     ended.exit_code.write_text("0\n")
@@ -121,12 +115,7 @@ def test_a_job_that_has_left_its_exit_code_is_asked_about_at_once(
 
 
 @pytest.mark.parametrize("state", [JobState.QUEUED, JobState.RUNNING])
-def test_while_the_next_start_waits_nothing_is_going_on(
-    tmp_path: Path,
-    schedulers: dict[str, Scheduler],
-    monkeypatch: pytest.MonkeyPatch,
-    state: JobState,
-) -> None:
+def test_while_the_next_start_waits_nothing_is_going_on(tmp_path, schedulers, monkeypatch, state):
     waiting = run(tmp_path, "41")
     Heartbeat("training", 2, 9).save(waiting.heartbeat)
     line = {"attempt": 1, "step": 2, "steps": 9, "loss": 1.5, "step_time_s": 0.1}
@@ -139,9 +128,7 @@ def test_while_the_next_start_waits_nothing_is_going_on(
     assert found.measured.step == 2
 
 
-def test_processes_of_this_machine_are_looked_at_every_time(
-    tmp_path: Path, schedulers: dict[str, Scheduler]
-) -> None:
+def test_processes_of_this_machine_are_looked_at_every_time(tmp_path, schedulers):
     poller = Poller(Clock())
     runs = [run(tmp_path, "7"), run(tmp_path, "9.1@here", "local")]
     for _ in range(3):
@@ -152,13 +139,13 @@ def test_processes_of_this_machine_are_looked_at_every_time(
 
 @pytest.mark.parametrize(("file", "patience_s"), [("heartbeat.json", 10), ("", 60)])
 def test_a_queue_that_hangs_is_waited_for_while_nothing_else_tells_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, patience_s: float
-) -> None:
+    tmp_path, monkeypatch, file, patience_s
+):
     made, waited = run(tmp_path, "7"), []
     if file:
         (made.path / file).write_text("{}")
 
-    def hang(*_: Any, timeout: float, **__: Any) -> Any:
+    def hang(*_, timeout, **__):
         waited.append(timeout)
         raise subprocess.TimeoutExpired("squeue", timeout)
 
@@ -169,14 +156,12 @@ def test_a_queue_that_hangs_is_waited_for_while_nothing_else_tells_of_a_run(
     assert f"squeue: no answer within {patience_s} s" in found.job.reason
 
 
-def test_of_several_searches_only_the_first_waits_for_a_queue_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_searches_only_the_first_waits_for_a_queue_that_hangs(tmp_path, monkeypatch):
     runs, waited = [interrupted(tmp_path), interrupted(tmp_path), run(tmp_path, "7")], []
     for each in runs:
         each.exit_code.write_text("1\n")
 
-    def hang(*_: Any, timeout: float, **__: Any) -> Any:
+    def hang(*_, timeout, **__):
         waited.append(timeout)
         raise subprocess.TimeoutExpired("squeue", timeout)
 
@@ -188,15 +173,13 @@ def test_of_several_searches_only_the_first_waits_for_a_queue_that_hangs(
 
 
 @pytest.mark.parametrize(("times_s", "expected_s"), [([9.0], 9.0), ([9.0, 1.0], 1.0)])
-def test_with_few_steps_the_last_one_counts(times_s: list[float], expected_s: float) -> None:
+def test_with_few_steps_the_last_one_counts(times_s, expected_s):
     lines = [MetricsLine(1, n, step_time_s=time_s) for n, time_s in enumerate(times_s, 1)]
     assert sum_up(lines).step_time_s == expected_s
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(8, 1.0), (4, 4 / 7)])
-def test_efficiency_is_profiled_compute_over_the_ranks_time(
-    batch_size: int, expected: float
-) -> None:
+def test_efficiency_is_profiled_compute_over_the_ranks_time(batch_size, expected):
     cost = StageCost(1.0, 2.0, 1.0, 0, 0, 0)
     plan = Plan(
         name="x",

@@ -1,14 +1,11 @@
 """Runs of a sweep on this machine, over real processes; their scripts wait for a file."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 import pytest
 from job_requests import make_request
@@ -28,14 +25,13 @@ echo 0 >"{run}/exit_code"
 """
 NUMBERS = count()
 """Of sweeps: jobs are found by the name, and those of earlier tests may still be there."""
-Started = tuple[SweepDirectory, list[RunDirectory]]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., Started]:
+def start(tmp_path):
     """Starts a sweep of some runs, a few at a time, as its submission does."""
 
-    def submit(points: int, at_once: int, *, told: bool = True) -> Started:
+    def submit(points, at_once, *, told=True):
         name = f"tiny{os.getpid()}-{next(NUMBERS)}"
         sweep, runs = SweepDirectory.create(tmp_path, name, points, time.time())
         request = make_request(
@@ -73,7 +69,7 @@ def until(runs: Sequence[RunDirectory], *wanted: JobState) -> None:
         time.sleep(0.05)
 
 
-def test_a_few_at_a_time_in_their_order(start: Callable[..., Started]) -> None:
+def test_a_few_at_a_time_in_their_order(start):
     queued, running, completed = JobState.QUEUED, JobState.RUNNING, JobState.COMPLETED
     sweep, runs = start(4, 2)
     until(runs, running, running, queued, queued)
@@ -86,7 +82,7 @@ def test_a_few_at_a_time_in_their_order(start: Callable[..., Started]) -> None:
     assert all(Record.load(run.record).task is None for run in runs)
 
 
-def test_cancelled_runs_never_start(start: Callable[..., Started]) -> None:
+def test_cancelled_runs_never_start(start):
     sweep, runs = start(4, 1)
     until(runs, JobState.RUNNING, *[JobState.QUEUED] * 3)
     assert cancel(runs[1], time.time()) is Cancellation.ASKED
@@ -100,14 +96,12 @@ def test_cancelled_runs_never_start(start: Callable[..., Started]) -> None:
     assert cancel(runs[3], time.time()) is Cancellation.OVER
 
 
-def test_a_run_that_ends_while_others_are_cancelled_has_completed(
-    start: Callable[..., Started], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_ends_while_others_are_cancelled_has_completed(start, monkeypatch):
     sweep, runs = start(2, 2)
     until(runs, JobState.RUNNING, JobState.RUNNING)
     end = LocalScheduler.cancel
 
-    def slowly(self: LocalScheduler, job_id: str) -> None:
+    def slowly(self, job_id):
         end(self, job_id)
         (runs[1].path / "go").touch()
         until(runs[1:], JobState.COMPLETED)
@@ -117,9 +111,7 @@ def test_a_run_that_ends_while_others_are_cancelled_has_completed(
     until(runs, JobState.CANCELLED, JobState.COMPLETED)
 
 
-def test_what_waits_for_a_driver_that_is_gone_never_starts(
-    start: Callable[..., Started],
-) -> None:
+def test_what_waits_for_a_driver_that_is_gone_never_starts(start):
     sweep, runs = start(2, 1)
     until(runs, JobState.RUNNING, JobState.QUEUED)
     driver = LOCAL.find(sweep.name)
@@ -129,9 +121,7 @@ def test_what_waits_for_a_driver_that_is_gone_never_starts(
     assert "never started" in get_statuses(runs, time.time())[1].job.reason
 
 
-def test_runs_of_an_interrupted_submission_are_started_and_found(
-    start: Callable[..., Started],
-) -> None:
+def test_runs_of_an_interrupted_submission_are_started_and_found(start):
     _, runs = start(3, 1, told=False)
     until(runs, JobState.RUNNING, *[JobState.QUEUED] * 2)
     assert ["[" in (Record.load(run.record).job_id or "") for run in runs] == [False, True, True]

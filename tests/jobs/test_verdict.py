@@ -28,7 +28,7 @@ def listed(state: str, **details: Any) -> JobStatus:
     return JobStatus(JobState(state), **details)
 
 
-def test_what_the_scheduler_lists_counts() -> None:
+def test_what_the_scheduler_lists_counts():
     facts = {"exit_code": 3, "beat_at": NOW, "state": "cancelled"}
     for state in set(JobState) - {JobState.UNKNOWN}:
         assert verdict(listed=JobStatus(state), **facts).state is state
@@ -71,9 +71,7 @@ def test_what_the_scheduler_lists_counts() -> None:
         (listed("FAILED", source="process"), {"exit_code": 2}, "FAILED", 2, "exit code 2"),
     ],
 )
-def test_a_listed_end_is_completed_by_the_exit_code(
-    status: JobStatus, facts: dict[str, Any], state: str, code: int | None, reason: str
-) -> None:
+def test_a_listed_end_is_completed_by_the_exit_code(status, facts, state, code, reason):
     found = verdict(listed=status, **facts)
     assert (found.state, found.exit_code) == (JobState(state), code)
     assert reason in found.reason if reason else found.reason == ""
@@ -116,9 +114,7 @@ def test_a_listed_end_is_completed_by_the_exit_code(
         ({"state": "cancelled", "query_error": "down"}, "UNKNOWN", "none", []),
     ],
 )
-def test_a_job_that_is_not_listed(
-    facts: dict[str, Any], state: str, source: str, reasons: list[str]
-) -> None:
+def test_a_job_that_is_not_listed(facts, state, source, reasons):
     status = verdict(**facts)
     assert (status.state, status.source) == (JobState(state), source)
     assert [reason for reason in reasons if reason not in status.reason] == []

@@ -21,7 +21,7 @@ CLUSTER = Cluster(
 )
 
 
-def test_the_picture_of_links_is_well_formed_and_shows_every_measurement() -> None:
+def test_the_picture_of_links_is_well_formed_and_shows_every_measurement():
     root = ElementTree.fromstring(links_svg(CLUSTER))
     names = [item.tag.rpartition("}")[2] for item in root.iter()]
     assert names.count("polyline") == 2 + 2
@@ -40,7 +40,7 @@ def test_the_picture_of_links_is_well_formed_and_shows_every_measurement() -> No
     assert not [item for item in root.iter() if item.tag.endswith("polyline")]
 
 
-def test_figures_by_step() -> None:
+def test_figures_by_step():
     assert steps_svg({"loss": {"training": []}}) == ""
     text = steps_svg({"loss": {"training": [(1, 4.0), (2, 2.0), (3, 1.0)]}, "speed": {}})
     places = re.search('points="([^"]+)"', text)
@@ -58,7 +58,7 @@ def test_figures_by_step() -> None:
     assert {">training<", ">evaluation<", ">step<"} <= set(re.findall(">[a-z]+<", both))
 
 
-def test_an_outlier_does_not_flatten_a_curve_and_a_steep_beginning_is_whole() -> None:
+def test_an_outlier_does_not_flatten_a_curve_and_a_steep_beginning_is_whole():
     points = [(step, 2.0 + step % 3 / 10) for step in range(100)]
     text = steps_svg({"loss": {"training": [*points[:50], (50, 1e6), *points[51:]]}})
     assert "loss (at the border: 1 point beyond it)" in text
@@ -70,7 +70,7 @@ def test_an_outlier_does_not_flatten_a_curve_and_a_steep_beginning_is_whole() ->
     assert "border" not in steps_svg({"loss": {"training": steep}})
 
 
-def test_a_long_curve_is_drawn_by_means() -> None:
+def test_a_long_curve_is_drawn_by_means():
     points = [(float(step), float(step % 2)) for step in range(100_000)]
     found = average_points(points, 1000)
     assert len(found) == 1000

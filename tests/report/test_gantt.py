@@ -47,7 +47,7 @@ def texts(picture: str) -> list[str | None]:
     return [text.text for text in ElementTree.fromstring(picture).findall(".//svg:text", SPACE)]
 
 
-def test_rows_show_blocks_micro_batches_and_idle_time() -> None:
+def test_rows_show_blocks_micro_batches_and_idle_time():
     assert gantt(STEP, 27) == ["rank 0 0░░░1░░░    0█████UU", "rank 1     0░░░0███        "]
     # a narrow block keeps its kind and loses its number
     row = rows_of(STEP, 17)[0]
@@ -57,7 +57,7 @@ def test_rows_show_blocks_micro_batches_and_idle_time() -> None:
         assert set(map(len, gantt(STEP, width))) == {width}
 
 
-def test_an_event_too_short_for_a_column_is_still_drawn() -> None:
+def test_an_event_too_short_for_a_column_is_still_drawn():
     short = Timeline((Event(0, 0.0, 100.0, "forward", 0, 0), Event(0, 100.0, 100.1, "update")), 1)
     assert gantt(short, 20)[0] == "rank 0 0" + "░" * 12
     early = Timeline((Event(0, 0.0, 0.1, "update"), Event(0, 50.0, 100.0, "forward", 0, 0)), 1)
@@ -65,9 +65,7 @@ def test_an_event_too_short_for_a_column_is_still_drawn() -> None:
 
 
 @pytest.mark.parametrize(("forward_s", "backward_s", "idle_s"), [(1, 2, 0), (1, 1, 2), (3, 5, 2)])
-def test_the_shares_of_the_characters_are_those_of_the_time(
-    forward_s: float, backward_s: float, idle_s: float
-) -> None:
+def test_the_shares_of_the_characters_are_those_of_the_time(forward_s, backward_s, idle_s):
     (row,) = gantt(alternating(1000, forward_s, backward_s, idle_s), 107)
     text = row.removeprefix("rank 0 ")
     counted, period = Counter(text), forward_s + backward_s + idle_s
@@ -76,7 +74,7 @@ def test_the_shares_of_the_characters_are_those_of_the_time(
         assert counted[fill] == pytest.approx(100 * time_s / period, abs=2)
 
 
-def test_waiting_stays_where_it_is() -> None:
+def test_waiting_stays_where_it_is():
     """Many short blocks in the first tenth do not spread over the rest."""
     busy = alternating(500, 1, 1).events
     (row,) = gantt(Timeline((*busy, Event(0, 9999.0, 10000.0, "update")), 1), 107)
@@ -85,7 +83,7 @@ def test_waiting_stays_where_it_is() -> None:
     assert text[11:99].strip() == ""
 
 
-def test_the_legend_names_what_occurs_and_how_many_ranks_are_left_out() -> None:
+def test_the_legend_names_what_occurs_and_how_many_ranks_are_left_out():
     kinds = [Event(0, 0.0, 1.0, kind) for kind in ("forward", "recompute", "reduce_wait")]
     assert legend(Timeline(tuple(kinds), 1)) == (
         "░ forward  ▒ forward again  R sum of gradients  (digits: micro-batch, blank: idle)"
@@ -97,7 +95,7 @@ def test_the_legend_names_what_occurs_and_how_many_ranks_are_left_out() -> None:
     assert not {"backward (weights)", "evaluation"} & set(found)
 
 
-def test_the_svg_shows_title_notes_ranks_and_round_times() -> None:
+def test_the_svg_shows_title_notes_ranks_and_round_times():
     timeline = Timeline((Event(0, 0.0, 0.306, "forward", 0, 0), Event(1, 0.0, 0.1, "update")), 2)
     found = texts(gantt_svg(timeline, "a plan", "it is fast"))
     assert found[:2] == ["a plan", "it is fast"]
@@ -112,7 +110,7 @@ def test_the_svg_shows_title_notes_ranks_and_round_times() -> None:
     assert "rank 0" in texts(gantt_svg(Timeline((), 1), "nothing"))
 
 
-def test_timelines_stand_above_each_other_on_one_axis() -> None:
+def test_timelines_stand_above_each_other_on_one_axis():
     events = (e._replace(start_s=2 * e.start_s, end_s=2 * e.end_s) for e in STEP.events)
     picture = gantt_svg({"predicted": STEP, "measured": Timeline((*events,), 2)}, "both")
     found = texts(picture)
@@ -128,7 +126,7 @@ def test_timelines_stand_above_each_other_on_one_axis() -> None:
 
 
 @pytest.mark.parametrize("kind", LOOKS)
-def test_every_kind_has_a_bar_and_a_name(kind: str) -> None:
+def test_every_kind_has_a_bar_and_a_name(kind):
     title = "a <title> & more"
     timeline = Timeline((Event(0, 0.0, 1.0, kind, 0, 3),), 1)
     root = ElementTree.fromstring(gantt_svg(timeline, title))
@@ -137,7 +135,7 @@ def test_every_kind_has_a_bar_and_a_name(kind: str) -> None:
     assert LOOKS[kind].fill in legend(timeline)
 
 
-def test_of_many_ranks_some_are_shown_and_the_picture_says_so() -> None:
+def test_of_many_ranks_some_are_shown_and_the_picture_says_so():
     assert shown_ranks(1000, 5) == [0, 250, 500, 749, 999]
     picture = gantt_svg(at_once(range(1024), 1024), "many", "a note")
     assert "64 of 1,024 ranks are shown" in picture
@@ -148,7 +146,7 @@ def test_of_many_ranks_some_are_shown_and_the_picture_says_so() -> None:
     assert gantt_svg(Timeline(events, 32), "many").count("<rect class") < 25_000
 
 
-def test_ranks_that_were_not_recorded_have_no_rows() -> None:
+def test_ranks_that_were_not_recorded_have_no_rows():
     measured, predicted = at_once(shown_ranks(100, 70), 100), at_once(range(100), 100)
     rows = gantt(measured, 80)
     assert len(rows) == 32

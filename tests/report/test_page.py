@@ -1,13 +1,10 @@
 """The page of a run: no text in its files becomes a part of the page, and it needs nothing else."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
 import re
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from pipectl.cli.commands.report import make_page
-from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
 from pipectl.timeline import Event, Timeline
 
@@ -53,7 +49,7 @@ class Reader(HTMLParser):
 
 
 @pytest.fixture
-def page_with(tmp_path: Path, pipeline: Callable[..., Plan]) -> Callable[[str], Reader]:
+def page_with(tmp_path, pipeline):
     """The page of a failed run whose files hold a text wherever they hold any."""
     run = RunDirectory.create(tmp_path, "x", 0.0)
     events = tuple(Event(rank, 0.0, 1.0, "forward", rank, 0) for rank in range(2))
@@ -63,7 +59,7 @@ def page_with(tmp_path: Path, pipeline: Callable[..., Plan]) -> Callable[[str], 
     line = {"attempt": 1, "step": 1, "steps": 2, "loss": 1.0, "step_time_s": 0.5}
     run.metrics.write_text(json.dumps(line) + "\n")
 
-    def page(text: str) -> Reader:
+    def page(text):
         plan = pipeline(2, 1)
         stages = [
             replace(stage, nodes=(f"{text}{index}", f"{index}{text}"))
@@ -86,7 +82,7 @@ def page_with(tmp_path: Path, pipeline: Callable[..., Plan]) -> Callable[[str], 
     return page
 
 
-def test_text_stays_text(page_with: Callable[[str], Reader]) -> None:
+def test_text_stays_text(page_with):
     plain = page_with("x")
     assert plain.tags.count("script") == 1
     for text in HOSTILE:
@@ -98,7 +94,7 @@ def test_text_stays_text(page_with: Callable[[str], Reader]) -> None:
         assert shown >= 4 + 4, "of the failure, and of the operators"
 
 
-def test_it_asks_nothing_of_the_network(page_with: Callable[[str], Reader], tmp_path: Path) -> None:
+def test_it_asks_nothing_of_the_network(page_with, tmp_path):
     page_with("x")
     text = make_page(RunDirectory(next(tmp_path.glob("*-x"))), 1.7e9)
     assert "default-src 'none'" in text
@@ -108,9 +104,7 @@ def test_it_asks_nothing_of_the_network(page_with: Callable[[str], Reader], tmp_
     assert not re.search(r"https?://(?!www\.w3\.org)|src=|href=|@import|url\(", text)
 
 
-def test_commands_are_code_and_losses_of_evaluations_are_drawn(
-    page_with: Callable[[str], Reader], tmp_path: Path
-) -> None:
+def test_commands_are_code_and_losses_of_evaluations_are_drawn(page_with, tmp_path):
     page_with("x")
     run = RunDirectory(next(tmp_path.glob("*-x")))
     slow = (Event(0, 0.0, 1.0, "forward", 0, 0), Event(1, 1.0, 5.0, "forward", 1, 0))

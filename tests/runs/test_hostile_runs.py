@@ -4,8 +4,6 @@ Tests that need a second user run as root alone; what the looking user does is d
 its own, once as root and once as an ordinary user.
 """
 
-from __future__ import annotations
-
 import codecs
 import io
 import json
@@ -17,7 +15,7 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
@@ -82,7 +80,7 @@ def command(*arguments: str) -> Callable[[], Result]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def everything_loaded() -> None:
+def everything_loaded():
     """Ordinary users may not read this interpreter's library."""
     for package in (pipectl.batch, pipectl.cli, pipectl.jobs):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -100,7 +98,7 @@ class Place(NamedTuple):
 
 
 @pytest.fixture(params=[ROOT, NOBODY], ids=["root", "nobody"])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(request, monkeypatch):
     if os.geteuid() != ROOT:
         pytest.skip("only root has other users at hand")
     base = Path(tempfile.mkdtemp(prefix="pipectl-"))
@@ -225,9 +223,7 @@ def directories(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     "spoil", [links_to_mine, pipes, devices, huge_files, deep_files, directories]
 )
-def test_looking_at_runs_of_others_writes_nothing_and_ends(
-    place: Place, arguments: tuple[str, ...], spoil: Callable[[RunDirectory], None]
-) -> None:
+def test_looking_at_runs_of_others_writes_nothing_and_ends(place, arguments, spoil):
     their_run(place, spoil)
     before = state_of(place.mine) | {
         path: known[:3] for path, known in state_sizes(place.theirs).items()
@@ -248,7 +244,7 @@ def state_sizes(place: Path) -> dict[str, Any]:
     }
 
 
-def test_changing_a_run_of_others_is_refused(place: Place) -> None:
+def test_changing_a_run_of_others_is_refused(place):
     """Its record could name a process or job of ours, and its files could be links."""
     run = their_run(place)
     before = state_of(place.mine, place.theirs)
@@ -259,10 +255,10 @@ def test_changing_a_run_of_others_is_refused(place: Place) -> None:
     assert state_of(place.mine, place.theirs) == before
 
 
-def test_our_run_is_not_changed_through_a_link_of_others(place: Place) -> None:
+def test_our_run_is_not_changed_through_a_link_of_others(place):
     mine = as_user(place.us, lambda: make_run(place.mine, state="submitting", job_id=None))
 
-    def link() -> None:
+    def link():
         (place.theirs / mine.name).symlink_to(mine.path)
 
     as_user(MALLORY, link)
@@ -274,7 +270,7 @@ def test_our_run_is_not_changed_through_a_link_of_others(place: Place) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])
-def test_a_directory_into_which_others_can_write_is_not_ours(place: Place, mode: int) -> None:
+def test_a_directory_into_which_others_can_write_is_not_ours(place, mode):
     run = as_user(place.us, lambda: make_run(place.mine))
     os.chown(run.path, place.us, MALLORY)
     run.path.chmod(mode)
@@ -285,17 +281,17 @@ def test_a_directory_into_which_others_can_write_is_not_ours(place: Place, mode:
     assert f"chmod go-w {run.path}" in found.err
 
 
-def test_files_are_not_written_through_links_of_others(place: Place) -> None:
+def test_files_are_not_written_through_links_of_others(place):
     """In a directory that everybody may write to, such as /tmp."""
     place.theirs.chmod(0o1777)
     target = place.mine / ".bashrc"
     as_user(MALLORY, lambda: (place.theirs / "link").symlink_to(target))
     link = place.theirs / "link"
 
-    def write() -> None:
+    def write():
         write_text(link, "theirs")
 
-    def append() -> None:
+    def append():
         os.close(open_regular(link, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
 
     with pytest.raises(UsageError, match="is a symbolic link of another user"):
@@ -306,7 +302,7 @@ def test_files_are_not_written_through_links_of_others(place: Place) -> None:
 
 
 @pytest.mark.parametrize("kind", ["through ours", "directory", "directory through ours"])
-def test_no_link_of_others_on_the_way_is_followed(place: Place, kind: str) -> None:
+def test_no_link_of_others_on_the_way_is_followed(place, kind):
     """In a directory that everybody may write to, also where a link of ours leads there."""
     place.theirs.chmod(0o1777)
     os.chown(place.theirs, ROOT, ROOT)
@@ -320,7 +316,7 @@ def test_no_link_of_others_on_the_way_is_followed(place: Place, kind: str) -> No
         ours = link if kind == "through ours" else link / "name"
         as_user(place.us, lambda: path.symlink_to(ours))
 
-    def append() -> None:
+    def append():
         os.close(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
 
     for write in (lambda: write_text(path, "theirs"), lambda: make_directory_of(path)):
@@ -331,7 +327,7 @@ def test_no_link_of_others_on_the_way_is_followed(place: Place, kind: str) -> No
     assert target.read_text() == "mine"
 
 
-def test_nothing_is_written_to_a_pipe_of_others(place: Place) -> None:
+def test_nothing_is_written_to_a_pipe_of_others(place):
     """Whether nobody reads it, so that a writer would wait, or somebody does."""
     pipe = place.theirs / "pipe"
     as_user(MALLORY, lambda: os.mkfifo(pipe))
@@ -346,14 +342,14 @@ def test_nothing_is_written_to_a_pipe_of_others(place: Place) -> None:
     os.close(reader)
 
 
-def test_links_without_an_end_are_refused(tmp_path: Path) -> None:
+def test_links_without_an_end_are_refused(tmp_path):
     (tmp_path / "one").symlink_to("two")
     (tmp_path / "two").symlink_to("one")
     with pytest.raises(UsageError, match="Too many levels of symbolic links"):
         write_text(tmp_path / "one" / "x", "text")
 
 
-def test_links_of_ones_own_are_followed(tmp_path: Path) -> None:
+def test_links_of_ones_own_are_followed(tmp_path):
     (tmp_path / "near").symlink_to(tmp_path / "wide" / ".." / "dir")
     (tmp_path / "dir").mkdir()
     (tmp_path / "wide").mkdir()
@@ -366,7 +362,7 @@ def test_links_of_ones_own_are_followed(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
 
 
-def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "large").write_text("four")
@@ -383,9 +379,7 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202eevil\u2066\x7f\r\n\u2028end"
 
 
-def test_fields_with_escapes_neither_reach_the_terminal_nor_look_like_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fields_with_escapes_neither_reach_the_terminal_nor_look_like_lines(tmp_path, monkeypatch):
     forged = f"{ESCAPES}\n  error         all is well"
     run = make_run(tmp_path)
     record = {**json.loads(run.record.read_text()), "name": forged, "kind": forged, "tag": forged}
@@ -412,7 +406,7 @@ def test_fields_with_escapes_neither_reach_the_terminal_nor_look_like_lines(
             assert len(shown) == 1
 
 
-def test_names_that_mean_something_to_a_shell_or_terminal_are_no_runs(tmp_path: Path) -> None:
+def test_names_that_mean_something_to_a_shell_or_terminal_are_no_runs(tmp_path):
     """They are offered where a run is to be named: a shell would run what they hold."""
     for name in ("$(touch owned)", "`touch owned`", "a;b", "a\nb", f"a{ESCAPES}", "a b", "~", "'"):
         (tmp_path / f"20240101-000000-{name}").mkdir()
@@ -440,11 +434,11 @@ def code_that_marks(directory: Path) -> str:
 
 
 @pytest.fixture
-def code(place: Place) -> Path:
+def code(place):
     """A module of the other user's that says when it runs."""
     path = place.theirs / "model.py"
 
-    def write() -> None:
+    def write():
         path.write_text(code_that_marks(place.mine))
         path.chmod(0o644)
 
@@ -452,10 +446,10 @@ def code(place: Place) -> Path:
     return path
 
 
-def test_resume_and_verify_run_no_code_of_others_without_a_word(place: Place, code: Path) -> None:
+def test_resume_and_verify_run_no_code_of_others_without_a_word(place, code):
     """A job of ours that names it, and a job of theirs."""
 
-    def write(path: Path) -> Path:
+    def write(path):
         path.write_text(JOB.replace("MODEL", str(code)))
         path.chmod(0o644)
         return path
@@ -481,7 +475,7 @@ def test_resume_and_verify_run_no_code_of_others_without_a_word(place: Place, co
     assert not (place.mine / "ran").exists()
 
 
-def test_submit_says_whose_code_it_runs(place: Place, code: Path) -> None:
+def test_submit_says_whose_code_it_runs(place, code):
     job = place.mine / "job.yaml"
     as_user(place.us, lambda: job.write_text(JOB.replace("MODEL", str(code))))
     words = ("submit", str(job), "--dry-run", "--scheduler", "slurm")
@@ -490,10 +484,10 @@ def test_submit_says_whose_code_it_runs(place: Place, code: Path) -> None:
 
 
 @pytest.mark.parametrize("spoiled", ["", "pk", "pk/__init__.py", "pk/net.py"])
-def test_modules_and_their_packages_are_looked_at_like_files(place: Place, spoiled: str) -> None:
+def test_modules_and_their_packages_are_looked_at_like_files(place, spoiled):
     root = place.mine / "code"
 
-    def write() -> None:
+    def write():
         (root / "pk").mkdir(parents=True, mode=0o755)
         for name in ("__init__.py", "net.py"):
             (root / "pk" / name).write_text(code_that_marks(place.mine))
@@ -511,8 +505,8 @@ def test_modules_and_their_packages_are_looked_at_like_files(place: Place, spoil
     assert not (place.mine / "ran").exists()
 
 
-def test_export_takes_weights_of_others_and_runs_nothing(place: Place, code: Path) -> None:
-    def spoil(run: RunDirectory) -> None:
+def test_export_takes_weights_of_others_and_runs_nothing(place, code):
+    def spoil(run):
         run.job.write_text(JOB.replace("MODEL", str(code)))
         checkpoint = run.checkpoints / "step-000004"
         checkpoint.mkdir()

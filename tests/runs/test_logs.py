@@ -1,9 +1,6 @@
 """What is read of logs, and of which rank it is."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -29,13 +26,13 @@ from pipectl.runs import Line, Log, Logs, RunDirectory
         ("node-n1.log", "[٣] text".encode(), Line(None, "[٣] text")),
     ],
 )
-def test_whose_a_line_is(tmp_path: Path, name: str, text: bytes, line: Line) -> None:
+def test_whose_a_line_is(tmp_path, name, text, line):
     path = tmp_path / name
     path.write_bytes(text + b"\n")
     assert list(Log(path).read_lines(to_the_end=True)) == [line]
 
 
-def test_a_line_that_grows_is_read_once_and_whole(tmp_path: Path) -> None:
+def test_a_line_that_grows_is_read_once_and_whole(tmp_path):
     path = tmp_path / "rank-0000.log"
     log = Log(path)
     assert list(log.read_lines()) == []
@@ -48,7 +45,7 @@ def test_a_line_that_grows_is_read_once_and_whole(tmp_path: Path) -> None:
     assert list(log.read_lines(to_the_end=True)) == []
 
 
-def test_a_log_that_was_cut_is_read_from_its_begin(tmp_path: Path) -> None:
+def test_a_log_that_was_cut_is_read_from_its_begin(tmp_path):
     path = tmp_path / "job.log"
     path.write_text("one\ntwo\nthr")
     log = Log(path)
@@ -57,7 +54,7 @@ def test_a_log_that_was_cut_is_read_from_its_begin(tmp_path: Path) -> None:
     assert list(log.read_lines(to_the_end=True)) == [Line(None, "new")]
 
 
-def test_long_logs_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_logs_are_read_piece_by_piece(tmp_path, monkeypatch):
     monkeypatch.setattr("pipectl.runs.readers._CHUNK", 7)
     monkeypatch.setattr("pipectl.runs.readers._MAX_LINE", 20)
     path = tmp_path / "node-n1.log"
@@ -70,7 +67,7 @@ def test_long_logs_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.M
     ]
 
 
-def test_logs_of_ranks_come_before_that_of_the_job_by_their_numbers(tmp_path: Path) -> None:
+def test_logs_of_ranks_come_before_that_of_the_job_by_their_numbers(tmp_path):
     run = RunDirectory(tmp_path)
     run.logs.mkdir()
     run.job_log.write_text("why\n")
@@ -80,7 +77,7 @@ def test_logs_of_ranks_come_before_that_of_the_job_by_their_numbers(tmp_path: Pa
     assert texts == ["[9] text", "[10] text", "[10000] text", "why"]
 
 
-def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_read(tmp_path):
     run = RunDirectory(tmp_path)
     run.logs.mkdir()
     run.rank_log(0).symlink_to("/dev/zero")

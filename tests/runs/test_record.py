@@ -1,6 +1,5 @@
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +29,7 @@ VALUES = {"optimizer.kwargs.lr": 1e-3, "training.precision": "bf16", "model.kwar
         replace(RECORD, sweep=Setting("20261120-152233-gpt", VALUES), task=3),
     ],
 )
-def test_a_record_is_read_back_equal(tmp_path: Path, record: Record) -> None:
+def test_a_record_is_read_back_equal(tmp_path, record):
     path = tmp_path / "record.json"
     record.save(path)
     assert Record.load(path) == record
@@ -41,7 +40,7 @@ def test_a_record_is_read_back_equal(tmp_path: Path, record: Record) -> None:
     assert Record.load(path).kind == "training"
 
 
-def test_changes_are_kept_in_the_history() -> None:
+def test_changes_are_kept_in_the_history():
     submitted = RECORD.after(1.0, "submitted", job_id="28")
     assert (RECORD.state, RECORD.job_id) == ("submitting", None)
     assert (submitted.state, submitted.job_id) == ("submitted", "28")
@@ -64,9 +63,7 @@ def test_changes_are_kept_in_the_history() -> None:
         ({"task": -1}, "task"),
     ],
 )
-def test_damaged_records_are_refused_by_field(
-    tmp_path: Path, change: dict[str, object], message: str
-) -> None:
+def test_damaged_records_are_refused_by_field(tmp_path, change, message):
     path = tmp_path / "record.json"
     RECORD.save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))

@@ -1,10 +1,8 @@
 """Directories of runs and sweeps, and finding them by name, path or job id."""
 
 import os
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +24,7 @@ NOW = datetime(2026, 11, 20, 15, 22, 33).timestamp()
 STEM = "20261120-152233-gpt"
 
 
-def test_a_run_is_named_by_time_and_job_and_numbered_within_a_second(tmp_path: Path) -> None:
+def test_a_run_is_named_by_time_and_job_and_numbered_within_a_second(tmp_path):
     runs = [RunDirectory.create(tmp_path / "runs", "gpt", NOW) for _ in range(3)]
     assert [run.path for run in runs] == [
         tmp_path / "runs" / f"{STEM}{end}" for end in ("", "-2", "-3")
@@ -42,9 +40,7 @@ CREATE = [
 
 
 @pytest.mark.parametrize("create", CREATE)
-def test_a_base_that_cannot_be_written_is_named(
-    tmp_path: Path, create: Callable[[Path], object]
-) -> None:
+def test_a_base_that_cannot_be_written_is_named(tmp_path, create):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="file") as caught:
         create(tmp_path / "file")
@@ -54,14 +50,11 @@ def test_a_base_that_cannot_be_written_is_named(
 @pytest.mark.parametrize("create", CREATE)
 @pytest.mark.parametrize("folder", ["logs", "checkpoints"])
 def test_directories_whose_folders_cannot_be_made_are_removed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    create: Callable[[Path], object],
-    folder: str,
-) -> None:
+    tmp_path, monkeypatch, create, folder
+):
     mkdir = Path.mkdir
 
-    def refuse(path: Path, mode: int = 0o777, **options: bool) -> None:
+    def refuse(path, mode=511, **options):
         if path.name == folder:
             raise OSError(28, "No space left on device")
         mkdir(path, mode, **options)
@@ -72,7 +65,7 @@ def test_directories_whose_folders_cannot_be_made_are_removed(
     assert [path.name for path in tmp_path.rglob("*")] in ([], ["sweeps"])
 
 
-def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = RunDirectory(Path("runs/x"))
     assert run.path == tmp_path / "runs" / "x"
@@ -81,7 +74,7 @@ def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     for name in (
         "20261120-152233-gpt",
         "20261120-152233-gpt-2",
@@ -95,7 +88,7 @@ def base(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_runs_are_listed_oldest_first(base: Path) -> None:
+def test_runs_are_listed_oldest_first(base):
     assert [run.name for run in list_runs(base)] == [
         "20261119-100000-gpt",
         "20261120-152233-gpt",
@@ -106,13 +99,13 @@ def test_runs_are_listed_oldest_first(base: Path) -> None:
     assert list_runs(base / "absent") == []
 
 
-def test_what_cannot_be_looked_at_hides_no_run(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_looked_at_hides_no_run(base, monkeypatch):
     before = list_runs(base)
     (base / "20261122-000000-locked").symlink_to(base / "notes")
     (base / "5²").mkdir()
     stat = os.stat
 
-    def refused(path: Path, *args: Any, **options: Any) -> os.stat_result:
+    def refused(path, *args, **options):
         if str(path).endswith("locked"):
             raise PermissionError(13, "Permission denied")
         return stat(path, *args, **options)
@@ -132,11 +125,11 @@ def test_what_cannot_be_looked_at_hides_no_run(base: Path, monkeypatch: pytest.M
         ("20261119", "20261119-100000-gpt"),
     ],
 )
-def test_runs_are_found(base: Path, name: str, found: str) -> None:
+def test_runs_are_found(base, name, found):
     assert find_run(base, name).name == found
 
 
-def test_a_run_is_found_by_its_path(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_found_by_its_path(base, monkeypatch):
     path = base / "20261121-080000-bert"
     assert find_run(base / "elsewhere", str(path)).path == path
     monkeypatch.chdir(base.parent)
@@ -144,7 +137,7 @@ def test_a_run_is_found_by_its_path(base: Path, monkeypatch: pytest.MonkeyPatch)
     assert find_run(base, f"{path}/").path == path
 
 
-def test_a_run_is_called_by_what_finds_it(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_called_by_what_finds_it(base, monkeypatch):
     """By its name only where commands look for it without being told where."""
     run = RunDirectory(base / "20261121-080000-bert")
     elsewhere = base.parent / "else where"
@@ -184,7 +177,7 @@ def record(run: Path, job_id: str, sweep: str = "") -> None:
         ("4711.99@node-1", "4711"),
     ],
 )
-def test_a_run_is_found_by_the_id_of_its_job(base: Path, job_id: str, name: str) -> None:
+def test_a_run_is_found_by_the_id_of_its_job(base, job_id, name):
     run = base / "20261120-152233-gpt"
     record(base / "20261119-100000-gpt", "47110")
     record(run, job_id)
@@ -194,7 +187,7 @@ def test_a_run_is_found_by_the_id_of_its_job(base: Path, job_id: str, name: str)
         find_run(base, "471")
 
 
-def test_what_is_the_id_of_one_job_and_a_part_of_another_name_is_ambiguous(base: Path) -> None:
+def test_what_is_the_id_of_one_job_and_a_part_of_another_name_is_ambiguous(base):
     record(base / "20261119-100000-gpt", "20261121")
     with pytest.raises(UnknownRunError, match=r"matches 2 runs: 20261121-080000-bert, 20261119"):
         find(base, "20261121")
@@ -204,7 +197,7 @@ def test_what_is_the_id_of_one_job_and_a_part_of_another_name_is_ambiguous(base:
     assert find(base, "2").name == "20261119-100000-gpt", "though dates begin with it"
 
 
-def test_the_id_of_a_job_array_is_that_of_its_sweep(base: Path) -> None:
+def test_the_id_of_a_job_array_is_that_of_its_sweep(base):
     sweep, runs = SweepDirectory.create(base, "rates", 2, NOW)
     for index, run in enumerate(runs):
         record(run.path, f"41_{index}", sweep.name)
@@ -222,14 +215,14 @@ def test_the_id_of_a_job_array_is_that_of_its_sweep(base: Path) -> None:
         *((name, "no run") for name in ("", "notes", "../", "20261122-000000-file")),
     ],
 )
-def test_names_that_call_no_run_or_several(base: Path, name: str, words: str) -> None:
+def test_names_that_call_no_run_or_several(base, name, words):
     with pytest.raises(UnknownRunError, match=words):
         find_run(base, name)
     with pytest.raises(UnknownRunError, match="no runs here"):
         find_run(base / "notes", "last")
 
 
-def test_runs_have_the_name_of_their_sweep(tmp_path: Path) -> None:
+def test_runs_have_the_name_of_their_sweep(tmp_path):
     sweep, runs = SweepDirectory.create(tmp_path / "runs", "gpt", 3, NOW)
     assert sweep.path == tmp_path / "runs/sweeps" / STEM
     assert [run.name for run in runs] == [f"{STEM}-{index}" for index in range(3)]
@@ -247,7 +240,7 @@ def test_runs_have_the_name_of_their_sweep(tmp_path: Path) -> None:
     assert sweep.runs() == [runs[0], runs[2]]
 
 
-def test_names_that_are_taken_are_left_alone(tmp_path: Path) -> None:
+def test_names_that_are_taken_are_left_alone(tmp_path):
     for _ in range(3):  # the third is ...-gpt-3
         RunDirectory.create(tmp_path, "gpt", NOW)
     sweep, runs = SweepDirectory.create(tmp_path, "gpt", 4, NOW)
@@ -257,7 +250,7 @@ def test_names_that_are_taken_are_left_alone(tmp_path: Path) -> None:
     assert len(list_runs(tmp_path)) == 3 + 4 + 2
 
 
-def test_a_sweep_is_found_by_a_part_of_its_name(tmp_path: Path) -> None:
+def test_a_sweep_is_found_by_a_part_of_its_name(tmp_path):
     sweep, runs = SweepDirectory.create(tmp_path, "gpt", 2, NOW)
     for name in (STEM, "gpt", "20261120", "20261120-15"):
         assert find(tmp_path, name).path == sweep.path
@@ -265,7 +258,7 @@ def test_a_sweep_is_found_by_a_part_of_its_name(tmp_path: Path) -> None:
         assert find(tmp_path, name) == run
 
 
-def test_a_sweep_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_is_found_by_its_path(tmp_path, monkeypatch):
     """Also where a run is asked for, which is not the directory of the sweep."""
     sweep, runs = SweepDirectory.create(tmp_path / "out", "gpt", 2, NOW)
     monkeypatch.chdir(tmp_path)
@@ -281,14 +274,14 @@ def test_a_sweep_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.Monkey
     assert name_in_shell(SweepDirectory(tmp_path / "runs/sweeps" / STEM)) == STEM
 
 
-def test_of_many_matches_the_newest_are_named(tmp_path: Path) -> None:
+def test_of_many_matches_the_newest_are_named(tmp_path):
     runs = [RunDirectory.create(tmp_path, "gpt", NOW + i) for i in range(7)]
     names = ", ".join(run.name for run in runs[2:])
     with pytest.raises(UnknownRunError, match=f"matches 7 runs: {names} and 2 more"):
         find(tmp_path, "gpt")
 
 
-def test_a_part_of_several_names_is_refused(tmp_path: Path) -> None:
+def test_a_part_of_several_names_is_refused(tmp_path):
     SweepDirectory.create(tmp_path, "gpt", 2, NOW)
     RunDirectory.create(tmp_path, "gpt", NOW + 1)
     with pytest.raises(UnknownRunError, match="matches 2 runs: 20261120-152233-gpt, 2"):

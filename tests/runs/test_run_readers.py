@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from pipectl.runs.readers import merge_attempts, sum_up
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(tmp_path):
     return RunDirectory.create(tmp_path, "demo", 0.0)
 
 
@@ -37,20 +36,20 @@ def write(run: RunDirectory, lines: Iterable[MetricsLine], end: str = "\n") -> N
     run.metrics.write_text("\n".join(json.dumps(asdict(value)) for value in lines) + end)
 
 
-def test_metrics_come_by_step_with_the_evaluation_after(run: RunDirectory) -> None:
+def test_metrics_come_by_step_with_the_evaluation_after(run):
     lines = [line(1, 1), line(1, 2), line(1, 2, evaluation={"loss": 1.0}), line(1, 3)]
     write(run, [lines[2], lines[0], lines[3], lines[1]])
     assert read_metrics(run) == lines
 
 
-def test_a_later_attempt_wins_from_its_first_step_on(run: RunDirectory) -> None:
+def test_a_later_attempt_wins_from_its_first_step_on(run):
     first = [line(1, step) for step in range(1, 8)] + [line(1, 6, evaluation={"loss": 2.0})]
     second = [line(2, 5), line(2, 6)]
     write(run, [*first, *second])
     assert read_metrics(run) == [*first[:4], *second]
 
 
-def test_lines_cut_by_a_crash_are_skipped(run: RunDirectory) -> None:
+def test_lines_cut_by_a_crash_are_skipped(run):
     whole = [line(1, 1), line(1, 2)]
     write(run, whole, end='\n{"attempt":1,"st')
     assert read_metrics(run) == whole
@@ -64,15 +63,13 @@ def test_lines_cut_by_a_crash_are_skipped(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("text", ["3\n", "[]\n", "null\n", '{"step": 1}\n', "\0\0\n", "\xff\n"])
-def test_lines_that_are_no_metrics_are_skipped(run: RunDirectory, text: str) -> None:
+def test_lines_that_are_no_metrics_are_skipped(run, text):
     run.metrics.write_text(text, encoding="latin-1")
     assert read_metrics(run) == []
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), max_size=30))
-def test_every_step_has_one_line_of_the_last_attempt_that_reached_it(
-    pairs: list[tuple[int, int]],
-) -> None:
+def test_every_step_has_one_line_of_the_last_attempt_that_reached_it(pairs):
     merged = merge_attempts([line(attempt, step) for attempt, step in pairs])
     steps = [value.step for value in merged]
     assert steps == sorted(set(steps))
@@ -84,7 +81,7 @@ def test_every_step_has_one_line_of_the_last_attempt_that_reached_it(
         assert overruled or (attempt, first) in zip(attempts, steps, strict=True)
 
 
-def test_a_file_with_an_attempt_per_line_is_read_in_time_that_grows_with_its_lines() -> None:
+def test_a_file_with_an_attempt_per_line_is_read_in_time_that_grows_with_its_lines():
     lines = [line(number, number) for number in range(20_000)]
     start = time.process_time()
     assert merge_attempts(lines) == lines
@@ -100,7 +97,7 @@ def step_line(step: int, attempt: int = 1, **more: object) -> str:
     return json.dumps({**asdict(whole), "loss": 3 / step, **more})
 
 
-def test_figures_of_a_long_run_are_those_of_all_lines(run: RunDirectory) -> None:
+def test_figures_of_a_long_run_are_those_of_all_lines(run):
     lines = []
     for step in range(1, STEPS + 1):
         lines.append(step_line(step))
@@ -116,7 +113,7 @@ def test_figures_of_a_long_run_are_those_of_all_lines(run: RunDirectory) -> None
     assert sum_up(found).not_finite == (7, 9_000, 9_001, STEPS - 1)
 
 
-def test_an_attempt_that_did_steps_again_wins(run: RunDirectory) -> None:
+def test_an_attempt_that_did_steps_again_wins(run):
     first = [step_line(step) for step in range(1, STEPS + 1)]
     second = [step_line(step, 2, loss=7.0) for step in range(STEPS - 10_000, STEPS - 100)]
     run.metrics.write_text("\n".join([*first, *second]) + "\n")
@@ -124,7 +121,7 @@ def test_an_attempt_that_did_steps_again_wins(run: RunDirectory) -> None:
     assert (found.step, found.last_loss, found.first_loss) == (STEPS - 101, 7.0, 3.0)
 
 
-def test_faults_that_a_later_attempt_trained_past_are_over(run: RunDirectory) -> None:
+def test_faults_that_a_later_attempt_trained_past_are_over(run):
     fault = {"attempt": 1, "step": 800, "not_finite": {"loss_of_micro_batch": 2}}
     first = [*map(step_line, range(1, 100)), json.dumps(fault)]
     second = [step_line(step, 2) for step in range(701, 8000)]
@@ -133,13 +130,13 @@ def test_faults_that_a_later_attempt_trained_past_are_over(run: RunDirectory) ->
     assert sum_up(some).not_finite == sum_up(every).not_finite == ()
 
 
-def test_short_files_of_metrics_are_read_whole(run: RunDirectory) -> None:
+def test_short_files_of_metrics_are_read_whole(run):
     assert read_metrics(run, whole=False) == []
     run.metrics.write_text("\n".join(step_line(step) for step in range(1, 50)) + '\n{"torn')
     assert read_metrics(run, whole=False) == read_metrics(run) != []
 
 
-def test_heartbeat(run: RunDirectory) -> None:
+def test_heartbeat(run):
     assert read_heartbeat(run) is None
     ranks = RankBeat(3, "h", "n1", 7, (0, 1), waiting=0.5), RankBeat(0)
     heartbeat = Heartbeat("training", 2, 9, 1, ranks, {"route": "host"}, 1.7e9)
@@ -149,14 +146,14 @@ def test_heartbeat(run: RunDirectory) -> None:
     assert read_heartbeat(run) is None
 
 
-def test_what_is_damaged_in_a_heartbeat_hides_nothing_else(run: RunDirectory) -> None:
+def test_what_is_damaged_in_a_heartbeat_hides_nothing_else(run):
     ranks = [{"rank": 1, "waiting": 2, "pid": 5}, {"node": "n0"}, 7]
     beat = {"state": 5, "step": 3, "steps": -1, "attempt": "x", "time": 1.0, "ranks": ranks}
     run.heartbeat.write_text(json.dumps({**beat, "messages": [], "later": {}}))
     assert read_heartbeat(run) == Heartbeat(step=3, ranks=(RankBeat(1, pid=5),), time=1.0)
 
 
-def test_errors_come_in_the_order_of_failure(run: RunDirectory) -> None:
+def test_errors_come_in_the_order_of_failure(run):
     reports: dict[int, object] = {
         0: {"rank": 0, "time": 20.0},
         1: {"rank": 1, "time": 10.0},
@@ -174,7 +171,7 @@ def test_errors_come_in_the_order_of_failure(run: RunDirectory) -> None:
     assert (second.rank, second.exit_code, second.where) == (1, 1, "rank 1")
 
 
-def test_no_errors(run: RunDirectory) -> None:
+def test_no_errors(run):
     assert read_errors(run) == []
     run.errors.rmdir()
     assert read_errors(run) == []
@@ -183,7 +180,7 @@ def test_no_errors(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("text", "code"), [("0\n", 0), ("143\n", 143), ("", None), ("x\n", None), ("\xff", None)]
 )
-def test_exit_code(run: RunDirectory, text: str, code: int | None) -> None:
+def test_exit_code(run, text, code):
     assert read_exit_code(run) is None
     run.exit_code.write_text(text, encoding="latin-1")
     assert read_exit_code(run) == code

@@ -8,13 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pipectl.batch import JobState, JobStatus
+from pipectl.batch import JobState
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cli import main
 
@@ -30,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def lab() -> Iterator[Path]:
+def lab():
     """Bring the lab up with ports of its own; SLURM_CONF is set while tests use it."""
     if shutil.which("sbatch") is None:
         if os.environ.get("PIPECTL_REQUIRE_SLURM") == "1":
@@ -51,15 +49,13 @@ def lab() -> Iterator[Path]:
 
 
 @pytest.fixture
-def warm(monkeypatch: pytest.MonkeyPatch, warm_commands: str) -> None:
+def warm(monkeypatch, warm_commands):
     """Commands and ranks that begin sooner; other tests show how they start by themselves."""
     monkeypatch.setattr(sys, "executable", warm_commands)
 
 
 @pytest.fixture
-def pipectl(
-    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Any]:
+def pipectl(lab, tmp_path, monkeypatch, capsys):
     """Runs a command in this process, as on a login node, in a directory of its own.
 
     With ``--json``, what it says; else its standard output, or its error if it is to fail.
@@ -69,7 +65,7 @@ def pipectl(
         if name.startswith("SLURM") and name != "SLURM_CONF":
             monkeypatch.delenv(name)
 
-    def run(*arguments: str, code: int = 0) -> Any:
+    def run(*arguments, code=0):
         capsys.readouterr()
         found = main([*arguments])
         out, err = capsys.readouterr()
@@ -82,10 +78,10 @@ def pipectl(
 
 
 @pytest.fixture
-def wait_for(lab: Path) -> Callable[..., JobStatus]:
+def wait_for(lab):
     """Poll a job until it is in one of some states; the default: until it is over."""
 
-    def wait(job_id: str, *states: JobState, timeout_s: float = 180.0) -> JobStatus:
+    def wait(job_id, *states, timeout_s=180.0):
         wanted = states or tuple(state for state in JobState if state.final)
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -99,7 +95,7 @@ def wait_for(lab: Path) -> Callable[..., JobStatus]:
 
 
 @pytest.fixture
-def free_ports() -> int:
+def free_ports():
     """For another lab: the first of five."""
     return _five_free_ports()
 

@@ -4,15 +4,13 @@ Each is ended and goes on under the same plan, and from 1 over 4 and 2 to 3 rank
 the last. What they are compared with is one rank that trains without an end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +27,6 @@ from pipectl.jobs.prepare import find_cluster, join_rows
 from pipectl.jobs.resume import resume
 from pipectl.jobs.state import RunStatus, get_status
 from pipectl.jobs.submit import submit
-from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, checkpoints, read_heartbeat, read_metrics
 from pipectl.spec import load, profile_key
 
@@ -235,7 +232,7 @@ ENDS_AS = {
 
 
 @pytest.fixture(scope="module")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+def profile(tmp_path_factory):
     from pipectl.profiler import profile_job
 
     path = tmp_path_factory.mktemp("profile") / "job.yaml"
@@ -243,15 +240,12 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     return profile_job(load(path))
 
 
-Begin = Callable[..., Continued]
-
-
 @pytest.fixture(scope="module")
-def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterator[Begin]:
+def begin(tmp_path_factory, profile):
     """``begin(scheduler, family, ranks, **settings)``: submitted."""
     started: list[Continued] = []
 
-    def start(scheduler: str, family: str, ranks: int, **settings: Any) -> Continued:
+    def start(scheduler, family, ranks, **settings):
         folder = tmp_path_factory.mktemp("job")
         path = folder / "job.yaml"
         path.write_text(yaml.safe_dump(JOB))
@@ -275,11 +269,11 @@ def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def expected(begin: Begin) -> Callable[[str], RunDirectory]:
+def expected(begin):
     """``expected(family)``: one rank that trains without an end, once."""
     found: dict[str, RunDirectory] = {}
 
-    def train(family: str) -> RunDirectory:
+    def train(family):
         key = "2bw" if family == "2bw" else "flushed"
         if key not in found:
             job = begin("local", key, 1)
@@ -311,9 +305,7 @@ UNLIMITED = {"resources.walltime": "30m"}
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", HERE_KINDS)
-def test_a_local_job_goes_on_under_its_plan(
-    begin: Begin, expected: Any, contents: Any, kind: str, family: str
-) -> None:
+def test_a_local_job_goes_on_under_its_plan(begin, expected, contents, kind, family):
     job = begin("local", family, 2, **SLOW)
     job.end(kind)
     job.go_on(2, **QUICK)
@@ -321,9 +313,7 @@ def test_a_local_job_goes_on_under_its_plan(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_local_job_goes_on_over_other_ranks(
-    begin: Begin, expected: Any, contents: Any, family: str
-) -> None:
+def test_a_local_job_goes_on_over_other_ranks(begin, expected, contents, family):
     first, *others = CHAIN
     job = begin("local", family, first, **SLOW)
     kinds = job.random.sample(HERE_KINDS, len(HERE_KINDS))
@@ -335,9 +325,7 @@ def test_a_local_job_goes_on_over_other_ranks(
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("kind", SLURM_KINDS)
-def test_a_slurm_job_goes_on_under_its_plan(
-    begin: Begin, expected: Any, contents: Any, lab: Path, kind: str
-) -> None:
+def test_a_slurm_job_goes_on_under_its_plan(begin, expected, contents, lab, kind):
     """By itself, but where it is over."""
     often = {"checkpoint.max_requeues": 20}
     limits = {**LIMITED, **often} if kind == "time limit" else {**UNLIMITED, **SLOW}
@@ -354,9 +342,7 @@ def test_a_slurm_job_goes_on_under_its_plan(
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_slurm_job_goes_on_over_other_ranks(
-    begin: Begin, expected: Any, contents: Any, lab: Path, family: str
-) -> None:
+def test_a_slurm_job_goes_on_over_other_ranks(begin, expected, contents, lab, family):
     """What Slurm has put back into the queue is cancelled there, and resumed with other nodes."""
     kinds = SLURM_CHAINS[family]
     settings = [settings_before(kind) for kind in kinds]

@@ -1,15 +1,11 @@
 """`pipectl init` if there is a Slurm: it takes the job as it was written."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pipectl.spec import load
 
 
-def test_a_first_job_fits_the_lab(pipectl: Callable[..., Any]) -> None:
+def test_a_first_job_fits_the_lab(pipectl):
     pipectl("init", "first")
     spec = load(Path("first/job.yaml"), sites=())
     assert spec.slurm.partition == "debug"

@@ -1,12 +1,9 @@
 """What is known of jobs that Slurm has forgotten, where it keeps accounts of them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +17,7 @@ PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb")
 
 
 @pytest.fixture
-def accounts(
-    lab: Path, free_ports: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
+def accounts(lab, free_ports, tmp_path, monkeypatch):
     """A lab that forgets jobs at once, but for its accounts."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     if any(shutil.which(program, path=path) is None for program in PROGRAMS):
@@ -49,7 +44,7 @@ def sbatch(command: str, *options: str) -> str:
     return subprocess.check_output(words, text=True).strip()
 
 
-def test_they_end_as_they_did(accounts: Path) -> None:
+def test_they_end_as_they_did(accounts):
     slurm, since = SlurmScheduler(), time.time()
     array = sbatch("exit $SLURM_ARRAY_TASK_ID", "--array=0-1")
     cancelled = sbatch("sleep 100")

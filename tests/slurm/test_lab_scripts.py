@@ -24,7 +24,7 @@ def up(**environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_are_valid(name: str) -> None:
+def test_scripts_are_valid(name):
     subprocess.run(["bash", "-n", LAB / name], check=True)
     if shutil.which("shellcheck"):
         root = LAB.parents[1]
@@ -32,11 +32,11 @@ def test_scripts_are_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["up", "down"])
-def test_scripts_are_executable(name: str) -> None:
+def test_scripts_are_executable(name):
     assert os.access(LAB / name, os.X_OK)
 
 
-def test_missing_packages_are_named() -> None:
+def test_missing_packages_are_named():
     if shutil.which("sbatch"):
         pytest.skip("Slurm is installed")
     done = up()
@@ -44,7 +44,7 @@ def test_missing_packages_are_named() -> None:
     assert "apt-get install" in done.stderr
 
 
-def test_up_is_repeatable(lab: Path) -> None:
+def test_up_is_repeatable(lab):
     pids = {path.name: path.read_text() for path in lab.glob("*.pid")}
     assert len(pids) == 6
     done = up()
@@ -52,20 +52,20 @@ def test_up_is_repeatable(lab: Path) -> None:
     assert {path.name: path.read_text() for path in lab.glob("*.pid")} == pids
 
 
-def test_a_second_lab_on_the_same_ports_is_refused(lab: Path, tmp_path: Path) -> None:
+def test_a_second_lab_on_the_same_ports_is_refused(lab, tmp_path):
     done = up(PIPECTL_LAB=str(tmp_path))
     assert done.returncode == 1
     assert "PIPECTL_LAB_PORT" in done.stderr
 
 
 @pytest.mark.parametrize("directory", ["relative", "/tmp/with space", "/tmp/" + "x" * 100])
-def test_unusable_directories_are_refused(lab: Path, directory: str) -> None:
+def test_unusable_directories_are_refused(lab, directory):
     done = up(PIPECTL_LAB=directory)
     assert done.returncode == 1
     assert "PIPECTL_LAB" in done.stderr
 
 
-def test_a_killed_node_comes_back(lab: Path) -> None:
+def test_a_killed_node_comes_back(lab):
     pid_file = lab / "slurmd.node4.pid"
     slurmd = psutil.Process(int(pid_file.read_text()))
     slurmd.kill()
@@ -75,7 +75,7 @@ def test_a_killed_node_comes_back(lab: Path) -> None:
     assert "node4" in command
 
 
-def test_down_stops_no_stranger(tmp_path: Path) -> None:
+def test_down_stops_no_stranger(tmp_path):
     stranger = subprocess.Popen(["sleep", "60"])
     (tmp_path / "munged.pid").write_text(f"{stranger.pid}\n")
     environment = {**os.environ, "PIPECTL_LAB": str(tmp_path)}

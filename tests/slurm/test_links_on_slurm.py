@@ -1,11 +1,5 @@
 """The link probe as a job of a real Slurm with virtual nodes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from pipectl.cluster import Cluster
@@ -22,9 +16,7 @@ resources: {nodes: 2, tasks_per_node: 2}
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
 
-def test_links_between_virtual_nodes_are_measured_in_a_job(
-    pipectl: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_between_virtual_nodes_are_measured_in_a_job(pipectl, tmp_path, monkeypatch):
     monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"fast": 0.2})
     (tmp_path / "job.yaml").write_text(JOB)
     command = ("profile", "job.yaml", "--links", "--effort", "fast", "--scheduler", "slurm")

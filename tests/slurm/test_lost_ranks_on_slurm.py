@@ -1,22 +1,18 @@
 """Ranks over the nodes of a real Slurm, of which one is killed, or its node is gone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from job_requests import make_request, wait_until
 
-from pipectl.batch import JobState, JobStatus
+from pipectl.batch import JobState
 from pipectl.batch.script import render_variables
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.runs import RunDirectory, read_errors, read_exit_code
@@ -25,15 +21,14 @@ pytestmark = [pytest.mark.mpi, pytest.mark.torture, pytest.mark.timeout(240)]
 RING = Path(__file__).parents[1] / "runtime" / "watch" / "ranks_that_wait.py"
 LAB = Path(__file__).parents[2] / "slurm" / "lab"
 SLURM = SlurmScheduler()
-WaitFor = Callable[..., JobStatus]
 
 
 @pytest.fixture
-def submit(lab: Path, tmp_path: Path) -> Callable[..., tuple[RunDirectory, str]]:
+def submit(lab, tmp_path):
     """``submit(what)``: three ranks on three nodes, of which the second meets with something."""
     beside = Path(sys.executable).parent / "mpiexec"
 
-    def start(what: str) -> tuple[RunDirectory, str]:
+    def start(what):
         run = RunDirectory(tmp_path / "run")
         for folder in (run.errors, run.logs):
             folder.mkdir(parents=True)
@@ -65,7 +60,7 @@ def processes(run: RunDirectory) -> dict[int, list[psutil.Process]]:
     return found
 
 
-def test_a_killed_rank(submit: Any, wait_for: WaitFor) -> None:
+def test_a_killed_rank(submit, wait_for):
     run, job_id = submit("killed")
     wait_for(job_id)
     wait_until(lambda: read_errors(run), 20)
@@ -86,7 +81,7 @@ def processes_of_node(run: RunDirectory, lab: Path) -> list[psutil.Process]:
     return [daemon, *steps, *steps[0].children(recursive=True)]
 
 
-def test_a_frozen_node(submit: Any, wait_for: WaitFor, lab: Path) -> None:
+def test_a_frozen_node(submit, wait_for, lab):
     """Slurm does not notice for long, and the launcher waits; the job ends and frees the others."""
     conf = lab / "slurm.conf"
     text = conf.read_text()
@@ -113,7 +108,7 @@ def test_a_frozen_node(submit: Any, wait_for: WaitFor, lab: Path) -> None:
     wait_for(job_id)
 
 
-def test_a_lost_node(submit: Any, wait_for: WaitFor, lab: Path) -> None:
+def test_a_lost_node(submit, wait_for, lab):
     """Everything there is killed at once: Slurm's daemon, its step, the launcher's, the rank."""
     run, job_id = submit("lingers")
     wait_until((run.path / "happened").exists)

@@ -1,10 +1,7 @@
 """The commands of both READMEs that need a Slurm, on a lab of their own."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +13,7 @@ LAB = CHECKOUT / "slurm" / "lab"
 
 
 @pytest.fixture
-def reader(
-    lab: Path,
-    free_ports: int,
-    tmp_path: Path,
-    warm_commands: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Path]:
+def reader(lab, free_ports, tmp_path, warm_commands, monkeypatch):
     """A checkout, as far as a reader uses it, and settings for another lab."""
     state = Path(f"{lab}-2")
     monkeypatch.setenv("PIPECTL_LAB", str(state))
@@ -38,5 +29,5 @@ def reader(
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", TO_RUN, ids=lambda page: page.name)
-def test_commands_run(page: Path, reader: Path) -> None:
+def test_commands_run(page, reader):
     bash(script(page, "lab"), reader, "/usr/sbin", "/usr/bin", "/bin")

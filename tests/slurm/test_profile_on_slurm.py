@@ -1,18 +1,13 @@
 """Profiling in an allocation of a real Slurm, and what is left of it for the login node."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from job_requests import wait_until
 
-Pipectl = Callable[..., Any]
 JOB = str(Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml")
 SMALL = (
     "--set=training.steps=4",
@@ -31,7 +26,7 @@ PROFILE = Path("runs/gpt-stdlib.profile.json")
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_a_login_node_is_refused_and_an_allocation_is_not(pipectl: Pipectl) -> None:
+def test_a_login_node_is_refused_and_an_allocation_is_not(pipectl):
     assert "--submit" in pipectl("profile", JOB, *SMALL, code=2)
     inside = ["srun", "-n1", sys.executable, "-m", "pipectl", "profile", JOB, *SMALL, *QUICKLY]
     subprocess.run(inside, check=True, timeout=400)
@@ -39,9 +34,7 @@ def test_a_login_node_is_refused_and_an_allocation_is_not(pipectl: Pipectl) -> N
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_submitted_profile_is_found_on_the_login_node(
-    pipectl: Pipectl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_submitted_profile_is_found_on_the_login_node(pipectl, tmp_path, capsys):
     found = pipectl("profile", JOB, *SMALL, *QUICKLY, "--submit", "--wait", "--json")
     assert (found["cached"], found["file"]) == (False, str(tmp_path / PROFILE))
     status = pipectl("status", "last", "--json")
@@ -55,7 +48,7 @@ def test_a_submitted_profile_is_found_on_the_login_node(
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_profile_measured_by_a_training_job_is_found_too(pipectl: Pipectl) -> None:
+def test_a_profile_measured_by_a_training_job_is_found_too(pipectl):
     dry_run = ("submit", JOB, *SMALL, "--dry-run")
     assert "jobs.in_job" in pipectl(*dry_run)
     pipectl("submit", JOB, *SMALL, "--wait")
@@ -65,7 +58,7 @@ def test_a_profile_measured_by_a_training_job_is_found_too(pipectl: Pipectl) -> 
 
 
 @pytest.mark.usefixtures("warm")
-def test_an_ended_job_goes_on_in_the_next(pipectl: Pipectl) -> None:
+def test_an_ended_job_goes_on_in_the_next(pipectl):
     submit = ("profile", JOB, *LARGE, *QUICKLY, "--submit", "--json")
     run = pipectl(*submit)["run"]
     kept = wait_until(_kept, 280, 0.1)

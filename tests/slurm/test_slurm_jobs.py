@@ -4,33 +4,30 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from job_requests import change, make_request, wait_until
 
-from pipectl.batch import JobRequest, JobState, JobStatus, Template
+from pipectl.batch import JobRequest, JobState, Template
 from pipectl.batch.launchers import kind_of
 from pipectl.batch.script import render_variables
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import SchedulerError
 
-WaitFor = Callable[..., JobStatus]
 SLURM = SlurmScheduler()
 IN_BLOCKS = [f"rank {rank} of 4 on node{rank // 2 + 1}" for rank in range(4)]
 NASTY = json.loads((Path(__file__).parents[1] / "data/scheduler/nasty.json").read_text())
 
 
 @pytest.fixture
-def request_of(lab: Path, tmp_path: Path) -> Callable[..., JobRequest]:
+def request_of(lab, tmp_path):
     """A request whose one rank is a line of shell, started without MPI."""
     launcher = tmp_path / "mpiexec"
     launcher.write_text('#!/bin/bash\nshift 2\nexec "$@"\n')
     launcher.chmod(0o755)
 
-    def build(command: str, **changes: Any) -> JobRequest:
+    def build(command, **changes):
         request = make_request(
             tmp_path / "run",
             tag=f"tag-{time.time_ns()}",
@@ -61,7 +58,7 @@ def log(request: JobRequest) -> str:
     return (request.run_directory / "logs" / "job.log").read_text()
 
 
-def test_a_job_completes(request_of: Callable[..., JobRequest], wait_for: WaitFor) -> None:
+def test_a_job_completes(request_of, wait_for):
     request = request_of("echo hello from the job")
     submitted = time.time()
     job_id = submit(request)
@@ -76,9 +73,7 @@ def test_a_job_completes(request_of: Callable[..., JobRequest], wait_for: WaitFo
     assert submitted - 1 <= status.start <= status.end <= time.time() + 1
 
 
-def test_waiting_jobs_are_queued_or_held_and_can_be_cancelled(
-    request_of: Callable[..., JobRequest], wait_for: WaitFor
-) -> None:
+def test_waiting_jobs_are_queued_or_held_and_can_be_cancelled(request_of, wait_for):
     later = {"options": {"begin": "now+1hour"}}
     held = {"options": {"hold": True}}
     queued_id = submit(request_of("true", slurm=later))
@@ -91,9 +86,7 @@ def test_waiting_jobs_are_queued_or_held_and_can_be_cancelled(
         assert (status.state, status.exit_code) == (JobState.CANCELLED, None)
 
 
-def test_a_running_job_is_cancelled_and_may_clean_up(
-    request_of: Callable[..., JobRequest], wait_for: WaitFor
-) -> None:
+def test_a_running_job_is_cancelled_and_may_clean_up(request_of, wait_for):
     request = request_of(
         "trap 'echo cleaned up; exit 7' TERM; touch ready; while :; do sleep 0.05; done"
     )
@@ -107,9 +100,7 @@ def test_a_running_job_is_cancelled_and_may_clean_up(
     assert "cleaned up" in log(request)
 
 
-def test_signals_to_the_batch_shell_reach_the_rank(
-    request_of: Callable[..., JobRequest], wait_for: WaitFor
-) -> None:
+def test_signals_to_the_batch_shell_reach_the_rank(request_of, wait_for):
     request = request_of(
         "trap 'echo got USR2; exit 0' USR2; touch ready; while :; do sleep 0.05; done"
     )
@@ -120,9 +111,7 @@ def test_signals_to_the_batch_shell_reach_the_rank(
     assert "got USR2" in log(request)
 
 
-def test_srun_starts_every_rank_in_blocks(
-    request_of: Callable[..., JobRequest], wait_for: WaitFor
-) -> None:
+def test_srun_starts_every_rank_in_blocks(request_of, wait_for):
     request = request_of(
         'echo "rank $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME"',
         launcher="srun",
@@ -140,9 +129,7 @@ def test_srun_starts_every_rank_in_blocks(
 
 
 @pytest.mark.mpi
-def test_mpiexec_starts_every_rank_in_blocks(
-    request_of: Callable[..., JobRequest], wait_for: WaitFor
-) -> None:
+def test_mpiexec_starts_every_rank_in_blocks(request_of, wait_for):
     mpiexec = Path(sys.executable).parent / "mpiexec"
     if not mpiexec.exists():
         pytest.skip("needs the mpich wheel: pip install mpich")
@@ -163,9 +150,7 @@ def test_mpiexec_starts_every_rank_in_blocks(
     assert lines == IN_BLOCKS
 
 
-def test_nasty_values_arrive_unchanged(
-    request_of: Callable[..., JobRequest], wait_for: WaitFor, tmp_path: Path
-) -> None:
+def test_nasty_values_arrive_unchanged(request_of, wait_for, tmp_path):
     variables = {f"NASTY_{index}": value for index, value in enumerate(NASTY)}
     report = 'printf "%s\\0" "$@"; for n in ${!NASTY_*}; do printf "%s=%s\\0" "$n" "${!n}"; done'
     request = change(
@@ -181,9 +166,7 @@ def test_nasty_values_arrive_unchanged(
     assert not list(tmp_path.rglob("PWNED"))
 
 
-def test_the_log_is_written_whatever_the_directory_is_called(
-    request_of: Callable[..., JobRequest], wait_for: WaitFor, tmp_path: Path
-) -> None:
+def test_the_log_is_written_whatever_the_directory_is_called(request_of, wait_for, tmp_path):
     names = ("100%", "%j", "back\\slash", "\\%j%%", "q\"u'o", "#x", "ä b")
     requests = [request_of("echo here", run_directory=tmp_path / name) for name in names]
     for job_id, request in [(submit(request), request) for request in requests]:
@@ -191,7 +174,7 @@ def test_the_log_is_written_whatever_the_directory_is_called(
         assert "here\n" in log(request)
 
 
-def test_nasty_tags_reach_slurm_unchanged(request_of: Callable[..., JobRequest]) -> None:
+def test_nasty_tags_reach_slurm_unchanged(request_of):
     held = {"options": {"hold": True}}
     values = [value for value in NASTY[::5] if value.strip()]
     tags = {submit(request_of("true", tag=value, slurm=held)): value for value in values}
@@ -207,7 +190,7 @@ def test_nasty_tags_reach_slurm_unchanged(request_of: Callable[..., JobRequest])
         subprocess.run(["scancel", *tags], check=True)
 
 
-def test_what_pipectl_writes_overrules_a_template(request_of: Callable[..., JobRequest]) -> None:
+def test_what_pipectl_writes_overrules_a_template(request_of):
     own = "--hold --job-name=mine --time=9\n#SBATCH -c 4 -N2 --comment=x --requeue"
     blocks = f"{{% extends base %}}{{% block directives %}}\n#SBATCH {own}\n{{% endblock %}}"
     job_id = submit(request_of("true", template=Template("site.sh", blocks)))
@@ -219,7 +202,7 @@ def test_what_pipectl_writes_overrules_a_template(request_of: Callable[..., JobR
         SLURM.cancel(job_id)
 
 
-def test_options_of_the_job_reach_slurm(request_of: Callable[..., JobRequest]) -> None:
+def test_options_of_the_job_reach_slurm(request_of):
     own = {"hold": True, "nice": "7", "x": "node[3-4]"}
     job_id = submit(request_of("true", slurm={"options": own}))
     try:
@@ -230,21 +213,19 @@ def test_options_of_the_job_reach_slurm(request_of: Callable[..., JobRequest]) -
         SLURM.cancel(job_id)
 
 
-def test_a_job_is_found_by_its_tag(request_of: Callable[..., JobRequest]) -> None:
+def test_a_job_is_found_by_its_tag(request_of):
     request = request_of("true")
     assert SLURM.find(request.tag) is None
     job_id = submit(request)
     assert SLURM.find(request.tag) == job_id
 
 
-def test_the_environment_cannot_overrule_the_script(
-    request_of: Callable[..., JobRequest], wait_for: WaitFor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_cannot_overrule_the_script(request_of, wait_for, monkeypatch):
     monkeypatch.setenv("SBATCH_PARTITION", "nosuch")
     assert wait_for(submit(request_of("true"))).state is JobState.COMPLETED
 
 
-def test_estimate(request_of: Callable[..., JobRequest]) -> None:
+def test_estimate(request_of):
     request = request_of("true")
     request.run_directory.mkdir()
     script = request.run_directory / "job.sh"
@@ -257,12 +238,12 @@ def test_estimate(request_of: Callable[..., JobRequest]) -> None:
         SLURM.estimate(script)
 
 
-def test_a_wrong_partition_is_refused_with_a_cure(request_of: Callable[..., JobRequest]) -> None:
+def test_a_wrong_partition_is_refused_with_a_cure(request_of):
     with pytest.raises(SchedulerError, match="nosuch") as caught:
         submit(request_of("true", slurm={"partition": "nosuch"}))
     assert "slurm.partition" in (caught.value.cure or "")
 
 
-def test_unknown_ids_are_absent_and_can_be_cancelled(lab: Path) -> None:
+def test_unknown_ids_are_absent_and_can_be_cancelled(lab):
     assert SLURM.query(["999999"]) == {}
     SLURM.cancel("999999")

@@ -1,7 +1,5 @@
 """A sweep as a job array of a real Slurm; what its jobs would run on torch only waits."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -37,9 +35,7 @@ Status = dict[str, Any]
 
 
 @pytest.fixture
-def sweep(
-    pipectl: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., list[Status]]:
+def sweep(pipectl, tmp_path, monkeypatch):
     """Commands in a directory with a job, whose Python is a script that waits."""
     for name, text in (("python", PYTHON), ("mpiexec", "#!/bin/bash\n")):
         (tmp_path / name).write_text(text)
@@ -47,7 +43,7 @@ def sweep(
     (tmp_path / "job.yaml").write_text(JOB)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
-    def run(*arguments: str) -> list[Status]:
+    def run(*arguments):
         found = pipectl(*arguments, "--json")
         return found["runs"] if isinstance(found, dict) else found  # type: ignore[no-any-return]
 
@@ -62,9 +58,7 @@ def until(sweep: Callable[..., list[Status]], *wanted: str) -> list[Status]:
     return wait_until(found, 120, 0.1)
 
 
-def test_a_sweep_from_submission_to_its_end(
-    pipectl: Callable[..., Any], sweep: Callable[..., list[Status]]
-) -> None:
+def test_a_sweep_from_submission_to_its_end(pipectl, sweep):
     runs = sweep("submit", "job.yaml", "--scheduler", "slurm")
     first, second, third = (Path(run["directory"]) for run in runs)
     array, _, index = runs[0]["job_id"].partition("_")

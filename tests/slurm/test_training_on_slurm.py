@@ -1,7 +1,5 @@
 """The main job on a real Slurm of four virtual nodes: profiled, planned and trained there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -52,7 +50,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="session")
-def local_run(tmp_path_factory: pytest.TempPathFactory, warm_commands: str) -> Path:
+def local_run(tmp_path_factory, warm_commands):
     """The same job, trained without a batch system on one rank; its profile is kept."""
     folder = tmp_path_factory.mktemp("local")
     one = ["--set=resources.nodes=1", "--set=resources.tasks_per_node=1", "--scheduler=local"]
@@ -73,9 +71,7 @@ def submit(pipectl: Pipectl, local_run: Path, *settings: str) -> Path:
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_failing_model_fails_the_slurm_job_and_status_names_the_culprit(
-    pipectl: Pipectl, tmp_path: Path
-) -> None:
+def test_a_failing_model_fails_the_slurm_job_and_status_names_the_culprit(pipectl, tmp_path):
     (tmp_path / "model.py").write_text(
         "import torch\n"
         "def build():\n"
@@ -108,8 +104,8 @@ def test_a_failing_model_fails_the_slurm_job_and_status_names_the_culprit(
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("whom", ["--verbose", pytest.param("--batch", marks=pytest.mark.torture)])
 def test_a_job_on_two_nodes_is_requeued_by_a_signal_and_gives_the_local_weights(
-    pipectl: Pipectl, local_run: Path, whom: str
-) -> None:
+    pipectl, local_run, whom
+):
     """To all steps; or to the script, as Slurm sends it before the walltime is over."""
     run = submit(pipectl, local_run, "slurm.options.begin=now+4")
     assert pipectl("status", run.name, "--json")["state"] == "QUEUED"
@@ -139,9 +135,7 @@ def test_a_job_on_two_nodes_is_requeued_by_a_signal_and_gives_the_local_weights(
         pytest.param("srun", ["--signal=TERM", "--batch"], marks=pytest.mark.torture),
     ],
 )
-def test_a_signal_to_end_saves_and_stops_the_run_for_good(
-    pipectl: Pipectl, local_run: Path, launcher: str, how: list[str]
-) -> None:
+def test_a_signal_to_end_saves_and_stops_the_run_for_good(pipectl, local_run, launcher, how):
     more = ["training.steps=1000000", f"launch.launcher={launcher}"]
     run = submit(pipectl, local_run, *more)
     job_id = status_when(pipectl, run, itemgetter("step"))["job_id"]

@@ -1,9 +1,6 @@
 """A small valid job spec to spoil, and what the loader and the JSON Schema then say."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -11,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipectl.errors import SpecError
-from pipectl.spec import JobSpec, Point, SpecFile, load
+from pipectl.spec import SpecFile, load
 from pipectl.spec.document import read_text, resolve
 from pipectl.spec.schema import json_schema
 
@@ -24,23 +21,19 @@ data: {factory: torch.utils.data:TensorDataset}
 training: {steps: 10, batch_size: 8}
 """
 
-Loader = Callable[..., JobSpec]
-Complaints = Callable[..., list[str]]
-Points = Callable[..., tuple[Point, ...]]
-
 
 @pytest.fixture
-def minimal() -> str:
+def minimal():
     """The required keys; further keys begin on line 7."""
     return MINIMAL
 
 
 @pytest.fixture
-def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
+def read(tmp_path, monkeypatch):
     """Load a text as ``job.yaml`` of the current directory, without site files."""
     monkeypatch.chdir(tmp_path)
 
-    def load_text(text: str | bytes, *overrides: str) -> JobSpec:
+    def load_text(text, *overrides):
         content = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
         Path("job.yaml").write_bytes(content)
         return load(Path("job.yaml"), overrides, sites=())
@@ -49,10 +42,10 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
 
 
 @pytest.fixture
-def complaints(read: Loader) -> Complaints:
+def complaints(read):
     """The lines of the error for a text; fails where the text is accepted."""
 
-    def lines(text: str | bytes, *overrides: str) -> list[str]:
+    def lines(text, *overrides):
         with pytest.raises(SpecError) as caught:
             read(text, *overrides)
         return [str(problem) for problem in caught.value.problems]
@@ -61,17 +54,17 @@ def complaints(read: Loader) -> Complaints:
 
 
 @pytest.fixture
-def added(complaints: Complaints) -> Complaints:
+def added(complaints):
     """The complaints about a text added to the minimal spec, on line 7."""
     return lambda text, *overrides: complaints(MINIMAL + text, *overrides)
 
 
 @pytest.fixture
-def read_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Points:
+def read_points(tmp_path, monkeypatch):
     """The runs of the sweep of a text, as ``job.yaml`` of the current directory."""
     monkeypatch.chdir(tmp_path)
 
-    def load_points(text: str, *overrides: str) -> tuple[Point, ...]:
+    def load_points(text, *overrides):
         Path("job.yaml").write_text(text)
         file = SpecFile.read(Path("job.yaml"), overrides, ())
         return file.points(file.spec())
@@ -80,11 +73,11 @@ def read_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Points:
 
 
 @pytest.fixture
-def by_schema() -> Callable[[str], bool]:
+def by_schema():
     """Whether a YAML text satisfies the JSON Schema."""
     schema = json_schema()
 
-    def valid(text: str) -> bool:
+    def valid(text):
         return accepts(schema, resolve(read_text(text, "job.yaml", []).data), schema)
 
     return valid

@@ -1,10 +1,7 @@
 """What a valid spec is read as, and where each of its values comes from."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,11 +44,10 @@ slurm:
   options: {exclusive: true, nice: 0100, gres: "g:1", time: false}
 pbs:       {queue: workq, options: {h: true, l: [place=pack, mem=1gb]}}
 """
-Origins = Callable[..., dict[str, Origin]]
 
 
 @pytest.fixture
-def full(tmp_path: Path) -> JobSpec:
+def full(tmp_path):
     models = tmp_path / "models"
     models.mkdir()
     for name in ("gpt.py", "text.py"):
@@ -61,11 +57,11 @@ def full(tmp_path: Path) -> JobSpec:
 
 
 @pytest.fixture
-def origins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minimal: str) -> Origins:
+def origins(tmp_path, monkeypatch, minimal):
     """Load the minimal spec with a text after it; where its values are written, by dotted key."""
     monkeypatch.chdir(tmp_path)
 
-    def by_key(added: str, *overrides: str, sites: tuple[str, ...] = ()) -> dict[str, Origin]:
+    def by_key(added, *overrides, sites=()):
         Path("job.yaml").write_text(minimal + added, encoding="utf-8")
         files = [Path(f"site{number}.yaml") for number in range(len(sites))]
         for file, text in zip(files, sites, strict=True):
@@ -82,7 +78,7 @@ def written(origin: Origin) -> str:
     return "default" if place is None else f"{place.file}:{place.line}"
 
 
-def test_what_is_trained(full: JobSpec, tmp_path: Path) -> None:
+def test_what_is_trained(full, tmp_path):
     assert (full.version, full.name) == (1, "gpt-stdlib")
     assert full.model.kwargs == {"layers": 8, "width": 256}
     assert full.loss.weight == f"{tmp_path}/models/gpt.py:tokens"
@@ -96,7 +92,7 @@ def test_what_is_trained(full: JobSpec, tmp_path: Path) -> None:
     assert (full.evaluation.every, full.evaluation.batch_size) == (100, None)
 
 
-def test_how_it_runs(full: JobSpec) -> None:
+def test_how_it_runs(full):
     assert (full.pipeline.stages, full.pipeline.micro_batches) == (4, None)
     assert full.pipeline.warm_up == (4, 3, 2, 1)
     assert full.pipeline.memory_limit == 4 * 2**30
@@ -130,7 +126,7 @@ def test_how_it_runs(full: JobSpec) -> None:
         "pbs: {select: 'gpu_model=none:ngpus=0', options: {h: true}}",
     ],
 )
-def test_options_may_ask_for_gpus_if_resources_say_how_many(read, minimal, text: str) -> None:
+def test_options_may_ask_for_gpus_if_resources_say_how_many(read, minimal, text):
     assert read(minimal + text).resources.gpus_per_node in (0, 2)
 
 
@@ -138,15 +134,15 @@ def test_options_may_ask_for_gpus_if_resources_say_how_many(read, minimal, text:
     ("file", "name"),
     [("gpt.yaml", "gpt"), ("my job (2).yaml", "my-job--2"), ("-.yaml", "job"), ("é.v2.yaml", "v2")],
 )
-def test_the_name_is_by_default_that_of_the_file(tmp_path: Path, minimal, file, name) -> None:
+def test_the_name_is_by_default_that_of_the_file(tmp_path, minimal, file, name):
     (tmp_path / file).write_text("".join(minimal.splitlines(keepends=True)[2:]))
     spec = load(tmp_path / file, sites=())
     assert (spec.version, spec.name) == (1, name)
     assert "name: " + name in dump(spec)
 
 
-def test_which_steps_are_recorded(read, minimal) -> None:
-    def steps(text: str, count: int) -> list[int]:
+def test_which_steps_are_recorded(read, minimal):
+    def steps(text, count):
         trace = read(minimal + text).trace
         return [step for step in range(1, count + 1) if trace.includes(step, count)]
 
@@ -157,7 +153,7 @@ def test_which_steps_are_recorded(read, minimal) -> None:
     assert steps("trace: {every: 1}", 3) == [1, 2, 3]
 
 
-def test_null_and_empty_keys_have_their_defaults(read, minimal) -> None:
+def test_null_and_empty_keys_have_their_defaults(read, minimal):
     spec = read(minimal + "resources:\nslurm: {partition: }\nlaunch: {args: null}\ncluster: ~\n")
     assert spec == read(minimal)
 
@@ -173,7 +169,7 @@ def test_null_and_empty_keys_have_their_defaults(read, minimal) -> None:
         ("{0: a, '0x1': b, true: c, ~: d}", {0: "a", "0x1": "b", True: "c", None: "d"}),
     ],
 )  # fmt: skip
-def test_kwargs_have_the_types_of_yaml_1_2(read, minimal, text, value) -> None:
+def test_kwargs_have_the_types_of_yaml_1_2(read, minimal, text, value):
     spec = read(minimal + f"optimizer: {{factory: 'torch.optim:SGD', kwargs: {{x: {text}}}}}")
     read_value = spec.optimizer.kwargs["x"]
     assert (read_value, type(read_value), str(read_value)) == (value, type(value), str(value))
@@ -183,15 +179,15 @@ def test_kwargs_have_the_types_of_yaml_1_2(read, minimal, text, value) -> None:
     ("text", "seconds"),
     [("1:30:00", 5400), ("90", 5400), ("90s", 90), ("'00:05:00'", 300)],
 )
-def test_walltimes(read, minimal, text, seconds) -> None:
+def test_walltimes(read, minimal, text, seconds):
     assert read(minimal + f"resources: {{walltime: {text}}}").resources.walltime == seconds
 
 
-def test_whole_numbers_may_be_floats_without_fraction(read, minimal) -> None:
+def test_whole_numbers_may_be_floats_without_fraction(read, minimal):
     assert read(minimal, "training.steps=1e3").training.steps == 1000
 
 
-def test_optimizer_groups_keep_the_types_of_their_options(read, minimal) -> None:
+def test_optimizer_groups_keep_the_types_of_their_options(read, minimal):
     groups = "[{match: '*.bias', weight_decay: 0, betas: [0.9, 9.9e-1]}, {match: 1.5, lr: 1e-4}]"
     spec = read(f"{minimal}optimizer: {{groups: {groups}}}\n")
     first, second = spec.optimizer.groups
@@ -202,21 +198,21 @@ def test_optimizer_groups_keep_the_types_of_their_options(read, minimal) -> None
     assert profile_key(spec) != profile_key(read(minimal))
 
 
-def test_anchors_are_expanded(read, minimal) -> None:
+def test_anchors_are_expanded(read, minimal):
     spec = read(minimal + "slurm: &site {account: physics}\npbs: *site\n")
     assert spec.pbs.account == "physics"
 
 
-def test_a_byte_order_mark_is_no_part_of_the_spec(read, minimal) -> None:
+def test_a_byte_order_mark_is_no_part_of_the_spec(read, minimal):
     assert read(b"\xef\xbb\xbf" + minimal.encode()).name == "demo"
 
 
-def test_lower_layers_do_not_import_pydantic() -> None:
+def test_lower_layers_do_not_import_pydantic():
     code = "import sys, pipectl.errors, pipectl.plan; sys.exit('pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_origin_of_a_value_is_the_layer_that_wins(origins: Origins) -> None:
+def test_the_origin_of_a_value_is_the_layer_that_wins(origins):
     by_key = origins(
         "resources: {nodes: 2}\nslurm:\n  account: mine\ncheckpoint: {keep: null}\n",
         "resources.tasks_per_node=4",
@@ -240,13 +236,13 @@ def test_the_origin_of_a_value_is_the_layer_that_wins(origins: Origins) -> None:
     assert tops == list(JobSpec.model_fields)
 
 
-def test_origins_show_sizes_as_people_write_them(origins: Origins) -> None:
+def test_origins_show_sizes_as_people_write_them(origins):
     by_key = origins("pipeline: {memory_limit: 1.5GiB}\nresources: {memory_per_node: 8GB}\n")
     assert by_key["pipeline.memory_limit"].value == "1536MiB"
     assert by_key["resources.memory_per_node"].value == "7812500KiB"
 
 
-def test_keyword_arguments_have_origins_of_their_own(origins: Origins) -> None:
+def test_keyword_arguments_have_origins_of_their_own(origins):
     by_key = origins(
         "optimizer:\n  kwargs:\n    lr: 0.1\n    decay: null\n"
         "lr_scheduler: torch.optim.lr_scheduler:ConstantLR\n",
@@ -264,14 +260,14 @@ def test_keyword_arguments_have_origins_of_their_own(origins: Origins) -> None:
     assert {key: written(by_key[key]) for key in places} == places
 
 
-def test_origins_show_what_is_dumped_but_no_environment_variable(origins: Origins) -> None:
+def test_origins_show_what_is_dumped_but_no_environment_variable(origins):
     by_key = origins("environment: {variables: {KEY: s3cret}}\n")
     text = dump(load(Path("job.yaml"), sites=()))
     assert all(f"{origin.path[-1]}:" in text for origin in by_key.values())
     assert by_key["environment.variables.KEY"].value == "(not shown)"
 
 
-def test_keys_of_earlier_versions_may_have_their_defaults(read, minimal) -> None:
+def test_keys_of_earlier_versions_may_have_their_defaults(read, minimal):
     """As in the job files of runs that an earlier version has submitted."""
     old = "{qos: null, exclusive: false, omit: [], directives: []}"
     checkpoint = "checkpoint: {on_signal: USR1}"

@@ -1,8 +1,5 @@
 """Which of the user's files stand behind a factory."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,12 +7,10 @@ import pytest
 from pipectl.spec import profile_key, references
 from pipectl.spec.references import parse, user_sources
 
-Write = Callable[..., None]
-
 
 @pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def files(texts: dict[str, str]) -> None:
+def write(tmp_path):
+    def files(texts):
         for name, text in texts.items():
             path = tmp_path / f"{name}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +66,7 @@ def files_of(base: Path, *references: str) -> dict[str, str]:
         ({"model": "import broken", "broken": "import other\nthis is no python"}, ["broken"]),
     ],
 )
-def test_what_a_file_imports(tmp_path: Path, write: Write, files, names) -> None:
+def test_what_a_file_imports(tmp_path, write, files, names):
     write(files)
     assert files_of(tmp_path, "./model.py:build") == {
         name: path
@@ -82,8 +77,8 @@ def test_what_a_file_imports(tmp_path: Path, write: Write, files, names) -> None
 
 
 def test_directories_of_one_name_make_up_a_package_unless_one_has_its_own_file(
-    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, write, monkeypatch
+):
     monkeypatch.setattr(references, "_SEARCH", (f"{tmp_path}/site-packages", f"{tmp_path}/work"))
     write({"model": "import shared.mine, shared.theirs, whole.part, whole.inner.part"})
     write({"site-packages/shared/theirs": "", "work/shared/mine": "", "whole/part": ""})
@@ -95,9 +90,7 @@ def test_directories_of_one_name_make_up_a_package_unless_one_has_its_own_file(
     }
 
 
-def test_modules_along_the_search_path(
-    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_along_the_search_path(tmp_path, write, monkeypatch):
     write({"work/mine/__init__": "", "work/mine/data": "", "lib/site-packages/theirs": ""})
     write({"work/mine/model": "from mine import data"})
     monkeypatch.setattr(
@@ -108,18 +101,14 @@ def test_modules_along_the_search_path(
     ]
 
 
-def test_libraries_hide_what_stands_behind_them(
-    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_hide_what_stands_behind_them(tmp_path, write, monkeypatch):
     write({"model": "import same, json", "work/same": "", "json": ""})
     write({"site-packages/same": "", "site-packages/json": ""})
     monkeypatch.setattr(references, "_SEARCH", (f"{tmp_path}/site-packages", f"{tmp_path}/work"))
     assert files_of(tmp_path, "./model.py:build") == {}
 
 
-def test_a_key_changes_with_what_the_files_import(
-    read: Callable[..., object], minimal: str, tmp_path: Path
-) -> None:
+def test_a_key_changes_with_what_the_files_import(read, minimal, tmp_path):
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     (folder / "net.py").write_text("import layers\n")

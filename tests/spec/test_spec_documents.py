@@ -1,7 +1,5 @@
 """The JSON Schema and the reference are made from the models, and the checked-in copies agree."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -19,7 +17,7 @@ PAGE = REFERENCE.read_text("utf-8")
 
 
 @pytest.mark.parametrize("path", [REFERENCE, SCHEMA], ids=lambda path: path.name)
-def test_the_checked_in_copies_are_current(path: Path) -> None:
+def test_the_checked_in_copies_are_current(path):
     text = reference_markdown(PAGE)
     if path == SCHEMA:
         text = json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
@@ -28,7 +26,7 @@ def test_the_checked_in_copies_are_current(path: Path) -> None:
     assert text == path.read_text("utf-8"), f"{path} differs; if that is intended: make golden"
 
 
-def test_every_key_is_explained() -> None:
+def test_every_key_is_explained():
     for schema in (json_schema(), *json_schema()["$defs"].values()):
         for name in properties(schema):
             rows = re.findall(rf"^\| `{name}` \| (.+) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
@@ -52,9 +50,7 @@ def test_every_key_is_explained() -> None:
         "environment: {setup: ['', 'a', 3]}\nlaunch: {mpi: pmix, args: []}\nsite_defaults: false",
     ],
 )
-def test_the_schema_accepts_what_the_loader_accepts(
-    read, by_schema, minimal: str, text: str
-) -> None:
+def test_the_schema_accepts_what_the_loader_accepts(read, by_schema, minimal, text):
     read(minimal + text)
     assert by_schema(minimal + text)
 
@@ -79,8 +75,6 @@ def test_the_schema_accepts_what_the_loader_accepts(
         "slurm: {options: {qos: {a: b}}}",
     ],
 )
-def test_the_schema_refuses_what_an_editor_can_tell(
-    added, by_schema, minimal: str, text: str
-) -> None:
+def test_the_schema_refuses_what_an_editor_can_tell(added, by_schema, minimal, text):
     added(text)
     assert not by_schema(minimal + text)

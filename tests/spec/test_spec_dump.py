@@ -1,7 +1,5 @@
 """A dumped spec means the same in another directory and under other site files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from pipectl.spec import JobSpec, dump, links_key, load, plan_key, profile_key
 
 
 @pytest.fixture
-def job(tmp_path: Path, minimal: str) -> Path:
+def job(tmp_path, minimal):
     """A spec that names files beside it."""
     home = tmp_path / "home"
     home.mkdir()
@@ -40,7 +38,7 @@ def with_kwargs(spec: JobSpec, kwargs: dict[str, object]) -> JobSpec:
     return spec.model_copy(update={"optimizer": optimizer})
 
 
-def test_a_dump_is_read_back_the_same_from_another_directory(job: Path, tmp_path: Path) -> None:
+def test_a_dump_is_read_back_the_same_from_another_directory(job, tmp_path):
     spec = load(job, sites=())
     again = reload(spec, tmp_path / "run.yaml")
     assert dump(again) == dump(spec)
@@ -56,7 +54,7 @@ def test_a_dump_is_read_back_the_same_from_another_directory(job: Path, tmp_path
         assert getattr(again, name) == getattr(spec, name)
 
 
-def test_site_files_no_longer_matter(job: Path, tmp_path: Path) -> None:
+def test_site_files_no_longer_matter(job, tmp_path):
     site = tmp_path / "site.yaml"
     site.write_text("slurm: {account: mine}\nenvironment: {variables: {A: 1}}")
     run = tmp_path / "run.yaml"
@@ -74,7 +72,7 @@ def test_site_files_no_longer_matter(job: Path, tmp_path: Path) -> None:
     ["3e-4", "1e5", "0o17", "true", "null", "~", "yes", "1:30", "", " a ", "a: b", "#x", "é", "😀",
      "a\nb", "tab\there", "*x", "- a", "2026-01-01", "=", "<<", "!x", "%x", "'", '"', "\\"],
 )  # fmt: skip
-def test_texts_stay_texts(read, minimal, tmp_path: Path, text: str) -> None:
+def test_texts_stay_texts(read, minimal, tmp_path, text):
     kwargs = {"value": text, "key": {text: 1}}
     assert (
         reload(with_kwargs(read(minimal), kwargs), tmp_path / "run.yaml").optimizer.kwargs == kwargs
@@ -82,21 +80,21 @@ def test_texts_stay_texts(read, minimal, tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("number", [3e-4, 1e300, 0.1, -0.0, 10**25, True, None, float("inf")])
-def test_values_keep_their_type(read, minimal, tmp_path: Path, number: float) -> None:
+def test_values_keep_their_type(read, minimal, tmp_path, number):
     kwargs = {"x": number, "y": [{number: number}]}
     again = reload(with_kwargs(read(minimal), kwargs), tmp_path / "run.yaml")
     assert repr(again.optimizer.kwargs) == repr(kwargs)
 
 
 @pytest.mark.parametrize("image", ["pipectl.sif", "docker://example.org/pipectl"])
-def test_an_image_stays_what_the_job_names(job: Path, tmp_path: Path, image: str) -> None:
+def test_an_image_stays_what_the_job_names(job, tmp_path, image):
     spec = load(job, [f"environment.container={image}"], sites=())
     again = reload(spec, tmp_path / "run.yaml")
     assert again.environment == spec.environment
     assert links_key(again, "slurm here") == links_key(spec, "slurm here")
 
 
-def test_keys_do_not_depend_on_where_files_are(job: Path, tmp_path: Path) -> None:
+def test_keys_do_not_depend_on_where_files_are(job, tmp_path):
     (job.parent / "mine.csv").write_text("0F0,0B0\n1F0,1B0\n")
     for own in ([], ["pipeline={schedule: mine.csv}"]):
         spec = load(job, own, sites=())
@@ -133,16 +131,14 @@ def test_keys_do_not_depend_on_where_files_are(job: Path, tmp_path: Path) -> Non
         ("data.shuffle=false", False, False),
     ],
 )
-def test_keys_change_with_what_they_stand_for(
-    job: Path, override: str, profile_changes: bool, plan_changes: bool
-) -> None:
+def test_keys_change_with_what_they_stand_for(job, override, profile_changes, plan_changes):
     always = ["resources.gpus_per_node=1", "resources.cpus_per_task=2"]
     before, after = load(job, always, sites=()), load(job, [*always, override], sites=())
     assert (profile_key(before) != profile_key(after)) == profile_changes
     assert (plan_key(before) != plan_key(after)) == plan_changes
 
 
-def test_keys_change_with_the_contents_of_the_files(job: Path) -> None:
+def test_keys_change_with_the_contents_of_the_files(job):
     spec = load(job, sites=())
     before = profile_key(spec), plan_key(spec)
     (job.parent / "cluster.json").write_text("other")

@@ -1,9 +1,6 @@
 """Whatever a file or an override holds: a spec, or an error for people, and never a traceback."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +8,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipectl.errors import SpecError, UsageError
-from pipectl.spec import JobSpec, dump, load
+from pipectl.spec import dump, load
 from pipectl.spec.schema import json_schema, properties
 
 SETTINGS = settings(
@@ -47,11 +44,11 @@ VALUES = st.recursive(
 
 
 @pytest.fixture
-def attempt(tmp_path: Path):
+def attempt(tmp_path):
     """Load bytes; what is no spec must be refused with a printable message."""
     path = tmp_path / "job.yaml"
 
-    def load_bytes(content: bytes, *overrides: str) -> JobSpec | None:
+    def load_bytes(content, *overrides):
         path.write_bytes(content)
         try:
             return load(path, overrides, sites=(), check_files=False)
@@ -66,7 +63,7 @@ def attempt(tmp_path: Path):
 
 @SETTINGS
 @given(st.binary(max_size=60))
-def test_any_bytes(attempt, content: bytes) -> None:
+def test_any_bytes(attempt, content):
     attempt(content)
 
 
@@ -76,7 +73,7 @@ def test_any_bytes(attempt, content: bytes) -> None:
 @example("%YAML 1.1\n--- !!a")
 @example("&a *a")
 @example('"\\U99999999"')
-def test_anything_like_yaml(attempt, minimal: str, text: str) -> None:
+def test_anything_like_yaml(attempt, minimal, text):
     attempt(text.encode())
     attempt(f"{minimal}output: {text}\n".encode())
 
@@ -84,14 +81,14 @@ def test_anything_like_yaml(attempt, minimal: str, text: str) -> None:
 @SETTINGS
 @given(st.text(max_size=20), YAML_LIKE)
 @example("[key]", "")
-def test_any_override(attempt, minimal: str, key: str, value: str) -> None:
+def test_any_override(attempt, minimal, key, value):
     attempt(minimal.encode(), f"{key}={value}")
     attempt(minimal.encode(), key)
 
 
 @SETTINGS
 @given(st.lists(st.tuples(st.sampled_from(PATHS), VALUES), min_size=1, max_size=3))
-def test_any_value_of_any_key(attempt, by_schema, minimal: str, tmp_path: Path, changes) -> None:
+def test_any_value_of_any_key(attempt, by_schema, minimal, tmp_path, changes):
     """What is accepted is written, read back the same, and accepted by the JSON Schema."""
     overrides = [f"{'.'.join(path)}={as_yaml(value)}" for path, value in changes]
     spec = attempt(minimal.encode(), *overrides)
@@ -106,7 +103,7 @@ def test_any_value_of_any_key(attempt, by_schema, minimal: str, tmp_path: Path, 
 
 @SETTINGS
 @given(st.sampled_from([path for path in PATHS if len(path) == 2]), SCALARS)
-def test_the_schema_accepts_any_accepted_scalar(attempt, by_schema, path, value) -> None:
+def test_the_schema_accepts_any_accepted_scalar(attempt, by_schema, path, value):
     required = {
         **{key: {"factory": "a:b"} for key in ("model", "loss", "data")},
         "training": {"steps": 1, "batch_size": 4},

@@ -2,14 +2,12 @@
 
 # ruff: noqa: E501 (a message is one line)
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from pipectl.errors import SpecError, UsageError
-from pipectl.spec import JobSpec, SpecFile, load, site_files
+from pipectl.spec import SpecFile, load, site_files
 
 SHORT = """\
 {version: 1, name: demo, model: a:model, loss: a:loss, data: a:data, optimizer: a:optimizer,
@@ -19,10 +17,10 @@ SHORT = """\
 
 
 @pytest.fixture
-def layered(tmp_path: Path, minimal: str):
+def layered(tmp_path, minimal):
     """Load the minimal spec with additions above two site files."""
 
-    def load_layers(machine: str, user: str, job: str = "", *overrides: str) -> JobSpec:
+    def load_layers(machine, user, job="", *overrides):
         for name, text in (("machine", machine), ("user", user), ("job", minimal + job)):
             (tmp_path / f"{name}.yaml").write_text(text)
         sites = (tmp_path / "machine.yaml", tmp_path / "user.yaml")
@@ -31,7 +29,7 @@ def layered(tmp_path: Path, minimal: str):
     return load_layers
 
 
-def test_each_layer_is_over_the_one_before(layered) -> None:
+def test_each_layer_is_over_the_one_before(layered):
     partitions = [f"slurm: {{partition: {name}}}\n" for name in ("machine", "user", "job")]
     assert layered(partitions[0], "").slurm.partition == "machine"
     assert layered(*partitions[:2]).slurm.partition == "user"
@@ -39,7 +37,7 @@ def test_each_layer_is_over_the_one_before(layered) -> None:
     assert layered(*partitions, "slurm.partition=flag").slurm.partition == "flag"
 
 
-def test_mappings_are_merged_and_lists_replaced(layered) -> None:
+def test_mappings_are_merged_and_lists_replaced(layered):
     spec = layered(
         "slurm: {account: a, options: {qos: q, mem: 0}}\n"
         "environment: {modules: [gcc, mpich], variables: {A: 1, B: 1}}",
@@ -52,9 +50,7 @@ def test_mappings_are_merged_and_lists_replaced(layered) -> None:
     assert spec.environment.variables == {"A": "1", "B": "2", "factory": "2", "C": "3"}
 
 
-def test_what_a_site_sets_below_a_replaced_mapping_is_from_the_site(
-    tmp_path: Path, minimal: str
-) -> None:
+def test_what_a_site_sets_below_a_replaced_mapping_is_from_the_site(tmp_path, minimal):
     site, job = tmp_path / "site.yaml", tmp_path / "job.yaml"
     site.write_text("slurm:\n  options: {qos: r}\n")
     job.write_text(minimal + "slurm: {options: {qos: q}}\n")
@@ -63,7 +59,7 @@ def test_what_a_site_sets_below_a_replaced_mapping_is_from_the_site(
     assert (origins["qos"].value, origins["qos"].place) == ("r", (str(site), 2, 18))
 
 
-def test_null_removes_a_site_default(layered) -> None:
+def test_null_removes_a_site_default(layered):
     spec = layered(
         "slurm: {account: a}\nlaunch: {args: [-v]}\nenvironment: {variables: {A: 1}}",
         "",
@@ -74,7 +70,7 @@ def test_null_removes_a_site_default(layered) -> None:
     assert spec.environment.variables == {}
 
 
-def test_files_of_a_site_file_are_looked_up_beside_it(layered, tmp_path: Path) -> None:
+def test_files_of_a_site_file_are_looked_up_beside_it(layered, tmp_path):
     (tmp_path / "cluster.json").write_text("{}")
     (tmp_path / "around.sh").write_text("")
     spec = layered("", "cluster: ./cluster.json\nlaunch: {template: around.sh}")
@@ -88,12 +84,12 @@ def test_files_of_a_site_file_are_looked_up_beside_it(layered, tmp_path: Path) -
     ]
 
 
-def test_jobs_can_do_without_site_files(layered) -> None:
+def test_jobs_can_do_without_site_files(layered):
     assert layered("slurm: {account: q}", "x: 1", "site_defaults: false\n").slurm.account is None
     assert layered("slurm: {account: q}", "", "", "site_defaults=false").slurm.account is None
 
 
-def test_absent_and_empty_site_files_say_nothing(tmp_path: Path, minimal: str) -> None:
+def test_absent_and_empty_site_files_say_nothing(tmp_path, minimal):
     (tmp_path / "job.yaml").write_text(minimal)
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     sites = (tmp_path / "absent.yaml", tmp_path / "empty.yaml")
@@ -111,20 +107,20 @@ def test_absent_and_empty_site_files_say_nothing(tmp_path: Path, minimal: str) -
         ("\ntraining: {steps: 3}", "2:1: training: a site file cannot set this; known are version, resources, launch, environment, checkpoint, trace, output, cluster, slurm, pbs"),
     ],
 )  # fmt: skip
-def test_problems_name_the_site_file(layered, tmp_path: Path, text: str, message: str) -> None:
+def test_problems_name_the_site_file(layered, tmp_path, text, message):
     with pytest.raises(SpecError) as caught:
         layered("", text)
     assert caught.value.message == f"{tmp_path / 'user.yaml'}:{message}"
 
 
-def test_problems_of_all_layers_are_reported_together(layered) -> None:
+def test_problems_of_all_layers_are_reported_together(layered):
     with pytest.raises(SpecError) as caught:
         layered("slurm: {a: 1}", "pbs: {b: 1}", "output: {c: 1}", "training.steps=0")
     files = [Path(problem.file).name for problem in caught.value.problems]
     assert files == ["--set training.steps", "job.yaml", "machine.yaml", "user.yaml"]
 
 
-def test_where_site_files_are_looked_for(tmp_path: Path, minimal, monkeypatch) -> None:
+def test_where_site_files_are_looked_for(tmp_path, minimal, monkeypatch):
     machine = Path("/etc/pipectl/site.yaml")
     user = tmp_path / ".config" / "pipectl" / "site.yaml"
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -138,7 +134,7 @@ def test_where_site_files_are_looked_for(tmp_path: Path, minimal, monkeypatch) -
     assert load(tmp_path / "job.yaml").pbs.queue == "site"
 
 
-def test_overrides_are_read_like_the_file(read, minimal) -> None:
+def test_overrides_are_read_like_the_file(read, minimal):
     spec = read(
         minimal,
         "resources={nodes: 5, walltime: 1:30:00}",
@@ -153,7 +149,7 @@ def test_overrides_are_read_like_the_file(read, minimal) -> None:
     assert (spec.pbs.select, spec.launch.args) == ("model=icelake", ("--label", "-v"))
 
 
-def test_only_the_named_key_is_replaced(read, minimal) -> None:
+def test_only_the_named_key_is_replaced(read, minimal):
     spec = read(minimal, "model.kwargs.in_features=9", "training.steps=3")
     assert spec.model.kwargs == {"in_features": 9, "out_features": 2}
     assert (spec.training.steps, spec.training.batch_size) == (3, 8)
@@ -162,13 +158,13 @@ def test_only_the_named_key_is_replaced(read, minimal) -> None:
     assert kwargs == {"in_features": 4, "out_features": 2}
 
 
-def test_nothing_or_null_restores_the_default(read, minimal) -> None:
+def test_nothing_or_null_restores_the_default(read, minimal):
     text = minimal + "slurm: {partition: debug, account: a}\n"
     spec = read(text, "slurm.partition=", "slurm.account=null")
     assert (spec.slurm.partition, spec.slurm.account) == (None, None)
 
 
-def test_a_wrong_value_in_the_file_may_be_overridden(read, minimal) -> None:
+def test_a_wrong_value_in_the_file_may_be_overridden(read, minimal):
     assert read(minimal.replace("steps: 10", "steps: ten"), "training.steps=3").training.steps == 3
 
 
@@ -185,18 +181,18 @@ def test_a_wrong_value_in_the_file_may_be_overridden(read, minimal) -> None:
         "callbacks.c.kwargs.project=p",
     ],
 )
-def test_every_key_joins_a_factory_in_short_form(read, override: str) -> None:
+def test_every_key_joins_a_factory_in_short_form(read, override):
     before, after = read(SHORT), read(SHORT, override)
     assert set(before.factories()) <= set(after.factories())
     assert after != before
 
 
-def test_a_key_whose_text_becomes_a_mapping_stays_in_its_place(complaints, minimal) -> None:
+def test_a_key_whose_text_becomes_a_mapping_stays_in_its_place(complaints, minimal):
     found = complaints(minimal.replace("{steps: 10, batch_size: 8}", "many"), "training.steps=3")
     assert found == ["job.yaml:6:1: training.batch_size: missing"]
 
 
-def test_text_that_is_no_factory_is_replaced(read, minimal) -> None:
+def test_text_that_is_no_factory_is_replaced(read, minimal):
     spec = read(minimal + "callbacks: a:callback\n", "callbacks.c=a:callback")
     assert list(spec.callbacks) == ["c"]
     text = minimal.replace("in_features: 4", "in_features: four")
@@ -216,12 +212,12 @@ def test_text_that_is_no_factory_is_replaced(read, minimal) -> None:
         ("a" + ".a" * 5000 + "=1", f"--set a{'.a' * 48}...: there is no such key", "write --set KEY=VALUE, such as --set pipeline.stages=4"),
     ],
 )  # fmt: skip
-def test_what_is_no_override(read, minimal, override: str, message: str, cure: str) -> None:
+def test_what_is_no_override(read, minimal, override, message, cure):
     with pytest.raises(UsageError) as caught:
         read(minimal, override)
     assert (caught.value.message, caught.value.cure) == (message, cure)
 
 
-def test_a_file_that_cannot_be_read_is_reported_before_overrides(read) -> None:
+def test_a_file_that_cannot_be_read_is_reported_before_overrides(read):
     with pytest.raises(SpecError, match="empty"):
         read("", "no override")

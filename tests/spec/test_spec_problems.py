@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501 (a message is one line)
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -22,7 +20,7 @@ BOMB = "\n".join(
 )
 
 
-def test_the_problems_of_wrong_specs(read_points, minimal: str) -> None:
+def test_the_problems_of_wrong_specs(read_points, minimal):
     blocks = []
     for block in WRONG_SPECS.read_text("utf-8").rstrip("\n").split("\n\n"):
         lines = [line for line in block.split("\n") if not line.startswith("=> ")]
@@ -54,13 +52,13 @@ def test_the_problems_of_wrong_specs(read_points, minimal: str) -> None:
         ("sweep: {points: [{? a" + ".a" * 5000 + " : 1}]}", f"7:10025: sweep.points[0].a{'.a' * 48}...: must be a key such as training.seed"),
     ],
 )  # fmt: skip
-def test_messages_are_printable_and_short(read_points, minimal, text: str, message: str) -> None:
+def test_messages_are_printable_and_short(read_points, minimal, text, message):
     with pytest.raises(SpecError) as caught:
         read_points(minimal + text)
     assert caught.value.message == f"job.yaml:{message}"
 
 
-def test_missing_files_are_named_with_their_place(complaints, minimal, tmp_path) -> None:
+def test_missing_files_are_named_with_their_place(complaints, minimal, tmp_path):
     text = minimal.replace("torch.nn:Linear", "./gone.py:build") + (
         "cluster: gone.json\n"
         "evaluation: {data: ./gone.py:held_out, metrics: {m: ./gone.py:f}}\n"
@@ -91,14 +89,14 @@ def samples(count, **more): ...
 
 
 @pytest.fixture
-def faults_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def faults_of_code(tmp_path, monkeypatch):
     """The problems of a text of which names in user code are checked too."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(CODE)
     Path("parts.py").write_text("from inner import Part as Piece\n")
     Path("inner.py").write_text("class Part:\n    def __init__(self, size): ...\n")
 
-    def check(text: str) -> list[str]:
+    def check(text):
         Path("job.yaml").write_text(text)
         try:
             SpecFile.read(Path("job.yaml"), (), ()).spec(check_names=True)
@@ -109,7 +107,7 @@ def faults_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return check
 
 
-def test_wrong_names_and_arguments_are_listed_together_with_wrong_keys(faults_of_code) -> None:
+def test_wrong_names_and_arguments_are_listed_together_with_wrong_keys(faults_of_code):
     text = """
 modle: 1
 model: {factory: ./mine.py:Net, kwargs: {dept: 3}, size: 2}
@@ -149,26 +147,26 @@ training: {steps: 1, batch_size: 4}
     ],
 )  # fmt: skip
 def test_arguments_are_followed_through_imports_as_far_as_they_can_be_read(
-    faults_of_code, minimal: str, model: str, faults: list[str]
-) -> None:
+    faults_of_code, minimal, model, faults
+):
     text = re.sub("^model:.*", f"model: {model}", minimal, flags=re.MULTILINE)
     assert faults_of_code(text) == [each.replace("{}", str(Path.cwd())) for each in faults]
 
 
-def test_arguments_that_pipectl_gives_itself_are_not_listed(faults_of_code, minimal: str) -> None:
+def test_arguments_that_pipectl_gives_itself_are_not_listed(faults_of_code, minimal):
     text = re.sub("^optimizer:.*\\n", "", minimal, flags=re.MULTILINE)
     optimizer = "{factory: torch.optim:AdamW, kwargs: {zz: 1}}"
     (fault,) = faults_of_code(f"{text}optimizer: {optimizer}\n")
     assert "AdamW takes no argument 'zz'; it takes lr, betas" in fault
 
 
-def test_a_sweep_may_give_an_argument_that_the_job_leaves_out(faults_of_code, minimal: str) -> None:
+def test_a_sweep_may_give_an_argument_that_the_job_leaves_out(faults_of_code, minimal):
     text = re.sub("^model:.*", "model: ./mine.py:Net", minimal, flags=re.MULTILINE)
     assert len(faults_of_code(text)) == 1
     assert faults_of_code(text + "sweep: {grid: {model.kwargs.width: [1, 2]}}\n") == []
 
 
-def test_paths_in_kwargs_are_relative_to_the_file_if_they_begin_with_a_dot(read, minimal) -> None:
+def test_paths_in_kwargs_are_relative_to_the_file_if_they_begin_with_a_dot(read, minimal):
     values = "{a: ./x/../y, b: [../z], c: x, d: /e, f: .5}"
     text = re.sub("^model:.*", f"model: {{factory: a:b, kwargs: {values}}}", minimal, flags=re.M)
     here = Path.cwd()
@@ -176,7 +174,7 @@ def test_paths_in_kwargs_are_relative_to_the_file_if_they_begin_with_a_dot(read,
     assert read(text).model.kwargs == expected
 
 
-def test_all_required_keys_are_named(complaints) -> None:
+def test_all_required_keys_are_named(complaints):
     required = ("data", "loss", "model", "training")
     assert complaints("{}") == [f"job.yaml:1:1: {key}: missing" for key in required]
 
@@ -195,7 +193,7 @@ def test_all_required_keys_are_named(complaints) -> None:
         (BOMB.encode(), ":1:34: more than 20000 values, counting aliases where they are used"),
     ],
 )  # fmt: skip
-def test_what_is_no_spec(complaints, content: bytes, message: str) -> None:
+def test_what_is_no_spec(complaints, content, message):
     assert complaints(content) == [f"job.yaml{message}"]
 
 
@@ -207,7 +205,7 @@ def test_what_is_no_spec(complaints, content: bytes, message: str) -> None:
         ("x" * 300, "cannot be read: File name too long", None),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path, monkeypatch, name, message, cure) -> None:
+def test_files_that_cannot_be_read(tmp_path, monkeypatch, name, message, cure):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError) as caught:
         load(Path(name), sites=())
@@ -215,10 +213,10 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch, name, message, cure) -
     assert caught.value.cure == cure
 
 
-def test_an_endless_file_is_not_read_to_its_end() -> None:
+def test_an_endless_file_is_not_read_to_its_end():
     with pytest.raises(SpecError, match="larger than 1 MiB"):
         load(Path("/dev/zero"), sites=())
 
 
-def test_large_mappings_of_unknown_keys_are_reported_quickly(complaints) -> None:
+def test_large_mappings_of_unknown_keys_are_reported_quickly(complaints):
     assert len(complaints("\n".join(f"key{n}: {n}" for n in range(300)))) == 304

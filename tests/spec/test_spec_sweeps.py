@@ -1,28 +1,22 @@
 """The points of a sweep: which they are, and what is wrong with them, at its place."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pipectl.errors import SpecError
-from pipectl.spec import Point, SpecFile, dump, load
-
-Points = Callable[..., tuple[Point, ...]]
-Faults = Callable[..., list[str]]
+from pipectl.spec import SpecFile, dump, load
 
 
 @pytest.fixture
-def points(minimal: str, read_points: Points) -> Points:
+def points(minimal, read_points):
     """The points of the minimal job with a text from line 7 on."""
     return lambda text, *overrides: read_points(minimal + text, *overrides)
 
 
 @pytest.fixture
-def faults(points: Points) -> Faults:
-    def lines(text: str, *overrides: str) -> list[str]:
+def faults(points):
+    def lines(text, *overrides):
         with pytest.raises(SpecError) as caught:
             points(text, *overrides)
         return [str(problem).removeprefix("job.yaml:") for problem in caught.value.problems]
@@ -30,7 +24,7 @@ def faults(points: Points) -> Faults:
     return lines
 
 
-def test_a_grid_and_points(points: Points) -> None:
+def test_a_grid_and_points(points):
     runs = points(
         """\
 sweep:
@@ -51,7 +45,7 @@ sweep:
     assert all(point.spec.sweep is None for point in runs)
 
 
-def test_the_job_itself_has_no_value_of_its_sweep(minimal: str, points: Points) -> None:
+def test_the_job_itself_has_no_value_of_its_sweep(minimal, points):
     (first, _) = points("sweep: {grid: {training.seed: [3, 4]}}\n")
     spec = load(Path("job.yaml"), sites=())
     assert (spec.training.seed, first.spec.training.seed) == (0, 3)
@@ -60,7 +54,7 @@ def test_the_job_itself_has_no_value_of_its_sweep(minimal: str, points: Points) 
     assert load(Path("again.yaml")).sweep == spec.sweep
 
 
-def test_values_have_the_types_of_their_fields(points: Points) -> None:
+def test_values_have_the_types_of_their_fields(points):
     runs = points(
         """\
 sweep:
@@ -84,9 +78,7 @@ sweep:
         "points: [{environment: {variables: {KEY: s3cret}}}]",
     ],
 )
-def test_values_of_environment_variables_are_in_no_value_of_a_point(
-    points: Points, points_of_sweep: str
-) -> None:
+def test_values_of_environment_variables_are_in_no_value_of_a_point(points, points_of_sweep):
     runs = points(f"sweep: {{{points_of_sweep}}}\n")
     first = runs[0].values
     assert first.get("environment.variables.KEY", "(value 1)") == "(value 1)"
@@ -97,7 +89,7 @@ def test_values_of_environment_variables_are_in_no_value_of_a_point(
     assert "cret" not in str(file.origins(file.spec()))
 
 
-def test_keys_of_a_sweep_join_a_factory_in_short_form(points: Points) -> None:
+def test_keys_of_a_sweep_join_a_factory_in_short_form(points):
     runs = points(
         """\
 optimizer: torch.optim:SGD
@@ -109,7 +101,7 @@ sweep: {points: [{optimizer.groups: [{match: "*.bias", lr: 0.1}]}, {optimizer.kw
     assert runs[1].spec.optimizer.kwargs == {"lr": 0.2}
 
 
-def test_a_sweep_goes_over_set_and_can_be_left_out(points: Points) -> None:
+def test_a_sweep_goes_over_set_and_can_be_left_out(points):
     sweep = "sweep: {grid: {training.seed: [3, 4]}}\n"
     assert [p.spec.training.seed for p in points(sweep, "training.seed=9")] == [3, 4]
     assert points(sweep, "sweep=null") == ()
@@ -123,18 +115,18 @@ def test_a_sweep_goes_over_set_and_can_be_left_out(points: Points) -> None:
         *("checkpoint.lead_time", "checkpoint", "name", "output.directory", "sweep.at_once"),
     ],
 )
-def test_what_the_batch_system_allocates_is_the_same_for_all(faults: Faults, key: str) -> None:
+def test_what_the_batch_system_allocates_is_the_same_for_all(faults, key):
     (line,) = faults(f"sweep: {{grid: {{{key}: [1, 2]}}}}")
     assert f": sweep.grid.{key}: cannot differ between the runs of a sweep" in line
     assert f"--set {key}=..." in line
 
 
-def test_a_former_key_is_refused_since_its_runs_would_be_alike(faults: Faults) -> None:
+def test_a_former_key_is_refused_since_its_runs_would_be_alike(faults):
     (line,) = faults("sweep: {grid: {checkpoint.on_signal: [USR1, USR2]}}")
     assert line == "7:38: sweep.grid.checkpoint.on_signal: is no longer a key; remove it"
 
 
-def test_the_number_of_points_is_limited(points: Points, faults: Faults) -> None:
+def test_the_number_of_points_is_limited(points, faults):
     grid = "sweep: {grid: {training.seed: [%s], training.steps: [%s]}}"
     (line,) = faults(grid % (", ".join(map(str, range(101))), ", ".join(map(str, range(1, 11)))))
     assert line == "7:8: sweep: has 1010 points; 1000 are allowed"

@@ -1,10 +1,7 @@
 """What a rank writes is read by another process, and what is written of one that cannot."""
 
-from __future__ import annotations
-
 import mmap
 import os
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,7 @@ from pipectl.watch import process_state
 from pipectl.watch.board import SIZE, Activity, Board, read_activity, wait_record
 
 
-def test_another_mapping_sees_what_is_written() -> None:
+def test_another_mapping_sees_what_is_written():
     board = Board()
     other = mmap.mmap(board.handle, SIZE, prot=mmap.PROT_READ)
     board.phase("capturing the model")
@@ -37,7 +34,7 @@ def test_another_mapping_sees_what_is_written() -> None:
     assert read_activity(other).action == "UPDATE"
 
 
-def test_processes_are_told_apart_by_when_they_started() -> None:
+def test_processes_are_told_apart_by_when_they_started():
     state = process_state(os.getpid())
     assert state is not None
     assert state.parent == os.getppid()
@@ -52,12 +49,12 @@ def test_processes_are_told_apart_by_when_they_started() -> None:
         ({"type": "ValueError"}, "rank 3: ValueError: "),
     ],
 )
-def test_a_report_is_fit_for_terminals(fields: dict[str, Any], words: str) -> None:
+def test_a_report_is_fit_for_terminals(fields, words):
     report = ErrorReport("it is \x1b[31mgone", rank=3, cure="go \x07on", **fields)
     assert report.text == f"pipectl: {words}it is [31mgone\npipectl: go on\n"
 
 
-def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch):
     monkeypatch.setattr("pipectl.files._PATIENCE_MS", 10)
     frozen, log = os.pipe()
     write_log(log, "x" * 10**6)

@@ -1,7 +1,5 @@
 """Which rank is lost, by what nodes say: tables of what is known, and what follows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -65,18 +63,18 @@ def judged(*nodes: NodeReport, ended_s: float | None = None, complete: bool = Tr
     return lost and (lost[1].rank, lost[0].node, lost[1].message)
 
 
-def test_of_several_deaths_the_first_counts() -> None:
+def test_of_several_deaths_the_first_counts():
     nodes = [node({0: died(3.3), 1: died(3.2)}), node({2: died(3.1)}, name="n2")]
     assert judged(*nodes, ended_s=SETTLE_S / 2) is None
     assert judged(*nodes, ended_s=SETTLE_S) == (2, "n2", "killed")
 
 
 @pytest.mark.parametrize("silent_s", [0.0, 0.5])
-def test_a_node_that_is_silent_since_a_death_is_gone(silent_s: float) -> None:
+def test_a_node_that_is_silent_since_a_death_is_gone(silent_s):
     """What was read together with the death is no sign that the node lives."""
     dead = node({0: died(3.0), 1: died(3.1)})
 
-    def after(ended_s: float) -> Any:
+    def after(ended_s):
         silent = node({2: lives(), 3: lives()}, silent_s + ended_s, "n2")
         return judged(dead, silent, ended_s=ended_s)
 
@@ -87,7 +85,7 @@ def test_a_node_that_is_silent_since_a_death_is_gone(silent_s: float) -> None:
     assert judged(dead, node({2: lives(State.LEFT)}, 9), ended_s=0.5)[0] == 0
 
 
-def test_all_ranks_that_are_stopped_are_a_run_that_is_suspended() -> None:
+def test_all_ranks_that_are_stopped_are_a_run_that_is_suspended():
     nodes = [
         node({0: stopped(computes(), LONG)}),
         node({1: stopped(awaits(0), 1), 2: lives(State.LEFT)}),
@@ -98,7 +96,7 @@ def test_all_ranks_that_are_stopped_are_a_run_that_is_suspended() -> None:
     assert not is_suspended([])
 
 
-def test_a_watcher_that_sees_some_nodes_blames_none_of_them_for_waiting() -> None:
+def test_a_watcher_that_sees_some_nodes_blames_none_of_them_for_waiting():
     waits = node({1: known(awaits(0), LONG)})
     first = node({0: known(awaits(1), LONG)}, name="n0")
     assert judged(first, waits, complete=False) is None
@@ -106,7 +104,7 @@ def test_a_watcher_that_sees_some_nodes_blames_none_of_them_for_waiting() -> Non
     assert "the node is gone" in judged(gone, waits, complete=False)[2]
 
 
-def test_of_very_many_nodes_one_that_is_gone_is_named_before_the_watcher_ends() -> None:
+def test_of_very_many_nodes_one_that_is_gone_is_named_before_the_watcher_ends():
     nodes = [node({0: died(3.0)}), *[node({n: lives()}) for n in range(1, 999)]]
     nodes[7] = node({7: lives()}, 20)
     assert judged(*nodes, ended_s=MAX_WAIT_S) is None
@@ -121,7 +119,7 @@ def test_of_very_many_nodes_one_that_is_gone_is_named_before_the_watcher_ends() 
         {0: lives(State.LEFT), 1: lives()},  # and no longer dead
     ],
 )
-def test_ends_without_a_culprit(ranks: dict[int, RankReport]) -> None:
+def test_ends_without_a_culprit(ranks):
     assert judged(node(ranks), ended_s=1.0) is None
 
 
@@ -130,7 +128,7 @@ def waits(activities: dict[int, Activity], culprit: int | None = None) -> str:
     return describe_waits(ranks, culprit)
 
 
-def test_who_waits_for_whom() -> None:
+def test_who_waits_for_whom():
     words = "waiting for activation 5 of stage 2 from rank 2, which is in BACKWARD micro-batch 4"
     assert waits({2: computes(), 3: awaits(2)}) == f"rank 3 is {words}"
     chain = waits({0: awaits(3), 2: computes(), 3: awaits(2)})
@@ -147,11 +145,11 @@ def test_who_waits_for_whom() -> None:
         ({n: awaits(n - 1) for n in range(8, 0, -1)}, ", and so on"),
     ],
 )
-def test_ends_of_chains(activities: dict[int, Activity], words: str) -> None:
+def test_ends_of_chains(activities, words):
     assert words in waits(activities)
 
 
-def test_of_all_that_wait_one_that_waits_for_the_culprit_is_named() -> None:
+def test_of_all_that_wait_one_that_waits_for_the_culprit_is_named():
     activities = {0: WAITS_FOR_ALL, 1: computes(), 3: awaits(0), 2: awaits(1)}
     assert waits(activities, 1).startswith("rank 2 is waiting for activation 5 of stage 1")
     assert waits(activities).startswith("rank 3 is waiting for activation 5 of stage 0")
@@ -162,7 +160,7 @@ def test_of_all_that_wait_one_that_waits_for_the_culprit_is_named() -> None:
     assert waits(begins).startswith("rank 2")
 
 
-def test_if_no_rank_waits_for_a_message_all_are_described() -> None:
+def test_if_no_rank_waits_for_a_message_all_are_described():
     assert waits({**dict.fromkeys((0, 2, 3), CAPTURES), 1: BUILDS, 4: computes()}) == (
         "ranks 0, 2-3 are capturing the model; rank 1 is waiting for the other ranks (building the "
         "stages); rank 4 is in BACKWARD micro-batch 4"
@@ -171,7 +169,7 @@ def test_if_no_rank_waits_for_a_message_all_are_described() -> None:
     assert many.endswith("in BACKWARD micro-batch 5; 14 more ranks do something else")
 
 
-def test_a_stall_lasts_as_long_as_no_rank_moves_on() -> None:
+def test_a_stall_lasts_as_long_as_no_rank_moves_on():
     words = "no rank has moved on for 40 s: rank 0 is waiting for activation 5 of stage 1 from rank"
     nodes = [node({0: known(awaits(1), 50)}), node({1: known(computes(), 40)}, 10)]
     stall = describe_stall(nodes, 40)
@@ -181,7 +179,7 @@ def test_a_stall_lasts_as_long_as_no_rank_moves_on() -> None:
         assert describe_stall(other, 40) == (0.0, "")
 
 
-def test_the_limit_is_three_steps_as_predicted_or_as_they_are_and_four_signs_of_life() -> None:
+def test_the_limit_is_three_steps_as_predicted_or_as_they_are_and_four_signs_of_life():
     paced = [node({0: known(computes(pace_s=2.0)), 1: known(computes(pace_s=1.0))})]
     assert limit_s(paced, 1, 30, 1) == 30
     assert limit_s(paced, 1, 1, 11) == 33
@@ -206,7 +204,7 @@ def test_the_limit_is_three_steps_as_predicted_or_as_they_are_and_four_signs_of_
         {0: known(awaits(1), LONG), 1: lives(State.LEFT)},  # alone, and the other has ended
     ],
 )
-def test_runs_that_may_go_on(ranks: dict[int, RankReport]) -> None:
+def test_runs_that_may_go_on(ranks):
     assert judged(node(ranks)) is None
 
 
@@ -242,13 +240,13 @@ def test_runs_that_may_go_on(ranks: dict[int, RankReport]) -> None:
         ),
     ],
 )
-def test_ranks_that_are_lost(ranks: dict[int, RankReport], rank: int, words: str) -> None:
+def test_ranks_that_are_lost(ranks, rank, words):
     lost = judged(node(ranks))
     assert lost[:2] == (rank, "n1")
     assert lost[2].startswith(words)
 
 
-def test_a_silent_node_is_gone_unless_other_ranks_move_on() -> None:
+def test_a_silent_node_is_gone_unless_other_ranks_move_on():
     silent = node({1: known(computes(), 28)}, 28, "n2")
     lost = judged(node({0: known(awaits(1), 20)}), silent)
     assert lost[:2] == (1, "n2")

@@ -3,8 +3,6 @@
 Whole jobs that lose ranks are in tests/runtime/watch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -13,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +124,7 @@ def wait_until(done: Callable[[], Any]) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path):
     made = Job(RunDirectory(tmp_path))
     yield made
     for watcher in made.watchers:
@@ -147,9 +145,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         (b"", {"script_gone": True}, "the job script that started it is gone"),
     ],
 )
-def test_what_is_said_of_a_death(
-    monkeypatch: pytest.MonkeyPatch, words: bytes, given: dict[str, bool], message: str
-) -> None:
+def test_what_is_said_of_a_death(monkeypatch, words, given, message):
     rank, script, kills = Rank(0), Rank(1), [7]
     monkeypatch.setattr("pipectl.watch.rank._count_memory_kills", lambda: kills[0])
     ranks = LocalRanks([rank.settings()], launched=True, script=script.process.pid)
@@ -166,7 +162,7 @@ def test_what_is_said_of_a_death(
         each.close()
 
 
-def test_how_long_a_rank_is_at_the_same_point_of_its_program() -> None:
+def test_how_long_a_rank_is_at_the_same_point_of_its_program():
     rank = Rank(0)
     ranks = LocalRanks([rank.settings()], launched=False, script=0)
     assert [ranks.look(now)[0].still_s for now in (0.0, 1.0)] == [0, 1]
@@ -179,7 +175,7 @@ def test_how_long_a_rank_is_at_the_same_point_of_its_program() -> None:
 
 
 @pytest.mark.parametrize("words", [BYE, FAILING])
-def test_a_rank_alone_that_says_why_it_ends_is_not_reported(job: Job, words: bytes) -> None:
+def test_a_rank_alone_that_says_why_it_ends_is_not_reported(job, words):
     (rank,) = job.start(1)
     rank.says(words)
     job.wait()
@@ -187,7 +183,7 @@ def test_a_rank_alone_that_says_why_it_ends_is_not_reported(job: Job, words: byt
     assert rank.process.poll() is None
 
 
-def test_a_rank_that_is_killed_is_reported_and_all_of_its_node_end(job: Job) -> None:
+def test_a_rank_that_is_killed_is_reported_and_all_of_its_node_end(job):
     first, second, third = job.start(3)
     second.board.phase("loading data")
     second.ends()
@@ -199,7 +195,7 @@ def test_a_rank_that_is_killed_is_reported_and_all_of_its_node_end(job: Job) -> 
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_signal_to_end_explains_no_later_death(job: Job, at_once: bool) -> None:
+def test_a_signal_to_end_explains_no_later_death(job, at_once):
     """Ranks save a checkpoint then, and may be killed meanwhile."""
     (rank,) = job.start(1)
     rank.says(TERM)
@@ -212,9 +208,7 @@ def test_a_signal_to_end_explains_no_later_death(job: Job, at_once: bool) -> Non
 
 
 @pytest.mark.parametrize(("shared", "words"), [("board", "cannot be watched: "), ("words", "")])
-def test_ranks_that_share_nothing_with_the_watcher_work_without(
-    job: Job, monkeypatch: pytest.MonkeyPatch, shared: str, words: str
-) -> None:
+def test_ranks_that_share_nothing_with_the_watcher_work_without(job, monkeypatch, shared, words):
     """One that has closed its pipe meanwhile has failed, and says why itself."""
     rank = Rank(0)
     job.ranks = [rank]
@@ -228,7 +222,7 @@ def test_ranks_that_share_nothing_with_the_watcher_work_without(
     assert rank.process.poll() is None
 
 
-def test_ranks_of_another_node_end_too(job: Job) -> None:
+def test_ranks_of_another_node_end_too(job):
     first, second = job.start(1, 1)
     second.ends()
     assert first.process.wait(LONG_S) == -signal.SIGKILL
@@ -236,7 +230,7 @@ def test_ranks_of_another_node_end_too(job: Job) -> None:
     assert list(job.reports) == [1]
 
 
-def test_a_rank_that_says_why_it_fails_ends_all_and_is_not_reported(job: Job) -> None:
+def test_a_rank_that_says_why_it_fails_ends_all_and_is_not_reported(job):
     first, second, third = job.start(2, 1)
     second.says(FAILING + b"ValueError")
     second.ends()
@@ -245,7 +239,7 @@ def test_a_rank_that_says_why_it_fails_ends_all_and_is_not_reported(job: Job) ->
     assert job.reports == {}
 
 
-def test_a_crash_is_told_in_pythons_words_without_what_disturbs_terminals(job: Job) -> None:
+def test_a_crash_is_told_in_pythons_words_without_what_disturbs_terminals(job):
     (rank,) = job.start(1)
     rank.says(b"Fatal Python error: Segmentation\x1b[2J fault\n  File\n")
     rank.ends()
@@ -254,7 +248,7 @@ def test_a_crash_is_told_in_pythons_words_without_what_disturbs_terminals(job: J
     assert "\x1b" not in job.log.read_text()
 
 
-def test_the_first_to_end_is_named_however_late_the_watcher_looks(job: Job) -> None:
+def test_the_first_to_end_is_named_however_late_the_watcher_looks(job):
     ranks = job.start(4)
     job.watchers[0].send_signal(signal.SIGSTOP)
     for rank in (ranks[2], ranks[0], ranks[3]):
@@ -264,7 +258,7 @@ def test_the_first_to_end_is_named_however_late_the_watcher_looks(job: Job) -> N
     assert list(job.reports) == [2]
 
 
-def test_the_end_of_a_watcher_ends_no_rank(job: Job) -> None:
+def test_the_end_of_a_watcher_ends_no_rank(job):
     first, second = job.start(1, 1)
     job.wait_for_words(1)  # before which it has read what the first says
     job.watchers[0].kill()
@@ -284,7 +278,7 @@ def test_the_end_of_a_watcher_ends_no_rank(job: Job) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job: Job, leaves: bool) -> None:
+def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job, leaves):
     """Its ranks have left, so the others are on their own; one may still say that it leaves."""
     first, second, third = job.start(1, 2)
     first.says(BYE)
@@ -300,7 +294,7 @@ def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job: Job, le
     assert leaves or "killed" in job.reports[1]
 
 
-def test_without_the_first_node_ranks_that_stand_still_are_ended(job: Job) -> None:
+def test_without_the_first_node_ranks_that_stand_still_are_ended(job):
     first, second = job.start(1, 1, min_s=0.5)
     first.board.step(7)
     wait_until(lambda: job.report_of(0).ranks[0].activity.step == 7)
@@ -314,7 +308,7 @@ def test_without_the_first_node_ranks_that_stand_still_are_ended(job: Job) -> No
     assert first.process.poll() is None
 
 
-def test_a_watcher_says_nothing_of_ranks_that_have_been_started_again(job: Job) -> None:
+def test_a_watcher_says_nothing_of_ranks_that_have_been_started_again(job):
     (rank,) = job.start(1)
     job.folder.rename(job.run.watch / "gone")
     rank.ends()
@@ -323,7 +317,7 @@ def test_a_watcher_says_nothing_of_ranks_that_have_been_started_again(job: Job) 
     assert not job.folder.exists()
 
 
-def test_a_damaged_file_of_another_node_counts_for_nothing(job: Job) -> None:
+def test_a_damaged_file_of_another_node_counts_for_nothing(job):
     first, second = job.start(1, 1)
     job.watchers[1].send_signal(signal.SIGSTOP)
     for text in ("", "{", "[]", "[" * 10**5, '{"version": 1, "ranks": 1}', "\udcff"):
@@ -336,7 +330,7 @@ def test_a_damaged_file_of_another_node_counts_for_nothing(job: Job) -> None:
     assert list(job.reports) == [0]
 
 
-def test_nobody_else_can_write_what_watchers_read_and_they_hold_no_socket(job: Job) -> None:
+def test_nobody_else_can_write_what_watchers_read_and_they_hold_no_socket(job):
     job.start(1, 1)
     for file in job.folder.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -345,7 +339,7 @@ def test_nobody_else_can_write_what_watchers_read_and_they_hold_no_socket(job: J
         assert not [name for name in held if name.startswith("socket:")], held
 
 
-def test_a_file_is_read_once_and_a_link_never(tmp_path: Path) -> None:
+def test_a_file_is_read_once_and_a_link_never(tmp_path):
     path, link = tmp_path / "node-0001.json", tmp_path / "link"
     assert read_report(path) is None
     write_report(path, NodeReport("n", ends=True))
@@ -357,14 +351,12 @@ def test_a_file_is_read_once_and_a_link_never(tmp_path: Path) -> None:
     assert read_report(path, news[0]) is None, "nothing new"
 
 
-def test_a_full_disk_still_shows_that_a_watcher_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_still_shows_that_a_watcher_lives(tmp_path, monkeypatch):
     path = tmp_path / "node-0001.json"
     report = NodeReport("n", ranks=(RankReport(3, activity=Activity(step=2, action="saving")),))
     write_report(path, report)
 
-    def fails(*_: Any, **__: Any) -> None:
+    def fails(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pipectl.watch.report.write_text", fails)
