@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import SpecError, UsageError
-from pipectl.spec import SpecFile, load, site_files
+from pipectl.spec import load, site_files
 
 SHORT = """\
 {version: 1, name: demo, model: a:model, loss: a:loss, data: a:data, optimizer: a:optimizer,
@@ -48,15 +48,6 @@ def test_mappings_are_merged_and_lists_replaced(layered):
     assert spec.slurm.options == {"qos": "r", "mem": "0"}
     assert spec.environment.modules == ("clang",)
     assert spec.environment.variables == {"A": "1", "B": "2", "factory": "2", "C": "3"}
-
-
-def test_what_a_site_sets_below_a_replaced_mapping_is_from_the_site(tmp_path, minimal):
-    site, job = tmp_path / "site.yaml", tmp_path / "job.yaml"
-    site.write_text("slurm:\n  options: {qos: r}\n")
-    job.write_text(minimal + "slurm: {options: {qos: q}}\n")
-    file = SpecFile.read(job, ["slurm.options={hold: true}"], [site])
-    origins = {origin.path[-1]: origin for origin in file.origins(file.spec())}
-    assert (origins["qos"].value, origins["qos"].place) == ("r", (str(site), 2, 18))
 
 
 def test_null_removes_a_site_default(layered):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.errors import SpecError
 from pipectl.spec import SpecFile, dump, load
 
 
@@ -12,16 +11,6 @@ from pipectl.spec import SpecFile, dump, load
 def points(minimal, read_points):
     """The points of the minimal job with a text from line 7 on."""
     return lambda text, *overrides: read_points(minimal + text, *overrides)
-
-
-@pytest.fixture
-def faults(points):
-    def lines(text, *overrides):
-        with pytest.raises(SpecError) as caught:
-            points(text, *overrides)
-        return [str(problem).removeprefix("job.yaml:") for problem in caught.value.problems]
-
-    return lines
 
 
 def test_a_grid_and_points(points):
@@ -106,27 +95,3 @@ def test_a_sweep_goes_over_set_and_can_be_left_out(points):
     assert [p.spec.training.seed for p in points(sweep, "training.seed=9")] == [3, 4]
     assert points(sweep, "sweep=null") == ()
     assert len(points("", "sweep.points=[{training.seed: 1}, {training.seed: 2}]")) == 2
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("resources.nodes", "resources", "slurm.qos", "pbs.queue", "launch.scheduler", "launch"),
-        *("checkpoint.lead_time", "checkpoint", "name", "output.directory", "sweep.at_once"),
-    ],
-)
-def test_what_the_batch_system_allocates_is_the_same_for_all(faults, key):
-    (line,) = faults(f"sweep: {{grid: {{{key}: [1, 2]}}}}")
-    assert f": sweep.grid.{key}: cannot differ between the runs of a sweep" in line
-    assert f"--set {key}=..." in line
-
-
-def test_a_former_key_is_refused_since_its_runs_would_be_alike(faults):
-    (line,) = faults("sweep: {grid: {checkpoint.on_signal: [USR1, USR2]}}")
-    assert line == "7:38: sweep.grid.checkpoint.on_signal: is no longer a key; remove it"
-
-
-def test_the_number_of_points_is_limited(points, faults):
-    grid = "sweep: {grid: {training.seed: [%s], training.steps: [%s]}}"
-    (line,) = faults(grid % (", ".join(map(str, range(101))), ", ".join(map(str, range(1, 11)))))
-    assert line == "7:8: sweep: has 1010 points; 1000 are allowed"
