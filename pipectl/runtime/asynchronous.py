@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
+from typing import Any
 
 from pipectl.capture.data import Samples, split_batch
 from pipectl.capture.slices import Rows
@@ -75,32 +76,30 @@ class AsynchronousSteps(Steps):
             CaptureError: see :func:`refuse`; or a step differs from the plan in its number of
                 micro-batches.
         """
-        setup = self._setup
-        refuse(setup.job.spec.training, self._plan.schedule, shared_uses(setup.cut))
+        refuse(self._end.training, self._plan.schedule, shared_uses(self._engine.cut))
         _check_counts(planned, self._plan)
-        self._weigh = setup.job.weight() if setup.cut.loss_stage in setup.stages else None
-        if setup.loader is not None:
-            self._loaded = setup.loader.micro_batches(planned, self._plan.micro_batch_size, done)
-        for stage in setup.updated_stages:
-            stage.keep_versions(versions_kept(self._plan, stage.index))
+        if (loader := self._batches.loader) is not None:
+            self._loaded = loader.micro_batches(planned, self._plan.micro_batch_size, done)
+        for index, stage in self._end.stages.items():
+            stage.keep_versions(versions_kept(self._plan, index))
 
     def train(self, first: int, batches: Sequence[Samples]) -> None:
         """Train some steps; see :class:`Steps`."""
-        barrier(self._setup.communicator)
-        for stage in self._setup.updated_stages:
+        barrier(self._batches.communicator)
+        for stage in self._end.stages.values():
             assert stage.versions is not None
             stage.versions.restart()
         self._end.begin()
-        self._first, self._batches = first, batches
-        rank, size = self._setup.communicator.rank, self._plan.micro_batch_size
+        self._first, self._planned = first, batches
+        rank, size = self._batches.communicator.rank, self._plan.micro_batch_size
         count, sizes = self._plan.micro_batches, [split_batch(each.size, size) for each in batches]
         loaded: Iterator[Batch] = islice(self._loaded, len(batches) * count)
         weights = [share for each in sizes for share in sample_shares(each)]
         self._read_only_for_weights: Iterator[Batch] = iter(())
-        if self._weigh is not None:
+        if self._batches.weigh is not None:
             weights = []
-            loaded = self._add_weights(loaded, weights)
-            if not any(stage.reads for stage in self._setup.stages.values()):
+            loaded = self._add_weights(self._batches.weigh, loaded, weights)
+            if not self._batches.reads:
                 self._read_only_for_weights = loaded
         self._read_weights()
         whole = [
@@ -109,22 +108,23 @@ class AsynchronousSteps(Steps):
             for samples in each
         ]
         step = Step(EMPTY, channels(self._plan), rank, whole)
-        seed = self._setup.job.spec.training.seed, first
+        seed = self._batches.seed, first
         run = StepRun(step, weights, loaded, seed, update=self._update, per_step=count)
         self._traced = any(map(self._tracing.wants, range(first, first + len(batches))))
         if self._traced:
             run.recording = self._tracing.begin(first)
         self._started = self._since = time.perf_counter()
         parts = stretch(self._plan, rank, len(batches))
-        self._setup.training.run(run, parts)
+        self._engine.run(run, parts)
         self._end_trace(run)
 
-    def _add_weights(self, loaded: Iterator[Batch], weights: list[float]) -> Iterator[Batch]:
+    def _add_weights(
+        self, weigh: Callable[[Any], float], loaded: Iterator[Batch], weights: list[float]
+    ) -> Iterator[Batch]:
         """The micro-batches; before the first of a step, ``weights`` get those of the step."""
-        assert self._weigh is not None
-        name = self._setup.job.spec.loss.weight
+        name = self._batches.name
         while step := list(islice(loaded, self._plan.micro_batches)):
-            weights += target_shares(self._weigh, name, [targets for _, targets in step])
+            weights += target_shares(weigh, name, [targets for _, targets in step])
             yield from step
 
     def _read_weights(self) -> None:
@@ -136,16 +136,16 @@ class AsynchronousSteps(Steps):
         end, count = self._end, self._plan.micro_batches
         index, before = micro_batch // count, micro_batch // count * count
         step, losses = self._first + index, run.losses[:count]
-        updated = self._setup.stages.get(stage)
+        updated = end.stages.get(stage)
         with nullcontext() if updated is None else updated.updating():
             end.run(step, run, range(len(losses)), before)
-        self._setup.board.step(step + 1)
+        self._engine.board.step(step + 1)
         if index == steps_apart(self._plan):
             self._end_trace(run)
         del run.losses[:count]
         loss = weighted_loss(losses, run.weights[before : before + count])
         self._read_weights()
-        self._since = self._finish(step, self._batches[index], run, loss, self._since)
+        self._since = self._finish(step, self._planned[index], run, loss, self._since)
         run.busy_s = 0.0
 
     def _end_trace(self, run: StepRun) -> None:

@@ -1,20 +1,21 @@
-"""Division of the data into steps and micro-batches, with their sizes and weights."""
+"""Division of the data into steps and micro-batches, their sizes, and a rank's parts of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from mpi4py import MPI
 
-from pipectl.capture import CapturedJob
+from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.data import Loader, Samples, split_batch
 from pipectl.capture.slices import Rows
 from pipectl.capture.step import target_weight, weighted_loss
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.reduction import group_of
+from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import Batch, Step, StepRun, narrowed
 from pipectl.runtime.waiting import gather_all, wait
 
@@ -41,16 +42,14 @@ class Division:
         return sorted(set(self.evaluated), reverse=True)
 
     @classmethod
-    def of(
-        cls, job: CapturedJob, plan: Plan, held_out: Loader | None, communicator: MPI.Comm
-    ) -> Division:
+    def of(cls, job: CapturedJob, plan: Plan, communicator: MPI.Comm) -> Division:
         """Divide the data; collective.
 
         Raises:
             MismatchError: ranks have different numbers of samples, or lengths.
             CaptureError: the data do not fill a batch, or evaluation would not end.
         """
-        spec, size = job.spec, plan.micro_batch_size
+        spec, size, held_out = job.spec, plan.micro_batch_size, job.evaluation_loader
         batches = _agreed("data", job.loader, communicator)
         if not batches:
             raise CaptureError(
@@ -93,30 +92,73 @@ def _agreed(section: str, loader: Loader, communicator: MPI.Comm) -> list[Sample
     return batches
 
 
-class LossShares:
-    """Weights of the parts of the loss that this rank's replica of the loss stage computes.
+class Batches:
+    """What a rank loads and computes of every batch, and how its parts of the loss are weighted.
 
     The constructor is collective among the ranks that compute the loss or begin its backward. If
     these differ, the ranks that begin the backward use the loss of those that compute it.
 
     Args:
-        stage: the loss stage.
+        stages: of this rank, by index.
+        cut: of the training graph.
+
+    Attributes:
+        loader: of the training data; None if this rank reads none.
+        reads: whether a stage of this rank computes with the data; the rank may also read them for
+            the weights of its losses alone.
+        weigh: returns the weight of a micro-batch from its targets; None weighs by samples.
+        name: of that function, in the spec.
+        seed: of the run.
     """
 
-    def __init__(self, communicator: MPI.Comm, job: CapturedJob, plan: Plan, stage: int) -> None:
-        self._weigh, self._name = job.weight(), job.spec.loss.weight
-        losing, seeding = plan.stages[stage].ranks, plan.stages[stage].updating_ranks
+    def __init__(
+        self,
+        communicator: MPI.Comm,
+        job: CapturedJob,
+        plan: Plan,
+        stages: Mapping[int, Stage],
+        cut: Cut,
+    ) -> None:
+        self.communicator, self.seed = communicator, job.spec.training.seed
+        self._loss_stage = cut.loss_stage
+        self.weigh = job.weight() if cut.loss_stage in stages else None
+        self.name = job.spec.loss.weight
+        self.reads = any(stage.reads for stage in stages.values())
+        weighing = None if self.weigh is None else cut.loss_stage
+        self._reading = [i for i, stage in stages.items() if stage.reads or i == weighing]
+        self.loader = job.loader if self._reading else None
+        self._load_whole = job.loader.takes_whole
+        self._tokens_per_sample = cut.graph.tokens_per_sample
+        loss_stage = plan.stages[cut.loss_stage]
+        losing, seeding = loss_stage.ranks, loss_stage.updating_ranks
         self._seeded_elsewhere = seeding != losing
         ranks = (*losing, *seeding) if self._seeded_elsewhere else losing
         self._group: MPI.Comm | None = None
         if communicator.rank in ranks:
             self._group = group_of(communicator, ranks, len(plan.stages))
 
+    def step_of(self, plan: Plan, length: int) -> Step:
+        """This rank's step of a plan, with sequences of a length."""
+        rank, whole = self.communicator.rank, self._load_whole
+        return Step.of(plan, rank, self._reading, self._loss_stage, length=length, load_whole=whole)
+
+    def tokens_of(self, batch: Samples) -> int:
+        """Tokens in a batch, without the padding of buckets; 0 if the model reads none."""
+        tokens = self._tokens_per_sample
+        return tokens and (batch.tokens or batch.size * tokens)
+
     def make_run(
-        self, step: Step, batches: Iterator[Batch], seed: tuple[int | str, ...], scale: float = 1.0
+        self, step: Step, batches: Iterator[Batch], number: int | str, scale: float = 1.0
     ) -> StepRun:
-        """The run of a step; batches are read at once if weights depend on them."""
-        if self._weigh is None or self._group is None:
+        """The run of a step; batches are read at once if weights depend on them.
+
+        Args:
+            batches: of the pieces that the step loads.
+            number: of the step, for random operators.
+            scale: of the loss.
+        """
+        seed = self.seed, number
+        if self.weigh is None:
             total = sum(rows.size for rows in step.sizes)
             shares = [step.losses.get(i, rows).size / total for i, rows in enumerate(step.sizes)]
             return StepRun(step, shares, batches, seed, scale)
@@ -131,14 +173,14 @@ class LossShares:
         return weighted_loss(run.losses, [run.weights[index] for index in losses])
 
     def _by_targets(self, step: Step, batches: Sequence[Batch]) -> list[float]:
-        assert self._weigh is not None
+        assert self.weigh is not None
         assert self._group is not None
         assert step.pieces is not None
         loaded = dict(zip(step.pieces, batches, strict=True))
         table = np.zeros((len(step.sizes), self._group.size))
         for index, rows in step.losses.items():
             targets = narrowed(loaded[index][1], rows, step.pieces[index])
-            table[index, self._group.rank] = target_weight(self._weigh, self._name, targets)
+            table[index, self._group.rank] = target_weight(self.weigh, self.name, targets)
         if self._group.size > 1:
             wait([self._group.Iallreduce(MPI.IN_PLACE, table)])  # adding zeros changes no bit
         total = float(sum(table.ravel().tolist()))

@@ -180,8 +180,7 @@ class Engine:
         self._slicing = Slicing(cut.graph)
         self.reductions = dict(reductions or {})
         self._transport = transport
-        self._device = device.torch_device
-        self._board = board
+        self.device, self.board = device, board
         self._loss = Slot(cut.graph.loss)
         self._graphs = graphs or {}
         self._readers: dict[tuple[int, int], Reader] = {}
@@ -210,7 +209,7 @@ class Engine:
     def _run_rows(self, run: StepRun, rows: Sequence[Row], actions: Actions) -> None:
         if run.recording is not None:
             run.recording.expect(actions.rows)
-        begin, awaits, advance = self._board.begin, self._board.awaits, self._transport.advance
+        begin, awaits, advance = self.board.begin, self.board.awaits, self._transport.advance
         reductions = list(self.reductions.values())
         for execute, micro_batch, activity, wait, computes in rows:
             start = perf_counter()
@@ -317,7 +316,7 @@ class Engine:
         size, is_whole, device, joined = (
             rows.size,
             rows.is_whole,
-            self._device,
+            self.device.torch_device,
             self._slicing.joined,
         )
         draws, names = stage.draws(trains, rows), stage.inputs(trains, rows)

@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, CapturedJob, Slot
-from pipectl.capture.data import Loader
 from pipectl.capture.factories import call_in_training
 from pipectl.capture.slices import Rows
 from pipectl.capture.step import target_weight
@@ -123,7 +122,6 @@ class Evaluator:
         communicator: of all ranks.
         engine: of the evaluation graph.
         ranks: the first of every stage.
-        loader: of the held-out data.
         writes: names of the buffers that an evaluation writes, on all ranks.
     """
 
@@ -134,11 +132,11 @@ class Evaluator:
         division: Division,
         engine: Engine,
         ranks: Sequence[int],
-        loader: Loader,
         writes: set[str],
     ) -> None:
         self._communicator, self._job, self._division = communicator, job, division
-        self._engine, self._loader, self.writes = engine, loader, writes
+        assert job.evaluation_loader is not None
+        self._engine, self._loader, self.writes = engine, job.evaluation_loader, writes
         self._stages = tuple(i for i, rank in enumerate(ranks) if rank == communicator.rank)
         self._channels = tuple(
             Channel(*lane, ranks[lane.source], ranks[lane.target], size_bytes=0)

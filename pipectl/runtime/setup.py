@@ -12,7 +12,6 @@ from mpi4py import MPI
 from torch import nn
 
 from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
-from pipectl.capture.data import Loader, Samples
 from pipectl.capture.python_state import preserve_state
 from pipectl.capture.slices import Rows
 from pipectl.capture.tensors import is_deferred
@@ -20,7 +19,7 @@ from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.device import Device
-from pipectl.runtime.division import Division, LossShares
+from pipectl.runtime.division import Batches, Division
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.evaluation import Evaluator
 from pipectl.runtime.gradients import SharedGradients, shared_uses
@@ -28,7 +27,7 @@ from pipectl.runtime.offload import mover_of, offload_directory
 from pipectl.runtime.pipefb import add_lanes, make_half
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import Key, Stage
-from pipectl.runtime.step import Step, narrowed, parts_of
+from pipectl.runtime.step import narrowed, parts_of
 from pipectl.runtime.transport import CHECK_VARIABLE, Progress, Transport, Wire
 from pipectl.runtime.waiting import barrier, broadcast
 from pipectl.schedule import channels, is_unflushed, plan_of_trial, splits_backwards
@@ -46,11 +45,8 @@ class Setup:
         stages: of this rank, by index.
         training: the engine for training.
         evaluator: None without evaluation data.
-        cut: of the training graph at the plan's micro-batch size.
+        batches: this rank's parts of the training data.
         written: the buffers of this rank that forwards write, by full name.
-        loader: of the training data; None if this rank reads none.
-        reading: this rank's stages that read the training data.
-        loss_shares: the weights of this rank's parts of the loss.
         replicas: the joint work of the replicas of its stages.
         shared_gradients: the joint work of all uses of a parameter.
         saved: the parameters and buffers that this rank saves, by full name in model order.
@@ -69,8 +65,7 @@ class Setup:
         self._progress = progress or Progress()
         self.job, self.plan, self.communicator, self.device = job, plan, communicator, device
         self.board = board
-        held_out = job.evaluation_loader
-        self._division = Division.of(job, plan, held_out, communicator)
+        self._division = Division.of(job, plan, communicator)
         cuts = self._cuts()
         saved, names = self._places(cuts)
         job.materialize(names)
@@ -92,7 +87,7 @@ class Setup:
                 stage.let_advance(self._progress.tick)
         board.phase("connecting to the other ranks")
         barrier(communicator)  # ranks that made more weights arrive later; MPI would spin
-        self.cut = cuts[True, self._division.planned]
+        cut = cuts[True, self._division.planned]
         written = _written_buffers(cuts, training=False) | _written_buffers(cuts, training=True)
         buffers = {n: t for stage in self.stages.values() for n, t in stage.buffers.items()}
         self.written = {name: tensor for name, tensor in buffers.items() if name in written}
@@ -101,30 +96,27 @@ class Setup:
         self.saved = {n: t for n, t in job.states.items() if is_mine.get(n, n in saved)}
         planned = channels(plan)
         lanes = [Lane(c.kind, c.source_stage, c.target_stage) for c in planned]
-        missing = set(self.cut.lanes) - set(lanes)
+        missing = set(cut.lanes) - set(lanes)
         if missing:
             raise MismatchError(
                 f"plan.json lacks a message that the model needs: {sorted(missing)[0]}",
                 cure="profile and plan the job again",
             )
-        add_lanes(self.cut, job.states, lanes)
-        self.training = self._engine(self.cut, cuts)
+        add_lanes(cut, job.states, lanes)
+        self.training = self._engine(cut, cuts)
         self.evaluator: Evaluator | None = None
-        if held_out is not None:
-            cut = cuts[False, self._division.evaluation_sizes[0]]
-            engine, writes = self._engine(cut, cuts), _written_buffers(cuts, training=False)
+        if job.evaluation_loader is not None:
+            engine = self._engine(cuts[False, self._division.evaluation_sizes[0]], cuts)
             first_ranks = [stage.ranks[0] for stage in plan.stages]
+            writes = _written_buffers(cuts, training=False)
             self.evaluator = Evaluator(
-                communicator, job, self._division, engine, first_ranks, held_out, writes
+                communicator, job, self._division, engine, first_ranks, writes
             )
-        weighing = self.cut.loss_stage if job.weight() is not None else None
-        self.reading = tuple(i for i, s in self.stages.items() if s.reads or i == weighing)
-        self.loader: Loader | None = job.loader if self.reading else None
-        self.loss_shares = LossShares(communicator, job, plan, self.cut.loss_stage)
-        updated = self.updated_stages
+        self.batches = Batches(communicator, job, plan, self.stages, cut)
+        updated = self.updated_stages.values()
         self.shared_gradients = SharedGradients(
             Wire(communicator.Dup(), device, self._progress),
-            shared_uses(self.cut),
+            shared_uses(cut),
             [stage.updating_ranks for stage in plan.stages],
             {slot: leaf for stage in updated for slot, leaf in stage.uses.items()},
             {name: each for stage in updated for name, each in stage.parameters.items()},
@@ -141,38 +133,27 @@ class Setup:
 
         It leaves no trace: buffers and Python state of modules are restored, gradients are dropped.
         """
-        plan, seed = self.plan, (self.job.spec.training.seed, "layouts")
+        plan = self.plan
         if is_unflushed(plan):  # the same messages, in steps that do not overlap
             plan = replace(plan, schedule=ONE_F_ONE_B.name)
         with preserve_state(self.job.step, self.written.values()):
             for rows in self._division.sizes:
-                trial = self.step_of(plan_of_trial(plan, rows.whole), rows.length)
+                trial = self.batches.step_of(plan_of_trial(plan, rows.whole), rows.length)
                 assert trial.pieces is not None
                 example = partial(self.job.loader.example, rows.whole, length=rows.length)
-                whole: Any = example() if self.reading else None
+                whole: Any = example() if self.batches.loader is not None else None
                 batches = (narrowed(whole, piece, rows) for piece in trial.pieces.values())
-                self.training.run(self.loss_shares.make_run(trial, batches, seed))
+                self.training.run(self.batches.make_run(trial, batches, "layouts"))
                 for stage in self.stages.values():
                     stage.forget()
             if self.evaluator is not None:
                 self.evaluator.learn()
 
-    def step_of(self, plan: Plan, length: int) -> Step:
-        """This rank's step of a plan, with sequences of a length."""
-        whole, ends = self.job.loader.takes_whole, (self.reading, self.cut.loss_stage)
-        return Step.of(plan, self.communicator.rank, *ends, length=length, load_whole=whole)
-
-    def tokens_of(self, batch: Samples) -> int:
-        """Tokens in a batch, without the padding of buckets; 0 if the model reads none."""
-        tokens = self.cut.graph.tokens_per_sample
-        return tokens and (batch.tokens or batch.size * tokens)
-
     @property
-    def updated_stages(self) -> list[Stage]:
-        """The stages whose backwards run on this rank."""
-        me = self.communicator.rank
-        plan = self.plan.stages
-        return [stage for i, stage in self.stages.items() if me in plan[i].updating_ranks]
+    def updated_stages(self) -> dict[int, Stage]:
+        """The stages whose backwards run on this rank, by index."""
+        me, plan = self.communicator.rank, self.plan.stages
+        return {i: stage for i, stage in self.stages.items() if me in plan[i].updating_ranks}
 
     def _stage(self, index: int, cuts: Mapping[Key, Cut], wire: Wire) -> Stage:
         stage, rank = self.plan.stages[index], self.communicator.rank

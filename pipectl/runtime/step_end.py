@@ -30,6 +30,7 @@ from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.step import first_undefined, own_name
 from pipectl.errors import UsageError, WorkerError
 from pipectl.graph import TransferKind
+from pipectl.plan import Plan
 from pipectl.runs import NotFinite
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.gradients import (
@@ -289,9 +290,11 @@ class StepEnd:
     """What a rank does after its last backward of a step; making one is collective.
 
     Attributes:
+        stages: whose backwards run on this rank, by index.
         updated: the parameters that this rank updates, by full name.
         owned_parameters: the trained ones among those that this rank saves; it reports the norms of
             their gradients.
+        training: as in the spec.
         gradient_norm, used_rate, skipped: of the last step.
 
     Args:
@@ -310,7 +313,7 @@ class StepEnd:
         communicator: MPI.Comm,
         job: CapturedJob,
         engine: Engine,
-        stages: Sequence[Stage],
+        stages: Mapping[int, Stage],
         replicas: Replicas,
         shared_gradients: SharedGradients,
         saved: Container[str],
@@ -322,26 +325,27 @@ class StepEnd:
         self._replicas, self._shared, self._written = replicas, shared_gradients, written
         self._record, self._finish = record, finish
         self._stop_request = stop_request if communicator.rank == 0 else None
-        self._training = job.spec.training
-        held = {name: each for stage in stages for name, each in stage.parameters.items()}
+        self.training = job.spec.training
+        self.stages = stages
+        held = {n: each for stage in stages.values() for n, each in stage.parameters.items()}
         parameters = {name: held[name] for name in job.states if name in held}  # in model order
         self.updated = {n: p for n, p in parameters.items() if replicas.sharded.get(n, True)}
         self._trained_parameters = _trained(parameters)
-        self._trained_of = {stage.index: _trained(stage.parameters) for stage in stages}
+        self._trained_of = {i: _trained(stage.parameters) for i, stage in stages.items()}
         self.owned_parameters = {n: p for n, p in self._trained_parameters.items() if n in saved}
         self.stepper = make_stepper(job, self.updated)
         self.loss_scale = (
-            LossScale(self._training.loss_scale, self._trained_parameters)
-            if self._training.precision == "float16"
+            LossScale(self.training.loss_scale, self._trained_parameters)
+            if self.training.precision == "float16"
             else None
         )
         # All trained parameters in model order, tied ones once.
         states = job.states.items()
         self._dtypes = {name: tensor.dtype for name, tensor in states if tensor.requires_grad}
-        self._clips = self._training.clip_grad_norm is not None
-        self._looks = self._training.on_nonfinite != "ignore"
-        self._skips = self._training.on_nonfinite == "skip"
-        self._meets = self._training.updates_together
+        self._clips = self.training.clip_grad_norm is not None
+        self._looks = self.training.on_nonfinite != "ignore"
+        self._skips = self.training.on_nonfinite == "skip"
+        self._meets = self.training.updates_together
         self._vote = Vote(communicator, [*self._dtypes], with_norms=self._clips)
         self._origins = Origins.of(engine.cut)
         if self._looks:
@@ -357,16 +361,21 @@ class StepEnd:
         if self._skips:
             self._before = {name: buffer.clone() for name, buffer in self._written.items()}
 
-    def undo(self) -> bool:
-        """Restore the buffers from before the step if it is skipped because of a fault.
+    def settle_buffers(self, plan: Plan) -> None:
+        """After a step, make buffers equal on all replicas.
 
-        An overflow due to the loss scale is no fault of the forwards, so their buffers stay.
+        If it is skipped because of a fault, they get the values from before it. An overflow due to
+        the loss scale is no fault of the forwards, so their buffers stay.
+
+        Args:
+            plan: of the step.
         """
-        if self._undoes:
-            with torch.no_grad():
-                for name, before in self._before.items():
-                    self._written[name].copy_(before)
-        return self._undoes
+        if not self._undoes:
+            self._replicas.agree_on_buffers(plan)
+            return
+        with torch.no_grad():
+            for name, before in self._before.items():
+                self._written[name].copy_(before)
 
     def run(self, step: int, run: StepRun, micro_batches: Sequence[int], before: int = 0) -> None:
         """Update, or skip the step. Collective, unless steps overlap.
@@ -405,9 +414,9 @@ class StepEnd:
         if self.skipped:
             self.stepper.skip()
             return
-        if result is not None and self._training.clip_grad_norm is not None:
+        if result is not None and self.training.clip_grad_norm is not None:
             total = total_norm(result.norms, [*self._dtypes.values()])
-            clip_gradients(self._trained_parameters.values(), total, self._training.clip_grad_norm)
+            clip_gradients(self._trained_parameters.values(), total, self.training.clip_grad_norm)
             self.gradient_norm = float(total)
         if run.recording is not None and not overlaps:
             run.recording.met()

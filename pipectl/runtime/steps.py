@@ -10,7 +10,9 @@ from itertools import islice
 from typing import ClassVar
 
 from pipectl.capture.data import Samples
-from pipectl.runtime.setup import Setup
+from pipectl.plan import Plan
+from pipectl.runtime.division import Batches
+from pipectl.runtime.engine import Engine
 from pipectl.runtime.step import Batch, Step, StepRun
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.telemetry import StepReport, Telemetry
@@ -22,6 +24,8 @@ class Steps:
     """The steps of one rank, of which each kind of schedule has its own.
 
     Args:
+        engine: of the training.
+        end: what the rank does at the end of every step.
         on_update: called after every update; must not wait for another rank.
 
     Attributes:
@@ -32,13 +36,15 @@ class Steps:
 
     def __init__(
         self,
-        setup: Setup,
+        plan: Plan,
+        batches: Batches,
+        engine: Engine,
         end: StepEnd,
         telemetry: Telemetry,
         tracing: Tracing,
         on_update: Callable[[], None],
     ) -> None:
-        self._setup, self._end, self._plan = setup, end, setup.plan
+        self._plan, self._batches, self._engine, self._end = plan, batches, engine, end
         self._telemetry, self._tracing, self._on_update = telemetry, tracing, on_update
         self._loaded: Iterator[Batch] = iter(())
 
@@ -67,11 +73,11 @@ class Steps:
             loss: this rank's part of it.
             since: its start, or the end of the step before it if steps overlap.
         """
-        end, setup = self._end, self._setup
+        end = self._end
         self._tracing.advance()
         self._on_update()
         now = time.perf_counter()
-        setup.board.pace(now - since)
+        self._engine.board.pace(now - since)
         self._telemetry.report(
             StepReport(
                 step=step,
@@ -82,10 +88,10 @@ class Steps:
                 skipped=end.skipped,
                 step_time_s=now - since,
                 samples=batch.size,
-                tokens=setup.tokens_of(batch),
+                tokens=self._batches.tokens_of(batch),
             ),
             run.busy_s,
-            setup.device.peak_bytes(),
+            self._engine.device.peak_bytes(),
         )
         return now
 
@@ -100,33 +106,32 @@ class SynchronousSteps(Steps):
 
         @cache
         def step_of(samples: int, length: int) -> Step:
-            return self._setup.step_of(plan_of_step(self._plan, samples), length)
+            return self._batches.step_of(plan_of_step(self._plan, samples), length)
 
         self._step_of = step_of
-        if self._setup.loader is not None:
-            self._loaded = self._setup.loader.pieces(
+        if self._batches.loader is not None:
+            self._loaded = self._batches.loader.pieces(
                 planned, lambda batch: step_of(batch.size, batch.length).positions, done
             )
 
     def train(self, first: int, batches: Sequence[Samples]) -> None:
         """Train one step; see :class:`Steps`."""
-        setup, end, (batch,) = self._setup, self._end, batches
+        end, (batch,) = self._end, batches
         is_recorded = self._tracing.wants(first)
         recording = self._tracing.begin(first) if is_recorded else None
         start = time.perf_counter()
         step = self._step_of(batch.size, batch.length)
         assert step.plan is not None
         assert step.pieces is not None
-        setup.board.row("LOAD", -1, -1)  # at once, if weights depend on the targets
-        loaded, seed = islice(self._loaded, len(step.pieces)), setup.job.spec.training.seed
+        self._engine.board.row("LOAD", -1, -1)  # at once, if weights depend on the targets
+        loaded = islice(self._loaded, len(step.pieces))
         scale = 1.0 if end.loss_scale is None else end.loss_scale.value
-        run = setup.loss_shares.make_run(step, loaded, (seed, first), scale)
+        run = self._batches.make_run(step, loaded, first, scale)
         run.recording = recording
         run.update = lambda run, *_: end.run(first, run, [*step.losses])
         end.begin()
-        setup.training.run(run)
-        if not end.undo():
-            setup.replicas.agree_on_buffers(step.plan)
+        self._engine.run(run)
+        end.settle_buffers(step.plan)
         if is_recorded:
             self._tracing.end(first, recording, start)
-        self._finish(first, batch, run, setup.loss_shares.loss(run), start)
+        self._finish(first, batch, run, self._batches.loss(run), start)

@@ -51,7 +51,7 @@ class Trainer:
         self._spec = setup.job.spec
         self._run = run
         self._rank = setup.communicator.rank
-        steps, loss_ranks = self._spec.training.steps, setup.plan.stages[setup.cut.loss_stage].ranks
+        steps = self._spec.training.steps
         self._telemetry = Telemetry(
             setup.communicator.Dup(),
             run,
@@ -59,7 +59,7 @@ class Trainer:
             attempt,
             tuple(setup.stages),
             messages,
-            loss_ranks,
+            setup.plan.stages[setup.training.cut.loss_stage].ranks,
         )
         rows = len(lower(setup.plan, self._rank))
         self._tracing = Tracing(setup.communicator, run, self._spec.trace, steps, rows)
@@ -98,7 +98,13 @@ class Trainer:
         )
         kind = AsynchronousSteps if is_unflushed(setup.plan) else SynchronousSteps
         self._steps: Steps = kind(
-            setup, self._end, self._telemetry, self._tracing, self._saver.poll
+            setup.plan,
+            setup.batches,
+            setup.training,
+            self._end,
+            self._telemetry,
+            self._tracing,
+            self._saver.poll,
         )
         self._stopped = False
         self._steps_done = 0
