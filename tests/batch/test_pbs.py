@@ -20,7 +20,6 @@ ROW = "Job Id: {}\n    Job_Name = {}\n    job_state = R\n"
 WITH_VALUE = set("aAcCeJjklmMNopPqrRSuvW")
 """Options that take a value, from qsub(1B)."""
 RESOURCE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*=[^,]+")
-CHUNK = re.compile(r"[1-9][0-9]*(:[A-Za-z][A-Za-z0-9_-]*=[A-Za-z0-9_.+*~/@-]+)*")
 
 
 def options(request: JobRequest) -> list[tuple[str, str]]:
@@ -43,58 +42,16 @@ def resources(request: JobRequest) -> dict[str, str]:
     return found
 
 
-def test_resources_are_counted_by_chunk(make_request):
-    request = make_request(
-        nodes=3,
-        tasks_per_node=4,
-        cpus_per_task=16,
-        gpus_per_node=4,
-        memory_per_node=240 * 2**30 + 1,
-        walltime=36 * 3600,
-        pbs={"select": "model=icelake"},
-    )
-    asked = resources(request)
-    assert CHUNK.fullmatch(asked["select"])
-    assert asked == {
-        "select": "3:ncpus=64:mpiprocs=4:ompthreads=16:ngpus=4:mem=245761mb:model=icelake",
-        "place": "scatter",
-        "walltime": "36:00:00",
-    }
-
-
 @pytest.mark.parametrize("own", ["naccelerators=4", "model=x:gpus=2", "ngpus=4"])
 def test_accelerators_are_asked_for_by_the_name_that_the_site_gives_them(make_request, own):
     asked = resources(make_request(gpus_per_node=4, pbs={"select": own}))
     assert asked["select"] == f"1:ncpus=2:mpiprocs=2:ompthreads=1:{own}"
 
 
-def test_one_node_is_placed_as_the_site_likes(make_request):
-    assert "place" not in resources(make_request())
-
-
-def test_the_options_of_a_site(make_request):
-    own = {"P": "p'q", "m": "ae", "M": "a@b.org", "p": "5", "h": True}
-    pbs = {"queue": "gpu", "account": "a b", "options": own}
-    tag = "20261120-152233-demo 7f3a9c"
-    request = make_request(pbs=pbs, tag=tag, after=("4.vm", "5.vm"))
-    found = dict(options(request))
-    del found["-l"]
-    assert found == {
-        "-q": "gpu",
-        "-A": "a b",
-        "-P": "p'q",
-        "-m": "ae",
-        "-M": "a@b.org",
-        "-p": "5",
-        "-h": "",
-        "-j": "oe",
-        "-k": "doe",
-        "-r": "n",
-        "-S": "/bin/bash",
-        "-N": "demo.7f3a9c",
-        "-W": "depend=afterok:4.vm:5.vm",
-        "-o": f"{request.run_directory}/logs/pbs.log",
-    }
+def test_one_node_is_placed_as_the_site_likes_and_memory_is_rounded_up(make_request):
+    asked = resources(make_request(memory_per_node=2**20 + 1))
+    assert asked["select"] == "1:ncpus=2:mpiprocs=2:ompthreads=1:mem=2mb"
+    assert "place" not in asked
 
 
 @pytest.mark.parametrize("place", ["place", "Place"])

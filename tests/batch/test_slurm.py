@@ -33,20 +33,8 @@ def options(request: JobRequest) -> list[str]:
     return [" ".join(words) for words in directives(SlurmScheduler().render(request), "slurm")]
 
 
-def test_what_is_not_asked_for_is_not_written(make_request):
-    assert [line.split("=")[0] for line in options(make_request())] == [
-        "--job-name",
-        "--comment",
-        "--nodes",
-        "--ntasks-per-node",
-        "--cpus-per-task",
-        "--time",
-        "--chdir",
-        "--output",
-        "--open-mode",
-        "--no-requeue",
-    ]
-    assert "--mem=2M" in options(make_request(memory_per_node=2**20 + 1)), "rounded up"
+def test_memory_is_rounded_up(make_request):
+    assert "--mem=2M" in options(make_request(memory_per_node=2**20 + 1))
 
 
 def test_options_of_a_site(make_request):
@@ -98,19 +86,29 @@ def test_the_latest_job_or_array_of_a_tag_is_found(slurm):
     assert scheduler.array_id("35_2") == scheduler.array_id("35") == "35"
 
 
-def test_query_of_live_jobs_asks_the_queue_once(slurm):
+def test_query_asks_the_queue_once_about_all(slurm):
     """And what is no id hides no other job."""
     slurm.replay("squeue", "squeue-format.txt")
-    found = SlurmScheduler().query(["36", "7.vm", "37", "12.34@here"])
-    assert {job_id: status.state for job_id, status in found.items()} == {
-        "36": JobState.RUNNING,
-        "37": JobState.QUEUED,
+    states = {
+        "2": ("CANCELLED", ""),  # the reason for which it waited is stale
+        "4": ("COMPLETED", ""),
+        "16": ("FAILED", "JobLaunchFailure"),
+        "26": ("FAILED", "NonZeroExitCode"),
+        "35": ("HELD", "JobHeldUser"),
+        "36": ("RUNNING", ""),
+        "37": ("QUEUED", "Resources"),
+        "38": ("QUEUED", "BeginTime"),
+        "39": ("QUEUED", "PartitionNodeLimit"),
     }
-    assert slurm.calls("squeue") == [
-        ["-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "-j", "36,37,36"]
-    ]
+    found = SlurmScheduler().query([*states, "7.vm", "12.34@here"])
+    assert {job_id: (job.state.value, job.reason) for job_id, job in found.items()} == states
+    running = found["36"]
+    assert (running.nodes, running.start, running.end) == ("node[1-4]", 1795228077.0, None)
+    assert found["37"].start is None
+    ids = ",".join([*states, "2"])
+    assert slurm.calls("squeue") == [["-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, "-j", ids]]
     assert slurm.environment("squeue")["SLURM_TIME_FORMAT"] == "%s"
-    assert slurm.calls("sacct") == []
+    assert SlurmScheduler().find("t;a%j b\\c\"d'e$HOME") == "26"
 
 
 def test_finished_jobs_get_their_exit_code_from_the_accounting(slurm):
@@ -180,31 +178,6 @@ def test_estimate_is_the_forecast(slurm):
     with pytest.raises(SchedulerError, match="node configuration is not available") as caught:
         SlurmScheduler().estimate(SCRIPT)
     assert "lower resources" in (caught.value.cure or "")
-
-
-def test_squeue_rows():
-    rows = {row.job_id: row for row in parse_squeue(sample("squeue-format.txt"))}
-    states = {job_id: row.status.state.value for job_id, row in rows.items()}
-    assert states == {
-        "2": "CANCELLED",
-        "4": "COMPLETED",
-        "16": "FAILED",
-        "26": "FAILED",
-        "35": "HELD",
-        "36": "RUNNING",
-        "37": "QUEUED",
-        "38": "QUEUED",
-        "39": "QUEUED",
-    }
-    running = rows["36"].status
-    assert (running.nodes, running.start, running.end) == ("node[1-4]", 1795228077.0, None)
-    assert (running.reason, rows["36"].comment) == ("", "tag-run")
-    assert rows["37"].status.start is None
-    assert rows["39"].status.reason == "PartitionNodeLimit"
-    assert rows["35"].status.reason == "JobHeldUser"
-    assert rows["16"].status.reason == "JobLaunchFailure"
-    assert rows["2"].status.reason == "", "the reason for which it waited is stale"
-    assert rows["26"].comment == "t;a%j b\\c\"d'e$HOME"
 
 
 def test_sacct_rows_of_all_attempts():

@@ -329,18 +329,6 @@ def test_init_replaces_nothing_unless_told(cli):
     assert Path("model.py").read_text() != "mine"
 
 
-def test_the_starter_model_learns_its_data(cli, place):
-    torch = pytest.importorskip("torch")
-    cli("init")
-    names: dict[str, object] = {"__name__": "starter"}
-    exec(compile(Path("model.py").read_text(), "model.py", "exec"), names)
-    model, data = names["build"](width=16, layers=1), names["training_data"]()  # type: ignore[operator]
-    inputs, targets = data[:64]
-    loss = torch.nn.CrossEntropyLoss()(model(inputs), targets)
-    loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 @pytest.mark.parametrize(("mask", "modes"), [(0o022, (0o755, 0o644)), (0o077, (0o700, 0o600))])
 def test_what_it_writes_has_the_permissions_of_the_umask(cli, mask, modes):
     before = os.umask(mask)

@@ -39,12 +39,9 @@ def test_a_wait_is_for_others_until_the_message_is_sent(pipeline):
         {"computing": 3.0, "waiting_for_others": 3.25, "communication": 0.75, **rest},
         {"computing": 3.0, "waiting_for_others": 3.75, "communication": 0.25, **rest},
     ]
-
-
-def test_without_starts_a_message_is_sent_when_it_is_made(pipeline):
-    steps = [Timeline(STEP, 2), Timeline(tuple(e for e in STEP if e.kind != "send_start"), 2)]
-    found = compare(*steps, channels(pipeline(2, 1)))
-    assert {both.more_s for each in found.ranks.values() for both in each.values()} == {0.0}
+    # Without starts, a message is sent when it is made.
+    plain = Timeline(tuple(event for event in STEP if event.kind != "send_start"), 2)
+    assert compare(plain, plain, channels(pipeline(2, 1))).ranks == found.ranks
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
@@ -112,6 +109,7 @@ def test_what_is_off_is_named(pipeline, measured, words, advice):
     """There is advice if the whole step takes longer."""
     found = compare(Timeline(STEP, 2), measured, channels(pipeline(2, 1)))
     assert dict(explain(found))["difference"] == words
+    assert sum(found.difference_s.values()) == pytest.approx(found.time.more_s)
     given = dict(explain(found)).get("advice")
     assert given is advice or given.startswith(advice)
     assert (found.step, found.clock_error_s) == (10, 1e-5)
@@ -172,14 +170,6 @@ def test_the_critical_path_has_no_waits_for_others_and_is_as_long_as_the_step(pi
     }  # fmt: skip
     words = "waiting for messages, 3.50 s; rank 1 computes for "
     assert dict(explain(found))["bottleneck"].startswith(words)
-
-
-def test_the_parts_of_a_difference_add_up_to_it(pipeline):
-    slower = (FORWARD_0._replace(end_s=3.0), *STEP[1:])
-    found = compare(Timeline(STEP, 2), Timeline(slower, 2, 3), channels(pipeline(2, 1)))
-    parts = found.difference_s
-    assert set(parts) == set(SPENT)
-    assert sum(parts.values()) == pytest.approx(found.time.more_s)
 
 
 def test_actions_are_paired_by_rank_kind_stage_and_micro_batch(pipeline):
