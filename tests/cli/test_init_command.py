@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -54,50 +55,54 @@ def pbs(program):
 BIG = "debug*|30:00|4|8|16000|(null)|up\nlong|infinite|64|128|256000|gpu:4|up"
 
 
-def test_on_slurm_it_is_within_the_default_partition(cli, sinfo):
-    sinfo("tiny*|0:05:00|2|1|1000|(null)|up")
+CLUSTERS = {
+    "tiny": "tiny*|0:05:00|2|1|1000|(null)|up",
+    "big": "big*|1:00:00|4|8|64000|(null)|up",
+    "two": BIG,
+    "gpus": "gpus*|1:00:00|4|32|64000|gpu:a100:4|up",
+    "gpu": "gpus*|1:00:00|4|32|64000|gpu:1|up",
+    "hostile": 'a"}: {b,#*|1:00:00|1|2|9000|(null)|up',
+    "down": "sinfo: error: no controller",
+}
+"""What `sinfo` prints."""
+FLAGS = "--partition long --nodes 3 --tasks-per-node 4 --cpus-per-task 8 --gpus-per-node 4"
+FLAGS += " --memory 100GiB --walltime 2h --name mine"
+SECTIONS = r"name|pipeline|resources|slurm|pbs|launch|output|# .*: \d+ nodes"
+LINES = [
+    *("tiny", "big", f"two {FLAGS}", "gpus", "gpu", "gpu --gpus-per-node 0", "hostile"),
+    *("hostile --scheduler local", "down --partition any", "down --scheduler slurm"),
+    *("CPU gpus", "CPU gpus --gpus-per-node 1", "PBS --account my#project", "tiny --walltime 3"),
+    "tiny --memory 10KiB",
+]
+"""A cluster and options; after CPU, with a torch without GPUs."""
+
+
+def test_jobs_for_the_cluster_at_hand(cli, sinfo, pbs, monkeypatch, golden):
+    texts = []
+    for number, line in enumerate(LINES):
+        cluster, *options = line.removeprefix("CPU ").split()
+        sinfo(CLUSTERS.get(cluster, ""), rc=int(cluster == "down"))
+        if cluster == "PBS":
+            Path("bin/sbatch").unlink()
+        with monkeypatch.context() as patch:
+            if line.startswith("CPU "):
+                patch.setattr(init, "installed_version", lambda _: "2.13.0+cpu")
+            result = cli("init", f"job-{number}", *options)
+        assert result.code == 0, result.err
+        assert cli("check", f"job-{number}/job.yaml").code == 0
+        rows = Path(f"job-{number}/job.yaml").read_text().splitlines()
+        shown = [row for row in rows if re.match(SECTIONS, row)]
+        texts.append("\n".join([f"# {line}", *result.err.splitlines(), *shown, ""]))
+        texts.append(result.out.splitlines()[-1] + "\n")
+    golden(*texts, vary=r"(?<=memory_limit: )[\d.]+.iB(?=}\nresources: .*\nlaunch)")
+    hostile = written(f"job-{LINES.index('hostile')}/job.yaml")
+    assert hostile.slurm.partition == 'a"}: {b,#'
+
+
+def test_on_this_machine_a_rank_may_hold_its_share_of_the_memory(cli):
     assert cli("init").code == 0
-    spec = written()
-    assert (spec.slurm.partition, spec.resources.walltime) == ("tiny", 300)
-    assert (spec.resources.nodes, spec.resources.tasks_per_node) == (2, 1)
-    assert spec.resources.memory_per_node == 900 * 2**20
-    assert "tiny: 2 nodes, each with at least 1 cores" in Path("job.yaml").read_text()
-    script = cli("submit", "job.yaml", "--dry-run", "--set", "site_defaults=false")
-    assert script.code == 0, script.err
-    assert "#SBATCH --partition=tiny\n" in script.out
-    assert "#SBATCH --mem=900M\n" in script.out
-
-
-def test_the_variable_names_the_directory_of_the_runs(cli, monkeypatch):
-    """Commands on runs look there, too."""
-    monkeypatch.setenv("PIPECTL_RUNS", "elsewhere")
-    assert cli("init", "--scheduler", "local").code == 0
-    assert written().output.directory == "elsewhere"
-
-
-def test_on_pbs_it_is_within_the_default_queue(cli, pbs):
-    assert cli("init", "--account", "my project").code == 0
-    spec = written()
-    assert (spec.pbs.queue, spec.pbs.account) == ("workq", "my project")
-    script = cli("submit", "job.yaml", "--dry-run", "--set", "site_defaults=false")
-    assert script.code == 0, script.err
-    assert "#PBS -q workq\n" in script.out
-    assert "select=2:ncpus=1:mpiprocs=1:ompthreads=1:ngpus=1:mem=2048mb" in script.out
-
-
-def test_flags_for_everything(cli, sinfo):
-    sinfo(BIG)
-    result = cli(
-        "init", "new", "--partition", "long", "--nodes", "3", "--tasks-per-node", "4",
-        "--cpus-per-task", "8", "--gpus-per-node", "4", "--memory", "100GiB", "--walltime", "2h",
-        "--name", "mine",
-    )  # fmt: skip
-    assert result.code == 0, result.err
-    spec = written("new/job.yaml")
-    found = spec.resources
-    assert (found.nodes, found.tasks_per_node, found.cpus_per_task) == (3, 4, 8)
-    assert (found.gpus_per_node, found.memory_per_node) == (4, 100 * 2**30)
-    assert (found.walltime, spec.slurm.partition, spec.name) == (7200, "long", "mine")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert written().pipeline.memory_limit == pytest.approx(0.45 * total, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -121,17 +126,6 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(cli, sinfo, arguments,
     assert result.code == 2
     assert words in result.err
     assert not Path("job.yaml").exists()
-
-
-def test_a_controller_that_does_not_answer_is_no_obstacle(cli, sinfo):
-    sinfo("sinfo: error: no controller", rc=1)
-    result = cli("init", "--partition", "any")
-    assert result.code == 0
-    assert "limits of queues are unknown" in result.err
-    assert written().slurm.partition == "any"
-    assert result.out.endswith("next: pipectl submit job.yaml --wait --scheduler local\n")
-    result = cli("init", "chosen", "--scheduler", "slurm")
-    assert result.out.endswith("next: pipectl submit chosen/job.yaml --wait\n")
 
 
 def test_a_model_of_ones_own(cli):
@@ -231,43 +225,6 @@ def test_a_job_that_passes_check_with_the_schema_it_names_and_a_model(cli):
     assert json.loads(Path("new/job.schema.json").read_text()) == json_schema()
 
 
-def test_a_rank_may_hold_its_share_of_the_node(cli, sinfo):
-    assert cli("init", "here").code == 0
-    here = written("here/job.yaml").pipeline.memory_limit
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert here == pytest.approx(0.45 * total, rel=0.03)
-    sinfo("big*|1:00:00|4|8|64000|(null)|up")
-    assert cli("init", "there").code == 0
-    spec = written("there/job.yaml")
-    assert spec.resources.memory_per_node == pytest.approx(0.9 * 64000 * 2**20 * 2 / 8, rel=0.03)
-    limit = spec.pipeline.memory_limit
-    assert limit == pytest.approx(0.45 * spec.resources.memory_per_node, rel=0.03)
-    for text, size_bytes in (("10KiB", 10 * 2**10), ("1MiB", 2**20), ("1GB", 953 * 2**20)):
-        assert cli("init", "--force", "--memory", text).code == 0
-        assert written().resources.memory_per_node == size_bytes
-
-
-def test_a_partition_with_gpus_is_asked_for_one_per_rank_if_torch_can_use_them(
-    cli, sinfo, monkeypatch
-):
-    sinfo("gpus*|1:00:00|4|32|64000|gpu:a100:4|up")
-    assert cli("init", "two").code == 0
-    assert written("two/job.yaml").resources.gpus_per_node == 2
-    sinfo("gpus*|1:00:00|4|32|64000|gpu:1|up")
-    assert cli("init", "one").code == 0
-    found = written("one/job.yaml").resources
-    assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (2, 1, 1)
-    assert cli("init", "none", "--gpus-per-node", "0").code == 0
-    assert written("none/job.yaml").resources.gpus_per_node == 0
-    monkeypatch.setattr(init, "installed_version", lambda _: "2.13.0+cpu")
-    result = cli("init", "cpu")
-    assert (result.code, written("cpu/job.yaml").resources.gpus_per_node) == (0, 0)
-    assert "nodes of gpus have GPUs, but torch 2.13.0+cpu computes on CPUs only" in result.err
-    result = cli("init", "gpu", "--gpus-per-node", "1")
-    assert written("gpu/job.yaml").resources.gpus_per_node == 1
-    assert "CPUs only" not in result.err
-
-
 def test_where_one_file_cannot_be_written_none_is(cli):
     Path("new/model.py").mkdir(parents=True)
     result = cli("init", "new", "--force")
@@ -278,14 +235,6 @@ def test_where_one_file_cannot_be_written_none_is(cli):
     result = cli("init", "file/new")
     assert result.code == 2
     assert result.err.startswith("error: file/new: cannot be created: Not a directory\n")
-
-
-def test_a_hostile_partition_is_one_value(cli, sinfo):
-    sinfo('a"}: {b,#*|1:00:00|1|2|9000|(null)|up')
-    assert cli("init").code == 0
-    assert written().slurm.partition == 'a"}: {b,#'
-    assert cli("init", "here", "--scheduler", "local").code == 0
-    assert written("here/job.yaml").launch.scheduler == "local", "which is not the one found"
 
 
 def test_on_a_terminal_it_asks_for_what_is_not_given(cli, sinfo, monkeypatch):
