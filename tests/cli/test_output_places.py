@@ -70,14 +70,6 @@ def test_what_is_no_file_is_written_to_and_stays(cli, everything, line, _work):
     assert Path("/dev/null").is_char_device()
 
 
-@pytest.mark.parametrize(("line", "_work"), WRITERS)
-def test_standard_output_gets_it_between_what_is_printed(cli, everything, line, _work):
-    cli(*line.split(), "written")
-    result = cli(*line.split(), "/dev/stdout")
-    assert result.code == 0, result.err
-    assert Path("written").read_text()[:60] in result.out  # times differ
-
-
 @pytest.mark.parametrize("way", ["--submit", "--links"])
 @pytest.mark.parametrize(
     ("where", "error"),

@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from pipectl.spec import JobSpec, load
-
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 
@@ -52,10 +50,6 @@ def _losses(model: nn.Module, loss, data: Dataset, optimizer, batch_size: int) -
         optimizer.step()
         losses.append(value.item())
     return losses
-
-
-def _spec(name: str) -> JobSpec:
-    return load(MODELS.parent / f"{name}.yaml")
 
 
 def test_gpt_starts_near_even_odds_and_learns(gpt, text):
@@ -121,14 +115,6 @@ def test_text_knows_printable_characters_and_one_other(text, tmp_path):
     assert [alphabet.get(code) for code in codes] == ["a", " ", "b", "\t", None, "\n"]
 
 
-def test_gpt_config_fits_the_text(text):
-    spec = _spec("gpt-stdlib")
-    assert spec.model.kwargs["vocabulary"] == text["VOCABULARY"]
-    lengths = {spec.model.kwargs["length"], spec.data.kwargs["length"]}
-    assert spec.evaluation is not None
-    assert lengths == {spec.evaluation.data.kwargs["length"]}
-
-
 def test_cnn_learns_the_digits(cnn, digits):
     torch.manual_seed(0)
     model = cnn["build"](width=8, blocks=1)
@@ -142,23 +128,6 @@ def test_cnn_learns_the_digits(cnn, digits):
     model.eval()
     images, labels = digits["held_out"]().tensors
     assert cnn["accuracy"](model(images), labels) > 0.8
-
-
-def test_digits_are_split_once_and_for_all(digits):
-    train, held_out = digits["training"](), digits["held_out"]()
-    assert (len(train), len(held_out)) == (1437, 360)
-    assert torch.equal(held_out.tensors[0], digits["held_out"]().tensors[0])
-    image, digit = train[0]
-    assert image.shape == (1, 8, 8)
-    assert 0 <= image.min() < image.max() <= 1
-    assert digit.dtype == torch.int64
-
-
-@pytest.mark.parametrize("name", ["gpt-stdlib", "digits-cnn"])
-def test_schedule_of_the_learning_rate_ends_with_the_run(name):
-    spec = _spec(name)
-    assert spec.lr_scheduler is not None
-    assert spec.lr_scheduler.kwargs["T_max"] == spec.training.steps
 
 
 @pytest.mark.parametrize("path", sorted(MODELS.glob("*.py")), ids=lambda path: path.name)

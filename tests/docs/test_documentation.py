@@ -68,27 +68,6 @@ def test_command_lines_can_be_parsed(page):
                 command.make_parser(context).parse_args(words[length:])
 
 
-def _names(text: str, word: str) -> bool:
-    return re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text) is not None
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_stands_beside_its_command_on_some_page(name):
-    """Within a section; what many commands share, in the paragraph about all of them."""
-    pages = [page.read_text(encoding="utf-8") for page in PAGES]
-    shared = next(part for part in pages[0].split("\n\n") if "pipectl COMMAND" in part)
-    sections = [part for page in pages for part in re.split(r"^(?=#+ )", page, flags=re.MULTILINE)]
-    places = [shared, *(part for part in sections if re.search(rf"(pipectl |`){name}\b", part))]
-    command = COMMANDS[name]
-    options = [item.opts for item in command.params if item.param_type_name == "option"]
-    missing = [
-        names
-        for names in options
-        if not any(_names(place, option) for place in places for option in names)
-    ]
-    assert missing == []
-
-
 def test_example_profile_is_accepted():
     profile = Profile.from_json(_example("profile"))
     assert len(profile.operators) == 2

@@ -103,12 +103,6 @@ def test_a_template_with_which_no_script_can_be_written_is_refused(tmp_path, hea
         check_script(spec)
 
 
-def test_a_template_that_does_not_exist_is_a_problem_of_the_spec(write_job):
-    path = write_job("launch: {template: no.sh}")
-    with pytest.raises(SpecError, match=r"job\.yaml:8:\d+: launch\.template: no such file"):
-        load(path)
-
-
 def test_a_run_keeps_its_own_template(tmp_path):
     spec = spec_with_template(tmp_path, "echo first")
     run = RunDirectory.create(tmp_path / "runs", "demo", time.time())
