@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from operator import itemgetter
 from typing import Any
@@ -49,7 +49,7 @@ from pipectl.capture.refusals import (
     explain,
     place_of,
 )
-from pipectl.capture.step import States, Step, in_model, own_name, register_dataclasses
+from pipectl.capture.step import States, Step, in_model, own_name
 from pipectl.capture.tensors import fill_sample, is_deferred, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
@@ -255,13 +255,13 @@ class KeptModule:
                 random = states_of(generators)
                 args, kwargs = arguments.filled(tensors[count:])
                 with mask.lifted():
-                    result = states.call_module(tensors[:count], args, kwargs)
-                result = register_dataclasses(result)
-                written = frozenset(i for i, t in enumerate(tensors) if t._version != versions[i])
+                    result, buffers, written = states.call_module(tensors[:count], args, kwargs)
+                written |= {i for i, t in enumerate(tensors) if t._version != versions[i]}
                 draws = states_of(generators) != random
                 calls.append(Outline.of_call(result, tensors, written, draws))
             mode = detect_fake_mode(inputs)
             if mode is None:
+                states.assign(buffers)
                 return result
 
             def hollow(tensor: Tensor) -> Tensor:
@@ -293,13 +293,11 @@ class KeptModule:
         Args:
             batch: returns the number of samples.
         """
-        states, own = self._states, frozenset[int]()
-        if self.module.training:  # another call may write a buffer that the observed ones did not
-            inside = set(self.module.modules())
-            others = (other for other in step.modules() if other not in inside)
-            shared = {id(buffer) for other in others for buffer in other._buffers.values()}
-            buffers = {id(buffer) for buffer in self.module.buffers()} - shared
-            own = frozenset(i for i, state in enumerate(states.now()) if id(state) in buffers)
+        states, inside = self._states, set(self.module.modules())
+        others = (other for other in step.modules() if other not in inside)
+        shared = {id(buffer) for other in others for buffer in other._buffers.values()}
+        now = states.now()
+        own = {index for index in states.buffers if id(now[index]) not in shared}
         waiting = iter(self.outlines)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -308,18 +306,27 @@ class KeptModule:
                 if outline is None:
                     raise UnsuitableError("is called more often than when the model runs")
                 arguments = Arguments(args, kwargs)
-            outline = replace(outline, written=outline.written | own)
+            written = outline.written.intersection(states.buffers)
+            changed = sorted(own | written)  # those that the observed calls left alone, too
             tensors = [*states.now(), *arguments.tensors]
             device = next((tensor.device for tensor in tensors), None)
 
             def blanks() -> Any:
                 with torch._C.DisableTorchFunction():
-                    return one_or_tuple(outline.blanks(batch(), device))
+                    buffers = [torch.empty_like(tensors[index]) for index in changed]
+                    return one_or_tuple([*outline.blanks(batch(), device), *buffers])
 
-            operator = Opaque(self.path, self.module, states, arguments, outline)
+            operator = Opaque(self.path, self.module, states, arguments, outline, changed)
             given = (batch(), *tensors, *arguments.sizes)
-            results = recorder.record(operator, given, {}, blanks)
-            return outline.result(results if isinstance(results, tuple) else [results])
+            recorded = recorder.record(operator, given, {}, blanks)
+            results = iter(recorded if isinstance(recorded, tuple) else [recorded])
+            result = outline.result(results)
+            for index, value in zip(changed, results, strict=True):
+                if index in written:
+                    tensors[index].copy_(value)
+                else:
+                    states.assign({index: value})
+            return result
 
         with Mask(self.module, call).worn():
             yield

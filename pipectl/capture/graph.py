@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.buckets import field_of
 from pipectl.capture.factories import is_torch_code
-from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import written_tensors
 from pipectl.capture.refusals import Refusal, module_of, place_of_node
 from pipectl.capture.regions import WHOLE, region_of
@@ -350,8 +349,7 @@ class CapturedGraph:
                 continue
             writer = self.operators[trial.last_write[storage]]
             value = next(n for n, v in trial.values.items() if storage in storages_in(v))
-            if not isinstance(writer.target, Opaque):  # it may write, depending on values
-                spoilt.setdefault(value.name, (reader, writer))
+            spoilt.setdefault(value.name, (reader, writer))
         return spoilt
 
 

@@ -12,7 +12,7 @@ sizes, each a linear function of the batch size.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -148,6 +148,9 @@ class Outline:
     ) -> Outline:
         """Return the outline of one call.
 
+        Args:
+            arguments: of the call; it had copies of the buffers among them.
+
         Raises:
             UnsuitableError: the result contains something that is neither a tensor nor a plain
                 value.
@@ -170,7 +173,7 @@ class Outline:
                     form = replace(form, requires_grad=True)
             return form
 
-        return cls(pytree.tree_map(outline, result), written, draws)
+        return cls(pytree.tree_map(outline, register_dataclasses(result)), written, draws)
 
     @classmethod
     def of_calls(cls, batches: Sequence[int], calls: Sequence[Outline]) -> Outline:
@@ -217,10 +220,9 @@ class Outline:
             views.append(view if form.requires_grad else view.detach())
         return views
 
-    def result(self, tensors: Sequence[Any]) -> Any:
-        """Return the result with these tensors in it."""
-        waiting = iter(tensors)
-        return pytree.tree_map_only(Form, lambda _: next(waiting), self.tree)
+    def result(self, tensors: Iterator[Any]) -> Any:
+        """Return the result with the next of these tensors in it."""
+        return pytree.tree_map_only(Form, lambda _: next(tensors), self.tree)
 
 
 def _combine(batches: Sequence[int], results: Sequence[Any]) -> Any:
@@ -273,16 +275,26 @@ def _common(batches: Sequence[int], leaves: Sequence[Any]) -> Any:
 class Opaque:
     """One call of a submodule as an operator: ``opaque(batch, *states, *tensors, *sizes)``.
 
+    It returns the tensors of the result, then new values of buffers; it does not write buffers.
+
     Args:
         path: of the module in the step.
         arguments: of the call during the export.
         outline: of the result.
+        changed: indices of the buffers whose new values it returns.
     """
 
     def __init__(
-        self, path: str, module: nn.Module, states: States, arguments: Arguments, outline: Outline
+        self,
+        path: str,
+        module: nn.Module,
+        states: States,
+        arguments: Arguments,
+        outline: Outline,
+        changed: Sequence[int],
     ) -> None:
-        self.path, self.outline = own_name(path), outline
+        self.path, self.outline, self._changed = own_name(path), outline, changed
+        self._written = outline.written.difference(states.buffers)
         self.__name__ = path.replace(".", "_")
         self._module, self._states, self._arguments = module, states, arguments
         self._modes = [(inner, inner.training) for inner in module.modules()]
@@ -308,7 +320,7 @@ class Opaque:
         return f"{self.path} ({type(self._module).__name__})"
 
     def __call__(self, batch: int, *arguments: Any) -> Any:
-        """Call the module; return the tensors of its result, a single one without a tuple.
+        """Call the module; return a single tensor without a tuple.
 
         Args:
             batch: samples of the micro-batch.
@@ -319,8 +331,9 @@ class Opaque:
         """
         values, count = list(arguments), len(self._states.names)
         if any(isinstance(value, Tensor) and is_deferred(value) for value in values):
-            torch.autograd.graph.increment_version([values[i] for i in self.outline.written])
-            return one_or_tuple(self.outline.blanks(batch, arguments=values))
+            torch.autograd.graph.increment_version([values[i] for i in self._written])
+            blanks = self.outline.blanks(batch, arguments=values)
+            return one_or_tuple([*blanks, *(torch.empty_like(values[i]) for i in self._changed)])
         anchor = None
         if torch.is_grad_enabled():
             # Aliases of the inputs that have a gradient and are not changed by that.
@@ -336,21 +349,25 @@ class Opaque:
                 module.training = training
         reseed(self._generators)
         args, kwargs = self._arguments.filled(values[count:])
-        result = self._states.call_module(values[:count], args, kwargs)
-        results = self._checked(result, batch, tensors_in(values))
+        result, buffers, _ = self._states.call_module(values[:count], args, kwargs)
+        results = self._checked(result, batch, tensors_in([values, buffers]))
         if anchor is not None:
             left = leave(anchor, [results[index] for index in self._unshared])
             for index, tensor in zip(self._unshared, left, strict=True):
                 results[index] = tensor
-        return one_or_tuple(results)
+        return one_or_tuple([*results, *(buffers[index] for index in self._changed)])
 
-    def _checked(self, result: Any, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of a result, in the layouts that were captured."""
+    def _checked(self, result: Any, batch: int, known: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of a result, in the layouts that were captured.
+
+        Args:
+            known: tensors whose memory only those of the result have that were captured so.
+        """
         try:
             leaves = self._structure.flatten_up_to(result)
         except ValueError:
             raise self._other(pytree.tree_structure(result), self._structure) from None
-        memories = set(storages_in(arguments))
+        memories = set(storages_in(known))
         tensors = []
         for leaf, expected in zip(leaves, self._leaves, strict=True):
             if type(expected) is Unsteady:

@@ -81,6 +81,7 @@ class States:
 
     Attributes:
         names: in the user's model.
+        buffers: indices of the buffers.
     """
 
     def __init__(self, module: nn.Module, path: str = "") -> None:
@@ -100,6 +101,7 @@ class States:
                         self._places.append([])
                         self._are_parameters.append(entries is owner._parameters)
                     self._places[index].append((entries, name))
+        self.buffers = [i for i, trained in enumerate(self._are_parameters) if not trained]
 
     def now(self) -> list[Tensor]:
         """Return the tensors that are in the module at present."""
@@ -119,7 +121,7 @@ class States:
         """
         before, shapes = self.now(), [tensor.shape for tensor in tensors]
         assigned: dict[int, Tensor] = {}
-        self._put(tensors)
+        self.assign(dict(enumerate(tensors)))
         try:
             yield assigned
             for index, (tensor, places) in enumerate(zip(tensors, self._places, strict=True)):
@@ -130,25 +132,26 @@ class States:
                         if now is not None:
                             assigned[index] = now.detach()
         finally:
-            self._put(before)
+            self.assign(dict(enumerate(before)))
 
-    def call_module(self, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """Call the module with other tensors, and write to these what it assigns to its buffers.
+    def call_module(
+        self, tensors: Sequence[Tensor], args: Any, kwargs: Any
+    ) -> tuple[Any, dict[int, Tensor], frozenset[int]]:
+        """Call the module with other tensors; it gets copies of buffers.
 
-        It gets buffers as aliases: autograd may have saved them, and an assignment leaves the
-        earlier tensor as it was.
+        Returns:
+            Its result; new values of its buffers by index; and which of these it has written in
+            place, not assigned, so that all who hold the buffer see it.
         """
         pairs = zip(tensors, self._are_parameters, strict=True)
-        lent = [tensor if is_parameter else tensor.data for tensor, is_parameter in pairs]
-        versions = [tensor._version for tensor in lent]
+        lent = [t if is_parameter else t.detach().clone() for t, is_parameter in pairs]
         with self.replaced(lent) as assigned:
             result = self._module(*args, **kwargs)
-        for index, (tensor, own) in enumerate(zip(tensors, lent, strict=True)):
-            if index in assigned:
-                tensor.data = torch.empty_like(tensor).copy_(assigned[index])
-            if own is not tensor and (index in assigned or own._version != versions[index]):
-                torch.autograd.graph.increment_version(tensor)
-        return result
+        values = {index: lent[index] for index in self.buffers}
+        written = frozenset(i for i in values.keys() - assigned.keys() if values[i]._version)
+        for index, value in assigned.items():
+            values[index] = torch.empty_like(lent[index]).copy_(value)
+        return result, values, written
 
     def _check_change(
         self, index: int, dtype: torch.dtype, shape: torch.Size, now: Tensor | None
@@ -174,9 +177,10 @@ class States:
                 cure="give it this type in the factory",
             )
 
-    def _put(self, tensors: Sequence[Tensor]) -> None:
-        for places, tensor in zip(self._places, tensors, strict=True):
-            for entries, name in places:
+    def assign(self, tensors: Mapping[int, Tensor]) -> None:
+        """Put tensors into the module, by index."""
+        for index, tensor in tensors.items():
+            for entries, name in self._places[index]:
                 entries[name] = tensor
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -315,7 +316,7 @@ def call(job: CapturedJob, x: Tensor, size: int | None = None) -> Tensor:
     """What the kept layer gives for some samples."""
     operator = opaque_of(job.training_graph(4))
     states = [t.clone() for name, t in job.states.items() if name.startswith("model.1.")]
-    return operator(len(x) if size is None else size, *states, x)
+    return operator(len(x) if size is None else size, *states, x)[0]
 
 
 def test_one_graph_serves_every_batch_size(captured: CapturedJob) -> None:
@@ -383,28 +384,44 @@ class Scaling(nn.Module):
         self.newer, self.older = 0.9 * self.newer, self.newer
         return y
 
-def scaling(in_place=False):
-    return nn.Sequential(nn.Linear(6, 6), Scaling(in_place), nn.Linear(6, 3))
+class Twice(nn.Module):
+    def __init__(self, in_place=False):
+        super().__init__()
+        self.first, self.scaling = nn.Linear(6, 6), Scaling(in_place)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        newer = self.scaling.newer
+        x = self.first(x) * newer
+        x = self.scaling(x) * self.scaling.newer
+        return self.head(self.scaling(x) * newer)
 """
 
 
-def test_a_buffer_that_an_operator_assigns_stays_as_its_backward_needs_it(
-    make_job, write_modules
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_buffer_that_an_operator_assigns_is_read_before_between_and_after(
+    make_job, write_modules, recompute: bool
 ) -> None:
-    job = make_job(f"{write_modules({}, ASSIGNS)}:scaling")
-    operator = opaque_of(job.training_graph(4))
-    assert operator.path == "1"
-    x, states = torch.ones(4, 6, requires_grad=True), [torch.full((6,), 0.5), torch.ones(6)]
-    results = [operator(4, *states, x) for _ in range(2)]
-    assert [float(state[0]) for state in states] == pytest.approx([0.405, 0.45])
-    sum(result.sum() for result in results).backward()
-    assert torch.allclose(x.grad, torch.tensor(0.5 + 0.45 * 0.5))
+    job = make_job(f"{write_modules({}, ASSIGNS)}:Twice")
+    graph, batch = job.training_graph(4), job.loader.example(4)
+    assert operators(graph) == ["scaling", "scaling"]
+    in_one = dict.fromkeys(graph.position, 0)
+    stages = Stages(job, 4, in_one, recompute=recompute, evaluates=False)
+    model, values = deepcopy(job.step), stages.step(0, [batch, batch])
+    for index in range(2):
+        loss = model(*batch)
+        (loss / 2).backward()
+        assert torch.equal(values[f"step 0 loss {index}"], loss)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(values[f"step 0 gradient of {name}"], parameter.grad)
+    states = stages.states()
+    assert all(torch.equal(states[name], buffer) for name, buffer in model.named_buffers())
 
 
 def test_a_buffer_that_an_operator_writes_before_its_backward_is_refused(
     make_job, write_modules
 ) -> None:
-    job = make_job(f"{write_modules({}, ASSIGNS)}:scaling", kwargs={"in_place": True})
+    job = make_job(f"{write_modules({}, ASSIGNS)}:Twice", kwargs={"in_place": True})
     states = Stages(job, 4, dict.fromkeys(job.training_graph(4).position, 0), evaluates=False)
     with pytest.raises(CaptureError, match=r"writes a torch.FloatTensor \[6\] of a submodule"):
         states.step(0, [job.loader.example(4)])
