@@ -9,7 +9,7 @@ IMPURE := pipectl/capture/*,pipectl/profiler/*,pipectl/runtime/*,pipectl/jobs/*,
 TORCH ?= 2.15
 QUICK := tests/test_*.py $(addprefix tests/,batch docs planner report runs schedule simulate spec)
 NOT_QUICK := $(addprefix planner/test_,saving_memory.py make_plan.py replicated_plans.py \
-    published_plans.py known_optima.py brute_force_step.py balance.py named_schedules.py) planner/gate \
+    published_plans.py small_problems.py balance.py named_schedules.py) planner/gate \
     schedule/test_random_plans.py schedule/test_unflushed_steps.py \
     simulate/test_reference_simulation.py runs/test_hostile_runs.py spec/test_spec_fuzz.py report/test_page.py
 

@@ -106,22 +106,31 @@ def every_partition(graph: BlockGraph, stages: int) -> Iterator[tuple[int, ...]]
     """All ways to cut a graph into convex stages, by trying every stage of every block."""
 
     def extend(done: int, left: int) -> Iterator[tuple[int, ...]]:
-        rest = graph.everything & ~done
         if left == 0:
-            if not rest:
+            if done == graph.everything:
                 yield ()
             return
-        subset = rest
-        while subset:
-            before = done | subset
-            if all(not graph.predecessors[block] & ~before for block in bits(subset)):
-                for tail in extend(before, left - 1):
-                    yield (subset, *tail)
-            subset = (subset - 1) & rest
+        for subset in every_next_stage(graph, done):
+            for tail in extend(done | subset, left - 1):
+                yield (subset, *tail)
 
     return extend(0, stages)
+
+
+def every_next_stage(graph: BlockGraph, done: int) -> Iterator[int]:
+    """All stages that can follow some blocks."""
+    rest = subset = graph.everything & ~done
+    while subset:
+        if all(not graph.predecessors[block] & ~(done | subset) for block in bits(subset)):
+            yield subset
+        subset = (subset - 1) & rest
 
 
 @pytest.fixture(scope="session")
 def partitions_of() -> Callable[[BlockGraph, int], Iterator[tuple[int, ...]]]:
     return every_partition
+
+
+@pytest.fixture(scope="session")
+def next_stages() -> Callable[[BlockGraph, int], Iterator[int]]:
+    return every_next_stage

@@ -1,70 +1,160 @@
-"""Every policy gives a whole plan, and is optimal for what it minimises on small chains."""
+"""Plans with the stages that planners of the literature choose, and what these minimise."""
 
-from itertools import combinations
+from dataclasses import replace
+from itertools import combinations, count
 
 import numpy as np
 import pytest
+from checked_plans import checked, cluster_of, planned
 from published import DappleRules
 
-from pipectl.cluster import Cluster, Device, Node
+from pipectl.errors import InfeasibleError
 from pipectl.link import Link
-from pipectl.planner.baselines import NAMES, POLICIES, Work
+from pipectl.plan import Replication
+from pipectl.planner import PlanRequest
+from pipectl.planner.baselines import POLICIES
 from pipectl.planner.baselines.dapple import _Sums
 from pipectl.planner.baselines.pipedream import antichain_states
+from pipectl.planner.baselines.plans import policy_plans
 from pipectl.planner.baselines.policy import balanced
-from pipectl.planner.costs.links import Links
+from pipectl.profile import OperatorMemory
+
+REQUEST = PlanRequest("job", 64)
+EVEN = ("antichain", "gpipe-balance", "uniform", "parameters")
+"""Policies for which equal stages of equal operators are the best."""
+ALL_LATENCY = Link(1e-3, 1e9, timings=((1, 1e-3), (2_000_000, 1e-3)))
+NO_LATENCY = Link(0.0, 1e9)
 
 
-def rules_of(machines):
-    nodes = tuple(Node(f"node{i}", n, n, Device("cpu")) for i, n in enumerate(machines))
-    return Links(Cluster("test", "test", nodes, Link(1e-5, 1e9), Link(1e-4, 1e8)))
+def cluster(*ranks, link=NO_LATENCY, memory=None):
+    return cluster_of(*ranks, within=link, memory_bytes=memory)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("machines", [[1], [4], [2, 2], [1, 1, 1]])
-def test_plans_are_whole(chain, name, machines):
-    profile = chain(6)
-    rules = rules_of(machines)
-    found = POLICIES[name](profile, rules, Work(64, 8))
-    members = [found.states.graph.operators_of(blocks) for blocks in found.partition]
-    nodes = [profile.operators[index].id for inside in members for index in inside]
-    ranks = [rank for stage in found.ranks for rank in stage]
-    assert nodes == [operator.id for operator in profile.operators]
-    assert len(found.ranks) == len(found.cuts) - 1
-    assert sorted(set(ranks)) == sorted(ranks)
-    assert set(ranks) <= set(range(sum(machines)))
-    assert found.cuts == POLICIES[name](profile, rules, Work(64, 8)).cuts
+FOUR = cluster(1, 1, 1, 1)
+
+
+def best(*arguments):
+    return policy_plans(*arguments)[0]
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_fewer_operators_than_devices(chain, name):
-    profile = chain(2)
-    found = POLICIES[name](profile, rules_of([4, 4]), Work(64, 8))
-    assert found.partition == (0b01, 0b10)
+@pytest.mark.parametrize(
+    ("machines", "operators"),
+    [
+        (FOUR, 8),
+        (cluster(1), 6),
+        (cluster(2, 2, link=ALL_LATENCY), 6),
+        (cluster(1, 1, 1), 6),
+        (cluster(4, 4), 2),
+    ],
+    ids=["four nodes", "one rank", "two by two, all latency", "three nodes", "two operators"],
+)
+def test_every_policy_makes_a_plan_that_can_be_carried_out(chain, name, machines, operators):
+    profile = chain(operators)
+    plan = checked(best(name, profile, machines, REQUEST), machines, profile)
+    assert [n for stage in plan.stages for n in stage.nodes] == [f"n{i}" for i in range(operators)]
+    assert plan.search.planner == name
+    held = [rank for stage in plan.stages for rank in stage.ranks]
+    assert len(set(held)) == len(held)
+    assert plan == best(name, profile, machines, REQUEST)
+    if name in EVEN and machines is FOUR:
+        step_s = planned(profile, machines).predicted_step_s
+        assert plan.predicted_step_s == pytest.approx(step_s, rel=1e-3)
+    if operators == 2:
+        assert len(plan.stages) <= 2
 
 
-def test_names():
-    assert set(NAMES) == {
-        "pipectl",
-        "dapple",
-        "pipedream",
-        "antichain",
-        "gpipe-balance",
-        "uniform",
-        "parameters",
-        "hash",
-    }
+@pytest.mark.parametrize(
+    ("name", "replication"), [("dapple", Replication.SPLIT), ("pipedream", Replication.WHOLE)]
+)
+def test_replicas_share_the_work_as_their_planner_has_it(
+    make_profile, make_operator, name, replication
+):
+    """One operator has most of the work, and nothing to sum or to send."""
+    operators = [
+        make_operator(
+            i,
+            forward_s=s,
+            backward_s=2 * s,
+            parameters=(),
+            parameter_bytes=0,
+            output_bytes=1,
+            gradient_bytes=1,
+        )
+        for i, s in enumerate((1e-3, 9e-3, 1e-3))
+    ]
+    profile = make_profile(operators, [(0, 1), (1, 2)])
+    plan = best(name, profile, FOUR, REQUEST)
+    assert plan.replication is replication
+    assert max(stage.replicas for stage in plan.stages) > 1
+    straight = planned(profile, FOUR)
+    assert plan.predicted_step_s < straight.predicted_step_s
+
+
+def test_no_replica_is_left_without_samples(chain):
+    """One operator without messages or parameters: as many replicas as there are ranks."""
+    profile = chain(1, parameters=())
+    plan = best("dapple", profile, FOUR, REQUEST)
+    assert plan.micro_batch_size >= plan.stages[0].replicas == 4
+    with pytest.raises(InfeasibleError, match="more replicas than a micro-batch has"):
+        best("dapple", profile, FOUR, replace(REQUEST, micro_batches=64))
+
+
+def test_what_a_replica_allocates_is_for_its_own_samples(chain):
+    """The temporaries of a stage shrink with the samples that a replica takes."""
+    profile = chain(1, memory=OperatorMemory(1000, "n0", 80_000, 80_000, ()), parameters=())
+    plan = best("dapple", profile, FOUR, replace(REQUEST, micro_batches=8))
+    assert plan.stages[0].replicas == 4
+    alone = planned(profile, cluster(1), micro_batches=8)
+    assert plan.stages[0].cost.forward_s == alone.stages[0].cost.forward_s
+    assert plan.stages[0].cost.peaks.forward_bytes == alone.stages[0].cost.peaks.forward_bytes / 4
+
+
+def test_what_the_job_fixes_holds(chain):
+    request = replace(REQUEST, stages=2, micro_batches=4, schedule="gpipe")
+    plan = best("uniform", chain(8), FOUR, request)
+    assert [len(stage.nodes) for stage in plan.stages] == [4, 4]
+    assert (plan.micro_batches, plan.schedule, plan.ranks) == (4, "gpipe", 4)
+
+
+def test_what_a_policy_cannot_do_is_infeasible(chain):
+    with pytest.raises(InfeasibleError, match=r"dapple makes \d stages? here, not 3"):
+        best("dapple", chain(8), FOUR, replace(REQUEST, stages=3, micro_batches=1))
+    with pytest.raises(InfeasibleError, match="uniform plans for gpipe and 1f1b only"):
+        best("uniform", chain(8), FOUR, replace(REQUEST, schedule="interleaved"))
+
+
+@pytest.mark.parametrize(("limit", "memory"), [(6000, None), (None, 6000)])
+def test_memory_that_a_policy_does_not_look_at(chain, limit, memory):
+    request = replace(REQUEST, memory_limit_bytes=limit)
+    with pytest.raises(InfeasibleError, match="uniform ignores both") as caught:
+        best("uniform", chain(8), cluster(1, 1, 1, 1, memory=memory), request)
+    cure = "pipeline.memory_limit" if limit else "ranks with more memory"
+    assert cure in caught.value.cure
+
+
+def test_smaller_micro_batches_are_taken_where_others_do_not_fit(chain):
+    free = best("uniform", chain(8), cluster(1, 1), REQUEST)
+    limit = max(free.prediction.peak_memory_bytes) - 1
+    tight = best("uniform", chain(8), cluster(1, 1), replace(REQUEST, memory_limit_bytes=limit))
+    assert max(tight.prediction.peak_memory_bytes) <= limit
+
+
+def test_the_best_so_far_where_time_is_up(chain):
+    looks = count()
+    plan = best("uniform", chain(8), FOUR, REQUEST, lambda: next(looks) >= 0)
+    assert not plan.search.finished
 
 
 def test_blocks_are_balanced_as_well_as_possible():
     random = np.random.default_rng(0)
     for _ in range(50):
         times = np.concatenate([[0.0], random.integers(1, 9, 7).cumsum()]).astype(float)
-        for count in range(1, 8):
-            cuts, largest = balanced(times, count)
+        for stages in range(1, 8):
+            cuts, largest = balanced(times, stages)
             least = min(
                 np.diff(times[[0, *inner, 7]]).max()
-                for inner in combinations(range(1, 7), count - 1)
+                for inner in combinations(range(1, 7), stages - 1)
             )
             assert np.diff(times[list(cuts)]).max() == largest == least
 
@@ -78,11 +168,6 @@ def test_antichain_states_of_a_diamond(make_operator, make_profile):
     assert inside[1] == {0}
     assert set(inside[2:-2]) == {frozenset({0, 1}), frozenset({0, 2})}
     assert inside[-2:] == [frozenset({0, 1, 2}), frozenset({0, 1, 2, 3})]
-
-
-def test_antichain_states_of_a_chain_are_its_prefixes(chain):
-    inside = [set(np.flatnonzero(row).tolist()) for row in antichain_states(chain(5)).operators]
-    assert inside == [set(range(count)) for count in range(6)]
 
 
 def test_dapple_counts_of_a_sum_what_earlier_stages_do_not_hide():
@@ -100,11 +185,3 @@ def test_dapple_links():
     assert rules.reduce_s(1e6, [0]) == 0.0
     assert rules.reduce_s(1e6, [0, 1]) == pytest.approx(1e6 / 25e9)
     assert rules.reduce_s(1e6, [1, 2]) == pytest.approx(1e6 / 3e9)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_links_whose_time_is_all_latency_are_no_fault(chain, name):
-    link = Link(1e-3, 1e9, timings=((1, 1e-3), (2_000_000, 1e-3)))
-    nodes = tuple(Node(f"node{i}", 2, 2, Device("cpu")) for i in range(2))
-    rules = Links(Cluster("test", "test", nodes, link, link))
-    assert POLICIES[name](chain(6), rules, Work(64, 8)).ranks

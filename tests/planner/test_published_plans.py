@@ -1,6 +1,7 @@
-"""Plans on published profiles against published plans, if a directory of them is at hand.
+"""Published profiles: proven optima and published plans, if a directory of them is at hand.
 
-``PIPECTL_WORKLOADS`` names it; its README has the rules of the simulated values.
+``PIPECTL_WORKLOADS`` names it; its README has the rules of the simulated values. Each file lists
+what is known. What takes longest is left to ``tests/benchmarks/planner_*.py``, which have it all.
 """
 
 import json
@@ -12,6 +13,8 @@ from published import DappleRules, cluster_of, half_and_half, plans_of
 
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner.balance.balance import balance
+from pipectl.planner.balance.load_model import BalanceRequest
 from pipectl.planner.baselines import dapple
 from pipectl.planner.baselines.pipedream import antichain_states, solved
 from pipectl.planner.baselines.policy import Work
@@ -20,15 +23,16 @@ from pipectl.planner.judge import TIE
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
 
+GIVEN = "PIPECTL_WORKLOADS" in os.environ
 DIRECTORY = Path(os.environ.get("PIPECTL_WORKLOADS", "."))
+SLOW = "dnnpart-throughput-layer-inceptionv3_inference"
 MACHINES = {"A_2x8": [8, 8], "flat_16x1": [1] * 16}
 SYNCHRONOUS = "synchronous 1F1B iteration latency, event-simulated, full-duplex links"
 CHAINS = ("dapple-vgg-19-pbs-32", "dapple-amoeba-18-pbs-8")
 OTHERS = ("dapple-bert-24-pbs-6", "dapple-gnmt-32-pbs-64-simplified", "dapple-xlnet-24-pbs-1")
 
 pytestmark = pytest.mark.skipif(
-    "PIPECTL_WORKLOADS" not in os.environ,
-    reason="PIPECTL_WORKLOADS names no directory of published profiles",
+    not GIVEN, reason="PIPECTL_WORKLOADS names no directory of published profiles"
 )
 
 
@@ -103,3 +107,44 @@ def test_dapple_finds_no_worse_plan_than_its_planner(name, own):
         Work(entry["global_batch"], own),
     )
     assert found.value_s <= entry["planner_formula_latency"] + 2e-6
+
+
+def proven(document):
+    return [
+        entry
+        for entry in document["best_known"]
+        if entry["objective"].startswith("max stage load")
+        and entry.get("proven_optimal")
+        and not entry.get("cpus")
+    ]
+
+
+def request_of(entry):
+    return BalanceRequest(
+        devices=entry["devices"],
+        memory_limit_bytes=entry.get("memory_limit_bytes"),
+        bandwidth_bytes_per_s=entry.get("bandwidth_bytes_per_s"),
+        communication_scale=entry.get("comm_scale", 1.0),
+    )
+
+
+FILES = sorted(DIRECTORY.glob("*.json")) if GIVEN else []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_proven_optima_are_found(file) -> None:
+    profile = prepared(Profile.load(file))
+    for entry in proven(json.loads(file.read_text())):
+        if file.stem == SLOW and entry.get("comm_scale", 1) > 1 and entry["devices"] == 4:
+            continue
+        found = balance(profile, request_of(entry))
+        assert found.value_s == pytest.approx(entry["value"], rel=1e-9), entry["devices"]
+        assert found.exact
+
+
+@pytest.mark.parametrize("name", ["pipedream-inception_v3", "pipedream-nasnetamobile"])
+@pytest.mark.parametrize(("devices", "gap"), [(2, 0.05), (4, 0.05), (8, 0.08)])
+def test_gap_is_small_where_there_are_too_many_downsets(name, devices, gap) -> None:
+    profile = prepared(Profile.load(DIRECTORY / f"{name}.json"))
+    found = balance(profile, BalanceRequest(devices), max_downsets=10_000)
+    assert found.gap <= gap

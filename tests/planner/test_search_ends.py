@@ -3,16 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from checked_plans import FAST, cluster_of, planned
 
-from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.plan import Plan
-from pipectl.planner import PlanRequest, make_plan, search_plans
+from pipectl.planner import PlanRequest, search_plans
 
-LINK = Link(1e-4, 1e7)
-CLUSTER = Cluster("c", "test", (Node("n", 4, 4, Device("cpu")),), LINK, LINK)
-REQUEST = PlanRequest("job", 64)
+CLUSTER = cluster_of(4, within=Link(1e-4, 1e7))
 
 
 class After:
@@ -27,36 +25,33 @@ class After:
 
 
 def test_without_any_time_there_is_an_even_cut(chain) -> None:
-    plan = make_plan(chain(12), CLUSTER, REQUEST, After(0))
+    plan = planned(chain(12), CLUSTER, expired=After(0))
     assert [len(stage.nodes) for stage in plan.stages] == [3, 3, 3, 3]
     assert not plan.search.finished
-    assert plan.search.lower_bound_s <= plan.search.max_stage_load_s
-    alone = make_plan(chain(1), CLUSTER, REQUEST, After(0))
-    assert len(alone.stages) == 1
+    assert len(planned(chain(1), CLUSTER, expired=After(0)).stages) == 1
 
 
 def test_without_any_time_there_is_no_plan_that_does_not_fit(chain) -> None:
-    small = replace(REQUEST, memory_limit_bytes=7500)
     with pytest.raises(OutOfTimeError, match="before any plan was found"):
-        make_plan(chain(12), CLUSTER, small, After(0))
+        planned(chain(12), CLUSTER, expired=After(0), memory_limit_bytes=7500)
 
 
 def test_even_cuts_leave_no_stage_empty(make_profile, make_operator) -> None:
     times = [9e-3, 0.0, 0.0, 0.0, 0.0, 1e-3]
     operators = [make_operator(i, forward_s=t, backward_s=t) for i, t in enumerate(times)]
     profile = make_profile(operators, [(i, i + 1) for i in range(5)])
-    plan = make_plan(profile, CLUSTER, replace(REQUEST, stages=4), After(0))
+    plan = planned(profile, CLUSTER, expired=After(0), stages=4)
     assert [node for stage in plan.stages for node in stage.nodes] == [f"n{i}" for i in range(6)]
     assert all(stage.nodes for stage in plan.stages)
 
 
 def test_a_search_that_is_cut_short_returns_its_best_and_says_so(chain, tmp_path) -> None:
-    whole = make_plan(chain(12), CLUSTER, REQUEST)
+    whole = planned(chain(12), CLUSTER)
     assert whole.search.finished
     steps = []
     for looks in range(1, 2000):
         try:
-            plan = make_plan(chain(12), CLUSTER, REQUEST, After(looks))
+            plan = planned(chain(12), CLUSTER, expired=After(looks))
         except OutOfTimeError:
             assert not steps
             continue
@@ -71,21 +66,13 @@ def test_a_search_that_is_cut_short_returns_its_best_and_says_so(chain, tmp_path
 
 
 def test_alternatives_differ_in_shape_and_are_no_better(chain) -> None:
-    plans = search_plans(chain(12), CLUSTER, REQUEST)
+    plans = search_plans(chain(12), CLUSTER, PlanRequest("job", 64))
     shapes = [(len(p.stages), p.micro_batches, p.schedule, p.warm_up) for p in plans]
     assert len(set(shapes)) == len(shapes)
     best_s, *steps = (plan.prediction.step_time_s for plan in plans)
     assert steps
     assert steps == sorted(steps)
     assert min(steps) >= best_s / (1 + 1e-3)
-
-
-def test_more_ranks_than_are_useful_stay_idle(chain) -> None:
-    """Messages take longer than what a further stage saves."""
-    slow = Link(1e-1, 1e5)
-    cluster = Cluster("c", "test", (Node("n", 8, 8, Device("cpu")),), slow, slow)
-    plan = make_plan(chain(8), cluster, PlanRequest("job", 8))
-    assert len(plan.stages) == 1
 
 
 @pytest.fixture
@@ -96,10 +83,10 @@ def hungry(make_profile, make_operator):
 
 
 def test_stages_recompute_where_nothing_else_fits(hungry) -> None:
-    request = PlanRequest("job", 64, micro_batches=8, stages=4, memory_limit_bytes=200_000)
+    asked = {"micro_batches": 8, "stages": 4, "memory_limit_bytes": 200_000}
     with pytest.raises(InfeasibleError):
-        make_plan(hungry, CLUSTER, request)
-    plan = make_plan(hungry, CLUSTER, replace(request, recompute=None))
+        planned(hungry, CLUSTER, **asked)
+    plan = planned(hungry, CLUSTER, **asked, recompute=None)
     again = [stage.recompute for stage in plan.stages]
     assert any(again)
     assert not all(again), "the last stage has one micro-batch in flight and need not"
@@ -109,12 +96,10 @@ def test_no_smaller_micro_batches_are_faster(make_profile, make_operator) -> Non
     """Micro-batches of four fit into two stages only if these are not even, smaller ones do."""
     operators = [make_operator(i, saved=((f"n{i}:own", 10**6),)) for i in range(8)]
     hungry = make_profile(operators, [(i, i + 1) for i in range(7)])
-    link = Link(1e-6, 1e11)
-    two = Cluster("c", "test", (Node("n", 2, 2, Device("cpu")),), link, link)
-    wanted = PlanRequest("job", 64, stages=2, memory_limit_bytes=3_500_000)
-    plan = make_plan(hungry, two, wanted)
+    two, asked = cluster_of(2, within=FAST), {"stages": 2, "memory_limit_bytes": 3_500_000}
+    plan = planned(hungry, two, **asked)
     steps = [
-        make_plan(hungry, two, replace(wanted, micro_batches=count)).predicted_step_s
+        planned(hungry, two, **asked, micro_batches=count).predicted_step_s
         for count in (16, 32, 64)
     ]
     assert plan.predicted_step_s <= min(steps) * (1 + 1e-3)
@@ -122,7 +107,7 @@ def test_no_smaller_micro_batches_are_faster(make_profile, make_operator) -> Non
 
 
 def test_a_search_that_leaves_out_cuts_for_memory_says_so(hungry, monkeypatch) -> None:
-    request = PlanRequest("job", 64, stages=4, memory_limit_bytes=200_000, recompute=None)
-    assert make_plan(hungry, CLUSTER, request).search.finished
+    asked = {"stages": 4, "memory_limit_bytes": 200_000, "recompute": None}
+    assert planned(hungry, CLUSTER, **asked).search.finished
     monkeypatch.setattr("pipectl.planner.explorer.MAX_RECUTS", 0)
-    assert not make_plan(hungry, CLUSTER, request).search.finished
+    assert not planned(hungry, CLUSTER, **asked).search.finished

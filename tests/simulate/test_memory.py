@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from pipectl.cluster import assumed_cluster
-from pipectl.plan import StageCost, StagePeaks
-from pipectl.schedule import Kind, lower
+from pipectl.plan import Prediction, StageCost, StagePeaks
 from pipectl.simulate import simulate
+from pipectl.simulate.memory import copy_bytes, room_bytes
 
 COST = StageCost(1.0, 2.0, 0.0, parameter_bytes=100, optimizer_bytes=50, saved_bytes=10)
 RESIDENT, GRADIENTS = 100 + 50, 100
@@ -31,18 +31,6 @@ def test_a_rank_holds_messages_and_saved_values_besides_gradients(pipeline):
     assert peaks_of(plan, 1000)[1] == 1000 + 116
 
 
-def test_the_last_micro_batch_may_be_smaller(pipeline):
-    plan = pipeline(1, 2, costs=[COST], schedule="gpipe", micro_batch_size=4, batch_size=6)
-    assert plan.micro_batch_shares == (1.0, 0.5)
-    assert peaks_of(plan) == [GRADIENTS + 15]
-
-
-def test_a_stage_that_recomputes_keeps_its_inputs_and_adds_the_rest_for_one_backward(pipeline):
-    plan = pipeline(1, 3, costs=[replace(COST, input_bytes=4)], schedule="gpipe")
-    plan = replace(plan, stages=(replace(plan.stages[0], recompute=True),))
-    assert peaks_of(plan) == [GRADIENTS + 2 * 4 + 10]
-
-
 @pytest.mark.parametrize(
     ("peaks", "most"),
     [
@@ -56,16 +44,6 @@ def test_what_an_action_allocates_for_itself_counts_while_it_runs(pipeline, peak
     assert peaks_of(pipeline(1, 2, costs=[replace(COST, peaks=peaks)], warm_up=[1])) == [most]
 
 
-@pytest.mark.parametrize(("replicas", "held"), [(2, 150), (3, 166), (4, 175)])
-def test_sums_over_replicas_hold_a_copy_of_the_gradients_and_what_arrives(pipeline, replicas, held):
-    plan = pipeline(1, replicas, costs=[COST], node_of_rank=[0] * replicas)
-    plan = replace(plan, stages=(replace(plan.stages[0], ranks=tuple(range(replicas))),))
-    assert [row.kind for row in lower(plan, 0)] == [
-        *(Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE_START, Kind.REDUCE_WAIT, Kind.UPDATE)
-    ]
-    assert peaks_of(plan) == [GRADIENTS + held] * replicas
-
-
 def test_frozen_parameters_have_no_gradient_and_buffers_stay(pipeline):
     cost = replace(COST, gradient_bytes=0, buffer_bytes=5)
     assert peaks_of(pipeline(1, 1, costs=[cost])) == [5 + 10]
@@ -73,3 +51,18 @@ def test_frozen_parameters_have_no_gradient_and_buffers_stay(pipeline):
 
 def test_a_rank_without_stages_holds_only_its_process(pipeline):
     assert peaks_of(pipeline(1, 2, node_of_rank=[0, 0]), 7)[1] == 7 - RESIDENT
+
+
+# The copy of a checkpoint while it is written
+
+
+@pytest.mark.parametrize(
+    ("limit", "room", "copies"), [(64, 49, 40), (16, 1, 0), (10, 0, 0), (None, None, 40)]
+)
+def test_a_copy_is_made_if_a_rank_has_room_for_all_of_it(pipeline, limit, room, copies):
+    plan = replace(
+        pipeline(1, 4, costs=[replace(COST, parameter_bytes=40, optimizer_bytes=0)]),
+        prediction=Prediction(1.0, 0.0, (1.0,), (15,)),
+    )
+    assert room_bytes(plan, 0, limit) == room
+    assert copy_bytes(plan, 0, limit) == copies

@@ -50,23 +50,6 @@ def test_bubble_of_equal_stages_is_the_closed_form(pipeline, schedule, stages, m
     assert found.utilisation == pytest.approx([1 - found.bubble] * stages)
 
 
-def test_slowest_stage_sets_the_pace(pipeline):
-    costs = [cost(1, 2), cost(4, 5), cost(1, 2)]
-    found = simulate(pipeline(3, 10, costs=costs), cluster((3, 3)))
-    assert found.step_time_s == pytest.approx(1 + 10 * (4 + 5) + 2)
-    assert found.utilisation[1] == max(found.utilisation)
-
-
-def test_faster_devices_take_less_time(pipeline):
-    plan = pipeline(2, 1, node_of_rank=[0, 1])
-    assert simulate(plan, cluster((1, 1, 1.0), (1, 1, 2.0))).step_time_s == pytest.approx(4.5)
-
-
-def test_the_last_micro_batch_may_be_smaller(pipeline):
-    plan = pipeline(1, 3, schedule="gpipe", micro_batch_size=4, batch_size=10)
-    assert simulate(plan, cluster((1, 1))).step_time_s == pytest.approx(2.5 * 3)
-
-
 def test_all_ranks_meet_before_they_update(pipeline):
     plan = pipeline(2, 1, costs=[cost(1, 2, 5.0), cost(1, 2, 0.5)], node_of_rank=[0, 0, 0])
     found = simulate(plan, cluster((3, 3)))
@@ -123,17 +106,6 @@ def test_no_rank_begins_a_long_step_before_all_backwards_have_ended(pipeline):
     assert simulate(plan, cluster((2, 2))).step_time_s == 8.0
 
 
-def test_ranks_that_share_a_core_take_turns(pipeline):
-    """Two independent stages on one core take twice as long; on two cores they do not."""
-    plan = dataclasses.replace(pipeline(2, 4, schedule="gpipe"), transfers=())
-    assert simulate(plan, cluster((2, 2))).step_time_s == pytest.approx(12)
-    assert simulate(plan, cluster((2, 1))).step_time_s == pytest.approx(24)
-
-
-def test_a_rank_that_computes_alone_has_one_core_of_several(pipeline):
-    assert simulate(pipeline(3, 1), cluster((3, 2))).step_time_s == pytest.approx(3 * (1 + 2))
-
-
 def test_shared_cores_are_shared_evenly(pipeline):
     """Work of 1 and 3 on one core: the short one ends at 2, the long one at 4."""
     plan = pipeline(2, 1, costs=[cost(1, 0), cost(3, 0)])
@@ -163,21 +135,6 @@ def test_messages_between_two_nodes_follow_one_another(pipeline):
     )
     assert apart.step_time_s == pytest.approx(1 + 2 + 0.5)
     assert shared.step_time_s == pytest.approx(1 + 2 + 2 + 0.5)
-
-
-@pytest.mark.parametrize(("size", "end"), [(10, 2.5), (20, 5.0), (30, 7.0)])
-def test_messages_take_what_was_measured_for_their_size(pipeline, size, end):
-    link = Link(0.5, 5.0, timings=((1, 0.5), (10, 1.5), (20, 4.0)))
-    plan = two_streams(pipeline, [(0, 2)], [0, 0, 1, 1], size)
-    assert simulate(plan, cluster((2, 2), (2, 2), between=link)).step_time_s == pytest.approx(end)
-
-
-@pytest.mark.parametrize(("duplex", "end"), [(True, 3.0), (False, 5.0)])
-def test_directions_share_a_link_that_is_not_duplex(pipeline, duplex, end):
-    link = Link(latency_s=0.0, bandwidth_bytes_per_s=5.0, duplex=duplex)
-    plan = two_streams(pipeline, [(0, 1), (2, 3)], [0, 1, 1, 0])
-    found = simulate(plan, cluster((2, 2), (2, 2), between=link))
-    assert found.step_time_s == pytest.approx(end)
 
 
 def test_timeline_holds_computations_and_waits(pipeline):

@@ -16,12 +16,11 @@ WITHIN, BETWEEN = Link(0.25, 100.0), Link(1.0, 10.0)
 
 
 def cluster(nodes=2, ranks=2, **changes):
-    device = Device("gpu", host_link=changes.pop("host_link", None))
     switches = changes.pop("switches", [None] * nodes)
     found = Cluster(
         "c",
         "test",
-        tuple(Node(f"n{i}", ranks, ranks, device, switches[i]) for i in range(nodes)),
+        tuple(Node(f"n{i}", ranks, ranks, Device("gpu"), switches[i]) for i in range(nodes)),
         WITHIN,
         BETWEEN,
     )
@@ -54,12 +53,6 @@ def test_all_replicas_send_each_other_their_parts_in_two_rounds():
     assert found == pytest.approx(2 * (1.0 + 2 * 100 / 10 + 100 / 100))  # each rank sends all three
     assert reduction_s(cluster(), (0, 0, 1, 1), (0, 1), 400) == pytest.approx(2 * (0.25 + 2))
     assert reduction_s(cluster(), (0, 0, 1, 1), (1,), 400) == 0
-
-
-def test_an_interface_carries_all_that_a_node_sends():
-    shared = cluster(3, 1, between_nodes=dataclasses.replace(BETWEEN, interface=True))
-    found = reduction_s(shared, (0, 1, 2), (0, 1, 2), 300)
-    assert found == pytest.approx(2 * (1.0 + 2 * 100 / 10))
 
 
 def test_every_bucket_is_a_message_of_its_own():
@@ -107,31 +100,6 @@ def test_a_sum_begins_with_the_last_replica_and_runs_beside_computations(pipelin
     ]
 
 
-def copies(kind):
-    return [Action(kind, 0, index) for index in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("duplex", "end"),
-    [(True, 2 * 4 + 0.5), (False, 4 * 4 + 0.5)],
-)
-def test_copies_follow_one_another_in_each_direction(pipeline, duplex, end):
-    plan = pipeline(1, 2, costs=[StageCost(1.0, 1.0, 0.0, 0, 0, 20)])
-    stage = dataclasses.replace(plan.stages[0], offload=True)
-    plan = dataclasses.replace(plan, stages=(stage,))
-    kinds = Kind.OFFLOAD_START, Kind.FETCH_START, Kind.OFFLOAD_WAIT, Kind.FETCH_WAIT
-    rows = [row for kind in kinds for row in copies(kind)]
-    host = cluster(1, 1, host_link=Link(0.5, 5.0, duplex=duplex))
-    assert simulate(plan, host, [program(*rows)]).step_time_s == pytest.approx(end)
-
-
-def test_a_recomputation_takes_as_long_as_the_forward(pipeline):
-    plan = pipeline(1, 1)
-    found = simulate(plan, cluster(1, 1), [program(Action(Kind.RECOMPUTE, 0, 0))])
-    assert found.step_time_s == pytest.approx(1.0)
-    assert found.utilisation == (1.0,)
-
-
 def messages(pipeline, ends, shape, nodes=range(4), size=100):
     """Messages of one size that are all ready at 0; when the last has arrived."""
     stages = 1 + max(map(max, ends))
@@ -143,19 +111,6 @@ def messages(pipeline, ends, shape, nodes=range(4), size=100):
     moves = tuple(t for t in plan.transfers if (t.source, t.target) in ends)
     moves = tuple(dict.fromkeys(moves))
     return simulate(dataclasses.replace(plan, transfers=moves), shape).step_time_s
-
-
-@pytest.mark.parametrize(
-    ("interface", "end"),
-    [
-        (False, 1 + 10),  # pairs of nodes have links of their own
-        (True, 1 + 20),  # both leave, or enter, through one interface
-    ],
-)
-@pytest.mark.parametrize("ends", [[(0, 1), (0, 2)], [(0, 2), (1, 2)]])
-def test_all_that_leaves_or_enters_a_node_may_share_its_interface(pipeline, ends, interface, end):
-    link = dataclasses.replace(BETWEEN, interface=interface)
-    assert messages(pipeline, ends, cluster(3, 1, between_nodes=link)) == pytest.approx(end)
 
 
 def test_nodes_of_different_switches_share_the_way_between_these(pipeline):

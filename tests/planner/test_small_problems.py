@@ -1,0 +1,171 @@
+"""Plans of small random graphs against everything there is: cuts, ranks, sizes and orders."""
+
+from itertools import permutations
+
+import pytest
+from checked_plans import cluster_of, planned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipectl.link import Link
+from pipectl.plan import Replication
+from pipectl.planner import PlanRequest
+from pipectl.planner.costs.devices import one_each
+from pipectl.planner.graph.blocks import bits, condense
+from pipectl.planner.judge import TIE
+from pipectl.planner.partition.layout import Choice, Layout, consecutive
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import micro_batch_sizes, open_orders
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, policy_a
+from pipectl.simulate import simulate
+
+LINK, BETWEEN = Link(1e-4, 1e7), Link(1e-4, 3e6)
+FAST, SLOW = 3.0, 1.0
+"""Speeds of devices."""
+
+
+def machines(*speeds, between=BETWEEN):
+    """Nodes of one rank each."""
+    return cluster_of(*[1] * len(speeds), speeds=speeds, within=LINK, between=between)
+
+
+def shares(ranks, stages):
+    """Ways to give stages their numbers of replicas."""
+    if stages == 0:
+        yield ()
+        return
+    for count in range(1, ranks - stages + 2):
+        for rest in shares(ranks - count, stages - 1):
+            yield (count, *rest)
+
+
+def every_choice(problem, partitions_of, size):
+    """Written to be obviously complete, not fast; replicas have ranks in rising order."""
+    request, ranks = problem.request, problem.cluster.ranks
+    count = problem.micro_batches(size)
+    for stages in range(1, ranks + 1):
+        for partition in partitions_of(problem.graph, stages):
+            if request.replicas == 1:
+                for place in permutations(range(ranks), stages):
+                    for order in open_orders(request, stages, count):
+                        yield Choice(Layout(partition, one_each(place)), size, *order)
+                continue
+            for counts in shares(ranks, stages):
+                for way in request.replications:
+                    replicas = counts if way is Replication.WHOLE else None
+                    depths = policy_a(stages, count, replicas)
+                    layout = Layout(partition, consecutive(counts))
+                    yield Choice(layout, size, ONE_F_ONE_B.name, depths, way)
+
+
+def best_step_s(problem, partitions_of, most):
+    return min(
+        simulate(problem.plan(choice), problem.cluster).step_time_s
+        for size in micro_batch_sizes(problem.request, most)
+        for choice in every_choice(problem, partitions_of, size)
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), count=st.sampled_from([1, 4]))
+def test_no_plan_is_below_the_lower_bound_and_none_above_the_best_if_the_gap_is_0(
+    data, count, profiles, partitions_of
+) -> None:
+    profile = data.draw(profiles(most=4, caches=True))
+    cluster = machines(*data.draw(st.lists(st.sampled_from([FAST, SLOW]), min_size=1, max_size=3)))
+    request = PlanRequest("job", 8 * count, micro_batches=count)
+    problem = Problem(profile, cluster, request, condense(profile))
+    best_s = best_step_s(problem, partitions_of, count)
+    plan = planned(profile, cluster, 8 * count, micro_batches=count)
+    step_s, search = plan.predicted_step_s, plan.search
+    assert search.finished
+    assert best_s * (1 - 1e-9) <= step_s
+    assert search.step_lower_bound_s <= best_s * (1 + 1e-9)
+    if search.gap <= TIE:
+        assert step_s <= best_s * (1 + 2 * TIE)
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(
+    data=st.data(),
+    ranks=st.integers(2, 3),
+    way=st.sampled_from([*Replication, None]),
+    mixed=st.booleans(),
+)
+def test_no_plan_with_replicas_is_much_faster_than_the_one_found(
+    data, ranks, way, mixed, profiles, partitions_of
+) -> None:
+    """A search by proposals and moves: nearly always the best plan, never far from it."""
+    profile = data.draw(profiles(most=4))
+    cluster = machines(*(FAST, SLOW, SLOW)[:ranks] if mixed else [SLOW] * ranks, between=LINK)
+    asked = {"replicas": None, "replication": way}
+    problem = Problem(profile, cluster, PlanRequest("job", 16, **asked), condense(profile))
+    best_s = best_step_s(problem, partitions_of, 16)
+    plan = planned(profile, cluster, 16, **asked)
+    assert plan.predicted_step_s <= best_s * (1.15 if mixed else 1.02)
+    assert plan.search.step_lower_bound_s <= best_s * (1 + 1e-9)
+
+
+def test_operators_between_which_messages_take_as_long_as_all_work_share_a_stage(chain) -> None:
+    """Two stages have the smaller bound, so they are tried first."""
+    profile = chain(2, output_bytes=1000, gradient_bytes=1000)
+    work_s = sum(each.forward_s + each.backward_s for each in profile.operators)
+    cluster = machines(FAST, FAST, between=Link(0.0, 1000 / (work_s / FAST)))
+    batch = 4 * profile.micro_batch_size
+    assert len(planned(profile, cluster, batch, micro_batches=4).stages) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_least_possible_load_is_found_on_any_mix_of_devices(
+    data, profiles, partitions_of
+) -> None:
+    profile = data.draw(profiles(most=6))
+    graph = condense(profile)
+    speeds = data.draw(st.lists(st.sampled_from([FAST, SLOW]), min_size=1, max_size=4))
+    stages = data.draw(st.integers(1, min(len(speeds), len(graph))))
+    times = [each.forward_s + each.backward_s for each in profile.operators]
+    loads = [sum(times[index] for index in block.operators) for block in graph.blocks]
+    best_s = min(
+        (
+            max(
+                sum(loads[block] for block in bits(part)) / speed
+                for part, speed in zip(partition, order, strict=True)
+            )
+            for partition in partitions_of(graph, stages)
+            for order in set(permutations(speeds, stages))
+        ),
+        default=None,
+    )
+    if best_s is not None:
+        search = planned(profile, machines(*speeds), 8, micro_batches=1, stages=stages).search
+        assert search.exact
+        assert search.lower_bound_s == pytest.approx(best_s, abs=1e-11)
+
+
+def parts_of(make_operator, make_profile, times, edges):
+    """Operators that share a parameter, and whose values have no bytes."""
+    free = {"output_bytes": 0, "gradient_bytes": 0, "parameters": (("p0", 100),)}
+    operators = [
+        make_operator(i, forward_s=forward_s, backward_s=backward_s, **free)
+        for i, (forward_s, backward_s) in enumerate(times)
+    ]
+    return make_profile(operators, edges)
+
+
+def test_the_least_possible_load_stays_known_where_the_proof_finds_another_plan(
+    make_profile, make_operator
+) -> None:
+    """Nothing takes time but updates, which are shorter where stages share a parameter."""
+    profile = parts_of(make_operator, make_profile, [(0.0, 0.0)] * 6, [(0, 1)])
+    search = planned(profile, machines(FAST, FAST, FAST), 8, micro_batches=1, stages=3).search
+    assert (search.exact, search.lower_bound_s, search.max_stage_load_s) == (True, 0.0, 0.0)
+
+
+def test_the_least_possible_load_stays_known_where_another_planner_cuts_better(
+    make_profile, make_operator
+) -> None:
+    times = [(0.001, 0.002), (0.0, 0.0), (0.0, 0.003), (0.0, 0.002), (0.0, 0.001), (0.0, 0.0)]
+    profile = parts_of(make_operator, make_profile, times, [(0, 1), (0, 2)])
+    cluster = machines(FAST, FAST, SLOW, SLOW)
+    assert planned(profile, cluster, 8, micro_batches=1, stages=4).search.exact
