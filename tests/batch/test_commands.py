@@ -10,7 +10,7 @@ import pytest
 from grammar import directives
 from job_requests import change
 
-from pipectl.batch import Scheduler, Template, get_scheduler, process
+from pipectl.batch import JobState, Scheduler, Template, get_scheduler, process
 from pipectl.batch.pbs import PbsScheduler
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.slurm import SlurmScheduler
@@ -359,3 +359,13 @@ def test_a_command_alone_is_started_without_mpi(make_request, launcher, schedule
     script = get_scheduler(scheduler).render(request)
     assert "\nrun with_variables measure 'this model'\n" in script
     assert not {"mpiexec", "srun"} & set(script.replace(os.sep, " ").split())
+
+
+WAITS = {JobState.QUEUED, JobState.HELD}
+RUNS = {JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING}
+
+
+def test_a_job_waits_or_runs_or_is_over_or_nobody_knows():
+    assert {state for state in JobState if state.waits} == WAITS
+    assert {state for state in JobState if state.alive} == WAITS | RUNS
+    assert {state for state in JobState if not state.final} == WAITS | RUNS | {JobState.UNKNOWN}

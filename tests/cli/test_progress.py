@@ -1,8 +1,9 @@
-"""What commands show while they work, and Ctrl-C while `plan` searches."""
+"""What commands show while they work; Ctrl-C and a time limit while `plan` searches."""
 
 import io
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -86,3 +87,22 @@ def test_whoever_ends_the_search_otherwise_gets_the_best_so_far_too(how):
     with signals_interrupt(), interruptible(search):
         signal.raise_signal(how)
         assert search.expired()
+
+
+def test_the_budget_is_of_each_plan_and_an_interrupt_of_all(monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("pipectl.jobs.plan_search.time", clock)
+    search, endless = PlanSearch(budget_s=10), PlanSearch()
+    expired = []
+    for now[0], restarts in ((9.9, False), (9.9, True), (19.5, False), (20.0, False), (20.0, True)):
+        if restarts:
+            search.restart()
+        expired.append(search.expired())
+    assert expired == [False, False, False, True, False]
+    assert search.cut_short
+    assert (endless.expired(), endless.cut_short) == (False, False)
+    endless.interrupted = True
+    assert not endless.cut_short, "no planner was told"
+    endless.restart()
+    assert (endless.expired(), endless.cut_short) == (True, True)

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from pipectl.spec import load
+
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 
@@ -128,6 +130,15 @@ def test_cnn_learns_the_digits(cnn, digits):
     model.eval()
     images, labels = digits["held_out"]().tensors
     assert cnn["accuracy"](model(images), labels) > 0.8
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_recipes_for_gpu_clusters_ask_for_a_rank_per_gpu(scheduler):
+    spec = load(MODELS.parent / f"gpt-{scheduler}-gpus.yaml", ["site_defaults=false"])
+    assert spec.launch.scheduler == scheduler
+    assert spec.resources.gpus_per_node == spec.resources.tasks_per_node > 1
+    assert spec.resources.nodes > 1
+    assert (spec.slurm.partition, spec.pbs.queue)[scheduler == "pbs"] == "gpu"
 
 
 @pytest.mark.parametrize("path", sorted(MODELS.glob("*.py")), ids=lambda path: path.name)

@@ -10,12 +10,10 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from job_requests import wait_until
 
 from pipectl.batch import process
 from pipectl.runs import RunDirectory, read_errors
@@ -114,13 +112,6 @@ class Job:
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
         self.watchers.append(watcher)
-
-
-def wait_until(done: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture
