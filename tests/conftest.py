@@ -134,6 +134,19 @@ def measured_rows() -> None:
 
 
 @pytest.fixture(scope="session")
+def snapshot() -> Callable[[Path, str], None]:
+    """``snapshot(file, text)``: they are the same; ``make golden`` writes the text there."""
+
+    def compare(file: Path, text: str) -> None:
+        if os.environ.get("PIPECTL_GOLDEN") == "write":
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, "utf-8")
+        assert text == file.read_text("utf-8"), f"{file} differs; if that is intended: make golden"
+
+    return compare
+
+
+@pytest.fixture(scope="session")
 def pipeline() -> Callable[..., Plan]:
     """:func:`make_plan`."""
     return make_plan
@@ -176,9 +189,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(end)
 
 
-def start_server(
-    folder: Path, stdin: Any, *files: Path, interpreter: str = sys.executable
-) -> subprocess.Popen[bytes]:
+def start_server(folder: Path, stdin: Any, *files: Path) -> subprocess.Popen[bytes]:
     """Start a Python that has loaded torch; ``folder / "python" -m MODULE`` is a fork of it.
 
     See tests/warm.
@@ -186,18 +197,17 @@ def start_server(
     Args:
         stdin: the server ends with it.
         files: modules whose work is done for all that is started in this way.
-        interpreter: with pipectl and the packages of the tests.
     """
     folder.mkdir()
     program, address, here = folder / "python", folder / "socket", Path(__file__).parent / "warm"
-    client = [interpreter, "-IS", str(here / "client.py"), interpreter, str(address)]
+    client = [sys.executable, "-IS", str(here / "client.py"), sys.executable, str(address)]
     program.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
     program.chmod(0o755)
     launcher = Path(sys.prefix) / "bin" / "mpiexec"
     if launcher.exists():  # jobs look for it beside Python
         (folder / "mpiexec").write_text(f'#!/bin/sh\nexec {shlex.quote(str(launcher))} "$@"\n')
         (folder / "mpiexec").chmod(0o755)
-    server = subprocess.Popen([interpreter, here / "server.py", address, *files], stdin=stdin)
+    server = subprocess.Popen([sys.executable, here / "server.py", address, *files], stdin=stdin)
     while not address.exists():
         assert server.poll() is None
         time.sleep(0.05)
@@ -235,15 +245,12 @@ def warm_commands() -> str:
 
 @pytest.fixture(scope="session")
 def warm_python_of() -> Callable[..., AbstractContextManager[str]]:
-    """``with warm_python_of(file) as python``: with the work of a module done, for a while.
-
-    Without a file, that of ``warm_commands``; ``interpreter=`` is as for :func:`start_server`.
-    """
+    """``with warm_python_of(file) as python``: with the work of a module done, for a while."""
 
     @contextmanager
-    def start(file: Path = COMMANDS, **how: str) -> Iterator[str]:
+    def start(file: Path) -> Iterator[str]:
         folder = Path(tempfile.mkdtemp(prefix="pipectl-"))
-        server = start_server(folder / "server", subprocess.PIPE, file, **how)
+        server = start_server(folder / "server", subprocess.PIPE, file)
         yield str(folder / "server" / "python")
         server.communicate()
         shutil.rmtree(folder)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import socket
 import stat
@@ -73,7 +72,7 @@ def cli(place, capfd, monkeypatch):
 
 
 @pytest.fixture
-def golden(request):
+def golden(request, snapshot):
     """``golden(text)`` compares with the file of the test's name; ``make golden`` accepts changes.
 
     Left out are dates, this host, ids of processes, and what the regular expression ``vary`` finds.
@@ -85,11 +84,7 @@ def golden(request):
         for pattern in (r"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?", r"\d+\.\d+@\S+", here, vary):
             text = re.sub(pattern, "***", text)
         text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
-        path = GOLDEN / f"{request.node.name}.txt"
-        if os.environ.get("PIPECTL_GOLDEN") == "write":
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        assert text == path.read_text("utf-8"), f"{path} differs; if that is intended: make golden"
+        snapshot(GOLDEN / f"{request.node.name}.txt", text)
 
     return compare
 

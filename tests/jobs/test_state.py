@@ -10,7 +10,7 @@ import pytest
 from pipectl.batch import JobState, JobStatus
 from pipectl.jobs import recover, state
 from pipectl.jobs.state import Poller, RunStatus, get_statuses
-from pipectl.plan import Plan, Stage, StageCost
+from pipectl.plan import StageCost
 from pipectl.runs import Heartbeat, Record, RunDirectory
 from pipectl.runs.readers import Measured, MetricsLine, sum_up
 
@@ -179,20 +179,9 @@ def test_with_few_steps_the_last_one_counts(times_s, expected_s):
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(8, 1.0), (4, 4 / 7)])
-def test_efficiency_is_profiled_compute_over_the_ranks_time(batch_size, expected):
+def test_efficiency_is_profiled_compute_over_the_ranks_time(pipeline, batch_size, expected):
     cost = StageCost(1.0, 2.0, 1.0, 0, 0, 0)
-    plan = Plan(
-        name="x",
-        fingerprint=None,
-        schedule="gpipe",
-        warm_up=(1, 1),
-        batch_size=batch_size,
-        micro_batch_size=4,
-        micro_batches=2,
-        stages=(Stage(("a",), (0,), cost), Stage(("b",), (1,), cost)),
-        transfers=(),
-        node_of_rank=(0, 0),
-    )
+    plan = pipeline(2, 2, costs=[cost] * 2, micro_batch_size=4, batch_size=batch_size)
     job, measured = JobStatus(JobState.RUNNING), Measured(step_time_s=7.0)
     status = RunStatus(RunDirectory(Path("x")), None, job, "training", measured, plan, (), None)
     assert status.efficiency == pytest.approx(expected)

@@ -1,13 +1,10 @@
 """The form that ui.perfetto.dev and chrome://tracing ask for."""
 
 import json
-import os
 from pathlib import Path
 
 from pipectl.report.perfetto import chrome_trace
 from pipectl.timeline import Event, Timeline
-
-TRACE = Path(__file__).with_name("trace.json")
 
 
 def step(late_s=0.0):
@@ -33,18 +30,16 @@ def step(late_s=0.0):
     )
 
 
-def test_two_timelines_as_a_trace(pipeline):
+def test_two_timelines_as_a_trace(pipeline, snapshot):
     """Two nodes are processes, ranks and messages under way are tracks on which nothing overlaps,
     and arrows lead from the action that made a message to the one that it is for.
 
-    ``trace.json`` opens in ui.perfetto.dev; ``make golden`` writes it.
+    ``trace.json`` opens in ui.perfetto.dev.
     """
     plan = pipeline(2, 2, node_of_rank=[0, 1], size_bytes=4000)
     text = chrome_trace({"predicted": step(), "measured": step(1e-7 / 3)}, plan)
     lines = json.dumps(json.loads(text)).replace('}, {"name"', '},\n{"name"') + "\n"
-    if os.environ.get("PIPECTL_GOLDEN") == "write":
-        TRACE.write_text(lines)
-    assert lines == TRACE.read_text(), "if that is intended: make golden"
+    snapshot(Path(__file__).with_name("trace.json"), lines)
     times = [entry["ts"] for entry in json.loads(text)["traceEvents"] if entry["ph"] != "M"]
     assert times == sorted(times)
 

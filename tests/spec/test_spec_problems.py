@@ -2,7 +2,6 @@
 
 # ruff: noqa: E501 (a message is one line)
 
-import os
 import re
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def problems(tmp_path, monkeypatch):
     return check
 
 
-def test_the_problems_of_wrong_specs(problems, minimal):
+def test_the_problems_of_wrong_specs(problems, minimal, snapshot):
     blocks = []
     for block in WRONG_SPECS.read_text("utf-8").rstrip("\n").split("\n\n"):
         lines = [line for line in block.split("\n") if not line.startswith("=> ")]
@@ -78,10 +77,7 @@ def test_the_problems_of_wrong_specs(problems, minimal):
         found = problems(text, *overrides)
         assert found, block
         blocks.append("\n".join([*lines, *(f"=> {each}" for each in found)]))
-    snapshot = "\n\n".join(blocks) + "\n"
-    if os.environ.get("PIPECTL_GOLDEN") == "write":
-        WRONG_SPECS.write_text(snapshot, "utf-8")
-    assert snapshot == WRONG_SPECS.read_text("utf-8"), "if that is intended: make golden"
+    snapshot(WRONG_SPECS, "\n\n".join(blocks) + "\n")
 
 
 @pytest.mark.parametrize(
