@@ -1,4 +1,4 @@
-"""Profiling in an allocation of a real Slurm, and what is left of it for the login node."""
+"""`init`, and profiles and links measured in allocations of a real Slurm of virtual nodes."""
 
 import json
 import subprocess
@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 from job_requests import wait_until
+
+from pipectl.cluster import Cluster
+from pipectl.spec import load
 
 JOB = str(Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml")
 SMALL = (
@@ -24,6 +27,32 @@ LARGE = (*SMALL, "--set=model.kwargs.layers=6", "--set=pipeline.micro_batches=au
 QUICKLY = ("--effort", "fast")
 PROFILE = Path("runs/gpt-stdlib.profile.json")
 pytestmark = pytest.mark.timeout(600)
+
+
+def test_a_first_job_fits_the_lab(pipectl):
+    pipectl("init", "first")
+    spec = load(Path("first/job.yaml"), sites=())
+    assert spec.slurm.partition == "debug"
+    assert spec.resources.walltime <= 3600
+    pipectl("check", "first/job.yaml")
+    assert "to start at" in pipectl("submit", "first/job.yaml", "--test-only")
+
+
+@pytest.mark.usefixtures("warm")
+def test_links_between_virtual_nodes_are_measured_in_a_job(pipectl, monkeypatch):
+    monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"fast": 0.2})
+    two_a_node = (*SMALL, "--set=resources.tasks_per_node=2")
+    said = pipectl("profile", JOB, *two_a_node, "--links", *QUICKLY)
+    assert "cluster: runs/gpt-stdlib.cluster.json" in said
+    cluster = Cluster.load(Path("runs/gpt-stdlib.cluster.json"))
+    assert [(node.name, node.ranks) for node in cluster.nodes] == [("node1", 2), ("node2", 2)]
+    assert cluster.assumptions == ()
+    assert cluster.within_node.timings
+    assert cluster.between_nodes.timings
+    assert {ranks for ranks, *_ in cluster.allreduce} == {2, 4}
+    status = pipectl("status", "last", "--json")
+    assert (status["state"], status["scheduler"]) == ("COMPLETED", "slurm")
+    assert "cluster.json" in pipectl("status", "last")
 
 
 def test_a_login_node_is_refused_and_an_allocation_is_not(pipectl):
