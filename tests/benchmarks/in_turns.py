@@ -21,9 +21,11 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.profile import Profile
+from pipectl.runs import RunDirectory
 
 HERE = Path(__file__).resolve().parent
 RANKS = HERE / "ranks"
+WORKER = "pipectl.runtime.worker"
 MODELS = HERE / "models"
 CONFIGS = HERE.parents[1] / "configs" / "models"
 CORPUS = HERE.parent / "corpus"
@@ -134,6 +136,17 @@ def start(
         command = [*launch, *worker, str(folder)]
         # Warnings of the network's library are no figures.
         subprocess.run(command, env=environment, stdout=sys.stderr, check=True, timeout=1800)
+
+
+def run_ranks(
+    module: str, run: RunDirectory, ranks: int, variables: Mapping[str, str] = NO_VARIABLES
+) -> None:
+    """Run a worker on a run directory to its end, in as many processes as there are ranks."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the mpiexec beside it
+    worker = [sys.executable, "-W", "ignore", "-m", "mpi4py", "-m", module, "--run", str(run.path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables, "PATH": path}
+    command = ["mpiexec", "-n", str(ranks), *worker]
+    subprocess.run(command, env=environment, stdout=sys.stderr, check=True, timeout=1800)
 
 
 def train_in_turns(

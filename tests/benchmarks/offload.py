@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from in_turns import Job, cluster_of, gpt, peak_of, profiled, rates, train_in_turns
+from in_turns import (
+    WORKER,
+    Job,
+    cluster_of,
+    gpt,
+    peak_of,
+    profiled,
+    rates,
+    run_ranks,
+    train_in_turns,
+)
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt_profile
 from tables import print_table
@@ -189,13 +196,7 @@ def as_job(plan: Plan, profile: Profile, folder: Path, name: str) -> Way:
     profile.save(run.profile)
     plan.save(run.plan)
     tight = TIGHT_HEAP if any(stage.offload for stage in plan.stages) else {}
-    worker = [sys.executable, "-W", "ignore", "-m", "mpi4py", "-m", "pipectl.runtime.worker"]
-    subprocess.run(
-        ["mpiexec", "-n", str(plan.ranks), *worker, "--run", str(run.path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **tight},
-        stdout=sys.stderr,
-        check=True,
-    )
+    run_ranks(WORKER, run, plan.ranks, tight)
     steps_s = [line.step_time_s for line in read_metrics(run) if line.step_time_s is not None]
     ranks = json.loads(run.heartbeat.read_text())["ranks"]
     return Way(plan, steps_s[2:], [max(rank["peak_bytes"] for rank in ranks)])

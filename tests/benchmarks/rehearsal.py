@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,7 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from in_turns import cluster_of, gpt, peak_of, profiled, rates, ratio, spread, train_in_turns
+from in_turns import (
+    cluster_of,
+    gpt,
+    peak_of,
+    profiled,
+    rates,
+    ratio,
+    run_ranks,
+    spread,
+    train_in_turns,
+)
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt_profile
 from tables import print_table
@@ -76,18 +83,7 @@ def rehearsed(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, Any]:
     run = RunDirectory.create(folder, "rehearsal", 0.0)
     plan.save(run.plan)
     rehearsal_of(plan, cluster, plan.ranks / len(os.sched_getaffinity(0))).save(run.rehearsal)
-    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    command = [
-        str(mpiexec),
-        "-n",
-        str(plan.ranks),
-        sys.executable,
-        "-m",
-        "mpi4py",
-        "-m",
-        REHEARSAL_WORKER,
-    ]
-    subprocess.run([*command, "--run", str(run.path)], check=True, timeout=900)
+    run_ranks(REHEARSAL_WORKER, run, plan.ranks)
     return result_of(run)
 
 

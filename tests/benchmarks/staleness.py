@@ -9,14 +9,13 @@ the seeds, the lowest and the highest. One digit is 0.28 points.
 
 from __future__ import annotations
 
-import os
-import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
+
+from in_turns import WORKER, run_ranks
 
 from pipectl.cluster import assumed_cluster
 from pipectl.planner import PlanRequest, make_plan
@@ -69,15 +68,7 @@ def accuracy(way: Way, stages: int, more: list[str], profile: Profile, base: Pat
         backward_apart=apart,
     )
     make_plan(profile, assumed_cluster("here", [ranks], ranks, None), request).save(run.plan)
-    beside = Path(sys.prefix) / "bin" / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec") or "mpiexec"
-    worker = ["-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run", str(run.path)]
-    subprocess.run(
-        [mpiexec, "-n", str(ranks), sys.executable, *worker],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        check=True,
-    )
+    run_ranks(WORKER, run, ranks)
     found = [line.evaluation for line in read_metrics(run) if line.evaluation is not None]
     return float(found[-1]["accuracy"])
 

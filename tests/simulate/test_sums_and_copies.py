@@ -15,12 +15,13 @@ from pipectl.simulate.network import reduction_s
 WITHIN, BETWEEN = Link(0.25, 100.0), Link(1.0, 10.0)
 
 
-def cluster(nodes=2, ranks=2, **changes):
+def cluster(nodes=2, ranks=2, *, host_link=None, **changes):
     switches = changes.pop("switches", [None] * nodes)
+    device = Device("gpu", host_link=host_link)
     found = Cluster(
         "c",
         "test",
-        tuple(Node(f"n{i}", ranks, ranks, Device("gpu"), switches[i]) for i in range(nodes)),
+        tuple(Node(f"n{i}", ranks, ranks, device, switches[i]) for i in range(nodes)),
         WITHIN,
         BETWEEN,
     )
@@ -51,6 +52,9 @@ def test_all_replicas_send_each_other_their_parts_in_two_rounds():
     own = cluster(between_nodes=dataclasses.replace(BETWEEN, shared=False))
     found = reduction_s(own, (0, 0, 1, 1), (0, 1, 2, 3), 400)
     assert found == pytest.approx(2 * (1.0 + 2 * 100 / 10 + 100 / 100))  # each rank sends all three
+    both = cluster(between_nodes=dataclasses.replace(BETWEEN, shared=False, interface=True))
+    found = reduction_s(both, (0, 0, 1, 1), (0, 1, 2, 3), 400)
+    assert found == pytest.approx(2 * (1.0 + 4 * 100 / 10)), "all that a node sends"
     assert reduction_s(cluster(), (0, 0, 1, 1), (0, 1), 400) == pytest.approx(2 * (0.25 + 2))
     assert reduction_s(cluster(), (0, 0, 1, 1), (1,), 400) == 0
 
@@ -98,6 +102,24 @@ def test_a_sum_begins_with_the_last_replica_and_runs_beside_computations(pipelin
         (0, 3.0, 2 + sum_s),
         (1, 2.0, 2 + sum_s),
     ]
+
+
+def copies(kind):
+    return [Action(kind, 0, index) for index in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("duplex", "end"),
+    [(True, 2 * 4 + 0.5), (False, 4 * 4 + 0.5)],
+)
+def test_copies_follow_one_another_in_each_direction(pipeline, duplex, end):
+    plan = pipeline(1, 2, costs=[StageCost(1.0, 1.0, 0.0, 0, 0, 20)])
+    stage = dataclasses.replace(plan.stages[0], offload=True)
+    plan = dataclasses.replace(plan, stages=(stage,))
+    kinds = Kind.OFFLOAD_START, Kind.FETCH_START, Kind.OFFLOAD_WAIT, Kind.FETCH_WAIT
+    rows = [row for kind in kinds for row in copies(kind)]
+    host = cluster(1, 1, host_link=Link(0.5, 5.0, duplex=duplex))
+    assert simulate(plan, host, [program(*rows)]).step_time_s == pytest.approx(end)
 
 
 def messages(pipeline, ends, shape, nodes=range(4), size=100):
