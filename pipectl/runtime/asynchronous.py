@@ -107,7 +107,8 @@ class AsynchronousSteps(Steps):
             for batch, each in zip(batches, sizes, strict=True)
             for samples in each
         ]
-        step = Step(EMPTY, channels(self._plan), rank, whole)
+        pieces = dict(enumerate(whole))
+        step = Step(EMPTY, channels(self._plan), rank, whole, pieces=pieces)
         seed = self._batches.seed, first
         run = StepRun(step, weights, loaded, seed, update=self._update, per_step=count)
         self._traced = any(map(self._tracing.wants, range(first, first + len(batches))))

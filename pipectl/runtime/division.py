@@ -175,7 +175,6 @@ class Batches:
     def _by_targets(self, step: Step, batches: Sequence[Batch]) -> list[float]:
         assert self.weigh is not None
         assert self._group is not None
-        assert step.pieces is not None
         loaded = dict(zip(step.pieces, batches, strict=True))
         table = np.zeros((len(step.sizes), self._group.size))
         for index, rows in step.losses.items():

@@ -185,5 +185,5 @@ class Evaluator:
     def _run(self, sizes: Sequence[Rows], batches: Iterator[Batch], *seed: int | str) -> None:
         rank = self._communicator.rank
         actions = lower_evaluation(self._channels, self._stages, rank, len(sizes))
-        step = Step(actions, self._channels, rank, sizes)
+        step = Step(actions, self._channels, rank, sizes, pieces=dict(enumerate(sizes)))
         self._engine.run(StepRun(step, (), batches, (self._job.spec.training.seed, *seed)))

@@ -53,11 +53,6 @@ class Layout:
         """Elements in the message."""
         return prod(self.stored_sizes)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes in the message."""
-        return self.count * self.dtype.itemsize
-
     @cached_property
     def is_contiguous(self) -> bool:
         """Whether the strides are those of a new tensor of these sizes."""

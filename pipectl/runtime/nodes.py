@@ -65,7 +65,15 @@ def check_supported(plan: Plan, file: str = "plan.json") -> None:
             f"{file}: the plan has {feature}; it can be simulated, but not run",
             cure="set pipeline.backward to together, and plan the job again",
         )
-    _check_samples(plan, file)
+    if plan.replication is Replication.WHOLE:
+        return
+    for index, stage in enumerate(plan.stages):
+        if stage.replicas > plan.micro_batch_size:
+            raise MismatchError(
+                f"{file}: stages[{index}] has {stage.replicas} replicas for the "
+                f"{plan.micro_batch_size} samples of a micro-batch",
+                cure="use larger micro-batches, or fewer replicas",
+            )
 
 
 def unsupported(plan: Plan) -> list[str]:
@@ -80,16 +88,3 @@ def unsupported(plan: Plan) -> list[str]:
         "replicas": any(stage.replicas > 1 for stage in stages),
     }
     return [f"{what} and a backward on other ranks" for what, found in clashes.items() if found]
-
-
-def _check_samples(plan: Plan, file: str) -> None:
-    """Check that every replica of a split micro-batch has samples and whole backwards."""
-    if plan.replication is Replication.WHOLE:
-        return
-    for index, stage in enumerate(plan.stages):
-        if stage.replicas > plan.micro_batch_size:
-            raise MismatchError(
-                f"{file}: stages[{index}] has {stage.replicas} replicas for the "
-                f"{plan.micro_batch_size} samples of a micro-batch",
-                cure="use larger micro-batches, or fewer replicas",
-            )

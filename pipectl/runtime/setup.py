@@ -139,7 +139,6 @@ class Setup:
         with preserve_state(self.job.step, self.written.values()):
             for rows in self._division.sizes:
                 trial = self.batches.step_of(plan_of_trial(plan, rows.whole), rows.length)
-                assert trial.pieces is not None
                 example = partial(self.job.loader.example, rows.whole, length=rows.length)
                 whole: Any = example() if self.batches.loader is not None else None
                 batches = (narrowed(whole, piece, rows) for piece in trial.pieces.values())

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +52,7 @@ class Step:
         plan: of this step; None for evaluations, renewals and overlapping steps, which take every
             micro-batch as a whole.
         pieces: what is loaded together: some rows of each micro-batch that is needed, by rising
-            micro-batch; None for every micro-batch as a whole.
+            micro-batch.
         losses: the rows of each micro-batch whose loss this rank computes, in order; not used if
             steps overlap.
     """
@@ -63,7 +62,7 @@ class Step:
     rank: int
     sizes: Sequence[Rows]
     plan: Plan | None = None
-    pieces: Mapping[int, Rows] | None = None
+    pieces: Mapping[int, Rows] = field(default_factory=dict)
     losses: Mapping[int, Rows] = field(default_factory=dict)
 
     @classmethod
@@ -102,7 +101,6 @@ class Step:
     def positions(self) -> list[range]:
         """The loaded pieces as positions within the batch."""
         assert self.plan is not None
-        assert self.pieces is not None
         whole = micro_batches_of(self.plan.batch_size, self.plan.micro_batch_size)
         return [whole[i][piece.start : piece.stop] for i, piece in self.pieces.items()]
 
@@ -196,7 +194,7 @@ class StepRun:
     busy_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._order = count() if self.step.pieces is None else iter(self.step.pieces)
+        self._order = iter(self.step.pieces)
         self._loaded: dict[int, Batch] = {}
 
     def seed_of(self, micro_batch: int) -> int:
@@ -213,10 +211,7 @@ class StepRun:
         while micro_batch not in self._loaded:
             index = next(self._order)
             self._loaded[index] = next(self.batches)
-        batch, pieces = self._loaded[micro_batch], self.step.pieces
-        if rows.is_whole or pieces is None:
-            return batch
-        inputs, targets = narrowed(batch, rows, pieces[micro_batch])
+        inputs, targets = narrowed(self._loaded[micro_batch], rows, self.step.pieces[micro_batch])
         return inputs, targets
 
     def drop(self, micro_batch: int) -> None:

@@ -122,7 +122,6 @@ class SynchronousSteps(Steps):
         start = time.perf_counter()
         step = self._step_of(batch.size, batch.length)
         assert step.plan is not None
-        assert step.pieces is not None
         self._engine.board.row("LOAD", -1, -1)  # at once, if weights depend on the targets
         loaded = islice(self._loaded, len(step.pieces))
         scale = 1.0 if end.loss_scale is None else end.loss_scale.value

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,9 +34,6 @@ _SIGNALS = (*_FOR_GOOD, signal.SIGUSR1, signal.SIGUSR2)
 @contextmanager
 def stop_on_signals(file: Path) -> Iterator[None]:
     """Create the file at any signal that batch systems and people send to jobs."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     process = os.getpid()
 
     def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001

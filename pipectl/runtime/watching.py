@@ -154,10 +154,8 @@ def _last_words(pipe: int) -> Iterator[None]:
     """Report signals, Python's own crash reports and the end of the work to the watcher."""
     _keep_from_children()
     _pipes.append(pipe)
-    main = threading.current_thread() is threading.main_thread()
-    if main:
-        before = signal.signal(signal.SIGTERM, _end)
-        woken = signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
+    before = signal.signal(signal.SIGTERM, _end)
+    woken = signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
     faulthandler.enable(pipe)
     last = FAILING
     try:
@@ -170,9 +168,8 @@ def _last_words(pipe: int) -> Iterator[None]:
         raise
     finally:
         faulthandler.disable()
-        if main:
-            signal.set_wakeup_fd(woken)
-            signal.signal(signal.SIGTERM, before)
+        signal.set_wakeup_fd(woken)
+        signal.signal(signal.SIGTERM, before)
         if pipe in _pipes:  # not in a child that ends like this
             _pipes.remove(pipe)
             with suppress(OSError):  # it is full

@@ -99,7 +99,7 @@ def _train(
     choice = choose_progress(communicator, spec.launch.progress, circumstances)
     if divides(plan):
         refuse_coupled_updates(job, device.torch_device)
-    messages = {"route": device.route, **choice.to_json()}
+    messages = {"route": device.route, "progress": choice.mode, "why": choice.why}
     if rank == 0:
         batch = spec.training.batch_size
         samples = min(batch, job.loader.samples or batch)

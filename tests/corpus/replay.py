@@ -189,7 +189,8 @@ def peak_of_stage(
     program = lower(plan, stage)
     step = _Step(job, plan, stage, runtime, cut)
     sizes = [Rows.of(plan.micro_batch_size)] * plan.micro_batches
-    given_rows = Step(program, channels(plan), stage, sizes)
+    pieces = dict(enumerate(sizes))
+    given_rows = Step(program, channels(plan), stage, sizes, pieces=pieces)
     engine.run(step.given(given_rows))
     gc.collect()  # what earlier steps and stages left must not be freed meanwhile
     with record_allocated(torch.device("cpu")) as recording:

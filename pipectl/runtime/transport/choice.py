@@ -49,10 +49,6 @@ class Choice:
     mode: str
     why: str
 
-    def to_json(self) -> dict[str, str]:
-        """For the heartbeat."""
-        return {"progress": self.mode, "why": self.why}
-
     def progress(
         self, *, staged: bool, enter_thread: Callable[[], None] = lambda: None
     ) -> Progress:

@@ -64,7 +64,6 @@ def trained(
     trainer = Trainer(setup, RunDirectory(folder), 1)
     setup.learn_layouts()
     doing = setup.batches.step_of(plan, 0)
-    assert doing.pieces is not None
     weights = [rows.size / plan.batch_size for rows in doing.sizes]
     cut = (tensor[: plan.batch_size].split(plan.micro_batch_size) for tensor in batch)
     parts = list(zip(*cut, strict=True))
