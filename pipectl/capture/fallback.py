@@ -309,12 +309,11 @@ class KeptModule:
             written = outline.written.intersection(states.buffers)
             changed = sorted(own | written)  # those that the observed calls left alone, too
             tensors = [*states.now(), *arguments.tensors]
-            device = next((tensor.device for tensor in tensors), None)
 
             def blanks() -> Any:
                 with torch._C.DisableTorchFunction():
                     buffers = [torch.empty_like(tensors[index]) for index in changed]
-                    return one_or_tuple([*outline.blanks(batch(), device), *buffers])
+                    return one_or_tuple([*outline.blanks(batch(), tensors), *buffers])
 
             operator = Opaque(self.path, self.module, states, arguments, outline, changed)
             given = (batch(), *tensors, *arguments.sizes)

@@ -191,32 +191,21 @@ class Outline:
         """The forms of the tensors of the result, in order."""
         return tuple(leaf for leaf in pytree.tree_leaves(self.tree) if isinstance(leaf, Form))
 
-    def blanks(
-        self,
-        batch: Any,
-        device: torch.device | None = None,
-        arguments: Sequence[Tensor] | None = None,
-    ) -> list[Tensor]:
-        """Return the tensors of a result without values, with gradients like those of a real call.
+    def blanks(self, batch: Any, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of a result without values, with memory and gradients like those of a
+        real call.
 
         Args:
             batch: samples; may be symbolic.
-            arguments: of the call, without values, whose memory the tensors share as in a real
-                call; if None, each tensor has memory of its own.
+            arguments: of the call, without values.
         """
-
-        def with_gradient(blank: Tensor, form: Form) -> Tensor:
-            return anchored(blank) if form.requires_grad and torch.is_grad_enabled() else blank
-
-        if arguments is None:
-            return [with_gradient(form.blank(batch, device), form) for form in self.forms]
-        bases = dict(enumerate(arguments))
-        views = []
+        memories, views = dict(enumerate(arguments)), []
         for form in self.forms:
-            if form.memory not in bases:
+            if form.memory not in memories:
                 memory = torch.empty(_ANY_SIZE, dtype=form.dtype)
-                bases[form.memory] = with_gradient(memory, form)
-            view = bases[form.memory].as_strided(*form.layout_at(batch))
+                trained = form.requires_grad and torch.is_grad_enabled()
+                memories[form.memory] = anchored(memory) if trained else memory
+            view = memories[form.memory].as_strided(*form.layout_at(batch))
             views.append(view if form.requires_grad else view.detach())
         return views
 
@@ -332,7 +321,7 @@ class Opaque:
         values, count = list(arguments), len(self._states.names)
         if any(isinstance(value, Tensor) and is_deferred(value) for value in values):
             torch.autograd.graph.increment_version([values[i] for i in self._written])
-            blanks = self.outline.blanks(batch, arguments=values)
+            blanks = self.outline.blanks(batch, values)
             return one_or_tuple([*blanks, *(torch.empty_like(values[i]) for i in self._changed)])
         anchor = None
         if torch.is_grad_enabled():
