@@ -16,7 +16,7 @@ from pipectl.cli.console import errors, note, plain
 from pipectl.units import format_time
 
 if TYPE_CHECKING:
-    from pipectl.profiler.progress import Progress
+    from pipectl.profiler.effort import Progress
 
 LINE_S = 10.0
 """Seconds of work before the first line."""

@@ -32,7 +32,7 @@ from pipectl.spec import load
 from pipectl.units import printable
 
 if TYPE_CHECKING:
-    from pipectl.profiler.progress import Progress
+    from pipectl.profiler.effort import Progress
 _BEAT_S = 1.0
 
 

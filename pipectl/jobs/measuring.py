@@ -26,7 +26,7 @@ from pipectl.rehearsal import Rehearsal
 from pipectl.runs import PROFILING, REHEARSAL, RunDirectory, read_metrics
 
 if TYPE_CHECKING:
-    from pipectl.profiler.progress import Progress
+    from pipectl.profiler.effort import Progress
     from pipectl.spec import JobSpec
 
 LINKS_BUDGET_S = {"fast": 8.0, "normal": 30.0, "thorough": 120.0}

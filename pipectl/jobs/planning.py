@@ -37,7 +37,7 @@ from pipectl.simulate import simulate
 from pipectl.spec import JobSpec, SpecFile, load
 
 if TYPE_CHECKING:
-    from pipectl.profiler.progress import Progress
+    from pipectl.profiler.effort import Progress
 
 _RECOMPUTE: dict[str | None, tuple[bool | None, bool | None]] = {
     None: (None, None),

@@ -26,7 +26,7 @@ from pipectl.spec import JobSpec, Point, links_key, plan_key, profile_key
 if TYPE_CHECKING:
     from pipectl.plan import Plan
     from pipectl.profile import Profile
-    from pipectl.profiler.progress import Progress
+    from pipectl.profiler.effort import Progress
 
 
 UNKNOWN_ROWS = (

@@ -43,7 +43,7 @@ from pipectl.spec import profile_key
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 
 if TYPE_CHECKING:
-    from pipectl.profiler.progress import Progress
+    from pipectl.profiler.effort import Progress
     from pipectl.spec import JobSpec
 
 LOADING = "loading torch"

@@ -36,7 +36,7 @@ from pipectl.units import format_bytes
 if TYPE_CHECKING:
     from pipectl.capture.job import Traits
     from pipectl.profile import Profile
-    from pipectl.profiler.progress import Progress
+    from pipectl.profiler.effort import Progress
     from pipectl.runtime.compare import Comparison
     from pipectl.spec import JobSpec
 

@@ -20,14 +20,13 @@ from pipectl.faults import is_ours
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.profile import MeasuredOn, Operator, Profile
 from pipectl.profiler.bench import OperatorTimes, Subject, time_operators, time_stages
-from pipectl.profiler.effort import Effort, measured_sizes
+from pipectl.profiler.effort import Effort, Progress, Work, measured_sizes
 from pipectl.profiler.fit import CACHE_SHARES, DISTURBED, Fit, fit_stages
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours
 from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
-from pipectl.profiler.progress import Progress, Work
 from pipectl.runtime.device import (
     CpuDevice,
     Device,

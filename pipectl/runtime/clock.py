@@ -11,7 +11,6 @@ so the comparison must be repeated for later use. (Cristian, "Probabilistic cloc
 from __future__ import annotations
 
 import socket
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from pipectl.runtime.waiting import wait
+from pipectl.runtime.waiting import gather_all, wait
 
 TRIPS = 30
 TAG = 1
@@ -51,18 +50,16 @@ def agree(communicator: MPI.Comm) -> CommonClock:
     Args:
         communicator: on which no other messages have this ``TAG``.
     """
-    machines = _gathered(communicator, float(_machine())).tolist()
+    machines = gather_all(communicator, _machine())
     leaders = [machines.index(machine) for machine in dict.fromkeys(machines)]
-    mine = np.zeros(2)
+    mine = 0.0, 0.0
     for leader in leaders[1:]:
         if communicator.rank == leader:
-            mine[:] = _compare(communicator)
+            mine = _compare(communicator)
         elif communicator.rank == 0:
             _answer(communicator, leader)
-    offsets = _gathered(communicator, float(mine[0]))
-    errors = _gathered(communicator, float(mine[1]))
     leader = machines.index(machines[communicator.rank])
-    return CommonClock(float(offsets[leader]), float(errors[leader]))
+    return CommonClock(*gather_all(communicator, mine)[leader])
 
 
 def estimate(trips: Figures) -> tuple[float, float]:
@@ -95,16 +92,9 @@ def _answer(communicator: MPI.Comm, leader: int) -> None:
         wait([communicator.Isend(word, leader, TAG)])
 
 
-def _gathered(communicator: MPI.Comm, value: float) -> Figures:
-    values = np.empty(communicator.size)
-    wait([communicator.Iallgather(np.array([value]), values)])
-    return values
-
-
-def _machine() -> int:
+def _machine() -> str:
     """Identifies the clock that this process reads."""
     try:
-        name = f"{_BOOT.read_text()}{_NAMESPACE.readlink()}"
+        return f"{_BOOT.read_text()}{_NAMESPACE.readlink()}"
     except OSError:
-        name = socket.gethostname()
-    return zlib.crc32(name.encode())
+        return socket.gethostname()

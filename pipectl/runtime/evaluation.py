@@ -22,7 +22,7 @@ from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.step import Batch, Step, StepRun
-from pipectl.runtime.waiting import barrier
+from pipectl.runtime.waiting import broadcast
 from pipectl.schedule import Channel, lower_evaluation
 
 
@@ -173,11 +173,8 @@ class Evaluator:
             size = self._division.evaluation_size
             batches = self._loader.micro_batches(self._loader.epoch(0), size)
         self._run(self._division.evaluated, batches, "evaluation", step)
-        barrier(self._communicator)
-        root = self._loss_rank
-        mine = metrics.result() if self._communicator.rank == root else None
-        result: dict[str, float] = self._communicator.bcast(mine, root)
-        return result
+        mine = metrics.result() if self._communicator.rank == self._loss_rank else {}
+        return broadcast(self._communicator, mine, self._loss_rank)
 
     def _fresh_metrics(self) -> Metrics:
         return Metrics(self._metrics, self._job.evaluation_graph, self._weigh)

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 from mpi4py import MPI
 
 from pipectl.errors import UsageError
@@ -24,7 +23,7 @@ from pipectl.runs import checkpoints, step_of
 from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.reports import Reports
-from pipectl.runtime.waiting import barrier, poll, wait
+from pipectl.runtime.waiting import barrier, broadcast, gather_all, poll
 from pipectl.units import format_bytes
 
 _MARGIN = 1.02
@@ -163,7 +162,7 @@ class Saver:
         """
         self._complete()
         self._thread.shutdown()
-        failure = self._communicator.bcast(self._failure)
+        failure = broadcast(self._communicator, self._failure)
         if failure:
             raise UsageError(f"{self._directory}: the last checkpoint: {failure}", cure=_CURE)
 
@@ -177,11 +176,8 @@ class Saver:
 
     def _lacking(self, size_bytes: int) -> str:
         """The reason why the directory is unusable, or ""; collective."""
-        total = np.array([size_bytes], dtype=np.int64)
-        wait([self._communicator.Iallreduce(MPI.IN_PLACE, total)])
-        lacking = ""
+        needed, lacking = int(sum(gather_all(self._communicator, size_bytes)) * _MARGIN), ""
         if self._communicator.rank == 0:
-            needed = int(int(total[0]) * _MARGIN)
             try:
                 make_private_directory(self._directory)
                 free = shutil.disk_usage(self._directory).free
@@ -189,7 +185,7 @@ class Saver:
                     lacking = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
             except OSError as error:
                 lacking = str(error.strerror or error)
-        return str(self._communicator.bcast(lacking))
+        return broadcast(self._communicator, lacking)
 
     def _tell_failure(self, step: int) -> None:
         if self._communicator.rank == 0:

@@ -2,10 +2,16 @@
 
 One experiment runs at a time, while all other ranks wait without using their cores. Every rank gets
 every result, so that all ranks decide alike without further messages.
+
+As a program (``mpiexec -n 2 python -m mpi4py -m pipectl.runtime.links.measure``) it tests that two
+ranks reach each other; rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations
 
+import json
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,6 +51,14 @@ COMPUTE = 2.0
 """Duration of the computation that a message overlaps, as a multiple of the message's time."""
 OVERLAP_COST = (WARM_UP + TRIALS) * (3 * COMPUTE + 3)
 """Longest duration of an overlap experiment, as a multiple of the message's time."""
+REACH_SIZES, REACH_S = (8, 8 << 20), 0.2
+"""Of the messages that test whether two ranks reach each other."""
+_LEVELS = {
+    MPI.THREAD_SINGLE: "single",
+    MPI.THREAD_FUNNELED: "funneled",
+    MPI.THREAD_SERIALIZED: "serialized",
+    MPI.THREAD_MULTIPLE: "multiple",
+}
 _MATRIX_ORDER = 96  # a product of matrices of this order is an operator of some ten microseconds
 
 
@@ -296,3 +310,23 @@ def _fastest(*trials: Callable[[], float]) -> list[float]:
     """The fastest time of each trial; trials alternate, so that all see the same disturbances."""
     times = [[trial() for trial in trials] for _ in range(WARM_UP + TRIALS)]
     return [min(column) for column in zip(*times[WARM_UP:], strict=True)]
+
+
+def main() -> None:
+    """Print what ranks 0 and 1 know of each other."""
+    world = MPI.COMM_WORLD
+    facts = {
+        "ranks": world.size,
+        "hosts": world.allgather(socket.gethostname()),
+        "library": " ".join(MPI.Get_library_version().replace("\0", "").splitlines()[0].split()),
+        "threads": _LEVELS.get(MPI.Query_thread(), "unknown"),
+    }
+    if world.size == 2:
+        (_, latency_s), (size, time_s) = ping_pong(world, REACH_S, REACH_SIZES)
+        facts |= {"latency_s": latency_s, "bandwidth_bytes_per_s": size / time_s}
+    if world.rank == 0:
+        sys.stdout.write(json.dumps(facts) + "\n")
+
+
+if __name__ == "__main__":
+    main()
