@@ -264,7 +264,8 @@ def _common(batches: Sequence[int], leaves: Sequence[Any]) -> Any:
 class Opaque:
     """One call of a submodule as an operator: ``opaque(batch, *states, *tensors, *sizes)``.
 
-    It returns the tensors of the result, then new values of buffers; it does not write buffers.
+    It returns the tensors of the result, then new values of buffers, which it does not write: what
+    other operators have read of them stays as their backwards need it.
 
     Args:
         path: of the module in the step.
@@ -350,7 +351,8 @@ class Opaque:
         """Return the tensors of a result, in the layouts that were captured.
 
         Args:
-            known: tensors whose memory only those of the result have that were captured so.
+            known: arguments and buffers of the call. A tensor in their memory is copied, unless it
+                was captured in the memory of an argument.
         """
         try:
             leaves = self._structure.flatten_up_to(result)
