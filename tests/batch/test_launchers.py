@@ -32,27 +32,6 @@ VERSIONS = {
     "": None,
 }
 """Of launchers, upon --version."""
-WORDS = {
-    ("auto", "none"): "-n 8",
-    ("hydra", "none"): "-n 8 -ppn 4",
-    ("hydra", "cores"): "-n 8 -ppn 4 -bind-to core:16",
-    ("hydra", "numa"): "-n 8 -ppn 4 -bind-to numa",
-    ("openmpi", "none"): "-n 8 --map-by ppr:4:node --rank-by slot --bind-to none",
-    ("openmpi", "cores"): "-n 8 --map-by ppr:4:node:PE=16 --rank-by slot --bind-to core",
-    ("openmpi", "numa"): "-n 8 --map-by ppr:4:node --rank-by slot --bind-to numa",
-    ("intel", "none"): "-ppn 4 -genv I_MPI_PIN off -n 8",
-    ("intel", "cores"): "-ppn 4 -genv I_MPI_PIN_CELL core -genv I_MPI_PIN_DOMAIN 16:compact -n 8",
-    ("intel", "numa"): "-ppn 4 -genv I_MPI_PIN_DOMAIN numa -n 8",
-    ("cray", "none"): "-n 8 --ppn 4 --depth 16 --cpu-bind none",
-    ("cray", "cores"): "-n 8 --ppn 4 --depth 16 --cpu-bind depth",
-    ("cray", "numa"): "-n 8 --ppn 4 --depth 16 --cpu-bind numa",
-}
-WORDS_HERE = {
-    ("hydra", "none"): "-n 8",
-    ("hydra", "cores"): "-n 8 -bind-to core:16",
-    ("openmpi", "none"): "-n 8 --map-by slot:OVERSUBSCRIBE --rank-by slot --bind-to none",
-    ("openmpi", "cores"): "-n 8 --map-by slot:PE=16 --rank-by slot --bind-to core",
-}
 RANK = (
     "import os; from mpi4py import MPI; world = MPI.COMM_WORLD; "
     "os.write(1, f'{world.rank} of {world.size} on {sorted(os.sched_getaffinity(0))}\\n'.encode())"
@@ -90,13 +69,25 @@ def test_a_launcher_is_known_by_its_version(program, tmp_path, version):
     assert kind_of(str(tmp_path / "missing")) is None
 
 
-@pytest.mark.parametrize("scheduler", ["pbs", "local"])
-def test_options_of_every_mpiexec(make_request, scheduler):
-    assert {mpi for mpi, _ in WORDS} == {"auto", *MPIEXECS}
+def test_command_lines_of_every_launcher(make_request, snapshot):
     request = make_request(nodes=2, tasks_per_node=4, cpus_per_task=16, args=("-l",))
-    for (mpi, bind), words in (WORDS if scheduler == "pbs" else WORDS_HERE).items():
-        launch = launch_command(change(request, mpi=mpi, bind=bind), scheduler)
-        assert launch == ("/opt/env/bin/mpiexec", *words.split(), "-l", "true")
+    mpiexecs = [("mpiexec", mpi) for mpi in ("auto", *MPIEXECS)]
+    wrong = [("mpiexec", "openmp"), ("srun", "auto")]
+    sruns = [("srun", "auto"), ("srun", "pmix")]
+    cases = {"pbs": mpiexecs, "local": [*mpiexecs, *wrong], "slurm": sruns}
+    lines = []
+    for scheduler, launchers in cases.items():
+        for launcher, mpi in launchers:
+            for bind in ("none", "cores", "numa"):
+                job = change(request, launcher=launcher, mpi=mpi, bind=bind)
+                try:
+                    words = launch_command(job, scheduler)
+                except PipectlError as error:
+                    words = ("error:", error.message, f"({error.cure})")
+                lines.append(
+                    f"{scheduler}, {launcher}, mpi {mpi}, bind {bind}: {' '.join(words)}\n"
+                )
+    snapshot(Path(__file__).with_name("command_lines.txt"), "".join(lines))
 
 
 @pytest.mark.mpi
@@ -142,34 +133,6 @@ def test_where_mpiexec_is_found(make_request, program, tmp_path):
     with pytest.raises(SchedulerError, match="mpiexec") as caught:
         find_mpiexec(request)
     assert "pip install mpich" in (caught.value.cure or "")
-
-
-@pytest.mark.parametrize(
-    ("changes", "words", "cure"),
-    [
-        ({"bind": "cores"}, r"launch\.bind", "launch.mpi"),
-        ({"mpi": "openmp"}, "'openmp'; did you mean 'openmpi'", "launch.launcher: srun"),
-        ({"launcher": "srun"}, "srun needs Slurm", "mpiexec"),
-    ],
-)
-def test_launches_that_are_refused(make_request, changes, words, cure):
-    with pytest.raises(PipectlError, match=words) as caught:
-        launch_command(make_request(**changes), "local")
-    assert cure in (caught.value.cure or "")
-
-
-def test_srun_repeats_the_cpus_and_kills_on_a_bad_exit(make_request):
-    request = make_request(launcher="srun", cpus_per_task=4, args=("--label",))
-    words = launch_command(request, "slurm")
-    assert {"--cpus-per-task=4", "--kill-on-bad-exit=1", "--mpi=pmi2", "--ntasks=2"} <= set(words)
-    assert words[-2:] == ("--label", "true")
-    assert not any("bind" in word for word in words)
-    for change_, word in (
-        ({"bind": "cores"}, "--cpu-bind=cores"),
-        ({"bind": "numa"}, "--cpu-bind=ldoms"),
-        ({"mpi": "pmix"}, "--mpi=pmix"),
-    ):
-        assert word in launch_command(change(request, **change_), "slurm")
 
 
 def library(program: Program, text: str) -> None:

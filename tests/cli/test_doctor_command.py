@@ -31,28 +31,51 @@ SOUND = {"ranks": 2, "library": "MPICH 5", "threads": "multiple",
          "latency_s": 2e-6, "bandwidth_bytes_per_s": 2**31}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "what", "level", "message", "cure"),
-    [
-        (answer(ranks=1, library="Open MPI v5"), "MPI", "fail",
-         "does not belong to the MPI that mpi4py has loaded (Open MPI v5)", "MPI4PY_LIBMPI"),
-        (answer(**SOUND).replace("Intel(R)", "Our"), "launcher", "warn",
-         "unknown kind", "launch.mpi"),
-        (answer(**SOUND | {"threads": "serialized"}), "threads", "warn",
-         "MPI_THREAD_SERIALIZED", "nothing needs to be done"),
-        ("echo 'no such plugin' >&2; exit 3", "MPI", "fail", "mpiexec: no such plugin", "MPI"),
-        ("echo hello", "MPI", "fail", "does not answer", "mpiexec"),
-        ("true", "MPI", "fail", "does not answer", "mpiexec"),
-        ("", "MPI", "fail", "", "pip install mpich"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_with_mpi_is_said_with_a_cure(mpiexec, text, what, level, message, cure):
-    if text:
+MPIS = {
+    "sound": answer(**SOUND),
+    "another library": answer(ranks=1, library="Open MPI v5"),
+    "unknown launcher": answer(**SOUND).replace("Intel(R)", "Our"),
+    "few threads": answer(**SOUND | {"threads": "serialized"}),
+    "an error": "echo 'no such plugin' >&2; exit 3",
+    "other words": "echo hello",
+    "no words": "true",
+}
+SINFOS = {
+    "sound": '[[ $1 == --version ]] && echo "slurm 22.05.8" || printf "debug*\\ngpu\\n"',
+    "down": "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1",
+}
+QSTATS = {
+    "down": "[[ $1 == --version ]] && echo 'pbs_version = 23.06.06'",
+    "jobs may submit jobs": r"printf 'Server: pbs1\n    flatuid = True\n    pbs_version = 23\n'",
+    "they may not": r"printf 'Server: pbs1\n    flatuid = False\n'",
+    "nobody knows": r"printf 'Server: pbs1\n'",
+}
+
+
+def test_what_is_found_and_what_cures_it(mpiexec, program, golden):
+    texts = []
+
+    def show(what, part):
+        found = examine(None, HERE, part)
+        lines = (f"{each.level} {each.what}: {each.text} ({each.cure})" for each in found)
+        texts.append("\n".join([f"# {part}: {what}", *lines, ""]).replace(f"{Path.cwd()}/", ""))
+
+    for part in ("MPI", "Slurm", "PBS"):
+        show("not installed", part)
+    for what, text in MPIS.items():
         mpiexec(text)
-    found = of(what, examine(None, HERE, "MPI"))
-    assert found.level is level
-    assert message in found.text
-    assert cure in found.cure
+        show(what, "MPI")
+    for name in ("qsub", "qselect"):
+        program(name, "true")
+    for what, text in QSTATS.items():
+        program("qstat", text)
+        show(what, "PBS")
+    program("sbatch", "true")
+    program("srun", 'printf "MPI plugin types are...\\n\\tpmi2\\n\\tnone\\n\\tpmix_v4\\n" >&2')
+    for what, text in SINFOS.items():
+        program("sinfo", text)
+        show(what, "Slurm")
+    golden(*texts)
 
 
 def test_an_mpi_that_hangs(mpiexec, monkeypatch):
@@ -61,19 +84,6 @@ def test_an_mpi_that_hangs(mpiexec, monkeypatch):
     mpiexec("exec sleep 60")
     (found,) = examine(None, HERE, "MPI")
     assert (found.level, "no answer" in found.text) == ("fail", True)
-
-
-def test_slurm(program):
-    assert of("Slurm", examine(None, HERE, "Slurm")).text == "not installed"
-    program("sbatch", "true")
-    program("sinfo", '[[ $1 == --version ]] && echo "slurm 22.05.8" || printf "debug*\\ngpu\\n"')
-    program("srun", 'printf "MPI plugin types are...\\n\\tpmi2\\n\\tnone\\n\\tpmix_v4\\n" >&2')
-    found = list(examine(None, HERE, "Slurm"))
-    assert found[0].text == "slurm 22.05.8; partitions debug*, gpu"
-    assert found[1].text == "srun --mpi: pmi2, pmix_v4"
-    program("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
-    (down,) = examine(None, HERE, "Slurm")
-    assert (down.level, "Unable to contact" in down.text) == ("fail", True)
 
 
 @pytest.mark.parametrize(
@@ -93,27 +103,6 @@ def test_what_srun_takes_is_what_a_submission_does_not_warn_of(program, job, wan
     assert of("PMI", examine(spec.launch, HERE, "Slurm")).level is level
     warning = make_job(spec, "slurm").mpi.warning
     assert bool(warning) is (level == "fail")
-
-
-@pytest.mark.parametrize(
-    ("answers", "levels"),
-    [
-        (r"[[ $1 == --version ]] && echo 'pbs_version = 23.06.06'", ["fail"]),
-        (r"printf 'Server: vm\n    flatuid = True\n    pbs_version = 23\n'", ["ok"]),
-        (r"printf 'Server: vm\n    flatuid = False\n'", ["ok", "warn"]),
-        (r"printf 'Server: vm\n'", ["ok", "warn"]),
-    ],
-)
-def test_whether_pbs_answers_and_lets_jobs_submit_themselves_again(program, answers, levels):
-    assert list(examine(None, HERE, "PBS")) == []
-    for name in ("qsub", "qselect"):
-        program(name, "true")
-    program("qstat", answers)
-    found = list(examine(None, HERE, "PBS"))
-    assert [each.level for each in found] == levels
-    if levels[-1] == "warn":
-        assert "flatuid" in found[1].text
-        assert "pipectl resume" in found[1].cure
 
 
 def test_the_file_system(tmp_path, monkeypatch):

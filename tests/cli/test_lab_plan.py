@@ -1,7 +1,6 @@
 """`pipectl lab plan`: other planners, objectives, techniques and links."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from pipectl.cluster import assumed_cluster
 from pipectl.planner.baselines import NAMES, OWN
 
-WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
 PROFILE = ("lab", "plan", "--profile", "p.json")
 BASE = (*PROFILE, "--devices", "2", "--set", "training.batch_size=8")
 BALANCE = (*PROFILE, "--objective", "max-stage-load", "--devices")
@@ -147,12 +145,3 @@ def test_what_fits_nowhere_and_what_has_no_time_is_no_balance(cli, chain):
 def test_a_job_is_balanced_over_its_ranks(cli, profile):
     command = ("lab", "plan", "job.yaml", "--objective", "max-stage-load", "--scheduler", "slurm")
     assert cli(*command, "--json").json["accelerators"] == 2
-
-
-@pytest.mark.skipif(WORKLOADS is None, reason="PIPECTL_WORKLOADS is not set")
-def test_a_known_optimum_as_the_file_ships_it(cli):
-    path = Path(str(WORKLOADS)) / "dnnpart-throughput-layer-bert24_training.json"
-    known = json.loads(path.read_text())["best_known"][0]["value"]
-    file = ("--profile", str(path.absolute()), "--json")
-    found = cli("lab", "plan", *file, "--objective", "max-stage-load").json
-    assert found["value_s"] == pytest.approx(known, rel=1e-9)

@@ -16,7 +16,6 @@ from pipectl.plan import Plan
 from pipectl.planner.explain.scaling import ScalingJson
 
 PLAN = Path("runs/tiny.plan.json")
-WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
 ALONE = ("plan", "--profile", "p.json")
 BATCH = ("--set", "training.batch_size=8")
 TWO = (*ALONE, "--devices", "2", *BATCH)
@@ -243,29 +242,6 @@ def test_no_pipeline_is_recommended_if_that_is_faster(cli, alone, profile):
     slow = ("--communication-scale", "100000")
     result = cli("lab", "plan", "job.yaml", "--scheduler", "slurm", *slow)
     assert "one rank without a pipeline: " in result.out
-
-
-@pytest.mark.skipif(WORKLOADS is None, reason="PIPECTL_WORKLOADS is not set")
-@pytest.mark.parametrize(
-    ("name", "devices"),
-    [
-        ("dapple-vgg-19-pbs-32", 4),
-        ("dnnpart-throughput-layer-bert24_training", None),
-        ("pipedream-vgg16", 4),
-        ("piper-bert32a100", None),
-    ],
-)
-def test_imported_profiles_are_planned_as_they_are(cli, name, devices):
-    path = Path(str(WORKLOADS)) / f"{name}.json"
-    how_many = () if devices is None else ("--devices", str(devices))
-    found = cli("plan", "--profile", str(path), *how_many, "--json").json
-    assert len(found["stages"]) > 1
-    nodes = [node for stage in found["stages"] for node in stage["nodes"]]
-    listed = {node["id"]: node["name"] for node in json.loads(path.read_text())["nodes"]}
-    dropped = [listed[name] for name in sorted(set(listed) - set(nodes))]
-    assert len(nodes) == len(set(nodes))
-    assert all(each.startswith(("Input", "__getitem__")) for each in dropped)
-    assert found["value_s"] > 0
 
 
 @pytest.mark.parametrize("name", ["c.json", "two #2: {c}.json", "1e5", "'\"\\.json", "é😀.json"])
