@@ -117,21 +117,10 @@ def run(place, pipeline):
     return found
 
 
-def test_the_last_recorded_step_is_compared(cli, run):
+def test_the_last_recorded_step_is_compared(cli, run, golden):
     result = cli("report", "last")
     assert result.code == 0
-    assert result.out.startswith(f"{run.name}, step 10: ")
-    text = " ".join(result.out.split())
-    assert "bottleneck: rank 1 computes for " in text
-    assert "ranks spend: " in text
-    words = "difference: backward of stage 1 on rank 1: 8.00 s longer than predicted (2.00 times)"
-    assert words in text
-    rows = [line.split() for line in result.out.splitlines()]
-    assert ["1", "1", "backward", "4", "2.00", "s", "4.00", "s", "2.00"] in rows
-    assert ["0", "0", "forward", "3", "1.00", "s", "1.00", "s", "1.00"] in rows
-    assert "agree to within 20.0 us" in result.err
-    assert "2 actions have no counterpart" in result.err
-    assert "2 steps are recorded" in result.err
+    golden(result.out, result.err, vary=run.name)
 
 
 def test_another_step_for_programs(cli, run):
