@@ -13,6 +13,9 @@ from pipectl.errors import DataFileError
 from pipectl.fields import Count, DataFile, Positive, read_fields
 from pipectl.link import Link, RowTimes
 
+MAX_RANKS = 2**17
+"""Maximum number of ranks; the largest machines have fewer accelerators."""
+TOO_MANY_RANKS = f"{{:,}} ranks; pipectl plans for at most {MAX_RANKS:,}"
 ASSUMED_WITHIN = Link(latency_s=20e-6, bandwidth_bytes_per_s=2e9, assumed=True)
 """Assumed link within a node: shared memory."""
 ASSUMED_BETWEEN = Link(latency_s=50e-6, bandwidth_bytes_per_s=1.1e9, assumed=True)
@@ -96,7 +99,7 @@ class Cluster(DataFile):
     Args:
         name: name of the cluster.
         source: origin of the figures, shown to users.
-        nodes: the nodes; all together have the ranks of the job.
+        nodes: the nodes; all together have the ranks of the job, at most 131,072.
         within_node, between_nodes: in ``links``: link between two ranks of a node, and of two
             nodes.
         between_switches: in ``links``: link between two switches, which a message between nodes of
@@ -210,6 +213,11 @@ class Cluster(DataFile):
         cluster = super().from_json(fields, file=file)
         if not cluster.nodes:
             raise DataFileError(f"{file}: nodes: a cluster needs at least one", cure=cls.cure)
+        if cluster.ranks > MAX_RANKS:
+            raise DataFileError(
+                f"{file}: nodes: {TOO_MANY_RANKS.format(cluster.ranks)}",
+                cure="describe the nodes of one job only, and check ranks of each",
+            )
         return cluster
 
 

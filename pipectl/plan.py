@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import inf
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pipectl.cluster import Cluster, OffloadTarget
+from pipectl.cluster import MAX_RANKS, TOO_MANY_RANKS, Cluster, OffloadTarget
 from pipectl.errors import DataFileError
 from pipectl.fields import VERSION, Count, DataFile, Rule
 from pipectl.graph import TransferKind
@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 MAX_MICRO_BATCHES = 2**16
 """More micro-batches are a mistake and would fill the memory with program rows."""
-MAX_NODES = 2**20
 _BETWEEN_STAGES = Rule(
     lambda kind: kind in (TransferKind.ACTIVATION, TransferKind.GRADIENT),
     "activation or gradient",
@@ -497,8 +496,10 @@ def _faults(plan: Plan) -> Iterator[str]:
             f"micro_batches: {plan.micro_batches}; {plan.batch_size} samples in parts of "
             f"{plan.micro_batch_size} are {least}, and {MAX_MICRO_BATCHES} are the most"
         )
-    if not all(0 <= node < MAX_NODES for node in plan.node_of_rank):
-        yield f"node_of_rank: a node that is not from 0 to {MAX_NODES - 1}"
+    if plan.ranks > MAX_RANKS:
+        yield f"node_of_rank: {TOO_MANY_RANKS.format(plan.ranks)}"
+    if not all(0 <= node < MAX_RANKS for node in plan.node_of_rank):
+        yield f"node_of_rank: a node that is not from 0 to {MAX_RANKS - 1}"
     nodes = [node for stage in plan.stages for node in stage.nodes]
     if len(set(nodes)) != len(nodes):
         yield "stages: a node is in two stages"

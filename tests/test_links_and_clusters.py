@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node, assumed_cluster
+from pipectl.cluster import ASSUMED_BETWEEN, MAX_RANKS, Cluster, Device, Node, assumed_cluster
 from pipectl.errors import DataFileError
 from pipectl.fields import read_value, write_value
 from pipectl.jobs.prepare import UNKNOWN_ROWS, join_rows
@@ -88,10 +88,13 @@ def test_switches_interfaces_and_host_links_survive_the_file(tmp_path: Path) -> 
     assert Cluster.load(tmp_path / "cluster.json") == cluster
 
 
-def test_a_number_of_ranks_costs_nothing_however_large() -> None:
+def test_too_many_ranks_are_refused_at_once() -> None:
     document = CLUSTER.to_json()
+    document["nodes"][0]["ranks"] = MAX_RANKS - 2
+    assert Cluster.from_json(document).ranks == MAX_RANKS
     document["nodes"][0]["ranks"] = 8_000_000_000
-    assert Cluster.from_json(document).ranks == 8_000_000_002
+    with pytest.raises(DataFileError, match=r"^c.json: nodes: 8,000,000,002 ranks; .* 131,072"):
+        Cluster.from_json(document, file="c.json")
 
 
 def test_a_file_without_the_new_fields_is_read_as_before() -> None:

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.batch import LOCAL
-from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node, OffloadTarget
+from pipectl.cluster import (
+    ASSUMED_BETWEEN,
+    MAX_RANKS,
+    TOO_MANY_RANKS,
+    Cluster,
+    Device,
+    Node,
+    OffloadTarget,
+)
 from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError, UsageError
 from pipectl.jobs.job import choose_scheduler
 from pipectl.jobs.prepare import (
@@ -182,6 +190,8 @@ def _gather_profile(
                 "the number of devices is missing",
                 cure="give --devices N, or describe the machines: --cluster FILE",
             )
+        if count > MAX_RANKS:
+            raise UsageError(TOO_MANY_RANKS.format(count), cure="plan for fewer --devices")
         each = tuple(Node(f"device{index}", 1, 1, Device("device")) for index in range(count))
         source = f"{count} equal devices"
         cluster = Cluster("equal devices", source, each, ASSUMED_BETWEEN, ASSUMED_BETWEEN)

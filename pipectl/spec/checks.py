@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipectl.cluster import MAX_RANKS, TOO_MANY_RANKS
 from pipectl.directives import GPUS, PBS_GPUS, QSUB, SBATCH, fault_of_option, options_of
 from pipectl.spec import models
 from pipectl.spec.document import MAX_DEPTH, escape, resolve
@@ -161,6 +162,8 @@ def _check_ranks(pipeline: models.Pipeline, resources: models.Resources) -> Iter
     if pipeline.offload == "host" and not resources.gpus_per_node:
         fault = "frees nothing on ranks that compute on the CPU; write disk"
         yield ("pipeline", "offload"), fault
+    if ranks > MAX_RANKS:
+        yield ("resources",), f"nodes x tasks_per_node = {TOO_MANY_RANKS.format(ranks)}"
     schedule = _built_in(pipeline)
     if stages is None or (schedule is None and (name is not None or stages <= ranks)):
         return

@@ -182,6 +182,10 @@ def test_the_devices_of_a_cluster_file_or_of_an_imported_profile_are_used(
     result = cli(*cluster, "--devices", "5")
     assert (result.code, result.out) == (2, "")
     assert "--devices 5: the cluster 'mine' has 4 ranks" in result.err
+    result = cli(*ALONE, "--devices", "1000000000")
+    assert (result.code, "1,000,000,000 ranks; pipectl plans for at mo" in result.err) == (2, True)
+    counts = cli(*cluster, "--nodes", "1,131072", "--json").json["counts"]
+    assert [count["feasible"] for count in counts] == [True, False]
     shipped = {"accelerators": 3, "memory_limit_bytes": 2.0**30}
     alone.write_text(json.dumps(profile_document(cluster=shipped)))
     found = cli(*ALONE, "--json").json

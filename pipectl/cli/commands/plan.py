@@ -14,6 +14,7 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import note, plain, say, say_json, short_path, show, warn
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views import plan as view
+from pipectl.cluster import MAX_RANKS
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
 from pipectl.jobs.plan_search import PlanSearch, plan_step
@@ -22,7 +23,6 @@ from pipectl.planner.explain.scaling import scaling
 from pipectl.report.gantt import gantt_svg
 from pipectl.units import plural
 
-_MAX_NODES = 100_000
 JOB_FILE = typer.Argument(
     None, metavar="[JOB.yaml]", help="The job spec; not needed with --profile."
 )
@@ -90,8 +90,8 @@ def read_node_counts(context: typer.Context, texts: list[str] | None) -> tuple[i
         raise UsageError(
             f"--nodes: {text!r} is not a list of numbers", cure="write for example 1,2,4"
         ) from None
-    if not all(0 < number <= _MAX_NODES for number in counts):
-        raise UsageError(f"--nodes: {text!r}: each must be from 1 to {_MAX_NODES:,}")
+    if not all(0 < number <= MAX_RANKS for number in counts):
+        raise UsageError(f"--nodes: {text!r}: each must be from 1 to {MAX_RANKS:,}")
     return counts
 
 

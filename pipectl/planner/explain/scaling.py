@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypedDict
 
-from pipectl.cluster import Cluster
+from pipectl.cluster import MAX_RANKS, TOO_MANY_RANKS, Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.explain.what_if import with_nodes
@@ -168,6 +168,8 @@ def scaling(
         machines = with_nodes(cluster, number)
         plan, reason = None, ""
         try:
+            if machines.ranks > MAX_RANKS:
+                raise InfeasibleError(TOO_MANY_RANKS.format(machines.ranks))
             plan = planner(profile, machines, request)
         except (InfeasibleError, OutOfTimeError) as error:
             reason = error.message

@@ -29,9 +29,9 @@ def with_ranks(cluster: Cluster, ranks: int) -> Cluster:
     """The first ranks of a cluster, which has at least as many."""
     kept: list[Node] = []
     for node in cluster.nodes:
-        left = ranks - sum(before.ranks for before in kept)
-        if left > 0:
-            kept.append(replace(node, ranks=min(left, node.ranks)))
+        if ranks > 0:
+            kept.append(replace(node, ranks=min(ranks, node.ranks)))
+        ranks -= node.ranks
     return replace(cluster, nodes=tuple(kept))
 
 
