@@ -45,6 +45,14 @@ _GUARDS = {
 }
 _TRANSFORMS = "torch._functorch.predispatch"
 """The module of what stands in a graph where ``torch.func.vmap`` begins and ends."""
+_KEEP_POSITIONS = tuple(
+    f"aten.{name}."
+    for name in (
+        "alias", "clamp", "clone", "contiguous", "detach", "lift_fresh_copy", "masked_fill",
+        "reshape", "slice", "to", "_to_copy", "_unsafe_view", "view", "where",
+    )
+)  # fmt: skip
+"""Operators that may lie between token ids and their embedding."""
 Place = tuple[pytree.KeyEntry, ...]
 """Of a leaf in ``(inputs, targets)``: the keys, fields and indices that lead to it."""
 
@@ -122,11 +130,12 @@ class CapturedGraph:
         self.operators = tuple(n for n in self.graph.nodes if _computes(n))
         self.constants: dict[str, Any] = dict(program.constants)
         tensors = {n: v for n, v in self.inputs.items() if isinstance(v, Tensor) and v.dim()}
-        sequences = [
-            tensor.shape[1]
+        self._sequences = {
+            name: tensor
             for name, tensor in tensors.items()
             if length and tensor.dim() > 1 and field_of(self.places[name]) in padded
-        ]
+        }
+        sequences = [tensor.shape[1] for tensor in self._sequences.values()]
         samples = [tensor.shape[0] for tensor in tensors.values()]
         self.symbols, self._lengths = _symbols(samples), _symbols(sequences)
         self._conditions = _conditions([*samples, *sequences], self.symbols | self._lengths)
@@ -155,16 +164,31 @@ class CapturedGraph:
     def tokens_per_sample(self) -> int:
         """Length of the sequences of token ids that the model reads; 0 if it reads none.
 
-        These are its first input of integers with the two dimensions (samples, positions).
+        These are its first input of integers with the two dimensions (samples, positions) that are
+        padded, or the indices of an embedding. Others, such as columns of a table, are no tokens.
         """
         for name, value in self.inputs.items():
             is_input = self.places[name][0] == pytree.SequenceKey(0)
             if is_input and isinstance(value, Tensor) and value.dim() == 2:
                 is_integer = not (value.is_floating_point() or value.is_complex())
-                if is_integer and value.dtype != torch.bool:
+                if not is_integer or value.dtype == torch.bool:
+                    continue
+                if name in self._sequences or self._has_embedding(name):
                     length = value.shape[1]
                     return length if isinstance(length, int) else self.length
         return 0
+
+    def _has_embedding(self, name: str) -> bool:
+        """Whether an input, or a view or copy of it, is the indices of an embedding."""
+        values = [next(node for node in self.graph.nodes if node.name == name)]
+        for value in values:  # grows
+            for user in value.users:
+                operator = str(user.target)
+                if operator.startswith("aten.embedding.") and user.args[1] is value:
+                    return True
+                if operator.startswith(_KEEP_POSITIONS) and user not in values:
+                    values.append(user)
+        return False
 
     def holds_for(self, batch: int, length: int = 0) -> bool:
         """Return whether the graph is valid for micro-batches of another size.

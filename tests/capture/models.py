@@ -45,6 +45,13 @@ class Named(Vectors):
         return {"inputs": self.vectors[index], "targets": self.classes[index]}
 
 
+class Integers(Vectors):
+    """Whole numbers from 0 to 5."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.vectors[index].abs().clamp(max=5).long(), self.classes[index]
+
+
 class Raising(Vectors):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         raise OSError("the disk is gone")
@@ -548,6 +555,22 @@ class Positions(Inner):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x + self.table(torch.arange(6, device=x.device)).sum(1))
+
+
+class ReadsIntegers(Inner):
+    """Uses integers as token ids, as numbers, or one of them as a class."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 6)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.use == "numbers":
+            return self.inner(x.float())
+        if self.use == "class":
+            return self.inner(x[:, 1:].float().sum(1, keepdim=True) + self.table(x[:, 0]))
+        return self.inner(self.table(x.view(-1, 6).clamp(min=0)).sum(1))
 
 
 class BranchPositions(Inner):

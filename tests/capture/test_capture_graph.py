@@ -31,6 +31,14 @@ def test_operators_and_edges_of_a_chain(graph_of) -> None:
     assert all(graph.requires_grad.values())
 
 
+@pytest.mark.parametrize(("use", "length"), [("ids", 6), ("numbers", 0), ("class", 0)])
+def test_only_integers_that_an_embedding_looks_up_are_tokens(
+    make_job, use: str, length: int
+) -> None:
+    job = make_job("ReadsIntegers", data="Integers", kwargs={"use": use})
+    assert job.training_graph(4).tokens_per_sample == length
+
+
 def test_readers_of_a_written_value_read_the_writing_operator(graph_of) -> None:
     graph = graph_of("Inplace")
     assert graph.users["linear"] == ("relu_",)
