@@ -106,7 +106,8 @@ class ErrorReport(LenientFields):
     Args:
         message: what went wrong.
         rank: number of the rank; None for the preparation.
-        stage, step, action: what the rank was doing; stage and step are None if there is none.
+        stage, step, action: what the rank was doing; stage and step are None if there is none, and
+            step is 0 before training.
         host: name of its machine.
         type: class of the exception; None if the rank was lost.
         cure: what to do.
@@ -136,10 +137,13 @@ class ErrorReport(LenientFields):
             place: ``rank``, ``stage``, ``step`` and ``action``.
         """
         own_error = error if isinstance(error, PipectlError) else None
-        message = f"{str(error) or 'no message'}{user_line(error.__traceback__)}"
+        if own_error is not None:
+            message = own_error.message
+        else:
+            message = f"{str(error) or 'no message'}{user_line(error.__traceback__)}"
         documented = (kind for kind in type(error).__mro__ if kind.__module__ == "pipectl.errors")
         return cls(
-            message=own_error.message if own_error else message,
+            message=message,
             host=os.uname().nodename,
             type=next(documented, type(error)).__name__,
             cure=own_error.cure if own_error else cure,
@@ -158,7 +162,8 @@ class ErrorReport(LenientFields):
         parts = (
             "" if self.stage is None else f"stage {self.stage}",
             self.action,
-            "" if self.step is None else f"step {self.step}",
+            "before the first step" if self.step == 0 else "",
+            f"step {self.step}" if self.step else "",
         )
         return ", ".join((f"rank {self.rank}{host}", *filter(None, parts)))
 

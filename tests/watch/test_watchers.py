@@ -182,7 +182,7 @@ def test_a_rank_that_is_killed_is_reported_and_all_of_its_node_end(job):
     job.wait()
     assert list(job.reports) == [1]
     assert "killed" in job.reports[1]
-    assert ", loading data, step 0: its process was killed" in job.log.read_text()
+    assert ", loading data, before the first step: its process was killed" in job.log.read_text()
 
 
 @pytest.mark.parametrize("at_once", [True, False])
