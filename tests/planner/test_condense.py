@@ -66,12 +66,6 @@ def assert_is_ordered(graph: BlockGraph) -> None:
             assert graph.predecessors[after] >> position & 1
 
 
-def test_operator_between_two_members_of_a_group_joins_them(make_profile, make_operator) -> None:
-    operators = [make_operator(i, group="tied" if i in (0, 2) else None) for i in range(4)]
-    graph = condense(make_profile(operators, [(0, 1), (1, 2), (2, 3)]))
-    assert [block.operators for block in graph.blocks] == [(0, 1, 2), (3,)]
-
-
 def test_a_deep_chain_needs_no_recursion(chain) -> None:
     graph = condense(chain(5000))
     assert len(graph) == 5000

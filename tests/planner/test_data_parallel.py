@@ -33,13 +33,6 @@ def test_four_chained_operators_on_one_rank_and_on_two(chain: Callable[..., Prof
     assert found.data_parallel.step_s == pytest.approx(4 * 12e-3 + reduction_s, rel=1e-3)
 
 
-@pytest.mark.parametrize("asked", [{"replicas": 2}, {"backward_apart": True}])
-def test_one_rank_is_one_whatever_a_stage_has(
-    chain: Callable[..., Profile], asked: dict[str, object]
-):
-    assert estimates(chain(4), cluster(1, 1), **asked) == estimates(chain(4), cluster(1, 1))
-
-
 MEASURED = replace(cluster(1, 1), allreduce=((2, 1, 5.0), (2, 10**6, 5.0)))
 FAR = replace(
     cluster(1, 1),
@@ -96,9 +89,16 @@ def test_only_what_is_clearly_faster_is_better(chain: Callable[..., Profile]):
     assert WithoutPipeline(None, None).better_than(plan) is None
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "interleaved", "zb-h1", "pipedream"])
-def test_one_rank_needs_no_schedule(chain: Callable[..., Profile], schedule: str):
-    found = estimates(chain(4), cluster(1, 1), schedule=schedule)
-    assert found == estimates(chain(4), cluster(1, 1))
-    listed = Listed.read("0F0,0B0\n1F0,1B0\n", "my.csv")
-    assert estimates(chain(4), cluster(1, 1), listed=listed) == found
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"replicas": 2},
+        {"backward_apart": True},
+        {"listed": Listed.read("0F0,0B0\n1F0,1B0\n", "my.csv")},
+        *({"schedule": schedule} for schedule in ("zb-v", "interleaved", "zb-h1", "pipedream")),
+    ],
+)
+def test_one_rank_is_one_whatever_is_asked_of_stages(
+    chain: Callable[..., Profile], asked: dict[str, object]
+):
+    assert estimates(chain(4), cluster(1, 1), **asked) == estimates(chain(4), cluster(1, 1))

@@ -52,18 +52,6 @@ def test_edges_of_backward_operators_follow_the_forward():
     assert sorted(o.id for o in found.operators) == sorted(o.id for o in separate().operators)
 
 
-def test_operators_stand_behind_what_they_follow():
-    found = folded(separate())
-    place = {operator.id: index for index, operator in enumerate(found.operators)}
-    assert all(place[source] < place[target] for source, target in found.edges)
-
-
-def test_each_operator_and_its_backward_are_one_block():
-    graph = condense(folded(separate()))
-    assert len(graph) == 3
-    assert graph.successors == (0b010, 0b100, 0)
-
-
 def test_edges_that_are_drawn_with_the_forward_are_gradients_too():
     """Some files draw edges between backward operators like those of the forward."""
     nodes = [node("f0", 1.0, 0), node("f1", 1.0, 1), node("b0", 2.0, 0, 7), node("b1", 2.0, 1, 9)]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from checked_plans import planned
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
@@ -20,8 +21,7 @@ def cluster_of(*devices, ranks=2):
 
 
 def test_faster_devices_get_more_work(chain) -> None:
-    request = PlanRequest("job", 128, micro_batches=16, stages=4)
-    plan = make_plan(chain(16), cluster_of(SLOW, FAST), request)
+    plan = planned(chain(16), cluster_of(SLOW, FAST), 128, micro_batches=16, stages=4)
     sizes = {stage.ranks[0]: len(stage.nodes) for stage in plan.stages}
     assert min(sizes[2], sizes[3]) >= 6
     assert max(sizes[0], sizes[1]) <= 2
@@ -39,7 +39,7 @@ def test_what_plans_for_equal_devices_lose_is_gained(chain) -> None:
 
 def test_slow_devices_that_only_delay_stay_idle(chain) -> None:
     crawling = replace(SLOW, speed=0.01)
-    plan = make_plan(chain(8), cluster_of(crawling, FAST), PlanRequest("job", 64, micro_batches=8))
+    plan = planned(chain(8), cluster_of(crawling, FAST), micro_batches=8)
     assert sorted(stage.ranks[0] for stage in plan.stages) == [2, 3]
 
 
@@ -48,7 +48,7 @@ def test_large_parts_go_where_memory_is(make_operator, make_profile) -> None:
     large = (("p0", 3 * 10**7),)
     operators = [make_operator(i, **({"parameters": large} if i == 0 else {})) for i in range(8)]
     profile = make_profile(operators, [(i, i + 1) for i in range(7)])
-    plan = make_plan(profile, cluster_of(SLOW, FAST), PlanRequest("job", 64, micro_batches=8))
+    plan = planned(profile, cluster_of(SLOW, FAST), micro_batches=8)
     assert plan.stages[0].ranks[0] in (0, 1)
     assert {2, 3} & {stage.ranks[0] for stage in plan.stages}
 
