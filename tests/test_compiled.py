@@ -284,7 +284,7 @@ def maybe_later(number: int) -> int:
 
 
 def too_early(number: int) -> int:
-    number += shadowed  # noqa: F823
+    number += shadowed  # type: ignore[used-before-def]  # noqa: F823
     shadowed = 1
     return number + shadowed
 
@@ -412,7 +412,7 @@ def test_arguments_are_taken_by_position() -> None:
     with pytest.raises(TypeError, match="by position"):
         Kernel(whole)(value=1.5)
     with pytest.raises(TypeError, match="takes 1 arguments, not 2"):
-        Kernel(whole)(1.5, 2)
+        Kernel(whole)(1.5, 2)  # type: ignore[call-arg]
 
 
 def test_an_installation_without_source_files_is_refused(monkeypatch, tmp_path):

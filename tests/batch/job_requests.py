@@ -64,8 +64,8 @@ def write_script(request: JobRequest, *command: str, scheduler: str = "local") -
 def start(request: JobRequest, *command: str, **options: Any) -> subprocess.Popen[str]:
     """A local job that runs a command, as a process of this one."""
     script = ["bash", str(write_script(request, *command))]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(script, text=True, **output, **options)
+    merged: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
+    return subprocess.Popen(script, text=True, **merged)
 
 
 def run(request: JobRequest, *command: str) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from pipectl.directives import QSUB, SBATCH, Value, fault_of_option
 from pipectl.errors import InvalidInputError, SchedulerError
 
 if TYPE_CHECKING:
-    from conftest import FakeCommands
+    from tests.batch.conftest import FakeCommands
 
 SCRIPT = Path("/runs/job.sh")
 SYNTAX = {"slurm": SBATCH, "pbs": QSUB}

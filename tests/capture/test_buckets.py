@@ -24,6 +24,9 @@ EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
 class Sequences(Dataset):
     """The numbers of their samples, as often as these are long."""
 
+    lengths: list[int]
+    """Told only where a test sets them."""
+
     def __init__(self, lengths: list[int]) -> None:
         self.each = lengths
 

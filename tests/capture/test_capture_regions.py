@@ -154,7 +154,7 @@ def test_regions_can_be_cut_and_are_entered_once_for_neighbours(job_named: Any) 
     half = names.index("softmax")
     cut = Cut(graph, {name: int(i >= half) for i, name in enumerate(names)}, training=True)
     for stage, entered in ((0, 2), (1, 3)):
-        module = build_stage(cut, stage, 4).module
+        module: Any = build_stage(cut, stage, 4).module
         called = [n.name for n in module.graph.nodes if n.name.startswith("enter")]
         assert len(called) == entered
 

@@ -145,8 +145,8 @@ def test_tensors_that_a_stage_and_its_branches_make_are_on_its_device(
 ) -> None:
     job, device = job_of(name), torch.device("meta")
     graph = job.training_graph(4)
-    code = build_stage(Cut(graph, whole(graph), training=True), 0, 4, device)
-    graphs = [module.graph for module in code.module.modules() if hasattr(module, "graph")]
+    module: Any = build_stage(Cut(graph, whole(graph), training=True), 0, 4, device).module
+    graphs = [each.graph for each in module.modules() if hasattr(each, "graph")]
     makers = [node for inner in graphs for node in inner.nodes if "arange" in str(node.target)]
     assert [node.kwargs["device"] for node in makers] == [device]
 

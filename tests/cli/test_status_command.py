@@ -271,7 +271,8 @@ def test_the_lines_of_a_run(pipeline, tmp_path, golden):
     texts = []
     for name, status in statuses.items():
         lines = [line.plain for line in run_lines(status, 80, files=False)][1:]
-        texts += [name, *lines, json.dumps({key: run_json(status)[key] for key in KEYS})]
+        fields: Any = run_json(status)
+        texts += [name, *lines, json.dumps({key: fields[key] for key in KEYS})]
     for each in (parts, {"computing": 5e-5}):
         lines = [line.plain for line in run_lines(status_of(tmp_path), 80, (10, each))]
         texts += ["a difference", *(line for line in lines if "difference" in line)]

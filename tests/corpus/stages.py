@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,11 +98,10 @@ class Stages:
         self.forwards: list[Stage] = []
         self.backwards: list[Stage] = []
         for index in range(1 + max(stage_of.values())):
+            ways: list[Any] = [partial(ForwardHalf, wire, 0), partial(BackwardHalf, wire, 0)]
             halves = [
-                kind(*way, index, cuts, _Own(job.states), *given, recompute=recompute)
-                for kind, *way in (
-                    [[ForwardHalf, wire, 0], [BackwardHalf, wire, 0]] if apart else [[Stage]]
-                )
+                way(index, cuts, _Own(job.states), *given, recompute=recompute)
+                for way in (ways if apart else [Stage])
             ]
             self.forwards.append(halves[0])
             self.backwards.append(halves[-1])

@@ -171,9 +171,10 @@ if __name__ == "__main__":
     os.fsync = lambda _: None  # nothing here need outlive the machine
     torch.set_num_threads(1)
     SavedTensors.min_bytes = 0
-    replicas_module.StageReduction = Noted
+    replicas_module.StageReduction = Noted  # type: ignore[attr-defined]
     # What reaches the compiler is tried here; the compiler itself would take minutes.
-    stage_module.compile_stage = partial(compile_stage, backend="aot_eager")
+    compile_quickly = partial(compile_stage, backend="aot_eager")
+    stage_module.compile_stage = compile_quickly  # type: ignore[attr-defined]
     directory, world = Path(sys.argv[1]) / sys.argv[2], MPI.COMM_WORLD
     if sys.argv[2] == "sample" and world.size == 4:
         train_sample_on_four_and_fewer(directory, world)

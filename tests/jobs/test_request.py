@@ -93,7 +93,8 @@ def spec_with_template(tmp_path: Path, head: str, name: str = "my site's.sh") ->
 
 
 def script_of(spec: JobSpec, scheduler: str) -> str:
-    return render(*prepare(spec, scheduler, make_missing=False), 0.0)
+    (job,) = prepare(spec, scheduler, make_missing=False)
+    return render(job, 0.0)
 
 
 @pytest.mark.parametrize("head", ["if true; then", "echo {{{{ job.no_such }}}}", "echo )"])

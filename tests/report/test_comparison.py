@@ -195,5 +195,5 @@ def test_a_rank_begins_its_next_step_while_another_ends_its_own(pipeline):
         assert sum(both.measured_s for both in spent.values()) == pytest.approx(10.0)
     assert sum(both.measured_s for both in found.critical.values()) == pytest.approx(10.0)
     late = [e._replace(start_s=e.start_s + 4, end_s=e.end_s + 4) if e.rank else e for e in last]
-    late = compare(Timeline(STEP, 2), Timeline(tuple(sorted(late)), 2), (), meets=False)
-    assert late.ranks[1]["between_actions"].measured_s == 0.0
+    found = compare(Timeline(STEP, 2), Timeline(tuple(sorted(late)), 2), (), meets=False)
+    assert found.ranks[1]["between_actions"].measured_s == 0.0

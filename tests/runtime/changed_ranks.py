@@ -36,7 +36,7 @@ from pipectl.watch.board import Board  # noqa: E402
 
 def pipectl() -> None:
     """Another version of it."""
-    agreement.__version__ = "0.0.7"
+    agreement.__version__ = "0.0.7"  # type: ignore[attr-defined]
 
 
 def pytorch() -> None:

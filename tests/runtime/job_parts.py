@@ -318,10 +318,9 @@ class Coupled(torch.optim.AdamW):
         self.kind = kind
 
     def step(self, closure: None = None) -> None:
-        for group in (
-            [self.param_groups] if self.kind != "clipped" else [[g] for g in self.param_groups]
-        ):
-            gradients = [p.grad for g in group for p in g["params"] if p.grad is not None]
+        apart = [[group] for group in self.param_groups]
+        for groups in apart if self.kind == "clipped" else [self.param_groups]:
+            gradients = [p.grad for g in groups for p in g["params"] if p.grad is not None]
             if self.kind == "noise":
                 for gradient in gradients:
                     gradient += torch.randn_like(gradient)

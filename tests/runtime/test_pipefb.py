@@ -24,7 +24,7 @@ from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.slices import Rows
 from pipectl.errors import MismatchError
 from pipectl.runtime import pipefb
-from pipectl.runtime.pipefb import Agreement, check_operators
+from pipectl.runtime.pipefb import Agreement, ForwardHalf, check_operators
 from pipectl.runtime.stage import MicroBatch
 
 WIDTH, SIZE = 24, 2
@@ -187,6 +187,7 @@ def test_each_memory_travels_once_and_weights_do_not(capture: Any) -> None:
     stages = stages_of(job, 1, apart=True)
     trained(job, stages)
     (front,) = stages.forwards
+    assert isinstance(front, ForwardHalf)
     agreed = front._agreed[Rows.of(SIZE)]
     states = {~view.number for view in agreed.views if view.number < 0}
     assert len(agreed.sizes) < len(agreed.views) - len(states)

@@ -158,7 +158,8 @@ def test_a_weight_with_two_users_is_not_split():
     code, parameters = code_of(Twice(), torch.randn(3, 5))
     current = [WeightHalf()]
     value = torch.randn(3, 5, requires_grad=True)
-    split(code, current).module(0, *parameters, value).sum().backward()
+    apart: Any = split(code, current).module
+    apart(0, *parameters, value).sum().backward()
     assert current[0].roots == []
 
 
@@ -191,7 +192,7 @@ def test_weight_halves_leave_the_gradients_alone_that_they_are_given():
     given = []
     for _ in range(2):
         current.append(WeightHalf())
-        result = apart.module(0, *parameters, torch.randn(1, 5, requires_grad=True))
+        result: Any = apart.module(0, *parameters, torch.randn(1, 5, requires_grad=True))
         result.backward(torch.ones_like(result))
         given += current[-1].gradients
         current[-1].run()

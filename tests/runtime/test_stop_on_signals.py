@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from pipectl.runtime import stopping
 from pipectl.runtime.step_end import StepEnd, Vote
 from pipectl.runtime.stopping import StopRequest, stop_on_signals
 
@@ -56,7 +55,7 @@ def test_a_request_in_a_long_step_is_obeyed_at_its_end(
 ) -> None:
     """The lead time has to be enough for one step; short steps may be followed by one more."""
     now = 1000.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+    monkeypatch.setattr("time.monotonic", lambda: now)
     request, vote = StopRequest(tmp_path / "stop"), Vote(MPI.COMM_SELF, [])
     end: Any = SimpleNamespace(_vote=vote, settle=vote.count)
     for step in range(1, 40):

@@ -257,6 +257,7 @@ class Ledger:
         sends = (row for row in program if row.kind is Kind.SEND_START)
         self.sends = {(row.channel, row.micro_batch): row for row in sends}
         self.plan, self.rank, self.held, self.host, self.done = plan, rank, {}, {}, []
+        self.afterwards = {}
         self.channels = list(enumerate(channels(plan)))
         self.resident = 0
         for stage in plan.stages:

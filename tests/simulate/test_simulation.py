@@ -120,7 +120,9 @@ def two_streams(pipeline, streams, node_of_rank, size=10):
     senders = {source for source, _ in streams}
     costs = [cost(float(stage in senders), 0) for stage in range(4)]
     plan = pipeline(4, 1, costs=costs, node_of_rank=node_of_rank)
-    sends = tuple(Transfer(TransferKind.ACTIVATION, *stream, size) for stream in streams)
+    sends = tuple(
+        Transfer(TransferKind.ACTIVATION, source, target, size) for source, target in streams
+    )
     return dataclasses.replace(plan, transfers=sends)
 
 

@@ -28,8 +28,8 @@ def origins(tmp_path, monkeypatch, minimal):
         files = [Path(f"site{number}.yaml") for number in range(len(sites))]
         for file, text in zip(files, sites, strict=True):
             file.write_text(text, encoding="utf-8")
-        file = SpecFile.read(Path("job.yaml"), overrides, files)
-        every = file.origins(file.spec())
+        read = SpecFile.read(Path("job.yaml"), overrides, files)
+        every = read.origins(read.spec())
         return {".".join(map(str, origin.path)): origin for origin in every}
 
     return by_key

@@ -113,7 +113,7 @@ def never_asked(_: str) -> bool:
     raise AssertionError("there is no need for a test message")
 
 
-def mpich(kind: int, answer: Any) -> int:
+def mpich(kind: Any, answer: Any) -> int:
     """MPIX_GPU_query_support: knows CUDA (0) alone."""
     if kind.value > 1:
         return 1
@@ -181,7 +181,7 @@ def test_rocm_is_called_cuda_by_torch(monkeypatch) -> None:
     asked: list[str] = []
     library = SimpleNamespace(MPIX_Query_rocm_support=lambda: 1)
     monkeypatch.setattr(gpu_aware, "_library", lambda: library)
-    judge("rocm", {}, lambda device: asked.append(device) is None)
+    judge("rocm", {}, lambda device: not asked.append(device))  # type: ignore[func-returns-value]
     assert asked == ["cuda"]
 
 

@@ -57,7 +57,8 @@ CHECKED = {
 
 
 def main(file: str, *hows: str) -> None:
-    world, kept = MPI.COMM_WORLD, []
+    world = MPI.COMM_WORLD
+    kept: list[Any] = []
     for how in hows:
         mode, check = how.split()[0], "check" in how
         pieces = WHOLE if mode == "none" else Pieces(2**20, under_way=4)
@@ -67,7 +68,10 @@ def main(file: str, *hows: str) -> None:
                 line, error = transport.line(LANE, 1 - world.rank), None
                 kept.append((transport, line))
                 try:
-                    kept.append(receive(line, case) if world.rank else send(line, case))
+                    if world.rank:
+                        receive(line, case)
+                    else:
+                        kept.append(send(line, case))
                 except WorkerError as raised:
                     error = raised.message
                 errors = world.gather(error)

@@ -27,12 +27,17 @@ def crash() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def tell_and_work(pipe: int) -> None:
+    os.write(pipe, b".")
+    time.sleep(60)
+
+
 def end_children() -> list[int | None]:
     """At once, in the midst of its work, by a crash; their exit codes."""
     at_once = child(lambda: time.sleep(60))
     at_once.terminate()
     told, tells = os.pipe()
-    working = child(lambda: (os.write(tells, b"."), time.sleep(60)))
+    working = child(lambda: tell_and_work(tells))
     os.read(told, 1)
     working.terminate()
     children = [at_once, working, child(crash)]
