@@ -141,6 +141,14 @@ def test_recipes_for_gpu_clusters_ask_for_a_rank_per_gpu(scheduler):
     assert (spec.slurm.partition, spec.pbs.queue)[scheduler == "pbs"] == "gpu"
 
 
+@pytest.mark.parametrize("path", sorted(MODELS.parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_schedules_of_the_learning_rate_end_with_the_run(path):
+    spec = load(path, check_files=False)
+    if spec.lr_scheduler is not None:
+        kwargs = spec.lr_scheduler.kwargs
+        assert kwargs.get("T_max", spec.training.steps) == spec.training.steps
+
+
 @pytest.mark.parametrize("path", sorted(MODELS.glob("*.py")), ids=lambda path: path.name)
 def test_models_know_nothing_of_pipectl(path):
     assert "pipectl" not in path.read_text(encoding="utf-8")

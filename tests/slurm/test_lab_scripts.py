@@ -1,6 +1,7 @@
 """The lab's own scripts."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,6 +20,14 @@ def up(**environment: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+
+
+@pytest.mark.parametrize("name", ["up", "down", "env", "common"])
+def test_scripts_are_valid(name):
+    subprocess.run(["bash", "-n", LAB / name], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "-x", f"slurm/lab/{name}"], check=True, cwd=LAB.parents[1])
+    assert name not in ("up", "down") or os.access(LAB / name, os.X_OK)
 
 
 def test_up_is_repeatable(lab):
