@@ -35,7 +35,7 @@ PARTS = Path(__file__).parents[1] / "runtime" / "job_parts.py"
 LAB = Path(__file__).parents[2] / "slurm" / "lab"
 SEED = int(os.environ.get("PIPECTL_TORTURE_SEED", "1"))
 PATIENCE_S = 900
-STEPS, EVERY = 24, 2
+STEPS, EVERY = 32, 2
 SLOWLY, AT_ONCE = 0.1, 0.0
 """Seconds a sample: while somebody waits for a step, and else."""
 
