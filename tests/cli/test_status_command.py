@@ -280,8 +280,9 @@ def test_the_lines_of_a_run(pipeline, tmp_path, golden):
 
 
 def test_what_is_drawn_of_figures():
-    times = (7199, 7260, 2e5)
-    assert list(map(format_long_time, times)) == ["119 min 59 s", "2 h 01 min", "2.3 days"]
+    times = (7199, 7260, 2e5, float("inf"))
+    texts = ["119 min 59 s", "2 h 01 min", "2.3 days", "inf s"]
+    assert list(map(format_long_time, times)) == texts
     assert sparkline([], 5) == ""
     assert sparkline([1.0], 5) == "▁"
     assert sparkline([3, 3, 3], 5) == "▁▁▁"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from math import inf
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -442,7 +443,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def format_long_time(time_s: float) -> str:
     """As :func:`format_time`, with hours and days."""
-    if time_s < 7200:
+    if time_s < 7200 or time_s == inf:
         return format_time(time_s)
     hours, minutes = divmod(round(time_s / 60), 60)
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours / 24:.1f} days"
