@@ -61,7 +61,7 @@ _SPLIT_CUTS = 2
 _OUTSIDE = -1
 _TRIALS = 15
 _CHAIN = 200
-_count_nodes: Callable[[], int] = torch.autograd._get_sequence_nr
+_count_nodes: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 class Cost(NamedTuple):

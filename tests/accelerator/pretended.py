@@ -15,9 +15,9 @@ import torch
 def load() -> None:
     """Make the device known to torch, which calls this."""
     torch.ops.load_library(Path(__file__).with_name("libpretended.so"))
-    torch.utils.rename_privateuse1_backend("pretended")
+    torch.utils.rename_privateuse1_backend("pretended")  # type: ignore[attr-defined]
     torch._register_device_module("pretended", sys.modules[__name__])
-    torch.utils.generate_methods_for_privateuse1_backend()
+    torch.utils.generate_methods_for_privateuse1_backend()  # type: ignore[attr-defined]
 
 
 def is_available() -> bool:

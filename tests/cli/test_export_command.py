@@ -110,7 +110,8 @@ def test_a_checkpoint_of_torch(cli, saved, model):
     assert [path.name for path in Path("a").iterdir()] == ["dcp"]
     other = Tied()
     state = {name: torch.zeros_like(tensor) for name, tensor in other.state_dict().items()}
-    torch.distributed.checkpoint.load(state, checkpoint_id="a/dcp", no_dist=True)
+    checkpoint: Any = torch.distributed.checkpoint
+    checkpoint.load(state, checkpoint_id="a/dcp", no_dist=True)
     other.load_state_dict(state)
     assert torch.equal(other.second.weight, model.first.weight + 1)
     assert torch.equal(other.norm.running_var, model.norm.running_var + 1)
