@@ -276,10 +276,6 @@ class Search:
 
     Args:
         planner: name of the planner.
-        max_stage_load_s: bottleneck (largest stage load) of the chosen stages.
-        lower_bound_s: lower bound of the bottleneck of any partition into as many stages.
-        exact: whether a partition attains the bound; the chosen partition may have a larger
-            bottleneck if the simulator predicts a shorter step for it.
         planning_s: time of the search.
         step_lower_bound_s: lower bound of the step time for any cuts, ranks and order, with the
             numbers of stages and the micro-batch sizes that were tried; None if unknown.
@@ -288,9 +284,6 @@ class Search:
     """
 
     planner: str
-    max_stage_load_s: float
-    lower_bound_s: float
-    exact: bool
     planning_s: float
     step_lower_bound_s: float | None = None
     gap: float | None = None

@@ -101,7 +101,7 @@ def test_faults_of_a_stage_are_named(pipeline, change, fault):
 
 
 def test_a_bound_that_rounding_lifts_above_the_step_leaves_no_gap():
-    search = Search("any", 1.0, 1.0, exact=True, planning_s=0.0)
+    search = Search("any", planning_s=0.0)
     assert search.bounded(3.0, 2.0).gap == 0.5
     assert search.bounded(0.3, 0.1 + 0.2).gap == 0.0
     assert search.bounded(3.0, 0.0).gap is None

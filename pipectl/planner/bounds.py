@@ -14,8 +14,8 @@ which is smallest if all stages give the same value, each load 1 - r/full of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import ceil, inf
 from operator import attrgetter
 
@@ -28,19 +28,6 @@ from pipectl.planner.request import micro_batch_sizes
 from pipectl.schedule.registry import is_unflushed
 
 PLANNER = "pipectl"
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A lower bound on the bottleneck of partitions.
-
-    Args:
-        load_s: no partition has a smaller bottleneck.
-        exact: whether some partition has this bottleneck.
-    """
-
-    load_s: float
-    exact: bool
 
 
 def outlook_s(
@@ -173,59 +160,21 @@ def work_s(problem: Problem, tried: Iterable[int] = ()) -> float:
     return min(samples_s) * request.batch_size / speed
 
 
-def largest_load_s(plan: Plan, cluster: Cluster) -> float:
-    """Largest load of a rank for one micro-batch, which replicas share evenly."""
-    loads = [0.0] * plan.ranks
-    for stage in plan.stages:
-        for ranks, load_s in _shares(stage):
-            for rank in ranks:
-                loads[rank] += load_s / cluster.device(rank).speed
-    return max(loads)
-
-
-def largest_stage_load_s(plan: Plan, cluster: Cluster) -> float:
-    """Largest load of one stage on a rank for one micro-batch, without other stages of the rank."""
-    return max(
-        load_s / cluster.device(rank).speed
-        for stage in plan.stages
-        for ranks, load_s in _shares(stage)
-        for rank in ranks
-    )
-
-
-def _shares(stage: Stage) -> Iterator[tuple[tuple[int, ...], float]]:
-    """(ranks, seconds that each of them computes per micro-batch at speed 1)."""
-    if not stage.backward_ranks:
-        yield stage.ranks, stage.load_s
-        return
-    yield stage.ranks, stage.cost.forward_s / stage.replicas
-    yield stage.backward_ranks, stage.cost.backward_s / stage.replicas
-
-
 def with_findings(
     plan: Plan,
-    cluster: Cluster,
     bound_s: float,
     *,
-    load_bound: Bound | None = None,
     finished: bool = True,
     planner: str = PLANNER,
 ) -> Plan:
-    """A plan with the lower bounds on it.
+    """A plan with the lower bound on its step.
 
     Args:
-        plan: with a prediction; bounds that it already has stay.
-        bound_s: lower bound on the step.
-        load_bound: of the largest stage; by default derived from ``bound_s`` for the most loaded
-            rank.
+        plan: with a prediction.
+        bound_s: lower bound on the step; replaces one that the plan has.
         finished: whether the search was completed.
-        planner: name of the planner.
+        planner: name of the planner, unless the plan has one.
     """
-    if plan.search is not None:
-        known = plan.search
-    else:
-        bound = load_bound or Bound(bound_s / plan.micro_batches, False)
-        load_s = (largest_stage_load_s if load_bound else largest_load_s)(plan, cluster)
-        known = Search(planner, load_s, bound.load_s, bound.exact, planning_s=0.0)
+    known = plan.search or Search(planner, planning_s=0.0)
     known = known.bounded(plan.predicted_step_s, bound_s)
     return replace(plan, search=replace(known, finished=known.finished and finished))

@@ -13,15 +13,15 @@ from math import inf
 
 import numpy as np
 
-from pipectl.planner.bounds import Bound, longest_path_s, outlook_s
-from pipectl.planner.costs.devices import Mix, every_placement, mixes, one_each
+from pipectl.planner.bounds import longest_path_s, outlook_s
+from pipectl.planner.costs.devices import Mix, every_placement, one_each
 from pipectl.planner.graph.blocks import bitset
 from pipectl.planner.graph.downsets import CutSpace, Enumeration, Partition
 from pipectl.planner.judge import Candidate, Judge, Outcome, Simplicity
 from pipectl.planner.partition.cutter import Cut, Cutter, fewest_of_table
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import Order, micro_batch_sizes, open_orders
+from pipectl.planner.request import Order, micro_batch_sizes
 
 MICRO_BATCHES_PER_STAGE = 8
 """With more, the step hardly gets shorter: the bubble is then about a tenth."""
@@ -96,8 +96,8 @@ class Areas:
         """One area, with its bound."""
         if (stages, size) not in self._known:
             problem, shares = self._problem, self._problem.shares(size)
-            total_s, _, path_s = self._least_work(size)
-            bottleneck_s = self.quick_bound(stages, size).load_s
+            total_s, largest_s, path_s = self._least_work(size)
+            bottleneck_s = max(total_s / sum(self._speeds[:stages]), largest_s / self._speeds[0])
             least_s = outlook_s(bottleneck_s, path_s, shares, stages, self._speeds[0])
             least_s = max(least_s, sum(shares) * total_s / self._capacity)
             area = Area(stages, size, problem.micro_batches(size), least_s)
@@ -147,27 +147,13 @@ class Areas:
         whole = self._space.complete and not self._space.moved
         return Enumeration(self._space.downsets) if few and whole else None
 
-    def bound(self, stages: int, size: int) -> Bound:
-        """The lower bound on the bottleneck of a number of stages."""
-        return self._cutter.bound(stages, size, self.mixes(stages), self._speeds[:stages])
-
-    def quick_bound(self, stages: int, size: int) -> Bound:
-        """A lower bound from sums of work alone."""
-        total_s, largest_s, _ = self._least_work(size)
-        speeds = self._speeds[:stages]
-        return Bound(max(total_s / sum(speeds), largest_s / speeds[0]), False)
-
     def mixes(self, stages: int) -> list[Mix]:
         """Ways in which a number of stages can use the devices."""
         if len(self._problem.devices) == 1:
             fewest = fewest_of_table(stages)
             sharing = [count for count in self.counts if fewest_of_table(count) == fewest]
             return [Mix.ordered([0] * max(stages, *sharing), 1)]
-        return mixes(self._problem.devices, len(self._space), stages, stages)
-
-    def orders(self, stages: int, size: int) -> list[Order]:
-        """Schedules and warm-ups, fewest micro-batches in flight first."""
-        return open_orders(self._problem.request, stages, self._problem.micro_batches(size))
+        return self._cutter.mixes(stages)
 
     def _find_least_work(self, size: int) -> tuple[float, float, float]:
         """Seconds of all blocks, of the largest block, and of the longest path."""
@@ -210,7 +196,7 @@ class Candidates:
             by_stages.setdefault(len(layout.partition), []).append(place)
         columns = []  # place, order, recomputed stages, micro-batches in flight, estimate
         for stages, places in by_stages.items():
-            fresh = orders or open_orders(problem.request, stages, problem.micro_batches(size))
+            fresh = orders or problem.orders(stages, size)
             fresh = fresh[:2] if with_replicas else fresh
             numbers = np.arange(len(self._orders), len(self._orders) + len(fresh))
             self._orders += fresh
@@ -308,7 +294,7 @@ def even_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:
         sizes = micro_batch_sizes(request, MICRO_BATCHES_IF_PROPORTIONAL * stages)
         near = min(sizes, key=lambda size: (abs(size - measured), size))
         for size in dict.fromkeys((near, min(sizes))):
-            order = open_orders(request, stages, problem.micro_batches(size))[0]
+            order = problem.orders(stages, size)[0]
             partition = even_partition(problem, stages, size)
             ranks = one_each(tuple(sorted(fastest[:stages])))
             yield Choice(Layout(partition, ranks), size, *order)

@@ -24,7 +24,6 @@ step shorter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from heapq import heappop, heappush
@@ -34,7 +33,7 @@ from math import ceil, inf, log
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan, Replication
-from pipectl.planner.bounds import Bound, with_findings, work_s
+from pipectl.planner.bounds import with_findings, work_s
 from pipectl.planner.candidates import (
     MICRO_BATCHES_PER_STAGE,
     Area,
@@ -66,7 +65,6 @@ from pipectl.planner.partition.layout import (
     neighbours,
     replica_moves,
 )
-from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
     PlanRequest,
@@ -87,7 +85,7 @@ MAX_ERROR = 0.01
 MIN_GAIN = 1e-6
 """Least share of the step that a move of borders must save."""
 MAX_RECUTS = 24
-"""Maximum number of recuts, the most promising first; others make a search unfinished."""
+"""Maximum number of recuts that fit, the most promising first; others make a search unfinished."""
 MAX_ACTIONS_OF_REPLICAS = 400_000
 """Simulated forwards and backwards of plans with replicas."""
 MAX_SIZES = 8
@@ -115,16 +113,19 @@ class Explorer:
 
     Args:
         counts: numbers of stages to try.
-        check: called repeatedly; raises to end the search.
+        expired: called repeatedly; once it returns true, OutOfTimeError is raised.
     """
 
     def __init__(
-        self, problem: Problem, space: CutSpace, counts: Sequence[int], check: Check
+        self,
+        problem: Problem,
+        space: CutSpace,
+        counts: Sequence[int],
+        expired: Callable[[], bool],
     ) -> None:
         self.problem = problem
         self.judge = Judge(problem)
-        self.cutter = Cutter(problem, space, check)
-        self._check = check
+        self.cutter = Cutter(problem, space, expired)
         self._areas = Areas(problem, space, counts, self.cutter)
         self._queue: list[tuple[float, tuple[int, ...], int, _Item]] = []
         self._pushed = 0
@@ -144,7 +145,7 @@ class Explorer:
             self._push(area.least_s, (area.stages, 0, 0, area.micro_batches), area)
         while self._queue:
             estimate_s, _, _, item = heappop(self._queue)
-            self._check()
+            self.cutter.check()
             if self.judge.is_beaten(estimate_s):
                 break
             if isinstance(item, Area):
@@ -158,13 +159,6 @@ class Explorer:
         if self.problem.request.replicas is None:
             self._replicate()
         self._improve()
-
-    def bound(self, stages: int, size: int, *, finished: bool) -> Bound:
-        """The lower bound on the bottleneck of ``stages`` stages; a quick one if not finished."""
-        if finished:
-            with suppress(OutOfTimeError):
-                return self._areas.bound(stages, size)
-        return self._areas.quick_bound(stages, size)
 
     def least_step_s(self) -> float:
         """Lower bound on the step of all plans with the tried numbers of stages and sizes."""
@@ -224,7 +218,7 @@ class Explorer:
         if self._memory_is_short:
             for size in (min(self._areas.sizes(area.stages)), area.size):
                 tried = self._areas.of(area.stages, size)
-                recut = _Recut(tried, *self._areas.orders(area.stages, size)[0])
+                recut = _Recut(tried, *self.problem.orders(area.stages, size)[0])
                 if recut not in self._recuts:
                     self._recuts.add(recut)
                     self._try_recut(recut)
@@ -257,8 +251,7 @@ class Explorer:
         self._push_candidates(candidates)
 
     def _candidates(self, layouts: Sequence[Layout], area: Area) -> Candidates:
-        orders = self._areas.orders(area.stages, area.size)
-        return Candidates(self.problem, layouts, area.size, orders)
+        return Candidates(self.problem, layouts, area.size)
 
     def _try_recut(self, recut: _Recut) -> None:
         """Cut stages again, within the memory limit."""
@@ -314,8 +307,7 @@ class Explorer:
                 area = self._areas.of(stages, size)
                 fresh = size < min(self._areas.sizes(stages))
                 if fresh and not self.judge.is_beaten(area.least_s):
-                    depths = open_orders(request, stages, area.micro_batches)
-                    self._judge_recut(_Recut(area, *depths[0]))
+                    self._judge_recut(_Recut(area, *self.problem.orders(stages, size)[0]))
 
     def _improve(self) -> None:
         """Move borders of the best plan while that makes its simulated step shorter."""
@@ -338,7 +330,7 @@ class Explorer:
                 return  # estimates equal the simulation: no neighbour can be better
             area, orders = self._area_of(candidate), [candidate.choice[2:4]]
             if self.problem.has_limits:  # a neighbour may fit only in another order
-                orders = self._areas.orders(area.stages, area.size)
+                orders = self.problem.orders(area.stages, area.size)
             near = self._affordable(self._moves(candidate), area)
             judge_promising(Candidates(self.problem, near, area.size, orders), self.judge)
             if self.judge.best() is before:
@@ -403,7 +395,7 @@ class Explorer:
 
     def _affordable(self, layouts: Iterable[Layout], area: Area) -> list[Layout]:
         """As many layouts as the budget of moves suffices for."""
-        self._check()
+        self.cutter.check()
         work = len(self.problem.profile.operators) + 2 * area.micro_batches * area.stages
         near = list(islice(layouts, max(0, self._move_work // work)))
         self._move_work -= max(1, len(near)) * work
@@ -426,7 +418,7 @@ class Explorer:
         for proposal in starts[:PROPOSALS]:
             for changed in self._shared(proposal):
                 if not self.judge.is_exhausted():
-                    self._check()
+                    self.cutter.check()
                     self.judge.examine(changed, modes.within_memory)
 
     def _replicated(self) -> list[Candidate]:
@@ -457,7 +449,7 @@ class Explorer:
         ranks, fixed = problem.cluster.ranks, problem.request.fixed_stages is not None
         loads = problem.block_times(size)
         while (size, candidate.layout) not in seen:
-            self._check()
+            self.cutter.check()
             seen.add((size, candidate.layout))
             near = replica_moves(
                 candidate.layout,
@@ -537,12 +529,7 @@ def explore(
     if len(space.graph) < counts[-1]:  # too few blocks for the stages: do not merge small ones
         space = CutSpace.sample(graph)
     problem = Problem(profile, cluster, request, space.graph)
-
-    def check() -> None:
-        if expired():
-            raise out_of_time()
-
-    explorer, finished = Explorer(problem, space, counts, check), True
+    explorer, finished = Explorer(problem, space, counts, expired), True
     judge = explorer.judge
     try:
         explorer.run()
@@ -553,11 +540,5 @@ def explore(
     # With replicas, the only lower bound on the step is the total work.
     replicated = request.replicas is None
     least_s = work_s(problem, judge.evaluator.sizes) if replicated else explorer.least_step_s()
-    plans = []
-    for verdict in (best, *others):
-        plan, bound = verdict.plan, None
-        if not _is_replicated(verdict.candidate.choice):
-            bound = explorer.bound(len(plan.stages), plan.micro_batch_size, finished=finished)
-        ended = finished and not judge.gave_up
-        plans.append(with_findings(plan, cluster, least_s, load_bound=bound, finished=ended))
-    return plans
+    ended = finished and not judge.gave_up
+    return [with_findings(each.plan, least_s, finished=ended) for each in (best, *others)]

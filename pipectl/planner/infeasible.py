@@ -16,7 +16,7 @@ from pipectl.planner.modes import ON_THE_DEVICE, ModeSearch
 from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of
 from pipectl.planner.partition.layout import Choice
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders
+from pipectl.planner.request import PlanRequest, micro_batch_sizes
 from pipectl.schedule.one_f_one_b import GPIPE, ONE_F_ONE_B
 from pipectl.units import format_bytes, plural
 
@@ -32,7 +32,7 @@ def least_demanding(
     """The choice for little memory that exceeds its limits least, or stays within them.
 
     Args:
-        cutter: of the same graph; its request may differ.
+        cutter: of the same graph; its request and its cluster may differ.
         counts: allowed numbers of stages; more stages rarely need more memory.
         offload: the allowed values of whether stages offload.
 
@@ -42,10 +42,9 @@ def least_demanding(
     request, evaluator = problem.request, Evaluator(problem)
     plans: list[tuple[Choice, Plan]] = []
     size = micro_batch_sizes(request, request.batch_size)[-1]
-    states = len(problem.graph) + 1
     for stages in sorted({*counts[:MAX_COUNTS], *counts[-MAX_COUNTS:]}):
-        order = open_orders(request, stages, problem.micro_batches(size))[0]
-        for mix in mixes(problem.devices, states, stages, stages):
+        order = problem.orders(stages, size)[0]
+        for mix in mixes(problem.devices, len(problem.graph) + 1, stages):
             cuts = cutter.smallest_peak(cut_request(problem, size, order[1], mix))
             for layout in layouts_of(problem, cuts):
                 choice = Choice(layout, size, *order)

@@ -98,12 +98,7 @@ class Evaluator:
     @property
     def is_exhausted(self) -> bool:
         """Whether no more plans should be tried if there is one."""
-        return self._actions > self._max_actions or self.time_is_up
-
-    @property
-    def time_is_up(self) -> bool:
-        """Whether nothing more should be started."""
-        return self._expired()
+        return self._actions > self._max_actions or self._expired()
 
     def extend(self, max_actions: int) -> None:
         """Raise the limit on simulated actions."""

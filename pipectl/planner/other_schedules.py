@@ -20,9 +20,9 @@ from math import ceil, inf
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.bounds import Bound, with_findings, work_s
+from pipectl.planner.bounds import with_findings, work_s
 from pipectl.planner.candidates import even_partition
-from pipectl.planner.costs.devices import Mix, mixes, one_each
+from pipectl.planner.costs.devices import Mix, one_each
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.judge import out_of_time, preference
 from pipectl.planner.modes import Shortlist
@@ -72,13 +72,8 @@ def named_plan(
             micro-batches for the lists, or nothing fits.
         OutOfTimeError: no plan that fits was found in time.
     """
-
-    def check() -> None:
-        if expired():
-            raise out_of_time()
-
     problem = Problem(profile, cluster, request)
-    cutter = Cutter(problem, CutSpace.plain(problem.graph), check)
+    cutter = Cutter(problem, CutSpace.plain(problem.graph), expired)
     shortlist = Shortlist(problem, expired, (bool(request.offload),))
     for places, size in _pipelines(problem):
         shortlist.consider(_proposals(problem, cutter, places, size))
@@ -98,11 +93,8 @@ def named_plan(
             cure="set pipeline.schedule to auto, use more ranks, or raise the limit",
         )
     plan = min(shortlist.plans, key=preference)
-    bound_s, load_bound = work_s(problem, shortlist.evaluator.sizes), None
-    if not request.backward_apart:
-        load_bound = _load_bound(plan, cutter, problem)
-    finished = shortlist.finished and not expired()
-    return with_findings(plan, cluster, bound_s, load_bound=load_bound, finished=finished)
+    bound_s = work_s(problem, shortlist.evaluator.sizes)
+    return with_findings(plan, bound_s, finished=shortlist.finished and not expired())
 
 
 def _pipelines(problem: Problem) -> list[tuple[list[int], int]]:
@@ -180,7 +172,7 @@ def layouts_for(
     count, layouts = len(ranks), list[Layout]()
     allowed = [_mix_of(problem, ranks)]
     if not fixed:
-        allowed = mixes(problem.devices, len(problem.graph) + 1, count, count)
+        allowed = cutter.mixes(count)
     with suppress(OutOfTimeError):
         for mix in allowed:
             cuts = cutter.partitions(count, size, mix)
@@ -354,17 +346,6 @@ def _in_order(problem: Problem, layout: Layout, size: int, schedule: str | None)
             words = f"schedule {schedule} is asynchronous: {staleness.words(order[1])}"
             plan = replace(plan, assumptions=(*plan.assumptions, words))
         yield plan
-
-
-def _load_bound(plan: Plan, cutter: Cutter, problem: Problem) -> Bound:
-    """The lower bound on the largest stage of plans like this one."""
-    size, ranks = plan.micro_batch_size, [stage.ranks[0] for stage in plan.stages]
-    speeds = sorted((problem.cluster.device(rank).speed for rank in ranks), reverse=True)
-    if len(problem.devices) == 1:
-        with suppress(OutOfTimeError):
-            return cutter.bound(len(ranks), size, [Mix.ordered([0] * len(ranks), 1)], speeds)
-    least = problem.block_times(size, cached=True)
-    return Bound(max(sum(least) / sum(speeds), max(least) / speeds[0]), False)
 
 
 def _size_of_lists(listed: Listed, request: PlanRequest, cluster: Cluster) -> int:

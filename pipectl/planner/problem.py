@@ -31,7 +31,7 @@ from pipectl.planner.graph.blocks import BlockGraph, bitset, condense
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.estimate import Estimator
 from pipectl.planner.partition.layout import Choice, Layout, Ranks
-from pipectl.planner.request import PlanRequest, open_orders
+from pipectl.planner.request import Order, PlanRequest, open_orders
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES, default_warm_up
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
@@ -287,6 +287,10 @@ class Problem:
         layout = Layout(self.partition_of(stages), one_each(tuple(range(len(stages)))))
         return self.plan(Choice(layout, size, ONE_F_ONE_B.name, warm_up))
 
+    def orders(self, stages: int, size: int) -> list[Order]:
+        """Schedules and warm-ups to try, the fewest micro-batches in flight first."""
+        return open_orders(self.request, stages, self.micro_batches(size))
+
     def flushed(self, partition: Partition, ranks: Ranks, size: int) -> Iterator[Plan]:
         """Plans with every open schedule and warm-up.
 
@@ -298,7 +302,7 @@ class Problem:
         """
         request = self.request
         stages, count = len(partition), self.micro_batches(size)
-        orders = open_orders(request, stages, count)
+        orders = self.orders(stages, size)
         apart = max(map(len, ranks)) > 1
         if apart and request.warm_up is None and request.schedule in (None, ONE_F_ONE_B.name):
             deeper = tuple(min(count, 2 * (stages - stage)) for stage in range(stages))

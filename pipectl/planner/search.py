@@ -2,7 +2,7 @@
 
 :func:`make_plan` goes one of three ways:
 
-- A named schedule without flushes, or a user's own: :mod:`pipectl.planner.other_schedules`.
+- A named schedule besides 1F1B and GPipe, or a user's own: :mod:`pipectl.planner.other_schedules`.
 - :func:`plain_plans`: stages, their ranks and replicas, micro-batches, and 1F1B or GPipe; see
   :mod:`pipectl.planner.explorer`. If every stage has the same number of replicas, these are copies
   of a whole pipeline: one copy is planned for its share of the ranks and samples, and then all
@@ -37,7 +37,6 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.bounds import PLANNER, with_findings, work_s
 from pipectl.planner.candidates import MICRO_BATCHES_PER_STAGE
-from pipectl.planner.costs.devices import mixes
 from pipectl.planner.explain.what_if import with_enough_memory, with_ranks
 from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
 from pipectl.planner.graph.downsets import CutSpace
@@ -71,7 +70,7 @@ MAX_ALTERNATIVES = 5
 MAX_STARTS = 5
 """Plans besides the best from which others are derived."""
 MAX_RANKS = 64
-"""With more, neither backwards on other ranks nor several stages per rank are tried."""
+"""With more, only 1F1B and GPipe are tried, and no backwards on other ranks."""
 
 Expired = Callable[[], bool]
 Key = tuple[object, ...]
@@ -174,7 +173,7 @@ def judge_choices(
     # The only lower bound on the step is the total work.
     bound_s = work_s(problem, shortlist.evaluator.sizes)
     return [
-        with_findings(plan, problem.cluster, bound_s, finished=shortlist.finished, planner=planner)
+        with_findings(plan, bound_s, finished=shortlist.finished, planner=planner)
         for plan in shapes.values()
     ]
 
@@ -260,7 +259,7 @@ def varied_plans(
     finished = not search.shortlist.evaluator.is_exhausted
     return [
         replace(
-            with_findings(plan, cluster, bound_s, finished=finished),
+            with_findings(plan, bound_s, finished=finished),
             assumptions=tuple(dict.fromkeys((*plan.assumptions, *_assumed_host(plan, cluster)))),
         )
         for plan in plans
@@ -283,15 +282,11 @@ class VariantSearch:
         self.shortlist = Shortlist(
             problem, expired, choices(self._request.offload), self._is_as_asked
         )
-        self._cutter = Cutter(problem, CutSpace.plain(problem.graph), self._check)
+        self._cutter = Cutter(problem, CutSpace.plain(problem.graph), expired)
         self._offloaded_areas: set[tuple[int, int]] = set()
         self._seen: set[Key] = set()
         self._unlimited: list[Plan] = []
         self._memory_is_short = False
-
-    def _check(self) -> None:
-        if self._expired():
-            raise OutOfTimeError("planning was ended while stages were cut", cure="allow more time")
 
     def run(self) -> list[Plan]:
         """The best plan of every shape that fits, the fastest first."""
@@ -471,9 +466,9 @@ class VariantSearch:
         if (stages, size) in self._offloaded_areas or not problem.could_hold(stages):
             return
         self._offloaded_areas.add((stages, size))
-        orders = open_orders(self._request, stages, problem.micro_batches(size))
+        orders = problem.orders(stages, size)
         on_device = tuple(min(depth, ON_THE_DEVICE) for depth in orders[0][1])
-        for mix in mixes(problem.devices, len(problem.graph) + 1, stages, stages):
+        for mix in self._cutter.mixes(stages):
             with suppress(OutOfTimeError):
                 cuts = merged(self._cutter.balanced(cut_request(problem, size, on_device, mix)))
                 for layout in layouts_of(problem, cuts):

@@ -83,7 +83,7 @@ def answer(
 
 
 def test_all_of_a_plan_and_of_its_explanation(pipeline, golden):
-    search = Search("pipectl", 0.1, 0.1, True, 2.0, 0.8, 0.25)
+    search = Search("pipectl", 2.0, 0.8, 0.25)
     plan = replace(timed(pipeline(2, 4, costs=[COST] * 2), 1.0), search=search)
     found = answer(plan, SLOW_PARTS, link=LINK, explanation=explanation(pipeline))
     text = printed(step_view(found), 80)
@@ -146,7 +146,7 @@ def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline):
 def test_verdicts_advice_and_remarks(pipeline, golden):
     """Of what is lost, of links, without a pipeline, and of the search."""
     plan, why = replace(timed(pipeline(2, 4), 1.0), batch_size=16), explanation(pipeline)
-    search = Search("pipectl", 0.1, 0.1, True, 2.0, 0.8, 0.25)
+    search = Search("pipectl", 2.0, 0.8, 0.25)
     busy = replace(LINK, busy_s=0.9)
     ends = {"switch": ("a", "b"), "node": (0, None), "rank": (None, 1), "nodes": (1, 1)}
     links = {

@@ -54,10 +54,6 @@ def test_equal_operators_are_shared_equally_with_the_warm_up_that_pays(
     assert ranks(plan) == list(range(len(warm_up)))
     assert plan.warm_up == warm_up
     assert plan.schedule == asked.get("schedule", "1f1b")
-    assert plan.search.exact
-    load_s = 16 * 3e-3 / len(warm_up) * plan.micro_batch_size / 8
-    assert plan.search.max_stage_load_s == pytest.approx(load_s)
-    assert plan.search.lower_bound_s == pytest.approx(load_s)
 
 
 def test_plan_survives_its_file(chain, tmp_path) -> None:
@@ -263,8 +259,8 @@ def test_a_thousand_operators_are_planned_in_seconds(make_profile, make_operator
     started = time.process_time()
     plan = planned(profile, nodes_of(2, 2), micro_batches=8)
     assert time.process_time() - started < 15
-    search = plan.search
-    assert search.max_stage_load_s <= 1.25 * search.lower_bound_s
+    loads = [stage.load_s for stage in plan.stages]
+    assert max(loads) <= 1.25 * sum(loads) / 4
 
 
 def test_a_plan_that_fits_is_found_however_few_its_stages(make_operator, make_profile) -> None:

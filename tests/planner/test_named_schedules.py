@@ -125,7 +125,6 @@ def test_stages_suit_the_devices_they_lie_on(chain, schedule, stages, speeds) ->
     plan = planned(chain(16), cluster, 32, schedule=schedule, stages=stages)
     loads = [stage.load_s / speeds[stage.ranks[0]] for stage in plan.stages]
     assert max(loads) == pytest.approx(min(loads))
-    assert plan.search.max_stage_load_s == pytest.approx(max(loads))
     assert len(plan.stages) > 1 or speeds[plan.stages[0].ranks[0]] == 3.0
 
 

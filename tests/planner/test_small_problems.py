@@ -12,7 +12,9 @@ from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
 from pipectl.planner.costs.devices import one_each
 from pipectl.planner.graph.blocks import bits, condense
+from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.judge import TIE
+from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.partition.layout import Choice, Layout, consecutive
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
@@ -138,34 +140,14 @@ def test_the_least_possible_load_is_found_on_any_mix_of_devices(
         default=None,
     )
     if best_s is not None:
-        search = planned(profile, machines(*speeds), 8, micro_batches=1, stages=stages).search
-        assert search.exact
-        assert search.lower_bound_s == pytest.approx(best_s, abs=1e-11)
-
-
-def parts_of(make_operator, make_profile, times, edges):
-    """Operators that share a parameter, and whose values have no bytes."""
-    free = {"output_bytes": 0, "gradient_bytes": 0, "parameters": (("p0", 100),)}
-    operators = [
-        make_operator(i, forward_s=forward_s, backward_s=backward_s, **free)
-        for i, (forward_s, backward_s) in enumerate(times)
-    ]
-    return make_profile(operators, edges)
-
-
-def test_the_least_possible_load_stays_known_where_the_proof_finds_another_plan(
-    make_profile, make_operator
-) -> None:
-    """Nothing takes time but updates, which are shorter where stages share a parameter."""
-    profile = parts_of(make_operator, make_profile, [(0.0, 0.0)] * 6, [(0, 1)])
-    search = planned(profile, machines(FAST, FAST, FAST), 8, micro_batches=1, stages=3).search
-    assert (search.exact, search.lower_bound_s, search.max_stage_load_s) == (True, 0.0, 0.0)
-
-
-def test_the_least_possible_load_stays_known_where_another_planner_cuts_better(
-    make_profile, make_operator
-) -> None:
-    times = [(0.001, 0.002), (0.0, 0.0), (0.0, 0.003), (0.0, 0.002), (0.0, 0.001), (0.0, 0.0)]
-    profile = parts_of(make_operator, make_profile, times, [(0, 1), (0, 2)])
-    cluster = machines(FAST, FAST, SLOW, SLOW)
-    assert planned(profile, cluster, 8, micro_batches=1, stages=4).search.exact
+        problem = Problem(profile, machines(*speeds), PlanRequest("job", 8), graph)
+        cutter = Cutter(problem, CutSpace.plain(graph))
+        found_s = min(
+            max(
+                sum(loads[block] for block in bits(part)) / problem.speeds[kind]
+                for part, kind in zip(cut.partition, cut.kinds, strict=True)
+            )
+            for mix in cutter.mixes(stages)
+            for cut in cutter.partitions(stages, 8, mix)
+        )
+        assert found_s == pytest.approx(best_s, abs=1e-11)

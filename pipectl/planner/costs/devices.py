@@ -33,12 +33,10 @@ class Mix:
         following: the tally after one more stage on each kind, -1 if there is none; shape
             [tallies, kinds].
         used: stages so far; shape [tallies].
-        complete: whether every order of the kinds is among them.
     """
 
     following: Integers
     used: Integers
-    complete: bool
 
     def __len__(self) -> int:
         return len(self.used)
@@ -75,7 +73,6 @@ class Mix:
         return cls(
             np.array(following, dtype=np.int64),
             np.array([sum(used) for used in counts], dtype=np.int64),
-            complete=True,
         )
 
     @classmethod
@@ -84,8 +81,7 @@ class Mix:
         sequence = sequence[::-1]
         following = np.full((len(sequence) + 1, kinds), -1, dtype=np.int64)
         following[np.arange(len(sequence)), list(sequence)] = np.arange(1, len(sequence) + 1)
-        used = np.arange(len(sequence) + 1, dtype=np.int64)
-        return cls(following, used, complete=kinds == 1)
+        return cls(following, np.arange(len(sequence) + 1, dtype=np.int64))
 
 
 def free_tallies(available: Sequence[int], most: int) -> int:
@@ -123,20 +119,23 @@ def pools(cluster: Cluster) -> tuple[Pool, ...]:
     return tuple(sorted(kinds, key=lambda pool: (-pool.speed, pool.ranks)))
 
 
-def mixes(devices: Sequence[Pool], states: int, fewest: int, most: int) -> list[Mix]:
-    """Ways for ``fewest`` to ``most`` stages to use the devices.
+def mixes(devices: Sequence[Pool], states: int, stages: int) -> list[Mix]:
+    """Ways in which stages can use the devices.
 
     Every combination if that takes at most ``MAX_STEPS``; otherwise the kinds in the order of the
     ranks, fastest first, and fastest last.
+
+    Args:
+        states: downsets of the dynamic programme.
     """
     available = [len(pool.ranks) for pool in devices]
     if len(devices) == 1:
-        return [Mix.ordered([0] * most, 1)]
-    steps = states**2 // fewest * free_tallies(available, most) * len(devices)
+        return [Mix.ordered([0] * stages, 1)]
+    steps = states**2 // stages * free_tallies(available, stages) * len(devices)
     if steps <= MAX_STEPS:
-        return [Mix.free(available, most)]
+        return [Mix.free(available, stages)]
     # Kinds by position; the fastest devices are used first.
-    fastest = [(kind, rank) for kind, pool in enumerate(devices) for rank in pool.ranks][:most]
+    fastest = [(kind, rank) for kind, pool in enumerate(devices) for rank in pool.ranks][:stages]
     by_rank = sorted(fastest, key=lambda pair: pair[1])
     orders = [tuple(kind for kind, _ in pairs) for pairs in (by_rank, fastest, fastest[::-1])]
     return [Mix.ordered(order, len(devices)) for order in dict.fromkeys(orders)]

@@ -369,11 +369,6 @@ class CutSpace:
         """Whether one downset is a proper subset of another; shape [downsets, downsets]."""
         return follows(self.rows)
 
-    def between(self, start: int, end: int) -> list[int]:
-        """Indices of the operators of the stage between two downsets, ascending."""
-        inside = self.operators[end] & ~self.operators[start]
-        return [int(index) for index in np.flatnonzero(inside)]
-
     def sums(self, figures: Sequence[float]) -> Floats:
         """Per downset, the sum of ``figures`` over its blocks."""
         sums: Floats = self.rows.astype(np.float64) @ np.asarray(figures, dtype=np.float64)

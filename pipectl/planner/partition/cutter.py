@@ -15,7 +15,7 @@ NeurIPS 2021).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite
@@ -23,10 +23,10 @@ from math import inf, isfinite
 import numpy as np
 
 from pipectl.arrays import Integers
-from pipectl.planner.bounds import Bound
-from pipectl.planner.costs.devices import Mix, Placement, one_each, placements
+from pipectl.planner.costs.devices import Mix, Placement, mixes, one_each, placements
 from pipectl.planner.costs.links import REFERENCE_BYTES
 from pipectl.planner.graph.downsets import CutSpace, Partition
+from pipectl.planner.judge import out_of_time
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.programme import (
     ADDED,
@@ -41,7 +41,6 @@ from pipectl.planner.partition.programme import (
     RECOMPUTE_ELSEWHERE,
     Chain,
     Chains,
-    Check,
     CostTable,
     Goal,
     Options,
@@ -120,17 +119,32 @@ class Cutter:
     """Cuts one space; tables and bottlenecks are computed once.
 
     Args:
-        check: called repeatedly; raises to end the search.
+        expired: called repeatedly; once it returns true, OutOfTimeError is raised.
     """
 
-    def __init__(self, problem: Problem, space: CutSpace, check: Check = lambda: None) -> None:
+    def __init__(
+        self, problem: Problem, space: CutSpace, expired: Callable[[], bool] = lambda: False
+    ) -> None:
         self._problem = problem
         self._space = space
         few = len(space) <= MAX_FITTING
         self._fitting_space = space if few else CutSpace.sample(space.graph, MAX_FITTING)
-        self._check = check
-        self._tables: dict[tuple[int, int, bool], CostTable] = {}
-        self._bottlenecks: dict[tuple[int, int, int, bool], Chains] = {}
+        self._expired = expired
+        self._tables: dict[tuple[int, int], CostTable] = {}
+        self._bottlenecks: dict[tuple[int, int, int], Chains] = {}
+
+    def check(self) -> None:
+        """End the search if time is up.
+
+        Raises:
+            OutOfTimeError: it is.
+        """
+        if self._expired():
+            raise out_of_time()
+
+    def mixes(self, stages: int) -> list[Mix]:
+        """Ways in which a number of stages can use the devices."""
+        return mixes(self._problem.devices, len(self._space), stages)
 
     def partitions(self, stages: int, size: int, mix: Mix) -> list[Cut]:
         """Distinct good partitions at a micro-batch size, the best balanced first."""
@@ -153,30 +167,6 @@ class Cutter:
             if isfinite(chains.value(tallies)):
                 cuts.append(self._cut(self._space, chains.chain(tallies)))
         return list(dict.fromkeys(cuts))
-
-    def bound(self, stages: int, size: int, mixes: Sequence[Mix], speeds: Sequence[float]) -> Bound:
-        """The lower bound on the bottleneck of ``stages`` stages.
-
-        Args:
-            speeds: of the fastest devices, one for each stage.
-        """
-        table = self._table(self._space, size, least=True)
-        least = np.array(self._problem.block_times(size, self._space.moved, cached=True))
-        proven_s = max(float(least.sum()) / sum(speeds), float(least.max()) / max(speeds))
-        known = all(mix.complete for mix in mixes) and self._space.complete
-        if stages > 1 and not known:
-            return Bound(proven_s, False)
-        tallies = [mix.up_to(stages).tallies(stages) for mix in mixes]
-        for cap_s in (self._short_s(table, stages, size), inf):
-            goal = Goal(LOAD, cap_s, entering=0.0)
-            chains = [self._run(self._space, table, mix.up_to(stages), goal) for mix in mixes]
-            best_s = min(map(Chains.value, chains, tallies))
-            if isfinite(best_s):
-                break
-        proven_s = max(proven_s, best_s) if isfinite(best_s) else proven_s
-        is_simple = not (self._space.moved or self._cache_matters(size))
-        attained = is_simple and isfinite(best_s) and best_s <= proven_s * (1 + EQUAL)
-        return Bound(proven_s, attained)
 
     def balanced(self, request: CutRequest) -> Iterator[list[Cut]]:
         """Partitions with small bottlenecks that nearly fit, for one guess of :data:`GUESSES` after
@@ -216,13 +206,13 @@ class Cutter:
                 buffers=buffers,
                 entering=entering,
             )
-            chains = best_chains(space, table, options, goal, self._check)
+            chains = best_chains(space, table, options, goal, self.check)
             least, chain = chains.value(tallies), None
             if isfinite(least):
                 chain = chains.chain(tallies)
             if chain is None or objective == MEMORY:
                 goal = goal._replace(cap_s=inf, bound=least)
-                chains = best_chains(space, table, options, goal, self._check)
+                chains = best_chains(space, table, options, goal, self.check)
                 if isfinite(chains.value(tallies)):
                     least, chain = chains.value(tallies), chains.chain(tallies)
             if chain is None:
@@ -230,7 +220,7 @@ class Cutter:
             cuts = [self._cut(space, chain, modes)]
             for slack in SLACKS if objective == LOAD else ():
                 near = goal._replace(objective=LATENCY, cap_s=least * slack)
-                best = best_chains(space, table, options, near, self._check)
+                best = best_chains(space, table, options, near, self.check)
                 cuts.append(self._cut(space, best.chain(tallies), modes))
             yield cuts
 
@@ -241,7 +231,7 @@ class Cutter:
         return max(max(one.forward_bytes - one.made_bytes, one.backward_bytes) for one in memory)
 
     def _balanced(self, size: int, mix: Mix) -> Chains:
-        key = size, len(mix), int(mix.used[-1]), mix.complete
+        key = size, len(mix), int(mix.used[-1])
         if key not in self._bottlenecks or mix.kinds > 1:
             table, cap_s = self._table(self._space, size), inf
             if mix.kinds == 1:  # suffices for the fewest stages that share this table
@@ -258,7 +248,7 @@ class Cutter:
     def _run(self, space: CutSpace, table: CostTable, mix: Mix, goal: Goal) -> Chains:
         """The best chains with one device of any kind per stage, without memory limits."""
         options = self._options(mix, (inf,) * mix.kinds, (KEEP,))
-        return best_chains(space, table, options, goal, self._check)
+        return best_chains(space, table, options, goal, self.check)
 
     def _options(self, mix: Mix, limits: Sequence[float], modes: Sequence[int]) -> Options:
         """Options with one device of any kind per stage, and any of these modes."""
@@ -310,7 +300,7 @@ class Cutter:
             mode=modes,
             devices=devices,
         )
-        chains = best_chains(space, self._table(space, size), options, Goal(LOAD), self._check)
+        chains = best_chains(space, self._table(space, size), options, Goal(LOAD), self.check)
         everywhere = np.arange(ranks + 1)
         if not isfinite(chains.value(everywhere)):
             return None
@@ -350,7 +340,7 @@ class Cutter:
         cuts = []
         for cap in REPLICA_CAPS:
             capped = goal._replace(cap_s=even_s * cap)
-            chains = best_chains(space, table, options, capped, self._check)
+            chains = best_chains(space, table, options, capped, self.check)
             if isfinite(chains.value(tallies)):
                 cuts.append(self._replica_cut(chains, options, tallies))
         return list(dict.fromkeys(cuts))
@@ -367,7 +357,7 @@ class Cutter:
         goal = goal._replace(objective=DEVICES, messages=OVERLAPPED)
         while True:
             capped = goal._replace(cap_s=cap_s)
-            chains = best_chains(self._replica_space, table, options, capped, self._check)
+            chains = best_chains(self._replica_space, table, options, capped, self.check)
             for stages in range(1, most + 1):
                 if chains.value(np.array([stages])) > ranks:
                     low[stages] = max(low[stages], min(cap_s, high[stages]))
@@ -447,16 +437,11 @@ class Cutter:
             sum_s_per_byte=summing,
         )
 
-    def _cache_matters(self, size: int) -> bool:
-        times = (self._problem.block_times(size, cached=each) for each in (True, False))
-        return next(times) != next(times)
-
-    def _table(self, space: CutSpace, size: int, *, least: bool = False) -> CostTable:
-        """The table of a micro-batch size; with ``least``, merged negligible blocks are free."""
-        key = len(space), size, least
+    def _table(self, space: CutSpace, size: int) -> CostTable:
+        """The table of a micro-batch size."""
+        key = len(space), size
         if key not in self._tables:
-            table = table_of(self._problem, space, size, free=space.moved if least else ())
-            self._tables[key] = table._replace(stage_s=0.0) if least else table
+            self._tables[key] = table_of(self._problem, space, size)
         return self._tables[key]
 
 
@@ -499,20 +484,15 @@ def cut_request(problem: Problem, size: int, warm_up: Sequence[int], mix: Mix) -
 
 
 def table_of(
-    problem: Problem,
-    space: CutSpace,
-    size: int,
-    samples: Sequence[int] = (),
-    free: Sequence[int] = (),
+    problem: Problem, space: CutSpace, size: int, samples: Sequence[int] = ()
 ) -> CostTable:
     """The cost table of micro-batches of ``size`` samples.
 
     Args:
         samples: of replicas, one row each; by default all samples.
-        free: indices of operators that count as 0.
     """
     rows = samples or (size,)
-    work = [[problem.block_times(row, free, cached=each) for each in (True, False)] for row in rows]
+    work = [[problem.block_times(row, cached=each) for each in (True, False)] for row in rows]
     forward = [problem.forward_block_times(row) for row in rows]
     scale = problem.scale(size)
     return cost_table(space, problem.profile, scale, np.array(work), np.array(forward))
