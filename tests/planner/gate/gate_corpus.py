@@ -266,6 +266,15 @@ def _memory() -> Iterator[Case]:
     for number, graph in enumerate(("chain", "skips", "branches")):
         memory = (3.0, 1.2, 1.2)[number]
         yield _case("offload", graph, number, 14, ONE, memory=memory, offload=None, **free)
+    # Stages are cut again for the memory of named schedules, for the least peak, or to offload.
+    yield _case("tight", "skips", 72, 14, ONE, memory=2.2, schedule="zb-h1")
+    yield _case("tight", "anything", 175, 12, ONE, memory=1.2, schedule="interleaved")
+    yield _case("tight", "unet", 141, 13, ONE, memory=1.4, schedule="zb-v")
+    yield _case(
+        "tight", "branches", 118, 15, ONE, memory=2.2, stages=3, micro_batches=4, recompute=None
+    )
+    yield _case("tight", "branches", 102, 14, ONE, memory=1.4, offload=None, **free)
+    yield _case("tight", "unet", 152, 14, ONE, memory=1.8, offload=None, stages=2, recompute=None)
     disk = {"offload": True, "offload_to": OffloadTarget.DISK}
     yield _case("offload", "chain", 3, 12, ONE, memory=1.6, **disk)
 
