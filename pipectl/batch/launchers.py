@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl.batch import process
-from pipectl.batch.scheduler import JobRequest
+from pipectl.batch.scheduler import JobRequest, Template
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.units import did_you_mean
+
+if TYPE_CHECKING:
+    from pipectl.spec.models import Environment, Launch
 
 AUTO = "auto"
 _TIMEOUT_S = 20.0
@@ -104,7 +108,10 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
         return command
     if launch.launcher != "srun":
         options = _mpiexec_options(request, on_this_machine=scheduler == "local")
-        return (find_mpiexec(request), *options, *launch.args, *command)
+        mpiexec = request.mpiexec
+        if mpiexec is None:
+            mpiexec = find_mpiexec(request.environment, request.template, request.python)
+        return (mpiexec, *options, *launch.args, *command)
     if scheduler != "slurm":
         raise SchedulerError("launch.launcher: srun needs Slurm", cure="use mpiexec or auto")
     # In Slurm 22.05 to 23.02, srun does not inherit the cores. A rank that dies must end the step,
@@ -152,20 +159,30 @@ def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]
     return kind.words.format(place=place, bind=bound, **values).split()
 
 
-def find_mpiexec(request: JobRequest) -> str:
-    """Return the path of mpiexec: the request's, the one beside its Python, or the first on PATH.
+def _changes_path(environment: Environment, template: Template | None) -> bool:
+    """Return whether PATH in a job may differ from that of this process."""
+    return bool(
+        environment.modules or environment.setup or template or "PATH" in environment.variables
+    )
+
+
+def find_mpiexec(
+    environment: Environment, template: Template | None, python: str | None = None
+) -> str:
+    """Return the path of a job's mpiexec: the one beside its Python, or the first on PATH.
 
     The result is ``mpiexec`` if it depends on the job's own PATH.
+
+    Args:
+        python: path of the interpreter; by default that of this process.
 
     Raises:
         SchedulerError: there is no mpiexec.
     """
-    if request.mpiexec is not None:
-        return request.mpiexec
-    embedded = Path(request.python).parent / "mpiexec"
+    embedded = Path(python or sys.executable).parent / "mpiexec"
     if embedded.exists():
         return str(embedded)
-    if request.changes_path:
+    if _changes_path(environment, template):
         return "mpiexec"
     on_path = shutil.which("mpiexec")
     if on_path is None:
@@ -190,18 +207,23 @@ class MpiChoice(NamedTuple):
     warning: str = ""
 
 
-def choose_mpi(request: JobRequest) -> MpiChoice:
+def choose_mpi(
+    launch: Launch, environment: Environment, template: Template | None, *, alone: bool
+) -> MpiChoice:
     """Choose ``launch.mpi`` if it is ``auto``; otherwise compare it with the installed MPI.
 
     An MPI from the job's modules, setup or template is not known before the job runs.
+
+    Args:
+        alone: whether the job is one process, without MPI.
     """
-    mpi = request.launch.mpi
-    if request.alone:
+    mpi = launch.mpi
+    if alone:
         return MpiChoice(mpi)
-    if request.launch.launcher == "srun":
-        return _choose_pmi(request)
+    if launch.launcher == "srun":
+        return _choose_pmi(mpi, environment, template)
     try:
-        mpiexec = find_mpiexec(request)
+        mpiexec = find_mpiexec(environment, template)
     except SchedulerError:
         return MpiChoice(mpi)
     kind = None if mpiexec == "mpiexec" else kind_of(mpiexec)
@@ -210,16 +232,15 @@ def choose_mpi(request: JobRequest) -> MpiChoice:
     return MpiChoice(mpi, warning=f"launch.mpi is {mpi}, but {mpiexec} is of the kind {kind}")
 
 
-def _choose_pmi(request: JobRequest) -> MpiChoice:
+def _choose_pmi(mpi: str, environment: Environment, template: Template | None) -> MpiChoice:
     """Choose the kind of PMI for ``srun --mpi``.
 
     If srun and the MPI library use different kinds of PMI, each rank starts as a job of one rank.
     """
-    kinds = list_pmis()
-    mpi, reason = request.launch.mpi, ""
+    kinds, reason = list_pmis(), ""
     if mpi == AUTO:
-        elsewhere = request.changes_path or request.environment.container
-        command = (request.python, "-m", "mpi4py", "--mpi-lib-version")
+        elsewhere = _changes_path(environment, template) or environment.container
+        command = (sys.executable, "-m", "mpi4py", "--mpi-lib-version")
         version = "" if elsewhere else (_output(*command) or "").strip().partition("\n")[0]
         library = " ".join(version.partition(",")[0].split())
         if library:

@@ -119,12 +119,6 @@ class JobRequest:
             return None
         return self.earlier_starts + 1 + self.checkpoint.max_requeues
 
-    @property
-    def changes_path(self) -> bool:
-        """Whether PATH in the job may differ from that of ``pipectl submit``."""
-        job = self.environment
-        return bool(job.modules or job.setup or self.template or "PATH" in job.variables)
-
     def has_variable(self, *prefixes: str) -> bool:
         """Return whether a name in ``environment.variables`` has one of the prefixes."""
         return any(name.startswith(prefixes) for name in self.environment.variables)

@@ -8,7 +8,6 @@ plan.
 
 from __future__ import annotations
 
-import shutil
 import sys
 import uuid
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import LOCAL, Array, JobRequest, Template, find_scheduler, get_scheduler
-from pipectl.batch.launchers import MpiChoice, choose_mpi
+from pipectl.batch.launchers import AUTO, MpiChoice, choose_mpi, find_mpiexec
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
 from pipectl.files import fault_of_owner, read_limited
@@ -108,18 +107,11 @@ class Job:
         tag: str | None = None,
         after: tuple[str, ...] = (),
         mpiexec: str | None = None,
-        array: Array | None = None,
     ) -> JobRequest:
-        """The request to the batch system for the run in a directory, or for the job array of a
-        sweep whose first job this is; for the arguments see :class:`JobRequest`."""
+        """The request to the batch system for the run in a directory; for the arguments see
+        :class:`JobRequest`."""
         directory, python = directory.absolute(), sys.executable
         spec, task, plan = self.spec, self.task, self.plan
-        command = (python, *task.program, str(directory), *task.arguments)
-        prepares = self.plans_in_job
-        if array is not None:
-            at_once = str(array.at_once or 1)
-            command = (python, "-m", "pipectl.jobs.sweep", str(directory), at_once)
-            prepares = False
         if plan is None:
             offloads = spec.pipeline.offload == "disk"
         else:
@@ -132,7 +124,7 @@ class Job:
             tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
             run_directory=directory,
             python=python,
-            command=command,
+            command=(python, *task.program, str(directory), *task.arguments),
             resources=spec.resources.model_copy(update=task.resources),
             launch=spec.launch.model_copy(update={"mpi": self.mpi.kind}),
             environment=spec.environment.model_copy(update=environment),
@@ -141,12 +133,37 @@ class Job:
             checkpoint=spec.checkpoint if task.kind == TRAINING else None,
             alone=task.alone,
             template=self.template,
-            first_command=(python, "-m", IN_JOB, str(directory)) if prepares else (),
+            first_command=(python, "-m", IN_JOB, str(directory)) if self.plans_in_job else (),
             earlier_starts=read_starts(RunDirectory(directory)),
             binds=_binds(spec, directory.parent, task.output),
             mpiexec=mpiexec,
             after=after,
-            array=array,
+        )
+
+    def array_request(
+        self,
+        sweep: SweepDirectory,
+        runs: int,
+        at_once: int | None,
+        *,
+        tag: str | None = None,
+        after: tuple[str, ...] = (),
+    ) -> JobRequest:
+        """The request for the job array of a sweep whose first job this is.
+
+        Args:
+            runs: number of its runs.
+            at_once: maximum number of runs at the same time; None sets no limit.
+            tag, after: see :class:`JobRequest`.
+        """
+        request = self.request_for(sweep.path, tag=tag, after=after)
+        # The program for a machine without a batch system.
+        program = ("-m", "pipectl.jobs.sweep", str(sweep.path), str(at_once or 1))
+        return replace(
+            request,
+            command=(request.python, *program),
+            first_command=(),
+            array=Array(tuple(sweep.run(index).path for index in range(runs)), at_once),
         )
 
 
@@ -167,11 +184,10 @@ def make_job(
     Raises:
         SpecError: the template of the job script cannot be read.
     """
-    as_written, template = MpiChoice(spec.launch.mpi), read_template(spec)
-    job = Job(spec, scheduler, task or Task(), template, mpi or as_written, values)
+    task, template = task or Task(), read_template(spec)
     if mpi is None:
-        job = replace(job, mpi=choose_mpi(job.request_for(Path(spec.output.directory))))
-    return job
+        mpi = choose_mpi(spec.launch, spec.environment, template, alone=task.alone)
+    return Job(spec, scheduler, task, template, mpi, values)
 
 
 def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: bool = False) -> str:
@@ -197,30 +213,42 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
 
 
 def check_script(spec: JobSpec) -> None:
-    """Raise an InvalidInputError if the job's template, if any, cannot be rendered."""
+    """Raise a SpecError if the job's template, if any, cannot be rendered."""
     if spec.launch.template is not None:
         plain = change(spec, launch={"launcher": "mpiexec", "bind": "none"})
-        render(make_job(plain, choose_scheduler(spec), mpi=MpiChoice("auto")))
+        render(make_job(plain, choose_scheduler(spec), mpi=MpiChoice(AUTO)), needs_mpi=False)
 
 
-def render(job: Job, now: float = 0.0, count: int = 0, at_once: int | None = None) -> str:
-    """Render the script of a job as if it were submitted, without a batch system or MPI.
+def render(job: Job, now: float = 0.0, *, needs_mpi: bool = True) -> str:
+    """Render the script of a job, or of the first run of a sweep, as if it were submitted now.
+
+    The batch system is not called. The script of a user's template is checked with ``bash -n``.
 
     Args:
-        job: the job, or the first job of a sweep.
         now: seconds since the epoch, for the name of the run.
-        count: number of runs of a sweep, for the script of its job array.
-        at_once: maximum number of runs at the same time; None sets no limit.
+        needs_mpi: whether to raise an error if there is no mpiexec to start the ranks with.
+
+    Raises:
+        PipectlError: see :meth:`pipectl.batch.Scheduler.render`.
     """
-    array = None
-    stem = Path(job.spec.output.directory).absolute() / stem_of(job.name, now)
-    directory = stem if job.values is None else Path(f"{stem}-0")
-    if count:
-        directory = SweepDirectory.beside(stem).path
-        array = Array(tuple(Path(f"{stem}-{index}") for index in range(count)), at_once)
-    installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
-    mpiexec, tag = None if installed else "mpiexec", f"{directory.name} dry-run"
-    request = job.request_for(directory, tag=tag, mpiexec=mpiexec, array=array)
+    run = Path(job.spec.output.directory, stem_of(job.name, now))
+    if job.values is not None:
+        run = SweepDirectory.beside(run).run(0).path
+    mpiexec = None
+    if not needs_mpi:
+        try:
+            mpiexec = find_mpiexec(job.spec.environment, job.template)
+        except SchedulerError:
+            mpiexec = "mpiexec"
+    request = job.request_for(run, tag=f"{run.name} dry-run", mpiexec=mpiexec)
+    return get_scheduler(job.scheduler).render(request)
+
+
+def render_array(job: Job, runs: int, at_once: int | None, now: float) -> str:
+    """Render the script of the job array of a sweep; for the arguments see
+    :meth:`Job.array_request` and :func:`render`."""
+    sweep = SweepDirectory.beside(Path(job.spec.output.directory, stem_of(job.name, now)))
+    request = job.array_request(sweep, runs, at_once, tag=f"{sweep.name} dry-run")
     return get_scheduler(job.scheduler).render(request)
 
 

@@ -310,17 +310,17 @@ def measure_rows(
 
 def request_of_two(launch: Launch, *command: str, cpus_per_task: int = 1) -> JobRequest:
     """A request for two ranks on this node that run a Python module."""
-    request = JobRequest(
+    environment = Environment()
+    mpi = choose_mpi(launch, environment, None, alone=False).kind
+    return JobRequest(
         name="two ranks",
         tag="two ranks",
         run_directory=Path.cwd(),
         python=sys.executable,
         command=(sys.executable, "-m", "mpi4py", "-m", *command),
         resources=Resources(tasks_per_node=_ROW_RANKS, cpus_per_task=cpus_per_task),
-        launch=launch,
-        environment=Environment(),
+        launch=launch.model_copy(update={"mpi": mpi}),
+        environment=environment,
         slurm=Slurm(),
         pbs=Pbs(),
     )
-    mpi = choose_mpi(request).kind
-    return replace(request, launch=launch.model_copy(update={"mpi": mpi}))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import Array, JobRequest, JobState, Template, get_scheduler
+from pipectl.batch import JobRequest, JobState, Template, get_scheduler
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
@@ -167,8 +167,7 @@ def submit(
             return hand_over([Submission.new(run, first, now, ids)], rollback)
     sweep, runs = SweepDirectory.create(base, name, len(jobs), now)
     with locked(sweep), Rollback(created=[*(run.path for run in runs), sweep.path]) as rollback:
-        array = Array(tuple(run.path for run in runs), at_once)
-        request = first.request_for(sweep.path, after=ids, array=array)
+        request = first.array_request(sweep, len(runs), at_once, after=ids)
         submissions = []
         for index, (job, run) in enumerate(zip(jobs, runs, strict=True)):
             # values that JSON does not have, such as infinity, are recorded as text

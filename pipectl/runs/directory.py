@@ -159,7 +159,7 @@ class SweepDirectory(Directory):
 
         for stem in _stems(name, now):
             sweep = cls.beside(base / stem)
-            runs = [RunDirectory(base / f"{stem}-{index}") for index in range(points)]
+            runs = [sweep.run(index) for index in range(points)]
             folders = {sweep.path: ("logs",), **dict.fromkeys((r.path for r in runs), _FOLDERS)}
             if _make_all(base, folders):
                 return sweep, runs
@@ -174,6 +174,10 @@ class SweepDirectory(Directory):
     def base(self) -> Path:
         """The directory of the runs."""
         return self.path.parent.parent
+
+    def run(self, index: int) -> RunDirectory:
+        """Return the run of a point, which may not exist."""
+        return RunDirectory(self.base / f"{self.name}-{index}")
 
     def runs(self) -> list[RunDirectory]:
         """Return the existing runs in the order of the points."""
@@ -339,7 +343,7 @@ def find_run(base: Path, name: str) -> RunDirectory:
         return match
     raise UnknownRunError(
         f"{name!r} is a sweep of several runs",
-        cure=f"name one of them, such as {example_run(match)}",
+        cure=f"name one of them, such as {name_in_shell(match.run(0))}",
     )
 
 
@@ -370,11 +374,6 @@ def name_in_shell(run: RunDirectory | SweepDirectory) -> str:
         return shlex.quote(str(run.path))
     path = str(run.path.relative_to(here))
     return shlex.quote(path if "/" in path else f"./{path}")
-
-
-def example_run(sweep: SweepDirectory) -> str:
-    """Return how to name a run of a sweep on a command line, for an example."""
-    return name_in_shell(RunDirectory(sweep.base / f"{sweep.name}-0"))
 
 
 def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:

@@ -5,11 +5,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job_requests import change
 
-from pipectl.batch import Template
+from pipectl.batch import JobRequest, Template
 from pipectl.batch.launchers import (
     MPIEXECS,
     MpiChoice,
@@ -57,9 +58,16 @@ def program(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def request_here(make_request, tmp_path):
+def request_here(make_request, tmp_path, monkeypatch):
     """Of an interpreter that is none, in the folder of the programs."""
-    return make_request(python=str(tmp_path / "bin" / "python"), mpiexec=None)
+    python = str(tmp_path / "bin" / "python")
+    monkeypatch.setattr(sys, "executable", python)
+    return make_request(python=python, mpiexec=None)
+
+
+def chosen(request: JobRequest, **changes: Any) -> MpiChoice:
+    job = change(request, **changes)
+    return choose_mpi(job.launch, job.environment, job.template, alone=job.alone)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -119,19 +127,24 @@ def test_where_mpiexec_is_found(make_request, program, tmp_path):
     beside.touch()
     program("mpiexec", "")
     request = make_request(python=str(beside.with_name("python")), mpiexec=None)
-    assert find_mpiexec(request) == str(beside)
+
+    def found(**changes: Any) -> str:
+        job = change(request, **changes)
+        return find_mpiexec(job.environment, job.template, job.python)
+
+    assert found() == launch_command(request, "pbs")[0] == str(beside)
     beside.unlink()
-    assert find_mpiexec(request) == str(tmp_path / "bin" / "mpiexec")
+    assert found() == str(tmp_path / "bin" / "mpiexec")
     for own in (
         {"modules": ("openmpi",)},
         {"setup": ("a",)},
         {"variables": {"PATH": "/opt/mpi/bin"}},
         {"template": Template("site.sh", "")},
     ):
-        assert find_mpiexec(change(request, **own)) == "mpiexec"
+        assert found(**own) == "mpiexec"
     (tmp_path / "bin" / "mpiexec").unlink()
     with pytest.raises(SchedulerError, match="mpiexec") as caught:
-        find_mpiexec(request)
+        found()
     assert "pip install mpich" in (caught.value.cure or "")
 
 
@@ -152,7 +165,7 @@ def library(program: Program, text: str) -> None:
 def test_srun_is_told_what_the_library_speaks(program, request_here, version, mpi):
     program("srun", ALL)
     library(program, version)
-    choice = choose_mpi(change(request_here, launcher="srun"))
+    choice = chosen(request_here, launcher="srun")
     assert (choice.kind, choice.warning) == (mpi, "")
     assert choice.reason.startswith(f"srun --mpi={mpi}: the ranks have ")
 
@@ -160,10 +173,10 @@ def test_srun_is_told_what_the_library_speaks(program, request_here, version, mp
 def test_a_library_that_this_slurm_does_not_know(program, request_here):
     library(program, "Open MPI v5.0.11, package")
     request = change(request_here, launcher="srun")
-    choice = choose_mpi(request)
+    choice = chosen(request)
     assert (choice.kind, choice.warning) == ("pmix", ""), "there is no srun here"
     program("srun", LIST.format("\\tnone\\n\\tpmi2\\n"))
-    choice = choose_mpi(request)
+    choice = chosen(request)
     assert choice.kind == "pmix"
     assert "knows no --mpi=pmix, but none, pmi2" in choice.warning
 
@@ -175,38 +188,37 @@ def test_what_the_job_brings_is_not_guessed(program, request_here, elsewhere):
     request = change(request_here, launcher="srun", **elsewhere)
     program("srun", ALL)
     library(program, "Open MPI v5.0.11, package")
-    choice = choose_mpi(request)
+    choice = chosen(request)
     assert (choice.kind, "not known here" in choice.reason) == ("pmi2", True)
     program("srun", LIST.format("\\tnone\\n\\tpmix\\n"))
-    assert choose_mpi(request).kind == "pmix"
+    assert chosen(request).kind == "pmix"
 
 
 def test_what_the_job_says_is_kept(program, request_here):
     request = change(request_here, launcher="srun")
-    assert choose_mpi(change(request, mpi="x")) == MpiChoice("x")
+    assert chosen(request, mpi="x") == MpiChoice("x")
     program("srun", ALL)
     for mpi, is_known in {"pmix": True, "pmix_v5": True, "none": True, "pmi1": False}.items():
-        choice = choose_mpi(change(request, mpi=mpi))
+        choice = chosen(request, mpi=mpi)
         assert (choice.kind, choice.warning == "") == (mpi, is_known)
 
 
-def test_the_mpiexec_that_will_start_them_is_asked(program, request_here):
+def test_the_mpiexec_that_will_start_them_is_asked(program, request_here, monkeypatch):
     program("mpiexec", "[[ $1 == --version ]] && echo 'mpiexec (OpenRTE) 4.1.4'")
-    assert choose_mpi(request_here) == MpiChoice("openmpi")
-    assert choose_mpi(change(request_here, mpi="openmpi")) == MpiChoice("openmpi")
-    other = choose_mpi(change(request_here, mpi="hydra"))
+    assert chosen(request_here) == MpiChoice("openmpi")
+    assert chosen(request_here, mpi="openmpi") == MpiChoice("openmpi")
+    other = chosen(request_here, mpi="hydra")
     assert (other.kind, "is of the kind openmpi" in other.warning) == ("hydra", True)
-    assert choose_mpi(change(request_here, alone=True)) == MpiChoice("auto")
-    elsewhere = change(request_here, python="/nowhere/python", modules=("mpich",))
-    assert choose_mpi(elsewhere) == MpiChoice("auto")
-    assert choose_mpi(change(elsewhere, mpi="cray")) == MpiChoice("cray")
-    assert choose_mpi(change(request_here, mpiexec="mpiexec")) == MpiChoice("auto")
+    assert chosen(request_here, alone=True) == MpiChoice("auto")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    elsewhere = change(request_here, modules=("mpich",))
+    assert chosen(elsewhere) == MpiChoice("auto")
+    assert chosen(elsewhere, mpi="cray") == MpiChoice("cray")
 
 
 @pytest.mark.mpi
-def test_the_launcher_and_library_of_this_environment(request_here):
+def test_the_launcher_and_library_of_this_environment(make_request):
     if not (Path(sys.executable).parent / "mpiexec").exists():
         pytest.skip("no mpiexec beside this interpreter")
-    here = change(request_here, python=sys.executable)
-    assert choose_mpi(here).kind in {"hydra", "openmpi"}
-    assert "the ranks have" in choose_mpi(change(here, launcher="srun")).reason
+    assert chosen(make_request()).kind in {"hydra", "openmpi"}
+    assert "the ranks have" in chosen(make_request(), launcher="srun").reason

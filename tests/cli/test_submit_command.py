@@ -68,15 +68,19 @@ def test_a_dry_run_needs_no_mpi_and_a_submission_fails_before_anything_is_made(
     cli, profile, place, monkeypatch
 ):
     monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
+    monkeypatch.setattr("pipectl.jobs.profiles.measure", lambda *_: pytest.fail("measured"))
     for scheduler in ("local", "slurm"):
         result = cli("submit", "job.yaml", "--scheduler", scheduler, "--dry-run")
         assert result.code == 0
         assert "\nrun_ranks mpiexec -n 2 " in result.out
-    result = cli("submit", "job.yaml", "--scheduler", "local")
-    assert (result.code, result.out) == (5, "")
-    assert result.err.startswith("error: mpiexec: not found")
-    assert "pip install" in result.err
-    assert [path for path in Path("runs").iterdir() if path.is_dir()] == []
+    for has_profile in (True, False):
+        if not has_profile:
+            profile.unlink()
+        result = cli("submit", "job.yaml", "--scheduler", "local")
+        assert (result.code, result.out) == (5, "")
+        assert result.err.startswith("error: mpiexec: not found")
+        assert "pip install" in result.err
+        assert [path for path in Path("runs").iterdir() if path.is_dir()] == []
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def spec_with_template(tmp_path: Path, head: str, name: str = "my site's.sh") ->
 
 def script_of(spec: JobSpec, scheduler: str) -> str:
     (job,) = prepare(spec, scheduler, make_missing=False)
-    return render(job, 0.0)
+    return render(job, needs_mpi=False)
 
 
 @pytest.mark.parametrize("head", ["if true; then", "echo {{{{ job.no_such }}}}", "echo )"])

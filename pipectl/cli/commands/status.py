@@ -16,7 +16,7 @@ from pipectl.cli.views import run as view
 from pipectl.cli.views.run_json import Subject
 from pipectl.errors import UnknownRunError, UsageError
 from pipectl.jobs.state import Poller, get_statuses
-from pipectl.runs import RunDirectory, SweepDirectory, example_run, find, find_runs, list_runs
+from pipectl.runs import RunDirectory, SweepDirectory, find, find_runs, list_runs, name_in_shell
 
 _POLL_S = 0.5
 _MARGIN = 4
@@ -39,7 +39,9 @@ def command(
         raise UsageError("--ranks: needs one run", cure="name it, or write `last`")
     one = find(directory, names[0]) if names and len(names) == 1 else None
     if ranks and isinstance(one, SweepDirectory):
-        raise UsageError("--ranks: needs one run", cure=f"name one, such as {example_run(one)}")
+        raise UsageError(
+            "--ranks: needs one run", cure=f"name one, such as {name_in_shell(one.run(0))}"
+        )
     runs = find_runs(directory, names or ())
     if watching:
         _watch(one, runs, directory, limit)

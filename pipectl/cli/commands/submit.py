@@ -24,7 +24,7 @@ from pipectl.cli.follow import (
 )
 from pipectl.directives import GPUS
 from pipectl.errors import UsageError
-from pipectl.jobs.job import choose_scheduler, render, warning_of_code
+from pipectl.jobs.job import choose_scheduler, render, render_array, warning_of_code
 from pipectl.jobs.prepare import plan_path, prepare, profile_path
 from pipectl.runs import SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
@@ -113,9 +113,9 @@ def _show_script(
     the forecast of the start."""
     now = time.time()
     (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
-    script, array_script = render(job, now), ""
+    script, array_script = render(job, now, needs_mpi=False), ""
     if spec.sweep is not None:
-        array_script = render(job, now, len(points), spec.sweep.at_once)
+        array_script = render_array(job, len(points), spec.sweep.at_once, now)
     if test_only:
         from pipectl.jobs.submit import estimate
 
