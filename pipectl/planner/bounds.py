@@ -30,7 +30,7 @@ from pipectl.schedule.registry import is_unflushed
 PLANNER = "pipectl"
 
 
-def outlook_s(
+def area_bound_s(
     bottleneck_s: float, path_s: float, shares: Sequence[float], stages: int, fastest: float
 ) -> float:
     """Lower bound on the step, without updates.
@@ -146,7 +146,7 @@ def _all_return(plan: Plan) -> bool:
     return len(returning) == len(plan.stages)
 
 
-def work_s(problem: Problem, tried: Iterable[int] = ()) -> float:
+def work_bound_s(problem: Problem, tried: Iterable[int] = ()) -> float:
     """All work of a step, spread over all devices, at the size with the least time per sample.
 
     Args:

@@ -13,7 +13,7 @@ from math import inf
 
 import numpy as np
 
-from pipectl.planner.bounds import longest_path_s, outlook_s
+from pipectl.planner.bounds import area_bound_s, longest_path_s
 from pipectl.planner.costs.devices import Mix, every_placement, one_each
 from pipectl.planner.graph.blocks import bitset
 from pipectl.planner.graph.downsets import CutSpace, Enumeration, Partition
@@ -21,12 +21,8 @@ from pipectl.planner.judge import Candidate, Judge, Outcome, Simplicity
 from pipectl.planner.partition.cutter import Cut, Cutter, fewest_of_table
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import Order, micro_batch_sizes
+from pipectl.planner.request import Order
 
-MICRO_BATCHES_PER_STAGE = 8
-"""With more, the step hardly gets shorter: the bubble is then about a tenth."""
-MICRO_BATCHES_IF_PROPORTIONAL = 4
-"""The same if times of small micro-batches are scaled from a larger size, not measured."""
 MAX_LAYOUTS = 300
 """An area with fewer partitions times placements is tried in full."""
 SMALL_GRAPH, SMALL_GRAPH_FACTOR = 10, 50
@@ -68,7 +64,7 @@ class Areas:
         self._cutter = cutter
         self._known: dict[tuple[int, int], Area] = {}
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
-        self.sizes = cache(self._find_sizes)
+        self.sizes = cache(problem.sizes)
         self._least_work = cache(self._find_least_work)
         self._every_layout = cache(self._find_every_layout)
         # Speeds of all devices, the fastest first, and the work per second of all cores, however
@@ -98,16 +94,11 @@ class Areas:
             problem, shares = self._problem, self._problem.shares(size)
             total_s, largest_s, path_s = self._least_work(size)
             bottleneck_s = max(total_s / sum(self._speeds[:stages]), largest_s / self._speeds[0])
-            least_s = outlook_s(bottleneck_s, path_s, shares, stages, self._speeds[0])
+            least_s = area_bound_s(bottleneck_s, path_s, shares, stages, self._speeds[0])
             least_s = max(least_s, sum(shares) * total_s / self._capacity)
             area = Area(stages, size, problem.micro_batches(size), least_s)
             self._known[stages, size] = area
         return self._known[stages, size]
-
-    def _find_sizes(self, stages: int) -> list[int]:
-        several = self._problem.profile.has_several_sizes
-        most = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
-        return micro_batch_sizes(self._problem.request, stages * most)
 
     @cached_property
     def reference_size(self) -> int:
@@ -288,10 +279,10 @@ def even_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:
     Args:
         counts: numbers of stages that are allowed, ascending.
     """
-    measured, request = problem.profile.micro_batch_size, problem.request
+    measured = problem.profile.micro_batch_size
     fastest = [rank for pool in problem.devices for rank in pool.ranks]
     for stages in dict.fromkeys((counts[-1], counts[0])):
-        sizes = micro_batch_sizes(request, MICRO_BATCHES_IF_PROPORTIONAL * stages)
+        sizes = problem.sizes(stages)
         near = min(sizes, key=lambda size: (abs(size - measured), size))
         for size in dict.fromkeys((near, min(sizes))):
             order = problem.orders(stages, size)[0]

@@ -33,9 +33,8 @@ from math import ceil, inf, log
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan, Replication
-from pipectl.planner.bounds import with_findings, work_s
+from pipectl.planner.bounds import with_findings, work_bound_s
 from pipectl.planner.candidates import (
-    MICRO_BATCHES_PER_STAGE,
     Area,
     Areas,
     Candidates,
@@ -284,7 +283,7 @@ class Explorer:
             wanted = cut_request(self.problem, area.size, recut.warm_up, mix)
             keeps = [replace(wanted, recompute=False)] if wanted.recompute is None else []
             for each in (*keeps, wanted):
-                for cuts in self.cutter.balanced(each):
+                for cuts in self.cutter.within_limits(each):
                     layouts, order = layouts_of(self.problem, cuts), (recut.schedule, recut.warm_up)
                     candidates = Candidates(
                         self.problem, layouts, area.size, [order], only_fitting=True
@@ -427,7 +426,7 @@ class Explorer:
         if ranks > MAX_RANKS_OF_DETAILED_SEARCH:
             sizes = micro_batch_sizes(problem.request, problem.request.batch_size)[-MAX_SIZES:]
         else:
-            sizes = micro_batch_sizes(problem.request, MICRO_BATCHES_PER_STAGE * ranks)
+            sizes = problem.sizes(ranks)
         sizes.sort(key=lambda size: abs(log(problem.micro_batches(size) / (2 * ranks))))
         rank_orders = device_orders(problem.cluster.node_of_rank)[
             : 1 if ranks > MAX_RANKS_OF_DETAILED_SEARCH else 2
@@ -539,6 +538,8 @@ def explore(
     others = explorer.alternatives(best, alternatives) if alternatives and finished else []
     # With replicas, the only lower bound on the step is the total work.
     replicated = request.replicas is None
-    least_s = work_s(problem, judge.evaluator.sizes) if replicated else explorer.least_step_s()
+    least_s = (
+        work_bound_s(problem, judge.evaluator.sizes) if replicated else explorer.least_step_s()
+    )
     ended = finished and not judge.gave_up
     return [with_findings(each.plan, least_s, finished=ended) for each in (best, *others)]

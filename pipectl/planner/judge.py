@@ -230,7 +230,7 @@ class Judge:
         if not self._verdicts:
             return None
         ties = [v for v in self._verdicts if v.step_s <= self.fastest_s * (1 + TIE)]
-        return min(ties, key=_preference)
+        return min(ties, key=_simplest_first)
 
     def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
         """The next best plans, all of which differ in more than their cuts."""
@@ -269,6 +269,6 @@ class Judge:
         return not equal or candidate.estimate_s >= best.step_s * (1 - 2 * ROUNDING)
 
 
-def _preference(verdict: Verdict) -> tuple[Simplicity, float, Ranks]:
+def _simplest_first(verdict: Verdict) -> tuple[Simplicity, float, Ranks]:
     candidate = verdict.candidate
     return candidate.simplicity, verdict.step_s, candidate.choice.layout.ranks

@@ -20,14 +20,14 @@ from math import ceil, inf
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.bounds import with_findings, work_s
+from pipectl.planner.bounds import with_findings, work_bound_s
 from pipectl.planner.candidates import even_partition
 from pipectl.planner.costs.devices import Mix, one_each
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.judge import out_of_time, preference
 from pipectl.planner.modes import Shortlist
 from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of, merged
-from pipectl.planner.partition.layout import Choice, Layout, Ranks, ranks_of
+from pipectl.planner.partition.layout import Choice, Layout, Ranks, ranks_with_backwards
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
     OTHER_SCHEDULES,
@@ -93,7 +93,7 @@ def named_plan(
             cure="set pipeline.schedule to auto, use more ranks, or raise the limit",
         )
     plan = min(shortlist.plans, key=preference)
-    bound_s = work_s(problem, shortlist.evaluator.sizes)
+    bound_s = work_bound_s(problem, shortlist.evaluator.sizes)
     return with_findings(plan, bound_s, finished=shortlist.finished and not expired())
 
 
@@ -281,7 +281,7 @@ def _cut_for_memory(plan: Plan, cutter: Cutter, shortlist: Shortlist) -> list[Pl
                 reserved_bytes=_reserved_bytes(last, problem),
             )
             tried = []
-            for cut in merged(cutter.balanced(wanted)) or cutter.smallest_peak(wanted):
+            for cut in merged(cutter.within_limits(wanted)) or cutter.smallest_peak(wanted):
                 if evaluator.is_exhausted:
                     break
                 layout = Layout(cut.partition, ranks, cut.recompute)
@@ -331,7 +331,7 @@ def _in_order(problem: Problem, layout: Layout, size: int, schedule: str | None)
     elsewhere: Ranks = ()
     apart = (staleness is not None and bool(request.backward_apart),) * stages
     if apart[0]:
-        pairs = ranks_of(apart, problem.cluster)
+        pairs = ranks_with_backwards(apart, problem.cluster)
         layout = layout._replace(ranks=tuple(pair[:1] for pair in pairs))
         elsewhere = tuple(pair[1:] for pair in pairs)
     if staleness is None:

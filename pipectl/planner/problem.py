@@ -31,11 +31,16 @@ from pipectl.planner.graph.blocks import BlockGraph, bitset, condense
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.estimate import Estimator
 from pipectl.planner.partition.layout import Choice, Layout, Ranks
-from pipectl.planner.request import Order, PlanRequest, open_orders
+from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES, default_warm_up
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.units import plural
+
+MICRO_BATCHES_PER_STAGE = 8
+"""With more, the step hardly gets shorter: the bubble is then about a tenth."""
+MICRO_BATCHES_IF_PROPORTIONAL = 4
+"""The same if times of small micro-batches are scaled from a larger size, not measured."""
 
 
 class Problem:
@@ -154,7 +159,7 @@ class Problem:
         return np.array(self.graph.block_of, dtype=np.int64)
 
     @property
-    def widest_link(self) -> Link:
+    def link_between_stages(self) -> Link:
         """What messages between stages pass through, if stages are on several nodes."""
         most = min(self.cluster.ranks, len(self.graph))
         several_nodes = self.cluster.node_of_rank[most - 1] > 0
@@ -287,11 +292,17 @@ class Problem:
         layout = Layout(self.partition_of(stages), one_each(tuple(range(len(stages)))))
         return self.plan(Choice(layout, size, ONE_F_ONE_B.name, warm_up))
 
+    def sizes(self, stages: int) -> list[int]:
+        """Micro-batch sizes to try with a number of stages, largest first."""
+        several = self.profile.has_several_sizes
+        most = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
+        return micro_batch_sizes(self.request, stages * most)
+
     def orders(self, stages: int, size: int) -> list[Order]:
         """Schedules and warm-ups to try, the fewest micro-batches in flight first."""
         return open_orders(self.request, stages, self.micro_batches(size))
 
-    def flushed(self, partition: Partition, ranks: Ranks, size: int) -> Iterator[Plan]:
+    def in_every_order(self, partition: Partition, ranks: Ranks, size: int) -> Iterator[Plan]:
         """Plans with every open schedule and warm-up.
 
         If the backward of a stage has a rank of its own, one more micro-batch is in flight between

@@ -35,9 +35,8 @@ from time import perf_counter
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan, Replication
-from pipectl.planner.bounds import PLANNER, with_findings, work_s
-from pipectl.planner.candidates import MICRO_BATCHES_PER_STAGE
-from pipectl.planner.explain.what_if import with_enough_memory, with_ranks
+from pipectl.planner.bounds import PLANNER, with_findings, work_bound_s
+from pipectl.planner.explain.what_if import with_ranks, with_unlimited_memory
 from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
@@ -52,7 +51,7 @@ from pipectl.planner.other_schedules import (
     propose_other_schedules,
 )
 from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of, merged
-from pipectl.planner.partition.layout import Choice, Layout, ranks_of
+from pipectl.planner.partition.layout import Choice, Layout, ranks_with_backwards
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
     OTHER_SCHEDULES,
@@ -148,7 +147,7 @@ def plain_plans(
     return _copied_plans(profile, cluster, request, expired, copies)
 
 
-def judge_choices(
+def plans_of_choices(
     problem: Problem,
     proposals: Iterable[Choice],
     expired: Expired = lambda: False,
@@ -171,7 +170,7 @@ def judge_choices(
         replicas = tuple(stage.replicas for stage in plan.stages)
         shapes.setdefault((replicas, plan.micro_batches, plan.replication), plan)
     # The only lower bound on the step is the total work.
-    bound_s = work_s(problem, shortlist.evaluator.sizes)
+    bound_s = work_bound_s(problem, shortlist.evaluator.sizes)
     return [
         with_findings(plan, bound_s, finished=shortlist.finished, planner=planner)
         for plan in shapes.values()
@@ -206,7 +205,7 @@ def _copied_plans(
     alone = plain_plans(own, with_ranks(cluster, cluster.ranks // copies), one, expired)
     problem = Problem(profile, cluster, request)
     copied = (choice for plan in alone for choice in _copied(problem, plan, copies))
-    plans = judge_choices(problem, copied)
+    plans = plans_of_choices(problem, copied)
     if not plans:
         raise InfeasibleError(
             f"no feasible plan: {copies} replicas of every stage take too much memory",
@@ -255,7 +254,7 @@ def varied_plans(
     search = VariantSearch(problem, expired)
     plans = search.run()
     sizes = {plan.micro_batch_size for plan in plans}
-    bound_s = work_s(problem, sizes | search.shortlist.evaluator.sizes)
+    bound_s = work_bound_s(problem, sizes | search.shortlist.evaluator.sizes)
     finished = not search.shortlist.evaluator.is_exhausted
     return [
         replace(
@@ -332,7 +331,7 @@ class VariantSearch:
             return [], error
 
     def _without_limits(self, request: PlanRequest) -> list[Plan]:
-        cluster = with_enough_memory(self._cluster)
+        cluster = with_unlimited_memory(self._cluster)
         free = replace(request, memory_limit_bytes=None)
         with suppress(InfeasibleError, OutOfTimeError):
             plans = plain_plans(self._problem.profile, cluster, free, self._expired)
@@ -419,7 +418,7 @@ class VariantSearch:
     def _on_ranks(self, plan: Plan, ranks: tuple[tuple[int, ...], ...]) -> Iterator[Plan]:
         """The stages of a plan on other ranks: one, or one each for forward and backward."""
         partition = self._problem.partition_of(stage.nodes for stage in plan.stages)
-        return self._problem.flushed(partition, ranks, plan.micro_batch_size)
+        return self._problem.in_every_order(partition, ranks, plan.micro_batch_size)
 
     def _elsewhere(self, plans: Sequence[Plan]) -> Iterator[Plan]:
         request, ranks = self._request, self._cluster.ranks
@@ -427,8 +426,8 @@ class VariantSearch:
             every = request.backward_apart is True
             for plan in plans:
                 for apart in choose_backwards_elsewhere(plan, self._cluster, every=every):
-                    yield from self._on_ranks(plan, ranks_of(apart, self._cluster))
-            sizes = micro_batch_sizes(request, MICRO_BATCHES_PER_STAGE * ranks)
+                    yield from self._on_ranks(plan, ranks_with_backwards(apart, self._cluster))
+            sizes = self._problem.sizes(ranks)
             for size in sizes if request.fixed_stages is None else ():
                 if not self._expired():
                     yield from self._cut_for_apart(size, every=every)
@@ -439,8 +438,8 @@ class VariantSearch:
                 size, every=every, recompute=self._request.recompute
             )
             if cut is not None and max(cut.devices) > 1:
-                ranks = ranks_of([count > 1 for count in cut.devices], self._cluster)
-                yield from self._problem.flushed(cut.partition, ranks, size)
+                ranks = ranks_with_backwards([count > 1 for count in cut.devices], self._cluster)
+                yield from self._problem.in_every_order(cut.partition, ranks, size)
 
     def _other_schedules(self, plans: Sequence[Plan], *, splits_backward: bool) -> Iterator[Plan]:
         if self._request.every_schedule:
@@ -470,7 +469,9 @@ class VariantSearch:
         on_device = tuple(min(depth, ON_THE_DEVICE) for depth in orders[0][1])
         for mix in self._cutter.mixes(stages):
             with suppress(OutOfTimeError):
-                cuts = merged(self._cutter.balanced(cut_request(problem, size, on_device, mix)))
+                cuts = merged(
+                    self._cutter.within_limits(cut_request(problem, size, on_device, mix))
+                )
                 for layout in layouts_of(problem, cuts):
                     for order in orders:
                         yield problem.plan(Choice(layout, size, *order))

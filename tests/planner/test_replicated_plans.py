@@ -13,7 +13,7 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, search_plans
-from pipectl.planner.bounds import work_s
+from pipectl.planner.bounds import work_bound_s
 from pipectl.planner.costs.links import Links, shares
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cutter import MAX_RANKS_OF_DETAILED_SEARCH
@@ -65,7 +65,7 @@ def test_a_slow_link_is_not_worth_replicas(chain) -> None:
     plan = planned(profile, cluster, 32, **asked)
     assert max(stage.replicas for stage in plan.stages) == 1
     problem = Problem(profile, cluster, PlanRequest("job", 32, **asked))
-    assert plan.search.step_lower_bound_s == pytest.approx(work_s(problem))
+    assert plan.search.step_lower_bound_s == pytest.approx(work_bound_s(problem))
 
 
 def test_more_replicas_than_ranks_are_refused(chain) -> None:

@@ -19,7 +19,7 @@ from pipectl.planner.explain.what_if import with_ranks
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import OTHER_SCHEDULES, PlanRequest, micro_batch_sizes, open_orders
-from pipectl.planner.search import judge_choices
+from pipectl.planner.search import plans_of_choices
 from pipectl.profile import Profile
 
 _MICRO_BATCHES_PER_RANK = 4
@@ -54,7 +54,7 @@ def policy_plans(
     # These planners do not consider memory, so stages recompute only if all must.
     wanted = replace(request, recompute=bool(request.recompute), blocks=bool(request.blocks))
     problem = Problem(profile, cluster, wanted)
-    plans = judge_choices(problem, choices, expired, planner=planner or name)
+    plans = plans_of_choices(problem, choices, expired, planner=planner or name)
     if not plans:
         raise InfeasibleError(
             f"no feasible plan: the stages that {name} chooses need more memory than a rank may "

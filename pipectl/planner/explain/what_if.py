@@ -47,7 +47,7 @@ def with_memory(cluster: Cluster, more_bytes: int) -> Cluster:
     return replace(cluster, nodes=tuple(map(larger, cluster.nodes)))
 
 
-def with_enough_memory(cluster: Cluster) -> Cluster:
+def with_unlimited_memory(cluster: Cluster) -> Cluster:
     """The cluster with unlimited memory per device."""
     nodes = (
         replace(node, device=replace(node.device, memory_bytes=None)) for node in cluster.nodes

@@ -152,7 +152,7 @@ class Cutter:
         if stages == 1:
             kinds = np.flatnonzero(mix.following[0] >= 0)
             return [Cut((graph.everything,), (int(kind),)) for kind in kinds]
-        bottleneck_s = self._balanced(size, mix).value(tallies)
+        bottleneck_s = self._least_loaded(size, mix).value(tallies)
         if not isfinite(bottleneck_s) or not len(tallies):
             return []
         mix = mix.up_to(stages)
@@ -168,7 +168,7 @@ class Cutter:
                 cuts.append(self._cut(self._space, chains.chain(tallies)))
         return list(dict.fromkeys(cuts))
 
-    def balanced(self, request: CutRequest) -> Iterator[list[Cut]]:
+    def within_limits(self, request: CutRequest) -> Iterator[list[Cut]]:
         """Partitions with small bottlenecks that nearly fit, for one guess of :data:`GUESSES` after
         another; the caller checks exact peaks.
 
@@ -230,7 +230,7 @@ class Cutter:
         memory = [operator.allocations for operator in self._problem.profile.operators]
         return max(max(one.forward_bytes - one.made_bytes, one.backward_bytes) for one in memory)
 
-    def _balanced(self, size: int, mix: Mix) -> Chains:
+    def _least_loaded(self, size: int, mix: Mix) -> Chains:
         key = size, len(mix), int(mix.used[-1])
         if key not in self._bottlenecks or mix.kinds > 1:
             table, cap_s = self._table(self._space, size), inf
@@ -252,7 +252,7 @@ class Cutter:
 
     def _options(self, mix: Mix, limits: Sequence[float], modes: Sequence[int]) -> Options:
         """Options with one device of any kind per stage, and any of these modes."""
-        problem, link = self._problem, self._problem.widest_link
+        problem, link = self._problem, self._problem.link_between_stages
         kind = np.repeat(np.arange(mix.kinds), len(modes))
         return Options.of(
             mix.following[:, kind],

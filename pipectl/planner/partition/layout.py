@@ -83,7 +83,7 @@ def device_orders(node_of_rank: Sequence[int]) -> list[tuple[int, ...]]:
     return list(dict.fromkeys([by_node, around]))
 
 
-def ranks_of(apart: Sequence[bool], cluster: Cluster) -> Ranks:
+def ranks_with_backwards(apart: Sequence[bool], cluster: Cluster) -> Ranks:
     """One rank per stage, or two if ``apart``, on the same node if it has two."""
     free: list[list[int]] = [[] for _ in cluster.nodes]
     for rank, node in enumerate(cluster.node_of_rank):
