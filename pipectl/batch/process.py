@@ -21,7 +21,7 @@ _LOOK_S = 0.02
 
 
 class NoAnswerError(SchedulerError):
-    """A command timed out; it may have taken effect."""
+    """It is not known whether a command has taken effect."""
 
 
 @dataclass(frozen=True)

@@ -290,8 +290,9 @@ class Scheduler(ABC):
     def cancel(self, job_id: str) -> None:
         """Cancel a job; unknown ids are no error."""
 
-    def estimate(self, script: Path) -> str | None:  # noqa: ARG002
-        """Return the system's forecast of the start; None if it has none."""
+    def estimate(self, script: str) -> str | None:  # noqa: ARG002
+        """Return the system's forecast of the start of a job, given the text of its script; None if
+        it has none."""
         return None
 
     @abstractmethod
@@ -345,8 +346,8 @@ class CommandLineScheduler(Scheduler):
         """Return the id of this user's latest job or array with the tag."""
         return max(self._find_all(tag), key=number_of, default=None)
 
-    def _run(self, *argv: str, **variables: str) -> process.Completed:
-        """Run a command with additional environment variables."""
+    def _run(self, *argv: str, stdin: str = "", **variables: str) -> process.Completed:
+        """Run a command with a text as its standard input and additional environment variables."""
         env = {
             name: value
             for name, value in os.environ.items()
@@ -356,7 +357,9 @@ class CommandLineScheduler(Scheduler):
             f"run this where the commands of {self.title} are installed, or set "
             "launch.scheduler: local"
         )
-        return process.run(argv, cure=cure, env={**env, **variables}, timeout_s=self.timeout_s)
+        return process.run(
+            argv, cure=cure, env={**env, **variables}, timeout_s=self.timeout_s, stdin=stdin
+        )
 
     def _ask(
         self, *argv: str, harmless: Collection[int] = (0,), **variables: str
@@ -391,7 +394,7 @@ class CommandLineScheduler(Scheduler):
                 ids = (match[1] for match in map(self.id_pattern.fullmatch, lines) if match)
                 job_id = next(ids, None)
             elif not any(phrase in done.stderr.lower() for phrase in self.unsure_messages):
-                raise self._refusal(script, done)
+                raise self._refusal(done)
         try:
             job_id = job_id or self.find(request.tag)
         except SchedulerError as error:
@@ -404,12 +407,12 @@ class CommandLineScheduler(Scheduler):
             )
         return job_id
 
-    def _refusal(self, script: Path, done: process.Completed) -> SchedulerError:
+    def _refusal(self, done: process.Completed) -> SchedulerError:
         """Return the error for a script that was not submitted, with what to do."""
         text = done.message.lower()
         fallback = "correct the job spec as the message says"
         cure = next((cure for phrase, cure in self.advice if phrase in text), fallback)
-        what = f"{self.submit_command[0]} refuses {script}"
+        what = f"{self.submit_command[0]} refuses the job script"
         if any(phrase in text for phrase in self.unreachable_messages):
             what = f"{self.title} does not answer"
         return SchedulerError(f"{what}:\n{done.message}", cure=cure)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from math import inf
-from pathlib import Path
 from typing import NamedTuple
 
 from pipectl.batch.scheduler import (
@@ -107,11 +106,11 @@ class SlurmScheduler(CommandLineScheduler):
     def array_id(self, task_id: str) -> str:
         return task_id.partition("_")[0]
 
-    def estimate(self, script: Path) -> str | None:
+    def estimate(self, script: str) -> str | None:
         """Return the forecast of ``sbatch --test-only``, which ignores partition time limits."""
-        done = self._run("sbatch", "--test-only", str(script))
+        done = self._run("sbatch", "--test-only", stdin=script)
         if done.returncode != 0:
-            raise self._refusal(script, done)
+            raise self._refusal(done)
         lines = f"{done.stderr}\n{done.stdout}".splitlines()
         forecasts = (line for line in lines if " to start at " in line)
         return next((line.removeprefix("sbatch: ") for line in forecasts), None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -210,11 +209,7 @@ def hand_over(
         script, request = array[0].script, array[1]
         write_text(script, scheduler.render(request), mode=0o700)
     rollback.scheduler_called = True
-    try:
-        job_id = scheduler.submit(script, request)
-    except PipectlError as error:
-        error.message = error.message.replace(str(script), "the job script")
-        raise
+    job_id = scheduler.submit(script, request)
     submitted = []
     for index, submission in enumerate(submissions):
         own_id = job_id if array is None else scheduler.task_id(job_id, index)
@@ -303,11 +298,3 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
                 )
         ids[job_id] = None
     return tuple(ids)
-
-
-def estimate(script: str, scheduler: str) -> str | None:
-    """Forecast of a job's start, in the batch system's words; None if it has no queue."""
-    with tempfile.TemporaryDirectory(prefix="pipectl-") as directory:
-        path = Path(directory) / "job.sh"
-        write_text(path, script)
-        return get_scheduler(scheduler).estimate(path)

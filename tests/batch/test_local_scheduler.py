@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -117,7 +116,7 @@ def test_jobs_by_their_ids(job_id, expected, words):
 
 def test_there_is_no_queue_to_ask(make_request):
     scheduler = LocalScheduler()
-    assert scheduler.estimate(Path("job.sh")) is None
+    assert scheduler.estimate("#!/bin/bash\n") is None
     assert (scheduler.find("tag"), scheduler.queues()) == (None, ())
     with pytest.raises(SchedulerError, match="cannot wait for other runs"):
         scheduler.render(make_request(after=(ME,)))

@@ -20,7 +20,6 @@ from pipectl.errors import SchedulerError
 from pipectl.spec.models import Checkpoint
 
 SAMPLES = Path(__file__).parents[1] / "data" / "scheduler" / "slurm"
-SCRIPT = Path("/runs/job.sh")
 SUBMIT = 1795228138.0
 MIB = 2**20
 
@@ -171,12 +170,12 @@ def test_jobs_of_an_array_are_asked_about_together(slurm):
 
 def test_estimate_is_the_forecast(slurm):
     slurm.replay("sbatch", "sbatch-testonly-toobig.txt")
-    forecast = SlurmScheduler().estimate(SCRIPT) or ""
+    forecast = SlurmScheduler().estimate("#!/bin/bash\n") or ""
     assert forecast.startswith("Job 30 to start at 2026-11-20T15:36:53")
-    assert slurm.calls("sbatch") == [["--test-only", "/runs/job.sh"]]
+    assert slurm.calls("sbatch") == [["--test-only"]]
     slurm.replay("sbatch", "sbatch-testonly-5nodes.txt")
     with pytest.raises(SchedulerError, match="node configuration is not available") as caught:
-        SlurmScheduler().estimate(SCRIPT)
+        SlurmScheduler().estimate("#!/bin/bash\n")
     assert "lower resources" in (caught.value.cure or "")
 
 

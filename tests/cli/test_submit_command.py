@@ -166,6 +166,7 @@ def test_a_refused_submission_leaves_nothing_behind(cli, profile, program, sbatc
     assert (result.code, result.out) == (5, "")
     assert result.err.startswith("error: sbatch")
     assert message in result.err
+    assert "job.sh" not in result.err, "it is not there any more"
     assert len(result.err.splitlines()) >= 2
     assert [path for path in Path("runs").iterdir() if path.is_dir()] == []
     assert profile.read_bytes() == before

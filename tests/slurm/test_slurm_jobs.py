@@ -227,15 +227,12 @@ def test_the_environment_cannot_overrule_the_script(request_of, wait_for, monkey
 
 def test_estimate(request_of):
     request = request_of("true")
-    request.run_directory.mkdir()
-    script = request.run_directory / "job.sh"
-    script.write_text(SLURM.render(request))
-    forecast = SLURM.estimate(script)
+    forecast = SLURM.estimate(SLURM.render(request))
     assert forecast is not None
     assert " to start at " in forecast
-    script.write_text(SLURM.render(change(request, nodes=5, tasks_per_node=9)))
+    too_large = SLURM.render(change(request, nodes=5, tasks_per_node=9))
     with pytest.raises(SchedulerError, match="not available"):
-        SLURM.estimate(script)
+        SLURM.estimate(too_large)
 
 
 def test_a_wrong_partition_is_refused_with_a_cure(request_of):

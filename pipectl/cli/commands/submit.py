@@ -117,10 +117,9 @@ def _show_script(
     if spec.sweep is not None:
         array_script = render_array(job, len(points), spec.sweep.at_once, now)
     if test_only:
-        from pipectl.jobs.submit import estimate
-
-        forecast = "the scheduler gives no start time (without a queue, jobs start at once)"
-        say(estimate(array_script or script, job.scheduler) or f"the job is valid; {forecast}")
+        forecast = get_scheduler(job.scheduler).estimate(array_script or script)
+        no_queue = "the scheduler gives no start time (without a queue, jobs start at once)"
+        say(forecast or f"the job is valid; {no_queue}")
         return
     if array_script:
         sys.stdout.write(array_script)
