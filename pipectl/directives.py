@@ -1,4 +1,4 @@
-"""Options of sbatch and qsub that a job spec or a template may set."""
+"""Names of batch systems, and options of sbatch and qsub that a spec or a template may set."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+SchedulerName = Literal["local", "slurm", "pbs"]
+"""Name of a batch system; ``local`` is this machine."""
 Value = str | bool | tuple[str, ...]
 """Value of an option: text; true for an option without a value; false for an option that is not
 written; several texts for an option that is written several times."""

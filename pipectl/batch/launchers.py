@@ -120,7 +120,7 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
     return (
         "srun",
         "--kill-on-bad-exit=1",
-        f"--mpi={_USUAL_PMI if launch.mpi == AUTO else launch.mpi}",
+        f"--mpi={launch.mpi}",
         f"--ntasks={request.ranks}",
         f"--ntasks-per-node={request.resources.tasks_per_node}",
         *(() if "cpus-per-task" in request.slurm.options else cores),

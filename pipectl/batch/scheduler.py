@@ -57,6 +57,7 @@ class JobRequest:
         run_directory: absolute, on a file system shared by all nodes.
         python: absolute path of the interpreter that submits.
         command: command of each rank, started under MPI.
+        launch: with the kind of MPI that was chosen; ``auto`` only for mpiexec, if it is not known.
         environment: its container is an absolute path or an address.
         checkpoint: None for jobs that cannot continue from a checkpoint.
         earlier_starts: how often the job script of the run was started before this submission.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def print_notes(jobs: Sequence[Job]) -> None:
     """Print the warnings of jobs, and the reasons for the choice of MPI, once each."""
-    for choice, warning in dict.fromkeys((each.mpi, each.warning) for each in jobs):
+    for choice, warning in dict.fromkeys((each.mpi, each.cluster_warning) for each in jobs):
         warn(warning)
         if choice.reason:
             note(choice.reason)

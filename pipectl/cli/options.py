@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import typer
 
+from pipectl.directives import SchedulerName as SchedulerName
 from pipectl.errors import UsageError
 from pipectl.files import RUNS_VARIABLE
 from pipectl.runs import list_runs, list_sweeps, runs_directory
@@ -98,7 +99,6 @@ def names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-SchedulerName = Literal["local", "slurm", "pbs"]
 RUN_HELP = "Run name (or its start or end), path, job id, or 'last'."
 
 JOB_FILE: Any = typer.Argument(..., metavar="JOB.yaml", help="The job spec.")

@@ -1,6 +1,6 @@
 """A job before it is submitted, and its request to the batch system.
 
-    JobSpec -> Job -> Submission -> RunStatus
+    JobSpec -> Job -> Submission -> RunDirectory -> RunStatus
 
 :func:`make_job` makes a `Job`; :func:`pipectl.jobs.prepare.prepare` adds its cluster, profile and
 plan.
@@ -73,7 +73,7 @@ class Job:
         mpi: how the ranks are started, and why.
         values: values of the job's point of the sweep, by dotted key; None without a sweep.
         cluster: the machines to plan for; None if the job only measures.
-        warning: about the cluster, for the user; may be empty.
+        cluster_warning: why a measured cluster is not used; may be empty.
         profile: None if the job measures its model itself, or needs no profile.
         plan: None if the job plans itself, or needs no plan.
         plans_in_job: whether the job profiles and plans in its allocation before it trains.
@@ -88,7 +88,7 @@ class Job:
     mpi: MpiChoice
     values: Mapping[str, Any] | None = None
     cluster: Cluster | None = None
-    warning: str = ""
+    cluster_warning: str = ""
     profile: Profile | None = None
     plan: Plan | None = None
     plans_in_job: bool = False

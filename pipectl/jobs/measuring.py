@@ -132,7 +132,13 @@ def plan_rehearsal(
         resources={"walltime": min(spec.resources.walltime, limit_s), "gpus_per_node": 0},
     )
     job = make_job(spec, scheduler, task)
-    job = replace(job, cluster=cluster, warning=planned.warning, plan=plan, rehearsal=rehearsal)
+    job = replace(
+        job,
+        cluster=cluster,
+        cluster_warning=planned.cluster_warning,
+        plan=plan,
+        rehearsal=rehearsal,
+    )
     return job, rehearsal
 
 

@@ -108,7 +108,7 @@ def prepare(
         with _name_values_in_errors(values):
             job = make_job(own, scheduler, values=values, mpi=launches.get(settings))
             cluster, _, warning = find_cluster(own, scheduler)
-        jobs.append(replace(job, cluster=cluster, warning=warning, profile=profile))
+        jobs.append(replace(job, cluster=cluster, cluster_warning=warning, profile=profile))
         launches[settings] = job.mpi
     if profile is None:
         # All profiles come first: the memory of a measuring process counts as memory of a rank,

@@ -80,7 +80,7 @@ def resume(
         plan = Plan.load(run.plan) if run.plan.exists() else None
         cluster, _, warning = find_cluster(move_to(run, spec), record.scheduler)
         job = make_job(spec, record.scheduler)
-        job = replace(job, cluster=cluster, warning=warning, plans_in_job=True)
+        job = replace(job, cluster=cluster, cluster_warning=warning, plans_in_job=True)
         if plan is not None:
             job = _plan_again(run, before, job, cluster, overrides, plan)
         replanned = job.plan != plan

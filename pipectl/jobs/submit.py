@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipectl.batch import JobRequest, JobState, Template, get_scheduler
+from pipectl.batch import JobRequest, JobState, get_scheduler
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
@@ -34,9 +34,6 @@ from pipectl.runs import (
     sweep_of,
 )
 from pipectl.spec import dump
-
-if TYPE_CHECKING:
-    from pipectl.spec import JobSpec
 
 _PRIVATE = 0o600
 """Mode of files that may contain keys and tokens."""
@@ -229,7 +226,11 @@ def _write_files(submission: Submission, script: str, first_run: RunDirectory) -
     """
     run, job, request = submission.run, submission.job, submission.request
     profile, plan, cluster = job.profile, job.plan, job.cluster
-    write_job(run, job.spec, request.template)
+    spec = job.spec
+    if request.template is not None:
+        write_text(run.template, request.template.text)
+        spec = change(spec, launch={"template": str(run.template)})
+    write_text(run.job, dump(spec), mode=_PRIVATE)
     if cluster is not None:
         cluster.save(run.cluster)
     if plan is not None and first_run is not run:
@@ -250,14 +251,6 @@ def _write_files(submission: Submission, script: str, first_run: RunDirectory) -
     else:
         run.variables.unlink(missing_ok=True)
     submission.record.save(run.record)
-
-
-def write_job(run: RunDirectory, spec: JobSpec, template: Template | None) -> None:
-    """Write ``job.yaml`` and the template of a run."""
-    if template is not None:
-        write_text(run.template, template.text)
-        spec = change(spec, launch={"template": str(run.template)})
-    write_text(run.job, dump(spec), mode=_PRIVATE)
 
 
 def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[str, ...]:

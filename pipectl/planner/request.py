@@ -46,7 +46,8 @@ class PlanRequest:
         warm_up: forwards each stage runs before its first backward, one entry per stage.
         memory_limit_bytes: resident memory of any rank, its process included.
         memory_shared_by: ranks per node if the limit is a rank's share of
-            ``resources.memory_per_node``; None if ``pipeline.memory_limit`` is smaller.
+            ``resources.memory_per_node``; None if there is no limit, or it is
+            ``pipeline.memory_limit``.
         recompute: whether stages recompute their forward for their backward instead of keeping its
             saved values: all stages, none, or those that do not fit otherwise.
         blocks: whether stages that recompute do so segment by segment (for users: blocks): all

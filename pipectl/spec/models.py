@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from pipectl.directives import SchedulerName
 from pipectl.spec import references, types
 
 
@@ -316,7 +317,7 @@ class Resources(types.Section):
 class Launch(types.Section):
     """How the ranks are started."""
 
-    scheduler: Literal["auto", "local", "slurm", "pbs"] = "auto"
+    scheduler: Literal["auto", SchedulerName] = "auto"
     """`slurm`, `pbs`, or `local` for processes on this machine. `auto` is `slurm` if `sbatch` is
     found, else `pbs` if `qsub` is, else `local`."""
     launcher: Literal["auto", "srun", "mpiexec"] = "auto"

@@ -48,6 +48,7 @@ def test_options_that_the_site_refuses_are_not_written(make_request):
     names = ("cpus-per-task", "time", "gpus-per-node", "mem")
     request = make_request(
         launcher="srun",
+        mpi="pmi2",
         gpus_per_node=2,
         memory_per_node=2**30,
         slurm={"options": dict.fromkeys(names, False)},

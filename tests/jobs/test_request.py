@@ -1,6 +1,7 @@
 """What a batch system is asked for: containers, heaps, and the user's own template of scripts."""
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,11 @@ from pipectl.jobs.job import (
     TIGHT_HEAP,
     check_script,
     make_job,
-    read_template,
     render,
 )
 from pipectl.jobs.prepare import prepare
-from pipectl.jobs.submit import write_job
+from pipectl.jobs.submit import submit
 from pipectl.plan import Plan, Stage, StageCost
-from pipectl.runs import RunDirectory
 from pipectl.spec import JobSpec, load
 
 CODE = 'model: "./code/model.py:build"\ndata: "./model data.py:data"\nloss: "torch.nn:MSELoss"\n'
@@ -104,10 +103,14 @@ def test_a_template_with_which_no_script_can_be_written_is_refused(tmp_path, hea
         check_script(spec)
 
 
-def test_a_run_keeps_its_own_template(tmp_path):
+def test_a_run_keeps_its_own_template(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "sbatch").write_text("#!/bin/bash\necho 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
     spec = spec_with_template(tmp_path, "echo first")
-    run = RunDirectory.create(tmp_path / "runs", "demo", time.time())
-    write_job(run, spec, read_template(spec))
+    (submission,) = submit(prepare(spec, "slurm", make_missing=False), time.time())
+    run = submission.run
     (tmp_path / "my site's.sh").write_text("changed since")
 
     again = load(run.job)
