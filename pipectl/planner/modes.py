@@ -288,7 +288,7 @@ class Shortlist:
                 without a required gain (of all plans, if there are no such plans). If it is more
                 than a tie, only a new fastest plan is accepted.
         """
-        limit_s = min(self._limit_s(gain), self.fastest_s * (1 - TIE))
+        limit_s = self._limit_s(gain)
         simulated: list[Plan] = []
         bounded: Iterable[tuple[float, Plan]]
         bounded = ((least_step_s(plan, self._cluster), plan) for plan in proposed)
@@ -310,9 +310,8 @@ class Shortlist:
 
     def settle(self, simulated: Iterable[Plan], gain: float = TIE) -> None:
         """As :meth:`consider`, for plans with predictions."""
-        gain_s = self._limit_s(gain)
         for plan in sorted(simulated, key=preference):
-            limit_s = min(gain_s, self.fastest_s * (1 - TIE))
+            limit_s = self._limit_s(gain)
             fitting: Plan | None = plan if self.evaluator.fits(plan) else None
             if plan.predicted_step_s < limit_s and not (self.plans and self.evaluator.is_exhausted):
                 fitting = self._modes.within_memory(plan)
@@ -324,7 +323,8 @@ class Shortlist:
                 self.plans.append(fitting)
 
     def _limit_s(self, gain: float) -> float:
-        """The step time to be below if a gain of more than a tie is required."""
-        if gain == TIE:
-            return inf
-        return (self._plain_s if self._plain_s < inf else self.fastest_s) * (1 - gain)
+        """The step time that a plan must be below to be the fastest, with a gain if required."""
+        fastest_s = self.fastest_s
+        if gain == TIE or self._plain_s == inf:
+            return fastest_s * (1 - gain)
+        return min(fastest_s * (1 - TIE), self._plain_s * (1 - gain))
