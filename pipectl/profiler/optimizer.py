@@ -14,7 +14,7 @@ from pipectl.capture.tensors import is_deferred
 from pipectl.profile import OptimizerCost, StepMemory
 from pipectl.profiler.machine import clock_of, last_level_bytes, record_allocated
 from pipectl.runtime.device import Device
-from pipectl.runtime.optimizer import make_optimizer, may_divide, refuse_coupled_updates
+from pipectl.runtime.optimizer import make_optimizer, may_divide, refuse_coupled_updates, take
 
 _SAMPLE_BYTES = 64 << 20
 _REPEATS = 5
@@ -39,6 +39,7 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
     gradients = [each.grad for each in sample.values() if each.grad is not None]
     optimizer = make_optimizer(job, sample)
     call(optimizer.step, "optimizer")
+    take(optimizer, sample)  # refuses a state that no checkpoint could hold
     caches = torch.empty(last_level_bytes(), dtype=torch.uint8)
     times = []
     for _ in range(_REPEATS):

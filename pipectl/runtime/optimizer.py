@@ -24,6 +24,7 @@ from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call, call_in_training
 from pipectl.capture.refusals import has_hooks, refuse_parameter_hooks
 from pipectl.capture.step import own_name
+from pipectl.capture.tensor_file import CODES
 from pipectl.errors import CaptureError
 from pipectl.plan import Plan
 from pipectl.runtime.device import release_freed_memory
@@ -52,6 +53,7 @@ class Stepper:
         updates: how many steps the optimizer and a per-step schedule have made.
         watches: whether the schedule follows the loss of evaluations, as ReduceLROnPlateau does.
         losses: of evaluations, which such a schedule has received.
+        parameters: of the optimizer, by full name.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -59,6 +61,7 @@ class Stepper:
     watches: bool = False
     updates: int = 0
     losses: list[float] = field(default_factory=list)
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     _has_stepped: bool = field(default=False, init=False)
 
     @property
@@ -79,6 +82,7 @@ class Stepper:
             call_in_training(self.optimizer.step, "optimizer")
             if before is not None:
                 refuse_changes(self.optimizer, before)
+                take(self.optimizer, self.parameters)
         self.skip()
         if not self._has_stepped:  # later steps use other parts of the heap
             release_freed_memory()
@@ -147,11 +151,11 @@ def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> St
     optimizer = make_optimizer(job, trained)
     refuse_parameter_hooks(unhooked)
     if schedule is None or function is None:
-        return Stepper(optimizer, None)
+        return Stepper(optimizer, None, parameters=trained)
     lr_scheduler = call(
         function, f"lr_scheduler.factory: {schedule.factory}", optimizer, **schedule.kwargs
     )
-    return Stepper(optimizer, lr_scheduler, _watches(lr_scheduler, job))
+    return Stepper(optimizer, lr_scheduler, _watches(lr_scheduler, job), parameters=trained)
 
 
 def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Any:
@@ -331,7 +335,7 @@ def _counts_on_host(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, k
 
 
 def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.dtype in CODES:
         tensors[path] = value.detach()
         return {_TENSOR: path}
     if isinstance(value, _PLAIN):
@@ -344,8 +348,9 @@ def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
         pairs = [[key, _encoded(item, f"{path}/{key}", tensors)] for key, item in value.items()]
         return {_DICT: pairs}
+    of = f" of {value.dtype}" if isinstance(value, Tensor) else ""
     raise CaptureError(
-        f"optimizer: the state of {own_name(path)} is a {type(value).__name__}, "
+        f"optimizer: the state of {own_name(path)} is a {type(value).__name__}{of}, "
         "which a checkpoint cannot hold",
         cure="use an optimizer whose state is tensors, numbers, and lists and mappings of them",
     )

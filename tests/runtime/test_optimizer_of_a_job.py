@@ -53,6 +53,19 @@ class Counting(torch.optim.SGD):
         super().step(closure)
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
+
+class Keeping(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["kept"] = self.kept
+
+class KeepingSets(Keeping):
+    kept = {1}
+
+class KeepingWideComplex(Keeping):
+    kept = torch.zeros(1, dtype=torch.complex128)
 """
 GROUPS = "groups: [{match: '*.bias', weight_decay: 0.0}, {match: '1.*', lr: 0.5}]"
 Maker = Callable[..., CapturedJob]
@@ -205,6 +218,8 @@ NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.eve
         (["factory: './model.py:Broken'"], r"^optimizer: raised KeyError: 'beta3' \(at .*model"),
         (["factory: './model.py:Hooking'"], r"^model: parameter 0\.weight has a hook"),
         (["factory: './model.py:Counting'"], "Counting keeps 'k' in its parameter groups"),
+        (["factory: './model.py:KeepingSets'"], "the state of 0.weight/kept is a set, which"),
+        (["factory: './model.py:KeepingWideComplex'"], "kept is a Tensor of torch.complex128"),
         (
             ["kwargs: {lr: 1.0}", "lr_scheduler: {factory: './model.py:failing'}"],
             r"^lr_scheduler: raised KeyError: 1 \(at .*model",

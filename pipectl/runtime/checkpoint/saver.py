@@ -24,7 +24,7 @@ from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.reports import Reports
 from pipectl.runtime.waiting import barrier, broadcast, gather_all, poll
-from pipectl.units import format_bytes
+from pipectl.units import format_bytes, plural
 
 _MARGIN = 1.02
 """Required free space over the bytes of the tensors: headers, the manifest."""
@@ -72,7 +72,7 @@ class Saver:
         communicator: used for nothing else; the constructor is collective.
         directory: of all checkpoints.
         attempt: of the job, so that no two attempts write to one temporary name.
-        warn: called if a checkpoint could not be written (on rank 0), or if training waits for it.
+        warn: called on rank 0 if a checkpoint could not be written, or if training waits for it.
         ready: whether all other files of a step before its checkpoint are written (called on rank
             0).
     """
@@ -109,21 +109,27 @@ class Saver:
                 a schedule have.
         """
         self._complete()
-        rank, size_bytes = self._communicator.rank, snapshot.size_bytes
-        self._failure = self._lacking(size_bytes)
+        rank, own = self._communicator.rank, (snapshot.size_bytes, snapshot.is_copy)
+        everyone = gather_all(self._communicator, own)
+        self._failure = self._lacking(sum(size_bytes for size_bytes, _ in everyone))
         if self._failure:
             self._tell_failure(manifest.step)
             return
         partial = self._directory / f".step-{manifest.step:06d}.partial-{self._attempt}"
         written = self._thread.submit(_write, partial, rank, manifest, snapshot)
         self._save = _Save(manifest, partial, written)
+        copies = {
+            each: size_bytes for each, (size_bytes, is_copy) in enumerate(everyone) if not is_copy
+        }
+        if copies and not self._has_waited and rank == 0:
+            self._has_waited = True
+            largest = max(copies, key=copies.__getitem__)
+            more = f", nor {plural(len(copies) - 1, 'other rank')}" if len(copies) > 1 else ""
+            self._warn(
+                f"rank {largest} has no memory for a copy of the {format_bytes(copies[largest])} "
+                f"that it saves{more}: training waits while they are written"
+            )
         if not snapshot.is_copy:
-            if not self._has_waited:
-                self._has_waited = True
-                self._warn(
-                    f"rank {rank} has no memory for a copy of the {format_bytes(size_bytes)} that "
-                    "it saves: training waits while they are written"
-                )
             poll(written.done, lambda _: False)
 
     @property
@@ -175,8 +181,8 @@ class Saver:
         barrier(self._communicator)
 
     def _lacking(self, size_bytes: int) -> str:
-        """The reason why the directory is unusable, or ""; collective."""
-        needed, lacking = int(sum(gather_all(self._communicator, size_bytes)) * _MARGIN), ""
+        """The reason why the directory cannot take the tensors of all ranks, or ""; collective."""
+        needed, lacking = int(size_bytes * _MARGIN), ""
         if self._communicator.rank == 0:
             try:
                 make_private_directory(self._directory)
@@ -223,31 +229,30 @@ def _commit(directory: Path, save: _Save, keep: Keep) -> None:
         shutil.rmtree(save.partial, ignore_errors=True)
         raise
     for old in keep.drops(directory, manifest.step):
-        hidden = old.with_name(f".{old.name}.dropped")  # so that every visible checkpoint is whole
         with suppress(OSError):
-            old.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+            shutil.rmtree(_hide(old), ignore_errors=True)
 
 
 def _rename(partial: Path, final: Path) -> None:
-    """Rename; an earlier checkpoint of that step is moved aside just before."""
+    """Rename; an earlier, damaged checkpoint of that step is dropped."""
     for folder in (*(path for path in partial.iterdir() if path.is_dir()), partial):
         sync(folder)
-    old = final.with_name(f".{final.name}.old")
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
+    hidden = _hide(final) if final.exists() else None
     partial.rename(final)
     sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if hidden is not None:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _hide(checkpoint: Path) -> Path:
+    """Rename a checkpoint that is to be deleted, so that every visible one is whole."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.dropped")
+    shutil.rmtree(hidden, ignore_errors=True)
+    return checkpoint.rename(hidden)
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove files of interrupted attempts; a checkpoint that was moved aside is moved back."""
-    for old in directory.glob(".step-*.old"):
-        final = directory / old.name.removeprefix(".").removesuffix(".old")
-        if not final.exists():
-            old.rename(final)
-    for kind in ("partial-*", "old", "dropped"):
+    """Remove files of interrupted attempts."""
+    for kind in ("partial-*", "dropped"):
         for left in directory.glob(f".step-*.{kind}"):
             shutil.rmtree(left, ignore_errors=True)

@@ -169,17 +169,6 @@ def test_damage_is_found(tmp_path: Path, states: dict[str, Tensor], damage: str)
     assert raised.value.cure == "use another checkpoint of the run"
 
 
-def test_a_checkpoint_that_was_moved_aside_moves_back(
-    tmp_path: Path, states: dict[str, Tensor]
-) -> None:
-    """A process was killed between the two renames that replace a checkpoint."""
-    old = save(tmp_path, 3, states)
-    old.rename(tmp_path / ".step-000003.old")
-    save(tmp_path, 6, states)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000006"]
-    assert checkpoint.load(old)["count"] == 5
-
-
 def full(*_: object) -> Any:
     raise OSError(28, "No space left on device")
 
