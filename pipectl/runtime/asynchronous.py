@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
-from pipectl.capture.data import Samples, split_batch
+from pipectl.capture.data import Loader, Samples, split_batch
 from pipectl.capture.slices import Rows
 from pipectl.capture.step import own_name, sample_shares, target_shares, weighted_loss
 from pipectl.errors import CaptureError, MismatchError
@@ -68,7 +68,7 @@ class AsynchronousSteps(Steps):
 
     overlap = True
 
-    def begin(self, planned: Sequence[Samples], done: int) -> None:
+    def begin(self, loader: Loader, steps: int, done: int) -> None:
         """Open the data, and keep versions of the weights from now on; see :class:`Steps`.
 
         Raises:
@@ -77,9 +77,10 @@ class AsynchronousSteps(Steps):
                 micro-batches.
         """
         refuse(self._end.training, self._plan.schedule, shared_uses(self._engine.cut))
-        _check_counts(planned, self._plan)
-        if (loader := self._batches.loader) is not None:
-            self._loaded = loader.micro_batches(planned, self._plan.micro_batch_size, done)
+        _check_counts(islice(loader.epoch(0), steps), self._plan)  # further epochs are like it
+        if self._batches.loader is not None:
+            batches, size = islice(loader.batches(), steps), self._plan.micro_batch_size
+            self._loaded = loader.micro_batches(batches, size, done)
         for index, stage in self._end.stages.items():
             stage.keep_versions(versions_kept(self._plan, index))
 

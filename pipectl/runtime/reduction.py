@@ -219,7 +219,14 @@ class StageReduction:
         self._has_hooks = self._armed = False
 
     def arm(self) -> None:
-        """Announce that the next backward is the last one of the step."""
+        """Announce that the next backward is the last one of the step.
+
+        Its hooks start sums. On accelerators, autograd calls them in a thread of its own while this
+        one waits; if MPI does not allow calls from there, all sums start after the backward.
+        """
+        is_called_here = all(bucket.leaves[0].device.type == "cpu" for bucket in self._buckets)
+        if not is_called_here and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+            return
         if not self._has_hooks:  # not earlier, to distinguish hooks of user code
             self._has_hooks = True
             for index, bucket in enumerate(self._buckets):

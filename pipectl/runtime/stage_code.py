@@ -207,8 +207,8 @@ TICK_EVERY = 4
 def insert_ticks(module: fx.GraphModule, advance: Callable[[], None]) -> None:
     """Call ``advance`` after every few operators of a stage's code, and in their backward.
 
-    Neither uses a tensor, so no bit changes. On accelerators, autograd runs backwards in threads of
-    its own, which may not call MPI.
+    Neither uses a tensor, so no bit changes. Backwards on accelerators have no ticks: autograd runs
+    them in threads of its own, from which MPI may not allow calls.
     """
 
     def tick(value: Any) -> None:

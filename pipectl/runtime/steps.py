@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from typing import ClassVar
 
-from pipectl.capture.data import Samples
+from pipectl.capture.data import Loader, Samples
 from pipectl.plan import Plan
 from pipectl.runtime.division import Batches
 from pipectl.runtime.engine import Engine
@@ -48,11 +49,12 @@ class Steps:
         self._telemetry, self._tracing, self._on_update = telemetry, tracing, on_update
         self._loaded: Iterator[Batch] = iter(())
 
-    def begin(self, planned: Sequence[Samples], done: int) -> None:
+    def begin(self, loader: Loader, steps: int, done: int) -> None:
         """Open the data.
 
         Args:
-            planned: the samples of every step.
+            loader: of the training data.
+            steps: of the whole run.
             done: number of steps that are done.
         """
         raise NotImplementedError
@@ -62,7 +64,7 @@ class Steps:
 
         Args:
             first: number of the first.
-            batches: the samples of every step.
+            batches: the samples of each.
         """
         raise NotImplementedError
 
@@ -101,7 +103,7 @@ class SynchronousSteps(Steps):
 
     overlap = False
 
-    def begin(self, planned: Sequence[Samples], done: int) -> None:
+    def begin(self, loader: Loader, steps: int, done: int) -> None:
         """Open the data; see :class:`Steps`."""
 
         @cache
@@ -110,8 +112,10 @@ class SynchronousSteps(Steps):
 
         self._step_of = step_of
         if self._batches.loader is not None:
-            self._loaded = self._batches.loader.pieces(
-                planned, lambda batch: step_of(batch.size, batch.length).positions, done
+            self._loaded = loader.pieces(
+                islice(loader.batches(), steps),
+                lambda batch: step_of(batch.size, batch.length).positions,
+                done,
             )
 
     def train(self, first: int, batches: Sequence[Samples]) -> None:
@@ -130,6 +134,7 @@ class SynchronousSteps(Steps):
         run.update = lambda run, *_: end.run(first, run, [*step.losses])
         end.begin()
         self._engine.run(run)
+        deque(loaded, maxlen=0)  # what no stage has read is not of the next step
         end.settle_buffers(step.plan)
         if is_recorded:
             self._tracing.end(first, recording, start)

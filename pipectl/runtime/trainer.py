@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import islice, pairwise
 
-from pipectl.capture.data import Samples
 from pipectl.cluster import Cluster
 from pipectl.files import write_text
 from pipectl.runs import RunDirectory
@@ -124,28 +123,33 @@ class Trainer:
         self._begin("warming up")
         self._setup.learn_layouts()
         self._begin("training")
-        self._train_steps(list(islice(self._setup.job.loader.batches(), self._spec.training.steps)))
+        self._train_steps()
         self._setup.board.phase("finishing")
         self._end.settle()
         self._tracing.finish()  # even if the last checkpoint cannot be written
         self._saver.finish()
         self._telemetry.finish("stopped" if self._stopped else "done")
 
-    def _train_steps(self, planned: list[Samples]) -> None:
-        """Train one step at a time; if steps overlap, until the next at which all ranks meet."""
+    def _train_steps(self) -> None:
+        """Train one step at a time.
+
+        If steps overlap, train up to the next step after which the pipeline is empty.
+        """
         if self._early_stopping.reason:  # a resumed run that had ended
             return
         setup, steps, board = self._setup, self._steps, self._setup.board
-        steps.begin(planned, self._steps_done)
-        ends = range(self._steps_done + 1, len(planned) + 1)
+        loader, count = setup.job.loader, self._spec.training.steps
+        steps.begin(loader, count, self._steps_done)
+        batches = islice(loader.batches(), self._steps_done, None)
+        ends = range(self._steps_done + 1, count + 1)
         drains = [end for end in ends if not steps.overlap or self._drains_after(end)]
         for before, end in pairwise([self._steps_done, *drains]):
             board.step(before + 1)
-            steps.train(before + 1, planned[before:end])
+            steps.train(before + 1, list(islice(batches, end - before)))
             self._between_steps(end)
             early = bool(self._early_stopping.reason)
             stops = not early and self._end.stops(at_once=steps.overlap)
-            if (early or stops) and end < len(planned):
+            if (early or stops) and end < count:
                 self._stopped = stops
                 self._end.settle()
                 if not self._saves_after(end):

@@ -84,6 +84,14 @@ class NeedsGradients(torch.optim.SGD):
         return super().step(closure)
 
 
+class KeepsSets(torch.optim.SGD):
+    """Has state that no checkpoint holds."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.state[self.param_groups[0]["params"][0]]["seen"] = {1}
+
+
 class AtMostFour(Counted):
     """Takes small micro-batches alone."""
 

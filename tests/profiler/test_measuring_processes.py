@@ -244,6 +244,12 @@ def test_steps_of_the_optimizer_are_timed_with_gradients(spec_of: Any) -> None:
     assert cost.step_s_per_byte > 0
 
 
+def test_an_optimizer_whose_state_cannot_be_saved_gets_no_profile(spec_of: Any) -> None:
+    optimizer = {"factory": f"{MODELS}:KeepsSets", "kwargs": {"lr": 0.1}}
+    with pytest.raises(CaptureError, match="/seen is a set, which a checkpoint cannot hold"):
+        optimizer_cost(CapturedJob(spec_of(optimizer=optimizer)), CpuDevice())
+
+
 def test_a_batch_larger_than_the_data_is_an_assumption(spec_of: Any) -> None:
     training = {"steps": 1, "batch_size": 32}
     profile = profile_job(spec_of(training=training), effort=Effort.FAST)

@@ -131,6 +131,22 @@ def test_the_work_on_sums_under_way_grows_with_their_number_and_no_faster(bucket
     assert messages.tests <= 8 * 2 * buckets
 
 
+def test_no_sum_starts_in_a_thread_of_an_accelerator_from_which_mpi_allows_no_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_FUNNELED)
+    leaf = torch.zeros(2, device="meta", requires_grad=True)
+    started: list[Bucket] = []
+    monkeypatch.setattr(Bucket, "start", lambda bucket: started.append(bucket))
+    wire = Wire(Awaited(), CpuDevice(), Progress())  # type: ignore[arg-type]
+    reduction = StageReduction(wire, {"leaf": leaf})
+    reduction.arm()
+    leaf.sum().backward()
+    assert not started
+    reduction.start()
+    assert len(started) == 1
+
+
 @pytest.mark.parametrize(
     ("taken", "split", "count"), [([[0, 1, 2]] * 2, True, 8), ([[0, 2, 4], [1, 3, 5]], False, 11)]
 )

@@ -50,7 +50,7 @@ class Training:
         self.trainer._telemetry.state("measuring")
         setup.learn_layouts()
         self._planned = list(islice(setup.job.loader.batches(), total))
-        self.trainer._steps.begin(self._planned, 0)
+        self.trainer._steps.begin(setup.job.loader, total, 0)
         self._number = count(1)
         self.saving_s: list[float] = []
         self._save = self.trainer._save
