@@ -20,7 +20,7 @@ from pipectl.capture.step import own_name, sample_shares, target_shares, weighte
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.gradients import shared_uses
-from pipectl.runtime.step import Batch, Step, StepRun
+from pipectl.runtime.step import Batch, Outcome, Step, StepRun
 from pipectl.runtime.steps import Steps
 from pipectl.runtime.waiting import barrier
 from pipectl.schedule import channels
@@ -133,22 +133,23 @@ class AsynchronousSteps(Steps):
         """Read the weights of the next step, if no forward of this rank reads its batch."""
         deque(islice(self._read_only_for_weights, self._plan.micro_batches), maxlen=0)
 
-    def _update(self, run: StepRun, stage: int, micro_batch: int) -> None:
+    def _update(self, run: StepRun, stage: int, micro_batch: int) -> Outcome:
         """The end of a step on this rank: its update, or its last forward if it updates nothing."""
-        end, count = self._end, self._plan.micro_batches
+        count = self._plan.micro_batches
         index, before = micro_batch // count, micro_batch // count * count
         step, losses = self._first + index, run.losses[:count]
-        updated = end.stages.get(stage)
+        updated = self._end.stages.get(stage)
         with nullcontext() if updated is None else updated.updating():
-            end.run(step, run, range(len(losses)), before)
+            outcome = self._end.run(step, run, before)
         self._engine.board.step(step + 1)
         if index == steps_apart(self._plan):
             self._end_trace(run)
         del run.losses[:count]
         loss = weighted_loss(losses, run.weights[before : before + count])
         self._read_weights()
-        self._since = self._finish(step, self._planned[index], run, loss, self._since)
+        self._since = self._finish(step, self._planned[index], run, outcome, loss, self._since)
         run.busy_s = 0.0
+        return outcome
 
     def _end_trace(self, run: StepRun) -> None:
         if self._traced:

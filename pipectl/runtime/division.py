@@ -16,7 +16,7 @@ from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.reduction import group_of
 from pipectl.runtime.stage import Stage
-from pipectl.runtime.step import Batch, Step, StepRun, narrowed
+from pipectl.runtime.step import Batch, Step, StepRun, Update, narrowed
 from pipectl.runtime.waiting import gather_all, wait
 
 
@@ -148,7 +148,12 @@ class Batches:
         return tokens and (batch.tokens or batch.size * tokens)
 
     def make_run(
-        self, step: Step, batches: Iterator[Batch], number: int | str, scale: float = 1.0
+        self,
+        step: Step,
+        batches: Iterator[Batch],
+        number: int | str,
+        scale: float = 1.0,
+        update: Update = lambda *_: None,
     ) -> StepRun:
         """The run of a step; batches are read at once if weights depend on them.
 
@@ -156,14 +161,15 @@ class Batches:
             batches: of the pieces that the step loads.
             number: of the step, for random operators.
             scale: of the loss.
+            update: see :class:`StepRun`.
         """
         seed = self.seed, number
         if self.weigh is None:
             total = sum(rows.size for rows in step.sizes)
             shares = [step.losses.get(i, rows).size / total for i, rows in enumerate(step.sizes)]
-            return StepRun(step, shares, batches, seed, scale)
+            return StepRun(step, shares, batches, seed, scale, update)
         known = list(batches)
-        return StepRun(step, self._by_targets(step, known), iter(known), seed, scale)
+        return StepRun(step, self._by_targets(step, known), iter(known), seed, scale, update)
 
     def loss(self, run: StepRun) -> float:
         """This rank's part of the loss of a step; NaN if it computes none of it."""

@@ -298,12 +298,12 @@ class Engine:
             deliver(run, micro_batch, results)
 
         def evaluate(run: StepRun, micro_batch: MicroBatch) -> None:
-            has_loss = index == self.cut.loss_stage and self.on_evaluated is not None
-            targets = run.load(micro_batch.number, rows)[1] if has_loss else None
+            on_evaluated = self.on_evaluated if index == self.cut.loss_stage else None
+            targets = None if on_evaluated is None else run.load(micro_batch.number, rows)[1]
             given = start(run, micro_batch)
             results = stage.evaluate(*given)
-            if has_loss and self.on_evaluated is not None:
-                self.on_evaluated(rows, {**given[2], **results}, targets)
+            if on_evaluated is not None:
+                on_evaluated(rows, {**given[2], **results}, targets)
             deliver(run, micro_batch, results)
 
         return forward if trains else evaluate
@@ -386,7 +386,7 @@ class Engine:
 
     def _update(self, stage: int, run: StepRun, micro_batch: MicroBatch) -> None:
         run.outbox = 0, {}
-        run.update(run, stage, micro_batch.number)
+        run.outcome = run.update(run, stage, micro_batch.number)
         self._transport.advance()
 
     def _bind_send(self, end: Channel, form: Form) -> Execute:

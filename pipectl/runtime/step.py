@@ -154,6 +154,24 @@ class Piece(NamedTuple):
     tensors: Tensors
 
 
+class Outcome(NamedTuple):
+    """How a step ended on a rank.
+
+    Args:
+        learning_rate: of its update; NaN if the rank updates nothing.
+        gradient_norm: of all gradients, before clipping; NaN if gradients are not clipped.
+        skipped: whether no parameter was updated.
+    """
+
+    learning_rate: float
+    gradient_norm: float
+    skipped: bool
+
+
+Update = Callable[["StepRun", int, int], Outcome | None]
+"""Ends a step at an UPDATE of a stage and a micro-batch."""
+
+
 @dataclass
 class StepRun:
     """One execution of a step.
@@ -175,6 +193,7 @@ class StepRun:
             send.
         sends, receives: under way, by channel and micro-batch.
         losses: of every micro-batch, or part of one, that this rank computes, in order.
+        outcome: of the last step that has ended.
         busy_s: time in forwards and backwards.
     """
 
@@ -183,7 +202,7 @@ class StepRun:
     batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
     seed: tuple[int | str, ...] = ()
     scale: float = 1.0
-    update: Callable[[StepRun, int, int], None] = lambda *_: None
+    update: Update = lambda *_: None
     recording: Recording | None = None
     per_step: int | None = None
     inbox: dict[Key, list[Piece]] = field(default_factory=dict)
@@ -191,6 +210,7 @@ class StepRun:
     sends: dict[tuple[int, int], Posted] = field(default_factory=dict)
     receives: dict[tuple[int, int], Posted] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
+    outcome: Outcome | None = None
     busy_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -26,16 +26,13 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from pipectl.capture import CapturedJob, Cut
+from pipectl.capture import Cut
 from pipectl.capture.step import first_undefined, own_name
 from pipectl.errors import UsageError, WorkerError
 from pipectl.graph import TransferKind
-from pipectl.plan import Plan
 from pipectl.runs import NotFinite
-from pipectl.runtime.engine import Engine
 from pipectl.runtime.gradients import (
     LossScale,
-    SharedGradients,
     clip_gradients,
     gradient_norms,
     not_finite,
@@ -43,9 +40,8 @@ from pipectl.runtime.gradients import (
 )
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.optimizer import make_stepper
-from pipectl.runtime.replicas import Replicas
-from pipectl.runtime.stage import Stage
-from pipectl.runtime.step import StepRun
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.step import Outcome, StepRun
 from pipectl.runtime.stopping import GO_ON, STOP, WAIT, StopRequest
 from pipectl.runtime.waiting import barrier, poll, wait
 
@@ -295,14 +291,10 @@ class StepEnd:
         owned_parameters: the trained ones among those that this rank saves; it reports the norms of
             their gradients.
         training: as in the spec.
-        gradient_norm, used_rate, skipped: of the last step.
+        looks: whether the rank looks for what is not finite.
+        origins: sums of the outputs of its stages, if it does.
 
     Args:
-        communicator: used for nothing else.
-        engine: of the training.
-        stages: whose backwards run on this rank.
-        saved: names of the parameters and buffers that this rank saves.
-        written: the buffers of this rank that forwards write, by full name.
         stop_request: looked at on rank 0.
         record: writes what was not finite in a step; called on all ranks.
         finish: completes pending work before the job stops; called on all ranks.
@@ -310,32 +302,28 @@ class StepEnd:
 
     def __init__(
         self,
-        communicator: MPI.Comm,
-        job: CapturedJob,
-        engine: Engine,
-        stages: Mapping[int, Stage],
-        replicas: Replicas,
-        shared_gradients: SharedGradients,
-        saved: Container[str],
-        written: Mapping[str, Tensor],
+        setup: Setup,
         stop_request: StopRequest,
         record: Callable[[int, NotFinite], None],
         finish: Callable[[], None],
     ) -> None:
-        self._replicas, self._shared, self._written = replicas, shared_gradients, written
+        job, stages = setup.job, setup.updated_stages
+        self._replicas, self._shared = setup.replicas, setup.shared_gradients
+        self._written = setup.written
         self._record, self._finish = record, finish
-        self._stop_request = stop_request if communicator.rank == 0 else None
+        self._stop_request = stop_request if setup.communicator.rank == 0 else None
         self.training = job.spec.training
         self.stages = stages
         held = {n: each for stage in stages.values() for n, each in stage.parameters.items()}
         parameters = {name: held[name] for name in job.states if name in held}  # in model order
-        self.updated = {n: p for n, p in parameters.items() if replicas.sharded.get(n, True)}
-        self._trained_parameters = _trained(parameters)
+        sharded = setup.replicas.sharded
+        self.updated = {n: p for n, p in parameters.items() if sharded.get(n, True)}
+        trained = self._trained_parameters = _trained(parameters)
         self._trained_of = {i: _trained(stage.parameters) for i, stage in stages.items()}
-        self.owned_parameters = {n: p for n, p in self._trained_parameters.items() if n in saved}
+        self.owned_parameters = {n: p for n, p in trained.items() if n in setup.saved}
         self.stepper = make_stepper(job, self.updated)
         self.loss_scale = (
-            LossScale(self.training.loss_scale, self._trained_parameters)
+            LossScale(self.training.loss_scale, trained)
             if self.training.precision == "float16"
             else None
         )
@@ -343,45 +331,28 @@ class StepEnd:
         states = job.states.items()
         self._dtypes = {name: tensor.dtype for name, tensor in states if tensor.requires_grad}
         self._clips = self.training.clip_grad_norm is not None
-        self._looks = self.training.on_nonfinite != "ignore"
+        self.looks = self.training.on_nonfinite != "ignore"
         self._skips = self.training.on_nonfinite == "skip"
         self._meets = self.training.updates_together
-        self._vote = Vote(communicator, [*self._dtypes], with_norms=self._clips)
-        self._origins = Origins.of(engine.cut)
-        if self._looks:
-            engine.on_results = self._origins.note
-        self.gradient_norm = self.used_rate = math.nan
-        self.skipped = False
-        self._undoes = False
+        self._vote = Vote(setup.communicator.Dup(), [*self._dtypes], with_norms=self._clips)
+        self.origins = Origins.of(setup.training.cut)
         self._before: dict[str, Tensor] = {}
 
     def begin(self) -> None:
         """Before a step, save the state that skipping it must restore; drop the earlier one."""
-        self._origins.forget()
+        self.origins.forget()
         if self._skips:
             self._before = {name: buffer.clone() for name, buffer in self._written.items()}
 
-    def settle_buffers(self, plan: Plan) -> None:
-        """After a step, make buffers equal on all replicas.
-
-        If it is skipped because of a fault, they get the values from before it. An overflow due to
-        the loss scale is no fault of the forwards, so their buffers stay.
-
-        Args:
-            plan: of the step.
-        """
-        if not self._undoes:
-            self._replicas.agree_on_buffers(plan)
-            return
-        with torch.no_grad():
-            for name, before in self._before.items():
-                self._written[name].copy_(before)
-
-    def run(self, step: int, run: StepRun, micro_batches: Sequence[int], before: int = 0) -> None:
+    def run(self, step: int, run: StepRun, before: int = 0) -> Outcome:
         """Update, or skip the step. Collective, unless steps overlap.
 
+        Buffers become equal on all replicas, unless steps overlap. If the step is skipped because
+        of a fault, they get the values from before it. An overflow due to the loss scale is no
+        fault of the forwards, so their buffers stay.
+
         Args:
-            micro_batches: of the step, whose losses are the first ones of the run.
+            run: its first losses are those of the step.
             before: micro-batches of earlier steps in the run.
 
         Raises:
@@ -389,39 +360,36 @@ class StepEnd:
                 overlap, in an earlier step.
         """
         overlaps = run.per_step is not None
-        end = before + (run.per_step or len(run.weights))
         self._shared.reduce()
-        self.gradient_norm, self.used_rate = math.nan, self.stepper.learning_rate
+        rate, norm = self.stepper.learning_rate, math.nan
         overflow = self.loss_scale is not None and self.loss_scale.unscale()
         if not self._meets:
             self.settle(at_once=overlaps)  # the votes on the previous step
-        fault = 0
-        if self._looks:
-            losses = run.losses[: len(micro_batches)]
-            fault = fault_of_losses(micro_batches, losses, run.weights[before:end])
-        origin = self._origins.first(end)
-        if origin is not None:
-            origin = origin._replace(micro_batch=origin.micro_batch - before)
-        answer = GO_ON if overlaps else self._answer()
-        self._cast(step, fault, origin, overflow=overflow, answer=answer)
-        self.skipped = self._undoes = False
+        self._cast(step, run, before, overflow=overflow)
+        is_faulty = has_overflow = False
         result = self._vote.count() if self._meets else None
         if result is not None:
-            self._undoes = self._is_faulty(result, together=True)
-            self.skipped = self._undoes or result.overflow
+            is_faulty, has_overflow = self._is_faulty(result, together=True), result.overflow
             if self.loss_scale is not None:
-                self.loss_scale.update(overflow=result.overflow)
-        if self.skipped:
+                self.loss_scale.update(overflow=has_overflow)
+        if is_faulty:
+            with torch.no_grad():
+                for name, value in self._before.items():
+                    self._written[name].copy_(value)
+        elif run.step.plan is not None:
+            self._replicas.agree_on_buffers(run.step.plan)
+        if is_faulty or has_overflow:
             self.stepper.skip()
-            return
+            return Outcome(rate, norm, skipped=True)
         if result is not None and self.training.clip_grad_norm is not None:
             total = total_norm(result.norms, [*self._dtypes.values()])
             clip_gradients(self._trained_parameters.values(), total, self.training.clip_grad_norm)
-            self.gradient_norm = float(total)
+            norm = float(total)
         if run.recording is not None and not overlaps:
             run.recording.met()
         self.stepper.step()
         self._replicas.share_parameters()
+        return Outcome(rate, norm, skipped=False)
 
     def settle(self, *, at_once: bool = False) -> None:
         """Read all votes, before the results of their steps are used. Collective.
@@ -454,15 +422,23 @@ class StepEnd:
     def _answer(self) -> int:
         return GO_ON if self._stop_request is None else self._stop_request.answer()
 
-    def _cast(
-        self, step: int, fault: int, origin: Origin | None, *, overflow: bool, answer: int
-    ) -> None:
+    def _cast(self, step: int, run: StepRun, before: int, *, overflow: bool) -> None:
         """Vote on a step; reads gradients once, if at all."""
-        checks = self._looks and self.loss_scale is None  # which reads the gradients itself
+        overlaps, end = run.per_step is not None, before + (run.per_step or len(run.weights))
+        fault = 0
+        if self.looks:
+            losses = run.losses[: run.per_step]
+            micro_batches = range(len(losses)) if overlaps else [*run.step.losses]
+            fault = fault_of_losses(micro_batches, losses, run.weights[before:end])
+        origin = self.origins.first(end)
+        if origin is not None:
+            origin = origin._replace(micro_batch=origin.micro_batch - before)
+        checks = self.looks and self.loss_scale is None  # which reads the gradients itself
         norms = gradient_norms(self._trained_parameters) if self._clips or checks else {}
         if checks and not fault:
             fault = fault_of_gradients(self._trained_of, norms, [*self._dtypes])
         own = {name: norm for name, norm in norms.items() if name in self.owned_parameters}
+        answer = GO_ON if overlaps else self._answer()
         self._vote.cast(step, fault, origin, overflow=overflow, norms=own, answer=answer)
 
     def _is_faulty(self, result: Result, *, together: bool) -> bool:

@@ -14,7 +14,7 @@ from pipectl.capture.data import Loader, Samples
 from pipectl.plan import Plan
 from pipectl.runtime.division import Batches
 from pipectl.runtime.engine import Engine
-from pipectl.runtime.step import Batch, Step, StepRun
+from pipectl.runtime.step import Batch, Outcome, Step, StepRun
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
@@ -68,14 +68,21 @@ class Steps:
         """
         raise NotImplementedError
 
-    def _finish(self, step: int, batch: Samples, run: StepRun, loss: float, since: float) -> float:
+    def _finish(
+        self,
+        step: int,
+        batch: Samples,
+        run: StepRun,
+        outcome: Outcome,
+        loss: float,
+        since: float,
+    ) -> float:
         """Report a step; returns the time of its end.
 
         Args:
             loss: this rank's part of it.
             since: its start, or the end of the step before it if steps overlap.
         """
-        end = self._end
         self._tracing.advance()
         self._on_update()
         now = time.perf_counter()
@@ -84,10 +91,10 @@ class Steps:
             StepReport(
                 step=step,
                 loss=loss,
-                learning_rate=end.used_rate,
-                gradient_norm=end.gradient_norm,
-                loss_scale=math.nan if end.loss_scale is None else run.scale,
-                skipped=end.skipped,
+                learning_rate=outcome.learning_rate,
+                gradient_norm=outcome.gradient_norm,
+                loss_scale=math.nan if self._end.loss_scale is None else run.scale,
+                skipped=outcome.skipped,
                 step_time_s=now - since,
                 samples=batch.size,
                 tokens=self._batches.tokens_of(batch),
@@ -125,17 +132,17 @@ class SynchronousSteps(Steps):
         recording = self._tracing.begin(first) if is_recorded else None
         start = time.perf_counter()
         step = self._step_of(batch.size, batch.length)
-        assert step.plan is not None
         self._engine.board.row("LOAD", -1, -1)  # at once, if weights depend on the targets
         loaded = islice(self._loaded, len(step.pieces))
         scale = 1.0 if end.loss_scale is None else end.loss_scale.value
-        run = self._batches.make_run(step, loaded, first, scale)
+        run = self._batches.make_run(
+            step, loaded, first, scale, update=lambda run, *_: end.run(first, run)
+        )
         run.recording = recording
-        run.update = lambda run, *_: end.run(first, run, [*step.losses])
         end.begin()
         self._engine.run(run)
         deque(loaded, maxlen=0)  # what no stage has read is not of the next step
-        end.settle_buffers(step.plan)
         if is_recorded:
             self._tracing.end(first, recording, start)
-        self._finish(first, batch, run, self._batches.loss(run), start)
+        assert run.outcome is not None
+        self._finish(first, batch, run, run.outcome, self._batches.loss(run), start)

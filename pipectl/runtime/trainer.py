@@ -64,18 +64,10 @@ class Trainer:
         self._tracing = Tracing(setup.communicator, run, self._spec.trace, steps, rows)
         setup.board.phase("making the optimizer")
         self._end = StepEnd(
-            setup.communicator.Dup(),
-            setup.job,
-            setup.training,
-            setup.updated_stages,
-            setup.replicas,
-            setup.shared_gradients,
-            setup.saved,
-            setup.written,
-            StopRequest(run.stop_request),
-            self._telemetry.fault,
-            self._finish_saving,
+            setup, StopRequest(run.stop_request), self._telemetry.fault, self._finish_saving
         )
+        if self._end.looks:
+            setup.training.on_results = self._end.origins.note
         evaluation = self._spec.evaluation
         self._early_stopping = EarlyStopping(
             None if evaluation is None else evaluation.early_stopping

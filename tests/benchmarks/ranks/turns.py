@@ -75,9 +75,9 @@ def trained(
             weights=weights,
             batches=iter(mine),
             seed=(0, number),
+            update=lambda run, *_: trainer._end.run(number, run),
             recording=training.recording,
         )
-        given.update = lambda run, *_: trainer._end.run(number, run, [*doing.losses])
         trainer._end.begin()
         setup.training.run(given)
 

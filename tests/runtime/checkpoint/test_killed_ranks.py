@@ -80,7 +80,7 @@ def test_what_writes_checkpoints_is_killed_before_each_of_its_operations(
             assert code == 0, log
             assert (visible(directory), hidden(directory)) == ([8], [])
     assert operation > 30
-    assert {name.split(".")[2].split("-")[0] for name in left} == {"partial", "old", "dropped"}
+    assert {name.split(".")[2].split("-")[0] for name in left} == {"partial", "dropped"}
 
 
 def is_damaged(directory: Path, step: int) -> bool:
