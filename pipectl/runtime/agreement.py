@@ -82,8 +82,8 @@ def neighbours_of(communicator: MPI.Comm) -> list[list[int]]:
     return list(grouped(gather_all(communicator, node_name())).values())
 
 
-def accelerators_of(communicator: MPI.Comm) -> str:
-    """The type of accelerator that all ranks see, such as ``cuda``. Collective.
+def check_accelerators(communicator: MPI.Comm) -> None:
+    """Check that all ranks see accelerators of the same type, such as ``cuda``. Collective.
 
     Raises:
         MismatchError: on all ranks, if none sees an accelerator, or naming those that see another
@@ -104,7 +104,6 @@ def accelerators_of(communicator: MPI.Comm) -> str:
             "no rank sees an accelerator, but the job asks for some (resources.gpus_per_node)",
             cure=_ACCELERATOR_CURE,
         )
-    return types[0][0]
 
 
 def check_unshared(communicator: MPI.Comm, device: torch.device) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from mpi4py import MPI
@@ -18,6 +19,7 @@ from pipectl.runtime.reduction import group_of
 from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import Batch, Step, StepRun, Update, narrowed
 from pipectl.runtime.waiting import gather_all, wait
+from pipectl.schedule import plan_of_step
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class Batches:
         loader: of the training data; None if this rank reads none.
         reads: whether a stage of this rank computes with the data; the rank may also read them for
             the weights of its losses alone.
+        step_for: this rank's step for a number of samples, with sequences of a length; made once.
         weigh: returns the weight of a micro-batch from its targets; None weighs by samples.
         name: of that function, in the spec.
         seed: of the run.
@@ -127,6 +130,9 @@ class Batches:
         weighing = None if self.weigh is None else cut.loss_stage
         self._reading = [i for i, stage in stages.items() if stage.reads or i == weighing]
         self.loader = job.loader if self._reading else None
+        self.step_for: Callable[[int, int], Step] = cache(
+            lambda samples, length: self.step_of(plan_of_step(plan, samples), length)
+        )
         self._load_whole = job.loader.takes_whole
         self._tokens_per_sample = cut.graph.tokens_per_sample
         loss_stage = plan.stages[cut.loss_stage]

@@ -112,7 +112,7 @@ class Stepper:
         """The optimizer's state of some parameters; see :func:`take`."""
         return ({}, {}) if self.optimizer is None else take(self.optimizer, parameters)
 
-    def move_on(self, updates: int, losses: Sequence[float]) -> None:
+    def restore(self, updates: int, losses: Sequence[float]) -> None:
         """Bring a new schedule to its state after some updates and evaluations.
 
         It is stepped once per update. The rates are those of the schedule that the job asks for

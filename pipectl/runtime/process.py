@@ -159,7 +159,7 @@ def run_rank(work: Work, description: str | None) -> None:
 
 
 def warn(text: str) -> None:
-    """Put a line into the job's log."""
+    """Put a warning into the job's log."""
     say(f"pipectl: {text}")
 
 

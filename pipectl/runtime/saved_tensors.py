@@ -135,7 +135,7 @@ class SavedTensors:
     Args:
         staying: tensors whose memory is not moved, such as parameters.
         device: storages on other devices are not moved.
-        mover: takes blocks away and brings them back; None if they stay.
+        mover: takes blocks away and brings them back.
 
     Attributes:
         min_bytes: smaller storages are not moved: statistics of norms, and other vectors.
@@ -143,9 +143,7 @@ class SavedTensors:
 
     min_bytes: ClassVar[int] = 16 << 10
 
-    def __init__(
-        self, staying: Iterable[Tensor], device: torch.device, mover: Mover | None = None
-    ) -> None:
+    def __init__(self, staying: Iterable[Tensor], device: torch.device, mover: Mover) -> None:
         self._staying = {_identity(tensor) for tensor in staying}
         self._device = device
         self._mover = mover
@@ -173,8 +171,7 @@ class SavedTensors:
             return tensor
         block = self._blocks.get(key)
         if block is None:
-            memory = bytes_of(tensor.untyped_storage())
-            block = Block(memory if self._mover is None else self._mover.housed(memory))
+            block = Block(self._mover.housed(bytes_of(tensor.untyped_storage())))
             self._blocks[key] = block
         layout = Layout.exactly(tensor)
         return Handle(block, layout, int(tensor.storage_offset()))
@@ -185,7 +182,6 @@ class SavedTensors:
         Raises:
             WorkerError: the store is full, or fails.
         """
-        assert self._mover is not None
         if kind is Kind.OFFLOAD_START:
             self._away = self.blocks
             vectors = [block.memory for block in self._away if block.memory is not None]

@@ -342,7 +342,7 @@ class Stage:
         uses: leaves in the memory of parameters with several uses, one per use.
         segments: in the order in which training runs them.
         versions: of the weights, if steps are not flushed; see :meth:`keep_versions`.
-        saved: what forwards keep, by micro-batch, if it is offloaded or sent.
+        saved: what forwards keep, by micro-batch, if it is offloaded.
     """
 
     def __init__(
@@ -442,7 +442,7 @@ class Stage:
             Gradients of what the stage received, by slot.
         """
         index = micro_batch.number
-        self.saved.pop(index, None)  # none of it is sent or offloaded after this
+        self.saved.pop(index, None)  # none of it is offloaded after this
         returned = dict(gradients)
         for segment in reversed(self.segments):
             if segment is not self.segments[-1]:
@@ -548,7 +548,7 @@ class Stage:
         return self.uses[use]
 
     def _pool(self, index: int, staying: Sequence[Tensor]) -> SavedTensors | None:
-        """The pool for what a micro-batch keeps, if that is offloaded or sent."""
+        """The pool for what a micro-batch keeps, if that is offloaded."""
         if self._mover is None:
             return None
         self.saved[index] = SavedTensors(staying, self.device, self._mover)

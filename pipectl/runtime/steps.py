@@ -6,7 +6,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from itertools import islice
 from typing import ClassVar
 
@@ -14,11 +13,10 @@ from pipectl.capture.data import Loader, Samples
 from pipectl.plan import Plan
 from pipectl.runtime.division import Batches
 from pipectl.runtime.engine import Engine
-from pipectl.runtime.step import Batch, Outcome, Step, StepRun
+from pipectl.runtime.step import Batch, Outcome, StepRun
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
-from pipectl.schedule import plan_of_step
 
 
 class Steps:
@@ -113,15 +111,10 @@ class SynchronousSteps(Steps):
     def begin(self, loader: Loader, steps: int, done: int) -> None:
         """Open the data; see :class:`Steps`."""
 
-        @cache
-        def step_of(samples: int, length: int) -> Step:
-            return self._batches.step_of(plan_of_step(self._plan, samples), length)
-
-        self._step_of = step_of
         if self._batches.loader is not None:
             self._loaded = loader.pieces(
                 islice(loader.batches(), steps),
-                lambda batch: step_of(batch.size, batch.length).positions,
+                lambda batch: self._batches.step_for(batch.size, batch.length).positions,
                 done,
             )
 
@@ -131,7 +124,7 @@ class SynchronousSteps(Steps):
         is_recorded = self._tracing.wants(first)
         recording = self._tracing.begin(first) if is_recorded else None
         start = time.perf_counter()
-        step = self._step_of(batch.size, batch.length)
+        step = self._batches.step_for(batch.size, batch.length)
         self._engine.board.row("LOAD", -1, -1)  # at once, if weights depend on the targets
         loaded = islice(self._loaded, len(step.pieces))
         scale = 1.0 if end.loss_scale is None else end.loss_scale.value

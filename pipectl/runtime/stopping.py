@@ -103,9 +103,9 @@ class EarlyStopping:
     def watch(self, result: Mapping[str, float]) -> None:
         """Add the result of an evaluation."""
         if self._spec is not None:
-            self.move_on([result[self._spec.metric]])
+            self.add([result[self._spec.metric]])
 
-    def move_on(self, values: Sequence[float]) -> None:
+    def add(self, values: Sequence[float]) -> None:
         """Add values of the metric, such as those of a checkpoint."""
         self.metric_values += values
         if (spec := self._spec) is None:

@@ -19,7 +19,7 @@ from pipectl.runs import Heartbeat, NotFinite, RankBeat, RunDirectory
 from pipectl.runtime.nodes import node_name
 from pipectl.runtime.process import say, warn
 from pipectl.runtime.reports import Attempts, Lines, Reports
-from pipectl.runtime.waiting import WaitingShare, barrier, poll
+from pipectl.runtime.waiting import WaitingShare, barrier, gather_all, poll
 
 _HEARTBEAT_S = 2.0
 _SAY_S = 10.0
@@ -86,16 +86,16 @@ class Telemetry:
         self._process = psutil.Process()
         host, node = socket.gethostname(), node_name()
         self._me = RankBeat(communicator.rank, host, node, os.getpid(), stages)
-        self._ranks = communicator.gather(self._me)
+        self._ranks = gather_all(communicator, self._me)
         self._reports = Reports[StepReport](communicator)
         self._beat_at = 0.0
         self._said_at = float("-inf")
         self._lines = Lines(run.metrics, warn)
         self._beats = Attempts(run.heartbeat.name, warn)
         self._waiting = WaitingShare()
-        self._step = 0
+        self._step, self._state = 0, ""
 
-    def go_on_from(self, step: int) -> None:
+    def restore(self, step: int) -> None:
         """Record that earlier attempts have done ``step`` steps."""
         self._step = step
 
@@ -214,7 +214,6 @@ class Telemetry:
         if self._communicator.rank or (not force and now - self._beat_at < _HEARTBEAT_S):
             return
         self._beat_at = now
-        assert self._ranks is not None
         progress = self._state, self._step, self._steps, self._attempt
         heartbeat = Heartbeat(*progress, tuple(self._ranks), self._messages)
         self._beats(lambda: heartbeat.save(self._run.heartbeat))

@@ -34,6 +34,8 @@ class Trainer:
     Args:
         setup: the rank's stages, engines and data.
         attempt: number of the job's start, from 1.
+        cluster: for which the plan was made, whose memory limits copies for checkpoints; None if
+            unknown.
         messages: how they are sent, for the heartbeat.
         stored: the checkpoint from which the run resumes.
     """
@@ -43,6 +45,7 @@ class Trainer:
         setup: Setup,
         run: RunDirectory,
         attempt: int,
+        cluster: Cluster | None = None,
         messages: Mapping[str, str] | None = None,
         stored: Stored | None = None,
     ) -> None:
@@ -72,7 +75,7 @@ class Trainer:
         self._early_stopping = EarlyStopping(
             None if evaluation is None else evaluation.early_stopping
         )
-        self._room_bytes = self._room_for_copies(run)
+        self._room_bytes = self._room_for_copies(cluster)
         # The parameters and buffers of all ranks that a state dict holds.
         self._persistent = set(setup.job.step.state_dict(keep_vars=True))
         tied = setup.job.tied.items()
@@ -100,12 +103,13 @@ class Trainer:
         self._stopped = False
         self._steps_done = 0
         if stored is not None:
-            self._go_on_from(stored)
+            self._restore(stored)
 
     def train(self) -> None:
         """Run all steps, evaluations and checkpoints."""
         callbacks = nullcontext() if self._rank else Callbacks(self._spec, self._run, warn)
-        with callbacks as self._telemetry.tell:
+        with callbacks as tell:
+            self._telemetry.tell = tell
             self._train()
         self._setup.close()
         if self._stopped and self._rank == 0:
@@ -179,7 +183,7 @@ class Trainer:
         self._telemetry.state(f"{phase}{detail}")
         self._setup.board.phase(phase)
 
-    def _room_for_copies(self, run: RunDirectory) -> int | None:
+    def _room_for_copies(self, cluster: Cluster | None) -> int | None:
         """Bytes available for copies of the state; None if memory is not limited.
 
         Host memory of accelerator ranks is not limited: the plan counts the accelerator's memory.
@@ -188,11 +192,11 @@ class Trainer:
         if setup.device.torch_device.type != "cpu":
             return None
         limit_bytes: float | None = setup.plan.memory_limit_bytes
-        if run.cluster.exists():
-            limit_bytes = Cluster.load(run.cluster).memory_of(self._rank, limit_bytes)
+        if cluster is not None:
+            limit_bytes = cluster.memory_of(self._rank, limit_bytes)
         return room_bytes(setup.plan, self._rank, limit_bytes)
 
-    def _go_on_from(self, stored: Stored) -> None:
+    def _restore(self, stored: Stored) -> None:
         """Restore all state outside the model.
 
         The position in the data and the random numbers follow from the number of steps.
@@ -200,12 +204,12 @@ class Trainer:
         manifest, stepper, scale = stored.manifest, self._end.stepper, self._end.loss_scale
         if stepper.optimizer is not None:
             stored.restore_optimizer(stepper.optimizer, self._end.updated)
-        stepper.move_on(manifest.updates, manifest.losses)
-        self._early_stopping.move_on(manifest.metric_values)
+        stepper.restore(manifest.updates, manifest.losses)
+        self._early_stopping.add(manifest.metric_values)
         if scale is not None and manifest.loss_scale is not None:
             scale.restore(manifest.loss_scale)
         self._steps_done = manifest.step
-        self._telemetry.go_on_from(self._steps_done)
+        self._telemetry.restore(self._steps_done)
 
     def _save(self, step: int) -> None:
         self._begin("saving")

@@ -17,7 +17,7 @@ from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import ATTEMPT, Heartbeat, RunDirectory
 from pipectl.runtime.agreement import (
-    accelerators_of,
+    check_accelerators,
     check_alike,
     check_graph,
     check_unshared,
@@ -91,11 +91,9 @@ def _train(
     if rank == 0 and (fault := misplaced(nodes, plan.node_of_rank)):
         warn(fault)
     board.phase("choosing how messages travel")
-    circumstances = Circumstances(
-        ranks_per_node=[len(ranks) for ranks in nodes],
-        message_bytes=plan.most_sent_bytes,
-        cluster=Cluster.load(directory.cluster) if directory.cluster.exists() else None,
-    )
+    cluster = Cluster.load(directory.cluster) if directory.cluster.exists() else None
+    sizes = [len(ranks) for ranks in nodes]
+    circumstances = Circumstances(sizes, plan.most_sent_bytes, cluster)
     choice = choose_progress(communicator, spec.launch.progress, circumstances)
     if divides(plan):
         refuse_coupled_updates(job, device.torch_device)
@@ -111,17 +109,17 @@ def _train(
     with choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress:
         setup = Setup(communicator, job, plan, device, board, progress, stored)
         keep_freed_memory()
-        Trainer(setup, directory, attempt, messages, stored).train()
+        Trainer(setup, directory, attempt, cluster, messages, stored).train()
 
 
 def _device(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> Device:
     accelerators = spec.resources.gpus_per_node
     if not accelerators:
         return choose_device(0, local_rank)
-    accelerators_of(communicator)
+    check_accelerators(communicator)
     finding = gpu_aware.find(communicator, spec.launch.gpu_aware, asks=local_rank == 0)
     if communicator.rank == 0:
-        warn(f"MPI and accelerators: {finding.why}")
+        say(f"MPI and accelerators: {finding.why}")
     device = choose_device(accelerators, local_rank, in_place=finding.able)
     if accelerators >= spec.resources.tasks_per_node:
         check_unshared(communicator, device.torch_device)

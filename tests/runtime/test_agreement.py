@@ -17,7 +17,7 @@ from pipectl.errors import MismatchError
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import device
-from pipectl.runtime.agreement import accelerators_of, misplaced, sharing_ranks
+from pipectl.runtime.agreement import check_accelerators, misplaced, sharing_ranks
 from pipectl.runtime.transport import Progress
 
 HERE = Path(__file__).parent
@@ -136,7 +136,7 @@ def test_a_job_for_accelerators_does_not_fall_back_to_the_cpu(
     with pytest.raises(MismatchError, match="torch finds none on"):  # where it is profiled
         device.choose_device(1, 0)
     with pytest.raises(MismatchError, match="no rank sees an accelerator"):
-        accelerators_of(MPI.COMM_SELF)
+        check_accelerators(MPI.COMM_SELF)
 
 
 def test_the_first_ranks_that_share_an_accelerator_are_named() -> None:

@@ -177,7 +177,7 @@ def test_a_schedule_that_takes_a_loss_follows_evaluations(job: Maker) -> None:
             rates.append(stepper.learning_rate)
         assert rates == [1.0, 1.0, 0.1, 0.1, 0.1]
         again = stepper_of(made)
-        again.move_on(stepper.updates, stepper.losses)
+        again.restore(stepper.updates, stepper.losses)
         assert (again.learning_rate, again.updates, len(again.losses)) == (0.1, 5, 5)
         assert str(again.lr_scheduler.state_dict()) == str(stepper.lr_scheduler.state_dict())
         idle = make_stepper(made, {})

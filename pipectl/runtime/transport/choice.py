@@ -64,21 +64,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """The input of the rule.
+    """A job and its machines.
 
     Args:
         ranks_per_node: of every node that has ranks.
         message_bytes: size of the largest message.
-        threads: whether MPI allows calls from several threads on all ranks.
         cluster: the machines and links for which the plan was made; None if unknown.
-        environment: variables of rank 0.
     """
 
     ranks_per_node: Sequence[int]
     message_bytes: int
-    threads: bool = True
     cluster: Cluster | None = None
-    environment: Mapping[str, str] | None = None
 
 
 def choose_progress(communicator: MPI.Comm, wanted: str, circumstances: Circumstances) -> Choice:
@@ -87,36 +83,42 @@ def choose_progress(communicator: MPI.Comm, wanted: str, circumstances: Circumst
     Args:
         wanted: a mode, ``auto`` for the rule, or ``core`` for a thread on a core of its own, if
             messages are large.
-        circumstances: those of rank 0, except for threads, which all ranks must allow.
+        circumstances: those of rank 0.
     """
     threads = min(gather_all(communicator, MPI.Query_thread())) >= MPI.THREAD_MULTIPLE
-    known = {**vars(circumstances), "threads": threads, "environment": os.environ}
-    return broadcast(communicator, decide(wanted, Circumstances(**known)))
+    return broadcast(communicator, decide(wanted, circumstances, os.environ, threads=threads))
 
 
-def decide(wanted: str, known: Circumstances) -> Choice:
-    """Apply the rule."""
+def decide(
+    wanted: str, known: Circumstances, environment: Mapping[str, str], *, threads: bool
+) -> Choice:
+    """Apply the rule.
+
+    Args:
+        environment: variables of rank 0.
+        threads: whether MPI allows calls from several threads on all ranks.
+    """
     no_threads = "this MPI does not allow calls from several threads"
     if wanted not in ("auto", "core"):
-        refused = wanted == "thread" and not known.threads
+        refused = wanted == "thread" and not threads
         return Choice("poll", no_threads) if refused else Choice(wanted, "set in the job")
     if sum(known.ranks_per_node) == 1:
         return Choice("none", "a single rank")
     if known.message_bytes < SMALL_BYTES:
         largest = format_bytes(known.message_bytes)
         return Choice("none", f"the largest message, of {largest}, leaves at once")
-    if wanted == "core" and known.threads:
+    if wanted == "core" and threads:
         return Choice("thread", "launch.progress leaves it a core")
-    judged = list(_judged(known))
+    judged = list(_judged(known, environment))
     needed = [why for needs, why in judged if needs]
     if not needed:
         return Choice("none", "; ".join(why for _, why in judged))
-    if known.threads:
+    if threads:
         return Choice("thread", needed[0])
     return Choice("poll", f"{needed[0]}; {no_threads}")
 
 
-def _judged(known: Circumstances) -> Iterator[tuple[bool, str]]:
+def _judged(known: Circumstances, environment: Mapping[str, str]) -> Iterator[tuple[bool, str]]:
     """For every kind of link in the job, whether its messages need help, and why."""
     cluster = known.cluster
     if max(known.ranks_per_node) > 1:
@@ -125,8 +127,8 @@ def _judged(known: Circumstances) -> Iterator[tuple[bool, str]]:
         yield _measured("within a node", link, known.message_bytes) or (False, copied)
     if len(known.ranks_per_node) > 1:
         link = None if cluster is None else cluster.between_nodes
-        words, off = known.environment or {}, ("", "0", "no", "off", "false")
-        own = next((n for n in _OWN_PROGRESS if words.get(n, "").lower() not in off), None)
+        off = "", "0", "no", "off", "false"
+        own = next((n for n in _OWN_PROGRESS if environment.get(n, "").lower() not in off), None)
         why = "between nodes, MPI may move large messages within its calls alone"
         if own is not None:
             why = f"between nodes, MPI moves messages by itself ({own})"

@@ -33,7 +33,7 @@ BACK = (Kind.FETCH_START, Kind.FETCH_WAIT)
 
 
 def pool_of(*staying: torch.Tensor, min_bytes: int = 0) -> SavedTensors:
-    pool = SavedTensors(staying, CPU)
+    pool = SavedTensors(staying, CPU, Mover(None, CPU))
     pool.min_bytes = min_bytes
     return pool
 

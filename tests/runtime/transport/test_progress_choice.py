@@ -53,14 +53,7 @@ COPIED_BY_OTHERS = measured((0.0, 0.8), (0.9, 1.0))
         (Circumstances([1], 16 * MIB), "none", "a single rank"),
         (Circumstances([4], 16 * MIB), "none", "the receiving processor copies"),
         (Circumstances([1, 1], 16 * MIB), "thread", "within its calls alone"),
-        (Circumstances([2, 2], 16 * MIB, threads=False), "poll", "calls from several threads"),
         (Circumstances([2, 2], 2**15), "none", "KiB, leaves at once"),
-        (
-            Circumstances([1, 1], MIB, environment={"I_MPI_ASYNC_PROGRESS": "1"}),
-            "none",
-            "by itself (I_MPI_ASYNC_PROGRESS)",
-        ),
-        (Circumstances([1, 1], MIB, environment={"I_MPI_ASYNC_PROGRESS": "0"}), "thread", "calls"),
         (Circumstances([2, 2], 16 * MIB, cluster=HARDWARE), "none", "between nodes, 90%"),
         (Circumstances([2, 2], 16 * MIB, cluster=TCP), "thread", "0% of a message of 16"),
         (Circumstances([2, 2], 2 * MIB, cluster=TCP), "none", "100% of a message of 1"),
@@ -70,15 +63,32 @@ COPIED_BY_OTHERS = measured((0.0, 0.8), (0.9, 1.0))
 def test_help_follows_from_nodes_messages_and_measured_links(
     known: Circumstances, mode: str, words: str
 ) -> None:
-    choice = decide("auto", known)
+    choice = decide("auto", known, {}, threads=True)
     assert choice.mode == mode, choice
     assert words in choice.why
 
 
+@pytest.mark.parametrize(
+    ("value", "threads", "mode", "words"),
+    [
+        ("1", True, "none", "by itself (I_MPI_ASYNC_PROGRESS)"),
+        ("0", True, "thread", "within its calls alone"),
+        ("0", False, "poll", "calls from several threads"),
+    ],
+)
+def test_help_follows_from_what_mpi_does_and_allows(
+    value: str, threads: bool, mode: str, words: str
+) -> None:
+    environment = {"I_MPI_ASYNC_PROGRESS": value}
+    choice = decide("auto", Circumstances([1, 1], MIB), environment, threads=threads)
+    assert choice.mode == mode
+    assert words in choice.why
+
+
 def test_a_core_is_left_to_a_thread_for_large_messages_alone() -> None:
-    assert decide("core", Circumstances([2], 16 * MIB)).mode == "thread"
-    assert decide("core", Circumstances([2], 2**15)).mode == "none"
-    assert decide("core", Circumstances([2, 2], 16 * MIB, threads=False)).mode == "poll"
+    assert decide("core", Circumstances([2], 16 * MIB), {}, threads=True).mode == "thread"
+    assert decide("core", Circumstances([2], 2**15), {}, threads=True).mode == "none"
+    assert decide("core", Circumstances([2, 2], 16 * MIB), {}, threads=False).mode == "poll"
 
 
 @pytest.mark.parametrize("mode", ["none", "poll", "thread"])
