@@ -46,7 +46,7 @@ _COUNTERS = frozenset({"step", "mu_product"})
 
 
 @dataclass
-class Stepper:
+class Updater:
     """Optimizer and learning-rate schedule of one rank; both None if it trains nothing.
 
     Attributes:
@@ -131,7 +131,7 @@ class Stepper:
             self.optimizer.zero_grad(set_to_none=True)
 
 
-def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Stepper:
+def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Updater:
     """The optimizer and schedule of a job for some of its parameters.
 
     Args:
@@ -145,17 +145,17 @@ def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> St
     schedule = job.spec.lr_scheduler
     function = None if schedule is None else job.find(schedule)
     if not trained:
-        return Stepper(None, None)
+        return Updater(None, None)
     # Its factory may set hooks; hooks of sums over replicas are of an earlier training of the job.
     unhooked = [(name, each) for name, each in trained.items() if not has_hooks(each)]
     optimizer = make_optimizer(job, trained)
     refuse_parameter_hooks(unhooked)
     if schedule is None or function is None:
-        return Stepper(optimizer, None, parameters=trained)
+        return Updater(optimizer, None, parameters=trained)
     lr_scheduler = call(
         function, f"lr_scheduler.factory: {schedule.factory}", optimizer, **schedule.kwargs
     )
-    return Stepper(optimizer, lr_scheduler, _watches(lr_scheduler, job), parameters=trained)
+    return Updater(optimizer, lr_scheduler, _watches(lr_scheduler, job), parameters=trained)
 
 
 def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Any:

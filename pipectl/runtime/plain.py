@@ -38,7 +38,7 @@ from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.runtime.device import choose_device, settle_process
 from pipectl.runtime.gradients import gradient_norms, not_finite, refuse_half_parameters
-from pipectl.runtime.optimizer import Stepper, make_stepper
+from pipectl.runtime.optimizer import Updater, make_updater
 from pipectl.runtime.saved_tensors import run_backward
 from pipectl.spec import JobSpec, load
 from pipectl.units import printable
@@ -61,7 +61,7 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
     job.step.to(device).train()
     write_buffers_once(job.step)
     parameters = dict(job.step.named_parameters())
-    stepper = make_stepper(job, parameters)
+    updater = make_updater(job, parameters)
     scale, is_scaled = spec.training.loss_scale, spec.training.precision == "float16"
     if is_scaled:
         refuse_half_parameters(parameters)
@@ -83,17 +83,17 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
             first_undefined(step_losses, shares) is not None
             or bool(not scaler.is_enabled() and not_finite(parameters, gradient_norms(parameters)))
         )
-        _update(stepper, scaler, spec.training.clip_grad_norm, parameters, faulty=faulty)
+        _update(updater, scaler, spec.training.clip_grad_norm, parameters, faulty=faulty)
         for name, buffer in job.step.named_buffers() if faulty else ():
             buffer.data.copy_(before[name])  # undo writes by forwards of a skipped step
-        if stepper.watches:
-            stepper.watch(_evaluate(job, micro_batch_size, device))
+        if updater.watches:
+            updater.watch(_evaluate(job, micro_batch_size, device))
         save_file(_weights(job), weights_file(directory, step))
     write_json(directory / LOSSES, {"losses": losses})
 
 
 def _update(
-    stepper: Stepper,
+    updater: Updater,
     scaler: GradScaler,
     largest: float | None,
     parameters: Mapping[str, nn.Parameter],
@@ -101,17 +101,17 @@ def _update(
     faulty: bool,
 ) -> None:
     """The end of a step; if it is skipped, the learning rate does not change."""
-    assert stepper.optimizer is not None
-    scaler.unscale_(stepper.optimizer)
+    assert updater.optimizer is not None
+    scaler.unscale_(updater.optimizer)
     if largest is not None:
         torch.nn.utils.clip_grad_norm_(parameters.values(), largest)
     before = scaler.get_scale()
     if not faulty:
-        scaler.step(stepper.optimizer)
+        scaler.step(updater.optimizer)
     scaler.update()
-    stepper.skip()
+    updater.skip()
     if not faulty and scaler.get_scale() >= before:
-        stepper.step_schedule()
+        updater.step_schedule()
 
 
 def _evaluate(job: CapturedJob, micro_batch_size: int, device: torch.device) -> float:

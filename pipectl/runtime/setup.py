@@ -103,6 +103,7 @@ class Setup:
                 cure="profile and plan the job again",
             )
         add_lanes(cut, job.states, lanes)
+        self._checks = broadcast(communicator, CHECK_VARIABLE in os.environ)
         self.training = self._engine(cut, cuts)
         self.evaluator: Evaluator | None = None
         if job.evaluation_loader is not None:
@@ -187,9 +188,8 @@ class Setup:
 
     def _engine(self, cut: Cut, cuts: Mapping[Key, Cut]) -> Engine:
         """An engine with its own messages, for one cut or for cuts of all sizes like it."""
-        check = broadcast(self.communicator, CHECK_VARIABLE in os.environ)
         group = self.communicator.Dup()
-        transport = Transport(group, self.device, cut.lanes, self._progress, check=check)
+        transport = Transport(group, self.device, cut.lanes, self._progress, check=self._checks)
         alike = {rows: each for (kind, rows), each in cuts.items() if kind is cut.training}
         graphs = {rows.shape: each.graph for rows, each in alike.items()}
         reductions = self.replicas.reductions

@@ -39,7 +39,7 @@ from pipectl.runtime.gradients import (
     total_norm,
 )
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.optimizer import make_stepper
+from pipectl.runtime.optimizer import make_updater
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Outcome, StepRun
 from pipectl.runtime.stopping import GO_ON, STOP, WAIT, StopRequest
@@ -321,7 +321,7 @@ class StepEnd:
         trained = self._trained_parameters = _trained(parameters)
         self._trained_of = {i: _trained(stage.parameters) for i, stage in stages.items()}
         self.owned_parameters = {n: p for n, p in trained.items() if n in setup.saved}
-        self.stepper = make_stepper(job, self.updated)
+        self.updater = make_updater(job, self.updated)
         self.loss_scale = (
             LossScale(self.training.loss_scale, trained)
             if self.training.precision == "float16"
@@ -361,7 +361,7 @@ class StepEnd:
         """
         overlaps = run.per_step is not None
         self._shared.reduce()
-        rate, norm = self.stepper.learning_rate, math.nan
+        rate, norm = self.updater.learning_rate, math.nan
         overflow = self.loss_scale is not None and self.loss_scale.unscale()
         if not self._meets:
             self.settle(at_once=overlaps)  # the votes on the previous step
@@ -379,7 +379,7 @@ class StepEnd:
         elif run.step.plan is not None:
             self._replicas.agree_on_buffers(run.step.plan)
         if is_faulty or has_overflow:
-            self.stepper.skip()
+            self.updater.skip()
             return Outcome(rate, norm, skipped=True)
         if result is not None and self.training.clip_grad_norm is not None:
             total = total_norm(result.norms, [*self._dtypes.values()])
@@ -387,7 +387,7 @@ class StepEnd:
             norm = float(total)
         if run.recording is not None and not overlaps:
             run.recording.met()
-        self.stepper.step()
+        self.updater.step()
         self._replicas.share_parameters()
         return Outcome(rate, norm, skipped=False)
 

@@ -167,7 +167,7 @@ class Trainer:
             assert setup.evaluator is not None
             result = setup.evaluator.evaluate(step)
             setup.replicas.take_evaluated(setup.evaluator.writes)
-            self._end.stepper.watch(result["loss"])
+            self._end.updater.watch(result["loss"])
             self._early_stopping.watch(result)
             if self._rank == 0:
                 self._telemetry.evaluation(step, result, self._early_stopping.reason)
@@ -201,10 +201,10 @@ class Trainer:
 
         The position in the data and the random numbers follow from the number of steps.
         """
-        manifest, stepper, scale = stored.manifest, self._end.stepper, self._end.loss_scale
-        if stepper.optimizer is not None:
-            stored.restore_optimizer(stepper.optimizer, self._end.updated)
-        stepper.restore(manifest.updates, manifest.losses)
+        manifest, updater, scale = stored.manifest, self._end.updater, self._end.loss_scale
+        if updater.optimizer is not None:
+            stored.restore_optimizer(updater.optimizer, self._end.updated)
+        updater.restore(manifest.updates, manifest.losses)
         self._early_stopping.add(manifest.metric_values)
         if scale is not None and manifest.loss_scale is not None:
             scale.restore(manifest.loss_scale)
@@ -214,12 +214,12 @@ class Trainer:
     def _save(self, step: int) -> None:
         self._begin("saving")
         end, setup = self._end, self._setup
-        stepper = end.stepper
+        updater = end.updater
         setup.device.peak_bytes()  # the copy, which comes next, does not count
         snapshot = take_snapshot(
             setup.saved,
             self._persistent,
-            stepper,
+            updater,
             end.owned_parameters,
             self._room_bytes,
         )
@@ -229,8 +229,8 @@ class Trainer:
             step,
             setup.plan.micro_batch_size,
             self._aliases,
-            updates=stepper.updates,
-            losses=tuple(stepper.losses),
+            updates=updater.updates,
+            losses=tuple(updater.losses),
             metric_values=tuple(self._early_stopping.metric_values),
             loss_scale=None if end.loss_scale is None else end.loss_scale.state,
         )

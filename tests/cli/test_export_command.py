@@ -13,7 +13,7 @@ from torch import nn
 
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest
-from pipectl.runtime.optimizer import Stepper
+from pipectl.runtime.optimizer import Updater
 
 
 class Tied(nn.Module):
@@ -36,7 +36,7 @@ def saved(model, finished):
     saver = Saver(MPI.COMM_SELF, finished / "checkpoints", Keep(3), 1, print)
     for step in (5, 10):
         manifest = Manifest(step, 4, {"second.weight": "first.weight"})
-        saver.start(manifest, take_snapshot(found, set(found), Stepper(None, None), {}))
+        saver.start(manifest, take_snapshot(found, set(found), Updater(None, None), {}))
         found = {name: tensor + 1 for name, tensor in found.items()}
     saver.finish()
     return finished

@@ -36,7 +36,7 @@ from pipectl.runtime.gradients import (
 )
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import mover_of
-from pipectl.runtime.optimizer import make_stepper
+from pipectl.runtime.optimizer import make_updater
 from pipectl.runtime.stage import Stage as RankStage
 from pipectl.runtime.step import Step, StepRun
 from pipectl.schedule import channels, lower
@@ -225,7 +225,7 @@ class _Step:
         self._shared = SharedGradients(alone, *given)
         held = {n: p for n, p in runtime.parameters.items() if p.requires_grad}
         self._held = held
-        self._stepper = make_stepper(job, runtime.parameters)
+        self._updater = make_updater(job, runtime.parameters)
 
     def given(self, step: Step) -> StepRun:
         """One step's micro-batches, loaded as they are asked for."""
@@ -240,11 +240,11 @@ class _Step:
         dtypes = [p.dtype for p in self._held.values()]
         norm = total_norm([norms.get(name) for name in self._held], dtypes)
         clip_gradients(self._held.values(), norm, 1.0)
-        self._stepper.step()
+        self._updater.step()
 
     def resident_bytes(self) -> int:
         """Parameters, buffers and optimizer state."""
-        optimizer = self._stepper.optimizer
+        optimizer = self._updater.optimizer
         states = [] if optimizer is None else [list(s.values()) for s in optimizer.state.values()]
         tensors = [t for values in states for t in values if isinstance(t, Tensor)]
         held = (*self._runtime.parameters.values(), *self._runtime.buffers.values(), *tensors)

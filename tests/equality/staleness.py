@@ -23,7 +23,7 @@ from pipectl.capture import CapturedJob, Cut, build_stage
 from pipectl.capture.data import split_batch
 from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.capture.slices import Rows
-from pipectl.runtime.optimizer import make_stepper
+from pipectl.runtime.optimizer import make_updater
 from pipectl.spec import load
 
 Weights = dict[str, Tensor]
@@ -62,7 +62,7 @@ def simulate(run: Path, cell: Cell, ranks: int) -> tuple[Weights, list[float]]:
     stage_of = json.loads((run / "stages.json").read_text())
     job = cell_jobs.captured(cell.model, plain=False).of(load(run / "job.yaml"))
     newest = {n: p for n, p in job.step.named_parameters() if p.requires_grad}
-    stepper = make_stepper(job, newest)
+    updater = make_updater(job, newest)
     model, loss_of = plain() if cell.model == "cnn" else captured(job)
     weigh = job.weight() or (lambda targets: len(targets))
     version = VERSIONS[cell.schedule]
@@ -85,7 +85,7 @@ def simulate(run: Path, cell: Cell, ranks: int) -> tuple[Weights, list[float]]:
             found.append(float(loss.detach()) * share)
         for name, leaf in leaves.items():
             newest[name].grad = leaf.grad
-        stepper.step()
+        updater.step()
         kept.append(copied(newest))
         losses.append(math.fsum(found))
     trained = {n.removeprefix("model."): p.detach().clone() for n, p in newest.items()}

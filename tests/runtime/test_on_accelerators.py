@@ -19,7 +19,7 @@ from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.device import Staging
 from pipectl.runtime.manifest import Manifest
-from pipectl.runtime.optimizer import Stepper
+from pipectl.runtime.optimizer import Updater
 
 MODELS = Path(__file__).parents[1] / "equality" / "models.py"
 ROUNDING = 1e-4
@@ -122,7 +122,7 @@ def test_optimizers_go_on_with_their_numbers_where_they_were(
     update(parameter, optimizer)
     saver = Saver(MPI.COMM_SELF, tmp_path, Keep(1), 1, print)
     named = {"model.scale": parameter}
-    saver.start(Manifest(1, 1, {}), take_snapshot(named, {*named}, Stepper(optimizer, None), named))
+    saver.start(Manifest(1, 1, {}), take_snapshot(named, {*named}, Updater(optimizer, None), named))
     saver.finish()
     stored = checkpoint.load(tmp_path / "step-000001")
     stored.restore_states({"model.scale": again})

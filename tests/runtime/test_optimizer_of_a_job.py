@@ -13,7 +13,7 @@ import torch
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError, WorkerError
-from pipectl.runtime.optimizer import Stepper, make_stepper
+from pipectl.runtime.optimizer import Updater, make_updater
 from pipectl.spec import load
 
 MODEL = """\
@@ -93,30 +93,30 @@ optimizer: {{{optimizer}}}
     return make
 
 
-def stepper_of(job: CapturedJob, *names: str) -> Stepper:
-    """The stepper of a rank with these parameters, by default all."""
+def updater_of(job: CapturedJob, *names: str) -> Updater:
+    """The updater of a rank with these parameters, by default all."""
     every = dict(job.step.named_parameters())
-    return make_stepper(job, {n: p for n, p in every.items() if not names or n in names})
+    return make_updater(job, {n: p for n, p in every.items() if not names or n in names})
 
 
-def groups_of(job: CapturedJob, stepper: Stepper) -> list[tuple[list[str], dict[str, Any]]]:
+def groups_of(job: CapturedJob, updater: Updater) -> list[tuple[list[str], dict[str, Any]]]:
     names = {id(p): name.removeprefix("model.") for name, p in job.step.named_parameters()}
-    assert stepper.optimizer is not None
+    assert updater.optimizer is not None
     return [
-        ([names[id(p)] for p in group["params"]], group) for group in stepper.optimizer.param_groups
+        ([names[id(p)] for p in group["params"]], group) for group in updater.optimizer.param_groups
     ]
 
 
 def test_without_groups_there_is_one_of_all_trained_parameters(job: Maker) -> None:
     made = job("kwargs: {lr: 0.1}")
-    ((names, options),) = groups_of(made, stepper_of(made))
+    ((names, options),) = groups_of(made, updater_of(made))
     assert names == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
     assert options["lr"] == 0.1
 
 
 def test_groups_follow_the_rest_and_keep_the_other_options(job: Maker) -> None:
     made = job(f"kwargs: {{lr: 0.1, weight_decay: 0.2}}, {GROUPS}")
-    rest, biases, norms = groups_of(made, stepper_of(made))
+    rest, biases, norms = groups_of(made, updater_of(made))
     assert rest[0] == ["0.weight", "2.weight"]
     assert biases[0] == ["1.bias", "2.bias"]  # 0.bias is frozen
     assert norms[0] == ["1.weight"]
@@ -130,13 +130,13 @@ def test_a_rank_has_every_group_for_schedules_that_count_them(job: Maker) -> Non
         "lr_scheduler: {factory: 'torch.optim.lr_scheduler:OneCycleLR', "
         "kwargs: {max_lr: [0.1, 0.2, 0.3], total_steps: 10}}",
     )
-    stepper = stepper_of(made, "model.2.bias")
-    assert [names for names, _ in groups_of(made, stepper)] == [[], ["2.bias"], []]
+    updater = updater_of(made, "model.2.bias")
+    assert [names for names, _ in groups_of(made, updater)] == [[], ["2.bias"], []]
     made.step.model[2].bias.grad = torch.ones(1)
-    before = stepper.learning_rate
-    stepper.step()
-    assert stepper.learning_rate != before
-    assert stepper_of(made, "model.0.bias").optimizer is None  # frozen: nothing to train
+    before = updater.learning_rate
+    updater.step()
+    assert updater.learning_rate != before
+    assert updater_of(made, "model.0.bias").optimizer is None  # frozen: nothing to train
 
 
 def test_optimizer_and_schedule_step_together(job: Maker) -> None:
@@ -144,22 +144,22 @@ def test_optimizer_and_schedule_step_together(job: Maker) -> None:
         "factory: 'torch.optim:SGD', kwargs: {lr: 1.0}",
         "lr_scheduler: {factory: 'torch.optim.lr_scheduler:StepLR', kwargs: {step_size: 1}}",
     )
-    stepper = stepper_of(made)
+    updater = updater_of(made)
     layer = made.step.model[2]
     before = layer.weight.detach().clone()
     layer.weight.grad = torch.ones(1, 3)
-    assert stepper.learning_rate == 1.0
-    stepper.step()
+    assert updater.learning_rate == 1.0
+    updater.step()
     assert torch.equal(layer.weight, before - 1)
     assert layer.weight.grad is None
-    assert stepper.learning_rate == pytest.approx(0.1)
+    assert updater.learning_rate == pytest.approx(0.1)
 
 
 def test_a_rank_that_trains_nothing_needs_no_optimizer(job: Maker) -> None:
-    stepper = make_stepper(job("kwargs: {lr: 1.0}"), {})
-    stepper.step()
-    assert (stepper.optimizer, stepper.lr_scheduler) == (None, None)
-    assert math.isnan(stepper.learning_rate)
+    updater = make_updater(job("kwargs: {lr: 1.0}"), {})
+    updater.step()
+    assert (updater.optimizer, updater.lr_scheduler) == (None, None)
+    assert math.isnan(updater.learning_rate)
 
 
 def test_a_schedule_that_takes_a_loss_follows_evaluations(job: Maker) -> None:
@@ -170,17 +170,17 @@ def test_a_schedule_that_takes_a_loss_follows_evaluations(job: Maker) -> None:
             schedule,
             "evaluation: {data: './model.py:data', every: 1}",
         )
-        stepper, rates = stepper_of(made), []
+        updater, rates = updater_of(made), []
         for loss in (1.0, math.nan, 1.0, 0.5, 0.7):
-            stepper.step()
-            stepper.watch(loss)
-            rates.append(stepper.learning_rate)
+            updater.step()
+            updater.watch(loss)
+            rates.append(updater.learning_rate)
         assert rates == [1.0, 1.0, 0.1, 0.1, 0.1]
-        again = stepper_of(made)
-        again.restore(stepper.updates, stepper.losses)
+        again = updater_of(made)
+        again.restore(updater.updates, updater.losses)
         assert (again.learning_rate, again.updates, len(again.losses)) == (0.1, 5, 5)
-        assert str(again.lr_scheduler.state_dict()) == str(stepper.lr_scheduler.state_dict())
-        idle = make_stepper(made, {})
+        assert str(again.lr_scheduler.state_dict()) == str(updater.lr_scheduler.state_dict())
+        idle = make_updater(made, {})
         idle.watch(1.0)
         assert idle.losses == []
 
@@ -188,18 +188,18 @@ def test_a_schedule_that_takes_a_loss_follows_evaluations(job: Maker) -> None:
 def test_muon_names_what_it_cannot_update(job: Maker) -> None:
     made = job("factory: 'torch.optim:Muon', kwargs: {lr: 0.1}")
     with pytest.raises(CaptureError, match=r"^optimizer: Muon .* 1\.weight and 2 more") as caught:
-        stepper_of(made)
+        updater_of(made)
     assert "optimizer.groups" in (caught.value.cure or "")
-    assert stepper_of(made, "model.0.weight", "model.2.weight").optimizer is not None
+    assert updater_of(made, "model.0.weight", "model.2.weight").optimizer is not None
 
 
-def first_step_of(made: CapturedJob) -> Stepper:
+def first_step_of(made: CapturedJob) -> Updater:
     """After a step with gradients of 1."""
-    stepper = stepper_of(made)
+    updater = updater_of(made)
     for parameter in made.step.parameters():
         parameter.grad = torch.ones_like(parameter)
-    stepper.step()
-    return stepper
+    updater.step()
+    return updater
 
 
 PLATEAU = "lr_scheduler: {factory: './model.py:plateau', kwargs: {patience: 1}}"

@@ -24,7 +24,7 @@ from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.reports import Reports
 from pipectl.runtime.waiting import barrier, broadcast, gather_all, poll
-from pipectl.units import format_bytes, plural
+from pipectl.units import format_bytes
 
 _MARGIN = 1.02
 """Required free space over the bytes of the tensors: headers, the manifest."""
@@ -124,10 +124,11 @@ class Saver:
         if copies and not self._has_waited and rank == 0:
             self._has_waited = True
             largest = max(copies, key=copies.__getitem__)
-            more = f", nor {plural(len(copies) - 1, 'other rank')}" if len(copies) > 1 else ""
+            more = f" (and {len(copies) - 1} more)" if len(copies) > 1 else ""
             self._warn(
-                f"rank {largest} has no memory for a copy of the {format_bytes(copies[largest])} "
-                f"that it saves{more}: training waits while they are written"
+                f"rank {largest}{more} has no memory for a copy of the "
+                f"{format_bytes(copies[largest])} that it saves: training waits while they are "
+                "written"
             )
         if not snapshot.is_copy:
             poll(written.done, lambda _: False)

@@ -20,7 +20,7 @@ from pipectl.capture.step import in_model, own_name
 from pipectl.capture.tensor_file import write_tensors
 from pipectl.files import make_private_directory
 from pipectl.runtime.manifest import Shard
-from pipectl.runtime.optimizer import Stepper
+from pipectl.runtime.optimizer import Updater
 
 _ALIGNMENT = 64
 TRAINING = "training"
@@ -84,7 +84,7 @@ def _write(
 def take_snapshot(
     states: Mapping[str, Tensor],
     persistent: Container[str],
-    stepper: Stepper,
+    updater: Updater,
     updated: Mapping[str, nn.Parameter],
     room_bytes: int | None = None,
 ) -> Snapshot:
@@ -106,7 +106,7 @@ def take_snapshot(
             weights[plain] = tensor
         else:
             training[state_key(name)] = tensor
-    tensors, optimizer = stepper.state(updated)
+    tensors, optimizer = updater.state(updated)
     training |= tensors
     snapshot = Snapshot(weights, training, optimizer)
     if room_bytes is not None and snapshot.size_bytes > room_bytes:

@@ -22,7 +22,7 @@ from mpi4py import MPI
 from pipectl.runs import ATTEMPT, RunDirectory
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest
-from pipectl.runtime.optimizer import Stepper
+from pipectl.runtime.optimizer import Updater
 from pipectl.runtime.process import run_rank
 from pipectl.runtime.worker import run
 from pipectl.watch.board import Board
@@ -134,7 +134,7 @@ def save(directory: Path, steps: list[int], keep: int) -> None:
     saver = Saver(MPI.COMM_SELF, directory, Keep(keep), int(os.environ[ATTEMPT]), print)
     for step in steps:
         states = {"model.a": torch.full((3,), float(step)), "loss.b": torch.ones(2)}
-        own = take_snapshot(states, {"model.a"}, Stepper(None, None), {})
+        own = take_snapshot(states, {"model.a"}, Updater(None, None), {})
         saver.start(Manifest(step, 4, {}), own)
     saver.finish()
 

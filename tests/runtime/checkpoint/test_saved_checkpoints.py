@@ -22,7 +22,7 @@ from pipectl.errors import CaptureError, DataFileError, MismatchError, UsageErro
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest, Shard
-from pipectl.runtime.optimizer import Stepper
+from pipectl.runtime.optimizer import Updater
 
 THREE = Keep(3)
 
@@ -47,7 +47,7 @@ def save(
 ) -> Path:
     writer = Saver(MPI.COMM_SELF, directory, keep, 1, ([] if warnings is None else warnings).append)
     persistent = states.keys() - {"model.scratch"}
-    own = take_snapshot(states, persistent, Stepper(None, None), {})
+    own = take_snapshot(states, persistent, Updater(None, None), {})
     writer.start(Manifest(step, 4, {"b.weight": "a.weight"}), own)
     writer.finish()
     return directory / f"step-{step:06d}"
@@ -215,7 +215,7 @@ def test_a_checkpoint_waits_for_what_belongs_before_it(
         return len(asked) > 3
 
     writer = Saver(MPI.COMM_SELF, tmp_path, THREE, 1, print, ready)
-    own = take_snapshot(states, states.keys(), Stepper(None, None), {})
+    own = take_snapshot(states, states.keys(), Updater(None, None), {})
     writer.start(Manifest(6, 4, {}), own)
     writer.finish()
     assert asked == [(6, False)] * 4
@@ -261,17 +261,17 @@ def test_a_checkpoint_of_another_model_is_refused(
 )
 def test_optimizers_go_on_to_the_bit(tmp_path: Path, make: Any) -> None:
     parameters = some_parameters()
-    stepper = Stepper(make(list(parameters.values())), None)
-    train(stepper, parameters, range(3))
+    updater = Updater(make(list(parameters.values())), None)
+    train(updater, parameters, range(3))
     writer = Saver(MPI.COMM_SELF, tmp_path, Keep(1), 1, print)
-    manifest = Manifest(3, 4, {}, updates=stepper.updates)
-    writer.start(manifest, take_snapshot(parameters, set(parameters), stepper, parameters))
-    train(stepper, parameters, range(3, 6))  # while it is written
+    manifest = Manifest(3, 4, {}, updates=updater.updates)
+    writer.start(manifest, take_snapshot(parameters, set(parameters), updater, parameters))
+    train(updater, parameters, range(3, 6))  # while it is written
     writer.finish()
     stored = checkpoint.load(tmp_path / "step-000003")
     again = {name: nn.Parameter(torch.zeros_like(p)) for name, p in parameters.items()}
     stored.restore_states(again)
-    other = Stepper(make(list(again.values())), None)
+    other = Updater(make(list(again.values())), None)
     stored.restore_optimizer(other.optimizer, again)
     train(other, again, range(3, 6))
     assert stored.manifest.updates == 3
@@ -285,24 +285,38 @@ def test_a_checkpoint_has_the_state_of_its_step_with_or_without_a_copy(
     """A rank without memory for the copy writes what it saves before training goes on."""
     warnings: list[str] = []
     parameters, number = some_parameters(), torch.tensor(5)
-    stepper = Stepper(torch.optim.AdamW(list(parameters.values()), lr=0.1), None)
-    train(stepper, parameters, range(2))
+    updater = Updater(torch.optim.AdamW(list(parameters.values()), lr=0.1), None)
+    train(updater, parameters, range(2))
     states = {**parameters, "model.count": number, "model.scratch": number}
     before = {name: tensor.detach().clone() for name, tensor in states.items()}
     writer = Saver(MPI.COMM_SELF, tmp_path, Keep(2), 1, warnings.append)
     for step in (1, 2):
-        own = take_snapshot(states, {*parameters, "model.count"}, stepper, parameters, room)
+        own = take_snapshot(states, {*parameters, "model.count"}, updater, parameters, room)
         assert own.is_copy == (room is None or room >= own.size_bytes)
         assert own.is_copy == (own.weights["count"].data_ptr() != number.data_ptr())
         writer.start(Manifest(step, 4, {}), own)
     number += 1  # as forwards do
-    train(stepper, parameters, range(2, 3))
+    train(updater, parameters, range(2, 3))
     writer.finish()
     assert len(warnings) == (not own.is_copy)
     assert all("training waits while they are written" in warning for warning in warnings)
     again = {name: torch.zeros_like(tensor) for name, tensor in states.items()}
     checkpoint.load(tmp_path / "step-000002").restore_states(again)
     assert all(torch.equal(again[name], before[name]) for name in before)
+
+
+def test_rank_0_says_once_that_training_waits_for_ranks_without_memory_for_a_copy(
+    tmp_path: Path, states: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everyone = [(1024, False), (2048, False), (4096, True)]
+    monkeypatch.setattr("pipectl.runtime.checkpoint.saver.gather_all", lambda *_: everyone)
+    warnings: list[str] = []
+    writer = Saver(MPI.COMM_SELF, tmp_path, THREE, 1, warnings.append)
+    for step in (3, 6):
+        writer.start(Manifest(step, 4, {}), take_snapshot(states, (), Updater(None, None), {}, 0))
+    writer.finish()
+    (warning,) = warnings
+    assert warning.startswith("rank 1 (and 1 more) has no memory for a copy of the 2.00 KiB that")
 
 
 def test_files_are_what_other_programs_read(tmp_path: Path) -> None:
@@ -324,7 +338,7 @@ def test_an_optimizer_that_cannot_be_saved_is_named() -> None:
     optimizer = torch.optim.SGD(list(parameters.values()), lr=0.1)
     optimizer.state[parameters["model.a"]]["seen"] = {object()}
     with pytest.raises(CaptureError, match="the state of a/seen is a set"):
-        take_snapshot(parameters, set(parameters), Stepper(optimizer, None), parameters)
+        take_snapshot(parameters, set(parameters), Updater(optimizer, None), parameters)
 
 
 class Nested(torch.optim.Optimizer):
@@ -347,9 +361,9 @@ def some_parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(3, 4, generator=generator)) for name in names}
 
 
-def train(stepper: Stepper, parameters: dict[str, nn.Parameter], steps: range) -> None:
+def train(updater: Updater, parameters: dict[str, nn.Parameter], steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for parameter in parameters.values():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-        stepper.step()
+        updater.step()
