@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -307,8 +306,8 @@ def make_plan_request(
             job does not set it: results depend on it, so a new profile should not change it.
     """
     pipeline, resources = spec.pipeline, spec.resources
-    share = resources.memory_per_task
-    is_share = share is not None and share < (pipeline.memory_limit or inf)
+    limit, share = pipeline.memory_limit, resources.memory_per_rank()
+    is_share = share is not None and (limit is None or share < limit)
     listed = _own_schedule(spec)
     kept = _micro_batches_before(spec) if like_before and not pipeline.micro_batches else None
     recompute, blocks = _RECOMPUTE[pipeline.recompute]
@@ -336,7 +335,7 @@ def make_plan_request(
         schedule=None if listed else pipeline.schedule,
         listed=listed,
         warm_up=pipeline.warm_up,
-        memory_limit_bytes=min(filter(None, (pipeline.memory_limit, share)), default=None),
+        memory_limit_bytes=share if is_share else limit,
         memory_shared_by=resources.tasks_per_node if is_share else None,
         recompute=recompute,
         blocks=blocks,

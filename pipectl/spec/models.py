@@ -299,13 +299,18 @@ class Resources(types.Section):
         """MPI ranks of the job."""
         return self.nodes * self.tasks_per_node
 
-    @property
-    def memory_per_task(self) -> int | None:
-        """A rank's share of ``memory_per_node`` in bytes; None if it is not given, or if ranks
-        compute in the memory of accelerators."""
-        if self.memory_per_node is None or self.gpus_per_node:
+    def memory_per_rank(self, node_bytes: int | None = None) -> int | None:
+        """A rank's share of its node's memory in bytes; None if that is not known, or if ranks
+        compute in the memory of accelerators.
+
+        Args:
+            node_bytes: memory of a node, which counts if ``memory_per_node`` is not given.
+        """
+        if self.memory_per_node is not None:
+            node_bytes = self.memory_per_node
+        if node_bytes is None or self.gpus_per_node:
             return None
-        return self.memory_per_node // self.tasks_per_node
+        return node_bytes // self.tasks_per_node
 
     @property
     def shares_machine_memory(self) -> bool:

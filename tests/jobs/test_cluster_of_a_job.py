@@ -29,7 +29,7 @@ def test_an_allocation_has_the_nodes_asked_for(spec):
 def test_the_memory_of_nodes_does_not_limit_accelerators(write_job, scheduler):
     spec = load(write_job("resources: {gpus_per_node: 1, memory_per_node: 6GiB}"))
     assert find_cluster(spec, scheduler).cluster.device(0).memory_bytes is None
-    assert spec.resources.memory_per_task is None
+    assert spec.resources.memory_per_rank() is None
 
 
 @pytest.mark.parametrize(("usable", "cores"), [(8, 4), (3, 1), (1, 1)])

@@ -82,6 +82,7 @@ def test_backwards_of_their_own(write_job, word, wanted):
         ("3GiB", "8GiB", 3, "pipeline.memory_limit"),
         ("auto", "8GiB", 4, "resources.memory_per_node"),
         ("5GiB", "8GiB", 4, "resources.memory_per_node"),
+        ("auto", "1B", 0, "resources.memory_per_node"),
     ],
 )
 def test_the_smaller_limit_of_memory_counts_and_its_key_is_known(

@@ -149,10 +149,8 @@ def command(
     }  # fmt: skip
     values = {key: value for key, value in options.items() if value is not None}
     resources = _choose_resources(queue, values, ask=ask)
-    # A rank may hold its share of what the job asks for, else of the node; ranks on accelerators
-    # compute in other memory.
     node_bytes = memory_of_this_machine() if where == LOCAL else queue.memory_bytes
-    node_bytes = None if resources.gpus_per_node else resources.memory_per_node or node_bytes
+    share = resources.memory_per_rank(node_bytes)
     site = {_QUEUE_KEYS.get(where): queue.name, "account": account}
     text = _render_job(
         name=name,
@@ -163,7 +161,7 @@ def command(
         queue=queue,
         account=account,
         site={} if where == LOCAL else {key: value for key, value in site.items() if value},
-        memory_limit=node_bytes and int(node_bytes * _OF_SHARE) // resources.tasks_per_node,
+        memory_limit=share and int(share * _OF_SHARE),
     )
     starter = {} if code is not None else {example: _starter_file("model.py.txt")}
     _write_files({job: text, schema: json_schema(), **starter})
