@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipectl.batch import process
 from pipectl.batch.scheduler import JobRequest, JobState, JobStatus, Scheduler
 from pipectl.errors import SchedulerError
-from pipectl.files import make_private_directory, open_regular
+from pipectl.files import open_regular
 
 
 class _Process(NamedTuple):
@@ -70,7 +70,6 @@ class LocalScheduler(Scheduler):
 
     def start(self, script: Path, directory: Path, *tag: str) -> str:
         """Start a script in a run directory; the process can be found by the tag."""
-        make_private_directory(directory / "logs")
         try:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             with os.fdopen(open_regular(directory / "logs" / "job.log", flags), "ab") as log:

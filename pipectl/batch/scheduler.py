@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pipectl.batch import process
 from pipectl.errors import InvalidInputError, SchedulerError
-from pipectl.files import make_private_directory
 from pipectl.units import parse_duration
 
 if TYPE_CHECKING:
@@ -262,7 +261,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def submit(self, script: Path, request: JobRequest) -> str:
-        """Submit the script and return the job's id."""
+        """Submit the script and return the job's id; the run directory contains ``logs``."""
 
     @abstractmethod
     def task_id(self, array_id: str, index: int) -> str:
@@ -376,13 +375,10 @@ class CommandLineScheduler(Scheduler):
     def submit(self, script: Path, request: JobRequest) -> str:
         """Submit the script and return the job's id; if the command gives none, find it by the tag.
 
-        The log directory is created first: without it, a job fails or hangs without output.
-
         Raises:
             SchedulerError: the batch system refuses the job.
             NoAnswerError: the command gave no id, and no job with the tag is listed yet.
         """
-        make_private_directory(request.run_directory / "logs")
         job_id = None
         try:
             done = self._run(*self.submit_command, str(script))

@@ -20,7 +20,7 @@ from pipectl.batch import JobRequest, JobState, get_scheduler
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
-from pipectl.files import write_text
+from pipectl.files import make_private_directory, write_text
 from pipectl.jobs.job import Job, change
 from pipectl.jobs.recover import refuse_duplicate
 from pipectl.jobs.state import get_statuses
@@ -226,6 +226,7 @@ def _write_files(submission: Submission, script: str, first_run: RunDirectory) -
     """
     run, job, request = submission.run, submission.job, submission.request
     profile, plan, cluster = job.profile, job.plan, job.cluster
+    make_private_directory(run.logs)  # without it, a job fails or hangs without output
     spec = job.spec
     if request.template is not None:
         write_text(run.template, request.template.text)

@@ -70,7 +70,6 @@ def test_submit_returns_the_id_in_the_answer(system, make_request):
             system.scheduler.submit(SCRIPT, request)
     options = ["--parsable"] if system.name == "slurm" else ["-C", "#PBS"]
     assert system.fake.calls(system.submit)[0] == [*options, "/runs/job.sh"]
-    assert (request.run_directory / "logs").is_dir()
 
 
 def test_variables_that_overrule_the_script_are_removed(system, make_request, monkeypatch):

@@ -33,8 +33,10 @@ def contents(run: RunDirectory) -> dict[str, bytes]:
 def test_the_same_job_goes_on_in_its_directory(cli, ended):
     before = ended.plan.read_bytes(), load(ended.job)
     ended.stopped_marker.write_text("")
+    ended.logs.rmdir()
     result = cli("resume", "last")
     assert (result.code, result.err) == (0, "")
+    assert ended.logs.is_dir(), "a job without it fails or hangs without output"
     assert result.out.splitlines() == [
         "resumed: tiny (slurm job 42), from step 2",
         f"see: pipectl status {ended.name}",

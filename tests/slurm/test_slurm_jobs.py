@@ -43,7 +43,7 @@ def request_of(lab, tmp_path):
 
 
 def submit(request: JobRequest) -> str:
-    request.run_directory.mkdir(exist_ok=True)
+    (request.run_directory / "logs").mkdir(parents=True, exist_ok=True)
     script = request.run_directory / "job.sh"
     script.write_text(SLURM.render(request))
     (request.run_directory / "variables.sh").write_text(render_variables(request))
