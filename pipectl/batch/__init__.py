@@ -36,12 +36,12 @@ class _System(NamedTuple):
     """A batch system.
 
     Args:
-        place: its class, in the module with its name.
+        class_name: its class, in the module with its name.
         programs: are on PATH if the system is installed.
         node_variables: environment variables that are all set on its compute nodes.
     """
 
-    place: str
+    class_name: str
     programs: tuple[str, ...] = ()
     node_variables: frozenset[str] = frozenset()
 
@@ -70,7 +70,7 @@ def get_scheduler(name: str, timeout_s: float = TIMEOUT_S) -> Scheduler:
             cure=f"choose one of {', '.join(_SYSTEMS)}",
         )
     module = import_module(f"{__name__}.{name}")
-    system = cast(Scheduler, getattr(module, _SYSTEMS[name].place)())
+    system = cast(Scheduler, getattr(module, _SYSTEMS[name].class_name)())
     system.timeout_s = timeout_s
     return system
 

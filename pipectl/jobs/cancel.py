@@ -105,7 +105,7 @@ def _end(
         scheduler.cancel(job_id)
     if has_ended:
         return Cancellation.REMOVED
-    record.after(now, "cancelled").save(run.record)
+    record.with_state(now, "cancelled").save(run.record)
     if not scheduler.resubmits or not run.stopped_marker.exists():
         return Cancellation.ASKED
     deadline = time.monotonic() + _PATIENCE_S
@@ -115,8 +115,10 @@ def _end(
         time.sleep(_PAUSE_S)
     # The job of a run in an array does not have the tag of the record.
     if newest.job_id == record.job_id and record.task is None:
-        newest = newest.after(now, "submitted", job_id=scheduler.find(record.tag), detail=BY_TAG)
+        newest = newest.with_state(
+            now, "submitted", job_id=scheduler.find(record.tag), detail=BY_TAG
+        )
     if newest.job_id is not None and newest.job_id != record.job_id:
         scheduler.cancel(newest.job_id)
-        newest.after(now, "cancelled").save(run.record)
+        newest.with_state(now, "cancelled").save(run.record)
     return Cancellation.ASKED

@@ -198,7 +198,10 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
             answer: its commands may be installed on a machine without a batch system.
     """
     name = name or str(spec.launch.scheduler)
-    if name != "auto" or (name := find_scheduler()) == LOCAL or not must_answer:
+    if name != AUTO:
+        return name
+    name = find_scheduler()
+    if name == LOCAL or not must_answer:
         return name
     try:
         (system := get_scheduler(name)).ping()

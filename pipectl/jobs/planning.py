@@ -146,8 +146,8 @@ def gather(
             f"{path} was measured for other settings (model, data, optimizer, batch or ranks per "
             f"node); measure again with: {again}"
         )
-    where = choose_scheduler(spec, scheduler)
-    machines = find_cluster(spec, where)
+    batch_system = choose_scheduler(spec, scheduler)
+    machines = find_cluster(spec, batch_system)
     warnings += [machines.warning, coupling_warning(spec, job_profile)]
     job_profile, joined = join_rows(job_profile, machines.cluster)
     used = _use_devices(joined, devices, "--nodes 1,2,4 plans for other sizes")
@@ -160,7 +160,7 @@ def gather(
         machines.file,
         plan_file=plan_path(spec) if devices is None else None,
         warnings=tuple(filter(None, warnings)),
-        can_add_nodes=where != LOCAL,
+        can_add_nodes=batch_system != LOCAL,
     )
 
 

@@ -189,7 +189,8 @@ def _add_plans(
                     check_supported(plan, name)
             plans[inputs] = plan
         planned.append(replace(job, cluster=cluster, profile=profile, plan=plans[inputs]))
-    if own_plan is not None:  # at the end, as all plans keep the micro-batches of the last one
+    # Saved last: until then, every new plan keeps the micro-batches of the plan in this file.
+    if own_plan is not None:
         own_plan.save(path)
     return planned
 

@@ -58,7 +58,7 @@ def recover(
             return recover(run, now, is_locked=True, search=search, timeout_s=timeout_s)
     is_unsure = newer is record and record.state == "submitting"
     if is_unsure and (job_id := _find(run, record, timeout_s)) is not None:
-        newer = record.after(now, "submitted", job_id=job_id, detail=BY_TAG)
+        newer = record.with_state(now, "submitted", job_id=job_id, detail=BY_TAG)
     if newer is not record:
         with suppress(UsageError):  # the next command finds the job in the same way
             newer.save(run.record)
@@ -87,7 +87,7 @@ def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
     if not words or not is_job_id(words[-1]) or words[-1] == record.job_id:
         return record
     detail = f"{words[-1]}, by its own script"
-    return record.after(now, "submitted", job_id=words[-1], detail=detail)
+    return record.with_state(now, "submitted", job_id=words[-1], detail=detail)
 
 
 def refuse_duplicate(base: Path, name: str, now: float) -> None:

@@ -201,7 +201,7 @@ def _hand_over_again(
 ) -> Submission:
     """Submit the run without the reports of its earlier start; on failure, restore them."""
     starts = read_starts(run)
-    record = record.after(now, "submitting", detail="resumed")
+    record = record.with_state(now, "submitting", detail="resumed")
     new = Submission.new(
         run, job, now, name=record.name, history=record.history, sweep=record.sweep
     )

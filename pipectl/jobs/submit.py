@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from pipectl.batch import JobRequest, JobState, get_scheduler
 from pipectl.batch.process import NoAnswerError
@@ -25,6 +24,7 @@ from pipectl.jobs.job import Job, change
 from pipectl.jobs.recover import refuse_duplicate
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import (
+    Event,
     Record,
     RunDirectory,
     Setting,
@@ -59,26 +59,35 @@ class Submission:
         job: Job,
         now: float,
         after: tuple[str, ...] = (),
-        **fields_of_record: Any,
+        *,
+        name: str | None = None,
+        tag: str | None = None,
+        history: tuple[Event, ...] = (),
+        sweep: Setting | None = None,
+        task: int | None = None,
     ) -> Submission:
         """A submission that has not reached the batch system.
 
         Args:
             after: see :class:`JobRequest`.
-            fields_of_record: values of the record that differ from those of a single job.
+            name, tag: for the record; by default those of the request.
+            history, sweep, task: see :class:`Record`.
         """
         request = job.request_for(run.path, after=after)
         record = Record(
-            name=request.name,
+            name=name or request.name,
             scheduler=job.scheduler,
-            tag=request.tag,
+            tag=tag or request.tag,
             submitted_at=now,
             ranks=request.ranks,
             nodes=request.resources.nodes,
             steps=job.spec.training.steps if job.task.steps is None else job.task.steps,
+            history=history,
             kind=job.task.kind,
+            sweep=sweep,
+            task=task,
         )
-        return cls(run, job, request, replace(record, **fields_of_record))
+        return cls(run, job, request, record)
 
 
 @dataclass
@@ -196,7 +205,8 @@ def hand_over(
         NoAnswerError: the batch system did not answer and may have the job; all files stay.
     """
     scheduler = get_scheduler(submissions[0].record.scheduler)
-    first_runs: dict[int, RunDirectory] = {}  # by the identity of their plan
+    # By the identity of the plan. Runs without one share None, which copies nothing.
+    first_runs: dict[int, RunDirectory] = {}
     for submission in submissions:
         text = scheduler.render(submission.request)
         first_run = first_runs.setdefault(id(submission.job.plan), submission.run)
@@ -211,7 +221,7 @@ def hand_over(
     for index, submission in enumerate(submissions):
         own_id = job_id if array is None else scheduler.task_id(job_id, index)
         record = submission.record
-        record = record.after(record.submitted_at, "submitted", job_id=own_id)
+        record = record.with_state(record.submitted_at, "submitted", job_id=own_id)
         with suppress(UsageError):  # without a record of its id, the job is found by its tag
             record.save(submission.run.record)
         submitted.append(replace(submission, record=record))

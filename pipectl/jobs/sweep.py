@@ -40,7 +40,7 @@ def _start(run: RunDirectory, now: float) -> bool:
         if record.task is None or record.state == "cancelled":
             return False
         job_id = LocalScheduler().start(run.script, run.path)
-        record = replace(record, task=None).after(now, "submitted", job_id=job_id)
+        record = replace(record, task=None).with_state(now, "submitted", job_id=job_id)
         record.save(run.record)
     return True
 

@@ -83,7 +83,7 @@ class Record(DataFile):
     sweep: Setting | None = None
     task: int | None = None
 
-    def after(
+    def with_state(
         self, time: float, state: str, *, job_id: str | None = None, detail: str = ""
     ) -> Record:
         """Return the record after a change of state, with an entry in the history."""

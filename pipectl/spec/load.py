@@ -314,7 +314,8 @@ def _validate(
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"
     base = source.absolute().parent
-    sections = dict[str, Any]()  # those that are valid
+    sections = dict[str, Any]()
+    # JobSpec._collect adds each section that is valid, also if others are not.
     context = {"base": base, "sections": sections}
     spec, details = None, list[ErrorDetails]()
     try:

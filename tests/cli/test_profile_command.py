@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from pipectl.cli.commands.profile import links_view
-from pipectl.cli.follow import ago
+from pipectl.cli.submission import ago
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Observed, measured_link
 from pipectl.profiler.journal import Journal

@@ -129,7 +129,9 @@ def plan_document() -> dict[str, Any]:
 
 
 def record_document() -> dict[str, Any]:
-    record = Record("tiny", "slurm", "tag 1", 1.7e9, 2, 1, 10).after(1.7e9, "submitted", job_id="7")
+    record = Record("tiny", "slurm", "tag 1", 1.7e9, 2, 1, 10).with_state(
+        1.7e9, "submitted", job_id="7"
+    )
     return {"version": 1, **asdict(record)}
 
 

@@ -51,7 +51,7 @@ def start(tmp_path):
             for index, run in enumerate(runs):
                 here = replace(record, sweep=Setting(sweep.name, {"n": index}), task=index)
                 job_id = LOCAL.task_id(array_id, index)
-                here = here.after(now, "submitted", job_id=job_id) if told else here
+                here = here.with_state(now, "submitted", job_id=job_id) if told else here
                 here.save(run.record)
         return sweep, runs
 

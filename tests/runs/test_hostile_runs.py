@@ -118,7 +118,7 @@ def place(request, monkeypatch):
 def make_run(base: Path, name: str = "demo", **fields: Any) -> RunDirectory:
     run = RunDirectory.create(base, name, LATE)
     record = Record(name, "local", f"{run.name} tag", LATE, ranks=2, nodes=1, steps=9)
-    record.after(LATE, "submitted", job_id="999999.1@elsewhere").save(run.record)
+    record.with_state(LATE, "submitted", job_id="999999.1@elsewhere").save(run.record)
     if fields:
         run.record.write_text(json.dumps({**json.loads(run.record.read_text()), **fields}))
     return run

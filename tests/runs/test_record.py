@@ -24,7 +24,9 @@ VALUES = {"optimizer.kwargs.lr": 1e-3, "training.precision": "bf16", "model.kwar
     "record",
     [
         RECORD,
-        RECORD.after(1.0, "submitted", job_id="28").after(2.0, "cancelled", detail="by me"),
+        RECORD.with_state(1.0, "submitted", job_id="28").with_state(
+            2.0, "cancelled", detail="by me"
+        ),
         replace(RECORD, kind=PROFILING),
         replace(RECORD, sweep=Setting("20261120-152233-gpt", VALUES), task=3),
     ],
@@ -41,10 +43,10 @@ def test_a_record_is_read_back_equal(tmp_path, record):
 
 
 def test_changes_are_kept_in_the_history():
-    submitted = RECORD.after(1.0, "submitted", job_id="28")
+    submitted = RECORD.with_state(1.0, "submitted", job_id="28")
     assert (RECORD.state, RECORD.job_id) == ("submitting", None)
     assert (submitted.state, submitted.job_id) == ("submitted", "28")
-    cancelled = submitted.after(2.0, "cancelled")
+    cancelled = submitted.with_state(2.0, "cancelled")
     assert cancelled.job_id == "28"
     assert cancelled.history == (Event(1.0, "submitted", "28"), Event(2.0, "cancelled"))
 

@@ -155,7 +155,7 @@ def test_a_run_is_called_by_what_finds_it(base, monkeypatch):
 def record(run: Path, job_id: str, sweep: str = "") -> None:
     setting = Setting(sweep, {}) if sweep else None
     made = Record("gpt", "slurm", "tag", 0.0, 1, 1, 1, sweep=setting)
-    made.after(0.0, "submitted", job_id=job_id).save(run / "record.json")
+    made.with_state(0.0, "submitted", job_id=job_id).save(run / "record.json")
 
 
 @pytest.mark.parametrize(

@@ -127,15 +127,15 @@ def command(
     targets = [job, schema, *([example] if code is None else [])]
     _check_new(targets, force=force)
     installed = find_scheduler()
-    where = scheduler or installed
-    if where == LOCAL:
+    batch_system = scheduler or installed
+    if batch_system == LOCAL:
         why, cure = "the job runs on this machine", "add --scheduler slurm or --scheduler pbs"
         opt.refuse(context, "--partition --account", why, cure=cure)
-    ask = is_terminal() and not yes and where != LOCAL
+    ask = is_terminal() and not yes and batch_system != LOCAL
     queues: Sequence[Queue] = ()
     reachable = True
     try:
-        queues = get_scheduler(where, QUEUES_TIMEOUT_S).queues()
+        queues = get_scheduler(batch_system, QUEUES_TIMEOUT_S).queues()
     except SchedulerError as error:
         reachable = False
         note(
@@ -149,18 +149,18 @@ def command(
     }  # fmt: skip
     values = {key: value for key, value in options.items() if value is not None}
     resources = _choose_resources(queue, values, ask=ask)
-    node_bytes = memory_of_this_machine() if where == LOCAL else queue.memory_bytes
+    node_bytes = memory_of_this_machine() if batch_system == LOCAL else queue.memory_bytes
     share = resources.memory_per_rank(node_bytes)
-    site = {_QUEUE_KEYS.get(where): queue.name, "account": account}
+    site = {_QUEUE_KEYS.get(batch_system): queue.name, "account": account}
     text = _render_job(
         name=name,
         code=code,
         resources=resources,
-        scheduler=where,
-        named=where != installed,
+        scheduler=batch_system,
+        named=batch_system != installed,
         queue=queue,
         account=account,
-        site={} if where == LOCAL else {key: value for key, value in site.items() if value},
+        site={} if batch_system == LOCAL else {key: value for key, value in site.items() if value},
         memory_limit=share and int(share * _OF_SHARE),
     )
     starter = {} if code is not None else {example: _starter_file("model.py.txt")}

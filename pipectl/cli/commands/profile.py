@@ -13,8 +13,8 @@ from rich.console import Group, RenderableType
 from pipectl.batch import LOCAL, allocation
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, plain, say, say_json, short_path, show, table, warn
-from pipectl.cli.follow import describe_job, follow_or_exit, note_origin, print_submission
 from pipectl.cli.progress import profiling_progress
+from pipectl.cli.submission import describe_job, follow_or_exit, note_origin, print_submission
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.job import choose_scheduler, warning_of_code
@@ -56,13 +56,13 @@ def command(
         opt.refuse(context, "--again", "is not used with --links", cure=cure)
     began, spec = time.time(), load(job, overrides or (), check_names=not links)
     warn(warning_of_code(spec, job))
-    where = choose_scheduler(spec, scheduler)
+    batch_system = choose_scheduler(spec, scheduler)
     path = output_file or (cluster_path(spec) if links else profile_path(spec))
     if not (links or submit):
-        if where not in {LOCAL, allocation()}:
+        if batch_system not in {LOCAL, allocation()}:
             raise UsageError(
-                f"jobs go to {where} from here, so this seems to be a login node, where times "
-                "differ from those of compute nodes",
+                f"jobs go to {batch_system} from here, so this seems to be a login node, where "
+                "times differ from those of compute nodes",
                 cure="measure in an allocation: add --submit (and --wait to follow it);\n"
                 "to measure on this machine anyway: --scheduler local",
             )
@@ -70,7 +70,9 @@ def command(
             profile = measure(spec, path, progress, effort, again=again)
         show_profile(profile, path, began, as_json=as_json)
         return
-    job_that_measures = make_measuring_job(spec, where, path, effort, links=links, again=again)
+    job_that_measures = make_measuring_job(
+        spec, batch_system, path, effort, links=links, again=again
+    )
     (submission,) = submit_job([job_that_measures], began)
     run, record = submission.run, submission.record
     result = f"the {'cluster' if links else 'profile'} will be in {short_path(path.absolute())}"

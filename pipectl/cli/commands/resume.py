@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipectl.cli import options as opt
 from pipectl.cli.console import say
-from pipectl.cli.follow import describe_job, finish, print_notes, print_plan
+from pipectl.cli.submission import describe_job, finish, print_notes, print_plan
 from pipectl.jobs.resume import resume
 from pipectl.runs import find_run, last_checkpoint, step_of
 

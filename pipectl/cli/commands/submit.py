@@ -13,7 +13,7 @@ import typer
 from pipectl.batch import LOCAL, get_scheduler
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
-from pipectl.cli.follow import (
+from pipectl.cli.submission import (
     describe_job,
     finish,
     follow,
@@ -26,7 +26,7 @@ from pipectl.directives import GPUS
 from pipectl.errors import UsageError
 from pipectl.jobs.job import choose_scheduler, render, render_array, warning_of_code
 from pipectl.jobs.prepare import plan_path, prepare, profile_path
-from pipectl.runs import SweepDirectory, find_runs, name_in_shell, sweep_of
+from pipectl.runs import RunDirectory, SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
 
 
@@ -68,17 +68,11 @@ def command(
         only, cure = "--dry-run and --test-only", "leave it out"
         opt.refuse(context, "--json", f"{only} print text", cure=cure)
         opt.refuse(context, "--wait --after", f"{only} submit nothing", cure=cure)
-    other_gres = (gres or "").split(",")
-    gpus = next(filter(None, map(GPUS.fullmatch, other_gres)), None)
-    gpu_type, gpu_count = (None, None) if gpus is None else (gpus[1], int(gpus[2] or 1))
-    if gpus is not None:
-        other_gres.remove(gpus[0])
+    gres_settings = _gres_settings(gres or "")
     values = {
         "resources.nodes": nodes,
         "resources.walltime": walltime and f"{walltime}s",
-        "resources.gpus_per_node": gpu_count,
-        "slurm.options.gpus-per-node": f"{gpu_type}:{gpu_count}" if gpu_type else None,
-        "slurm.options.gres": ",".join(other_gres) or None,
+        **gres_settings,
         "slurm.partition": partition,
         "slurm.account": account,
         "pbs.queue": queue,
@@ -95,22 +89,38 @@ def command(
     batch_system = choose_scheduler(spec, scheduler, must_answer=not (dry_run or test_only))
     unused = {"slurm": "--queue", "pbs": "--partition", LOCAL: "--partition --queue --account"}
     unused_options = unused[batch_system]
-    only_counts_gpus = gpu_count is not None and not gpu_type and not other_gres
-    if batch_system != "slurm" and not only_counts_gpus:
+    if batch_system != "slurm" and gres_settings.keys() != {"resources.gpus_per_node"}:
         unused_options += " --gres"
     opt.refuse(context, unused_options, f"is not used with {batch_system}", cure="leave it out")
     warn(warning_of_code(spec, job))
     if dry_run or test_only:
         _show_script(spec, points, batch_system, test_only=test_only)
     else:
-        _submit_and_follow(spec, points, batch_system, after or (), wait=wait, as_json=as_json)
+        runs = find_runs(Path(spec.output.directory), after or ())
+        _submit_and_follow(spec, points, batch_system, runs, wait=wait, as_json=as_json)
+
+
+def _gres_settings(gres: str) -> dict[str, str | int]:
+    """Values of the spec for ``--gres``, by dotted key: ``gpu:a100:2,nvme:1``."""
+    others = gres.split(",")
+    gpus = next(filter(None, map(GPUS.fullmatch, others)), None)
+    settings: dict[str, str | int] = {}
+    if gpus is not None:
+        others.remove(gpus[0])
+        kind, count = gpus[1], int(gpus[2] or 1)
+        settings["resources.gpus_per_node"] = count
+        if kind:
+            settings["slurm.options.gpus-per-node"] = f"{kind}:{count}"
+    if text := ",".join(others):
+        settings["slurm.options.gres"] = text
+    return settings
 
 
 def _show_script(
     spec: JobSpec, points: Sequence[Point], scheduler: str, *, test_only: bool
 ) -> None:
-    """Print the plan and the job script, after that of the array for a sweep; or with ``test_only``
-    the forecast of the start."""
+    """Print the plan and the job script; for a sweep, those of its first run after the script of
+    the job array. With ``test_only``, print when the job would start instead."""
     now = time.time()
     (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
     script, array_script = render(job, now, needs_mpi=False), ""
@@ -136,7 +146,7 @@ def _submit_and_follow(
     spec: JobSpec,
     points: Sequence[Point],
     scheduler: str,
-    after: Sequence[str],
+    after: Sequence[RunDirectory],
     *,
     wait: bool,
     as_json: bool,
@@ -145,14 +155,13 @@ def _submit_and_follow(
 
     Args:
         spec: the job, without the values of its sweep.
-        after: names of the runs to wait for.
+        after: runs that must complete before the job starts.
     """
     # A dry run does not import these.
     from pipectl.cli.progress import profiling_progress
     from pipectl.jobs.profiles import coupling_warning
     from pipectl.jobs.submit import submit
 
-    runs_before = find_runs(Path(spec.output.directory), after)
     began = time.time()
     with profiling_progress() as progress:
         jobs = prepare(spec, scheduler, progress, points=points)
@@ -163,7 +172,7 @@ def _submit_and_follow(
     for text in dict.fromkeys(coupling_warning(*each) for each in profiled):
         warn(text)
     at_once = None if spec.sweep is None else spec.sweep.at_once
-    submissions = submit(jobs, time.time(), runs_before, at_once=at_once)
+    submissions = submit(jobs, time.time(), after, at_once=at_once)
     if not as_json:
         print_plan(jobs)
     run, record = submissions[0].run, submissions[0].record

@@ -9,8 +9,8 @@ from typing import Any
 from pipectl.batch import LOCAL
 from pipectl.cli import options as opt
 from pipectl.cli.console import labels, note, say_json, short_path, show, warn
-from pipectl.cli.follow import follow_or_exit, print_notes, print_submission
 from pipectl.cli.progress import profiling_progress
+from pipectl.cli.submission import follow_or_exit, print_notes, print_submission
 from pipectl.jobs.job import warning_of_code
 from pipectl.jobs.measuring import plan_rehearsal, result_of
 from pipectl.jobs.submit import submit
