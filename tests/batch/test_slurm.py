@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from grammar import directives
+from job_requests import change
 
 from pipectl.batch import JobRequest, JobState, Queue
 from pipectl.batch.slurm import (
@@ -16,6 +17,7 @@ from pipectl.batch.slurm import (
     parse_squeue,
     parse_state,
 )
+from pipectl.directives import REPLACEMENTS
 from pipectl.errors import SchedulerError
 from pipectl.spec.models import Checkpoint
 
@@ -45,16 +47,13 @@ def test_options_of_a_site(make_request):
 
 
 def test_options_that_the_site_refuses_are_not_written(make_request):
-    names = ("cpus-per-task", "time", "gpus-per-node", "mem")
-    request = make_request(
-        launcher="srun",
-        mpi="pmi2",
-        gpus_per_node=2,
-        memory_per_node=2**30,
-        slurm={"options": dict.fromkeys(names, False)},
-    )
+    request = make_request(launcher="srun", mpi="pmi2", gpus_per_node=2, memory_per_node=2**30)
     script = SlurmScheduler().render(request)
-    assert not any(f"--{name}" in script for name in names)
+    assert all(f"#SBATCH --{name}=" in script for name in REPLACEMENTS)
+    script = SlurmScheduler().render(
+        change(request, slurm={"options": dict.fromkeys(REPLACEMENTS, False)})
+    )
+    assert not any(f"--{name}" in script for name in REPLACEMENTS)
 
 
 @pytest.mark.parametrize(("time", "lead_s"), [({}, 150), ({"time": False}, 400)])
