@@ -130,7 +130,7 @@ def print_submission(
         say(line)
 
 
-def finish(
+def print_and_follow(
     submission: Submission, *lines: str, wait: bool, as_json: bool, **more: Unpack[_MoreJson]
 ) -> None:
     """Print a submission; with ``wait``, follow its run to its end and print that."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipectl.cli import options as opt
 from pipectl.cli.console import say
-from pipectl.cli.submission import describe_job, finish, print_notes, print_plan
+from pipectl.cli.submission import describe_job, print_and_follow, print_notes, print_plan
 from pipectl.jobs.resume import resume
 from pipectl.runs import find_run, last_checkpoint, step_of
 
@@ -36,7 +36,7 @@ def command(
             say(f"changed: {key} {json.dumps(old)} -> {json.dumps(new)}")
     begin = f"from step {step}" if step else "from the beginning: no checkpoint yet"
     title = f"resumed: {record.name} ({describe_job(record)}), {begin}"
-    finish(
+    print_and_follow(
         submission, title, wait=wait, as_json=as_json,
         from_step=step, planned_anew=replanned, changes=changes,
     )  # fmt: skip

@@ -15,9 +15,9 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.submission import (
     describe_job,
-    finish,
     follow,
     note_origin,
+    print_and_follow,
     print_notes,
     print_plan,
     submission_json,
@@ -179,7 +179,7 @@ def _submit_and_follow(
     if record.sweep is None:
         place = f"run directory: {short_path(run.path)}"
         title = f"submitted: {record.name} ({describe_job(record)})"
-        finish(submissions[0], title, place, wait=wait, as_json=as_json)
+        print_and_follow(submissions[0], title, place, wait=wait, as_json=as_json)
         return
     sweep = sweep_of(run, record.sweep.name)
     if not as_json:
