@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -60,6 +62,25 @@ def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> N
         )
 
 
+@dataclass
+class _Stretch:
+    """The steps from one empty pipeline to the next.
+
+    Args:
+        first: number of the first.
+        batches: the samples of each.
+        unread: micro-batches that this rank reads only for the weights of its losses.
+        begin_s: when they began.
+        since_s: when the last one that is done ended.
+    """
+
+    first: int
+    batches: Sequence[Samples]
+    unread: Iterator[Batch]
+    begin_s: float
+    since_s: float
+
+
 class AsynchronousSteps(Steps):
     """Steps that overlap, from empty pipeline to empty pipeline.
 
@@ -91,18 +112,17 @@ class AsynchronousSteps(Steps):
             assert stage.versions is not None
             stage.versions.restart()
         self._end.begin()
-        self._first, self._planned = first, batches
         rank, size = self._batches.communicator.rank, self._plan.micro_batch_size
         count, sizes = self._plan.micro_batches, [split_batch(each.size, size) for each in batches]
         loaded: Iterator[Batch] = islice(self._loaded, len(batches) * count)
         weights = [share for each in sizes for share in sample_shares(each)]
-        self._read_only_for_weights: Iterator[Batch] = iter(())
+        unread: Iterator[Batch] = iter(())
         if self._batches.weigh is not None:
             weights = []
             loaded = self._add_weights(self._batches.weigh, loaded, weights)
             if not self._batches.reads:
-                self._read_only_for_weights = loaded
-        self._read_weights()
+                unread = loaded
+        _read_weights(unread, count)
         whole = [
             Rows.of(samples, batch.length)
             for batch, each in zip(batches, sizes, strict=True)
@@ -111,14 +131,17 @@ class AsynchronousSteps(Steps):
         pieces = dict(enumerate(whole))
         step = Step(EMPTY, channels(self._plan), rank, whole, pieces=pieces)
         seed = self._batches.seed, first
-        run = StepRun(step, weights, loaded, seed, update=self._update, per_step=count)
-        self._traced = any(map(self._tracing.wants, range(first, first + len(batches))))
-        if self._traced:
-            run.recording = self._tracing.begin(first)
-        self._started = self._since = time.perf_counter()
+        is_recorded = any(map(self._tracing.wants, range(first, first + len(batches))))
+        recording = self._tracing.begin(first) if is_recorded else None
+        begin_s = time.perf_counter()
+        steps = _Stretch(first, batches, unread, begin_s, since_s=begin_s)
+        update = partial(self._update, steps)
+        run = StepRun(
+            step, weights, loaded, seed, update=update, recording=recording, per_step=count
+        )
         parts = stretch(self._plan, rank, len(batches))
         self._engine.run(run, parts)
-        self._end_trace(run)
+        self._end_recording(steps, run)
 
     def _add_weights(
         self, weigh: Callable[[Any], float], loaded: Iterator[Batch], weights: list[float]
@@ -129,32 +152,33 @@ class AsynchronousSteps(Steps):
             weights += target_shares(weigh, name, [targets for _, targets in step])
             yield from step
 
-    def _read_weights(self) -> None:
-        """Read the weights of the next step, if no forward of this rank reads its batch."""
-        deque(islice(self._read_only_for_weights, self._plan.micro_batches), maxlen=0)
-
-    def _update(self, run: StepRun, stage: int, micro_batch: int) -> Outcome:
+    def _update(self, steps: _Stretch, run: StepRun, stage: int, micro_batch: int) -> Outcome:
         """The end of a step on this rank: its update, or its last forward if it updates nothing."""
         count = self._plan.micro_batches
         index, before = micro_batch // count, micro_batch // count * count
-        step, losses = self._first + index, run.losses[:count]
+        step, losses = steps.first + index, run.losses[:count]
         updated = self._end.stages.get(stage)
         with nullcontext() if updated is None else updated.updating():
             outcome = self._end.run(step, run, before)
         self._engine.board.step(step + 1)
         if index == steps_apart(self._plan):
-            self._end_trace(run)
+            self._end_recording(steps, run)
         del run.losses[:count]
         loss = weighted_loss(losses, run.weights[before : before + count])
-        self._read_weights()
-        self._since = self._finish(step, self._planned[index], run, outcome, loss, self._since)
+        _read_weights(steps.unread, count)
+        batch = steps.batches[index]
+        steps.since_s = self._finish(step, batch, run, outcome, loss, steps.since_s)
         run.busy_s = 0.0
         return outcome
 
-    def _end_trace(self, run: StepRun) -> None:
-        if self._traced:
-            self._tracing.end(self._first, run.recording, self._started)
-            run.recording, self._traced = None, False
+    def _end_recording(self, steps: _Stretch, run: StepRun) -> None:
+        self._tracing.end(steps.first, run.recording, steps.begin_s)
+        run.recording = None
+
+
+def _read_weights(unread: Iterator[Batch], micro_batches: int) -> None:
+    """Read the weights of the next step, if no forward of this rank reads its batch."""
+    deque(islice(unread, micro_batches), maxlen=0)
 
 
 def _check_counts(planned: Iterable[Samples], plan: Plan) -> None:
