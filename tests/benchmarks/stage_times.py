@@ -111,6 +111,9 @@ def compare(entry: Entry) -> list[Stage]:
     with tempfile.TemporaryDirectory() as folder:
         samples = SAMPLES_OF_IMAGES if entry.package == "torchvision" else SAMPLES
         spec = spec_of(entry, Path(folder) / "job.yaml", micro_batch=samples)
+        # Stages do not load data here, so that it is not part of the profile either.
+        data = spec.data.model_copy(update={"workers": 1})
+        spec = spec.model_copy(update={"data": data})
         settle_process(1)
         job = CapturedJob(spec)
         size = spec.training.batch_size // (spec.pipeline.micro_batches or 1)
@@ -137,6 +140,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*")
     names = parser.parse_args().models
+    if unknown := {*names}.difference(entry.name for entry in entries()):
+        parser.error(f"no model of the corpus: {', '.join(sorted(unknown))}")
     all_stages: list[Stage] = []
     print(f"{psutil.cpu_count()} cores, torch {torch.__version__}; errors of forward and backward")
     print(f"{'model':28} {'stages':>5}   median      9/10    worst     bias")
