@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from math import inf
 from operator import attrgetter
@@ -342,9 +342,15 @@ def _usual(figures: Iterable[float | None]) -> float | None:
 
 def read_measured(run: RunDirectory, record: Record | None) -> Measured:
     """Return the figures of a run; steps are percent if the run only profiles."""
-    if record is None or record.kind != PROFILING:
-        return sum_up(read_metrics(run, whole=False))
     heartbeat = read_heartbeat(run) or Heartbeat()
+    if record is None or record.kind != PROFILING:
+        lines = read_metrics(run, whole=False)
+        measured = sum_up(lines)
+        # After a resume, training goes on from a checkpoint, often of an earlier step.
+        before = max((line.attempt for line in lines), default=heartbeat.attempt)
+        if heartbeat.step and before < heartbeat.attempt:
+            measured = replace(measured, step=heartbeat.step, steps=heartbeat.steps)
+        return measured
     return Measured(step=heartbeat.step or 0, steps=record.steps)
 
 

@@ -289,6 +289,7 @@ def test_what_is_drawn_of_figures():
     assert sparkline(range(8), 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
     assert len(sparkline(range(1000), 37)) == 37
+    assert sparkline([1e308, 1e308, -1e308, -1e308], 2) == "█▁"
     shares = (0, 1, 0.5, 0.53, 7)
     assert [bar(share, 4) for share in shares] == ["    ", "████", "██  ", "██▏ ", "████"]
 

@@ -18,6 +18,7 @@ from pipectl.runs import (
     read_errors,
     read_exit_code,
     read_heartbeat,
+    read_measured,
     read_metrics,
 )
 from pipectl.runs.readers import merge_attempts, sum_up
@@ -119,6 +120,14 @@ def test_an_attempt_that_did_steps_again_wins(run):
     run.metrics.write_text("\n".join([*first, *second]) + "\n")
     found = sum_up(read_metrics(run, whole=False))
     assert (found.step, found.last_loss, found.first_loss) == (STEPS - 101, 7.0, 3.0)
+
+
+def test_a_resumed_run_is_at_the_step_that_it_goes_on_from(run):
+    run.metrics.write_text("\n".join(step_line(step) for step in range(1, 21)) + "\n")
+    Heartbeat("training", 20, STEPS).save(run.heartbeat)
+    assert read_measured(run, None).step == 20
+    Heartbeat("training", 10, STEPS, attempt=2).save(run.heartbeat)
+    assert (read_measured(run, None).step, read_measured(run, None).last_loss) == (10, 3 / 20)
 
 
 def test_faults_that_a_later_attempt_trained_past_are_over(run):

@@ -425,6 +425,9 @@ def bar(share: float, width: int) -> str:
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
+_HUGE = 1e300
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """A curve with one character per value, or per mean of neighbours if they do not fit.
 
@@ -435,7 +438,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
     if not values:
         return ""
-    means = [mean for _, mean in average_points(list(enumerate(values)), width)]
+    small = [min(max(value, -_HUGE), _HUGE) for value in values]  # so that sums are finite
+    means = [mean for _, mean in average_points(list(enumerate(small)), width)]
     low, span = min(means), max(means) - min(means)
     top = len(_LEVELS) - 1
     return "".join(_LEVELS[round(top * (mean - low) / span) if span else 0] for mean in means)

@@ -19,7 +19,7 @@ from pipectl.planner.request import Planner, PlanRequest
 from pipectl.profile import Profile
 from pipectl.simulate.network import reduction_s
 
-CLEARLY = 0.99
+CLEARLY = 0.95
 """An estimate is clearly faster if its step is below this share of the pipeline's."""
 _NO_SIZE = "the profile has no parameter bytes, which say how large the sum of gradients is"
 _NO_ROOM = "the whole model with a share of the batch does not fit into a rank's memory"
