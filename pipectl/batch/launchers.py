@@ -108,9 +108,7 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
         return command
     if launch.launcher != "srun":
         options = _mpiexec_options(request, on_this_machine=scheduler == "local")
-        mpiexec = request.mpiexec
-        if mpiexec is None:
-            mpiexec = find_mpiexec(request.environment, request.template, request.python)
+        mpiexec = request.mpiexec or find_mpiexec(request.environment, request.template)
         return (mpiexec, *options, *launch.args, *command)
     if scheduler != "slurm":
         raise SchedulerError("launch.launcher: srun needs Slurm", cure="use mpiexec or auto")
@@ -166,20 +164,15 @@ def _changes_path(environment: Environment, template: Template | None) -> bool:
     )
 
 
-def find_mpiexec(
-    environment: Environment, template: Template | None, python: str | None = None
-) -> str:
-    """Return the path of a job's mpiexec: the one beside its Python, or the first on PATH.
+def find_mpiexec(environment: Environment, template: Template | None) -> str:
+    """Return the path of a job's mpiexec: the one beside this Python, or the first on PATH.
 
     The result is ``mpiexec`` if it depends on the job's own PATH.
-
-    Args:
-        python: path of the interpreter; by default that of this process.
 
     Raises:
         SchedulerError: there is no mpiexec.
     """
-    embedded = Path(python or sys.executable).parent / "mpiexec"
+    embedded = Path(sys.executable).parent / "mpiexec"
     if embedded.exists():
         return str(embedded)
     if _changes_path(environment, template):

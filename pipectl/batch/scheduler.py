@@ -63,7 +63,7 @@ class JobRequest:
         alone: whether to start the command once, on the first node, without MPI.
         first_command: command that runs once, on the first node, before the launch.
         binds: host directories that the container sees under the same names.
-        mpiexec: path of mpiexec; by default the one beside ``python``, or the first on PATH.
+        mpiexec: path of mpiexec; by default that of :func:`pipectl.batch.launchers.find_mpiexec`.
         after: ids of jobs that must complete first.
         array: None for a single job. For an array, ``run_directory`` is the sweep's, the resources
             are those of each job, and ``command`` starts the runs if there is no batch system.

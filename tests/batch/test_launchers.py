@@ -60,9 +60,8 @@ def program(tmp_path, monkeypatch):
 @pytest.fixture
 def request_here(make_request, tmp_path, monkeypatch):
     """Of an interpreter that is none, in the folder of the programs."""
-    python = str(tmp_path / "bin" / "python")
-    monkeypatch.setattr(sys, "executable", python)
-    return make_request(python=python, mpiexec=None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    return make_request(mpiexec=None)
 
 
 def chosen(request: JobRequest, **changes: Any) -> MpiChoice:
@@ -119,17 +118,18 @@ def test_ranks_start_where_the_installed_launcher_is_told_to(make_request):
     ]
 
 
-def test_where_mpiexec_is_found(make_request, program, tmp_path):
+def test_where_mpiexec_is_found(make_request, program, tmp_path, monkeypatch):
     """Beside the interpreter, else on PATH, which is another in a job with modules."""
     beside = tmp_path / "env" / "bin" / "mpiexec"
     beside.parent.mkdir(parents=True)
     beside.touch()
     program("mpiexec", "")
-    request = make_request(python=str(beside.with_name("python")), mpiexec=None)
+    monkeypatch.setattr(sys, "executable", str(beside.with_name("python")))
+    request = make_request(mpiexec=None)
 
     def found(**changes: Any) -> str:
         job = change(request, **changes)
-        return find_mpiexec(job.environment, job.template, job.python)
+        return find_mpiexec(job.environment, job.template)
 
     assert found() == launch_command(request, "pbs")[0] == str(beside)
     beside.unlink()
