@@ -49,7 +49,9 @@ COMPUTING, OTHERS, COMMUNICATION, SUMS, OFFLOAD, BETWEEN = (
 SPENT = {
     COMPUTING: Use("computing", "the nodes are more or less busy than when they were profiled, or "
                    "are other nodes; `pipectl profile --again` measures again"),
-    OTHERS: Use("waiting for other ranks", "more micro-batches keep the pipeline full for longer",
+    OTHERS: Use("waiting for other ranks", "more micro-batches, or another schedule, keep the "
+                "pipeline full for longer; the planner weighs both if the job leaves them to it "
+                "(`auto`)",
                 "filling and draining the pipeline"),
     COMMUNICATION: Use("waiting for messages", f"fewer stages send less; {_LINKS}"),
     SUMS: Use("waiting for sums of gradients", f"fewer replicas sum less; {_LINKS}"),

@@ -3,6 +3,7 @@ import pytest
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.report.comparison import (
+    OTHERS,
     SPENT,
     Both,
     Part,
@@ -124,7 +125,7 @@ def test_what_limits_the_speed_is_what_takes_the_time(pipeline):
         Event(0, 1.0, 7.0, "receive_wait", 0, 0, 1),
         BACKWARD_0._replace(start_s=7.0, end_s=9.0),
     )
-    fuller = ("would help", "more micro-batches keep the pipeline full for longer")
+    fuller = ("would help", SPENT[OTHERS].advice)
     assert explain(compare(Timeline(STEP, 2), slow, channels(pipeline(2, 1))))[:3] == [
         (
             "bottleneck",
