@@ -215,13 +215,14 @@ class Explorer:
         flight, of the smallest size and of the area's; if none of these fit, the area is dropped.
         """
         if self._memory_is_short:
-            for size in (min(self._areas.sizes(area.stages)), area.size):
-                tried = self._areas.of(area.stages, size)
-                recut = _Recut(tried, *self.problem.orders(area.stages, size)[0])
+            smallest = min(self._areas.sizes(area.stages))
+            tried = [self._areas.of(area.stages, size) for size in (smallest, area.size)]
+            recuts = [_Recut(t, *self.problem.orders(t.stages, t.size)[0]) for t in tried]
+            for recut in recuts:
                 if recut not in self._recuts:
                     self._recuts.add(recut)
                     self._try_recut(recut)
-            if self._is_hopeless(recut):
+            if self._is_hopeless(recuts[-1]):
                 return
         everything = self._areas.everything(area)
         if everything is None:

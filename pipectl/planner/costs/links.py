@@ -21,8 +21,8 @@ from pipectl.simulate.network import reduction_s, way_between, way_latency_s
 
 REFERENCE_BYTES = 2**20
 """Size of the message that gives a link's time per byte."""
-Ranks = tuple[int, ...]
-"""Ranks of the replicas of a stage."""
+Replicas = tuple[int, ...]
+"""The ranks of the replicas of a stage."""
 
 
 class Message(NamedTuple):
@@ -51,14 +51,14 @@ class Links:
         self.cluster = cluster
         self._links: list[Link] = []
         self._classes: dict[_Class, int] = {}
-        self._class_of: dict[tuple[Ranks, Ranks], int] = {}
+        self._class_of: dict[tuple[Replicas, Replicas], int] = {}
 
     @property
     def node_of_rank(self) -> Sequence[int]:
         """The node of every rank."""
         return self.cluster.node_of_rank
 
-    def class_of(self, senders: Ranks, receivers: Ranks) -> int:
+    def class_of(self, senders: Replicas, receivers: Replicas) -> int:
         """The number of the class of a border."""
         key = senders, receivers
         if key not in self._class_of:
@@ -105,7 +105,7 @@ class Links:
         none_s = self.reduce_s(0.0, ranks)
         return none_s, (self.reduce_s(REFERENCE_BYTES, ranks) - none_s) / REFERENCE_BYTES
 
-    def _describe(self, senders: Ranks, receivers: Ranks) -> _Class:
+    def _describe(self, senders: Replicas, receivers: Replicas) -> _Class:
         loads: dict[object, tuple[int, list[float]]] = {}
         late_s = 0.0
         for sender, receiver, part in shares(senders, receivers):
@@ -164,13 +164,13 @@ class RankGroups:
     def __init__(self, links: Links, limit_bytes: float | None = None) -> None:
         self._links = links
         self._limit_bytes = limit_bytes
-        self._numbers: dict[Ranks, int] = {}
+        self._numbers: dict[Replicas, int] = {}
         self._classes = np.full((8, 8), -1, dtype=np.int64)
         self._reductions: dict[int, tuple[float, float]] = {}
         self.sizes = self.slowness = self.limits_bytes = self.after_s = np.zeros(0)
         self.on_nodes: Floats = np.zeros((0, 0))
 
-    def number(self, layouts: Sequence[Sequence[Ranks]]) -> Integers:
+    def number(self, layouts: Sequence[Sequence[Replicas]]) -> Integers:
         """Group numbers of layouts with equally many stages; shape [layouts, stages]."""
         numbers, before = self._numbers, len(self._numbers)
         rows = {  # layouts that differ only in their cuts share this object
