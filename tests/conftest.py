@@ -319,6 +319,54 @@ def train(launch: Callable[..., Any]) -> Callable[..., None]:
     return start
 
 
+EQUALITY = Path(__file__).parent / "equality" / "models.py"
+REAL = {
+    **dict.fromkeys(("gpt", "tied"), (f"{EQUALITY}:token_loss", f"{EQUALITY}:Tokens")),
+    **dict.fromkeys(("cnn", "dense"), ("torch.nn:CrossEntropyLoss", f"{EQUALITY}:Images")),
+}
+"""Loss and data of the models of the equality tests."""
+
+
+@pytest.fixture(scope="session")
+def spec_maker(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Callable[..., Any]]:
+    """``spec_maker(file)(model, loss=, data=, **sections)``: a job with the models of a file.
+
+    Names with a colon are in other files; gpt, tied, cnn and dense are those of the equality tests.
+    ``kwargs``, ``materialize``, ``opaque`` and ``weights`` are those of the model.
+    """
+    import yaml
+
+    from pipectl.spec import load
+
+    def maker(models: Path) -> Callable[..., Any]:
+        def factory(name: Any, kwargs: dict[str, Any] | None = None) -> Any:
+            if isinstance(name, dict) or name == "model":
+                return name
+            return {"factory": name if ":" in name else f"{models}:{name}", "kwargs": kwargs or {}}
+
+        def make(model: str, *, loss: str = "", data: Any = "", **more: Any) -> Any:
+            usual = REAL.get(model, ("torch.nn:CrossEntropyLoss", "Vectors"))
+            options = {k: more.pop(k) for k in ("materialize", "opaque", "weights") if k in more}
+            place = f"{EQUALITY}:{model}" if model in REAL else model
+            document = {
+                "version": 1,
+                "name": "job",
+                "site_defaults": False,
+                "model": {**factory(place, more.pop("kwargs", None)), **options},
+                "loss": factory(loss or usual[0], more.pop("loss_kwargs", None)),
+                "data": factory(data or usual[1]),
+                "training": {"steps": 1, "batch_size": 8},
+                **more,
+            }
+            path = tmp_path_factory.mktemp("spec") / "job.yaml"
+            path.write_text(yaml.safe_dump(document))
+            return load(path)
+
+        return make
+
+    return maker
+
+
 @pytest.fixture(scope="session")
 def profile_of() -> Callable[[Any], Any]:
     """``profile_of(spec)``: as if for one rank without neighbours; once per model and run of tests.

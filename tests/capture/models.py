@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterator
 from dataclasses import dataclass
-from random import random as draw
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 Output = namedtuple("Output", ["loss", "logits"])
 
@@ -57,13 +55,6 @@ class Raising(Vectors):
         raise OSError("the disk is gone")
 
 
-class Ragged(Vectors):
-    """Samples of different lengths, which cannot be stacked."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.vectors[index][: 1 + index], self.classes[index]
-
-
 class Transposed(Vectors):
     """A collate_fn that puts the batch second."""
 
@@ -71,12 +62,6 @@ class Transposed(Vectors):
     def collate_fn(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         vectors, classes = zip(*samples, strict=True)
         return torch.stack(vectors, 1), torch.stack(classes)
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        whole = Vectors(7)
-        yield from (whole[index] for index in range(7))
 
 
 def mlp(width: int = 8, slope: float = 0.0) -> nn.Module:
@@ -143,14 +128,6 @@ class WithModelOutput(WithLoss):
     def forward(self, x: Tensor, y: Tensor) -> ModelOutput:
         logits = self.inner(x)
         return ModelOutput(nn.functional.cross_entropy(logits, y), logits, cache=object())
-
-
-class Branching(Inner):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        if y.sum() > 0:  # data-dependent branch
-            y = -y
-        return y
 
 
 class FixedBatch(Inner):
@@ -242,20 +219,6 @@ class Tuples(Layers):
     def forward(self, x: Tensor) -> Tensor:
         p, q, r = self.a(x).split(2, dim=1)
         return self.head(p.sigmoid() * q + r.transpose(0, 1).contiguous().transpose(0, 1))
-
-
-class Crossing(Layers):
-    """A value that is written through a view of itself, then read in several places."""
-
-    layers = (("a", 6, 6), ("b", 6, 6), ("head", 6, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        y[:, 1:3].mul_(2.0)
-        left = self.b(y)
-        right = y.sigmoid()
-        y = y + left
-        return self.head(y * right + left)
 
 
 class Filled(Layers):
@@ -388,18 +351,6 @@ class Running(Layers):
         return self.head(y - self.mean)
 
 
-class Resizing(Running):
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = self.a(x).detach().mean()
-        return self.head(self.a(x) - self.mean)
-
-
-class Retyping(Running):
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = self.mean + 1.0j
-        return self.head(self.a(x))
-
-
 class RunningScale(Layers):
     """Divides by a buffer it has just written, which autograd keeps for the backward."""
 
@@ -499,13 +450,6 @@ class AsksForSize(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         doubles = x.shape[0] % 2 == 0 if self.even else x.shape[0] > 5
         return self.linear(x) * 2 if doubles else self.linear(x)
-
-
-class DrawsByName(Inner):
-    """A layer that is sometimes skipped, with a function that was imported by its name."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * (2 if draw() < 0.5 else 3)
 
 
 def scaling(factor: float) -> type[torch.autograd.Function]:

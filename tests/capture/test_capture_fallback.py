@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from stages import Stages
 from torch import Tensor
+from trial import Trial
 
 from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.opaque import Opaque
@@ -398,24 +398,13 @@ class Twice(nn.Module):
 """
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 def test_a_buffer_that_an_operator_assigns_is_read_before_between_and_after(
-    make_job, write_modules, recompute: bool
+    make_job, write_modules
 ) -> None:
-    job = make_job(f"{write_modules({}, ASSIGNS)}:Twice")
-    graph, batch = job.training_graph(4), job.loader.example(4)
-    assert operators(graph) == ["scaling", "scaling"]
-    in_one = dict.fromkeys(graph.position, 0)
-    stages = Stages(job, 4, in_one, recompute=recompute, evaluates=False)
-    model, values = deepcopy(job.step), stages.step(0, [batch, batch])
-    for index in range(2):
-        loss = model(*batch)
-        (loss / 2).backward()
-        assert torch.equal(values[f"step 0 loss {index}"], loss)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(values[f"step 0 gradient of {name}"], parameter.grad)
-    states = stages.states()
-    assert all(torch.equal(states[name], buffer) for name, buffer in model.named_buffers())
+    trial = Trial(make_job(f"{write_modules({}, ASSIGNS)}:Twice"))
+    assert operators(trial.graph) == ["scaling", "scaling"]
+    assert trial.plain_differences() == {}
+    assert trial.differences(dict.fromkeys(trial.graph.position, 0), recompute=True) == []
 
 
 def test_a_buffer_that_an_operator_writes_before_its_backward_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -11,14 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipectl.capture.operators import FunctionCall
 from pipectl.spec import dump
 
 MODELS = Path(__file__).with_name("models.py")
-
-
-def members(graph, name: str) -> set[str]:
-    group = graph.groups.get(name)
-    return {other for other, found in graph.groups.items() if found == group and group is not None}
 
 
 def test_operators_and_edges_of_a_chain(graph_of) -> None:
@@ -39,36 +36,42 @@ def test_only_integers_that_an_embedding_looks_up_are_tokens(
     assert job.training_graph(4).tokens_per_sample == length
 
 
-def test_readers_of_a_written_value_read_the_writing_operator(graph_of) -> None:
-    graph = graph_of("Inplace")
-    assert graph.users["linear"] == ("relu_",)
-    assert set(graph.users["relu_"]) == {"linear_1", "add_"}
-    assert graph_of("OutArgument").users["add"] == ("mul",)
+@pytest.mark.parametrize(
+    ("model", "name", "users"),
+    [
+        ("Inplace", "linear", {"relu_"}),
+        ("Inplace", "relu_", {"linear_1", "add_"}),
+        ("OutArgument", "add", {"mul"}),
+    ],
+)
+def test_readers_of_a_written_value_read_the_writing_operator(
+    graph_of, model: str, name: str, users: set[str]
+) -> None:
+    assert {*graph_of(model).users[name]} == users
 
 
-def test_a_norm_used_twice_stays_in_one_stage(graph_of) -> None:
-    graph = graph_of("SharedNorm")
-    assert members(graph, "batch_norm") >= {"batch_norm", "batch_norm_1"}
-    assert members(graph, "add_") >= {"add_", "add__1"}
+@pytest.mark.parametrize(
+    ("model", "name", "members"),
+    [
+        ("SharedNorm", "batch_norm", {"batch_norm", "batch_norm_1"}),
+        ("SharedNorm", "add_", {"add_", "add__1"}),
+        ("RunningScale", "lerp_", {"lerp_", "div"}),  # another stage would read its old values
+        ("Inplace", "linear_2", set()),  # reads after the last write
+        ("Inplace", "mean", set()),
+        ("cnn", "batch_norm", {"add_", "batch_norm"}),  # used once: with its counter alone
+    ],
+)
+def test_what_shares_memory_that_is_written_is_one_group(
+    graph_of, model: str, name: str, members: set[str]
+) -> None:
+    groups = graph_of(model).groups
+    assert {each for each in groups if groups[each] == groups.get(name)} == members
 
 
-def test_readers_of_a_written_buffer_stay_with_the_write(graph_of) -> None:
-    """A buffer exists once per rank, so that another stage would read its old values."""
-    assert members(graph_of("RunningScale"), "lerp_") == {"lerp_", "div"}
-
-
-def test_readers_behind_the_last_write_are_free(graph_of) -> None:
-    graph = graph_of("Inplace")
-    assert "linear_2" not in graph.groups
-    assert "mean" not in graph.groups
-
-
-def test_a_norm_used_once_stays_with_its_counter_alone(real_job) -> None:
-    graph = real_job("cnn").training_graph(4)
+def test_norms_that_are_used_once_share_no_group(graph_of) -> None:
+    graph = graph_of("cnn")
     norms = [node.name for node in graph.operators if "batch_norm" in str(node.target)]
-    assert len(norms) == 7
-    assert members(graph, "batch_norm") == {"add_", "batch_norm"}
-    assert not any({a, b} <= members(graph, a) for a in norms for b in norms if a != b)
+    assert len({graph.groups[name] for name in norms}) == len(norms) == 7
 
 
 def test_a_norm_in_evaluation_writes_nothing(job_of) -> None:
@@ -144,16 +147,14 @@ def test_the_fingerprint_is_equal_in_another_process_which_needs_no_mpi(job_of, 
     assert lines[-1] == "no MPI"
 
 
-def test_the_fingerprint_does_not_depend_on_the_captured_batch_size(make_job) -> None:
-    fingerprints = {make_job("mlp").training_graph(size).fingerprint for size in (1, 4, 6)}
-    assert len(fingerprints) == 1
-
-
-def test_the_fingerprint_does_not_depend_on_weights(make_job) -> None:
-    seeds = [{"training": {"steps": 1, "batch_size": 8, "seed": seed}} for seed in (1, 2)]
-    jobs = [make_job("mlp", **seed) for seed in seeds]
-    first, second = (job.training_graph(4).fingerprint for job in jobs)
-    assert first == second
+def test_the_fingerprint_depends_neither_on_the_captured_batch_size_nor_on_weights(
+    make_job,
+) -> None:
+    jobs = [
+        make_job("mlp", training={"steps": 1, "batch_size": 8, "seed": seed}) for seed in (1, 2, 3)
+    ]
+    graphs = [job.training_graph(size) for job, size in zip(jobs, (1, 4, 6), strict=True)]
+    assert len({graph.fingerprint for graph in graphs}) == 1
     assert not torch.equal(jobs[0].states["model.0.weight"], jobs[1].states["model.0.weight"])
 
 
@@ -176,3 +177,37 @@ def test_the_first_operator_that_differs_is_named(
     )
     assert (graph.fingerprint == other.fingerprint) == (difference is None)
     assert graph.difference(other.fingerprint, other.signatures) == difference
+
+
+# Gradients of the user's own making
+
+
+def test_an_autograd_function_is_one_operator_with_its_own_backward(
+    job_of, assert_as_the_model
+) -> None:
+    job = job_of("OwnBackward")
+    operators = job.training_graph(4).operators
+    assert sum("Doubling" in str(node.target) for node in operators) == 1
+    assert_as_the_model(job)
+
+
+def test_the_fingerprint_names_the_function_but_no_address_and_no_directory(
+    graph_of, make_job, tmp_path: Path
+) -> None:
+    copy = shutil.copy(MODELS, tmp_path)
+    here, there = graph_of("OwnBackward"), make_job(f"{copy}:OwnBackward").training_graph(4)
+    assert "0x" not in "".join(str(node.target) for node in here.operators)
+    assert (there.signatures, there.fingerprint) == (here.signatures, here.fingerprint)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_blocks_are_captured_as_operators(make_job, reentrant: bool) -> None:
+    graph = make_job("Recomputed", kwargs={"reentrant": reentrant}).training_graph(4)
+    assert [node.name for node in graph.operators][:3] == ["linear", "tanh", "linear_1"]
+    assert all(graph.requires_grad.values())
+
+
+def test_functions_of_one_name_are_told_apart(make_job) -> None:
+    job = make_job("OneName")
+    applied = [node.target for node in job.training_graph(4).operators]
+    assert [t.function for t in applied if isinstance(t, FunctionCall)] == list(job.model.functions)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from pipectl.capture import CapturedJob, Cut, build_stage
+from pipectl.capture import CapturedJob, Cut, build_stage, randomness, regions
 from pipectl.capture.operators import is_random
 from pipectl.capture.randomness import seed_of, seed_operator
+from pipectl.capture.regions import _devices, accelerator_in_use
 from pipectl.capture.slices import Rows
 from pipectl.spec import JobSpec, dump, load
 
@@ -41,9 +45,9 @@ def random_operators(graph) -> list[str]:
     return [node.name for node in graph.operators if is_random(node, graph.root)]
 
 
-def test_dropout_is_random_and_linear_is_not(graph_of, real_job) -> None:
+def test_dropout_is_random_and_linear_is_not(graph_of, job_of) -> None:
     assert random_operators(graph_of("Dropping")) == ["dropout"]
-    gpt = random_operators(real_job("gpt").training_graph(4))
+    gpt = random_operators(job_of("gpt").training_graph(4))
     assert {name.rstrip("_0123456789") for name in gpt} == {"dropout"}  # its attention drops none
     assert len(gpt) == 4
     assert random_operators(graph_of("mlp")) == []
@@ -129,3 +133,42 @@ def test_rows_of_a_draw_that_gives_several_tensors(job_of, run_whole) -> None:
     job = job_of("DroppedLstm")
     whole, *halves = (run_whole(job, rows, seed=5) for rows in (8, Rows(0, 4, 8), Rows(4, 8, 8)))
     assert torch.allclose(whole, sum(halves) / 2)
+
+
+# An accelerator of any kind: pretended, as torch knows those of other vendors
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(module: Any) -> None:
+        monkeypatch.setattr(regions, "accelerator", lambda: ("npu", module))
+        monkeypatch.setattr(randomness, "accelerator", lambda: ("npu", module))
+
+    return make
+
+
+def test_one_that_nobody_has_used_is_left_alone(pretend: Any) -> None:
+    pretend(SimpleNamespace(is_initialized=lambda: False))
+    assert accelerator_in_use() is None
+    seed_operator(1, 2)
+
+
+def test_an_operator_is_seeded_on_the_current_one(pretend: Any) -> None:
+    generators = [torch.Generator().manual_seed(3), torch.Generator()]
+    pretend(SimpleNamespace(default_generators=generators, current_device=lambda: 1))
+    seed_operator(1, 2)
+    expected = torch.default_generator.initial_seed()
+    assert [each.initial_seed() for each in generators] == [3, expected]
+
+
+def test_one_without_generators_of_its_own_is_seeded_as_a_whole(pretend: Any) -> None:
+    seeds: list[int] = []
+    pretend(SimpleNamespace(manual_seed=seeds.append))
+    seed_operator(1, 2)
+    assert seeds == [torch.default_generator.initial_seed()]
+    # An autocast that was captured on the CPU applies to both.
+    assert [list(_devices(kind)) for kind in ("cpu", "npu", "cuda")] == [
+        ["cpu", "npu"],
+        ["npu"],
+        [],
+    ]

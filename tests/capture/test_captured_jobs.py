@@ -62,16 +62,6 @@ SCALAR = "^loss: must be a floating-point scalar tensor, but is a "
             {"model": "torch.nn:LazyLinear", "kwargs": {"out_features": 3}},
             "'weight' of a LazyLinear has no shape yet",
         ),
-        (
-            {"model": "Resizing"},
-            r"^model: changes the shape of buffer 'mean' from \[6\] to \[\]",
-        ),
-        (
-            {"model": "Retyping"},
-            r"^model: changes the type of buffer 'mean' from torch.float32 to torch.complex64",
-        ),
-        ({"model": "DrawsByName"}, "it draws from a generator that is not torch's"),
-        ({"model": "Branching"}, "its control flow depends on the values"),
         ({"model": "BackwardHook"}, "^model: inner.0 has a backward hook, which no graph can hold"),
     ],
 )

@@ -125,8 +125,8 @@ def test_a_parameter_without_values() -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt", "tied", "cnn", "dense"])
-def test_the_graphs_are_those_of_an_ordinary_model(make_real_job, real_job, model: str) -> None:
-    eager, per_rank = real_job(model), make_real_job(model, materialize="per_rank")
+def test_the_graphs_are_those_of_an_ordinary_model(make_job, job_of, model: str) -> None:
+    eager, per_rank = job_of(model), make_job(model, materialize="per_rank")
     for graph in ("training_graph", "evaluation_graph"):
         expected, found = getattr(eager, graph)(4), getattr(per_rank, graph)(4)
         assert found.fingerprint == expected.fingerprint
@@ -136,8 +136,8 @@ def test_the_graphs_are_those_of_an_ordinary_model(make_real_job, real_job, mode
     assert per_rank.tied == eager.tied
 
 
-def test_only_what_is_asked_for_is_materialized(make_real_job) -> None:
-    captured = make_real_job("cnn", materialize="per_rank")
+def test_only_what_is_asked_for_is_materialized(make_job) -> None:
+    captured = make_job("cnn", materialize="per_rank")
     captured.materialize(["model.head.weight", "model.stem.1.running_var"])
     real = [name for name, tensor in captured.states.items() if not is_deferred(tensor)]
     assert sorted(real) == ["model.head.weight", "model.stem.1.running_var"]

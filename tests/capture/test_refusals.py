@@ -100,11 +100,46 @@ def test_what_a_root_module_may_not_do_is_refused_at_its_line(
     assert (vars(torch.autograd.Function)["apply"], Tensor.register_hook) == UNPATCHED
 
 
-def test_a_parameter_that_the_forward_replaces_is_refused(make_job, write_modules) -> None:
-    code = "self.kept.weight = nn.Parameter(2 * self.kept.weight)"
-    path = write_modules({"Replacing": ("nn.Linear(6, 6)", code)})
-    with pytest.raises(CaptureError, match=r"replaces the parameter 'kept.weight'"):
-        make_job(f"{path}:WholeReplacing").training_graph(4)
+def test_draws_by_a_function_that_has_another_name_are_refused(make_job, write_modules) -> None:
+    path = write_modules({"ByName": ("None", "x = x * (2 if draw() < 0.5 else 3)")})
+    with pytest.raises(CaptureError, match=DRAWS[0]):
+        make_job(f"{path}:WholeByName").training_graph(4)
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "message"),
+    [
+        (
+            "nn.Linear(6, 6)",
+            "self.kept.weight = nn.Parameter(2 * self.kept.weight)",
+            "its forward replaces the parameter '1.kept.weight'",
+        ),
+        (
+            "nn.Embedding(50, 6, max_norm=1.0)",
+            "x = x + self.kept(torch.ones(len(x), dtype=torch.long))",
+            "writes the parameter '1.kept.weight' in its forward",
+        ),
+        (
+            "nn.Buffer(torch.zeros(6))",
+            "self.kept = x.detach().mean()",
+            "changes the shape of buffer '1.kept' from [6] to []",
+        ),
+        (
+            "nn.Buffer(torch.zeros(6))",
+            "self.kept = self.kept + 1.0j",
+            "changes the type of buffer '1.kept' from torch.float32 to torch.complex64",
+        ),
+    ],
+)
+@pytest.mark.parametrize("opaque", [[], ["1"]], ids=["captured", "kept whole"])
+def test_parameters_stay_and_buffers_keep_their_kind(
+    make_job, write_modules, first: str, code: str, message: str, opaque: list[str]
+) -> None:
+    """Other uses of a parameter, replicas and recomputed forwards would have one of their own."""
+    path = write_modules({"Changing": (first, code)})
+    with pytest.raises(CaptureError) as caught:
+        make_job(f"{path}:layers", opaque=opaque).training_graph(4)
+    assert caught.value.message.startswith(f"model: {message}")
 
 
 def test_values_read_through_data_are_captured(make_job, write_modules) -> None:
@@ -221,3 +256,20 @@ def test_a_trial_that_cannot_be_begun_is_no_fault_of_the_model(
     monkeypatch.setattr("pipectl.capture.job.preserve_state", broken)
     with pytest.raises(RuntimeError, match="broken"):
         job.misfit(4)
+
+
+@pytest.mark.parametrize("materialize", ["eager", "per_rank"])
+@pytest.mark.parametrize("kind", ["gradient", "accumulated"])
+def test_a_hook_on_a_trained_parameter_is_refused(make_job, kind: str, materialize: str) -> None:
+    """Tied parameters, versions of weights and weights made on their rank would not run it."""
+    with pytest.raises(CaptureError) as raised:
+        make_job("ParameterHook", kwargs={"kind": kind}, materialize=materialize)
+    assert raised.value.message == (
+        "model: parameter inner.0.weight has a hook on its gradient, which would not run in every "
+        "plan"
+    )
+
+
+@pytest.mark.parametrize("kwargs", [{"frozen": True}, {"kind": "removed"}])
+def test_a_hook_that_never_runs_is_none(make_job, kwargs) -> None:
+    assert make_job("ParameterHook", kwargs=kwargs).training_graph(4).operators

@@ -21,11 +21,11 @@ Start = Callable[..., dict[str, Tensor]]
 
 
 @pytest.fixture(params=["eager", "per_rank"])
-def start(request: pytest.FixtureRequest, make_real_job: Callable[..., CapturedJob]) -> Start:
+def start(request: pytest.FixtureRequest, make_job: Callable[..., CapturedJob]) -> Start:
     """``start(path, model)``: the states of a job by the names of the user's model."""
 
     def started(path: Path, model: str = "gpt") -> dict[str, Tensor]:
-        job = make_real_job(model, materialize=request.param, weights=str(path))
+        job = make_job(model, materialize=request.param, weights=str(path))
         job.materialize(job.states)
         return {name.removeprefix("model."): tensor for name, tensor in job.states.items()}
 

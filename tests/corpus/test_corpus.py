@@ -14,6 +14,7 @@ import pytest
 import torch
 from trial import Trial
 
+from pipectl.capture import CapturedJob
 from pipectl.runtime import checkpoint
 
 HERE = Path(__file__).resolve().parent
@@ -42,12 +43,12 @@ def trial(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Trial:
     """A model trained in one stage; one model at a time is in memory."""
     require(request.param)
     path = tmp_path_factory.mktemp("corpus") / "job.yaml"
-    return Trial(catalogue.spec_of(ENTRIES[request.param], path))
+    return Trial(CapturedJob(catalogue.spec_of(ENTRIES[request.param], path)))
 
 
 @pytest.mark.timeout(900)
 def test_a_cut_changes_no_bit(trial: Trial) -> None:
-    assert trial.differences(SEED) == []
+    assert trial.differences(trial.cut(SEED)) == []
 
 
 def test_one_stage_equals_the_users_loop(trial: Trial) -> None:

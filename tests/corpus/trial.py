@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
 import torch
@@ -17,7 +16,6 @@ from torch.utils import _pytree as pytree
 from pipectl.capture import CapturedJob
 from pipectl.capture.operators import FunctionCall, is_random
 from pipectl.capture.stage import uses_of_parameter
-from pipectl.spec import JobSpec
 
 Outcome = dict[str, Tensor]
 MOST_STAGES = 6
@@ -27,27 +25,27 @@ class Trial:
     """A captured model and the outcome of training it in one stage.
 
     Attributes:
-        capture_s: seconds from the factory to training and evaluation graph.
         reference: everything that training in one stage left behind, by name.
     """
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, job: CapturedJob) -> None:
         torch.set_num_threads(1)
-        start = time.perf_counter()
-        self.job = CapturedJob(spec)
-        self.graph = self.job.training_graph(MICRO_BATCH)
-        self.job.evaluation_graph(MICRO_BATCH)
-        self.capture_s = time.perf_counter() - start
+        self.job, self.graph = job, job.training_graph(MICRO_BATCH)
         loader = self.job.loader.with_batch_size(MICRO_BATCH * MICRO_BATCHES, drop_last=False)
         self._batches = list(loader.micro_batches(islice(loader.batches(), STEPS), MICRO_BATCH))
         self.reference = self._train(random_cut(self.graph, 1, 0))
 
-    def differences(self, seed: int) -> list[str]:
-        """Names of what a random cut into 2 to 6 stages changes."""
-        return _different(self.reference, self._train(self.cut(seed)))
+    def differences(self, stage_of: Mapping[str, int], *, recompute: bool = False) -> list[str]:
+        """Names of what has other values or strides in the stages of a cut."""
+        found = self._train(stage_of, recompute=recompute)
+        return _different(self.reference, found) + [
+            name
+            for name, tensor in self.reference.items()
+            if name in found and tensor.stride() != found[name].stride()
+        ]
 
     def cut(self, seed: int) -> dict[str, int]:
-        """The random cut of a seed."""
+        """A random cut into 2 to 6 stages."""
         return random_cut(self.graph, 2 + seed % (MOST_STAGES - 1), seed)
 
     @property
@@ -71,16 +69,16 @@ class Trial:
         found = {name: self.reference.get(name, tensor) for name, tensor in plain.items()}
         return _distances(plain, found)
 
-    def _train(self, stage_of: dict[str, int]) -> Outcome:
-        stages = Stages(self.job, MICRO_BATCH, stage_of)
+    def _train(self, stage_of: Mapping[str, int], *, recompute: bool = False) -> Outcome:
+        stages = Stages(self.job, MICRO_BATCH, stage_of, recompute=recompute)
         found: Outcome = {}
         for number, micro_batches in enumerate(self._steps()):
             found.update(stages.step(number, micro_batches))
-        return {**found, **stages.states(), **stages.evaluate(self._batches[0])}
+        return {**found, **stages.states(), **stages.evaluate(copy.deepcopy(self._batches[0]))}
 
     def _steps(self) -> Iterator[list[Batch]]:
         for start in range(0, len(self._batches), MICRO_BATCHES):
-            yield self._batches[start : start + MICRO_BATCHES]
+            yield copy.deepcopy(self._batches[start : start + MICRO_BATCHES])  # some write them
 
     def _plain(self) -> Outcome:
         step = copy.deepcopy(self.job.step).train()
@@ -109,7 +107,7 @@ class Trial:
             for name, tensor in (*step.named_parameters(), *step.named_buffers()):
                 tensor.copy_(self.reference.get(name, tensor))
             step.with_outputs = True
-            loss, outputs = step(*self._batches[0])
+            loss, outputs = step(*copy.deepcopy(self._batches[0]))
         leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         expected = {f"evaluation output {i}": leaf for i, leaf in enumerate(leaves)}
         return _distances({"evaluation loss": loss, **expected}, self.reference)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,27 +13,11 @@ from pipectl.profiler.bench import Subject
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.journal import Journal
 from pipectl.runtime.device import CpuDevice
-from pipectl.spec import JobSpec
-
-EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
 
 
 @pytest.fixture
-def spec_of_real(spec_of: Any) -> Any:
-    def make(model: str, materialize: str) -> JobSpec:
-        tokens = model in ("gpt", "tied")
-        return spec_of(
-            {"factory": f"{EQUALITY}:{model}", "materialize": materialize},
-            f"{EQUALITY}:{'Tokens' if tokens else 'Images'}",
-            loss=f"{EQUALITY}:token_loss" if tokens else "torch.nn:CrossEntropyLoss",
-        )
-
-    return make
-
-
-@pytest.fixture
-def profiled(spec_of_real: Any) -> Any:
-    return lambda *names: profile_job(spec_of_real(*names), effort=Effort.FAST)
+def profiled(spec_of: Any) -> Any:
+    return lambda model, how: profile_job(spec_of(model, materialize=how), effort=Effort.FAST)
 
 
 def all_but_times(operator: Operator) -> tuple[Any, ...]:
@@ -46,10 +29,9 @@ def all_but_times(operator: Operator) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("model", ["gpt", "cnn", "dense"])
 def test_an_operator_equal_to_another_keeps_what_it_would_by_itself(
-    spec_of_real: Any, monkeypatch: pytest.MonkeyPatch, model: str
+    spec_of: Any, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """Each has the figures that it would have by itself."""
-    job = CapturedJob(spec_of_real(model, "eager"))
+    job = CapturedJob(spec_of(model))
     subject, observed = Subject.of(job, 4, CpuDevice()), list[object]()
     observe = operators.observe
 
