@@ -89,6 +89,7 @@ _SEVERAL = "own.py:several_losses"
 _OWN = (
     # name, class, loss, data, trait
     ("lstm", "Lstm", _CROSS_ENTROPY, "Sequences", "two layers with dropout, final state used"),
+    ("gru", "Gru", _CROSS_ENTROPY, "Sequences", "bidirectional, time first"),
     ("lstm-cells", "Cells", _CROSS_ENTROPY, "Sequences", "weights used once a time step"),
     ("encoder-decoder", "Encoder", _CROSS_ENTROPY, "Keywords", "keyword inputs, padding masks"),
     ("recommender", "Recommender", _CROSS_ENTROPY, "Sequences", "integer inputs, many tables"),
@@ -108,10 +109,12 @@ _OWN = (
     ("codebook", "Codebook", _CROSS_ENTROPY, "Images", "buffers that follow the data"),
     ("siamese", "Siamese", _CROSS_ENTROPY, "Keywords", "one encoder over two inputs"),
     ("experts", "Experts", _SEVERAL, "Sequences", "top-2 routing, balance loss"),
+    ("autocast", "Autocast", _CROSS_ENTROPY, "Images", "a part in bfloat16"),
     ("islands", "Islands", _CROSS_ENTROPY, "Images", "bfloat16 with float32 islands, nested"),
     ("teacher", "Teacher", _CROSS_ENTROPY, "Images", "parts without gradients, inference mode"),
     ("reassigned", "Reassigned", _CROSS_ENTROPY, "Images", "a buffer written by assignment"),
     ("running-norm", "RunningNorm", _CROSS_ENTROPY, "Images", "divides by a buffer it writes"),
+    ("segmenter", "Segmenter", _SEVERAL, "Images", "losses at two scales, upsampling"),
     ("unsteady", "unsteady", _CROSS_ENTROPY, "Images", "layers that branch and loop on values"),
     ("list", "listed", _CROSS_ENTROPY, "Images", "a list of layers with pairs in between"),
     ("variational", "Variational", "own.py:evidence", "Images", "distributions, assertions"),
@@ -125,6 +128,8 @@ _OWN = (
     ),
     ("routed", "Routed", _SEVERAL, "Sequences", "experts on the rows that chose them, as they are"),
 )
+_AS_OTHERS = ("gru", "encoder-decoder", "autocast", "segmenter")
+"""Own models whose trait others have, too: only ``-m corpus`` trains them."""
 _OPAQUE = {"routed": ("blocks.*.router",)}
 
 
@@ -135,7 +140,7 @@ def _own() -> list[Entry]:
             f"own.py:{model}",
             loss,
             f"own.py:{data}",
-            quick=name != "encoder-decoder",  # its traits others have, too
+            quick=name not in _AS_OTHERS,
             trait=trait,
             opaque=_OPAQUE.get(name, ()),
         )

@@ -74,6 +74,18 @@ class Lstm(nn.Module):
         return self.head(torch.cat([y[:, -1], hidden[0]], 1))
 
 
+class Gru(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.gru = nn.GRU(WIDTH, WIDTH, bidirectional=True)
+        self.head = nn.Linear(2 * WIDTH, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y, _ = self.gru(self.embed(ids).transpose(0, 1))
+        return self.head(y.mean(0))
+
+
 class Cells(nn.Module):
     """A loop over time: the weights of the cell are used once a step."""
 
@@ -418,6 +430,21 @@ class Experts(nn.Module):
         return {"logits": self.head(y.mean(1)), "balance": chances.mean((0, 1)).square().sum()}
 
 
+class Autocast(nn.Module):
+    """A part of it in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.middle = nn.Linear(48, 20), nn.Linear(20, 20)
+        self.head = nn.Linear(20, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.avg_pool2d(x, 4).flatten(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.middle(self.stem(y).relu())
+        return self.head(y.float())
+
+
 class Islands(nn.Module):
     """All of it in half precision, but for islands in full, one of them without gradients."""
 
@@ -496,6 +523,29 @@ class RunningNorm(nn.Module):
         if self.training:
             self.deviation.lerp_(y.detach().std(0), 0.3)
         return self.head((y / self.deviation).tanh())
+
+
+class Segmenter(nn.Module):
+    """Upsampling, instance normalisation, and two losses at two scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.InstanceNorm2d(6), nn.PReLU()
+        )
+        self.deep = nn.Sequential(
+            nn.Conv2d(6, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6), nn.Hardswish()
+        )
+        self.head, self.coarse = nn.Conv2d(12, CLASSES, 1), nn.Conv2d(6, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.stem(x)
+        z = self.deep(y)
+        up = F.interpolate(z, size=y.shape[-2:], mode="bilinear", align_corners=False)
+        return {
+            "logits": self.head(torch.cat([y, up], 1)).mean((2, 3)),
+            "auxiliary": self.coarse(z).mean((2, 3)),
+        }
 
 
 class Variational(nn.Module):
