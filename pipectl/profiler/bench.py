@@ -430,7 +430,8 @@ def time_operators(
     for _ in _repeat(rounds, advance):
         start = loading_clock()
         if load():  # between runs of the model, whose data fills the caches
-            loading_s.append(loading_clock() - start)
+            # Below 0 if the thread waited for a core while the clock was read.
+            loading_s.append(max(0.0, loading_clock() - start))
         for bench, runs in zip(benches, spent, strict=True):
             for index in range(len(bench)):
                 bench.run(index)  # fills the caches

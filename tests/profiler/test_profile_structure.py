@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,12 @@ def test_an_optimizer_that_cannot_be_used_is_named_before_anything_is_measured(
     with pytest.raises(CaptureError, match=fault):
         profile_job(spec, lambda _, total, *__: totals.append(total))
     assert set(totals) == {0}
+
+
+def test_no_time_is_negative_if_the_clock_of_loading_goes_back(
+    spec_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipectl.profiler.bench.loading_clock", count(0, -1).__next__)
+    profile = profile_job(spec_of(), effort=Effort.FAST)
+    assert profile.loading_s == 0
+    assert all(operator.forward_s >= 0 for operator in profile.operators)
