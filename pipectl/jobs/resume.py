@@ -27,9 +27,10 @@ from pipectl.runs import (
     last_checkpoint,
     locked,
     name_in_shell,
+    read_heartbeat,
+    read_measured,
     read_starts,
 )
-from pipectl.runs.readers import read_measured
 from pipectl.spec import SpecFile, load, profile_key
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -
 
 def _check_incomplete(run: RunDirectory, record: Record, before: JobSpec, spec: JobSpec) -> None:
     """Refuse a complete run unless it gets more steps or evaluations."""
-    early_stop = read_measured(run, record).early_stop
+    early_stop = read_measured(run, record, read_heartbeat(run)).early_stop
     if early_stop and spec.evaluation == before.evaluation:
         raise UsageError(
             f"{run.name}: is complete: {early_stop}",

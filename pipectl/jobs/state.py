@@ -257,7 +257,7 @@ class Poller:
         for run in runs:
             heartbeat = read_heartbeat(run)  # after the question, as all files
             record = records.get(run)
-            measured = read_measured(run, record)
+            measured = read_measured(run, record, heartbeat)
             answer = answers.get(record.scheduler if record else "", Answer({}))
             if record is None:
                 job = JobStatus(JobState.UNKNOWN, reason=damage[run], source="none")

@@ -340,9 +340,15 @@ def _usual(figures: Iterable[float | None]) -> float | None:
     return median(known[min(WARM_UP_STEPS, len(known) - 1) :]) if known else None
 
 
-def read_measured(run: RunDirectory, record: Record | None) -> Measured:
-    """Return the figures of a run; steps are percent if the run only profiles."""
-    heartbeat = read_heartbeat(run) or Heartbeat()
+def read_measured(
+    run: RunDirectory, record: Record | None, heartbeat: Heartbeat | None
+) -> Measured:
+    """Return the figures of a run; steps are percent if the run only profiles.
+
+    Args:
+        heartbeat: the last one; None before the first.
+    """
+    heartbeat = heartbeat or Heartbeat()
     if record is None or record.kind != PROFILING:
         lines = read_metrics(run, whole=False)
         measured = sum_up(lines)

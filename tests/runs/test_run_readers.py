@@ -125,9 +125,10 @@ def test_an_attempt_that_did_steps_again_wins(run):
 def test_a_resumed_run_is_at_the_step_that_it_goes_on_from(run):
     run.metrics.write_text("\n".join(step_line(step) for step in range(1, 21)) + "\n")
     Heartbeat("training", 20, STEPS).save(run.heartbeat)
-    assert read_measured(run, None).step == 20
+    assert read_measured(run, None, read_heartbeat(run)).step == 20
     Heartbeat("training", 10, STEPS, attempt=2).save(run.heartbeat)
-    assert (read_measured(run, None).step, read_measured(run, None).last_loss) == (10, 3 / 20)
+    measured = read_measured(run, None, read_heartbeat(run))
+    assert (measured.step, measured.last_loss) == (10, 3 / 20)
 
 
 def test_faults_that_a_later_attempt_trained_past_are_over(run):
