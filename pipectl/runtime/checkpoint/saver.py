@@ -9,7 +9,7 @@ the earlier checkpoints are unchanged.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -118,20 +118,25 @@ class Saver:
         partial = self._directory / f".step-{manifest.step:06d}.partial-{self._attempt}"
         written = self._thread.submit(_write, partial, rank, manifest, snapshot)
         self._save = _Save(manifest, partial, written)
-        copies = {
-            each: size_bytes for each, (size_bytes, is_copy) in enumerate(everyone) if not is_copy
-        }
-        if copies and not self._has_waited and rank == 0:
-            self._has_waited = True
-            largest = max(copies, key=copies.__getitem__)
-            more = f" (and {len(copies) - 1} more)" if len(copies) > 1 else ""
-            self._warn(
-                f"rank {largest}{more} has no memory for a copy of the "
-                f"{format_bytes(copies[largest])} that it saves: training waits while they are "
-                "written"
+        if rank == 0 and not self._has_waited:
+            self._warn_of_waiting(
+                {r: size for r, (size, is_copy) in enumerate(everyone) if not is_copy}
             )
         if not snapshot.is_copy:
             poll(written.done, lambda _: False)
+
+    def _warn_of_waiting(self, uncopied: Mapping[int, int]) -> None:
+        """Warn once if training waits for ranks, given the bytes of those that save no copy."""
+        if not uncopied:
+            return
+        self._has_waited = True
+        largest = max(uncopied, key=uncopied.__getitem__)
+        more = f" (and {len(uncopied) - 1} more)" if len(uncopied) > 1 else ""
+        self._warn(
+            f"rank {largest}{more} has no memory for a copy of the "
+            f"{format_bytes(uncopied[largest])} that it saves: training waits while they are "
+            "written"
+        )
 
     @property
     def is_writing(self) -> bool:
