@@ -217,7 +217,9 @@ class Explorer:
         if self._memory_is_short:
             smallest = min(self._areas.sizes(area.stages))
             tried = [self._areas.of(area.stages, size) for size in (smallest, area.size)]
-            recuts = [_Recut(t, *self.problem.orders(t.stages, t.size)[0]) for t in tried]
+            recuts = [
+                _Recut(each, *self.problem.orders(each.stages, each.size)[0]) for each in tried
+            ]
             for recut in recuts:
                 if recut not in self._recuts:
                     self._recuts.add(recut)

@@ -61,6 +61,8 @@ _MOVES = {
     "thread": "at any time, by a thread",
 }
 """When messages move, by the heartbeat's ``progress``."""
+_HUGE = 1e300
+"""Sums of such values are finite."""
 _EIGHTHS, _LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
 _WORDS = ("run", "values", "state", "on", "waits for")
 _OPTIONAL = (  # the least important first
@@ -425,9 +427,6 @@ def bar(share: float, width: int) -> str:
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
-_HUGE = 1e300
-
-
 def sparkline(values: Sequence[float], width: int) -> str:
     """A curve with one character per value, or per mean of neighbours if they do not fit.
 
@@ -438,7 +437,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
     if not values:
         return ""
-    small = [min(max(value, -_HUGE), _HUGE) for value in values]  # so that sums are finite
+    small = [min(max(value, -_HUGE), _HUGE) for value in values]
     means = [mean for _, mean in average_points(list(enumerate(small)), width)]
     low, span = min(means), max(means) - min(means)
     top = len(_LEVELS) - 1
