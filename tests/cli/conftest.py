@@ -72,21 +72,41 @@ def cli(place, capfd, monkeypatch):
 
 
 @pytest.fixture
-def golden(request, snapshot):
-    """``golden(text)`` compares with the file of the test's name; ``make golden`` accepts changes.
+def settled(place, time_in_names):
+    """``settled(text)`` has no dates, host, ids of processes, nor this directory.
 
-    Left out are dates, this host, ids of processes, and what the regular expression ``vary`` finds.
+    Nor does it have what the regular expression ``vary`` finds.
     """
+    here = rf"\b{re.escape(socket.gethostname())}\b"
 
-    def compare(*texts, vary="$^"):
-        text = "\n".join(texts)
-        here = rf"\b{re.escape(socket.gethostname())}\b"
+    def settle(text, vary="(?!)"):
+        text = text.replace(f"{place}/", "")
         for pattern in (r"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?", r"\d+\.\d+@\S+", here, vary):
             text = re.sub(pattern, "***", text)
-        text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
-        snapshot(GOLDEN / f"{request.node.name}.txt", text)
+        text = re.sub(r"(?<=NOW-tiny )[0-9a-f]{8}\b", "***", time_in_names.sub("NOW-", text))
+        return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
-    return compare
+    return settle
+
+
+@pytest.fixture
+def time_in_names():
+    """A regular expression: the time in the name of a run that a command has made."""
+    return re.compile(r"\b(?!2025)\d{8}-\d{6}-")
+
+
+@pytest.fixture
+def golden_file(request):
+    return GOLDEN / f"{request.node.name}.txt"
+
+
+@pytest.fixture
+def golden(golden_file, settled, snapshot):
+    """``golden(text)`` compares with the file of the test's name; ``make golden`` accepts changes.
+
+    What varies is left out, see ``settled``.
+    """
+    return lambda *texts, vary="(?!)": snapshot(golden_file, settled("\n".join(texts), vary))
 
 
 @pytest.fixture
@@ -274,3 +294,36 @@ def failed(run_of):
         }
         (run / f"errors/rank-{rank:04d}.json").write_text(json.dumps(report))
     return run
+
+
+@pytest.fixture
+def ended(cli, profile, slurm, only_run):
+    """A run on Slurm that failed after its checkpoint of step 2."""
+    assert cli("submit", "job.yaml", "--scheduler", "slurm").code == 0
+    (only_run() / "exit_code").write_text("1\n")
+    (only_run() / "checkpoints/step-000002").mkdir()
+    slurm("sbatch", "echo 42")
+
+
+@pytest.fixture
+def no_mpi(place, monkeypatch):
+    """There is no mpiexec, and nothing is measured."""
+    monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
+    monkeypatch.setattr("pipectl.jobs.profiles.measure", lambda *_: pytest.fail("measured"))
+
+
+@pytest.fixture
+def sweep(profile):
+    """The job gets a sweep of four points, and has a fresh profile."""
+    grid = "{optimizer.kwargs.lr: [0.1, 0.01], training.seed: [0, 1]}"
+    with Path("job.yaml").open("a") as job:
+        job.write(f"sweep: {{grid: {grid}, at_once: 2}}\n")
+
+
+@pytest.fixture
+def submitted_sweep(cli, sweep, slurm):
+    """That sweep waits in Slurm's queue as job 35."""
+    slurm("sbatch", "echo 35")
+    slurm("squeue", "echo '35_[0-3%2]|PENDING|1|N/A|N/A||t|None'")
+    slurm("scancel", 'echo "$@" >>scancel.argv')
+    assert cli("submit", "job.yaml", "--scheduler", "slurm").code == 0

@@ -1,4 +1,4 @@
-"""Help texts, and what commands import."""
+"""Help texts, completion in the shell, and what commands import."""
 
 import json
 import subprocess
@@ -26,6 +26,15 @@ def test_help_of_a_command_shows_arguments_as_they_are_written_and_explains_opti
         if line.startswith("  -"):
             words = line.split("  ", 2)[2].replace("[x>=1]", "").replace("[x>=0]", "")
             assert words.strip(), line
+
+
+def test_the_shell_offers_runs(cli, finished, failed, monkeypatch, capfd):
+    words = {"_PIPECTL_COMPLETE": "complete_bash", "COMP_CWORD": "2"}
+    for name, value in {**words, "COMP_WORDS": "pipectl status 202501"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        cli()
+    assert capfd.readouterr().out.split() == [failed.name, finished.name]
 
 
 def test_commands_load_nothing_that_is_slow(place, finished, failed, pipeline):

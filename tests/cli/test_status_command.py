@@ -21,9 +21,10 @@ from pipectl.cli.views.run import (
     sparkline,
 )
 from pipectl.cli.views.run_json import run_json
+from pipectl.errors import UsageError
 from pipectl.jobs.state import RunStatus
 from pipectl.plan import Prediction
-from pipectl.runs import RunDirectory, SweepDirectory
+from pipectl.runs import Record, RunDirectory, SweepDirectory
 from pipectl.runs.readers import Measured, RankBeat
 
 GIB = 1 << 30
@@ -181,6 +182,21 @@ def test_a_run_that_nobody_can_be_asked_about_is_not_guessed(cli, run_of, record
     run_of("20250103-120000-tiny", **record)
     result = cli("status", "last")
     assert (result.code, words in result.out) == (6, True)
+
+
+def test_a_run_that_nobody_else_may_write_is_shown(cli, run_of, program, monkeypatch):
+    """Its next job has another id, which is not noted then."""
+    run = run_of("20250103-120000-tiny", scheduler="pbs", job_id="7.vm")
+    (run / "resubmitted").write_text("12.vm\n")
+    program("qstat", "printf 'Job Id: 12.vm\n    job_state = R\n'")
+
+    def refuse(self, path):
+        raise UsageError(f"{path}: cannot be written", cure="")
+
+    monkeypatch.setattr(Record, "save", refuse)
+    shown = cli("status", "last", "--json").json
+    assert (shown["job_id"], shown["state"]) == ("12.vm", "RUNNING")
+    assert Record.load(run / "record.json").job_id == "7.vm"
 
 
 def test_a_run_that_does_not_move_on_says_who_waits_for_whom(cli, queued, program):

@@ -1,0 +1,110 @@
+"""Transcripts: what is typed at a shell, and all that is printed; `make golden` writes the latter.
+
+A story of transcripts/*.txt begins with ``===`` and its title; ``given`` names fixtures. In lines
+after ``$``, `pipectl` runs in this process, and the rest in bash, where ``fake NAME SCRIPT`` puts
+a program on PATH, ``$run`` is the latest run, and ``json KEY...`` shows values of a document, such
+as ``history.-1.what``. Errors are shown after ``!``, an exit code unless it is 0, and NOW for the
+time in the name of a run; in commands, that is the time shown last.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
+STORIES = [
+    pytest.param(file, story, id=f"{file.stem}: {story.splitlines()[0].removeprefix('=== ')}")
+    for file in FILES
+    for story in re.split("^(?==== )", file.read_text("utf-8"), flags=re.MULTILINE)[1:]
+]
+COMMANDS = re.compile(r"^\$ .*\n(?:> .*\n)*", re.MULTILINE)
+PRELUDE = """\
+PATH=$PATH:/usr/bin:/bin
+run=$(ls -d runs/2* 2>/dev/null | tail -1)
+fake() { printf '#!/bin/bash\\n%s\\n' "$2" >"bin/$1"; chmod +x "bin/$1"; }
+"""
+NINES = "9" * 400
+
+
+def values(text: str, keys: str) -> str:
+    """A line for each key, whose parts are joined by dots."""
+    lines = []
+    for key in keys.split():
+        found: Any = json.loads(text)
+        for part in key.split("."):
+            found = found[int(part) if isinstance(found, list) else part]
+        lines.append(f"{key}: {json.dumps(found)}\n")
+    return "".join(lines)
+
+
+def bash(script: str, text: str = "") -> tuple[str, int]:
+    done = subprocess.run(
+        ["/bin/bash", "-c", PRELUDE + script],
+        input=text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    return done.stdout, done.returncode
+
+
+@pytest.fixture
+def shell(cli, monkeypatch):
+    """``shell("pipectl status | head -1")``: what is printed there."""
+
+    def run(command):
+        if command.startswith("cd "):
+            monkeypatch.chdir(command.removeprefix("cd "))
+            return ""
+        command, *keys = command.split(" | json ")
+        words, *filters = re.split(r" \| ", command, maxsplit=1)
+        settings, called, arguments = words.partition("pipectl ")
+        if not called or not re.fullmatch(r"(\w+=\S* )*", settings):
+            (out, code), err = bash(command), ""
+        else:
+            with monkeypatch.context() as patch:
+                for setting in shlex.split(settings):
+                    patch.setenv(*setting.split("=", 1))
+                result = cli(*shlex.split(arguments))
+            out, err, code = result.out, result.err, result.code
+            out = bash(filters[0], out)[0] if filters else out
+        out = values(out, keys[0]) if keys else out
+        errors = "".join(f"! {line}\n" for line in err.splitlines())
+        out += "" if out.endswith("\n") or not out else "\n"
+        return out + errors + (f"exit code {code}\n" if code else "")
+
+    return run
+
+
+@pytest.mark.parametrize(("file", "story"), STORIES)
+def test_what_commands_print(request, shell, settled, time_in_names, snapshot, file, story):
+    head, *_ = COMMANDS.split(story)
+    for fixture in head.partition("\ngiven ")[2].split():
+        request.getfixturevalue(fixture)
+    text, now = head, "NOW-"
+    for command in COMMANDS.findall(story):
+        script = command.removeprefix("$ ").replace("\n> ", "\n").rstrip("\n")
+        shown = shell(script.replace("NOW-", now))
+        now = [now, *time_in_names.findall(shown)][-1]
+        text += command + settled(shown)
+    text = text.rstrip("\n") + "\n" * (1 + (not file.read_text("utf-8").endswith(story)))
+    snapshot(file, file.read_text("utf-8").replace(story, text))
+
+
+def test_wrong_command_lines_are_refused_and_make_nothing(
+    cli, job, alone, finished, failed, pipeline, golden, golden_file
+):
+    """Each in a sentence that says what to do."""
+    Path("mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    Path("bad.csv").write_text("0F0,0X0")
+    Path("bad.j2").write_text("{% extends base %}\n{% endfor %}\n")
+    pipeline(2, 2).save(Path("plan.json"))
+    before, texts = sorted(Path().rglob("*")), []
+    for line in re.findall(r"^\$ pipectl (.*)", golden_file.read_text("utf-8"), re.MULTILINE):
+        result = cli(*line.replace("9...", NINES).split())
+        assert (result.out, sorted(Path().rglob("*"))) == ("", before), line
+        answer = f"$ pipectl {line}\n{result.err}exit code {result.code}\n"
+        texts.append(answer.replace(NINES, "9..."))
+    golden(*texts)
