@@ -12,7 +12,7 @@ import pytest
 from job_requests import change, run, start, wait_until, write_script
 
 from pipectl.batch import Array, Template, get_scheduler
-from pipectl.batch.script import render_variables, slurm_file, slurm_value
+from pipectl.batch.script import render_variables
 from pipectl.errors import InvalidInputError
 from pipectl.runs import (
     ATTEMPT,
@@ -27,14 +27,62 @@ SAVES = Checkpoint(max_requeues=0)
 WAITS = "touch ready; while :; do sleep 0.05; done"
 
 
-@pytest.mark.parametrize("code", [0, 3, 255])
-def test_exit_code_of_the_launch_is_kept(make_request, code):
+SETUPS = {
+    "echo [$NOT_SET_ANYWHERE]\nfalse\ncd /\nset -e\n\techo 'kept  as is'": "[]\nkept  as is\n",
+    "set -ET; trap 'exit 9' ERR; trap 'echo back' RETURN; trap 'echo x' EXIT": "",
+    "set -T; trap 'echo next' DEBUG": "next\n",  # once, before it is taken away
+    "set -euo pipefail": "",
+    "set -Cf; cd /; IFS=$'\\n\\t'; attempt=9; child=1": "",
+    "shopt -s nullglob failglob": "",
+}
+TEMPLATE = """\
+{% extends base %}
+{% block setup %}
+SETUP
+{% endblock %}
+{% block at_exit %}
+    AT_EXIT
+{% endblock %}
+"""
+
+
+def with_template(request, setup, at_exit):
+    text = TEMPLATE.replace("SETUP", setup).replace("AT_EXIT", at_exit)
+    return change(request, template=Template("site.sh", text))
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_the_exit_code_is_that_of_the_launch_whatever_the_setup_does(make_request, setup):
+    """That of the job, and that of its template, whose commands at the end fail here."""
     request = make_request()
+    for code in (0, 75):
+        own = change(request, checkpoint=None if code else SAVES)
+        launch = ("bash", "-c", f'echo "launched in ${{PWD##*/}}"; exit {code}')
+        expected = (code, f"{SETUPS[setup]}launched in run\n")
+        assert run(change(own, setup=(setup,)), *launch) == expected
+        assert run(with_template(own, setup, "false"), *launch) == expected
+
+
+def test_what_fails_before_the_launch_ends_the_job(make_request):
+    first = make_request(first_command=("bash", "-c", "echo one; exit 4"))
+    assert run(first, "echo", "launched") == (4, "one\n")
+    code, output = run(make_request(modules=("no-such-module/1.0",)), "echo", "launched")
+    assert (code, "launched" in output) == (1, False)
+    failing = with_template(make_request(), "set -e\nfalse", "echo cleaned")
+    assert run(failing, "echo", "launched") == (1, "cleaned\n")
+
+
+def test_an_old_exit_code_is_removed_and_commands_at_the_end_see_the_new_one(make_request):
+    request = with_template(
+        make_request(), "word=it", """echo "$word's $code, $(cat exit_code)" """
+    )
     write_script(request)
     (request.run_directory / "exit_code").write_text("7\n")
-    listed = run(request, "bash", "-c", f"ls; exit {code}")
-    assert listed[0] == code
-    assert "exit_code" not in listed[1].split(), "an old one is removed first"
+    code, output = run(request, "bash", "-c", "echo *; exit 255")
+    assert code == 255
+    files, end = output.splitlines()
+    assert "exit_code" not in files.split()
+    assert end == "it's 255, 255"
     assert not (request.run_directory / "exit_code.tmp").exists()
 
 
@@ -51,27 +99,17 @@ def test_nasty_values_arrive_unchanged(make_request, nasty, tmp_path):
     assert not list(tmp_path.rglob("PWNED"))
 
 
-def test_ranks_see_the_threads_and_the_run_directory(make_request):
-    request = make_request(cpus_per_task=4, progress="core")
-    names = "$OMP_NUM_THREADS $MKL_NUM_THREADS $PYTHONUNBUFFERED $PIPECTL_RUN_DIRECTORY"
-    directory = str(request.run_directory)
-    show = ("bash", "-c", f'echo "{names}"; pwd')
-    assert run(request, *show)[1].splitlines() == [f"3 3 1 {directory}", directory]
-    own = change(request, variables={"OMP_NUM_THREADS": "5"})
-    assert run(own, *show)[1].startswith("5 3 ")
-
-
-def test_variables_of_the_job_are_none_of_the_scripts_own(make_request):
+def test_ranks_see_the_variables_of_the_job_and_the_script_does_not(make_request):
     """Those with which it forwards signals and tells its exit code, say."""
     names = "child code attempt signal_code before IFS PATH_SEPARATOR timer deleted"
-    request = make_request(variables=dict.fromkeys(names.split(), "1"))
-    process = start(request, "bash", "-c", WAITS)
-    wait_until((request.run_directory / "ready").exists)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 143
-    assert (request.run_directory / "exit_code").read_text() == "143\n"
-    assert run(request, "bash", "-c", "echo $child$code$attempt; exit 5") == (5, "111\n")
+    variables = {**dict.fromkeys(names.split(), "1"), "OMP_NUM_THREADS": "5"}
+    request = make_request(cpus_per_task=4, progress="core", variables=variables)
+    assert signalled(request, "TERM", WAITS) == ("", 143)
+    shown = "$OMP_NUM_THREADS $MKL_NUM_THREADS $PYTHONUNBUFFERED $child$code$attempt"
+    command = ("bash", "-c", f'echo "{shown} $PIPECTL_RUN_DIRECTORY"; pwd; exit 5')
+    code, output = run(request, *command)
+    directory = str(request.run_directory)
+    assert (code, output.splitlines()) == (5, [f"5 3 1 111 {directory}", directory])
     assert (request.run_directory / "attempt").read_text() == "2\n"
 
 
@@ -86,55 +124,32 @@ def test_variables_are_in_a_file_without_which_the_job_does_not_run(make_request
     again = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
     assert again.returncode == 1
     assert "ran" not in again.stdout
-    without = write_script(change(request, variables={}), "true")
-    assert "variables.sh" not in without.read_text()
+    with pytest.raises(InvalidInputError, match="contains the control character"):
+        render_variables(change(request, variables={"A": "x\ny"}))
+    for name in ("", "1A", "A-B", "A B", "A=B", "é", "A\n", "A;touch x"):
+        with pytest.raises(InvalidInputError, match="is not a variable name"):
+            render_variables(change(request, variables={"OMP_NUM_THREADS": "1", name: "2"}))
 
 
-@pytest.mark.parametrize(
-    ("changes", "code", "output"),
-    [
-        # The setup may use unset variables, fail, and change the directory.
-        (
-            {"setup": ("echo [$NOT_SET_ANYWHERE]", "false", "cd /\nset -e\n\techo 'kept  as is'")},
-            75,
-            "[]\nkept  as is\nlaunched in run\n",
-        ),
-        # Its traps do not fire after it; this one does once, before it is taken away.
-        ({"setup": ("set -E; trap 'exit 9' ERR",)}, 75, "launched in run\n"),
-        ({"setup": ("set -T; trap 'echo back' RETURN",)}, 75, "launched in run\n"),
-        ({"setup": ("set -T; trap 'echo next' DEBUG",)}, 75, "next\nlaunched in run\n"),
-        ({"first_command": ("bash", "-c", "echo one; exit 4")}, 4, "one\n"),
-        ({"modules": ("no-such-module/1.0",)}, 1, None),
-    ],
-)
-def test_what_comes_before_the_launch(make_request, changes, code, output):
-    launch = ("bash", "-c", 'echo "launched in ${PWD##*/}"; exit 75')
-    found_code, found = run(make_request(**changes), *launch)
-    assert found_code == code
-    assert found == output if output is not None else "launched" not in found
+def signalled(request, name, command):
+    """The output and the exit code of a job that gets a signal as soon as it is ready."""
+    process = start(request, "bash", "-c", command)
+    wait_until((request.run_directory / "ready").exists)
+    process.send_signal(signal.Signals[f"SIG{name}"])
+    output, _ = process.communicate(timeout=60)
+    assert (request.run_directory / "exit_code").read_text() == f"{process.returncode}\n"
+    return output, process.returncode
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1", "USR2"])
-def test_signals_reach_the_launch_whose_code_counts(make_request, name):
-    request = make_request()
-    process = start(request, "bash", "-c", f"trap 'echo got {name}; exit 5' {name}; {WAITS}")
-    wait_until((request.run_directory / "ready").exists)
-    process.send_signal(signal.Signals[f"SIG{name}"])
-    assert process.communicate(timeout=60)[0] == f"got {name}\n"
-    assert process.returncode == 5
-    assert (request.run_directory / "exit_code").read_text() == "5\n"
-
-
-def test_a_signal_that_the_launch_survives_does_not_end_the_script(make_request):
-    request = make_request()
-    handler = "trap 'touch got' USR2; touch ready; until [ -e end ]; do sleep 0.05; done; exit 6"
-    process = start(request, "bash", "-c", handler)
-    wait_until((request.run_directory / "ready").exists)
-    process.send_signal(signal.SIGUSR2)
-    wait_until((request.run_directory / "got").exists)
-    (request.run_directory / "end").touch()
-    process.communicate(timeout=60)
-    assert process.returncode == 6
+def test_signals_reach_the_launch_whose_code_counts_also_if_it_goes_on(make_request, name):
+    """And whatever the template does with them."""
+    request = with_template(make_request(), f"trap 'exit 9' {name}", "echo cleaned")
+    ends = f"trap 'echo got {name}; exit 5' {name}; {WAITS}"
+    assert signalled(request, name, ends) == (f"got {name}\ncleaned\n", 5)
+    (request.run_directory / "ready").unlink()
+    survives = "touch ready; until [[ -e got ]]; do sleep 0.05; done; sleep 0.2; exit 6"
+    assert signalled(request, name, f"trap 'touch got' {name}; {survives}") == ("cleaned\n", 6)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +160,7 @@ def test_a_signal_to_a_training_asks_the_ranks_to_save_and_leaves_the_launcher_a
 ):
     request = make_request(checkpoint=SAVES)
     waits = "touch ready; until [[ -e stop ]]; do sleep 0.05; done; touch stopped"
-    process = start(request, "bash", "-c", f"trap 'exit 9' TERM; {waits}")
-    wait_until((request.run_directory / "ready").exists)
-    process.send_signal(signal.Signals[f"SIG{name}"])
-    process.communicate(timeout=60)
-    assert process.returncode == 75
+    assert signalled(request, name, f"trap 'exit 9' TERM; {waits}") == ("", 75)
     assert (request.run_directory / "stop").read_text() == content
     survives = ("bash", "-c", f"kill -s {name} $$; echo alive")
     assert content or run(request, *survives) == (0, "alive\n"), "it was done anyway"
@@ -205,17 +216,21 @@ def test_errors_of_an_earlier_start_that_cannot_be_moved_end_no_other(make_reque
     assert done.returncode == 0, done.stderr
 
 
-def test_a_batch_system_starts_a_job_no_more_often_than_the_job_says(make_request):
-    """After failures of nodes, say, of which the script does not know."""
+def test_a_job_counts_its_starts_keeps_their_errors_and_starts_no_more_often_than_it_says(
+    make_request,
+):
+    """A batch system starts it again after failures of nodes, of which the script does not know."""
     request = make_request(checkpoint=Checkpoint(max_requeues=1), earlier_starts=2)
     write_script(request)
     (request.run_directory / "attempt").write_text("2\n")
-    results = [run(request, "bash", "-c", "touch errors/rank-0001.json; exit 1") for _ in range(3)]
-    assert results[:2] == [(1, "")] * 2
+    command = "echo $PIPECTL_ATTEMPT; touch errors/rank-0001.json; exit 1"
+    results = [run(request, "bash", "-c", command) for _ in range(3)]
     said = "it was started 4 times, as checkpoint.max_requeues allows\n"
-    assert results[2] == (75, said)
+    assert results == [(1, "3\n"), (1, "4\n"), (75, said)]
     assert read_requeue_error(RunDirectory(request.run_directory)) == said.strip()
-    assert (request.run_directory / "errors" / "rank-0001.json").exists(), "why it failed"
+    errors = request.run_directory / "errors"
+    kept = {str(path.relative_to(errors)) for path in errors.rglob("*.json")}
+    assert kept == {"attempt-3/rank-0001.json", "rank-0001.json"}, "why it failed"
     for limits in (SAVES, None):
         assert run(change(request, checkpoint=limits), "true") == (0, "")
 
@@ -231,25 +246,15 @@ def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
     assert subprocess.run(["bash", "-c", body], timeout=60, check=False).returncode == code
 
 
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"first_command": ("bash", "-c", f"trap 'exit 9' TERM; {WAITS}")}, 9),
-        ({"setup": ("touch ready; sleep 0.5",)}, 143),
-    ],
-)
-def test_termination_before_the_launch_ends_the_job(make_request, changes, code):
-    request = make_request(**changes)
-    process = start(request, "echo", "launched")
-    wait_until((request.run_directory / "ready").exists)
-    process.terminate()
-    assert (process.communicate(timeout=60)[0], process.returncode) == ("", code)
-    assert (request.run_directory / "exit_code").read_text() == f"{code}\n"
-
-
-def test_termination_before_the_setup_is_no_success(make_request):
-    request = make_request()
+def test_termination_before_the_launch_ends_the_job(make_request):
+    first = make_request(first_command=("bash", "-c", f"trap 'exit 9' TERM; {WAITS}"))
+    assert signalled(first, "TERM", "echo launched") == ("", 9)
+    (first.run_directory / "ready").unlink()
+    setup = make_request(setup=("touch ready; sleep 0.5",))
+    assert signalled(setup, "TERM", "echo launched") == ("", 143)
+    request = make_request()  # and before the setup
     attempt = write_script(request).parent / "attempt"
+    attempt.unlink()
     os.mkfifo(attempt)  # in which the script waits for what is read first
     process = start(request, "true")
     writers: list[int] = []
@@ -341,50 +346,6 @@ def test_python_of_the_container_runs_with_the_same_words(make_request, tmp_path
     )
     once = f"option --bind={tmp_path}\noption --bind=/my dir\nimage my image.sif\n"
     assert run(request, *own) == (0, 2 * f"{once}[\"it's\", 'a b']\n")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"modules": ("gcc\n",)},
-        {"run_directory": Path("/a\nb")},
-        {"array": Array((Path("/a\x7fb"),))},
-        {"first_command": ("a\0b",)},
-        {"args": ("a\x1b[31m",)},
-        {"slurm": {"partition": "a\x85b"}},
-        {"slurm": {"options": {"x": ("a", "b\n#SBATCH --uid=0")}}},
-        {"container": "x\t.sif"},
-    ],
-)
-def test_values_that_no_script_can_hold_are_refused(make_request, changes):
-    with pytest.raises(InvalidInputError, match="contains the control character"):
-        get_scheduler("slurm").render(make_request(**changes))
-
-
-@pytest.mark.parametrize("path", ["/a,b", "/a:b"])
-def test_directories_that_apptainer_cannot_bind_are_refused(make_request, path):
-    request = make_request(container="x.sif", binds=(Path(path),))
-    with pytest.raises(InvalidInputError, match=r"environment\.container"):
-        get_scheduler("local").render(request)
-
-
-def test_variables_that_bash_cannot_export_are_refused(make_request):
-    with pytest.raises(InvalidInputError, match="contains the control character"):
-        render_variables(make_request(variables={"A": "x\ny"}))
-    for name in ("", "1A", "A-B", "A B", "A=B", "é", "A\n", "A;touch x"):
-        with pytest.raises(InvalidInputError, match="is not a variable name"):
-            render_variables(make_request(variables={"OMP_NUM_THREADS": "1", name: "2"}))
-
-
-def test_values_and_files_of_slurm_are_quoted_only_where_needed():
-    assert slurm_value("gpu") == "gpu"
-    assert slurm_value("a b") == '"a b"'
-    assert slurm_value("") == '""'
-    assert slurm_value('a\\b"c') == '"a\\\\b\\"c"'
-    assert slurm_value("#no comment") == '"#no comment"'
-    assert slurm_file("/runs/100%/job.log") == "/runs/100%%/job.log"
-    # A backslash switches patterns off and halves backslashes; then the quoting doubles them.
-    assert slurm_file("/a\\b%j") == '"/a' + "\\" * 4 + 'b%j"'
 
 
 def test_names_in_the_templates_are_those_that_python_reads(make_request):

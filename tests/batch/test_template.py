@@ -1,15 +1,11 @@
-"""A user's template: what is refused, with its line, and what its blocks do in a running script."""
+"""A user's template: what is refused, with its line, and what is kept."""
 
 import re
-import signal
-import subprocess
 
 import pytest
-from job_requests import change, start, wait_until
 
-from pipectl.batch import Array, JobRequest, Template, get_scheduler
+from pipectl.batch import Array, Template, get_scheduler
 from pipectl.errors import SpecError
-from pipectl.spec.models import Checkpoint
 
 GOOD = """\
 {% extends base %}
@@ -82,53 +78,3 @@ def test_text_is_kept_and_values_are_quoted(make_request):
         script = get_scheduler(scheduler).render(request)
         assert f"\n{own}\n" in script
         assert f"\necho 'it'\"'\"'s' '$HOME' '{request.run_directory}/a b' a 'b c'\n" in script
-
-
-def start_with(
-    request: JobRequest, setup: str, at_exit: str, *command: str
-) -> subprocess.Popen[str]:
-    text = GOOD.replace("echo before", setup).replace("    echo after", at_exit)
-    return start(change(request, template=Template("site.sh", text)), *command)
-
-
-@pytest.mark.parametrize(
-    "setup",
-    [
-        "true",
-        "set -euo pipefail\nset -x",
-        "set -ET; trap 'exit 9' ERR; trap 'echo back' RETURN; trap 'echo x' EXIT",
-        "set -Cf; cd /; IFS=$'\\n\\t'; attempt=9; child=1",
-        "shopt -s nullglob failglob",
-    ],
-)
-def test_the_exit_code_is_that_of_the_launch(make_request, setup):
-    for code in (0, 7, 75):
-        request = make_request(checkpoint=Checkpoint() if code == 0 else None)
-        process = start_with(request, setup, "false", "bash", "-c", f"exit {code}")
-        process.communicate(timeout=60)
-        assert process.returncode == code
-        assert (request.run_directory / "exit_code").read_text() == f"{code}\n"
-
-
-@pytest.mark.parametrize(
-    ("setup", "at_exit", "code", "output"),
-    [
-        ("set -e\nfalse", "echo cleaned", 1, "cleaned\n"),
-        ("word=it", """echo "$word's $code, $(cat exit_code)" """, 3, "launched\nit's 3, 3\n"),
-    ],
-)
-def test_the_commands_at_the_end_come_last_and_see_the_code(
-    make_request, setup, at_exit, code, output
-):
-    process = start_with(make_request(), setup, at_exit, "bash", "-c", "echo launched; exit 3")
-    assert (process.communicate(timeout=60)[0], process.returncode) == (output, code)
-
-
-def test_signals_reach_the_launch(make_request):
-    request = make_request()
-    waits = "trap 'exit 5' TERM; touch ready; while :; do sleep 0.05; done"
-    process = start_with(request, "trap 'exit 9' TERM", "echo cleaned", "bash", "-c", waits)
-    wait_until((request.run_directory / "ready").exists)
-    process.send_signal(signal.SIGTERM)
-    assert (process.communicate(timeout=60)[0], process.returncode) == ("cleaned\n", 5)
-    assert (request.run_directory / "exit_code").read_text() == "5\n"
