@@ -32,7 +32,7 @@ def test_whose_a_line_is(tmp_path, name, text, line):
     assert list(Log(path).read_lines(to_the_end=True)) == [line]
 
 
-def test_a_line_that_grows_is_read_once_and_whole(tmp_path):
+def test_a_line_that_grows_is_read_once_and_whole_and_a_log_that_was_cut_from_its_begin(tmp_path):
     path = tmp_path / "rank-0000.log"
     log = Log(path)
     assert list(log.read_lines()) == []
@@ -43,15 +43,11 @@ def test_a_line_that_grows_is_read_once_and_whole(tmp_path):
     assert list(log.read_lines()) == [Line(0, "[0] café")]
     assert list(log.read_lines(to_the_end=True)) == [Line(0, "[0] beg")]
     assert list(log.read_lines(to_the_end=True)) == []
-
-
-def test_a_log_that_was_cut_is_read_from_its_begin(tmp_path):
-    path = tmp_path / "job.log"
-    path.write_text("one\ntwo\nthr")
-    log = Log(path)
-    assert len(list(log.read_lines())) == 2
+    with path.open("ab") as file:
+        file.write(b"thr")
+    assert list(log.read_lines()) == []
     path.write_text("new\n")
-    assert list(log.read_lines(to_the_end=True)) == [Line(None, "new")]
+    assert list(log.read_lines(to_the_end=True)) == [Line(0, "[0] new")]
 
 
 def test_long_logs_are_read_piece_by_piece(tmp_path, monkeypatch):
@@ -59,12 +55,8 @@ def test_long_logs_are_read_piece_by_piece(tmp_path, monkeypatch):
     monkeypatch.setattr("pipectl.runs.readers._MAX_LINE", 20)
     path = tmp_path / "node-n1.log"
     path.write_text("".join(f"[{rank}] {'x' * rank}\n" for rank in range(10)) + "y" * 50)
-    assert [line.rank for line in Log(path).read_lines(to_the_end=True)] == [
-        *range(10),
-        None,
-        None,
-        None,
-    ]
+    lines = list(Log(path).read_lines(to_the_end=True))
+    assert [line.rank for line in lines] == [*range(10), None, None, None]
 
 
 def test_logs_of_ranks_come_before_that_of_the_job_by_their_numbers(tmp_path):
@@ -73,14 +65,8 @@ def test_logs_of_ranks_come_before_that_of_the_job_by_their_numbers(tmp_path):
     run.job_log.write_text("why\n")
     for rank in (10000, 10, 9):
         run.rank_log(rank).write_text("text\n")
+    run.rank_log(0).symlink_to("/dev/zero")  # which is no file
+    os.mkfifo(run.rank_log(1))
+    run.rank_log(2).mkdir()
     texts = [line.text for line in Logs(run).read_lines(to_the_end=True)]
     assert texts == ["[9] text", "[10] text", "[10000] text", "why"]
-
-
-def test_what_is_no_file_is_not_read(tmp_path):
-    run = RunDirectory(tmp_path)
-    run.logs.mkdir()
-    run.rank_log(0).symlink_to("/dev/zero")
-    os.mkfifo(run.rank_log(1))
-    run.job_log.mkdir()
-    assert list(Logs(run).read_lines(to_the_end=True)) == []

@@ -37,30 +37,17 @@ def write(run: RunDirectory, lines: Iterable[MetricsLine], end: str = "\n") -> N
     run.metrics.write_text("\n".join(json.dumps(asdict(value)) for value in lines) + end)
 
 
-def test_metrics_come_by_step_with_the_evaluation_after(run):
-    lines = [line(1, 1), line(1, 2), line(1, 2, evaluation={"loss": 1.0}), line(1, 3)]
-    write(run, [lines[2], lines[0], lines[3], lines[1]])
-    assert read_metrics(run) == lines
-
-
-def test_a_later_attempt_wins_from_its_first_step_on(run):
-    first = [line(1, step) for step in range(1, 8)] + [line(1, 6, evaluation={"loss": 2.0})]
+def test_metrics_come_by_step_and_a_later_attempt_wins_from_its_first_step_on(run):
+    """The evaluation comes after its step; lines cut by a crash are skipped."""
+    first = [line(1, step) for step in range(1, 8)]
+    first.insert(4, line(1, 4, evaluation={"loss": 1.0}))
+    first.insert(7, line(1, 6, evaluation={"loss": 2.0}))
+    write(run, first[::-1], end='\n{"attempt":1,"st')
+    assert read_metrics(run) == first
     second = [line(2, 5), line(2, 6)]
-    write(run, [*first, *second])
-    assert read_metrics(run) == [*first[:4], *second]
-
-
-def test_lines_cut_by_a_crash_are_skipped(run):
-    whole = [line(1, 1), line(1, 2)]
-    write(run, whole, end='\n{"attempt":1,"st')
-    assert read_metrics(run) == whole
-    with run.metrics.open("a") as stream:
-        stream.write(json.dumps(asdict(line(2, 3))) + "\n" + json.dumps(asdict(line(2, 4))) + "\n")
-    assert [(value.attempt, value.step) for value in read_metrics(run)] == [
-        (1, 1),
-        (1, 2),
-        (2, 4),
-    ]
+    with run.metrics.open("a") as stream:  # the first line is cut with that
+        stream.writelines(json.dumps(asdict(each)) + "\n" for each in (line(2, 4), *second))
+    assert read_metrics(run) == [*first[:5], *second]
 
 
 @pytest.mark.parametrize("text", ["3\n", "[]\n", "null\n", '{"step": 1}\n', "\0\0\n", "\xff\n"])
@@ -114,14 +101,6 @@ def test_figures_of_a_long_run_are_those_of_all_lines(run):
     assert sum_up(found).not_finite == (7, 9_000, 9_001, STEPS - 1)
 
 
-def test_an_attempt_that_did_steps_again_wins(run):
-    first = [step_line(step) for step in range(1, STEPS + 1)]
-    second = [step_line(step, 2, loss=7.0) for step in range(STEPS - 10_000, STEPS - 100)]
-    run.metrics.write_text("\n".join([*first, *second]) + "\n")
-    found = sum_up(read_metrics(run, whole=False))
-    assert (found.step, found.last_loss, found.first_loss) == (STEPS - 101, 7.0, 3.0)
-
-
 def test_a_resumed_run_is_at_the_step_that_it_goes_on_from(run):
     run.metrics.write_text("\n".join(step_line(step) for step in range(1, 21)) + "\n")
     Heartbeat("training", 20, STEPS).save(run.heartbeat)
@@ -131,13 +110,14 @@ def test_a_resumed_run_is_at_the_step_that_it_goes_on_from(run):
     assert (measured.step, measured.last_loss) == (10, 3 / 20)
 
 
-def test_faults_that_a_later_attempt_trained_past_are_over(run):
-    fault = {"attempt": 1, "step": 800, "not_finite": {"loss_of_micro_batch": 2}}
-    first = [*map(step_line, range(1, 100)), json.dumps(fault)]
-    second = [step_line(step, 2) for step in range(701, 8000)]
-    run.metrics.write_text("\n".join([*first, *second]) + "\n")
-    some, every = read_metrics(run, whole=False), read_metrics(run)
-    assert sum_up(some).not_finite == sum_up(every).not_finite == ()
+def test_a_later_attempt_of_a_long_run_replaces_losses_and_faults(run):
+    first = [step_line(step) for step in range(1, STEPS + 1)]
+    fault = {"attempt": 1, "step": STEPS - 200, "not_finite": {"loss_of_micro_batch": 2}}
+    second = [step_line(step, 2, loss=7.0) for step in range(STEPS - 10_000, STEPS - 100)]
+    run.metrics.write_text("\n".join([*first, json.dumps(fault), *second]) + "\n")
+    found = sum_up(read_metrics(run, whole=False))
+    assert (found.step, found.last_loss, found.first_loss) == (STEPS - 101, 7.0, 3.0)
+    assert found.not_finite == sum_up(read_metrics(run)).not_finite == ()
 
 
 def test_short_files_of_metrics_are_read_whole(run):
@@ -146,7 +126,7 @@ def test_short_files_of_metrics_are_read_whole(run):
     assert read_metrics(run, whole=False) == read_metrics(run) != []
 
 
-def test_heartbeat(run):
+def test_what_is_damaged_in_a_heartbeat_hides_nothing_else(run):
     assert read_heartbeat(run) is None
     ranks = RankBeat(3, "h", "n1", 7, (0, 1), waiting=0.5), RankBeat(0)
     heartbeat = Heartbeat("training", 2, 9, 1, ranks, {"route": "host"}, 1.7e9)
@@ -154,24 +134,16 @@ def test_heartbeat(run):
     assert read_heartbeat(run) == heartbeat
     run.heartbeat.write_text('{"version": 1, "sta')
     assert read_heartbeat(run) is None
-
-
-def test_what_is_damaged_in_a_heartbeat_hides_nothing_else(run):
-    ranks = [{"rank": 1, "waiting": 2, "pid": 5}, {"node": "n0"}, 7]
-    beat = {"state": 5, "step": 3, "steps": -1, "attempt": "x", "time": 1.0, "ranks": ranks}
+    parts = [{"rank": 1, "waiting": 2, "pid": 5}, {"node": "n0"}, 7]
+    beat = {"state": 5, "step": 3, "steps": -1, "attempt": "x", "time": 1.0, "ranks": parts}
     run.heartbeat.write_text(json.dumps({**beat, "messages": [], "later": {}}))
     assert read_heartbeat(run) == Heartbeat(step=3, ranks=(RankBeat(1, pid=5),), time=1.0)
 
 
 def test_errors_come_in_the_order_of_failure(run):
-    reports: dict[int, object] = {
-        0: {"rank": 0, "time": 20.0},
-        1: {"rank": 1, "time": 10.0},
-        2: {"rank": 2},
-        3: {"rank": 3, "time": 10.0},
-    }
-    for rank, report in reports.items():
-        run.error_of(rank).write_text(json.dumps(report))
+    assert read_errors(run) == []
+    for rank, when in enumerate(({"time": 20.0}, {"time": 10.0}, {}, {"time": 10.0})):
+        run.error_of(rank).write_text(json.dumps({"rank": rank, **when}))
     run.error_of(4).write_text('{"rank": 4, "ti')
     assert [report.rank for report in read_errors(run)] == [1, 3, 0, 2]
     run.preparation_error.write_text('{"time": 30.0, "exit_code": 4, "stage": -1, "message": 5}')
@@ -179,12 +151,6 @@ def test_errors_come_in_the_order_of_failure(run):
     first, second, *_ = read_errors(run)
     assert (first.rank, first.exit_code, first.stage, first.what) == (None, 4, None, "no message")
     assert (second.rank, second.exit_code, second.where) == (1, 1, "rank 1")
-
-
-def test_no_errors(run):
-    assert read_errors(run) == []
-    run.errors.rmdir()
-    assert read_errors(run) == []
 
 
 @pytest.mark.parametrize(
