@@ -1,15 +1,12 @@
 """What a job asks of the planner, and how sure a prediction is."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from pipectl.cluster import OffloadTarget, assumed_cluster
 from pipectl.jobs.planning import make_plan_request
 from pipectl.link import Link
-from pipectl.planner import PlanRequest
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
 from pipectl.profile import Operator, Profile
 from pipectl.simulate import simulate
@@ -18,90 +15,56 @@ from pipectl.spec import load
 HOST, DISK = OffloadTarget
 LINKS = ("within_node", "between_nodes")
 PROFILE = Profile("tiny", "test", 1, (Operator("a", "a", 0.1, 0.2, 0, 0, 0),), (), None)
-WriteJob = Callable[..., Path]
+GPU, COMPILED = ("resources.gpus_per_node=1",), ("training.compile=true",)
+NODE = ("resources.tasks_per_node=2", "resources.memory_per_node=8GiB")
+LIMIT, MEMORY = "pipeline.memory_limit", "resources.memory_per_node"
+KNOWN = Link(1e-4, 1e9)
 
 
-def asked(
-    write_job: WriteJob,
-    pipeline: str,
-    accelerators: int = 0,
-    disk: Link | None = None,
-    overrides: tuple[str, ...] = (),
-) -> PlanRequest:
-    resources = f"resources: {{nodes: 2, gpus_per_node: {accelerators}}}"
-    job = write_job(f"pipeline: {pipeline}", resources)
+def asked(job, pipeline, overrides, disk_link=None):
     cluster = assumed_cluster("here", [1], 1, None)
-    device = replace(cluster.nodes[0].device, disk_link=disk)
+    device = replace(cluster.nodes[0].device, disk_link=disk_link)
     cluster = replace(cluster, nodes=(replace(cluster.nodes[0], device=device),))
-    spec = load(job, overrides, check_files=False)
+    spec = load(job, [f"pipeline={{{pipeline}}}", *overrides], check_files=False)
     return make_plan_request(spec, PROFILE, cluster)
 
 
 @pytest.mark.parametrize(
-    ("word", "wanted"),
+    ("pipeline", "overrides", "wanted"),
     [
-        ("auto", (None, None)),
-        ("none", (False, False)),
-        ("all", (True, False)),
-        ("blocks", (True, True)),
+        ("recompute: auto", (), {"recompute": None, "blocks": None}),
+        ("recompute: none", (), {"recompute": False, "blocks": False}),
+        ("recompute: all", (), {"recompute": True, "blocks": False}),
+        ("recompute: blocks", (), {"recompute": True, "blocks": True}),
+        ("backward: auto, recompute: all", (), {"backward_apart": None}),
+        ("backward: together, recompute: all", (), {"backward_apart": False}),
+        ("backward: apart, recompute: all", (), {"backward_apart": True}),
+        # No backward leaves a rank that compiles.
+        ("backward: auto", COMPILED, {"backward_apart": False}),
+        ("backward: auto, recompute: all", COMPILED, {"backward_apart": None}),
+        ("offload: disk", GPU, {"offload": True, "offload_to": DISK}),
+        ("offload: host", GPU, {"offload": True, "offload_to": HOST}),
+        ("offload: auto", GPU, {"offload": None, "offload_to": HOST}),
+        ("offload: disk", (), {"offload": True, "offload_to": DISK}),
+        ("offload: auto", (), {"offload": False}),  # nobody knows how fast the disk is
+        # The smaller limit of memory counts, and its key is known.
+        ("", (), {"memory_limit_bytes": None, "memory_key": LIMIT}),
+        ("memory_limit: 3GiB", (), {"memory_limit_bytes": 3 << 30, "memory_key": LIMIT}),
+        ("memory_limit: 3GiB", NODE, {"memory_limit_bytes": 3 << 30, "memory_key": LIMIT}),
+        ("", NODE, {"memory_limit_bytes": 4 << 30, "memory_key": MEMORY}),
+        ("memory_limit: 5GiB", NODE, {"memory_limit_bytes": 4 << 30, "memory_key": MEMORY}),
+        ("", (*NODE, f"{MEMORY}=1B"), {"memory_limit_bytes": 0, "memory_key": MEMORY}),
     ],
 )
-def test_recomputation(write_job, word, wanted):
-    request = asked(write_job, f"{{recompute: {word}}}")
-    assert (request.recompute, request.blocks) == wanted
+def test_what_a_job_asks_of_the_planner(write_job, pipeline, overrides, wanted):
+    request = asked(write_job("resources: {nodes: 2}"), pipeline, overrides)
+    assert {name: getattr(request, name) for name in wanted} == wanted
 
 
-@pytest.mark.parametrize(
-    ("word", "accelerators", "disk", "wanted"),
-    [
-        ("none", 0, Link(1e-4, 1e9), (False, DISK)),
-        ("disk", 0, None, (True, DISK)),
-        ("disk", 1, None, (True, DISK)),
-        ("host", 1, None, (True, HOST)),
-        ("auto", 1, None, (None, HOST)),
-        ("auto", 0, Link(1e-4, 1e9), (None, DISK)),
-        ("auto", 0, None, (False, DISK)),  # nobody knows how fast the disk is
-    ],
-)
-def test_offload(write_job, word, accelerators, disk, wanted):
-    request = asked(write_job, f"{{offload: {word}}}", accelerators, disk)
-    assert (request.offload, request.offload_to) == wanted
-
-
-@pytest.mark.parametrize(("word", "wanted"), [("auto", None), ("together", False), ("apart", True)])
-def test_backwards_of_their_own(write_job, word, wanted):
-    request = asked(write_job, f"{{backward: {word}, recompute: all}}")
-    assert request.backward_apart is wanted
-
-
-@pytest.mark.parametrize(
-    ("memory_limit", "per_node", "limit", "key"),
-    [
-        ("auto", None, None, "pipeline.memory_limit"),
-        ("3GiB", None, 3, "pipeline.memory_limit"),
-        ("3GiB", "8GiB", 3, "pipeline.memory_limit"),
-        ("auto", "8GiB", 4, "resources.memory_per_node"),
-        ("5GiB", "8GiB", 4, "resources.memory_per_node"),
-        ("auto", "1B", 0, "resources.memory_per_node"),
-    ],
-)
-def test_the_smaller_limit_of_memory_counts_and_its_key_is_known(
-    write_job, memory_limit, per_node, limit, key
-):
-    overrides = ["resources.tasks_per_node=2", f"resources.memory_per_node={per_node or 'null'}"]
-    if memory_limit != "auto":
-        overrides.append(f"pipeline.memory_limit={memory_limit}")
-    request = asked(write_job, "{}", overrides=tuple(overrides))
-    assert request.memory_limit_bytes == (None if limit is None else limit * 2**30)
-    assert request.memory_key == key
-
-
-def test_no_backward_leaves_a_rank_that_compiles(write_job):
-    compiled = ("training.compile=true",)
-    request = asked(write_job, "{backward: auto}", overrides=compiled)
-    assert request.backward_apart is False
-    request = asked(write_job, "{backward: auto, recompute: all}", overrides=compiled)
-    assert request.backward_apart is None
+def test_offloading_to_a_disk_pays_where_its_speed_is_known(write_job):
+    for word, offload in {"auto": None, "none": False}.items():
+        request = asked(write_job(), f"offload: {word}", (), KNOWN)
+        assert (request.offload, request.offload_to) == (offload, DISK)
 
 
 def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline):
@@ -113,8 +76,5 @@ def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline):
     assert slow_s == simulate(plan, with_slower_links(assumed, MAX_SLOWER[1])).step_time_s
     links = {name: replace(getattr(assumed, name), assumed=False) for name in LINKS}
     assert step_range(plan, replace(assumed, assumed=False, **links)) is None
-
-
-def test_a_range_that_is_narrow_is_a_point(pipeline):
-    plan = pipeline(2, 4, node_of_rank=[0, 1], size_bytes=1000)
-    assert step_range(plan, assumed_cluster("assumed", [1, 1], 1, None)) is None
+    narrow = pipeline(2, 4, node_of_rank=[0, 1], size_bytes=1000)
+    assert step_range(narrow, assumed) is None
