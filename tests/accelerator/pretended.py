@@ -4,8 +4,6 @@ The functions are those that torch asks such a module for. Its operators draw fr
 generator.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -24,8 +22,7 @@ def is_available() -> bool:
     return True
 
 
-def is_initialized() -> bool:
-    return True
+is_initialized = is_available
 
 
 def device_count() -> int:

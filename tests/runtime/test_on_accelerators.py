@@ -7,7 +7,6 @@ does not magnify what is tiny.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,79 +21,56 @@ from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Updater
 
 MODELS = Path(__file__).parents[1] / "equality" / "models.py"
-ROUNDING = 1e-4
+TOKENS = {"loss": f"{MODELS}:token_loss", "data": {"factory": f"{MODELS}:Tokens"}}
+IMAGES = {"loss": "torch.nn:CrossEntropyLoss", "data": {"factory": f"{MODELS}:Images"}}
+TIED, GPT = ({"model": f"{MODELS}:{name}", **TOKENS} for name in ("tied", "gpt"))
+CNN = {"model": f"{MODELS}:cnn", **IMAGES}
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here"),
 ]
 
 
-@pytest.fixture
-def trained(make_run, train) -> Any:
-    """``trained(ranks, gpus, **sections)``: the weights at the end."""
-
-    def weights(ranks: int, gpus: int, **sections: Any) -> dict[str, Tensor]:
-        resources = {"tasks_per_node": ranks, "gpus_per_node": gpus}
-        run = make_run(ranks, resources=resources, **sections)
-        train(run)
-        assert read_errors(run) == []
-        beat = read_heartbeat(run)
-        assert len(beat.ranks) == ranks
-        return checkpoint.load(run.checkpoints / "step-000005")
-
-    return weights
-
-
-def assert_agree(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=ROUNDING, atol=ROUNDING, msg=name)
-
-
-@pytest.mark.mpi
-def test_one_rank_trains_what_it_trains_on_the_cpu(trained: Any) -> None:
-    assert_agree(trained(1, gpus=1), trained(1, gpus=0))
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-def test_two_ranks_that_share_an_accelerator_train_what_one_does(
-    trained: Any, schedule: str
-) -> None:
-    pipeline = {"micro_batches": 2, "stages": 2, "schedule": schedule}
-    assert_agree(trained(1, gpus=1), trained(2, gpus=1, pipeline=pipeline))
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("model", "pipeline", "precision"),
+    ("usual_gpus", "ranks", "gpus", "pipeline", "job", "precision"),
     [
-        ("tied", {"offload": "host"}, "float32"),
-        ("cnn", {"recompute": "all"}, "float32"),
-        ("gpt", {}, "float16"),
+        pytest.param(0, 1, 1, {}, {}, "float32", id="as on the CPU"),
+        pytest.param(1, 2, 1, {"schedule": "gpipe"}, {}, "float32", id="shared"),
+        pytest.param(1, 2, 1, {"schedule": "zb-h1"}, {}, "float32", id="shared, zb-h1"),
+        # Models that make tensors, drop out (the same: masks follow from the seed on any device)
+        # and keep statistics.
+        pytest.param(1, 2, 2, {"offload": "host"}, TIED, "float32", id="tied"),
+        pytest.param(1, 2, 2, {"recompute": "all"}, CNN, "float32", id="cnn"),
+        pytest.param(1, 2, 2, {}, GPT, "float16", id="gpt"),
     ],
 )
-def test_models_that_make_tensors_drop_out_and_keep_statistics(
-    trained: Any, model: str, pipeline: dict[str, str], precision: str
+def test_ranks_train_what_one_rank_does(
+    make_run, train, usual_gpus, ranks, gpus, pipeline, job, precision
 ) -> None:
-    """The same masks on one rank and on two: they follow from the seed on any device."""
-    tokens = model != "cnn"
-    job = {
-        "model": {"factory": f"{MODELS}:{model}"},
-        "loss": {"factory": f"{MODELS}:token_loss" if tokens else "torch.nn:CrossEntropyLoss"},
-        "data": {"factory": f"{MODELS}:{'Tokens' if tokens else 'Images'}"},
-        "training": {"steps": 5, "batch_size": 4, "precision": precision},
-    }
-    one = trained(1, gpus=1, **job)
-    two = trained(2, gpus=2, **job, pipeline={"micro_batches": 2, "stages": 2, **pipeline})
-    assert_agree(one, two)
+    weights = []
+    for count, on, more in ((1, usual_gpus, {}), (ranks, gpus, pipeline)):
+        run = make_run(
+            count,
+            resources={"tasks_per_node": count, "gpus_per_node": on},
+            pipeline={"micro_batches": 2, "stages": count, **more},
+            training={"steps": 5, "batch_size": 4, "precision": precision},
+            **job,
+        )
+        train(run)
+        assert read_errors(run) == []
+        assert len(read_heartbeat(run).ranks) == count
+        weights.append(checkpoint.load(run.checkpoints / "step-000005"))
+    one, other = weights
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
 def test_messages_go_through_host_memory_and_back(dtype: torch.dtype, piece_bytes: int) -> None:
     device = torch.accelerator.current_accelerator()
-    assert device is not None
     sent = torch.arange(1000, device=device).to(dtype)
     staging = Staging(device)
     message, copied = staging.outgoing(sent, piece_bytes)
@@ -113,27 +89,25 @@ def test_optimizers_go_on_with_their_numbers_where_they_were(
 ) -> None:
     """What they remember of a parameter without dimensions is a number, as a count of steps is."""
     device = torch.accelerator.current_accelerator()
-    found = []
-    for _ in range(2):
-        parameter = nn.Parameter(torch.ones((3,) * dimensions, device=device))
-        options = {"momentum": 0.9} if name == "SGD" else {}
-        found.append((parameter, getattr(torch.optim, name)([parameter], lr=0.1, **options)))
-    (parameter, optimizer), (again, other) = found
-    update(parameter, optimizer)
+    options = {"lr": 0.1, **({"momentum": 0.9} if name == "SGD" else {})}
+    parameters = [nn.Parameter(torch.ones((3,) * dimensions, device=device)) for _ in range(2)]
+    first, second = (getattr(torch.optim, name)([each], **options) for each in parameters)
+    update(first)
     saver = Saver(MPI.COMM_SELF, tmp_path, Keep(1), 1, print)
-    named = {"model.scale": parameter}
-    saver.start(Manifest(1, 1, {}), take_snapshot(named, {*named}, Updater(optimizer, None), named))
+    named = {"model.scale": parameters[0]}
+    saver.start(Manifest(1, 1, {}), take_snapshot(named, {*named}, Updater(first, None), named))
     saver.finish()
-    stored = checkpoint.load(tmp_path / "step-000001")
-    stored.restore_states({"model.scale": again})
-    stored.restore_optimizer(other, {"model.scale": again})
-    assert places(other) == places(optimizer)
-    for each in found:
-        update(*each)
-    assert torch.equal(again, parameter)
+    stored, named = checkpoint.load(tmp_path / "step-000001"), {"model.scale": parameters[1]}
+    stored.restore_states(named)
+    stored.restore_optimizer(second, named)
+    assert places(second) == places(first)
+    update(first)
+    update(second)
+    assert torch.equal(*parameters)
 
 
-def update(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+def update(optimizer: torch.optim.Optimizer) -> None:
+    (parameter,) = optimizer.param_groups[0]["params"]
     parameter.grad = torch.full_like(parameter, 0.5)
     optimizer.step()
 
