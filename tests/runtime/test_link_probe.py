@@ -13,15 +13,9 @@ from pathlib import Path
 import pytest
 
 from pipectl.cluster import Cluster
-from pipectl.errors import MismatchError
 from pipectl.link import Link
 from pipectl.runs import RunDirectory
-from pipectl.runtime.links.probe import (
-    Place,
-    describe_node,
-    describe_source,
-    ranks_by_node,
-)
+from pipectl.runtime.links.probe import Place, describe_node, describe_source, ranks_by_node
 from pipectl.spec import dump
 
 # The rank's number is known before MPI starts, from the launcher's environment.
@@ -31,7 +25,6 @@ nodes=(%s)
 export SLURMD_NODENAME=${nodes[${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}}]}
 exec "$@"
 """
-Probe = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
@@ -44,23 +37,18 @@ def run(make_spec, tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def probe(run: RunDirectory, tmp_path: Path, mpiexec: str, warm_python: str) -> Probe:
-    """``probe("a", "a", "b")``: three ranks on two pretended nodes."""
+def probe(run: RunDirectory, tmp_path: Path, mpiexec: str, warm_python: str) -> Callable[..., int]:
+    """``probe("aab")``: three ranks on two pretended nodes."""
 
-    def start(*nodes: str) -> subprocess.CompletedProcess[str]:
+    def start(nodes: str) -> int:
         wrapper = tmp_path / "on-node"
         wrapper.write_text(NODES % " ".join(nodes))
         wrapper.chmod(0o755)
         program = [warm_python, "-m", "mpi4py", "-m", "pipectl.runtime.links.probe"]
         files = ["--run", str(run.path), "--output", str(tmp_path / "cluster.json")]
-        given = ["--key", "the-key", "--budget", "0.2"]
-        return subprocess.run(
-            [mpiexec, "-n", str(len(nodes)), str(wrapper), *program, *files, *given],
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
+        given = [*files, "--key", "the-key", "--budget", "0.2"]
+        command = [mpiexec, "-n", str(len(nodes)), str(wrapper), *program, *given]
+        return subprocess.run(command, capture_output=True, timeout=280, check=False).returncode
 
     return start
 
@@ -73,19 +61,14 @@ def check(link: Link) -> None:
     assert all(0 < a[1] <= b[1] for a, b in pairwise(link.timings))
     assert link.latency_s == link.timings[0][1]
     assert link.bandwidth_bytes_per_s > 0
-    assert link.observed is not None
-    assert link.observed.both_ways is not None
     assert link.observed.both_ways > 0
     assert link.observed.overlap
     assert all(0 <= share <= 1 for _, *shares in link.observed.overlap for share in shares)
 
 
 @pytest.mark.mpi
-def test_two_nodes_are_measured_within_and_between(
-    probe: Probe, run: RunDirectory, tmp_path: Path
-) -> None:
-    done = probe("a", "a", "b", "b")
-    assert done.returncode == 0, done.stderr
+def test_two_nodes_are_measured_within_and_between(probe, run: RunDirectory, tmp_path: Path):
+    assert probe("aabb") == 0
     cluster = Cluster.load(tmp_path / "cluster.json")
     assert cluster == Cluster.load(run.cluster)
     assert (cluster.name, cluster.key, cluster.assumed) == ("probed", "the-key", False)
@@ -97,14 +80,11 @@ def test_two_nodes_are_measured_within_and_between(
     check(cluster.within_node)
     check(cluster.between_nodes)
     observed = cluster.between_nodes.observed
-    assert observed is not None
     assert observed.pairs == 2
-    assert observed.at_once is not None
     assert cluster.between_nodes.shared == (observed.at_once > 2**0.5)
     assert {ranks for ranks, *_ in cluster.allreduce} == {2, 4}
     assert all(time_s > 0 for *_, time_s in cluster.allreduce)
     rows = cluster.device(0).rows
-    assert rows is not None
     assert [size for size, _ in rows.send_start] == [4096, 65536, 262144, 1048576]
     assert not (run.path / "rows").exists()
     assert ElementTree.parse(tmp_path / "cluster.svg").getroot().tag.endswith("svg")
@@ -113,12 +93,11 @@ def test_two_nodes_are_measured_within_and_between(
 
 
 @pytest.mark.mpi
-def test_one_rank_a_node_leaves_the_link_within_assumed(probe: Probe, tmp_path: Path) -> None:
-    assert probe("a", "b", "c").returncode == 0
+def test_one_rank_a_node_leaves_the_link_within_assumed(probe, tmp_path: Path) -> None:
+    assert probe("abc") == 0
     cluster = Cluster.load(tmp_path / "cluster.json")
     assert cluster.within_node.assumed
     check(cluster.between_nodes)
-    assert cluster.between_nodes.observed is not None
     assert cluster.between_nodes.observed.at_once is None
     assert {ranks for ranks, *_ in cluster.allreduce} == {2, 3}
     assert cluster.device(2).rows is not None
@@ -126,41 +105,38 @@ def test_one_rank_a_node_leaves_the_link_within_assumed(probe: Probe, tmp_path: 
 
 
 @pytest.mark.mpi
-def test_scattered_ranks_are_refused(probe: Probe, run: RunDirectory, tmp_path: Path) -> None:
-    assert probe("a", "b", "a").returncode == 3
+@pytest.mark.parametrize(
+    ("nodes", "message", "cure"),
+    [
+        ("aba", "node a has the ranks [0, 2]", "block distribution"),
+        ("a", "MPI started a single process", "launch.mpi"),
+    ],
+)
+def test_scattered_ranks_and_single_processes_are_refused(
+    probe, run: RunDirectory, tmp_path: Path, nodes: str, message: str, cure: str
+) -> None:
+    assert probe(nodes) == 3
     error = json.loads(next(run.errors.glob("rank-*.json")).read_text())
-    assert error["message"].startswith("node a has the ranks [0, 2]")
+    assert error["message"].startswith(message)
+    assert cure in error["cure"]
     assert error["exit_code"] == 3
     assert not (tmp_path / "cluster.json").exists()
-
-
-@pytest.mark.mpi
-def test_a_single_process_is_told_of_the_launcher(probe: Probe, run: RunDirectory) -> None:
-    assert probe("a").returncode == 3
-    error = json.loads(run.error_of(0).read_text())
-    assert "single process" in error["message"]
-    assert "launch.mpi" in error["cure"]
 
 
 def place(node: str, *cores: int) -> Place:
     return Place(node, f"host-of-{node}", frozenset(cores), 16 * 2**30)
 
 
-def test_ranks_are_grouped_by_node() -> None:
+def test_nodes_have_the_cores_of_their_ranks_and_their_share_of_memory() -> None:
     assert ranks_by_node([place(name) for name in "bbaac"]) == [[0, 1], [2, 3], [4]]
-    with pytest.raises(MismatchError, match=r"node b has the ranks \[0, 2\]"):
-        ranks_by_node([place(name) for name in "bab"])
-
-
-@pytest.mark.parametrize(("shares", "memory"), [(False, None), (True, 8 * 2**30)])
-def test_nodes_have_the_cores_of_their_ranks_and_their_share_of_memory(shares, memory) -> None:
-    bound = describe_node([place("a", 0, 1), place("a", 2, 3)], 2, shares_memory=shares)
-    free = describe_node([place("b", 0, 1, 2, 3), place("b", 0, 1, 2, 3)], 2, shares_memory=shares)
+    bound = describe_node([place("a", 0, 1), place("a", 2, 3)], 2, shares_memory=False)
+    free = describe_node([place("b", 0, 1, 2, 3)] * 2, 2, shares_memory=True)
     assert [(node.name, node.ranks, node.cores) for node in (bound, free)] == [
         ("a", 2, 2),
         ("b", 2, 2),
     ]
-    assert free.device.memory_bytes == memory
+    assert bound.device.memory_bytes is None
+    assert free.device.memory_bytes == 8 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import islice, product
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import catalogue
 import pytest
 import torch
-import torch.nn.functional as F
 from cuts import random_cut
 from stages import Stages
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.data import Dataset
+from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.slices import Rows
@@ -27,65 +27,12 @@ from pipectl.runtime import pipefb
 from pipectl.runtime.pipefb import Agreement, ForwardHalf, check_operators
 from pipectl.runtime.stage import MicroBatch
 
-WIDTH, SIZE = 24, 2
+HERE, SIZE = Path(__file__), 2
+CORPUS = {entry.name: entry for entry in catalogue.entries()}
 MODELS = """
     lstm autoencoder views straight-through codebook running-norm frozen checkpointed siamese
-    experts encoder-decoder islands parametrized attention Placed
+    experts encoder-decoder islands parametrized gpt gpt,bf16 normed,bf16 placed
 """
-
-
-class Samples(Dataset):
-    def __init__(self) -> None:
-        self.values = torch.randn(8, 6, WIDTH, generator=torch.Generator().manual_seed(2))
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.values[index], self.values[index].mean()
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.mean((1, 2)) - targets).square().mean()
-
-
-class Attention(nn.Module):
-    """Three views of one projection, a reshaped input, random masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.out, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.shape
-        q, k, v = self.qkv(self.norm(x)).view(b, t, 3, 3, c // 3).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.dropout(self.out(y.transpose(1, 2).reshape(b, t, c)))
-
-
-def attention() -> nn.Module:
-    return nn.Sequential(Attention(), Attention())
-
-
-def normed() -> nn.Module:
-    """Norms keep statistics in float32 if their values are in bfloat16 and their weights not."""
-    norms = nn.LayerNorm(WIDTH), nn.GroupNorm(2, 6), nn.BatchNorm1d(6)
-    return nn.Sequential(*(m for norm in norms for m in (nn.Linear(WIDTH, WIDTH), norm)))
-
-
-class Placed(nn.Module):
-    """Adds parameters through views; a sum's gradient is that of all it adds, in one memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places = nn.ParameterList([nn.Parameter(torch.randn(12, WIDTH)) for _ in range(6)])
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for place in self.places:
-            x = x + place.view(2, 6, WIDTH)
-        return self.linear(x)
 
 
 class Hidden(torch.autograd.Function):
@@ -103,26 +50,42 @@ class Hidden(torch.autograd.Function):
 
 class Hiding(nn.Linear):
     def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
+        super().__init__(6, 12)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Hidden.apply(super().forward(x)).sin()
+        return Hidden.apply(super().forward(x)).sin().view(-1, 3, 4)
+
+
+class Normed(nn.Sequential):
+    """Norms keep statistics in float32 if their values are in bfloat16 and their weights not."""
+
+    def __init__(self) -> None:
+        norms = nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.BatchNorm1d(6)
+        layers = [module for norm in norms for module in (nn.Linear(6, 6), norm)]
+        super().__init__(*layers, nn.Linear(6, 12), nn.Unflatten(1, (3, 4)))
 
 
 @pytest.fixture(scope="module")
-def capture(make_spec: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CapturedJob]:
-    """``capture(model)``: of this file, or of the corpus."""
-    corpus = {entry.name: entry for entry in catalogue.entries()}
+def capture(
+    make_spec: Any, spec_maker: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., CapturedJob]:
+    """``capture(model)``: of the corpus, of the equality tests, or for the usual vectors."""
+    own = {
+        "normed": {"factory": f"{HERE}:Normed"},
+        "hiding": {"factory": f"{HERE}:Hiding"},
+        # The gradient of a sum is that of all it adds, in one memory.
+        "placed": {"factory": f"{HERE.with_name('job_parts.py')}:Placed", "kwargs": {"count": 6}},
+    }
 
     @cache
     def make(model: str, precision: str = "float32") -> CapturedJob:
-        if model in corpus:
+        if model in CORPUS:
             path = tmp_path_factory.mktemp("pipefb") / "job.yaml"
-            return CapturedJob(catalogue.spec_of(corpus[model], path))
-        data, parts = {"factory": f"{__file__}:Samples"}, {"model": model, "loss": "loss"}
+            return CapturedJob(catalogue.spec_of(CORPUS[model], path))
         training = {"steps": 1, "batch_size": 4, "precision": precision}
-        factories = {key: f"{__file__}:{name}" for key, name in parts.items()}
-        return CapturedJob(make_spec(1, data, **factories, training=training))
+        if model == "gpt":
+            return CapturedJob(spec_maker(HERE)(model, training=training))
+        return CapturedJob(make_spec(1, model=own[model], training=training))
 
     return make
 
@@ -140,33 +103,26 @@ def trained(job: CapturedJob, stages: Stages) -> dict[str, Tensor]:
 
 
 def bytes_of(stages: Stages) -> int:
-    return sum(
-        t.nbytes for message in stages.between_halves for t in message.values() if t is not None
-    )
+    sent = (t for message in stages.between_halves for t in message.values() if t is not None)
+    return sum(tensor.nbytes for tensor in sent)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("model", MODELS.split())
 @pytest.mark.parametrize("bundled_bytes", [0, pipefb.BUNDLED_BYTES])
 def test_gradients_and_buffers_are_those_of_whole_stages(
-    capture: Any, monkeypatch: pytest.MonkeyPatch, model: str, bundled_bytes: int
+    capture: Any, monkeypatch: Any, model: str, bundled_bytes: int, recompute: bool
 ) -> None:
     """Whether small tensors are copied into one vector, or sent from where they are."""
     monkeypatch.setattr(pipefb, "BUNDLED_BYTES", bundled_bytes)
-    job = capture(model)
-    for count, recompute in product((1, 3), (False, True)):
+    job = capture(*model.split(","))
+    for count in (1, 3):
         whole, apart = (
             trained(job, stages_of(job, count, recompute=recompute, apart=apart))
             for apart in (False, True)
         )
         assert whole.keys() == apart.keys()
-        assert [n for n in whole if not torch.equal(whole[n], apart[n])] == [], (count, recompute)
-
-
-@pytest.mark.parametrize("model", ["attention", "normed"])
-def test_half_precision_too(capture: Any, model: str) -> None:
-    job = capture(model, "bf16")
-    whole, apart = (trained(job, stages_of(job, 2, apart=apart)) for apart in (False, True))
-    assert [name for name in whole if not torch.equal(whole[name], apart[name])] == []
+        assert [n for n in whole if not torch.equal(whole[n], apart[n])] == [], count
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -175,49 +131,50 @@ def test_gradients_leave_stages_with_older_weights_unchanged(
     capture: Any, apart: bool, recompute: bool
 ) -> None:
     """Which :class:`Stages` asserts of every step."""
-    job = capture("Placed")
+    job = capture("placed")
     stages = stages_of(job, 3, apart=apart, recompute=recompute)
     for stage in stages.backwards:
         stage.keep_versions(1)
     trained(job, stages)
 
 
-def test_each_memory_travels_once_and_weights_do_not(capture: Any) -> None:
-    job = capture("attention")
-    stages = stages_of(job, 1, apart=True)
-    trained(job, stages)
-    (front,) = stages.forwards
-    assert isinstance(front, ForwardHalf)
-    agreed = front._agreed[Rows.of(SIZE)]
-    states = {~view.number for view in agreed.views if view.number < 0}
-    assert len(agreed.sizes) < len(agreed.views) - len(states)
-    code = front.segments[0].codes[Rows.of(SIZE)].stage
-    weights = ("out_weight", "qkv_weight")
-    named = [i for i, slot in enumerate(code.states) if slot.value.endswith(weights)]
-    assert named
-    assert states >= {*named}
-
-
-def test_recomputation_sends_what_a_forward_starts_from(capture: Any) -> None:
-    job = capture("attention")
+def test_each_memory_travels_once_weights_do_not_and_recomputation_sends_inputs(
+    capture: Any,
+) -> None:
+    job = capture("gpt")
     kept, again = (stages_of(job, 1, apart=True, recompute=it) for it in (False, True))
     for stages in (kept, again):
         trained(job, stages)
     assert bytes_of(again) < bytes_of(kept) / 2
+    (front,) = kept.forwards
+    assert isinstance(front, ForwardHalf)
+    agreed = front._agreed[Rows.of(SIZE)]
+    states = {~view.number for view in agreed.views if view.number < 0}
+    assert len(agreed.sizes) < len(agreed.views) - len(states)
+    slots = front.segments[0].codes[Rows.of(SIZE)].stage.states
+    large = ("out_weight", "qkv_weight")
+    weights = {i for i, slot in enumerate(slots) if slot.value.endswith(large)}
+    assert weights
+    assert states >= weights
 
 
 def test_nothing_of_a_forward_outlives_its_message(
     capture: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipefb, "BUNDLED_BYTES", 0)  # small tensors would be copied
-    (front,) = stages_of(capture("attention"), 1, apart=True).forwards
-    first, *others = front.inputs(True, Rows.of(SIZE))
-    inputs = {first: torch.zeros(SIZE, 6, WIDTH), **{name: torch.zeros(SIZE) for name in others}}
-    message = front.forward(MicroBatch(0, Rows.of(SIZE), 7), inputs, {})
+    job = capture("gpt")
+    stages = stages_of(job, 1, apart=True)
+    (front,), rows = stages.forwards, Rows.of(SIZE)
+    leaves = pytree.tree_leaves(job.loader.example(SIZE))
+    known = dict(zip(stages.cut.graph.inputs, leaves, strict=True))
+    inputs = {name: known[name] for name in front.inputs(True, rows)}
+    message = front.forward(MicroBatch(0, rows, 7), inputs, {})
     for slot in [slot for slot in message if not slot.value.isdecimal()]:
         del message[slot]
     sent = [StorageWeakRef(t.untyped_storage()) for t in message.values() if t is not None]
     inputs.clear()
+    known.clear()
+    leaves.clear()
     assert sent
     assert not any(memory.expired() for memory in sent)
     message.clear()
@@ -225,7 +182,7 @@ def test_nothing_of_a_forward_outlives_its_message(
 
 
 def test_a_function_that_hides_a_tensor_is_refused(capture: Any) -> None:
-    job = capture("Hiding")
+    job = capture("hiding")
     with pytest.raises(MismatchError, match=r"stages\[0\].*keeps more than numbers"):
         trained(job, stages_of(job, 1, apart=True))
 
@@ -247,6 +204,6 @@ def test_a_forward_that_makes_another_graph_is_told(
         check(self, stage, graph)
 
     monkeypatch.setattr(Agreement, "check", other)
-    job = capture("attention")
+    job = capture("gpt")
     with pytest.raises(MismatchError, match=r"saved tensor 3 is .* instead of"):
         trained(job, stages_of(job, 1, apart=True))

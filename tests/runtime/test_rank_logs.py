@@ -15,11 +15,11 @@ import pytest
 from pipectl.runs import Logs, RunDirectory
 from pipectl.runtime.process import job_log, own_log
 
-RANKS = Path(__file__).with_name("printing_ranks.py")
-WHOLE = {f"[{rank}] piece and end": 200 for rank in range(2)}
+PRINTED = {f"[{rank}] piece and end": 200 for rank in range(2)}
 CHILD = {f"[{rank}] from a child": 1 for rank in range(2)}
-SAID = {f"rank {rank} [2Jbegins": 1 for rank in range(2)}
-LAST = {"to the launcher": 2}
+LAST = {"rank 0 [2Jbegins": 1, "rank 1 [2Jbegins": 1, "to the launcher": 2}
+WORDS = {**PRINTED, "[1] last words": 1}
+SHARED = {**PRINTED, "[0] no end": 1, "[1] no end": 1, "from a child": 2, **LAST}
 
 
 @pytest.fixture
@@ -29,9 +29,10 @@ def print_from_ranks(tmp_path: Path, mpiexec: str) -> Callable[[str], Counter[st
     def run(how: str) -> Counter[str]:
         directory = RunDirectory(tmp_path)
         directory.logs.mkdir(exist_ok=True)
+        program = str(Path(__file__).with_name("printing_ranks.py"))
         with directory.job_log.open("wb") as log:
             subprocess.run(
-                [mpiexec, "-n", "2", sys.executable, str(RANKS), how],
+                [mpiexec, "-n", "2", sys.executable, program, how],
                 env={**os.environ, "PIPECTL_RUN_DIRECTORY": str(tmp_path)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -47,20 +48,11 @@ def print_from_ranks(tmp_path: Path, mpiexec: str) -> Callable[[str], Counter[st
 @pytest.mark.parametrize(
     ("how", "lines"),
     [
-        ("ends", {**WHOLE, **CHILD, **SAID, **LAST}),
-        ("killed", {**WHOLE, "[1] last words": 1}),
-        ("aborts", {**WHOLE, "[1] last words": 1}),
-        ("cut", {**dict.fromkeys(WHOLE, 100), **CHILD, **SAID, **LAST}),
-        (
-            "shares",
-            {
-                **WHOLE,
-                **dict.fromkeys(("[0] no end", "[1] no end"), 1),
-                "from a child": 2,
-                **SAID,
-                **LAST,
-            },
-        ),
+        ("ends", {**PRINTED, **CHILD, **LAST}),
+        ("killed", WORDS),
+        ("aborts", WORDS),
+        ("cut", {**dict.fromkeys(PRINTED, 100), **CHILD, **LAST}),
+        ("shares", SHARED),
     ],
 )
 def test_lines_of_ranks_are_whole_and_complete(
@@ -73,28 +65,20 @@ def test_lines_of_ranks_are_whole_and_complete(
 
 
 @pytest.mark.mpi
-def test_a_full_disk_ends_no_rank_that_prints(
+def test_neither_a_full_disk_nor_a_link_in_the_place_of_a_log_ends_a_rank_that_prints(
     print_from_ranks: Callable[[str], Counter[str]], tmp_path: Path
 ) -> None:
-    assert print_from_ranks("full")["[1] piece and end"] >= 70
-    for rank in range(2):
-        log = RunDirectory(tmp_path).rank_log(rank)
-        assert log.stat().st_size == 1000
-        assert stat.S_IMODE(log.stat().st_mode) == 0o600
-
-
-@pytest.mark.mpi
-def test_a_link_in_the_place_of_a_log_is_not_followed(
-    print_from_ranks: Callable[[str], Counter[str]], tmp_path: Path
-) -> None:
-    (tmp_path / "logs").mkdir()
-    foreign = tmp_path / "foreign"
+    """The link is not followed: what rank 0 prints goes to the launcher."""
+    run, foreign = RunDirectory(tmp_path), tmp_path / "foreign"
     foreign.write_text("mine\n")
-    (tmp_path / "logs/rank-0000.log").symlink_to(foreign)
-    found = print_from_ranks("ends")  # what rank 0 prints goes to the launcher
+    run.logs.mkdir()
+    run.rank_log(0).symlink_to(foreign)
+    found = print_from_ranks("full")
     assert found["[0] piece and end"] == 0
-    assert found["[1] piece and end"] == 200
+    assert found["[1] piece and end"] >= 70
     assert foreign.read_text() == "mine\n"
+    assert run.rank_log(1).stat().st_size == 1000
+    assert stat.S_IMODE(run.rank_log(1).stat().st_mode) == 0o600
 
 
 def test_outside_of_jobs_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Waits that sleep, and say that they wait."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from mpi4py import MPI
@@ -13,45 +13,25 @@ LOOK_S = 1.5e-6
 """Processor time of a call that finds nothing to do."""
 
 
-@pytest.fixture
-def told():
-    """What a wait said of itself."""
-    found: list[bool] = []
-    tell_of_waits(found.append)
-    yield found
-    tell_of_waits(lambda _: None)
+@pytest.fixture(autouse=True)
+def usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_waited", waiting._Waited())
 
 
-@pytest.mark.parametrize("works", [False, True])
-def test_a_long_wait_is_told_whether_or_not_data_moves(told, works):
-    poll(lambda: told == [True], lambda _: works)
-    assert told == [True, False]
-
-
-def test_a_short_wait_is_not_told(told):
+def test_a_long_wait_is_told_whether_or_not_data_moves_and_a_short_one_is_not() -> None:
+    told: list[bool] = []
+    tell_of_waits(told.append)
     poll(lambda: True, lambda _: False)
     assert told == []
+    for works in (False, True):
+        poll(lambda: told[-1:] == [True], lambda _, works=works: works)
+    assert told == [True, False] * 2
 
 
-def test_a_clock_that_was_wrong_once_does_not_make_waits_spin_for_ever():
+def test_a_clock_that_was_wrong_once_does_not_make_waits_spin_for_ever() -> None:
     meter = WorkMeter()
     meter.worked(0.0)
     assert sum(meter.worked(LOOK_S) for _ in range(20000)) < 5000
-
-
-class World:
-    """Two ranks, of which the other has said where it is and which cores it may use."""
-
-    rank = 0
-
-    def __init__(self, node: str, cores: set[int]) -> None:
-        self._other = node, frozenset(cores)
-
-    def Ibarrier(self) -> MPI.Request:  # noqa: N802
-        return MPI.REQUEST_NULL
-
-    def allgather(self, mine: Any) -> list[Any]:
-        return [mine, self._other]
 
 
 @pytest.mark.parametrize(
@@ -64,19 +44,18 @@ class World:
         ("a", {0}, {0}, 2),  # fewer cores than ranks: at once
     ],
 )
-def test_a_rank_spins_as_long_as_its_cores_allow(
-    node: str,
-    mine: set[int],
-    others: set[int],
-    looks: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_spins_as_long_as_its_cores_allow(monkeypatch, node, mine, others, looks) -> None:
+    """It is on node a; the other rank has said where it is and which cores it may use."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: mine)
-    monkeypatch.setattr(waiting, "_waited", waiting._Waited())
-    choose_spin(World(node, others), "a")  # type: ignore[arg-type]
-    now, looked, first_pause = [0.0], [0], list[int]()
+    two = SimpleNamespace(
+        rank=0,
+        Ibarrier=lambda: MPI.REQUEST_NULL,
+        allgather=lambda own: [own, (node, frozenset(others))],
+    )
+    choose_spin(two, "a")
+    now, looked, pauses = [0.0], [0], list[int]()
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("time.sleep", lambda _: first_pause.append(looked[0]))
+    monkeypatch.setattr("time.sleep", lambda _: pauses.append(looked[0]))
 
     def done() -> bool:
         looked[0] += 1
@@ -84,7 +63,7 @@ def test_a_rank_spins_as_long_as_its_cores_allow(
         return looked[0] == 2000
 
     poll(done, lambda _: False)
-    assert (first_pause[0] if first_pause else None) == pytest.approx(looks, abs=3)
+    assert (pauses[0] if pauses else None) == pytest.approx(looks, abs=3)
 
 
 SEEN = """
@@ -94,8 +73,7 @@ from mpi4py import MPI
 from pipectl.watch.board import Board
 from pipectl.runtime.waiting import broadcast, gather_all, tell_of_waits, waiting
 
-world, folder = MPI.COMM_WORLD, Path(sys.argv[1])
-board = Board()
+world, board = MPI.COMM_WORLD, Board()
 board.phase("capturing the model")
 tell_of_waits(board.waits)
 
@@ -108,20 +86,15 @@ def look(file):
         time.sleep(0.001)
     file.touch()
 
-for name, meet in (
-    ("gather", lambda: gather_all(world, world.rank)),
-    ("broadcast", lambda: broadcast(world, [0, 1])),
-    ("raw", raw),
-):
-    file = folder / name
-    if world.rank:
-        while not file.exists():
-            time.sleep(0.001)
-    else:
-        watcher = threading.Thread(target=look, args=(file,))
+for meet in (lambda: gather_all(world, world.rank), lambda: broadcast(world, [0, 1]), raw):
+    file = Path(world.bcast(sys.argv[1] + str(time.time())))
+    watcher = threading.Thread(target=look, args=(file,))
+    if world.rank == 0:
         watcher.start()
-    assert meet() == [0, 1], name
-    if not world.rank:
+    while world.rank and not file.exists():
+        time.sleep(0.001)
+    assert meet() == [0, 1]
+    if world.rank == 0:
         watcher.join()
     assert not board.read().waiting
     assert board.read().action == "capturing the model"
@@ -129,11 +102,8 @@ for name, meet in (
 
 
 @pytest.mark.mpi
-def test_before_the_first_step_a_rank_that_waits_for_another_says_so(
-    launch, tmp_path: Path
-) -> None:
+def test_before_the_first_step_a_rank_that_waits_for_another_says_so(launch, tmp_path: Path):
     """The second rank comes only when somebody has seen that the first one waits."""
-    script = tmp_path / "seen.py"
-    script.write_text(SEEN)
-    done = launch(2, script, tmp_path)
+    (tmp_path / "seen.py").write_text(SEEN)
+    done = launch(2, tmp_path / "seen.py", tmp_path / "seen-")
     assert done.returncode == 0, done.stderr
