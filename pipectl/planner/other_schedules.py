@@ -20,7 +20,7 @@ from math import ceil, inf
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.bounds import with_findings, work_bound_s
+from pipectl.planner.bounds import least_step_s, with_findings, work_bound_s
 from pipectl.planner.candidates import even_partition
 from pipectl.planner.costs.devices import Mix, one_each
 from pipectl.planner.graph.downsets import CutSpace
@@ -47,6 +47,10 @@ PIPELINE_MICRO_BATCHES = (1, 2, 4, 8)
 MAX_ACTIONS_PER_STEP = 150_000
 """Forwards and backwards of a step. Longer steps gain least from these schedules, and are not tried
 if the schedule is open."""
+MAX_CUTS_FOR_EVERY_SIZE = 1000
+"""If a graph has more cuts, stages of an open schedule are cut for one micro-batch size."""
+MAX_LAYOUTS = 4
+"""Stages to simulate per open schedule, micro-batch size and order: those with the least bounds."""
 MAX_CUTS_FOR_MEMORY = 4
 """How often the stages of a plan are cut again, each time by the memory of the last plan."""
 SEVERAL_STAGES_GAIN = 0.01
@@ -194,8 +198,10 @@ def propose_other_schedules(
 ) -> Iterator[Plan]:
     """Plans without predictions for all schedules with flushes, if the schedule is open.
 
-    The stages of a rank share its speed, so stages are cut for the devices of their ranks, and for
-    the micro-batch size of the best plan. With one stage per rank, the best plan's are tried too.
+    The stages of a rank share its speed, so stages are cut for the devices of their ranks. They are
+    cut for the micro-batch size of the best plan and, as operators differ in what they gain from
+    large micro-batches, for all other sizes too, unless there are many cuts. With one stage per
+    rank, the best plan's stages are tried as well.
 
     Args:
         known: plans of other schedules, the best first; may be empty.
@@ -204,7 +210,7 @@ def propose_other_schedules(
     ranks, request = problem.cluster.ranks, problem.request
     if ranks == 1 or request.warm_up is not None or request.schedule is not None:
         return
-    cuts: dict[tuple[int, ...], list[Layout]] = {}
+    cuts: dict[tuple[tuple[int, ...], int], list[Layout]] = {}
     straight = [
         (
             Layout(
@@ -236,24 +242,35 @@ def _balanced_stages(
     cutter: Cutter,
     schedule: Schedule,
     sizes: Sequence[int],
-    cuts: dict[tuple[int, ...], list[Layout]],
+    cuts: dict[tuple[tuple[int, ...], int], list[Layout]],
 ) -> list[tuple[Layout, int]]:
-    """The stages of a schedule on all ranks, with their micro-batch sizes.
+    """The most promising stages of a schedule on all ranks, with their micro-batch sizes.
 
     Args:
-        sizes: to try; stages are cut for the first.
-        cuts: for that size, from other schedules, by the ranks of all stages.
+        sizes: to try; the cuts for the first are tried with all of them.
+        cuts: from other schedules, by the ranks of all stages and the size.
     """
-    ranks, asked, layouts = problem.cluster.ranks, problem.request.stages, []
+    request, ranks, layouts = problem.request, problem.cluster.ranks, []
     for chunks in schedule.stages_per_rank:
         stages = chunks * ranks
-        if asked in (None, stages) and stages <= len(problem.graph):
-            places = schedule.placement.ranks(stages, ranks)
-            assert places is not None
-            if places not in cuts:
-                fixed = schedule.placement is not Placement.STRAIGHT
-                cuts[places] = layouts_for(problem, cutter, places, sizes[0], fixed=fixed)
-            layouts += [(layout, size) for layout in cuts[places] for size in sizes]
+        if request.stages not in (None, stages) or stages > len(problem.graph):
+            continue
+        places = schedule.placement.ranks(stages, ranks)
+        assert places is not None
+        fixed = schedule.placement is not Placement.STRAIGHT
+        for size in sizes:
+            of_size = size if cutter.cut_count <= MAX_CUTS_FOR_EVERY_SIZE else sizes[0]
+            for each in (sizes[0], of_size):
+                if (places, each) not in cuts:
+                    cuts[places, each] = layouts_for(problem, cutter, places, each, fixed=fixed)
+            count = problem.micro_batches(size)
+            order = orders_of_schedule(schedule.name, stages, ranks, request, count)[0]
+
+            def least_s(layout: Layout, size: int = size, order: Order = order) -> float:
+                return least_step_s(problem.plan(Choice(layout, size, *order)), problem.cluster)
+
+            tried = dict.fromkeys([*cuts[places, sizes[0]], *cuts[places, of_size]])
+            layouts += [(layout, size) for layout in sorted(tried, key=least_s)[:MAX_LAYOUTS]]
     return layouts
 
 

@@ -142,6 +142,11 @@ class Cutter:
         if self._expired():
             raise out_of_time()
 
+    @property
+    def cut_count(self) -> int:
+        """Number of cuts between which stages are chosen."""
+        return len(self._space)
+
     def mixes(self, stages: int) -> list[Mix]:
         """Ways in which a number of stages can use the devices."""
         return mixes(self._problem.devices, len(self._space), stages)

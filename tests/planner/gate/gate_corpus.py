@@ -16,7 +16,7 @@ from pipectl.cluster import Cluster, Device, Node, OffloadTarget
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
-from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead
+from pipectl.profile import Operator, OptimizerCost, Profile, SplitBackward, StageOverhead
 
 Edges = list[tuple[int, int]]
 KIB, MIB = 2**10, 2**20
@@ -91,6 +91,7 @@ def profile_of(
     frozen: float = 0.0,
     cached: bool = False,
     tied: bool = False,
+    split: bool = False,
 ) -> Profile:
     """A profile of ``count`` operators, whose graph and seed its name tells.
 
@@ -99,6 +100,8 @@ def profile_of(
         frozen: share of the operators, from the first on, that have no backward.
         cached: whether operators are faster in stages whose data stays in the cache.
         tied: whether the first and the last operator share their parameter.
+        split: whether halves of backwards were measured; the best cut then differs a lot from one
+            micro-batch size to another.
     """
     random = Random(name)
     edges = GRAPHS[name.split("-")[1]](random, count)
@@ -109,7 +112,7 @@ def profile_of(
         backward_s = forward_s * random.uniform(1.4, 2.4) * trains
         output = int(random.lognormvariate(0, 1) * 128 * KIB)
         size = int(random.lognormvariate(0, 1.2) * 512 * KIB) * (random.random() < 0.7)
-        fixed = random.uniform(0.05, 0.4)
+        fixed = random.uniform(0.0, 1.0) if split else random.uniform(0.05, 0.4)
         grows = {n: fixed + (1 - fixed) * n / SIZE for n in sizes}
         own = "shared" if tied and index in (0, count - 1) else f"p{index}"
         read = [source for source, target in edges if target == index]
@@ -141,6 +144,7 @@ def profile_of(
         edges=tuple((f"n{source}", f"n{target}") for source, target in edges),
         optimizer=OptimizerCost(2.0, 5e-11),
         stage=StageOverhead(cache_bytes=4 * MIB if cached else None),
+        split=SplitBackward() if split else None,
         process_baseline_bytes=BASELINE,
     )
 
@@ -199,12 +203,15 @@ def _case(
     frozen: float = 0.0,
     cached: bool = False,
     tied: bool = False,
+    split: bool = False,
     **asked: Any,
 ) -> Case:
     """A case; ``memory`` is of every rank, relative to an equal share of all parameters with their
     gradients and state and of what two micro-batches keep."""
     name = f"{kind}-{graph}-{number}"
-    profile = profile_of(name, count, sizes=sizes, frozen=frozen, cached=cached, tied=tied)
+    profile = profile_of(
+        name, count, sizes=sizes, frozen=frozen, cached=cached, tied=tied, split=split
+    )
     if memory is not None:
         state = 4 * sum(each.parameter_bytes for each in profile.operators)
         kept = 2 * sum(size for each in profile.operators for _, size in each.saved)
@@ -306,6 +313,9 @@ def _schedules() -> Iterator[Case]:
     for number, graph in enumerate(("chain", "skips", "branches")):
         yield _case("apart", graph, number, 12, ONE, backward_apart=None)
         yield _case("interleave", graph, number, 24, ONE, every_schedule=True)
+    many = {"sizes": (*SIZES_OF_MOST, 64, 128), "every_schedule": True, "split": True}
+    for graph, number in (("branches", 1), ("skips", 3), ("skips", 4)):
+        yield _case("auto", graph, number, 40, cluster_of(8), 1024, **many)
     yield _case("apart", "chain", 3, 12, ONE, backward_apart=True)
     yield _case("apart", "skips", 4, 12, ONE, memory=1.8, backward_apart=None, recompute=None)
     everything = {"backward_apart": None, "offload": None, "recompute": None, "blocks": None}
