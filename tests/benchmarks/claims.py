@@ -41,6 +41,10 @@ SHAPE = Shape(width=2048, heads=16, length=1024)
 MEMORY_BYTES = 16 * 2**30
 """Of each accelerator."""
 RANKS, SAMPLES, MICRO_BATCHES, BLOCKS = 8, 64, 32, 48
+DEVICES = 16
+"""Of the comparison of PipeDream and PipeFB."""
+HOST_LINK, PEER_LINK = Link(1e-5, 5e10), Link(5e-6, 2e11)
+"""Of these devices."""
 BLOCKS_PER_RANK = 11
 """To begin the search with."""
 V_HALF_KEEPS = RANKS / 2 + 3 / 2
@@ -319,13 +323,15 @@ def offload_and_pipefb() -> Iterator[str]:
     yield "Claims: offload lowers the peak of PipeDream; PipeFB, which computes backwards on ranks"
     yield "of their own, keeps the loss of speed small. PipeFB has half as many stages, and the"
     yield "schedule of PipeDream: one micro-batch per step, and older weights. A GPT of"
-    yield f"{BLOCKS} blocks on {offload.DEVICES} accelerators with 50 GB/s to their host and"
+    yield f"{BLOCKS} blocks on {DEVICES} accelerators with 50 GB/s to their host and"
     yield f"200 GB/s to each other, {4 * SAMPLES} samples in {2 * MICRO_BATCHES} micro-batches:\n"
     profile = gpt_profile(BLOCKS, SHAPE)
-    cluster = offload.cluster_with(offload.DEVICES, offload.HOST_LINKS[0], offload.PEER_LINKS[0])
-    request = PlanRequest(
-        "gpt", 4 * SAMPLES, micro_batches=2 * MICRO_BATCHES, stages=offload.DEVICES
-    )
+    cluster = free_memory(DEVICES)
+    (node, *_) = cluster.nodes
+    node = replace(node, device=replace(node.device, host_link=HOST_LINK))
+    nodes = (node,) * len(cluster.nodes)
+    cluster = replace(cluster, nodes=nodes, within_node=PEER_LINK, between_nodes=PEER_LINK)
+    request = PlanRequest("gpt", 4 * SAMPLES, micro_batches=2 * MICRO_BATCHES, stages=DEVICES)
     ways = offload.thesis(request)
     plans = {way: make_plan(profile, cluster, each) for way, each in ways.items()}
     yield from table(*offload.comparison({way: offload.Way(plan) for way, plan in plans.items()}))

@@ -1,10 +1,8 @@
 """Engine overhead: two ranks on two cores.
 
-- *Steps* compares the measured step with a simulated step in which messages take no time. Each
-  round profiles again.
-- *Computations* also compares the measured step with a simulated one. That one has the durations of
-  the computations that were measured in this step, and nothing else: no messages, and no time
-  between actions. So it does not matter if the speed of the machine changes after the profile.
+- *Computations* compares the measured step with a simulated one that has the durations of the
+  computations that were measured in this step, and nothing else: no messages, and no time between
+  actions.
 - *Actions* is the engine's time per row of a program, with stages that compute next to nothing: all
   of a row, from its begin to that of the next, next to what the operators of a forward and a
   backward take as PyTorch runs them.
@@ -12,17 +10,15 @@
   micro-batches is p m / (m + p - 1). *Beside a neighbour* compares with the same rank while another
   process keeps the other core busy.
 
-    python tests/benchmarks/ideal.py [--short] [steps] [computations] [actions] [speed-up]
+    python tests/benchmarks/ideal.py [--short] [computations] [actions] [speed-up]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,14 +35,11 @@ from in_turns import (
 )
 from tables import print_table
 
-from pipectl.cluster import Cluster
-from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.judge import plan_of_stages
 from pipectl.profile import Profile
 from pipectl.schedule import Kind
-from pipectl.simulate import simulate
 
 RANKS, MICRO_BATCHES = 2, 8
 ROUNDS, STEPS = 5, 3
@@ -59,43 +52,11 @@ JOBS = {
 }
 
 
-def free(cluster: Cluster) -> Cluster:
-    """With messages that take no time."""
-    link = Link(0.0, 1e15)
-    return replace(cluster, within_node=link, between_nodes=link)
-
-
 def plan_for(job: Job, profile: Profile, ranks: int, micro_batches: int) -> Plan:
     request = PlanRequest(
         "ideal", job.batch, micro_batches=micro_batches, stages=ranks, schedule="1f1b"
     )
     return make_plan(profile, cluster_of(ranks), request)
-
-
-def steps(rounds: int) -> None:
-    print(f"\n### Measured steps over the simulator's without communication ({rounds} rounds)\n")
-    columns = ("model", "simulated step s", "measured step s", "ratio", "bubble")
-    print_table(columns, (step_row(name, job, rounds) for name, job in JOBS.items()))
-
-
-def step_row(name: str, job: Job, rounds: int) -> tuple[str, ...]:
-    simulated, measured, bubbles = [], [], []
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        job.write(folder, RANKS)
-        for _ in range(rounds):
-            profile = profiled(folder, MICRO_BATCHES, again=True)
-            plan = plan_for(job, profile, RANKS, MICRO_BATCHES)
-            plan.save(folder / "plan.json")
-            found = simulate(plan, free(cluster_of(RANKS)))
-            simulated.append(found.step_time_s)
-            bubbles.append(found.bubble)
-            case = {"contenders": {name: {"plan": "plan.json"}}, "rounds": 3, "steps": STEPS}
-            times = train_in_turns(folder, case, RANKS)[0]["seconds"][name]
-            measured.append(statistics.median(times))
-    ratios = [real / ideal for real, ideal in zip(measured, simulated, strict=True)]
-    bubble = f"{statistics.median(bubbles):.3f}"
-    return name, spread(simulated), spread(measured), spread(ratios), bubble
 
 
 class Computation(NamedTuple):
@@ -264,7 +225,6 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help="by default all")
     given = parser.parse_args()
     parts = {
-        "steps": steps,
         "computations": computations,
         "actions": actions,
         "speed-up": speed_up,

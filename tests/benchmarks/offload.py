@@ -1,14 +1,11 @@
-"""Short of memory: keep activations, recompute, offload, or backwards on other ranks (PipeFB).
+"""Short of memory: keep activations, recompute, or offload.
 
 Offload is hidden if ``saved bytes / bandwidth <= forward time``.
 
-*disk*: a GPT trains on two ranks under 1F1B with a deep warm-up. Steps for a slow disk are
-predicted.
+A GPT trains on two ranks under 1F1B with a deep warm-up; steps for a slow disk are predicted.
+Accelerators, PipeDream and PipeFB are on [the page of claims](claims.md#offload-and-pipefb).
 
-*accelerators*: predicted for a model with GPT-3's shapes, with fast links and with slow ones.
-PipeFB has half as many stages, and is compared with 1F1B on half of the ranks.
-
-    python tests/benchmarks/offload.py [--rounds COUNT] [disk] [accelerators]
+    python tests/benchmarks/offload.py [--rounds COUNT]
 """
 
 from __future__ import annotations
@@ -35,8 +32,6 @@ from in_turns import (
     run_ranks,
     train_in_turns,
 )
-from planner_scale import cluster_of as accelerators
-from planner_scale import gpt_profile
 from tables import print_table
 
 from pipectl.cluster import Cluster, OffloadTarget
@@ -47,7 +42,6 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime.offload import DiskStore, Pages
-from pipectl.schedule.one_f_one_b import policy_a
 from pipectl.units import format_bytes
 
 RANKS, MICRO_BATCHES, SAMPLES = 2, 16, 4
@@ -55,12 +49,6 @@ RANKS, MICRO_BATCHES, SAMPLES = 2, 16, 4
 JOB: Job = gpt(layers=4, width=768, batch=MICRO_BATCHES * SAMPLES)
 TOO_SLOW = 4
 JOB_RANKS, JOB_MICRO_BATCHES, JOB_STEPS = 4, 8, 7
-BLOCKS, DEVICES, LARGE, MANY = 48, 16, 512, 64
-"""Of the large GPT: its blocks, accelerators, samples and micro-batches."""
-REQUEST = PlanRequest("gpt", LARGE, micro_batches=MANY, schedule="1f1b", from_job=False)
-HOST_LINKS = (5e10, 5e9)
-"""Bytes a second."""
-PEER_LINKS = (2e11, 5e9)
 
 
 @dataclass
@@ -103,13 +91,8 @@ def on_two_ranks(profile: Profile, disk: Link) -> dict[str, Plan]:
         warm_up=(MICRO_BATCHES,) * RANKS,
         offload_to=OffloadTarget.DISK,
     )
-    return planned(profile, with_disk(disk), request, "offload to disk")
-
-
-def planned(
-    profile: Profile, cluster: Cluster, request: PlanRequest, offload: str
-) -> dict[str, Plan]:
-    ways = {"keep": {}, "recompute": {"recompute": True}, offload: {"offload": True}}
+    ways = {"keep": {}, "recompute": {"recompute": True}, "offload to disk": {"offload": True}}
+    cluster = with_disk(disk)
     return {
         way: make_plan(profile, cluster, replace(request, **wanted))  # type: ignore[arg-type]
         for way, wanted in ways.items()
@@ -236,64 +219,11 @@ def thesis(request: PlanRequest) -> dict[str, PlanRequest]:
     }
 
 
-def cluster_with(devices: int, host: float, peer: float) -> Cluster:
-    """Accelerators, eight a node, with so many bytes a second to their host and to each other."""
-    cluster = accelerators(devices)
-    node = cluster.nodes[0]
-    device = replace(node.device, memory_bytes=None, host_link=Link(1e-5, host))
-    nodes = (replace(node, device=device),) * len(cluster.nodes)
-    link = Link(5e-6, peer)
-    return replace(cluster, nodes=nodes, within_node=link, between_nodes=link)
-
-
-def on_all_ranks(profile: Profile, host: float, peer: float) -> dict[str, Plan]:
-    """1F1B with and without offload."""
-    request = replace(REQUEST, stages=DEVICES, warm_up=policy_a(DEVICES, MANY))
-    return planned(profile, cluster_with(DEVICES, host, peer), request, "offload to host")
-
-
-def with_backwards_apart(profile: Profile, host: float, peer: float) -> dict[str, Plan]:
-    """1F1B on half of them, and PipeFB with as many stages on all."""
-    stages = DEVICES // 2
-    request = replace(REQUEST, stages=stages)
-    few = replace(request, warm_up=policy_a(stages, MANY))
-    apart = replace(request, backward_apart=True)
-    cluster = cluster_with(DEVICES, host, peer)
-    return {
-        "keep": make_plan(profile, cluster_with(stages, host, peer), few),
-        "PipeFB, saved values sent": make_plan(profile, cluster, apart),
-        "PipeFB, saved values offloaded": make_plan(profile, cluster, replace(apart, offload=True)),
-        "PipeFB, recomputing": make_plan(profile, cluster, replace(apart, recompute=True)),
-    }
-
-
-def on_large_devices() -> None:
-    profile = gpt_profile(BLOCKS)
-    for host, peer in zip(HOST_LINKS, PEER_LINKS, strict=True):
-        plans = on_all_ranks(profile, host, peer)
-        saved, enough = needed(plans["keep"])
-        print(f"\n### {DEVICES} accelerators, {host / 1e9:.0f} GB/s to the host and "
-              f"{peer / 1e9:.0f} GB/s to each other, predicted\n\nA forward saves "
-              f"{format_bytes(saved)}: hidden from {enough / 1e9:.1f} GB/s on.\n")  # fmt: skip
-        print_table(*comparison({way: Way(plan) for way, plan in plans.items()}))
-        print("\nHalf as many stages, backwards on ranks of their own:\n")
-        apart = with_backwards_apart(profile, host, peer)
-        print_table(*comparison({way: Way(plan) for way, plan in apart.items()}))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "parts", nargs="*", choices=["disk", "accelerators", []], help="both by default"
-    )
-    given = parser.parse_args()
-    parts = given.parts or ["disk", "accelerators"]
     print("## Jobs short of memory")
-    if "accelerators" in parts:
-        on_large_devices()
-    if "disk" in parts:
-        disk(given.rounds)
+    disk(parser.parse_args().rounds)
 
 
 if __name__ == "__main__":

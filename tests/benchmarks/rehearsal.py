@@ -3,8 +3,8 @@
 *Zero-bubble* (Qi et al., 2024): ZB-H1 and ZB-V against 1F1B with F = I = W and free messages.
 *DAPPLE* (Fan et al., 2021): 1F1B against GPipe at an equal memory limit, 5% above what 1F1B needs.
 GPipe takes as many micro-batches of the same size as fit, with and without recomputation, or the
-same batch in the way that the planner finds best. The model is a GPT with GPT-3's shapes on 8
-accelerators (simulated and rehearsed), and a small GPT on two ranks of this machine (trained).
+same batch in the way that the planner finds best. A small GPT is trained on two ranks of this
+machine; GPTs on 8 accelerators are on [the page of claims](claims.md).
 
     python tests/benchmarks/rehearsal.py [--short] [zero-bubble] [dapple]
 """
@@ -31,8 +31,6 @@ from in_turns import (
     spread,
     train_in_turns,
 )
-from planner_scale import cluster_of as accelerators
-from planner_scale import gpt_profile
 from tables import print_table
 
 from pipectl.cluster import Cluster, Device, Node
@@ -52,10 +50,8 @@ RANKS, MICRO_BATCHES, FORWARD_S = 8, 32, 0.04
 PUBLISHED_ZERO_BUBBLE, PUBLISHED_DAPPLE = "1.23x", "1.6x, 12% less memory"
 AT_LEAST = 0.97
 ROUNDS = 5
-BLOCKS, LARGE, MANY, SPEED = 24, 128, 64, 8.0
-"""The large GPT, its samples and micro-batches; devices so fast that a step takes seconds."""
-SMALL, TRAINED_MANY, TRAINED_RANKS = 256, 16, 2
-"""Samples, micro-batches and ranks of the small one."""
+SAMPLES, TRAINED_MICRO_BATCHES, TRAINED_RANKS = 256, 16, 2
+"""Of the trained GPT."""
 ROOM = 1.05
 """Of the limit, over what 1F1B needs."""
 
@@ -178,21 +174,15 @@ def _step_s(plan: Plan) -> float:
 
 
 def show_dapple(
-    plans: dict[str, Plan], seconds: dict[str, list[float]], peaks: dict[str, int], what: str
+    plans: dict[str, Plan], seconds: dict[str, list[float]], peaks: dict[str, int]
 ) -> None:
-    """A table of samples a second and peaks.
-
-    Args:
-        what: was done to find the seconds.
-        peaks: where they were measured.
-    """
+    """A table of samples a second and peaks."""
     columns = (
-        *("plan", "predicted samples/s", f"{what} samples/s", "1F1B is faster, predicted", what),
-        *("largest peak, predicted", "measured", "1F1B holds", "published"),
+        *("plan", "predicted samples/s", "measured samples/s", "1F1B is faster, predicted"),
+        *("measured", "largest peak, predicted", "measured", "1F1B holds", "published"),
     )
     first = plans["1F1B"]
     found = {name: rates(plan, seconds[name]) for name, plan in plans.items()}
-    held = peaks or {name: peak_of(plan) for name, plan in plans.items()}
 
     def row(name: str, plan: Plan) -> tuple[str, ...]:
         (expected,) = rates(plan, [plan.predicted_step_s])
@@ -200,37 +190,22 @@ def show_dapple(
         return (
             *(described(name, plan), f"{expected:.3f}", spread(found[name]), f"{faster:.2f}x"),
             f"{ratio(found['1F1B'], found[name]):.2f}x",
-            *(format_bytes(peak_of(plan)), format_bytes(peaks[name]) if peaks else ""),
-            f"{held['1F1B'] / held[name] - 1:+.0%}",
+            *(format_bytes(peak_of(plan)), format_bytes(peaks[name])),
+            f"{peaks['1F1B'] / peaks[name] - 1:+.0%}",
             PUBLISHED_DAPPLE if name == "GPipe" else "",
         )
 
     print_table(columns, (row(*item) for item in plans.items()))
 
 
-def dapple_rehearsed(rounds: int) -> None:
-    (node,) = accelerators(RANKS).nodes
-    fast = replace(node, device=replace(node.device, speed=SPEED, memory_bytes=None))
-    profile, cluster = gpt_profile(BLOCKS), replace(accelerators(RANKS), nodes=(fast,))
-    request = PlanRequest(
-        "dapple", LARGE, micro_batches=MANY, stages=RANKS, recompute=False, from_job=False
-    )
-    plans = at_equal_memory(profile, cluster, request, first_plan(profile, cluster, request))
-    named = [replace(plan, name=name) for name, plan in plans.items()]
-    found = rehearsed_in_turns(named, cluster, rounds)
-    seconds = {
-        name: [item["rehearsed_step_time_s"] for item in items] for name, items in found.items()
-    }
-    print(f"\n### 1F1B and GPipe at equal memory, rehearsed: {RANKS} ranks, {rounds} rounds\n")
-    show_dapple(plans, seconds, {}, "rehearsed")
-
-
 def dapple_trained(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        gpt(layers=4, batch=SMALL).write(folder, TRAINED_RANKS)
-        profile, cluster = profiled(folder, TRAINED_MANY), cluster_of(TRAINED_RANKS)
-        request = PlanRequest("dapple", SMALL, micro_batches=TRAINED_MANY, stages=TRAINED_RANKS)
+        gpt(layers=4, batch=SAMPLES).write(folder, TRAINED_RANKS)
+        profile, cluster = profiled(folder, TRAINED_MICRO_BATCHES), cluster_of(TRAINED_RANKS)
+        request = PlanRequest(
+            "dapple", SAMPLES, micro_batches=TRAINED_MICRO_BATCHES, stages=TRAINED_RANKS
+        )
         plans = at_equal_memory(profile, cluster, request, first_plan(profile, cluster, request))
         for key, plan in plans.items():
             plan.save(folder / f"{key}.json")
@@ -240,7 +215,7 @@ def dapple_trained(rounds: int) -> None:
         peaks = {key: _peak(folder, key, entry) for key, entry in contenders.items()}
     print(f"\n### 1F1B and GPipe at equal memory, trained: a GPT on {TRAINED_RANKS} ranks, "
           f"{rounds} rounds\n")  # fmt: skip
-    show_dapple(plans, seconds, peaks, "measured")
+    show_dapple(plans, seconds, peaks)
 
 
 def _peak(folder: Path, name: str, entry: dict[str, str]) -> int:
@@ -259,7 +234,6 @@ def main() -> None:
     if "zero-bubble" in parts:
         zero_bubble(rounds)
     if "dapple" in parts:
-        dapple_rehearsed(1 if given.short else 3)
         dapple_trained(rounds)
 
 
