@@ -6,7 +6,7 @@ import re
 import socket
 import stat
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,18 @@ def alone(place):
 
 
 @pytest.fixture
+def clusters(place):
+    """Four ranks in ``c.json``, two with 60 B in ``small.json``, two far apart in ``slow.json``."""
+    from pipectl.cluster import assumed_cluster
+    from pipectl.link import Link
+
+    assumed_cluster("mine", [2, 2], 2, None).save(Path("c.json"))
+    assumed_cluster("small", [2], 2, 60).save(Path("small.json"))
+    slow = assumed_cluster("slow", [1, 1], 1, None)
+    replace(slow, between_nodes=Link(0.01, 1e6), assumed=False).save(Path("slow.json"))
+
+
+@pytest.fixture
 def only_run(place):
     """The directory of the one run that there is."""
 
@@ -242,6 +254,18 @@ def run_of(place):
 def queued(run_of):
     """A run that Slurm has as job 12."""
     return run_of("20250103-120000-tiny", scheduler="slurm", job_id="12")
+
+
+@pytest.fixture
+def gone(run_of):
+    """A run whose process has ended without a word."""
+    return run_of("20250103-120000-tiny")
+
+
+@pytest.fixture
+def gone_long(run_of):
+    """One with a long name and a scheduler that looks like markup."""
+    return run_of(f"20250104-120000-{'n' * 60}", scheduler="[red]x")
 
 
 def metrics(steps: int) -> str:
@@ -327,3 +351,45 @@ def submitted_sweep(cli, sweep, slurm):
     slurm("squeue", "echo '35_[0-3%2]|PENDING|1|N/A|N/A||t|None'")
     slurm("scancel", 'echo "$@" >>scancel.argv')
     assert cli("submit", "job.yaml", "--scheduler", "slurm").code == 0
+
+
+MODEL = """\
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def build():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+def data():
+    return TensorDataset(torch.randn(16, 4), torch.randn(16, 2))
+
+def raises():
+    raise RuntimeError("no weights here")
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.inner(x) if x.sum() > 0 else self.inner(-x)
+
+class Ragged(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.zeros(4 if index < 12 else 6), torch.zeros(2)
+
+    def collate_fn(self, samples):
+        inputs, targets = zip(*samples)
+        return nn.utils.rnn.pad_sequence(inputs, batch_first=True), torch.stack(targets)
+"""
+
+
+@pytest.fixture
+def real_job(job):
+    """The job with a model that trains."""
+    Path("model.py").write_text(MODEL)
+    return job

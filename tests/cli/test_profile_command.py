@@ -17,103 +17,8 @@ from pipectl.link import Observed, measured_link
 from pipectl.profiler.journal import Journal
 from pipectl.spec import load, profile_key
 
-MODEL = """\
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-def build():
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-
-def data():
-    return TensorDataset(torch.randn(16, 4), torch.randn(16, 2))
-
-def raises():
-    raise RuntimeError("no weights here")
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.inner(x) if x.sum() > 0 else self.inner(-x)
-
-class Ragged(torch.utils.data.Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        return torch.zeros(4 if index < 12 else 6), torch.zeros(2)
-
-    def collate_fn(self, samples):
-        inputs, targets = zip(*samples)
-        return nn.utils.rnn.pad_sequence(inputs, batch_first=True), torch.stack(targets)
-"""
 PROFILE, CLUSTER = Path("runs/tiny.profile.json"), Path("runs/tiny.cluster.json")
 LOCAL = ("--submit", "--scheduler", "local")
-
-
-@pytest.fixture
-def real_job(job):
-    """The job with a model that trains."""
-    Path("model.py").write_text(MODEL)
-    return job
-
-
-def test_the_second_time_a_profile_is_taken_from_the_cache(cli, real_job, place):
-    first = cli("profile", "job.yaml")
-    assert first.code == 0, first.err
-    what, where = first.out.splitlines()
-    assert what.startswith("tiny: ")
-    assert "232 B of parameters; forward " in what
-    assert what.endswith(" for 2 samples")
-    assert where == f"profile: {PROFILE}"
-    assert cli("plan", "job.yaml").err == ""
-    document = json.loads(PROFILE.read_text())
-    assert (document["micro_batch_size"], document["device"]["kind"]) == (2, "cpu")
-
-    PROFILE.unlink()
-    second = cli("profile", "job.yaml")
-    assert (second.code, second.out) == (0, first.out)
-    assert second.err.startswith("cached: measured just now on ")
-    assert second.err.endswith("; use --again to measure again\n")
-    found = cli("profile", "job.yaml", "--json").json
-    assert (found["cached"], found["file"]) == (True, str(place / PROFILE))
-    assert found["operators"] == len(json.loads(PROFILE.read_text())["nodes"])
-    assert (found["micro_batch_size"], found["parameter_bytes"]) == (2, 232)
-    assert (found["micro_batch_sizes"], found["device"]["kind"]) == ([2], "cpu")
-    assert min(found["forward_s"], found["seconds"]) > 0
-    assert cli("profile", "job.yaml", "--again", "--effort", "fast").err == ""
-
-    PROFILE.unlink()
-    result = cli("submit", "job.yaml", "--scheduler", "local")
-    assert "cached: measured just now on " in result.err
-    assert PROFILE.exists()
-    cli("cancel", "last")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("model.factory=./nope.py:build", "nope.py"),
-        ("model.factory=./model.py:nope", "--set model.factory: "),
-        ("model.kwargs.depht=3", "--set model.kwargs.depht: "),
-        ("model.factory=./model.py:raises", "no weights here"),
-        ("model.factory=./model.py:Branches", "model.py:"),
-        ("data.factory=./model.py:Ragged", "data: 'inputs' of a batch is [2, 6]"),
-    ],
-)
-def test_code_that_cannot_be_captured_is_named_and_nothing_replaced(cli, real_job, change, message):
-    PROFILE.parent.mkdir()
-    PROFILE.write_text("earlier")
-    result = cli("profile", "job.yaml", "--set", change)
-    assert (result.code, result.out) == (3, "")
-    error, *cure = result.err.splitlines()
-    assert error.startswith("error: ")
-    assert message in error
-    assert all(line.startswith("  ") for line in cure)
-    assert PROFILE.read_text() == "earlier"
 
 
 def test_a_fault_of_pipectl_says_so_and_keeps_its_details_beside_the_profile(
@@ -174,21 +79,6 @@ def test_what_is_left_over_is_used_and_said_to_be(cli, real_job, monkeypatch):
     assert result.err == "2 measurements are from an interrupted attempt\n"
 
 
-def test_a_login_node_is_refused_with_the_way_to_do_it(cli, real_job, program, monkeypatch):
-    program("sbatch", "exit 1")
-    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")  # as in the shell of salloc on a login node
-    refused = cli("profile", "job.yaml")
-    assert (refused.code, refused.out) == (2, "")
-    assert "login node" in refused.err
-    assert "--submit" in refused.err
-    assert "--scheduler local" in refused.err
-    assert not Path("runs").exists()
-    assert cli("profile", "job.yaml", "--scheduler", "local").code == 0
-    monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    assert cli("profile", "job.yaml").code == 0
-
-
 @pytest.mark.parametrize(
     ("age_s", "text"),
     [
@@ -230,33 +120,6 @@ def test_a_failure_has_the_exit_code_of_the_command(cli, real_job):
     assert result.code == 3
     assert "no weights here" in result.out
     assert not PROFILE.exists()
-
-
-def test_the_job_has_one_node_with_all_its_tasks(cli, real_job, program, only_run):
-    program("sbatch", "echo 77")
-    settings = ("--set", "resources.tasks_per_node=3", "--effort", "thorough", "--again")
-    found = cli("profile", "job.yaml", "--submit", "--json", *settings).json
-    place = str(Path("runs/tiny.profile.json").absolute())
-    assert (found["scheduler"], found["job_id"], found["file"]) == ("slurm", "77", place)
-    script = (only_run() / "job.sh").read_text()
-    assert "#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=3\n" in script
-    launch = script.splitlines()[-2]
-    assert f"-m pipectl.jobs.in_job {found['directory']} --output {place} " in launch
-    assert launch.endswith("--effort thorough --again")
-    assert "mpiexec" not in script
-
-
-@pytest.mark.parametrize("option", ["--again", "--links"])
-def test_a_container_sees_where_the_result_goes(cli, real_job, program, option):
-    program("sbatch", "echo 77")
-    image = ("--set", "environment.container=docker://a/b", "--set", "resources.tasks_per_node=2")
-    place = ("--scheduler", "slurm", "--submit", "--output", "far/away.json")
-    result = cli("profile", "job.yaml", option, *place, *image)
-    assert result.code == 0, result.err
-    (script,) = Path("runs").glob("*/job.sh")
-    launch = script.read_text().splitlines()[-2]
-    for name in ("runs", "far"):
-        assert f" --bind={Path(name).absolute()} " in launch
 
 
 @pytest.fixture
@@ -303,22 +166,6 @@ def test_json_is_the_cluster_and_output_says_where_it_goes(cli, job, brief):
     assert "plans look for it in runs/tiny.cluster.json" in result.err
     failing = cli("profile", "job.yaml", "--links", "--set", 'environment.setup=["exit 3"]')
     assert (failing.code, "FAILED" in failing.out, CLUSTER.exists()) == (1, True, False)
-
-
-def test_submit_returns_at_once_and_hands_over_the_probe(cli, job, program):
-    program("sbatch", 'cp "${@: -1}" seen.sh; echo 77')
-    program("cp", 'exec /bin/cp "$@"')
-    options = ("--links", "--submit", "--scheduler", "slurm", "--effort", "thorough")
-    result = cli("profile", "job.yaml", *options)
-    assert result.code == 0, result.err
-    assert "(slurm job 77)" in result.out
-    assert "runs/tiny.cluster.json" in result.out
-    script = Path("seen.sh").read_text()
-    assert "--job-name=tiny-links" in script
-    assert "--nodes=2" in script
-    assert "-m pipectl.runtime.links.probe" in script
-    assert "--budget 120.0" in script
-    assert "--time=00:15:00" in script
 
 
 def test_both_links_and_all_remarks_are_shown():

@@ -32,10 +32,10 @@ NINES = "9" * 400
 
 
 def values(text: str, keys: str) -> str:
-    """A line for each key, whose parts are joined by dots."""
+    """A line for each key, whose parts are joined by dots; numbers have four digits."""
     lines = []
     for key in keys.split():
-        found: Any = json.loads(text)
+        found: Any = json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
         for part in key.split("."):
             found = found[int(part) if isinstance(found, list) else part]
         lines.append(f"{key}: {json.dumps(found)}\n")
@@ -51,15 +51,16 @@ def bash(script: str, text: str = "") -> tuple[str, int]:
 
 
 @pytest.fixture
-def shell(cli, monkeypatch):
+def shell(cli, place, monkeypatch):
     """``shell("pipectl status | head -1")``: what is printed there."""
 
     def run(command):
         if command.startswith("cd "):
             monkeypatch.chdir(command.removeprefix("cd "))
             return ""
-        command, *keys = command.split(" | json ")
+        command, *keys = command.replace("$PWD", str(place)).split(" | json ")
         words, *filters = re.split(r" \| ", command, maxsplit=1)
+        words, *redirected = re.split(r" 2>(?=&1$|/dev/null$)", words)
         settings, called, arguments = words.partition("pipectl ")
         if not called or not re.fullmatch(r"(\w+=\S* )*", settings):
             (out, code), err = bash(command), ""
@@ -69,6 +70,8 @@ def shell(cli, monkeypatch):
                     patch.setenv(*setting.split("=", 1))
                 result = cli(*shlex.split(arguments))
             out, err, code = result.out, result.err, result.code
+            if redirected:
+                out, err = (out + err if redirected == ["&1"] else out), ""
             out = bash(filters[0], out)[0] if filters else out
         out = values(out, keys[0]) if keys else out
         errors = "".join(f"! {line}\n" for line in err.splitlines())
