@@ -3,20 +3,21 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
 import pytest
-from job_requests import make_request
+from job_requests import make_request, wait_until
 
 from pipectl.batch import Array, JobState, get_scheduler
 from pipectl.batch.local import LocalScheduler
 from pipectl.jobs.cancel import Cancellation, cancel, cancel_sweep
 from pipectl.jobs.state import get_statuses
-from pipectl.runs import Record, RunDirectory, Setting, SweepDirectory, locked
+from pipectl.runs import Record, Setting, SweepDirectory, locked
 
 LOCAL = get_scheduler("local")
+QUEUED, RUNNING, COMPLETED = JobState.QUEUED, JobState.RUNNING, JobState.COMPLETED
+CANCELLED, FAILED = JobState.CANCELLED, JobState.FAILED
 SCRIPT = """\
 trap 'echo 143 >"{run}/exit_code"; exit 143' TERM
 touch "{run}/started"
@@ -58,73 +59,65 @@ def start(tmp_path):
     return submit
 
 
-def states(runs: Sequence[RunDirectory]) -> list[JobState]:
-    return [status.job.state for status in get_statuses(runs, time.time())]
+def until(runs, *wanted):
+    def reached():
+        return [status.job.state for status in get_statuses(runs, time.time())] == list(wanted)
+
+    wait_until(reached, 120, 0.05)
 
 
-def until(runs: Sequence[RunDirectory], *wanted: JobState) -> None:
-    deadline = time.monotonic() + 120
-    while (found := states(runs)) != list(wanted):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-
-
-def test_a_few_at_a_time_in_their_order(start):
-    queued, running, completed = JobState.QUEUED, JobState.RUNNING, JobState.COMPLETED
-    sweep, runs = start(4, 2)
-    until(runs, running, running, queued, queued)
-    assert LOCAL.find(sweep.name) is not None
-    (runs[1].path / "go").touch()
-    until(runs, running, completed, running, queued)
+def go(*runs):
     for run in runs:
         (run.path / "go").touch()
-    until(runs, *[completed] * 4)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_few_run_at_a_time_in_their_order_also_after_an_interrupted_submission(start, told):
+    sweep, runs = start(4, 2, told=told)
+    until(runs, RUNNING, RUNNING, QUEUED, QUEUED)
+    waiting = ["[" in (Record.load(run.record).job_id or "") for run in runs]
+    assert waiting == [False, False, True, True]
+    assert LOCAL.find(sweep.name) is not None
+    go(runs[1])
+    until(runs, RUNNING, COMPLETED, RUNNING, QUEUED)
+    go(*runs)
+    until(runs, *[COMPLETED] * 4)
     assert all(Record.load(run.record).task is None for run in runs)
 
 
 def test_cancelled_runs_never_start(start):
     sweep, runs = start(4, 1)
-    until(runs, JobState.RUNNING, *[JobState.QUEUED] * 3)
+    until(runs, RUNNING, QUEUED, QUEUED, QUEUED)
     assert cancel(runs[1], time.time()) is Cancellation.ASKED
-    until(runs, JobState.RUNNING, JobState.CANCELLED, *[JobState.QUEUED] * 2)
-    (runs[0].path / "go").touch()
-    until(runs, JobState.COMPLETED, JobState.CANCELLED, JobState.RUNNING, JobState.QUEUED)
+    until(runs, RUNNING, CANCELLED, QUEUED, QUEUED)
+    go(runs[0])
+    until(runs, COMPLETED, CANCELLED, RUNNING, QUEUED)
     assert cancel_sweep(sweep, time.time()) == 2
-    until(runs, JobState.COMPLETED, *[JobState.CANCELLED] * 3)
-    started = [(run.path / "started").exists() for run in runs]
-    assert started == [True, False, True, False]
+    until(runs, COMPLETED, CANCELLED, CANCELLED, CANCELLED)
+    assert [(run.path / "started").exists() for run in runs] == [True, False, True, False]
     assert cancel(runs[3], time.time()) is Cancellation.OVER
 
 
 def test_a_run_that_ends_while_others_are_cancelled_has_completed(start, monkeypatch):
     sweep, runs = start(2, 2)
-    until(runs, JobState.RUNNING, JobState.RUNNING)
+    until(runs, RUNNING, RUNNING)
     end = LocalScheduler.cancel
 
     def slowly(self, job_id):
         end(self, job_id)
-        (runs[1].path / "go").touch()
-        until(runs[1:], JobState.COMPLETED)
+        go(runs[1])
+        until(runs[1:], COMPLETED)
 
     monkeypatch.setattr(LocalScheduler, "cancel", slowly)
     assert cancel_sweep(sweep, time.time()) == 1
-    until(runs, JobState.CANCELLED, JobState.COMPLETED)
+    until(runs, CANCELLED, COMPLETED)
 
 
 def test_what_waits_for_a_driver_that_is_gone_never_starts(start):
     sweep, runs = start(2, 1)
-    until(runs, JobState.RUNNING, JobState.QUEUED)
+    until(runs, RUNNING, QUEUED)
     driver = LOCAL.find(sweep.name)
     assert driver is not None
     LocalScheduler(grace_s=0.1).cancel(driver)
-    until(runs[1:], JobState.FAILED)
+    until(runs[1:], FAILED)
     assert "never started" in get_statuses(runs, time.time())[1].job.reason
-
-
-def test_runs_of_an_interrupted_submission_are_started_and_found(start):
-    _, runs = start(3, 1, told=False)
-    until(runs, JobState.RUNNING, *[JobState.QUEUED] * 2)
-    assert ["[" in (Record.load(run.record).job_id or "") for run in runs] == [False, True, True]
-    for run in runs:
-        (run.path / "go").touch()
-    until(runs, *[JobState.COMPLETED] * 3)
