@@ -1,6 +1,10 @@
-"""The job that most tests are about."""
+"""The job that most tests are about, and a profile of its model."""
+
+from itertools import pairwise
 
 import pytest
+
+from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile
 
 JOB = """\
 version: 1
@@ -23,3 +27,16 @@ def write_job(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def profile():
+    """A chain of six operators."""
+    names, memory = [f"op{index}" for index in range(6)], OperatorMemory(0, "op0", 0, 0)
+    more = {"timings": {4: (0.02, 0.04)}, "memory": memory}
+    operators = tuple(
+        Operator(name, name, 0.01, 0.02, 4000, 1000, 1000, ((name, 4000),), **more)
+        for name in names
+    )
+    edges, cost = tuple(pairwise(names)), OptimizerCost(2.0, 1e-9)
+    return Profile("tiny", "test", 2, operators, edges, "abc", cost, process_baseline_bytes=2**28)

@@ -11,23 +11,12 @@ from pipectl.cluster import assumed_cluster
 from pipectl.errors import CaptureError
 from pipectl.jobs import in_job
 from pipectl.plan import Plan
-from pipectl.profile import Operator, OptimizerCost, Profile
+from pipectl.profile import Profile
 from pipectl.runs import Heartbeat, Record, RunDirectory
 from pipectl.spec import dump, load
 
 MORE = "pipeline: {stages: 2, micro_batches: 4, memory_limit: 1GiB}", "resources: {nodes: 2}"
 SUBMITTED = 1.7e9
-NAMES = ("op0", "op1", "op2")
-PROFILE = Profile(
-    name="tiny",
-    source="test",
-    micro_batch_size=2,
-    operators=tuple(Operator(name, name, 0.01, 0.02, 100, 100, 100) for name in NAMES),
-    edges=(("op0", "op1"), ("op1", "op2")),
-    fingerprint="abc",
-    optimizer=OptimizerCost(2.0, 1e-9),
-    process_baseline_bytes=2**28,
-)
 
 
 @pytest.fixture
@@ -47,7 +36,7 @@ def place(run):
 
 
 @pytest.fixture
-def measured(monkeypatch):
+def measured(monkeypatch, profile):
     """Replaces the profiler; the list says what was measured."""
     calls = []
 
@@ -55,7 +44,7 @@ def measured(monkeypatch):
         assert Path(spec.output.directory) == path.parents[1]
         calls.append(path)
         progress(1, 3, "op0")
-        replace(PROFILE, source=f"measurement {len(calls)}").save(path)
+        replace(profile, source=f"measurement {len(calls)}").save(path)
         return Profile.load(path)
 
     monkeypatch.setattr("pipectl.jobs.profiles.measure", measure)
@@ -81,12 +70,12 @@ def test_profile_plan_and_prediction_are_made_and_heartbeats_tell_how_far_it_is(
     ("other_model", "checkpoint", "measurements"), [(0, 0, 1), (1, 0, 2), (1, 1, 1)]
 )
 def test_what_is_there_is_kept_unless_the_model_is_another_and_nothing_is_saved(
-    run, measured, other_model, checkpoint, measurements
+    run, profile, measured, other_model, checkpoint, measurements
 ):
     in_job.profile_and_plan(run)
     replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
     if other_model:
-        replace(PROFILE, key="of another model").save(run.profile)
+        replace(profile, key="of another model").save(run.profile)
     if checkpoint:
         (run.checkpoints / "step-000002").mkdir()
     in_job.profile_and_plan(run)

@@ -8,25 +8,23 @@ from pipectl.cluster import OffloadTarget, assumed_cluster
 from pipectl.jobs.planning import make_plan_request
 from pipectl.link import Link
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
-from pipectl.profile import Operator, Profile
 from pipectl.simulate import simulate
 from pipectl.spec import load
 
 HOST, DISK = OffloadTarget
 LINKS = ("within_node", "between_nodes")
-PROFILE = Profile("tiny", "test", 1, (Operator("a", "a", 0.1, 0.2, 0, 0, 0),), (), None)
 GPU, COMPILED = ("resources.gpus_per_node=1",), ("training.compile=true",)
 NODE = ("resources.tasks_per_node=2", "resources.memory_per_node=8GiB")
 LIMIT, MEMORY = "pipeline.memory_limit", "resources.memory_per_node"
 KNOWN = Link(1e-4, 1e9)
 
 
-def asked(job, pipeline, overrides, disk_link=None):
+def asked(job, profile, pipeline, overrides, disk_link=None):
     cluster = assumed_cluster("here", [1], 1, None)
     device = replace(cluster.nodes[0].device, disk_link=disk_link)
     cluster = replace(cluster, nodes=(replace(cluster.nodes[0], device=device),))
     spec = load(job, [f"pipeline={{{pipeline}}}", *overrides], check_files=False)
-    return make_plan_request(spec, PROFILE, cluster)
+    return make_plan_request(spec, profile, cluster)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +54,14 @@ def asked(job, pipeline, overrides, disk_link=None):
         ("", (*NODE, f"{MEMORY}=1B"), {"memory_limit_bytes": 0, "memory_key": MEMORY}),
     ],
 )
-def test_what_a_job_asks_of_the_planner(write_job, pipeline, overrides, wanted):
-    request = asked(write_job("resources: {nodes: 2}"), pipeline, overrides)
+def test_what_a_job_asks_of_the_planner(write_job, profile, pipeline, overrides, wanted):
+    request = asked(write_job("resources: {nodes: 2}"), profile, pipeline, overrides)
     assert {name: getattr(request, name) for name in wanted} == wanted
 
 
-def test_offloading_to_a_disk_pays_where_its_speed_is_known(write_job):
+def test_offloading_to_a_disk_pays_where_its_speed_is_known(write_job, profile):
     for word, offload in {"auto": None, "none": False}.items():
-        request = asked(write_job(), f"offload: {word}", (), KNOWN)
+        request = asked(write_job(), profile, f"offload: {word}", (), KNOWN)
         assert (request.offload, request.offload_to) == (offload, DISK)
 
 

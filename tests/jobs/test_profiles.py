@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,39 +13,34 @@ from pipectl.jobs import profiles
 from pipectl.jobs.prepare import is_fresh
 from pipectl.jobs.profiles import Interrupted, measure, measure_rows
 from pipectl.link import RowTimes
-from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile
+from pipectl.profile import Profile
 from pipectl.profiler.effort import Effort
 from pipectl.spec import load, profile_key
 
 PLACE, CACHE = Path("runs/tiny.profile.json"), Path("runs/.cache")
-OPERATORS = tuple(
-    Operator(name, name, 0.01, 0.02, 0, 0, 0, memory=OperatorMemory(0, "op0", 0, 0))
-    for name in ("op0", "op1", "op2")
-)
 
 
 class Profiler:
-    """Measures three operators; stops before one of them if told to."""
+    """Measures the operators of a profile; stops before one of them if told to."""
 
-    def __init__(self):
-        self.measured, self.efforts, self.stop_at = [], [], None
+    def __init__(self, profile):
+        self.profile, self.measured, self.efforts, self.stop_at = profile, [], [], None
 
     def __call__(self, spec, progress, *, effort, journal):
         self.efforts.append(effort)
         journal.match("abc")
-        for index, operator in enumerate(OPERATORS):
+        for index, operator in enumerate(self.profile.operators):
             if index == self.stop_at:
                 raise KeyboardInterrupt
             if journal.find(operator.id) is None:
                 self.measured.append(operator.id)
                 journal.note(operator.id, {"forward_s": 0.01})
-        cost = OptimizerCost(2.0, 1e-9)
-        return Profile(spec.name, "test", 2, OPERATORS, (), "abc", cost, key=profile_key(spec))
+        return replace(self.profile, name=spec.name, key=profile_key(spec))
 
 
 @pytest.fixture
-def profiler(monkeypatch):
-    counting = Profiler()
+def profiler(monkeypatch, profile):
+    counting = Profiler(profile)
     monkeypatch.setattr("pipectl.profiler.profile_job", counting)
     return counting
 
@@ -60,7 +56,7 @@ def spec_of(tmp_path, write_job, monkeypatch):
 
 @pytest.fixture
 def measures(profiler, spec_of):
-    """``measures()``: how many operators are measured for the job, which then has a profile."""
+    """``measures()``: how many of six operators are measured for a job; it has a profile then."""
 
     def count(*overrides, **options):
         before, spec = len(profiler.measured), spec_of(*overrides)
@@ -74,13 +70,13 @@ def measures(profiler, spec_of):
 
 
 def test_the_second_time_nothing_is_measured_unless_what_counts_is_another(measures):
-    assert measures() == 3
+    assert measures() == 6
     PLACE.unlink()
     assert measures() == 0
     assert [path.suffix for path in CACHE.iterdir() if "rows-" not in path.name] == [".json"]
     assert measures("training.steps=7", "pipeline.schedule=gpipe", "name=other") == 0
-    assert measures(again=True) == 3
-    assert measures(effort="fast") == 3
+    assert measures(again=True) == 6
+    assert measures(effort="fast") == 6
     for change in (
         "training.batch_size=16",
         "pipeline.micro_batches=2",
@@ -88,20 +84,20 @@ def test_the_second_time_nothing_is_measured_unless_what_counts_is_another(measu
         "resources.tasks_per_node=2",
         "resources.cpus_per_task=2",
     ):
-        assert [measures(change), measures(change)] == [3, 0], change
+        assert [measures(change), measures(change)] == [6, 0], change
 
 
 def test_code_processor_and_versions_make_it_another(measures, monkeypatch):
-    assert [measures(), measures()] == [3, 0]
+    assert [measures(), measures()] == [6, 0]
     Path("layers.py").write_text("width = 2\n")
-    assert [measures(), measures()] == [3, 0]
+    assert [measures(), measures()] == [6, 0]
     for name, other in {
         "processor": lambda: "another",
         "version": lambda _package: "9.9",
         "_hash_of_measuring_code": lambda: "changed",
     }.items():
         monkeypatch.setattr(profiles, name, other)
-        assert [measures(), measures()] == [3, 0], name
+        assert [measures(), measures()] == [6, 0], name
 
 
 def test_damaged_entries_are_measured_anew(measures):
@@ -112,7 +108,7 @@ def test_damaged_entries_are_measured_anew(measures):
     changed = (json.dumps({**json.loads(good), **other}) for other in others)
     for text in ("", "null", good[:-30], "\0" * 100, *changed):
         path.write_text(text)
-        assert [measures(), measures()] == [3, 0]
+        assert [measures(), measures()] == [6, 0]
 
 
 def test_an_interrupted_one_goes_on_where_it_was_if_nothing_has_changed(
@@ -129,15 +125,15 @@ def test_an_interrupted_one_goes_on_where_it_was_if_nothing_has_changed(
     PLACE.write_text("good")
     assert interrupted(2) == 2
     assert PLACE.read_text() == "good"
-    assert measures() == 1
+    assert measures() == 4
     assert Profile.load(PLACE).device.resumed == 2
     assert interrupted(1, again=True) == 1
     assert measures() == 0
-    assert measures(again=True) == 2
+    assert measures(again=True) == 5
     assert Profile.load(PLACE).device.resumed == 1
     interrupted(2, again=True)
     Path("layers.py").write_text("width = 2\n")
-    assert measures(again=True) == 3
+    assert measures(again=True) == 6
     assert Profile.load(PLACE).device.resumed == 0
 
 
@@ -195,7 +191,9 @@ def test_two_ranks_under_srun_have_as_many_cores_as_ranks_of_the_job(write_job, 
     assert assumption.endswith(" (two ranks did not start: no)")
 
 
-def test_output_directories_of_a_user_share_the_times_of_rows(write_job, tmp_path, monkeypatch):
+def test_output_directories_of_a_user_share_the_times_of_rows(
+    write_job, profile, tmp_path, monkeypatch
+):
     monkeypatch.setattr("pipectl.jobs.profiles.user_cache", user_cache)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     spec = load(write_job(), check_files=False)
@@ -206,7 +204,6 @@ def test_output_directories_of_a_user_share_the_times_of_rows(write_job, tmp_pat
         return RowTimes(compute=float(len(asked))), ""
 
     monkeypatch.setattr("pipectl.jobs.profiles.measure_rows", count)
-    profile = Profile("p", "test", 1, (), ())
 
     def rows_of(job, *, again=False, effort="fast"):
         places.append(tmp_path / f"runs{len(places)}")
