@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -15,8 +14,9 @@ from pipectl.errors import SpecError
 from pipectl.jobs.job import make_job
 from pipectl.spec import load
 
+SLURM = ("qos", "mail-type", "x")
 TEXT = {
-    "slurm": ["partition", "account", *(f"options.{key}" for key in ("qos", "mail-type", "x"))],
+    "slurm": ["partition", "account", *(f"options.{key}" for key in SLURM)],
     "pbs": ["queue", "account", *(f"options.{key}" for key in "PMm")],
 }
 CONTROLS = ["a\x1b[31mb", "a\x07", "a\nb", "a\x85b", "a\u2028b", "a\u202eb", "\x00"]
@@ -31,31 +31,20 @@ JOB = {
 }
 
 
-def section(name: str, value: str) -> dict[str, object]:
-    keys = [key.rpartition(".") for key in TEXT[name]]
-    plain = {key: value for group, _, key in keys if not group}
-    return {**plain, "options": {key: value for group, _, key in keys if group}}
-
-
-def write(tmp_path: Path, value: str) -> Path:
-    document = {
-        **JOB,
-        "slurm": section("slurm", value),
-        "pbs": section("pbs", value),
-        "environment": {"variables": {"HOSTILE": value}, "modules": [value]},
-        "launch": {"args": [value]},
-    }
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(document, allow_unicode=True))
-    return path
-
-
 def test_they_arrive_in_the_directives_of_both(tmp_path, nasty):
     """And the scripts have no more and no other lines than with a plain value."""
     assert len(set(nasty)) >= 300
     lengths = set()
     for value in filter(str.strip, nasty):
-        spec = load(write(tmp_path, value), check_files=False)
+        document = {
+            **JOB,
+            "slurm": {"partition": value, "account": value, "options": dict.fromkeys(SLURM, value)},
+            "pbs": {"queue": value, "account": value, "options": dict.fromkeys("PMm", value)},
+            "environment": {"variables": {"HOSTILE": value}, "modules": [value]},
+            "launch": {"args": [value]},
+        }
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(document, allow_unicode=True))
+        spec = load(tmp_path / "job.yaml", check_files=False)
         job = make_job(spec, "local", mpi=MpiChoice("auto"))
         request = job.request_for(tmp_path / "run", mpiexec="/usr/bin/mpiexec")
         scripts = {name: get_scheduler(name).render(request) for name in ("slurm", "pbs")}
@@ -81,15 +70,14 @@ def test_a_terminal_shows_them_as_they_are(nasty, capsys):
 
 @pytest.mark.parametrize("value", CONTROLS)
 def test_control_characters_are_refused_with_their_line(tmp_path, value):
-    for key in (*(f"slurm.{key}" for key in TEXT["slurm"]), *(f"pbs.{key}" for key in TEXT["pbs"])):
-        path = tmp_path / "job.yaml"
-        head = yaml.safe_dump(JOB, sort_keys=False)
-        *sections, last = key.split(".")
-        nested = f"{{{last}: {json.dumps(value)}}}"
-        for name in reversed(sections[1:]):
-            nested = f"{{{name}: {nested}}}"
-        path.write_text(f"{head}{sections[0]}: {nested}\n")
-        with pytest.raises(SpecError) as caught:
-            load(path, check_files=False)
-        assert f"job.yaml:{head.count(chr(10)) + 1}:" in str(caught.value)
-        assert key in str(caught.value)
+    path, head = tmp_path / "job.yaml", yaml.safe_dump(JOB, sort_keys=False)
+    for name, keys in TEXT.items():
+        for key in keys:
+            group, _, last = key.rpartition(".")
+            option = {last: value}
+            document = {name: {group: option} if group else option}
+            path.write_text(f"{head}{json.dumps(document)[1:-1]}\n")
+            with pytest.raises(SpecError) as caught:
+                load(path, check_files=False)
+            assert f"job.yaml:{head.count(chr(10)) + 1}:" in str(caught.value)
+            assert f"{name}.{key}" in str(caught.value)

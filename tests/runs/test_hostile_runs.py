@@ -15,11 +15,10 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,13 +35,7 @@ PATIENCE_S = 60
 LATE = 1.7e9
 
 
-class Result(NamedTuple):
-    code: Any
-    out: str
-    err: str
-
-
-def as_user(user: int, act: Callable[[], Any]) -> Any:
+def as_user(user, act):
     """What ``act`` returns, or raises, in a process of that user; one that hangs is killed."""
     sys.stdout.flush()
     reader, writer = os.pipe()
@@ -69,12 +62,12 @@ def as_user(user: int, act: Callable[[], Any]) -> Any:
     return answer
 
 
-def command(*arguments: str) -> Callable[[], Result]:
-    def act() -> Result:
+def command(*arguments):
+    def act():
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
             code = main(list(arguments))
-        return Result(code, out.getvalue(), err.getvalue())
+        return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
     return act
 
@@ -89,63 +82,51 @@ def everything_loaded():
         codecs.lookup(encoding)
 
 
-class Place(NamedTuple):
-    """A directory of each of two users."""
-
-    us: int
-    mine: Path
-    theirs: Path
-
-
 @pytest.fixture(params=[ROOT, NOBODY], ids=["root", "nobody"])
 def place(request, monkeypatch):
+    """A directory of each of two users."""
     if os.geteuid() != ROOT:
         pytest.skip("only root has other users at hand")
     base = Path(tempfile.mkdtemp(prefix="pipectl-"))
     base.chmod(0o755)
-    for name, user in (("mine", request.param), ("theirs", MALLORY)):
-        (base / name).mkdir()
-        os.chown(base / name, user, user)
-    (base / "mine/.bashrc").write_text("# mine\n")
-    os.chown(base / "mine/.bashrc", request.param, request.param)
-    monkeypatch.chdir(base / "mine")
-    monkeypatch.setenv("HOME", str(base / "mine"))
+    us, mine, theirs = request.param, base / "mine", base / "theirs"
+    for path, user in ((mine, us), (theirs, MALLORY)):
+        path.mkdir()
+        os.chown(path, user, user)
+    as_user(us, lambda: (mine / ".bashrc").write_text("# mine\n"))
+    monkeypatch.chdir(mine)
+    monkeypatch.setenv("HOME", str(mine))
     monkeypatch.setenv("PATH", "/bin:/usr/bin")
-    yield Place(request.param, base / "mine", base / "theirs")
+    yield SimpleNamespace(us=us, mine=mine, theirs=theirs)
     shutil.rmtree(base)
 
 
-def make_run(base: Path, name: str = "demo", **fields: Any) -> RunDirectory:
-    run = RunDirectory.create(base, name, LATE)
-    record = Record(name, "local", f"{run.name} tag", LATE, ranks=2, nodes=1, steps=9)
+def make_run(base, **fields):
+    run = RunDirectory.create(base, "demo", LATE)
+    record = Record("demo", "local", f"{run.name} tag", LATE, ranks=2, nodes=1, steps=9)
     record.with_state(LATE, "submitted", job_id="999999.1@elsewhere").save(run.record)
     if fields:
         run.record.write_text(json.dumps({**json.loads(run.record.read_text()), **fields}))
     return run
 
 
-def their_run(place: Place, act: Callable[[RunDirectory], None] | None = None) -> RunDirectory:
+def their_run(place, spoil=lambda run: None):
     """A run of the other user's that everybody may read."""
 
-    def make() -> RunDirectory:
+    def make():
         run = make_run(place.theirs)
-        if act is not None:
-            act(run)
-        open_up(place.theirs)
+        spoil(run)
+        for path in (place.theirs, *place.theirs.rglob("*")):
+            if not path.is_symlink() and (path.is_dir() or path.is_file()):
+                path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
         return run
 
     return as_user(MALLORY, make)
 
 
-def open_up(base: Path) -> None:
-    for path in (base, *base.rglob("*")):
-        if not path.is_symlink() and (path.is_dir() or path.is_file()):
-            path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
-
-
-def state_of(*places: Path) -> dict[str, Any]:
+def state_of(*places):
     """Everything that is there, with what a write would change."""
-    found: dict[str, Any] = {}
+    found = {}
     for path in (each for place in places for each in (place, *place.rglob("*"))):
         known = path.lstat()
         is_short = stat.S_ISREG(known.st_mode) and known.st_size < 10**5
@@ -163,13 +144,13 @@ LOOKING = [
     ("report", "last", "-d", "theirs", "-o", "/dev/null"),
     ("report", "last", "-d", "theirs"),
 ]
-SPOIL: dict[str, Callable[[Path], Any]] = {
-    "links to mine": lambda path: path.symlink_to(path.parents[2] / "mine/.bashrc"),
-    "pipes": os.mkfifo,
-    "devices": lambda path: path.symlink_to("/dev/zero"),
-    "directories": lambda path: path.mkdir(),
-    "huge files": lambda path: path.open("w").truncate(2**40),  # holes take no space
-    "deep files": lambda path: path.write_text("[" * 10**6),
+SPOIL = {
+    "links to mine": lambda path, mine: path.symlink_to(mine / ".bashrc"),
+    "pipes": lambda path, _: os.mkfifo(path),
+    "devices": lambda path, _: path.symlink_to("/dev/zero"),
+    "directories": lambda path, _: path.mkdir(),
+    "huge files": lambda path, _: path.open("w").truncate(2**40),  # holes take no space
+    "deep files": lambda path, _: path.write_text("[" * 10**6),
 }
 
 
@@ -177,7 +158,7 @@ SPOIL: dict[str, Callable[[Path], Any]] = {
 def test_looking_at_runs_of_others_writes_nothing_and_ends(place, kind):
     """Whatever is in place of the files that commands read, or may write."""
 
-    def spoil(run: RunDirectory) -> None:
+    def spoil(run):
         base = run.path.parent
         (base / ".cache").mkdir()
         logs = [run.job_log, run.logs / "late-1-0.log"]
@@ -188,7 +169,7 @@ def test_looking_at_runs_of_others_writes_nothing_and_ends(place, kind):
             *(logs if "files" not in kind else []),
         ):  # fmt: skip
             path.unlink(missing_ok=True)
-            SPOIL[kind](path)
+            SPOIL[kind](path, place.mine)
         if kind == "links to mine":  # a search for its job would write to the record
             record = {**json.loads(run.record.read_text()), "job_id": None}
             run.record.write_text(json.dumps(record))
@@ -357,80 +338,70 @@ site_defaults: false
 """
 
 
-def code_that_marks(directory: Path) -> str:
-    """A module with the names of the job, which makes a directory when it runs."""
-    return f"import os\nos.mkdir({str(directory / 'ran')!r})\nbuild = data = None\n"
+def put(user, path, text):
+    """A file of a user that everybody may read."""
+
+    def write():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        path.write_text(text)
+        path.chmod(0o644)
+        return path
+
+    return as_user(user, write)
 
 
 @pytest.fixture
 def code(place):
-    """A module of the other user's that says when it runs."""
-    path = place.theirs / "model.py"
-
-    def write():
-        path.write_text(code_that_marks(place.mine))
-        path.chmod(0o644)
-
-    as_user(MALLORY, write)
-    return path
+    """A module with the names of the job, which makes a directory when it runs."""
+    return f"import os\nos.mkdir({str(place.mine / 'ran')!r})\nbuild = data = None\n"
 
 
 def test_no_code_of_others_runs_without_a_word(place, code):
     """Of a job of ours that names it, and of a job of theirs."""
-
-    def write(path):
-        path.write_text(JOB.replace("MODEL", str(code)))
-        path.chmod(0o644)
-        return path
-
     run = as_user(place.us, lambda: make_run(place.mine, kind="training"))
-    as_user(place.us, lambda: write(run.job))
-    as_user(place.us, lambda: run.exit_code.write_text("1\n"))
-    theirs = as_user(MALLORY, lambda: write(place.theirs / "job.yaml"))
+    put(place.us, run.exit_code, "1\n")
+    model = put(MALLORY, place.theirs / "model.py", code)
+    put(place.us, run.job, JOB.replace("MODEL", str(model)))
+    theirs = put(MALLORY, place.theirs / "job.yaml", JOB.replace("MODEL", str(model)))
     for words, path in (
-        (("resume", "last", "-d", str(place.mine)), code),
-        (("lab", "verify", str(run.job)), code),
+        (("resume", "last", "-d", str(place.mine)), model),
+        (("lab", "verify", str(run.job)), model),
         (("lab", "verify", str(theirs)), theirs),
     ):
         found = as_user(place.us, command(*words))
         assert found.code == UsageError.exit_code, found.err
         assert f"{path} belongs to the user {MALLORY}, and its code would run as you" in found.err
         assert "--trust-owner" in found.err
-    found = as_user(place.us, command("submit", str(run.job), "--dry-run", "--scheduler", "slurm"))
-    assert f"warning: {code} belongs to the user {MALLORY}; its code runs as you" in found.err
-    as_user(place.us, lambda: shutil.copy(code, place.mine / "model.py"))
-    as_user(place.us, lambda: run.job.write_text(JOB.replace("MODEL", f"{place.mine}/model.py")))
-    (place.mine / "model.py").chmod(0o666)
+    model = put(place.us, place.mine / "model.py", code)
+    put(place.us, run.job, JOB.replace("MODEL", str(model)))
+    model.chmod(0o666)
     found = as_user(place.us, command("resume", "last", "-d", str(place.mine)))
-    assert f"{place.mine}/model.py can be changed by everybody" in found.err
+    assert f"{model} can be changed by everybody" in found.err
     assert not (place.mine / "ran").exists()
 
 
-@pytest.mark.parametrize("spoiled", ["", "pk", "pk/__init__.py", "pk/net.py"])
-def test_modules_and_their_packages_are_looked_at_like_files(place, spoiled):
-    root = place.mine / "code"
-
-    def write():
-        (root / "pk").mkdir(parents=True, mode=0o755)
-        for name in ("__init__.py", "net.py"):
-            (root / "pk" / name).write_text(code_that_marks(place.mine))
-            (root / "pk" / name).chmod(0o644)
-        (place.mine / "job.yaml").write_text(JOB.replace("MODEL", f"{root}/pk.net"))
-
-    as_user(place.us, write)
+@pytest.mark.parametrize("spoiled", ["model.py", "", "pk", "pk/__init__.py", "pk/net.py"])
+def test_files_modules_and_packages_of_others_run_with_a_word_or_not_at_all(place, code, spoiled):
+    root, job = place.mine / "code", place.mine / "job.yaml"
+    for name in ("model.py", "pk/__init__.py", "pk/net.py"):
+        put(place.us, root / name, code)
+    model = "model.py" if spoiled == "model.py" else "pk.net"
+    put(place.us, job, JOB.replace("MODEL", f"{root}/{model}"))
     os.chown(root / spoiled, MALLORY, MALLORY)
-    found = as_user(place.us, command("lab", "verify", str(place.mine / "job.yaml")))
+    found = as_user(place.us, command("lab", "verify", str(job)))
     assert found.code == UsageError.exit_code, found.err
     who = f"{root / spoiled} belongs to the user {MALLORY}"
     assert f"{who}, and its code would run as you" in found.err
-    words = ("submit", str(place.mine / "job.yaml"), "--dry-run", "--scheduler", "slurm")
-    assert f"warning: {who}; its code runs as you" in as_user(place.us, command(*words)).err
+    found = as_user(place.us, command("submit", str(job), "--dry-run", "--scheduler", "slurm"))
+    assert f"warning: {who}; its code runs as you" in found.err
     assert not (place.mine / "ran").exists()
 
 
 def test_export_takes_weights_of_others_and_runs_nothing(place, code):
     def spoil(run):
-        run.job.write_text(JOB.replace("MODEL", str(code)))
+        model = run.path / "model.py"
+        model.write_text(code)
+        run.job.write_text(JOB.replace("MODEL", str(model)))
         checkpoint = run.checkpoints / "step-000004"
         checkpoint.mkdir()
         os.mkfifo(checkpoint / "rank-0000.safetensors")
