@@ -1,18 +1,19 @@
 """Requests of jobs to render, submit and run."""
 
+import dataclasses
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipectl.batch import JobRequest, get_scheduler
+from pipectl.batch import Array, JobRequest, Template, get_scheduler
 from pipectl.batch.script import render_variables
-from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
+from pipectl.spec.models import Checkpoint, Environment, Launch, Pbs, Resources, Slurm
 
 T = TypeVar("T")
-FIELDS = {field.name for field in fields(JobRequest)}
+FIELDS = {field.name for field in dataclasses.fields(JobRequest)}
 
 
 def make_request(directory: Path, **changes: Any) -> JobRequest:
@@ -45,6 +46,27 @@ def change(request: JobRequest, **changes: Any) -> JobRequest:
             values = dict(changes[section])
             changes[section] = getattr(request, section).model_copy(update=values)
     return replace(request, **changes)
+
+
+def fields(document):
+    """Fields of a request as they are written in golden.yaml, changes.txt and ends.yaml."""
+    made = {
+        "run_directory": Path,
+        "binds": lambda paths: tuple(map(Path, paths)),
+        "array": lambda paths: paths and Array(tuple(map(Path, paths)), 2),
+        "checkpoint": lambda values: Checkpoint(**values),
+        "template": lambda text: Template("site.sh", text),
+    }
+    return {
+        name: made.get(name, lambda value: value)(lists_as_tuples(value))
+        for name, value in document.items()
+    }
+
+
+def lists_as_tuples(value):
+    if isinstance(value, dict):
+        return {name: lists_as_tuples(each) for name, each in value.items()}
+    return tuple(value) if isinstance(value, list) else value
 
 
 def write_script(request: JobRequest, *command: str, scheduler: str = "local") -> Path:

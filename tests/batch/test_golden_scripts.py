@@ -8,36 +8,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from job_requests import change, make_request
+from job_requests import change, fields, make_request
 
-from pipectl.batch import Array, Template, get_scheduler
+from pipectl.batch import get_scheduler
 from pipectl.errors import PipectlError
 from pipectl.spec.models import Checkpoint
 
 HERE = Path(__file__).parent
 GOLDEN = HERE.parents[1] / "slurm" / "golden"
 CASES = yaml.safe_load((HERE / "golden.yaml").read_text())
-
-
-def fields(document):
-    """Fields of a request as they are written in golden.yaml and changes.txt."""
-    made = {
-        "run_directory": Path,
-        "binds": lambda paths: tuple(map(Path, paths)),
-        "array": lambda paths: paths and Array(tuple(map(Path, paths)), 2),
-        "checkpoint": lambda values: Checkpoint(**values),
-        "template": lambda text: Template("site.sh", text),
-    }
-    return {
-        name: made.get(name, lambda value: value)(lists_as_tuples(value))
-        for name, value in document.items()
-    }
-
-
-def lists_as_tuples(value):
-    if isinstance(value, dict):
-        return {name: lists_as_tuples(each) for name, each in value.items()}
-    return tuple(value) if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_requests import change, run, start, wait_until, write_script
+import yaml
+from job_requests import change, fields, run, start, wait_until, write_script
 
 from pipectl.batch import Array, Template, get_scheduler
 from pipectl.batch.script import render_variables
@@ -24,58 +25,35 @@ from pipectl.runs import (
 from pipectl.spec.models import Checkpoint
 
 SAVES = Checkpoint(max_requeues=0)
-WAITS = "touch ready; while :; do sleep 0.05; done"
+TEMPLATE = "{% extends base %}{% block setup %}\nSETUP{% endblock %}"
+AT_EXIT = """{% block at_exit %}
+echo "$word's $code, $(cat exit_code)"; false
+{% endblock %}"""
+INDEX = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}
 
 
-SETUPS = {
-    "echo [$NOT_SET_ANYWHERE]\nfalse\ncd /\nset -e\n\techo 'kept  as is'": "[]\nkept  as is\n",
-    "set -ET; trap 'exit 9' ERR; trap 'echo back' RETURN; trap 'echo x' EXIT": "",
-    "set -T; trap 'echo next' DEBUG": "next\n",  # once, before it is taken away
-    "set -euo pipefail": "",
-    "set -Cf; cd /; IFS=$'\\n\\t'; attempt=9; child=1": "",
-    "shopt -s nullglob failglob": "",
-}
-TEMPLATE = """\
-{% extends base %}
-{% block setup %}
-SETUP
-{% endblock %}
-{% block at_exit %}
-    AT_EXIT
-{% endblock %}
-"""
-
-
-def with_template(request, setup, at_exit):
-    text = TEMPLATE.replace("SETUP", setup).replace("AT_EXIT", at_exit)
-    return change(request, template=Template("site.sh", text))
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-def test_the_exit_code_is_that_of_the_launch_whatever_the_setup_does(make_request, setup):
-    """That of the job, and that of its template, whose commands at the end fail here."""
-    request = make_request()
-    for code in (0, 75):
-        own = change(request, checkpoint=None if code else SAVES)
-        launch = ("bash", "-c", f'echo "launched in ${{PWD##*/}}"; exit {code}')
-        expected = (code, f"{SETUPS[setup]}launched in run\n")
-        assert run(change(own, setup=(setup,)), *launch) == expected
-        assert run(with_template(own, setup, "false"), *launch) == expected
-
-
-def test_what_fails_before_the_launch_ends_the_job(make_request):
-    first = make_request(first_command=("bash", "-c", "echo one; exit 4"))
-    assert run(first, "echo", "launched") == (4, "one\n")
-    code, output = run(make_request(modules=("no-such-module/1.0",)), "echo", "launched")
-    assert (code, "launched" in output) == (1, False)
-    failing = with_template(make_request(), "set -e\nfalse", "echo cleaned")
-    assert run(failing, "echo", "launched") == (1, "cleaned\n")
+@pytest.mark.parametrize("case", yaml.safe_load(Path(__file__).with_name("ends.yaml").read_text()))
+def test_how_jobs_end(make_request, case):
+    requests = [make_request(**fields(case.get("job", {})))]
+    if "setup" in case:
+        template = Template("site.sh", TEMPLATE.replace("SETUP", case["setup"]))
+        requests.insert(0, change(requests[0], setup=(case["setup"],)))
+        requests[1] = change(requests[1], template=template)
+    for request in requests:
+        (request.run_directory / "ready").unlink(missing_ok=True)
+        process = start(request, "bash", "-c", case["rank"])
+        if "signal" in case:
+            wait_until((request.run_directory / "ready").exists)
+            process.send_signal(signal.Signals[f"SIG{case['signal']}"])
+        output, _ = process.communicate(timeout=60)
+        assert (output, process.returncode) == (case.get("output", output), case["code"])
+        assert "launched" not in output or case["code"] in {0, 75}
+        assert (request.run_directory / "exit_code").read_text() == f"{case['code']}\n"
 
 
 def test_an_old_exit_code_is_removed_and_commands_at_the_end_see_the_new_one(make_request):
-    request = with_template(
-        make_request(), "word=it", """echo "$word's $code, $(cat exit_code)" """
-    )
+    text = TEMPLATE.replace("SETUP", "word=it\n") + AT_EXIT
+    request = make_request(template=Template("site.sh", text))
     write_script(request)
     (request.run_directory / "exit_code").write_text("7\n")
     code, output = run(request, "bash", "-c", "echo *; exit 255")
@@ -100,17 +78,15 @@ def test_nasty_values_arrive_unchanged(make_request, nasty, tmp_path):
 
 
 def test_ranks_see_the_variables_of_the_job_and_the_script_does_not(make_request):
-    """Those with which it forwards signals and tells its exit code, say."""
-    names = "child code attempt signal_code before IFS PATH_SEPARATOR timer deleted"
-    variables = {**dict.fromkeys(names.split(), "1"), "OMP_NUM_THREADS": "5"}
+    """Those with which it tells its exit code, say."""
+    variables = {"child": "1", "code": "1", "attempt": "1", "OMP_NUM_THREADS": "5"}
     request = make_request(cpus_per_task=4, progress="core", variables=variables)
-    assert signalled(request, "TERM", WAITS) == ("", 143)
     shown = "$OMP_NUM_THREADS $MKL_NUM_THREADS $PYTHONUNBUFFERED $child$code$attempt"
     command = ("bash", "-c", f'echo "{shown} $PIPECTL_RUN_DIRECTORY"; pwd; exit 5')
     code, output = run(request, *command)
     directory = str(request.run_directory)
     assert (code, output.splitlines()) == (5, [f"5 3 1 111 {directory}", directory])
-    assert (request.run_directory / "attempt").read_text() == "2\n"
+    assert (request.run_directory / "attempt").read_text() == "1\n"
 
 
 def test_variables_are_in_a_file_without_which_the_job_does_not_run(make_request):
@@ -129,41 +105,6 @@ def test_variables_are_in_a_file_without_which_the_job_does_not_run(make_request
     for name in ("", "1A", "A-B", "A B", "A=B", "é", "A\n", "A;touch x"):
         with pytest.raises(InvalidInputError, match="is not a variable name"):
             render_variables(change(request, variables={"OMP_NUM_THREADS": "1", name: "2"}))
-
-
-def signalled(request, name, command):
-    """The output and the exit code of a job that gets a signal as soon as it is ready."""
-    process = start(request, "bash", "-c", command)
-    wait_until((request.run_directory / "ready").exists)
-    process.send_signal(signal.Signals[f"SIG{name}"])
-    output, _ = process.communicate(timeout=60)
-    assert (request.run_directory / "exit_code").read_text() == f"{process.returncode}\n"
-    return output, process.returncode
-
-
-@pytest.mark.parametrize("name", ["TERM", "USR1", "USR2"])
-def test_signals_reach_the_launch_whose_code_counts_also_if_it_goes_on(make_request, name):
-    """And whatever the template does with them."""
-    request = with_template(make_request(), f"trap 'exit 9' {name}", "echo cleaned")
-    ends = f"trap 'echo got {name}; exit 5' {name}; {WAITS}"
-    assert signalled(request, name, ends) == (f"got {name}\ncleaned\n", 5)
-    (request.run_directory / "ready").unlink()
-    survives = "touch ready; until [[ -e got ]]; do sleep 0.05; done; sleep 0.2; exit 6"
-    assert signalled(request, name, f"trap 'touch got' {name}; {survives}") == ("cleaned\n", 6)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"), [("TERM", "TERM"), ("INT", "INT"), ("USR1", ""), ("USR2", "")]
-)
-def test_a_signal_to_a_training_asks_the_ranks_to_save_and_leaves_the_launcher_alone(
-    make_request, name, content
-):
-    request = make_request(checkpoint=SAVES)
-    waits = "touch ready; until [[ -e stop ]]; do sleep 0.05; done; touch stopped"
-    assert signalled(request, name, f"trap 'exit 9' TERM; {waits}") == ("", 75)
-    assert (request.run_directory / "stop").read_text() == content
-    survives = ("bash", "-c", f"kill -s {name} $$; echo alive")
-    assert content or run(request, *survives) == (0, "alive\n"), "it was done anyway"
 
 
 def impatient(script: Path) -> Path:
@@ -246,15 +187,9 @@ def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
     assert subprocess.run(["bash", "-c", body], timeout=60, check=False).returncode == code
 
 
-def test_termination_before_the_launch_ends_the_job(make_request):
-    first = make_request(first_command=("bash", "-c", f"trap 'exit 9' TERM; {WAITS}"))
-    assert signalled(first, "TERM", "echo launched") == ("", 9)
-    (first.run_directory / "ready").unlink()
-    setup = make_request(setup=("touch ready; sleep 0.5",))
-    assert signalled(setup, "TERM", "echo launched") == ("", 143)
-    request = make_request()  # and before the setup
+def test_termination_before_the_setup_is_no_success(make_request):
+    request = make_request()
     attempt = write_script(request).parent / "attempt"
-    attempt.unlink()
     os.mkfifo(attempt)  # in which the script waits for what is read first
     process = start(request, "true")
     writers: list[int] = []
@@ -272,7 +207,6 @@ def test_termination_before_the_launch_ends_the_job(make_request):
     assert (request.run_directory / "exit_code").read_text() == "143\n"
 
 
-INDEX = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}
 SITE = """\
 {% extends base %}
 {% block shebang %}#!/bin/bash -f{% endblock %}

@@ -1,12 +1,14 @@
 """A user's template: what is refused, with its line, and what is kept."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from pipectl.batch import Array, Template, get_scheduler
 from pipectl.errors import SpecError
 
+CASES = Path(__file__).with_name("wrong_templates.txt").read_text("utf-8").splitlines()[1:]
 GOOD = """\
 {% extends base %}
 {## Our site's. ##}
@@ -22,43 +24,15 @@ echo before
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "words"),
-    [
-        ("", 1, "does not extend pipectl's"),
-        ("#!/bin/bash\necho hello\n", 1, "does not extend pipectl's"),
-        ("#!/bin/bash\n#pipectl directives\n#pipectl body\n", 1, "{% extends base %}"),
-        (GOOD.replace("block setup", "block set_up"), 6, "no block 'set_up'; did you mean 'setup'"),
-        (GOOD.replace("{## Our", "echo early\n{## Our"), 2, "text outside of all blocks"),
-        (GOOD.replace("{## Our", "{{ job.name }}\n{## Our"), 2, "text outside of all blocks"),
-        (f"#!/bin/bash\n{GOOD}", 1, "text outside of all blocks"),
-        (GOOD.replace("echo before", "{% if %}"), 7, "Expected an expression"),
-        (GOOD.removesuffix("{% endblock %}\n"), 10, "end of template"),
-        (GOOD.replace("before", "\x1b[31m"), 7, "control character"),
-        (GOOD.replace("before", "a\u2028b"), 7, "control character"),
-        (GOOD.replace("echo before", "{{ job.nam }}"), 7, "has no attribute 'nam'"),
-        (GOOD.replace("echo before", "{{ cores }}"), 7, "'cores' is undefined"),
-        (GOOD.replace("echo before", "{{ 1 // 0 }}"), 7, "zero"),
-        (GOOD.replace("echo before", "{{ ''.__class__ }}"), 7, "unsafe"),
-        (GOOD.replace("echo before", "{% include '/etc/passwd' %}"), 7, "/etc/passwd"),
-        (GOOD.replace("echo before", "if true; then"), 1, "end of file"),
-        (GOOD.replace("echo before", "echo )"), 7, "syntax error"),
-        (GOOD.replace("echo before", "cat <<END\nno end"), 1, "here-document"),
-        (GOOD.replace("at_exit %}\n", "at_exit %}\n#SBATCH --nice\n"), 10, "only before"),
-        (GOOD.replace("#SBATCH --switches=1", "{{ super() }}\necho x"), 3, "come before"),
-        (GOOD.replace("%}\n#SBATCH --switches=1\n", "%}#SBATCH --switches=1 "), 3, "come before"),
-        (GOOD.replace("{## Our", "{% block header %}{% endblock %}\n{## Our"), 4, "come before"),
-        (
-            GOOD.replace("{## Our", "{% block shebang %}#!/bin/sh{% endblock %}\n{## Our"),
-            2,
-            "must start bash",
-        ),
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_what_cannot_extend_ours_or_gives_a_wrong_script_is_refused_with_its_line(
-    make_request, text, line, words
+    make_request, case
 ):
+    replaced, _, words = case.rpartition(" -> ")
+    old, new = (each.encode().decode("unicode_escape") for each in replaced.split(" => "))
+    text = GOOD.replace(GOOD if old == "(all)" else old, new)
     assert text != GOOD
+    line, _, words = words.partition(" ")
     with pytest.raises(SpecError, match=rf"^site\.sh:{line}:1: .*{re.escape(words)}"):
         get_scheduler("slurm").render(make_request(template=Template("site.sh", text)))
 
