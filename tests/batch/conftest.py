@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 from functools import partial
 from pathlib import Path
 
@@ -32,17 +31,16 @@ class FakeCommands:
         samples: folder of their recorded outputs.
     """
 
-    def __init__(self, folder: Path, samples: Path) -> None:
+    def __init__(self, folder, samples):
         self.folder, self._samples = folder, samples
 
-    def answer(self, command: str, stdout: str = "", stderr: str = "", rc: int = 0) -> None:
+    def answer(self, command, stdout="", stderr="", rc=0):
         for stream, text in (("stdout", stdout), ("stderr", stderr), ("rc", str(rc))):
             (self.folder / f"{command}.{stream}").write_text(text)
-        path = self.folder / command
-        path.write_text(_FAKE)
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        (self.folder / command).write_text(_FAKE)
+        (self.folder / command).chmod(0o755)
 
-    def replay(self, command: str, sample: str) -> None:
+    def replay(self, command, sample):
         """Answer with a recorded output: a first line ``$ command``, a last line ``[rc=N]``."""
         _, *lines, last = (self._samples / sample).read_text().splitlines()
         rc = int(last.removeprefix("[rc=").removesuffix("]"))
@@ -50,16 +48,16 @@ class FakeCommands:
         on_stderr = rc != 0 or "test-only" in sample or sample.startswith("sbatch-bad")
         self.answer(command, **{"stderr" if on_stderr else "stdout": text}, rc=rc)
 
-    def hang(self, command: str) -> None:
+    def hang(self, command):
         self.answer(command)
         (self.folder / f"{command}.hang").touch()
 
-    def calls(self, command: str) -> list[list[str]]:
+    def calls(self, command):
         path = self.folder / f"{command}.argv"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [line.split("\0")[:-1] for line in lines]
 
-    def environment(self, command: str) -> dict[str, str]:
+    def environment(self, command):
         items = (self.folder / f"{command}.env").read_text().split("\0")[:-1]
         return dict(item.split("=", 1) for item in items)
 
@@ -92,12 +90,10 @@ def slurm(commands):
 
 @pytest.fixture
 def nasty():
-    values: list[str] = json.loads((DATA / "nasty.json").read_text())
-    return values
+    return json.loads((DATA / "nasty.json").read_text())
 
 
 @pytest.fixture
 def make_request(tmp_path):
     """A small request in ``tmp_path``, with changes."""
-
     return partial(job_requests.make_request, tmp_path / "run")

@@ -44,8 +44,8 @@ def program(tmp_path, monkeypatch):
 
 @pytest.fixture
 def request_here(make_request, tmp_path, monkeypatch):
-    """Of an interpreter that is none, in the folder of the programs."""
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    """Of an interpreter in a folder of its own."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
     return make_request(mpiexec=None)
 
 
@@ -109,23 +109,22 @@ def test_the_installed_launcher_is_known_and_starts_ranks_where_it_is_told_to(ma
     ]
 
 
-def test_mpiexec_is_found_beside_the_interpreter_else_on_the_path_of_the_job(
-    make_request, program, tmp_path, monkeypatch
+def test_mpiexec_is_found_beside_the_interpreter_else_on_the_path_of_the_job_and_asked(
+    program, request_here, tmp_path
 ):
-    beside = tmp_path / "env" / "bin" / "mpiexec"
-    beside.parent.mkdir(parents=True)
-    beside.touch()
-    program("mpiexec", "")
-    monkeypatch.setattr(sys, "executable", str(beside.with_name("python")))
-    request = make_request(mpiexec=None)
+    beside, on_path = tmp_path / "env" / "mpiexec", tmp_path / "bin" / "mpiexec"
 
     def found(**changes):
-        job = change(request, **changes)
+        job = change(request_here, **changes)
         return find_mpiexec(job.environment, job.template)
 
-    assert found() == launch_command(request, "pbs")[0] == str(beside)
-    beside.unlink()
-    assert found() == str(tmp_path / "bin" / "mpiexec")
+    program("mpiexec", "[[ $1 == --version ]] && echo 'mpiexec (OpenRTE) 4.1.4'")
+    assert found() == launch_command(request_here, "pbs")[0] == str(on_path)
+    assert chosen(request_here) == MpiChoice("openmpi")
+    assert chosen(request_here, mpi="openmpi") == MpiChoice("openmpi")
+    other = chosen(request_here, mpi="hydra")
+    assert (other.kind, "is of the kind openmpi" in other.warning) == ("hydra", True)
+    assert chosen(request_here, alone=True) == MpiChoice("auto")
     for own in (
         {"modules": ("openmpi",)},
         {"setup": ("a",)},
@@ -133,14 +132,20 @@ def test_mpiexec_is_found_beside_the_interpreter_else_on_the_path_of_the_job(
         {"template": Template("site.sh", "")},
     ):
         assert found(**own) == "mpiexec"
-    (tmp_path / "bin" / "mpiexec").unlink()
+        assert chosen(request_here, **own) == MpiChoice("auto")
+    assert chosen(request_here, modules=("mpich",), mpi="cray") == MpiChoice("cray")
+    on_path.unlink()
     with pytest.raises(SchedulerError, match="mpiexec") as caught:
         found()
     assert "pip install mpich" in (caught.value.cure or "")
+    beside.parent.mkdir()
+    beside.touch()
+    assert found() == str(beside)
 
 
-def test_srun_is_told_what_the_library_speaks_if_that_is_known(program, request_here):
+def test_srun_is_told_what_the_library_speaks_if_that_is_known(program, request_here, monkeypatch):
     request = change(request_here, launcher="srun")
+    monkeypatch.setattr(sys, "executable", "python")
 
     def library(text):
         program("python", f"[[ $* == '-m mpi4py --mpi-lib-version' ]] && echo '{text}'")
@@ -172,16 +177,3 @@ def test_srun_is_told_what_the_library_speaks_if_that_is_known(program, request_
     choice = chosen(request)
     assert choice.kind == "pmix"
     assert "knows no --mpi=pmix, but none, pmi2" in choice.warning
-
-
-def test_the_mpiexec_that_will_start_them_is_asked(program, request_here, monkeypatch):
-    program("mpiexec", "[[ $1 == --version ]] && echo 'mpiexec (OpenRTE) 4.1.4'")
-    assert chosen(request_here) == MpiChoice("openmpi")
-    assert chosen(request_here, mpi="openmpi") == MpiChoice("openmpi")
-    other = chosen(request_here, mpi="hydra")
-    assert (other.kind, "is of the kind openmpi" in other.warning) == ("hydra", True)
-    assert chosen(request_here, alone=True) == MpiChoice("auto")
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    elsewhere = change(request_here, modules=("mpich",))
-    assert chosen(elsewhere) == MpiChoice("auto")
-    assert chosen(elsewhere, mpi="cray") == MpiChoice("cray")
