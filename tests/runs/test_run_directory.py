@@ -104,12 +104,24 @@ def test_runs_are_listed_oldest_first_and_what_cannot_be_looked_at_hides_none(ba
         ("20261121", "20261121-080000-bert"),
         ("gpt-2", "20261120-152233-gpt-2"),
         ("20261119", "20261119-100000-gpt"),
+        # By the id of its job.
+        ("4711", "20261120-152233-gpt"),
+        ("4711.server", "20261120-152233-gpt"),
+        ("4712", "20261120-152233-gpt-2"),
+        ("4713[3]", "20261120-152233-gpt-10"),
+        ("4714", "20261121-080000-bert"),
+        ("2", "20261119-100000-gpt"),  # though dates begin with it
         ("gpt", r"'gpt' matches 2 runs: 20261119-100000-gpt, 20261120-152233-gpt"),
         ("bret", "no run 'bret'; did you mean 'bert'"),
-        *((name, "no run") for name in ("", "notes", "../", "20261122-000000-file")),
+        *((name, "no run") for name in ("", "471", "notes", "../", "20261122-000000-file")),
     ],
 )
-def test_names_call_one_run_or_are_refused(base, name, found):
+def test_names_and_ids_of_jobs_call_one_run_or_are_refused(base, name, found):
+    ids = ("2", "4711.server", "4712_3", "4713[3].server", "4714.99@node-1")
+    for run, job_id in zip(RUNS, ids, strict=True):
+        record(base / run, job_id)
+    (base / "20261101-000000-damaged").mkdir()
+    (base / "20261101-000000-damaged/record.json").write_text("4711 {")
     if found in RUNS:
         assert find_run(base, name).name == found
         return
@@ -117,6 +129,15 @@ def test_names_call_one_run_or_are_refused(base, name, found):
         find_run(base, name)
     with pytest.raises(UnknownRunError, match="no runs here"):
         find_run(base / "notes", "last")
+
+
+def test_what_is_the_id_of_one_job_and_a_part_of_another_name_is_ambiguous(base):
+    record(base / RUNS[0], "20261121")
+    with pytest.raises(UnknownRunError, match=r"matches 2 runs: 20261121-080000-bert, 20261119"):
+        find(base, "20261121")
+    record(base / RUNS[-1], "20261121")
+    record(base / RUNS[0], "2")
+    assert find(base, "20261121").name == RUNS[-1]
 
 
 def test_a_run_is_called_by_what_finds_it(base, monkeypatch):
@@ -139,36 +160,6 @@ def test_a_run_is_called_by_what_finds_it(base, monkeypatch):
     monkeypatch.chdir(base)
     there = RunDirectory(elsewhere / "runs" / run.name)
     assert name_in_shell(there) == f"'{elsewhere}/runs/{run.name}'"
-
-
-@pytest.mark.parametrize(
-    ("job_id", "name"),
-    [
-        ("4711", "4711"),
-        ("4711.server", "4711"),
-        ("4711.server", "4711.server"),
-        ("4711_3", "4711"),
-        ("4711[3].server", "4711[3]"),
-        ("4711.99@node-1", "4711"),
-    ],
-)
-def test_a_run_is_found_by_the_id_of_its_job(base, job_id, name):
-    record(base / RUNS[0], "47110")
-    record(base / RUNS[1], job_id)
-    (base / RUNS[-1] / "record.json").write_text("4711 {")
-    assert find_run(base, name).name == RUNS[1]
-    with pytest.raises(UnknownRunError, match="no run"):
-        find_run(base, "471")
-
-
-def test_what_is_the_id_of_one_job_and_a_part_of_another_name_is_ambiguous(base):
-    record(base / RUNS[0], "20261121")
-    with pytest.raises(UnknownRunError, match=r"matches 2 runs: 20261121-080000-bert, 20261119"):
-        find(base, "20261121")
-    record(base / RUNS[-1], "20261121")
-    record(base / RUNS[0], "2")
-    assert find(base, "20261121").name == RUNS[-1]
-    assert find(base, "2").name == RUNS[0], "though dates begin with it"
 
 
 def test_of_many_matches_sweeps_included_the_newest_are_named(tmp_path):

@@ -2,9 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,11 +27,11 @@ def run(tmp_path):
     return RunDirectory.create(tmp_path, "demo", 0.0)
 
 
-def line(attempt: int, step: int, **more: Any) -> MetricsLine:
+def line(attempt, step, **more):
     return MetricsLine(attempt, step, loss=attempt + step / 1000, **more)
 
 
-def write(run: RunDirectory, lines: Iterable[MetricsLine], end: str = "\n") -> None:
+def write(run, lines, end="\n"):
     run.metrics.write_text("\n".join(json.dumps(asdict(value)) for value in lines) + end)
 
 
@@ -79,13 +77,13 @@ def test_a_file_with_an_attempt_per_line_is_read_in_time_that_grows_with_its_lin
 STEPS = 20_000
 
 
-def step_line(step: int, attempt: int = 1, **more: object) -> str:
+def step_line(step, attempt=1, **more):
     """A line of a run with very many, of which most are not read."""
     whole = line(attempt, step, steps=STEPS, step_time_s=0.5, samples_per_s=16.0, time=1.7e9 + step)
     return json.dumps({**asdict(whole), "loss": 3 / step, **more})
 
 
-def test_figures_of_a_long_run_are_those_of_all_lines(run):
+def test_figures_of_a_long_run_are_those_of_all_lines_and_of_its_last_attempt(run):
     lines = []
     for step in range(1, STEPS + 1):
         lines.append(step_line(step))
@@ -99,31 +97,22 @@ def test_figures_of_a_long_run_are_those_of_all_lines(run):
     assert len(found) < len(every) / 5
     assert sum_up(found) == sum_up(every)
     assert sum_up(found).not_finite == (7, 9_000, 9_001, STEPS - 1)
+    second = [step_line(step, 2, loss=7.0) for step in range(STEPS - 10_000, STEPS - 100)]
+    run.metrics.write_text("\n".join([*lines, *second]) + "\n")
+    last = sum_up(read_metrics(run, whole=False))
+    assert (last.step, last.last_loss, last.first_loss) == (STEPS - 101, 7.0, 3.0)
+    assert last.not_finite == sum_up(read_metrics(run)).not_finite == (7, 9_000, 9_001)
 
 
 def test_a_resumed_run_is_at_the_step_that_it_goes_on_from(run):
-    run.metrics.write_text("\n".join(step_line(step) for step in range(1, 21)) + "\n")
+    assert read_metrics(run, whole=False) == []
+    run.metrics.write_text("\n".join(step_line(step) for step in range(1, 21)) + '\n{"torn')
+    assert read_metrics(run, whole=False) == read_metrics(run) != [], "as the file is short"
     Heartbeat("training", 20, STEPS).save(run.heartbeat)
     assert read_measured(run, None, read_heartbeat(run)).step == 20
     Heartbeat("training", 10, STEPS, attempt=2).save(run.heartbeat)
     measured = read_measured(run, None, read_heartbeat(run))
     assert (measured.step, measured.last_loss) == (10, 3 / 20)
-
-
-def test_a_later_attempt_of_a_long_run_replaces_losses_and_faults(run):
-    first = [step_line(step) for step in range(1, STEPS + 1)]
-    fault = {"attempt": 1, "step": STEPS - 200, "not_finite": {"loss_of_micro_batch": 2}}
-    second = [step_line(step, 2, loss=7.0) for step in range(STEPS - 10_000, STEPS - 100)]
-    run.metrics.write_text("\n".join([*first, json.dumps(fault), *second]) + "\n")
-    found = sum_up(read_metrics(run, whole=False))
-    assert (found.step, found.last_loss, found.first_loss) == (STEPS - 101, 7.0, 3.0)
-    assert found.not_finite == sum_up(read_metrics(run)).not_finite == ()
-
-
-def test_short_files_of_metrics_are_read_whole(run):
-    assert read_metrics(run, whole=False) == []
-    run.metrics.write_text("\n".join(step_line(step) for step in range(1, 50)) + '\n{"torn')
-    assert read_metrics(run, whole=False) == read_metrics(run) != []
 
 
 def test_what_is_damaged_in_a_heartbeat_hides_nothing_else(run):
