@@ -1,18 +1,27 @@
-"""What a job writes while it runs: lines of metrics, heartbeats, errors, the exit code."""
+"""The files of a run: its record, and what a job writes while it runs."""
 
 import json
+import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipectl.errors import DataFileError
 from pipectl.runs import (
+    PROFILING,
+    Event,
     Heartbeat,
+    Line,
+    Log,
+    Logs,
     MetricsLine,
     RankBeat,
+    Record,
     RunDirectory,
+    Setting,
     read_errors,
     read_exit_code,
     read_heartbeat,
@@ -20,6 +29,57 @@ from pipectl.runs import (
     read_metrics,
 )
 from pipectl.runs.readers import merge_attempts, sum_up
+
+RECORD = Record("gpt", "slurm", "7f3a9c", 1795228138.5, ranks=8, nodes=2, steps=500)
+VALUES = {"optimizer.kwargs.lr": 1e-3, "training.precision": "bf16", "model.kwargs.x": None}
+
+
+def test_a_record_keeps_its_history_and_is_read_back_equal(tmp_path):
+    submitted = RECORD.with_state(1.0, "submitted", job_id="28")
+    assert (RECORD.state, RECORD.job_id) == ("submitting", None)
+    assert (submitted.state, submitted.job_id) == ("submitted", "28")
+    cancelled = submitted.with_state(2.0, "cancelled")
+    assert cancelled.job_id == "28"
+    assert cancelled.history == (Event(1.0, "submitted", "28"), Event(2.0, "cancelled"))
+    path = tmp_path / "record.json"
+    for record in (
+        RECORD,
+        cancelled,
+        submitted.with_state(2.0, "cancelled", detail="by me"),
+        replace(RECORD, kind=PROFILING),
+        replace(RECORD, sweep=Setting("20261120-152233-gpt", VALUES), task=3),
+    ):
+        record.save(path)
+        assert Record.load(path) == record
+    document = json.loads(path.read_text())
+    assert document["version"] == 1
+    del document["kind"]  # as written before there were others than trainings
+    path.write_text(json.dumps(document))
+    assert Record.load(path).kind == "training"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version"),
+        ({"state": "flying"}, "state"),
+        ({"tag": None}, "tag: missing"),
+        ({"ranks": 0}, "ranks"),
+        ({"submitted_at": "now"}, "submitted_at"),
+        ({"submitted_at": 2.5e11}, "submitted_at"),
+        ({"job_id": "7;touch x"}, "job_id"),
+        ({"history": [3]}, r"history\[0\]"),
+        ({"sweep": 3}, "sweep: must be an object"),
+        ({"sweep": {"name": "../elsewhere", "values": {}}}, "sweep.name"),
+        ({"task": -1}, "task"),
+    ],
+)
+def test_damaged_records_are_refused_by_field(tmp_path, change, message):
+    path = tmp_path / "record.json"
+    RECORD.save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(DataFileError, match=message):
+        Record.load(path)
 
 
 @pytest.fixture
@@ -149,3 +209,68 @@ def test_exit_code(run, text, code):
     assert read_exit_code(run) is None
     run.exit_code.write_text(text, encoding="latin-1")
     assert read_exit_code(run) == code
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("rank-0003.log", b"text", Line(3, "[3] text")),
+        ("rank-0012.log", b"", Line(12, "[12] ")),
+        ("rank-0001.log", b"[3] fooled?", Line(1, "[1] [3] fooled?")),
+        ("rank-0003.log", b"10%\r[4] 20%\r", Line(3, "[3] [4] 20%")),
+        ("rank-12345.log", b"dos\r", Line(12345, "[12345] dos")),
+        ("job.log", b"[3] fooled?", Line(None, "[3] fooled?")),
+        ("job.log", b"10%\r20%\r30%", Line(None, "30%")),
+        ("job.log", b"caf\xe9", Line(None, "caf\ufffd")),
+        ("job.log", b"", Line(None, "")),
+        ("node-n1.log", b"[3] text", Line(3, "[3] text")),
+        ("node-n1.log", b"[1] [3] fooled?", Line(1, "[1] [3] fooled?")),
+        ("node-n1.log", b"[3] 10%\r[4] 20%\r", Line(3, "[3] [4] 20%")),
+        ("node-n1.log", b"[03] text", Line(None, "[03] text")),
+        ("node-n1.log", "[٣] text".encode(), Line(None, "[٣] text")),
+    ],
+)
+def test_whose_a_line_is(tmp_path, name, text, line):
+    path = tmp_path / name
+    path.write_bytes(text + b"\n")
+    assert list(Log(path).read_lines(to_the_end=True)) == [line]
+
+
+def test_a_line_that_grows_is_read_once_and_whole_and_a_log_that_was_cut_from_its_begin(tmp_path):
+    path = tmp_path / "rank-0000.log"
+    log = Log(path)
+    assert list(log.read_lines()) == []
+    path.write_bytes(b"caf\xc3")
+    assert list(log.read_lines()) == []
+    with path.open("ab") as file:
+        file.write(b"\xa9\nbeg")
+    assert list(log.read_lines()) == [Line(0, "[0] café")]
+    assert list(log.read_lines(to_the_end=True)) == [Line(0, "[0] beg")]
+    assert list(log.read_lines(to_the_end=True)) == []
+    with path.open("ab") as file:
+        file.write(b"thr")
+    assert list(log.read_lines()) == []
+    path.write_text("new\n")
+    assert list(log.read_lines(to_the_end=True)) == [Line(0, "[0] new")]
+
+
+def test_long_logs_are_read_piece_by_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipectl.runs.readers._CHUNK", 7)
+    monkeypatch.setattr("pipectl.runs.readers._MAX_LINE", 20)
+    path = tmp_path / "node-n1.log"
+    path.write_text("".join(f"[{rank}] {'x' * rank}\n" for rank in range(10)) + "y" * 50)
+    lines = list(Log(path).read_lines(to_the_end=True))
+    assert [line.rank for line in lines] == [*range(10), None, None, None]
+
+
+def test_logs_of_ranks_come_before_that_of_the_job_by_their_numbers(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.logs.mkdir()
+    run.job_log.write_text("why\n")
+    for rank in (10000, 10, 9):
+        run.rank_log(rank).write_text("text\n")
+    run.rank_log(0).symlink_to("/dev/zero")  # which is no file
+    os.mkfifo(run.rank_log(1))
+    run.rank_log(2).mkdir()
+    texts = [line.text for line in Logs(run).read_lines(to_the_end=True)]
+    assert texts == ["[9] text", "[10] text", "[10000] text", "why"]
