@@ -1,68 +1,48 @@
-"""What a job asks of the planner, and how sure a prediction is."""
+"""What a job asks of the planner, how sure a prediction is, and what a run teaches a profile."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from pipectl.cluster import OffloadTarget, assumed_cluster
-from pipectl.jobs.planning import make_plan_request
+from pipectl.cluster import assumed_cluster
+from pipectl.errors import UsageError
+from pipectl.jobs.corrections import correct_profile
+from pipectl.jobs.planning import gather, make_plan_request
 from pipectl.link import Link
+from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
+from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
 from pipectl.spec import load
 
-HOST, DISK = OffloadTarget
+FILE = Path(__file__).with_name("planner_requests.txt")
 LINKS = ("within_node", "between_nodes")
-GPU, COMPILED = ("resources.gpus_per_node=1",), ("training.compile=true",)
-NODE = ("resources.tasks_per_node=2", "resources.memory_per_node=8GiB")
-LIMIT, MEMORY = "pipeline.memory_limit", "resources.memory_per_node"
-KNOWN = Link(1e-4, 1e9)
+SLOWER = {("forward", 0): 1.5, ("backward", 0): 1.25, ("forward", 1): 0.8, ("backward", 1): 1.0}
+STEP = '{"attempt": 1, "step": 10, "steps": 20, "time": 1.0, "step_time_s": 2.0}\n'
 
 
-def asked(job, profile, pipeline, overrides, disk_link=None):
-    cluster = assumed_cluster("here", [1], 1, None)
-    device = replace(cluster.nodes[0].device, disk_link=disk_link)
-    cluster = replace(cluster, nodes=(replace(cluster.nodes[0], device=device),))
-    spec = load(job, [f"pipeline={{{pipeline}}}", *overrides], check_files=False)
-    return make_plan_request(spec, profile, cluster)
+def test_what_a_job_asks_of_the_planner(write_job, profile, snapshot):
+    job = write_job("resources: {nodes: 2}")
 
+    def asked(settings):
+        overrides = [setting for setting in settings if setting != "disk=measured"]
+        disk = None if overrides == settings else Link(1e-4, 1e9)
+        (node,) = assumed_cluster("here", [1], 1, None).nodes
+        node = replace(node, device=replace(node.device, disk_link=disk))
+        cluster = replace(assumed_cluster("here", [1], 1, None), nodes=(node,))
+        request = make_plan_request(load(job, overrides, check_files=False), profile, cluster)
+        return {**vars(request), "memory_key": request.memory_key}
 
-@pytest.mark.parametrize(
-    ("pipeline", "overrides", "wanted"),
-    [
-        ("recompute: auto", (), {"recompute": None, "blocks": None}),
-        ("recompute: none", (), {"recompute": False, "blocks": False}),
-        ("recompute: all", (), {"recompute": True, "blocks": False}),
-        ("recompute: blocks", (), {"recompute": True, "blocks": True}),
-        ("backward: auto, recompute: all", (), {"backward_apart": None}),
-        ("backward: together, recompute: all", (), {"backward_apart": False}),
-        ("backward: apart, recompute: all", (), {"backward_apart": True}),
-        # No backward leaves a rank that compiles.
-        ("backward: auto", COMPILED, {"backward_apart": False}),
-        ("backward: auto, recompute: all", COMPILED, {"backward_apart": None}),
-        ("offload: disk", GPU, {"offload": True, "offload_to": DISK}),
-        ("offload: host", GPU, {"offload": True, "offload_to": HOST}),
-        ("offload: auto", GPU, {"offload": None, "offload_to": HOST}),
-        ("offload: disk", (), {"offload": True, "offload_to": DISK}),
-        ("offload: auto", (), {"offload": False}),  # nobody knows how fast the disk is
-        # The smaller limit of memory counts, and its key is known.
-        ("", (), {"memory_limit_bytes": None, "memory_key": LIMIT}),
-        ("memory_limit: 3GiB", (), {"memory_limit_bytes": 3 << 30, "memory_key": LIMIT}),
-        ("memory_limit: 3GiB", NODE, {"memory_limit_bytes": 3 << 30, "memory_key": LIMIT}),
-        ("", NODE, {"memory_limit_bytes": 4 << 30, "memory_key": MEMORY}),
-        ("memory_limit: 5GiB", NODE, {"memory_limit_bytes": 4 << 30, "memory_key": MEMORY}),
-        ("", (*NODE, f"{MEMORY}=1B"), {"memory_limit_bytes": 0, "memory_key": MEMORY}),
-    ],
-)
-def test_what_a_job_asks_of_the_planner(write_job, profile, pipeline, overrides, wanted):
-    request = asked(write_job("resources: {nodes: 2}"), profile, pipeline, overrides)
-    assert {name: getattr(request, name) for name in wanted} == wanted
-
-
-def test_offloading_to_a_disk_pays_where_its_speed_is_known(write_job, profile):
-    for word, offload in {"auto": None, "none": False}.items():
-        request = asked(write_job(), profile, f"offload: {word}", (), KNOWN)
-        assert (request.offload, request.offload_to) == (offload, DISK)
+    text, plain = "", asked([])
+    for line in FILE.read_text().splitlines():
+        given = line.partition(" ->")[0]
+        if not line.startswith("#"):
+            values = asked(given.split()).items()
+            own = [f"{key}={value}" for key, value in values if plain[key] != value]
+            line = f"{given} -> {' '.join(each for each in own if each[:4] != 'key=')}".rstrip()
+        text += f"{line}\n"
+    snapshot(FILE, text)
 
 
 def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline):
@@ -76,3 +56,44 @@ def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline):
     assert step_range(plan, replace(assumed, assumed=False, **links)) is None
     narrow = pipeline(2, 4, node_of_rank=[0, 1], size_bytes=1000)
     assert step_range(narrow, assumed) is None
+
+
+def slower(event):
+    factor = SLOWER.get((event.kind, event.stage), 1.0)
+    return event._replace(end_s=event.start_s + (event.end_s - event.start_s) * factor)
+
+
+def test_what_is_planned_from_a_run_takes_as_long_as_its_stages_took(
+    tmp_path, profile, write_job, monkeypatch
+):
+    """Of two ranks, of which step 10 was recorded."""
+    run = RunDirectory(tmp_path / "runs/20261125-120000-tiny")
+    run.trace.mkdir(parents=True)
+    cluster = assumed_cluster("c", [2], 2, None)
+    plan = make_plan(profile, cluster, PlanRequest("tiny", 16, micro_batches=8, stages=2))
+    timeline = simulate(plan, cluster).timeline
+    profile.save(run.profile)
+    plan.save(run.plan)
+    timeline.save(run.predicted)
+    with pytest.raises(UsageError, match="no step is recorded"):
+        correct_profile(run)
+    events = tuple(map(slower, timeline.events))
+    replace(timeline, events=events, step=10).save(run.measured_of(10))
+    found = correct_profile(run)
+    for node, stage in plan.stage_of.items():
+        before, after = profile.by_id[node], found.by_id[node]
+        assert after.forward_s == pytest.approx(before.forward_s * SLOWER["forward", stage])
+        assert after.backward_s == pytest.approx(before.backward_s * SLOWER["backward", stage])
+        forward_s, _ = after.timings[4]
+        assert forward_s == pytest.approx(0.02 * SLOWER["forward", stage])
+
+    write_job("resources: {tasks_per_node: 2}")
+    monkeypatch.chdir(tmp_path)
+    assert gather(tmp_path / "job.yaml", scheduler="local", from_run=run.name).profile == found
+
+    assert found.rows is None
+    run.metrics.write_text(STEP)
+    assert correct_profile(run).rows is not None, "the time of the step is known"
+    assert found.source == "test; corrected by 20261125-120000-tiny"
+    found.save(run.profile)
+    assert correct_profile(run).source == found.source, "which names the run once"

@@ -69,14 +69,15 @@ def measures(profiler, spec_of):
     return count
 
 
-def test_the_second_time_nothing_is_measured_unless_what_counts_is_another(measures):
+def test_the_second_time_nothing_is_measured_unless_what_counts_is_another(profiler, measures):
     assert measures() == 6
     PLACE.unlink()
     assert measures() == 0
     assert [path.suffix for path in CACHE.iterdir() if "rows-" not in path.name] == [".json"]
     assert measures("training.steps=7", "pipeline.schedule=gpipe", "name=other") == 0
     assert measures(again=True) == 6
-    assert measures(effort="fast") == 6
+    assert measures(effort="fast") == measures(effort="thorough") == 6
+    assert profiler.efforts == [Effort.NORMAL, Effort.NORMAL, Effort.FAST, Effort.THOROUGH]
     for change in (
         "training.batch_size=16",
         "pipeline.micro_batches=2",
@@ -85,6 +86,11 @@ def test_the_second_time_nothing_is_measured_unless_what_counts_is_another(measu
         "resources.cpus_per_task=2",
     ):
         assert [measures(change), measures(change)] == [6, 0], change
+    device = Profile.load(PLACE).device
+    assert (device.kind, device.threads, device.neighbours) == ("cpu", 2, 0)
+    assert device.model
+    assert measures(change, "launch.progress=core") == 6
+    assert Profile.load(PLACE).device.threads == 1
 
 
 def test_code_processor_and_versions_make_it_another(measures, monkeypatch):
@@ -135,16 +141,6 @@ def test_an_interrupted_one_goes_on_where_it_was_if_nothing_has_changed(
     Path("layers.py").write_text("width = 2\n")
     assert measures(again=True) == 6
     assert Profile.load(PLACE).device.resumed == 0
-
-
-def test_a_profile_says_on_what_and_is_measured_with_the_effort_asked_for(profiler, spec_of):
-    for effort in ("fast", "normal", "thorough"):
-        device = measure(spec_of("resources.cpus_per_task=3"), PLACE, effort=effort).device
-        assert (device.kind, device.threads, device.neighbours) == ("cpu", 3, 0)
-        assert device.model
-    assert profiler.efforts == [Effort.FAST, Effort.NORMAL, Effort.THOROUGH]
-    less = spec_of("resources.cpus_per_task=3", "launch.progress=core")
-    assert measure(less, PLACE).device.threads == 2
 
 
 def test_the_cache_is_in_the_output_directory_where_old_files_make_room(

@@ -1,18 +1,56 @@
-"""How often batch systems are asked by somebody who watches, and what metrics say of a run."""
+"""The state of runs: the verdict from four sources, in verdicts.txt, and how often batch systems
+are asked by somebody who watches."""
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.jobs import recover, state
-from pipectl.jobs.state import Poller, RunStatus, get_statuses
+from pipectl.jobs.state import Answer, Poller, RunStatus, decide_state, get_statuses
 from pipectl.plan import StageCost
 from pipectl.runs import Heartbeat, Record, RunDirectory
 from pipectl.runs.readers import MetricsLine, sum_up
 
-NOW, SUBMITTED = 1.7e9 + 600, 1.7e9
+NOW, SUBMITTED = 1.7e9 + 3600, 1.7e9
+VERDICTS = Path(__file__).with_name("verdicts.txt")
+
+
+def number(text):
+    return None if text is None else int(text)
+
+
+def verdict(facts):
+    """Ages are in seconds; the record is an hour old unless it says otherwise."""
+    listed = {}
+    if "listed" in facts:
+        state, code = JobState(facts["listed"]), number(facts.get("code"))
+        reason, source = facts.get("reason", ""), facts.get("source", "queue")
+        listed["7"] = JobStatus(state, reason, code, source=source)
+    at, state = NOW - float(facts.get("age", 3600)), facts.get("record", "submitted")
+    found = decide_state(
+        Record("demo", "slurm", "t", at, 1, 1, 5, state=state, job_id="7"),
+        Answer(listed, facts.get("error")),
+        NOW,
+        exit_code=number(facts.get("exit")),
+        beat_at=NOW - int(facts["beat"]) if "beat" in facts else None,
+        words="training, step 5 of 5",
+        step_time_s=number(facts.get("step")),
+    )
+    code = "" if found.exit_code is None else f" {found.exit_code}"
+    return f"{found.state}{code} by {found.source}" + (f": {found.reason}" * bool(found.reason))
+
+
+def test_the_state_of_a_job_is_what_its_sources_say(snapshot):
+    text = ""
+    for line in VERDICTS.read_text().splitlines():
+        facts = line.partition(" ->")[0]
+        if not line.startswith("#"):
+            line = f"{facts} -> {verdict(dict(word.split('=') for word in facts.split()))}"
+        text += f"{line}\n"
+    snapshot(VERDICTS, text)
 
 
 class Clock:
@@ -90,14 +128,11 @@ def test_questions_and_searches_become_rare_and_a_new_job_is_asked_about_at_once
     runs[0].exit_code.write_text("0\n")  # a reason to ask at once
     poller.get_statuses(runs, NOW)
     assert len(slurm.asked) == count + 1
-
-
-def test_processes_of_this_machine_are_looked_at_every_time(run, schedulers):
-    poller = Poller(Clock())
-    runs = [run("7"), run("9.1@here", "local")]
+    runs = [runs[1], run("9.1@here", "local")]  # processes are looked at every time
     for _ in range(3):
-        poller.get_statuses(runs, SUBMITTED)
-    assert [len(schedulers[name].asked) for name in ("local", "slurm")] == [3, 1]
+        poller.get_statuses(runs, NOW)
+    assert len(slurm.asked) == count + 1
+    assert schedulers["local"].asked == [["9.1@here"]] * 3
 
 
 @pytest.mark.parametrize("state", [JobState.QUEUED, JobState.RUNNING])
