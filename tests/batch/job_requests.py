@@ -106,3 +106,14 @@ def wait_until(condition: Callable[[], T], timeout_s: float = 60.0, pause_s: flo
         assert time.monotonic() < deadline, f"it never happened: {found}"
         time.sleep(pause_s)
     return found
+
+
+def check_table(snapshot, file, meaning):
+    """Compare a file of lines ``given -> meaning``, and of comments, with what ``meaning`` returns
+    for what is given; ``make golden`` accepts changes."""
+    text = ""
+    for line in file.read_text("utf-8").splitlines():
+        given = line.partition(" ->")[0]
+        text += line if line.startswith("#") else f"{given} -> {meaning(given)}".rstrip()
+        text += "\n"
+    snapshot(file, text)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from job_requests import check_table
 
 from pipectl.batch import process
 from pipectl.batch.pbs import PbsScheduler
@@ -41,34 +42,32 @@ HIDDEN = {
 }
 
 
-def answer(fake, scheduler, request, command, how, text):
-    """The id that a submission returns, or its error with what to do."""
-    if how == "as in":
-        fake.replay(command, text)
-    else:
-        said = text.encode().decode("unicode_escape")
-        fake.answer(command, said) if how == "says" else fake.answer(command, stderr=said, rc=1)
-    before = len(fake.calls("squeue") + fake.calls("qselect"))
-    try:
-        return scheduler.submit(SCRIPT, request)
-    except SchedulerError as error:
-        searched = len(fake.calls("squeue") + fake.calls("qselect")) > before
-        what = "not found" if isinstance(error, NoAnswerError) else "refused"
-        assert searched == (what == "not found"), "the job may be there"
-        return f"{what}: {error.message} ({error.cure})".replace("\n", " / ")
-
-
 def test_answers_to_a_submission_are_ids_or_refusals_with_a_cure(
     slurm, pbs, make_request, snapshot
 ):
-    lines, request = [], make_request()
-    systems = {"sbatch": (slurm, SlurmScheduler()), "qsub": (pbs, PbsScheduler())}
-    for line in FILE.read_text("utf-8").splitlines():
-        given = line.partition(" ->")[0]
+    def searches():
+        return len(slurm.calls("squeue") + pbs.calls("qselect"))
+
+    def answer(given):
+        """The id that a submission returns, or its error with what to do."""
         command, how, text = WORDS.fullmatch(given).groups()
-        found = answer(*systems[command], request, command, how, text)
-        lines.append(f"{given} -> {found}\n")
-    snapshot(FILE, "".join(lines))
+        fake = slurm if command == "sbatch" else pbs
+        said, before = text.encode().decode("unicode_escape"), searches()
+        if how == "as in":
+            fake.replay(command, text)
+        elif how == "says":
+            fake.answer(command, said)
+        else:
+            fake.answer(command, stderr=said, rc=1)
+        try:
+            scheduler = SlurmScheduler() if fake is slurm else PbsScheduler()
+            return scheduler.submit(SCRIPT, make_request())
+        except SchedulerError as error:
+            what = "not found" if isinstance(error, NoAnswerError) else "refused"
+            assert (searches() > before) == (what == "not found"), "the job may be there"
+            return f"{what}: {error.message} ({error.cure})".replace("\n", " / ")
+
+    check_table(snapshot, FILE, answer)
 
 
 def test_no_variable_overrules_a_submission_and_a_missing_command_is_named(

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from job_requests import change
+from job_requests import change, check_table
 
 from pipectl.batch import Template
 from pipectl.batch.launchers import (
@@ -70,18 +70,16 @@ def test_a_launcher_is_known_by_its_version(program, tmp_path):
 
 def test_command_lines_of_every_launcher(make_request, snapshot):
     request = make_request(nodes=2, tasks_per_node=4, cpus_per_task=16, args=("-l",))
-    file = Path(__file__).with_name("command_lines.txt")
-    text = ""
-    for line in file.read_text().splitlines():
-        case = line.partition(":")[0]
-        scheduler, launcher, mpi, bind = (part.split()[-1] for part in case.split(","))
+
+    def command_line(given):
+        scheduler, launcher, mpi, bind = (part.split()[-1] for part in given.split(","))
         try:
             job = change(request, launcher=launcher, mpi=mpi, bind=bind)
-            words = launch_command(job, scheduler)
+            return " ".join(launch_command(job, scheduler))
         except PipectlError as error:
-            words = ("error:", error.message, f"({error.cure})")
-        text += f"{case}: {' '.join(words)}\n"
-    snapshot(file, text)
+            return f"error: {error.message} ({error.cure})"
+
+    check_table(snapshot, Path(__file__).with_name("command_lines.txt"), command_line)
 
 
 @pytest.mark.mpi

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from job_requests import check_table
+
 from pipectl.batch import JobState
 from pipectl.batch.pbs import parse_qstat
 from pipectl.batch.slurm import parse_sacct, parse_sinfo, parse_squeue
@@ -9,8 +11,9 @@ from pipectl.batch.slurm import parse_sacct, parse_sinfo, parse_squeue
 FILE = Path(__file__).with_name("states.txt")
 
 
-def meaning(command, text):
+def meaning(said):
     """All that is read of a command's output; fields of PBS are separated by ``|``."""
+    command, _, text = said.partition(" ")
     text = text.encode().decode("unicode_escape")
     if command == "sinfo":
         return " ".join(f"{queue}".removeprefix("Queue") for queue in parse_sinfo(text))
@@ -28,11 +31,7 @@ def meaning(command, text):
 
 
 def test_what_batch_systems_say_means_this(snapshot):
-    lines = []
-    for line in FILE.read_text("utf-8").splitlines():
-        said = line.partition(" ->")[0]
-        lines.append(f"{said} -> {meaning(*said.split(' ', 1))}".rstrip() + "\n")
-    snapshot(FILE, "".join(lines))
+    check_table(snapshot, FILE, meaning)
 
 
 WAITS = {JobState.QUEUED, JobState.HELD}

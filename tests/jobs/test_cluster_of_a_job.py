@@ -2,8 +2,10 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from job_requests import check_table
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import DataFileError, MismatchError
@@ -11,7 +13,6 @@ from pipectl.jobs.prepare import cluster_file_key, cluster_path, find_cluster
 from pipectl.spec import load
 
 RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"
-OTHER = "was measured for other resources, launch settings or machines; it is not used"
 
 
 @pytest.fixture
@@ -57,29 +58,15 @@ def test_a_measured_cluster_is_found_at_its_usual_place(spec, monkeypatch, sched
     assert bool(find_cluster(spec, scheduler).warning) == (scheduler == "local")
 
 
-@pytest.mark.parametrize(
-    ("change", "is_used"),
-    [
-        ("resources.cpus_per_task=1", False),
-        ("resources.memory_per_node=7GiB", False),
-        ("launch.args=[-bind-to,none]", False),
-        ("environment.variables.UCX_TLS=tcp", False),
-        ("slurm.options.constraint=fast", False),
-        ("slurm.options.w=node7", False),
-        ("slurm.options.nodel=node7", False),
-        ("slurm.options.qos=long", True),
-        ("pbs.options.l=[place=pack]", False),
-        ("resources.walltime=60", True),
-        ("training.steps=5", True),
-        ("launch.scheduler=slurm", True),
-        ("name=tiny", True),
-    ],
-)
-def test_a_cluster_measured_for_other_settings_is_not_used(spec, tmp_path, change, is_used):
+def test_a_cluster_measured_for_other_settings_is_not_used(spec, tmp_path, snapshot):
     put(spec, [3, 3], cluster_file_key(spec, "slurm"))
-    found = find_cluster(load(tmp_path / "job.yaml", [change]), "slurm")
-    assert found.cluster.assumed == (found.file is None) == (not is_used)
-    assert found.warning == ("" if is_used else f"runs/tiny.cluster.json {OTHER}")
+
+    def use(setting):
+        found = find_cluster(load(tmp_path / "job.yaml", [setting]), "slurm")
+        assert found.cluster.assumed == (found.file is None) == bool(found.warning)
+        return found.warning or "used"
+
+    check_table(snapshot, Path(__file__).with_name("settings_of_clusters.txt"), use)
 
 
 def test_a_cluster_without_a_key_is_used_where_it_fits_and_a_damaged_one_is_an_error(spec):

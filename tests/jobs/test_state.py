@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from job_requests import check_table
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.jobs import recover, state
@@ -22,9 +23,9 @@ def number(text):
     return None if text is None else int(text)
 
 
-def verdict(facts):
+def verdict(given):
     """Ages are in seconds; the record is an hour old unless it says otherwise."""
-    listed = {}
+    facts, listed = dict(word.split("=") for word in given.split()), {}
     if "listed" in facts:
         state, code = JobState(facts["listed"]), number(facts.get("code"))
         reason, source = facts.get("reason", ""), facts.get("source", "queue")
@@ -44,13 +45,7 @@ def verdict(facts):
 
 
 def test_the_state_of_a_job_is_what_its_sources_say(snapshot):
-    text = ""
-    for line in VERDICTS.read_text().splitlines():
-        facts = line.partition(" ->")[0]
-        if not line.startswith("#"):
-            line = f"{facts} -> {verdict(dict(word.split('=') for word in facts.split()))}"
-        text += f"{line}\n"
-    snapshot(VERDICTS, text)
+    check_table(snapshot, VERDICTS, verdict)
 
 
 class Clock:
