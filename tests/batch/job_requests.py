@@ -83,11 +83,11 @@ def write_script(request: JobRequest, *command: str, scheduler: str = "local") -
     return script
 
 
-def start(request: JobRequest, *command: str, **options: Any) -> subprocess.Popen[str]:
+def start(request: JobRequest, *command: str) -> subprocess.Popen[str]:
     """A local job that runs a command, as a process of this one."""
     script = ["bash", str(write_script(request, *command))]
-    merged: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
-    return subprocess.Popen(script, text=True, **merged)
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(script, text=True, **streams)
 
 
 def run(request: JobRequest, *command: str) -> tuple[int, str]:

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import pytest
 from job_requests import check_table
 
-from pipectl.batch import process
-from pipectl.batch.pbs import PbsScheduler
+from pipectl.batch import JobState, process
+from pipectl.batch.pbs import PbsScheduler, parse_qstat
 from pipectl.batch.process import NoAnswerError
-from pipectl.batch.slurm import SlurmScheduler
+from pipectl.batch.slurm import SlurmScheduler, parse_sacct, parse_sinfo, parse_squeue
 from pipectl.errors import SchedulerError
 
 SCRIPT = Path("/runs/job.sh")
-FILE = Path(__file__).with_name("answers.txt")
+HERE = Path(__file__).parent
 WORDS = re.compile(r"(\S+) (says|fails with|as in) (.*)")
 
 
@@ -67,7 +67,7 @@ def test_answers_to_a_submission_are_ids_or_refusals_with_a_cure(
             assert (searches() > before) == (what == "not found"), "the job may be there"
             return f"{what}: {error.message} ({error.cure})".replace("\n", " / ")
 
-    check_table(snapshot, FILE, answer)
+    check_table(snapshot, HERE / "answers.txt", answer)
 
 
 def test_no_variable_overrules_a_submission_and_a_missing_command_is_named(
@@ -148,3 +148,36 @@ def test_a_system_that_does_not_answer_is_an_error_not_an_absence(system):
 
 def test_undecodable_output_is_shown_as_it_can_be():
     assert process.run(["bash", "-c", "printf 'a\\377b'"], cure="-").stdout == "a\ufffdb"
+
+
+def meaning(said):
+    """All that is read of a command's output; fields of PBS are separated by ``|``."""
+    command, _, text = said.partition(" ")
+    text = text.encode().decode("unicode_escape")
+    if command == "sinfo":
+        return " ".join(f"{queue}".removeprefix("Queue") for queue in parse_sinfo(text))
+    if command == "qstat":
+        fields = "".join(f"    {field}\n" for field in text.split("|"))
+        jobs = parse_qstat(f"Job Id: 7.vm\n{fields}").items()
+    else:
+        rows = {"squeue": parse_squeue, "sacct": parse_sacct}[command](text)
+        jobs = [(row.job_id, row.status) for row in rows]
+    words = []
+    for job_id, job in jobs:
+        words += [job_id, job.state, "" if job.exit_code is None else f"code {job.exit_code}"]
+        words += [job.nodes, job.start and "started", job.end and "ended", f"({job.reason})"]
+    return " ".join(word for word in words if word and word != "()")
+
+
+def test_what_batch_systems_say_means_this(snapshot):
+    check_table(snapshot, HERE / "states.txt", meaning)
+
+
+WAITS = {JobState.QUEUED, JobState.HELD}
+RUNS = {JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING}
+
+
+def test_a_job_waits_or_runs_or_is_over_or_nobody_knows():
+    assert {state for state in JobState if state.waits} == WAITS
+    assert {state for state in JobState if state.alive} == WAITS | RUNS
+    assert {state for state in JobState if not state.final} == WAITS | RUNS | {JobState.UNKNOWN}

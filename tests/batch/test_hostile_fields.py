@@ -5,7 +5,6 @@ import re
 
 import pytest
 import yaml
-from grammar import directives
 
 from pipectl.batch import get_scheduler
 from pipectl.batch.launchers import MpiChoice
@@ -19,6 +18,7 @@ TEXT = {
     "slurm": ["partition", "account", *(f"options.{key}" for key in SLURM)],
     "pbs": ["queue", "account", *(f"options.{key}" for key in "PMm")],
 }
+PREFIX = {"slurm": "#SBATCH ", "pbs": "#PBS "}
 CONTROLS = ["a\x1b[31mb", "a\x07", "a\nb", "a\x85b", "a\u2028b", "a\u202eb", "\x00"]
 JOB = {
     "version": 1,
@@ -29,6 +29,38 @@ JOB = {
     "training": {"steps": 4, "batch_size": 8},
     "site_defaults": False,
 }
+
+
+def directives(script: str, scheduler: str) -> list[list[str]]:
+    """The words of every line of options; they end with the first command."""
+    lines = script.splitlines()[1:]
+    end = next(index for index, line in enumerate(lines) if not line.startswith("#"))
+    assert not any(line.startswith(PREFIX[scheduler]) for line in lines[end:])
+    assert all(line.startswith(PREFIX[scheduler]) for line in lines[:end])
+    return [words(line.removeprefix(PREFIX[scheduler]), scheduler) for line in lines[:end]]
+
+
+def words(line: str, scheduler: str) -> list[str]:
+    """As src/sbatch/opt.c splits them, where a backslash escapes within quotes, too, and ``#``
+    begins a comment; or make_argv in src/cmds/qsub.c, where both are letters."""
+    found, word, quote, begun, letters = [], "", "", False, iter(line)
+    for letter in letters:
+        if letter == "\\" and scheduler == "slurm":
+            word, begun = word + next(letters), True
+        elif quote and letter == quote:
+            quote = ""
+        elif not quote and letter in "'\"":
+            quote, begun = letter, True
+        elif not quote and letter == "#" and scheduler == "slurm":
+            break
+        elif not quote and letter.isspace():
+            if begun:
+                found.append(word)
+            word, begun = "", False
+        else:
+            word, begun = word + letter, True
+    assert not quote, f"unmatched quote in {line!r}"
+    return [*found, word] if begun else found
 
 
 def test_they_arrive_in_the_directives_of_both(tmp_path, nasty):
