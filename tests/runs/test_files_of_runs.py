@@ -4,10 +4,12 @@ import json
 import os
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from job_requests import check_table
 
 from pipectl.errors import DataFileError
 from pipectl.runs import (
@@ -30,6 +32,7 @@ from pipectl.runs import (
 )
 from pipectl.runs.readers import merge_attempts, sum_up
 
+HERE = Path(__file__).parent
 RECORD = Record("gpt", "slurm", "7f3a9c", 1795228138.5, ranks=8, nodes=2, steps=500)
 VALUES = {"optimizer.kwargs.lr": 1e-3, "training.precision": "bf16", "model.kwargs.x": None}
 
@@ -58,28 +61,18 @@ def test_a_record_keeps_its_history_and_is_read_back_equal(tmp_path):
     assert Record.load(path).kind == "training"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 2}, "version"),
-        ({"state": "flying"}, "state"),
-        ({"tag": None}, "tag: missing"),
-        ({"ranks": 0}, "ranks"),
-        ({"submitted_at": "now"}, "submitted_at"),
-        ({"submitted_at": 2.5e11}, "submitted_at"),
-        ({"job_id": "7;touch x"}, "job_id"),
-        ({"history": [3]}, r"history\[0\]"),
-        ({"sweep": 3}, "sweep: must be an object"),
-        ({"sweep": {"name": "../elsewhere", "values": {}}}, "sweep.name"),
-        ({"task": -1}, "task"),
-    ],
-)
-def test_damaged_records_are_refused_by_field(tmp_path, change, message):
+def test_damaged_records_are_refused_by_field(tmp_path, snapshot):
     path = tmp_path / "record.json"
     RECORD.save(path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(DataFileError, match=message):
-        Record.load(path)
+    good = json.loads(path.read_text())
+
+    def fault(given):
+        path.write_text(json.dumps({**good, **json.loads(given)}))
+        with pytest.raises(DataFileError) as caught:
+            Record.load(path)
+        return caught.value.message.removeprefix(f"{tmp_path}/")
+
+    check_table(snapshot, HERE / "damaged_records.txt", fault)
 
 
 @pytest.fixture
@@ -211,29 +204,14 @@ def test_exit_code(run, text, code):
     assert read_exit_code(run) == code
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "line"),
-    [
-        ("rank-0003.log", b"text", Line(3, "[3] text")),
-        ("rank-0012.log", b"", Line(12, "[12] ")),
-        ("rank-0001.log", b"[3] fooled?", Line(1, "[1] [3] fooled?")),
-        ("rank-0003.log", b"10%\r[4] 20%\r", Line(3, "[3] [4] 20%")),
-        ("rank-12345.log", b"dos\r", Line(12345, "[12345] dos")),
-        ("job.log", b"[3] fooled?", Line(None, "[3] fooled?")),
-        ("job.log", b"10%\r20%\r30%", Line(None, "30%")),
-        ("job.log", b"caf\xe9", Line(None, "caf\ufffd")),
-        ("job.log", b"", Line(None, "")),
-        ("node-n1.log", b"[3] text", Line(3, "[3] text")),
-        ("node-n1.log", b"[1] [3] fooled?", Line(1, "[1] [3] fooled?")),
-        ("node-n1.log", b"[3] 10%\r[4] 20%\r", Line(3, "[3] [4] 20%")),
-        ("node-n1.log", b"[03] text", Line(None, "[03] text")),
-        ("node-n1.log", "[٣] text".encode(), Line(None, "[٣] text")),
-    ],
-)
-def test_whose_a_line_is(tmp_path, name, text, line):
-    path = tmp_path / name
-    path.write_bytes(text + b"\n")
-    assert list(Log(path).read_lines(to_the_end=True)) == [line]
+def test_whose_a_line_is(tmp_path, snapshot):
+    def line(given):
+        name, _, text = given.partition(" ")
+        path = tmp_path / name
+        path.write_bytes(text.encode().decode("unicode_escape").encode("latin-1") + b"\n")
+        return " ".join(map(str, Log(path).read_lines(to_the_end=True)))
+
+    check_table(snapshot, HERE / "log_lines.txt", line)
 
 
 def test_a_line_that_grows_is_read_once_and_whole_and_a_log_that_was_cut_from_its_begin(tmp_path):

@@ -5,6 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from job_requests import check_table
 
 from pipectl.errors import UnknownRunError, UsageError
 from pipectl.runs import (
@@ -95,40 +96,21 @@ def test_runs_are_listed_oldest_first_and_what_cannot_be_looked_at_hides_none(ba
     assert tuple(run.name for run in list_runs(base)) == RUNS
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("20261120-152233-gpt", "20261120-152233-gpt"),
-        ("last", "20261121-080000-bert"),
-        ("bert", "20261121-080000-bert"),
-        ("20261121", "20261121-080000-bert"),
-        ("gpt-2", "20261120-152233-gpt-2"),
-        ("20261119", "20261119-100000-gpt"),
-        # By the id of its job.
-        ("4711", "20261120-152233-gpt"),
-        ("4711.server", "20261120-152233-gpt"),
-        ("4712", "20261120-152233-gpt-2"),
-        ("4713[3]", "20261120-152233-gpt-10"),
-        ("4714", "20261121-080000-bert"),
-        ("2", "20261119-100000-gpt"),  # though dates begin with it
-        ("gpt", r"'gpt' matches 2 runs: 20261119-100000-gpt, 20261120-152233-gpt"),
-        ("bret", "no run 'bret'; did you mean 'bert'"),
-        *((name, "no run") for name in ("", "471", "notes", "../", "20261122-000000-file")),
-    ],
-)
-def test_names_and_ids_of_jobs_call_one_run_or_are_refused(base, name, found):
+def test_names_and_ids_of_jobs_call_one_run_or_are_refused(base, snapshot):
     ids = ("2", "4711.server", "4712_3", "4713[3].server", "4714.99@node-1")
     for run, job_id in zip(RUNS, ids, strict=True):
         record(base / run, job_id)
     (base / "20261101-000000-damaged").mkdir()
     (base / "20261101-000000-damaged/record.json").write_text("4711 {")
-    if found in RUNS:
-        assert find_run(base, name).name == found
-        return
-    with pytest.raises(UnknownRunError, match=found):
-        find_run(base, name)
-    with pytest.raises(UnknownRunError, match="no runs here"):
-        find_run(base / "notes", "last")
+
+    def called(given):
+        directory, _, name = given.partition(" ")
+        try:
+            return find_run(base / directory, name).name
+        except UnknownRunError as error:
+            return f"{error.message} ({error.cure})".replace(str(base), "runs")
+
+    check_table(snapshot, Path(__file__).with_name("names.txt"), called)
 
 
 def test_what_is_the_id_of_one_job_and_a_part_of_another_name_is_ambiguous(base):
