@@ -50,11 +50,6 @@ class Integers(Vectors):
         return self.vectors[index].abs().clamp(max=5).long(), self.classes[index]
 
 
-class Raising(Vectors):
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        raise OSError("the disk is gone")
-
-
 class Transposed(Vectors):
     """A collate_fn that puts the batch second."""
 

@@ -1,0 +1,506 @@
+"""Which samples a step takes, how they are padded and named, alike for every rank and loader."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from pipectl.capture.batch import Reader, by_name
+from pipectl.capture.data import Loader, Samples
+from pipectl.capture.slices import Rows
+from pipectl.errors import CaptureError, PipectlError, WorkerError
+from pipectl.faults import is_ours
+
+EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
+
+
+def noisy(index: int) -> tuple[Tensor, int]:
+    """A sample with every kind of random number."""
+    drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
+    return torch.tensor([index, *drawn], dtype=torch.float64), index
+
+
+class Mapped(Dataset):
+    """So many samples, each as the function gives it."""
+
+    def __init__(self, count: int = 10, sample: Callable[[int], Any] = noisy) -> None:
+        self.count, self.sample = count, sample
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index)
+
+
+class Stream(IterableDataset):
+    def __init__(self, count: int = 5) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        """Draws the order at once, and further numbers with every sample."""
+        order = list(range(self.count))
+        random.shuffle(order)
+        return map(noisy, order)
+
+
+class Plain:
+    """Iterable, and no class of torch's."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return iter(Stream())
+
+
+def taken(loader: Loader, steps: int, micro_batch_size: int) -> list[Tensor]:
+    planned = list(islice(loader.batches(), steps))
+    return [inputs for inputs, _ in loader.micro_batches(planned, micro_batch_size)]
+
+
+def indices(found: list[Tensor]) -> list[int]:
+    return [int(row[0]) for batch in found for row in batch]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "drop_last", "expected"),
+    [
+        (Mapped(), False, [(0, 4), (0, 4), (0, 2), (1, 4)]),
+        (Mapped(), True, [(0, 4), (0, 4), (1, 4), (1, 4)]),
+        (Stream(), False, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+    ],
+    ids=["all", "full ones", "iterable"],
+)
+def test_epoch_follows_epoch(dataset: Any, drop_last: bool, expected: list[Any]) -> None:
+    loader = Loader(dataset, seed=1, batch_size=4, drop_last=drop_last)
+    assert [(batch.epoch, batch.size) for batch in islice(loader.batches(), 4)] == expected
+
+
+def test_order_and_augmentation_are_those_of_seed_and_epoch_in_any_process() -> None:
+    loader, before = Loader(Mapped(), seed=1, batch_size=4), torch.get_rng_state()
+    orders = [loader.order(epoch) for epoch in range(3)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(sorted(order) == list(range(10)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    assert orders == [Loader(Mapped(), seed=1).order(epoch) for epoch in range(3)]
+    assert orders[0] != Loader(Mapped(), seed=2).order(0)
+    found = taken(loader, 6, 3)
+    assert [len(batch) for batch in found] == [3, 1, 3, 1, 2] * 2
+    assert indices(found) == orders[0] + orders[1]
+    rows = torch.cat(found)
+    first, second = (part[part[:, 0].argsort(), 1:] for part in rows.split(10))
+    assert first.unique().numel() == 30
+    assert not (first == second).any()
+    elsewhere = Loader(Mapped(), seed=1, batch_size=4, workers=2)
+    assert torch.equal(torch.cat(taken(elsewhere, 6, 2)), rows)
+    as_they_are = Loader(Mapped(), seed=1, shuffle=False, batch_size=5)
+    assert indices(taken(as_they_are, 2, 2)) == list(range(10))
+
+
+class Failing(Mapped):
+    """Sample 3 raises, samples of another shape cannot be collated, or the process is killed."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == 3 and self.sample == "raises":
+            raise KeyError("no row 3")
+        if index == 3 and self.sample == "ends":
+            os._exit(9)
+        return torch.zeros(2 if index == 3 and self.sample == "ragged" else 1), index
+
+
+PLACE = rf"raised KeyError: .* \(at {re.escape(__file__)}:\d+\)"
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("raises", WorkerError, f"data: a loading process {PLACE}"),
+        ("ends", WorkerError, r"data: DataLoader worker \(pid.* exited unexpectedly.*"),
+        ("ragged", CaptureError, "data: samples cannot be collated into a batch: RuntimeError: .*"),
+    ],
+)
+def test_an_error_in_a_loading_process_is_the_users(
+    how: Any, error: type[PipectlError], message: str
+) -> None:
+    loader = Loader(Failing(10, how), seed=1, shuffle=False, workers=1, batch_size=4)
+    with pytest.raises(error) as raised:
+        taken(loader, 1, 2)
+    assert re.fullmatch(message, raised.value.message), raised.value.message
+    assert raised.value.cure
+    assert not is_ours(raised.value)
+    if how == "raises":
+        with pytest.raises(CaptureError, match=f"^data: sample 3: {PLACE}"):
+            loader.example(4)
+
+
+@pytest.mark.parametrize("dataset", [Stream(), Plain()], ids=["torch", "plain"])
+def test_an_iterable_goes_round_and_round_in_full_batches(dataset: Any) -> None:
+    found = taken(Loader(dataset, seed=1, batch_size=4), 4, 3)
+    assert [len(batch) for batch in found] == [3, 1] * 4
+    assert sorted(indices(found)[:5]) == list(range(5)) == sorted(indices(found)[5:10])
+    assert indices(found)[:5] != indices(found)[5:10]
+
+
+def test_a_generator_is_read_once_and_then_refused() -> None:
+    loader = Loader((sample for sample in Stream()), seed=1, batch_size=4)
+    loaded = loader.micro_batches(islice(loader.batches(), 3), 4)
+    next(loaded)
+    with pytest.raises(CaptureError) as raised:
+        next(loaded)
+    assert raised.value.message == "data: epoch 2 of the dataset has no samples"
+
+
+class Shifted(IterableDataset):
+    """Pairs of arrays, of which its ``collate_fn`` makes tensors, and draws something for them."""
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return ((np.full(3, index, "f4"), np.zeros(1, "f4")) for index in range(8))
+
+    @staticmethod
+    def collate_fn(samples: list[Any]) -> tuple[Tensor, Tensor]:
+        assert all(isinstance(sample, tuple) for sample in samples)
+        vectors, targets = (torch.from_numpy(np.stack(part)) for part in zip(*samples, strict=True))
+        return vectors, targets + random.random() + np.random.rand() + torch.rand(1)
+
+
+def test_collate_fn_of_an_iterable_has_its_samples_and_draws_the_same_whatever_runs_between() -> (
+    None
+):
+    def read(workers: int, seed: int) -> list[Tensor]:
+        found = []
+        loader = Loader(Shifted(), seed=1, workers=workers, batch_size=4)
+        for _, targets in loader.micro_batches(islice(loader.batches(), 2), 2):
+            found.append(targets)
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+        return found
+
+    expected = read(0, seed=5)
+    assert all(map(torch.equal, read(1, seed=5), expected))
+    assert all(map(torch.equal, read(1, seed=6), expected))
+    assert len({float(targets[0]) for targets in expected}) == 4
+    loader = Loader(Shifted(), seed=1)
+    (inputs, _), *_ = loader.micro_batches([Samples(0, range(4))], 2)
+    assert torch.equal(inputs, loader.example(2)[0])  # as where the model is captured
+
+
+class Endless(Dataset):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(2), index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message", "cure"),
+    [
+        *((empty, "the dataset is empty", "arguments") for empty in (Mapped(0), Stream(0), [])),
+        (Endless(), "has __getitem__ but no __len__", "add __len__"),
+        (
+            Mapped(4, lambda index: (torch.zeros(index + 1), index)),
+            "samples cannot be collated into a batch: Runtime",
+            "name lengths to pad them to under data.buckets",
+        ),
+    ],
+    ids=["map", "iterable", "list", "endless", "ragged"],
+)
+def test_data_that_make_no_batch(dataset: Any, message: str, cure: str) -> None:
+    with pytest.raises(CaptureError, match=f"^data: {message}") as raised:
+        Loader(dataset, seed=1).example(3)
+    assert cure in str(raised.value.cure)
+
+
+def test_an_example_is_repeated_where_samples_are_too_few() -> None:
+    inputs, _ = Loader(Mapped(3), seed=1).example(5)
+    assert indices([inputs]) == [0, 1, 2, 0, 1]
+
+
+# Batches of sequences of several lengths
+
+BUCKETS = (4, 8, 12)
+
+
+def sequences(each: list[int], form: Any = lambda ids: (ids, ids + 1), **more: Any) -> Mapped:
+    """The numbers of their samples, as often as these are long; attributes of the dataset."""
+    dataset = Mapped(len(each), lambda index: form(torch.full((each[index],), index)))
+    vars(dataset).update(more)
+    return dataset
+
+
+def loader_of(dataset: Any, **options: Any) -> Loader:
+    pad = {"inputs": 99, "targets": -100}
+    return Loader(dataset, **{"seed": 1, "buckets": BUCKETS, "pad": pad, **options})
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=60),
+    size=st.integers(1, 9),
+    drop_last=st.booleans(),
+)
+def test_every_epoch_takes_every_sample_once_in_batches_of_one_bucket(
+    lengths: list[int], size: int, drop_last: bool
+) -> None:
+    loader = loader_of(sequences(lengths), batch_size=size, drop_last=drop_last)
+    kinds = []
+    for epoch in range(3):
+        order, taken = loader.order(epoch), list[int]()
+        batches = loader.epoch(epoch)
+        for batch in batches:
+            mine = [order[position] for position in batch.positions]
+            fits = [next(b for b in BUCKETS if lengths[index] <= b) for index in mine]
+            assert set(fits) == {batch.length}
+            assert batch.tokens == sum(lengths[index] for index in mine)
+            assert batch.size == size or not drop_last
+            taken += mine
+        assert sorted(order) == list(range(len(lengths)))
+        assert len(set(taken)) == len(taken)
+        assert drop_last or len(taken) == len(lengths)
+        kinds.append(sorted((batch.size, batch.length) for batch in batches))
+    assert kinds[0] == kinds[1] == kinds[2]  # the steps of every epoch have been seen in the first
+
+
+def test_epochs_mix_lengths_in_orders_of_their_own() -> None:
+    loader, again = (
+        loader_of(sequences([1 + index % 12 for index in range(240)]), batch_size=4)
+        for _ in range(2)
+    )
+    lengths = [[batch.length for batch in loader.epoch(epoch)] for epoch in range(2)]
+    assert lengths[0] != lengths[1]
+    assert sum(a != b for a, b in zip(lengths[0], lengths[0][1:], strict=False)) > 20
+    assert again.order(1) == loader.order(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_is_padded_to_the_length_of_its_bucket(workers: int) -> None:
+    dataset = sequences([5, 2, 7, 12, 1, 8])
+    loader = loader_of(dataset, batch_size=2, workers=workers, shuffle=False)
+    planned = list(islice(loader.batches(), 4))
+    assert [(batch.length, batch.size) for batch in planned] == [(8, 2), (4, 2), (8, 1), (12, 1)]
+    loaded = list(loader.micro_batches(planned, 2))
+    assert [tuple(inputs.shape) for inputs, _ in loaded] == [(2, 8), (2, 4), (1, 8), (1, 12)]
+    inputs, targets = loaded[0]
+    assert inputs.tolist() == [[0] * 5 + [99] * 3, [2] * 7 + [99]]
+    assert targets.tolist() == [[1] * 5 + [-100] * 3, [3] * 7 + [-100]]
+
+
+class Marks(NamedTuple):
+    ids: Any
+    score: float
+
+
+def as_lists(ids: Tensor) -> dict[str, Any]:
+    """As datasets of HuggingFace give them: lists under keys."""
+    return {"input_ids": ids.tolist(), "mask": [1] * len(ids), "score": 0.5}
+
+
+def pad_to_longest(samples: list[Any]) -> dict[str, Tensor]:
+    """Makes the mask itself, which shows the real lengths."""
+    ids = [inputs for inputs, _ in samples]
+    mask = [torch.ones(len(each), dtype=torch.bool) for each in ids]
+    pad = nn.utils.rnn.pad_sequence
+    return {"ids": pad(ids, batch_first=True), "mask": pad(mask, batch_first=True)}
+
+
+def test_fields_are_padded_by_their_names_wherever_they_are() -> None:
+    inputs, targets = loader_of(
+        sequences([3, 2], as_lists), pad={"input_ids": 7, "mask": 0}
+    ).example(2)
+    assert inputs["input_ids"].tolist() == [[0, 0, 0, 7], [1, 1, 7, 7]]
+    assert inputs["mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    assert inputs["score"].tolist() == [0.5, 0.5]
+    assert targets.keys() == inputs.keys()
+    nested = sequences([1, 2], lambda ids: (Marks(ids, 0.5), {"next": ids, "weight": 1.0}))
+    marks, targets = loader_of(nested, pad={"inputs": 5, "next": -1}).example(2)
+    assert isinstance(marks, Marks)
+    assert marks.ids.tolist() == [[0, 5, 5, 5], [1, 1, 5, 5]]
+    assert targets["next"].tolist() == [[0, -1, -1, -1], [1, 1, -1, -1]]
+    assert targets["weight"].tolist() == [1.0, 1.0]
+    collated = sequences([3, 2], collate_fn=pad_to_longest, lengths=[3, 2])
+    inputs, _ = loader_of(collated, pad={"ids": 9, "mask": False}).example(2)
+    assert inputs["ids"].tolist() == [[0, 0, 0, 9], [1, 1, 0, 9]]
+    assert inputs["mask"].tolist() == [[True] * 3 + [False], [True] * 2 + [False] * 2]
+
+
+TOO_LONG = "sample 1 has length 14, and the longest of data.buckets is 12 (2 samples are longer)"
+FIELDS = "but the sequences have the fields input_ids, mask, score"
+LISTS = sequences([3], as_lists)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (sequences([3, 14, 2, 13]), {}, f"data: {TOO_LONG}"),
+        (sequences([3, 14, 13]), {"section": "evaluation.data"}, f"evaluation.data: {TOO_LONG}"),
+        (
+            sequences([3, 10], lengths=[3]),
+            {},
+            "data: has 2 samples, but its attribute lengths has 1 entries",
+        ),
+        (
+            sequences([3, 10], lengths=[3, 7]),
+            {},
+            "data: 'inputs' of sample 1 has length 10, but its bucket (data.buckets) has 8",
+        ),
+        (LISTS, {"pad": {"input_id": 0}}, f"data: data.pad names 'input_id', {FIELDS}"),
+        (LISTS, {"pad": {"mask": 0, "label": 0}}, f"data: data.pad names 'label', {FIELDS}"),
+        (
+            Stream(),
+            {},
+            "data: is iterable, so that data.buckets cannot sort its samples by length",
+        ),
+    ],
+)
+def test_data_that_fit_no_bucket_are_refused(dataset: Any, options: Any, message: str) -> None:
+    with pytest.raises(CaptureError) as raised:
+        loader_of(dataset, **options).example(2, length=8)
+    assert raised.value.message == message
+    assert raised.value.cure
+
+
+class Padless(nn.Module):
+    """Asks for the length in all the ways that models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(37, 8), nn.Linear(8, 37)
+        self.register_buffer("table", torch.randn(1, 12, 8), persistent=False)
+        self.register_buffer("seen", torch.ones(12, 12, dtype=torch.bool).tril(), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.size(1)
+        assert length <= 12, "too long"
+        x = self.tokens(ids) + self.table[:, :length]
+        seen = self.seen[:length, :length]
+        scores = (x @ x.mT).masked_fill(~seen, float("-inf")) / length**0.5
+        return self.head(scores.softmax(-1) @ x)
+
+
+class FixedLength(Padless):
+    """Fixes the length of each graph, but computes the same for every length."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        return self.head(x + torch.linspace(0, 1, int(ids.shape[1]))[:, None])
+
+
+class Branching(Padless):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        return self.head(x.relu() if ids.shape[1] > 10 else x)
+
+
+@pytest.fixture
+def bucketed(make_job: Any) -> Any:
+    buckets = {"buckets": [5, 8, 12], "pad": {"inputs": 0, "targets": -100}}
+    data, loss = {"factory": f"{EQUALITY}:Sentences", **buckets}, f"{EQUALITY}:token_loss"
+    return lambda model: make_job(f"{__file__}:{model}", loss=loss, data=data)
+
+
+@pytest.mark.parametrize("model", ["Padless", "FixedLength"])
+def test_the_graph_of_a_length_gives_what_the_model_gives(
+    bucketed: Any, run_whole: Any, model: str
+) -> None:
+    job = bucketed(model)
+    for graph_of in (job.training_graph, job.evaluation_graph):
+        graphs = {id(graph_of(3, length)) for length in (0, 5, 8, 12)}
+        assert len(graphs) == (1 if model == "Padless" else 3)
+    assert job.training_graph(3).tokens_per_sample
+    for length in (5, 8, 12):
+        plain = job.step(*job.loader.example(3, length=length))
+        assert torch.equal(run_whole(job, Rows.of(3, length)), plain)
+    job.check_shapes(3)
+
+
+def test_a_model_that_computes_something_else_for_a_length_is_refused(bucketed: Any) -> None:
+    with pytest.raises(CaptureError) as raised:
+        bucketed("Branching").check_shapes(4)
+    assert raised.value.message.startswith(
+        "model: its graph for sequences of 12 (data.buckets) differs from that for 5: "
+    )
+
+
+# Batches by name: tensors and numbers are the graph's, all else is nobody's
+
+DIFFERS = "a batch differs from the training batch that was captured"
+
+
+@pytest.fixture(scope="module")
+def described(make_job: Any) -> Any:
+    return make_job("mlp", data="Described", loss="mean_by_count")
+
+
+def test_tensors_are_found_by_their_keys_in_any_order_beside_any_number_of_texts(
+    described: Any,
+) -> None:
+    graph = described.training_graph(4)
+    for size in (1, 4, 6):
+        inputs, targets = described.loader.example(size)
+        found = by_name(graph, (inputs, targets))
+        assert {name: getattr(value, "shape", value) for name, value in found.items()} == {
+            "inputs": (size, 6),
+            "targets_y": (size,),
+            "targets_id": (size, 2),
+            "targets_count": size,
+        }
+        turned = by_name(graph, [inputs, dict(reversed(targets.items()))])
+        assert list(turned) == list(found)
+        assert all(turned[name] is value for name, value in found.items())
+
+
+def test_a_number_must_stay_what_it_was_when_it_was_captured(described: Any) -> None:
+    reader = Reader(described.training_graph(4))
+    reader.check(reader.read(described.loader.example(4)), 4, (), is_whole=True)
+    with pytest.raises(CaptureError, match=r"^data: 'targets_count' .* number 2, .* with 4, and"):
+        reader.check(reader.read(described.loader.example(2)), 2, (), is_whole=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"more": torch.zeros(4)}, "tensor targets['more'] is new"),
+        (
+            {"id": None, "count": torch.zeros(4)},
+            "tensor targets['id'] is missing, number targets['count'] is missing, "
+            "tensor targets['count'] is new",
+        ),
+        (
+            {"boxes": [1, 2, 3, 4, 5]},
+            "number targets['boxes'][0] is new, number targets['boxes'][1] is new, "
+            "number targets['boxes'][2] is new, and 2 more",
+        ),
+    ],
+)
+def test_other_tensors_or_numbers_are_refused(
+    described: Any, change: dict[str, Any], message: str
+) -> None:
+    inputs, targets = described.loader.example(4)
+    for training, section in ((True, "data"), (False, "evaluation.data")):
+        with pytest.raises(CaptureError) as raised:
+            by_name(described.training_graph(4), (inputs, {**targets, **change}), training=training)
+        assert raised.value.message == f"{section}: {DIFFERS}: {message}"
+
+
+def test_named_tuples_and_lists_are_taken_apart(make_job: Any) -> None:
+    job = make_job("mlp", data="Marked", loss="mean_by_mark")
+    inputs, marks = job.loader.example(3)
+    found = by_name(job.training_graph(4), (inputs, marks._replace(boxes=tuple(marks.boxes))))
+    expected = [inputs, marks.y, marks.boxes[0], marks.boxes[1]["weight"]]
+    assert [id(value) for value in found.values()] == [id(value) for value in expected]
+
+
+def test_texts_and_numbers_are_no_part_of_the_model(make_job: Any) -> None:
+    """A profile and a run may have captured batches of different sizes."""
+    job, other = (make_job("mlp", data="Described", loss="mean_by_y") for _ in range(2))
+    graphs = [job.training_graph(4), other.training_graph(6)]
+    assert not graphs[0].fixed
+    assert graphs[0].fingerprint == graphs[1].fingerprint
