@@ -272,24 +272,10 @@ def test_everything_of_a_run_is_for_its_owner_alone(cli, profile, queue, monkeyp
         os.umask(before)
 
 
-TRAINING = """\
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-def build():
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-def data():
-    return TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
-"""
-
-
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
-def test_everything_that_a_trained_run_leaves_is_for_its_owner_alone(cli, job, monkeypatch):
+def test_everything_that_a_trained_run_leaves_is_for_its_owner_alone(cli, real_job, monkeypatch):
     monkeypatch.setenv("PATH", PATH)
-    Path("model.py").write_text(TRAINING)
     options = ("variables={KEY: swordfish}", "training.steps=4", "checkpoint={every: 2}")
     options = (f"environment.{options[0]}", *options[1:], "trace={steps: [2]}")
     before = os.umask(0o002)

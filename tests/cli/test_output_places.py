@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.timeline import Event, Timeline
-
 SHAPE = "lab simulate --schedule gpipe --stages 2 --micro-batches 2"
 WRITERS = [
     (f"{SHAPE} --svg", "cli.lab.simulate.plan_equal_stages"),
@@ -21,12 +19,8 @@ WRITERS = [
 
 
 @pytest.fixture
-def everything(profile, finished, pipeline):
+def everything(profile, traced):
     """A job with a profile, and a run with a recorded step."""
-    pipeline(2, 4).save(finished / "plan.json")
-    events = tuple(Event(rank, 0.0, 1.0, "forward", rank, 0) for rank in range(2))
-    Timeline(events, 2, None).save(finished / "trace" / "predicted.json")
-    Timeline(events, 2, 10).save(finished / "trace" / "step-000010.json")
 
 
 @pytest.mark.parametrize(("line", "_work"), WRITERS)

@@ -5,41 +5,16 @@ import math
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pipectl.cluster import Cluster, Device, Node
-from pipectl.jobs.planning import write_plan
 from pipectl.link import Link
-from pipectl.plan import Prediction
 from pipectl.report.comparison import ComparisonJson
-from pipectl.runs import RunDirectory
-from pipectl.simulate import simulate
-from pipectl.timeline import Event, Timeline
+from pipectl.timeline import Event
 
 FREE = Link(0.0, 1e15)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-@pytest.fixture
-def traced(finished, pipeline):
-    """A completed run with a plan, both timelines, and what its ranks hold."""
-    prediction = Prediction(5.0, 0.2, (0.8, 0.8), (1 << 30, 1 << 30))
-    replace(pipeline(2, 4), prediction=prediction).save(finished / "plan.json")
-    for name, pace in (("predicted", 1.0), ("step-000010", 1.2)):
-        events = tuple(
-            Event(rank, (rank + index) * pace, (rank + index + 1) * pace, "forward", rank, index)
-            for rank in range(2)
-            for index in range(4)
-        )
-        step = None if name == "predicted" else 10
-        Timeline(events, 2, step).save(finished / "trace" / f"{name}.json")
-    ranks = [{"rank": rank, "peak_bytes": 1 << 30} for rank in range(2)]
-    beat = {"version": 1, "state": "training", "step": 10, "steps": 10, "ranks": ranks}
-    (finished / "heartbeat.json").write_text(json.dumps(beat))
-    return finished
 
 
 def test_everything_about_a_run(cli, traced):
@@ -100,38 +75,7 @@ def test_a_browser_zooms_and_says_what_an_action_is(cli, traced, tmp_path):
     assert 'class="dim">rank 0: forward, stage 0, micro-batch 0, from 0.00 us on' in done.stdout
 
 
-@pytest.fixture
-def run(place, pipeline):
-    """Steps 5 and 10 are recorded; in step 10, stage 1 took twice its time."""
-    found = RunDirectory.create(place / "runs", "gpt", 0.0)
-    plan, cluster = pipeline(2, 4), Cluster("c", "t", (Node("n", 2, 2, Device("cpu")),), FREE, FREE)
-    write_plan(found, plan, cluster)
-    timeline = simulate(plan, cluster).timeline
-    Timeline(timeline.events, 2, 5).save(found.measured_of(5))
-    slower = [
-        event._replace(end_s=2 * event.end_s - event.start_s) if event.stage == 1 else event
-        for event in timeline.events
-        if event.rank == 1 or event.micro_batch != 3
-    ]
-    Timeline(tuple(slower), 2, 10, 2e-5).save(found.measured_of(10))
-    return found
-
-
-def test_the_last_recorded_step_is_compared(cli, run, golden):
-    result = cli("report", "last")
-    assert result.code == 0
-    golden(result.out, result.err, vary=run.name)
-
-
-def test_another_step_for_programs(cli, run):
-    answer = cli("report", run.name, "--step", "5", "--json").json
-    assert (answer["run"], answer["steps"], answer["step"]) == (run.name, [5, 10], 5)
-    assert set(answer) == {"run", "steps", *ComparisonJson.__annotations__}
-    assert answer["ratio"] == pytest.approx(1.0)
-    assert {part["ratio"] for part in answer["parts"] if part["kind"] != "update"} == {1.0}
-
-
-def test_a_page_a_picture_and_a_trace_at_once(cli, run):
+def test_a_page_a_picture_and_a_trace_at_once(cli, recorded):
     """Picture and trace show both timelines."""
     files = ("-o", "out/page.html", "--svg", "out/step.svg", "--perfetto", "out/step.json")
     result = cli("report", "gpt", "--json", *files)
@@ -143,40 +87,28 @@ def test_a_page_a_picture_and_a_trace_at_once(cli, run):
     assert re.search(r"^out/step\.svg \(.*\): open it in a browser$", result.err, re.MULTILINE)
     picture = Path("out/step.svg").read_text()
     assert picture.startswith("<svg ")
-    for words in (f"{run.name}, step 10: ", "2 stages on 2 ranks", ">predicted<", "measured, step"):
+    for words in (
+        f"{recorded.name}, step 10: ",
+        "2 stages on 2 ranks",
+        ">predicted<",
+        "measured, step",
+    ):
         assert words in picture
 
 
-def test_a_step_of_an_earlier_plan_is_not_compared(cli, run, pipeline):
-    cluster = Cluster("c", "t", (Node("n", 4, 4, Device("cpu")),), FREE, FREE)
-    events = simulate(pipeline(4, 4), cluster).timeline.events
-    Timeline(events, 4, 12).save(run.measured_of(12))
-    result = cli("report", "last", "--perfetto", "step.json")
-    assert result.code == 2
-    assert "step 12 was recorded on 4 ranks, and the plan has 2" in result.err
-    assert not Path("step.json").exists()
-    assert cli("report", "-o", "page.html").code == 0
-    assert "measured, step" not in Path("page.html").read_text()
-    assert cli("report", "last", "--step", "10").code == 0
-
-
-def test_what_is_not_there_is_said(cli, run):
-    result = cli("report", "last", "--step", "7")
-    assert result.code == 2
-    assert "step 7 is not recorded" in result.err
-    assert "recorded steps: 5, 10" in result.err
-    damaged = {"version": 1, "ranks": 2, "columns": ["rank"], "events": [[0]]}
-    run.measured_of(10).write_text(json.dumps(damaged))
-    result = cli("report")
-    assert result.code == 3
-    assert "step-000010.json: events: do not fit the columns" in result.err
+def test_events_that_no_rank_can_have_are_refused(cli, recorded):
     sound = Event(0, 0.0, 1.0, "forward", 0, 0)
     wrong = {"rank": 2, "start_s": "x", "end_s": math.inf, "kind": [], "stage": 1.5}
     for key, value in wrong.items():
         row = list(sound._replace(**{key: value}))
         damaged = {"version": 1, "ranks": 2, "columns": Event._fields, "events": [row]}
-        run.measured_of(10).write_text(json.dumps(damaged))
+        recorded.measured_of(10).write_text(json.dumps(damaged))
         result = cli("report")
         assert result.code == 3
         assert "step-000010.json: events[0]: " in result.err
     assert cli("report", "-o", "page.html").code == 0
+
+
+def test_json_has_all_keys(cli, recorded):
+    answer = cli("report", "--json").json
+    assert set(answer) == {"run", "steps", *ComparisonJson.__annotations__}
