@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,44 +20,32 @@ from pipectl.runtime import device
 from pipectl.runtime.agreement import check_accelerators, misplaced, sharing_ranks
 from pipectl.runtime.transport import Progress
 
-HERE = Path(__file__).parent
-PROGRAM = HERE / "changed_ranks.py"
+PROGRAM = Path(__file__).with_name("changed_ranks.py")
 
 
-@pytest.fixture
-def two(make_run) -> tuple[RunDirectory, RunDirectory]:
-    """The same run twice: what rank 0 sees, and what rank 1 does."""
-    run = make_run(2)
-    copy = run.path.with_name("copy")
-    shutil.copytree(run.path, copy)
-    return run, RunDirectory(copy)
+@pytest.mark.mpi
+def test_what_differs_is_named_with_both_sides_before_training(make_run, launch) -> None:
+    """Rank 1 sees a copy of the run, which does not stay one."""
+    mine = make_run(2)
+    theirs = RunDirectory(mine.path.with_name("copy"))
+    shutil.copytree(mine.path, theirs.path)
+    runs = (mine, theirs)
 
-
-@pytest.fixture
-def refused(launch, two: Any) -> Any:
-    """``refused(words)``: both ranks end with code 3 and the words, and neither has trained."""
-
-    def check(words: str, change: str = "") -> None:
-        done = launch(2, PROGRAM, change, *(run.path for run in two))
+    def refused(words: str, change: str = "") -> None:
+        done = launch(2, PROGRAM, change, *(run.path for run in runs))
         assert done.returncode == 3, done.stderr
         assert words in done.stderr
         assert "Traceback" not in done.stderr
-        reports = [report for run in two for report in read_errors(run)]
-        assert reports
+        reports = [report for run in runs for report in read_errors(run)]
         assert {report.type for report in reports} == {"MismatchError"}
         assert all(words in report.message and report.cure for report in reports)
-        for run in two:
+        for run in runs:
             assert read_metrics(run) == []
             for file in run.errors.iterdir():
                 file.unlink()
 
-    return check
-
-
-@pytest.mark.mpi
-def test_what_differs_is_named_with_both_sides(two: Any, refused: Any) -> None:
     versions = [("pipectl", __version__), ("torch", torch.__version__)]
-    told = "; ".join(f"{name} 0.0.7, not {mine}" for name, mine in versions)
+    told = "; ".join(f"{name} 0.0.7, not {version}" for name, version in versions)
     refused(f" has {told}, as rank 0 on ", "pipectl,pytorch")
     refused("rank 1 runs another pipectl than rank 0", "stranger")
     refused(
@@ -65,11 +53,18 @@ def test_what_differs_is_named_with_both_sides(two: Any, refused: Any) -> None:
         "operator 4, 'linear_2', has other arguments here than there",
         "deeper",
     )
-    move_an_operator(two[1])
-    text = two[1].job.read_text()
-    assert "steps: 5" in text
-    two[1].job.write_text(text.replace("steps: 5", "steps: 6"))
+    for run in runs:
+        change_job(run, "gpus_per_node: 0", "gpus_per_node: 1")
+    refused("sees an accelerator of type cuda, but rank 0 on ", "accelerator")
+    move_an_operator(theirs)
+    change_job(theirs, "steps: 5", "steps: 6")
     refused(" has another job.yaml; another plan.json, as rank 0 on ")
+
+
+def change_job(run: RunDirectory, before: str, after: str) -> None:
+    text = run.job.read_text()
+    assert before in text
+    run.job.write_text(text.replace(before, after))
 
 
 def move_an_operator(run: RunDirectory) -> None:
@@ -81,15 +76,6 @@ def move_an_operator(run: RunDirectory) -> None:
         replace(second, nodes=(*first.nodes[-2:], *second.nodes)),
     )
     replace(plan, stages=moved).save(run.plan)
-
-
-@pytest.mark.mpi
-def test_an_accelerator_that_only_some_ranks_see_is_named(two: Any, refused: Any) -> None:
-    for run in two:
-        text = run.job.read_text()
-        assert "gpus_per_node: 0" in text
-        run.job.write_text(text.replace("gpus_per_node: 0", "gpus_per_node: 1"))
-    refused("sees an accelerator of type cuda, but rank 0 on ", "accelerator")
 
 
 @pytest.mark.parametrize(
@@ -146,13 +132,7 @@ def test_the_first_ranks_that_share_an_accelerator_are_named() -> None:
 
 
 def test_the_thread_that_moves_messages_enters_the_device_first() -> None:
-    entered: list[str] = []
-    done = threading.Event()
-
-    def enter() -> None:
-        entered.append(threading.current_thread().name)
-        done.set()
-
-    with Progress("thread", enter_thread=enter):
-        assert done.wait(10)
-    assert entered == ["progress"]
+    entered: queue.Queue[str] = queue.Queue()
+    with Progress("thread", enter_thread=lambda: entered.put(threading.current_thread().name)):
+        assert entered.get(timeout=10) == "progress"
+    assert entered.empty()

@@ -32,17 +32,13 @@ class Loud:
         (self.run / "called").open("a").write("x")
         raise ConnectionError("no server")
     def close(self):
-        raise RuntimeError("never called")
+        raise RuntimeError("no end")
 
-class Closing:
-    def __init__(self, run, config):
-        self.run = run
-    def __call__(self, line):
-        pass
+class Closing(Loud):
     def close(self):
         (self.run / "closed").touch()
 
-class Knowing(Closing):
+class Knowing(Loud):
     def close(self, failure):
         with (self.run / "failures").open("a") as stream:
             stream.write(repr(failure))
@@ -78,42 +74,28 @@ def job(make_spec: Any, tmp_path: Path) -> Callable[..., JobSpec]:
     return make
 
 
-def test_they_are_told_every_line(job, run: RunDirectory) -> None:
-    warned: list[str] = []
-    spec = job(a="lines", b=("lines", {"name": "b"}))
-    told = Callbacks(spec, run, warned.append)
-    for _ in range(2):
-        told(LINE)
-    told.close()
-    assert (run.path / "lines.jsonl").read_text() == (run.path / "b").read_text()
-    assert (run.path / "b").read_text().count('"loss": 0.5') == 2
-    assert '"batch_size": 4' in (run.path / "config.json").read_text()
-    assert warned == []
-
-
-def test_they_are_not_given_keys_and_tokens(job, run: RunDirectory) -> None:
+def test_they_are_told_every_line_but_no_keys_and_tokens_and_one_that_fails_is_left_alone(
+    job, run: RunDirectory
+) -> None:
     """What they are given, they send to servers."""
-    Callbacks(job(a="lines"), run, print).close()
-    config = (run.path / "config.json").read_text()
-    assert "swordfish" not in config
-    assert '"modules": []' in config
-
-
-def test_one_that_fails_is_left_alone(job, run: RunDirectory) -> None:
     warned: list[str] = []
-    spec = job(loud="Loud", more="lines")
-    told = Callbacks(spec, run, warned.append)
+    told = Callbacks(job(a="lines", loud="Loud", b=("lines", {"name": "b"})), run, warned.append)
     for _ in range(3):
         told(LINE)
     told.close()
+    assert (run.path / "lines.jsonl").read_text() == (run.path / "b").read_text()
+    assert (run.path / "b").read_text().count('"loss": 0.5') == 3
     assert (run.path / "called").read_text() == "x"
-    assert (run.path / "lines.jsonl").read_text().count("\n") == 3
     (text,) = warned
     assert text.startswith("callbacks.loud: raised ConnectionError: no server (at ")
     assert "mine.py:17); training continues" in text
+    config = (run.path / "config.json").read_text()
+    assert '"batch_size": 4' in config
+    assert '"modules": []' in config
+    assert "swordfish" not in config
 
 
-def test_they_are_closed(job, run: RunDirectory) -> None:
+def test_the_end_closes_them(job, run: RunDirectory) -> None:
     Callbacks(job(a="Closing"), run, print).close()
     assert (run.path / "closed").exists()
 
@@ -130,28 +112,25 @@ def test_a_failure_closes_them_once_and_stays_the_error(job, run: RunDirectory) 
     assert (run.path / "closed").exists()
     assert (run.path / "failures").read_text() == "ValueError('in step 3')"
     assert [line.partition(" (at")[0] for line in warned] == [
-        "callbacks.c: its close() raised RuntimeError: never called",
+        "callbacks.c: its close() raised RuntimeError: no end",
         "callbacks.b: its close() raised SystemExit: and this is not heard",
     ]
-
-
-def test_one_that_cannot_be_made_closes_those_before(job, run: RunDirectory) -> None:
-    with pytest.raises(CaptureError, match="there is no 'missing'"):
-        Callbacks(job(a="Closing", b="missing"), run, print)
-    assert (run.path / "closed").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", r"^callbacks\.a\.factory: .*:nothing: returned a NoneType, which cannot be "),
+        ("nothing", r"^callbacks\.b\.factory: .*:nothing: returned a NoneType, which cannot be "),
         ("missing", "there is no 'missing'"),
         ("lines.no", "there is no 'lines.no'"),
     ],
 )
-def test_one_that_cannot_be_made(job, run: RunDirectory, name: str, message: str) -> None:
+def test_one_that_cannot_be_made_closes_those_before(
+    job, run: RunDirectory, name: str, message: str
+) -> None:
     with pytest.raises(CaptureError, match=message):
-        Callbacks(job(a=name), run, print)
+        Callbacks(job(a="Closing", b=name), run, print)
+    assert (run.path / "closed").exists()
 
 
 EVALUATION: dict[str, Any] = {"attempt": 1, "step": 4, "evaluation": {"accuracy": 0.75}}
@@ -168,50 +147,46 @@ def test_a_tracker_that_is_not_installed(
     assert raised.value.cure == f"pip install {name}"
 
 
-def test_tensorboard(job, run: RunDirectory) -> None:
+def track(job, run: RunDirectory, name: str, **options: Any) -> None:
+    """In two starts of one job: a step, then an evaluation."""
+    warnings: list[str] = []
+    for line in (LINE, EVALUATION):
+        told = Callbacks(job({name: options}), run, warnings.append)
+        told(line)
+        told.close()
+    assert warnings == []
+
+
+def test_tensorboard_is_told_numbers_by_step(job, run: RunDirectory) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    told = Callbacks(job({"tensorboard": {"directory": "curves"}}), run, print)
-    told(LINE)
-    told(EVALUATION)
-    told.close()
+    track(job, run, "tensorboard", directory="curves")
     events = EventAccumulator(str(run.path / "curves"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "evaluation/accuracy"}
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [(3, 0.5)]
 
 
-def test_wandb(job, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a server: what it would send lies in the run directory."""
+def test_wandb_without_a_server_leaves_what_it_would_send_in_the_run(
+    job, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="pip install 'pipectl[tracking]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    warnings: list[str] = []
-    told = Callbacks(job({"wandb": {"project": "demo"}}), run, warnings.append)
-    told(LINE)
-    told(EVALUATION)
-    told.close()
-    assert warnings == []
+    track(job, run, "wandb", project="demo")
     files = [path for path in (run.path / "wandb").rglob("*") if path.is_file()]
     content = b"".join(path.read_bytes() for path in files)
     assert all(text in content for text in (b"demo", b"evaluation/accuracy", b"batch_size"))
     assert b"swordfish" not in content
 
 
-def test_mlflow(job, run: RunDirectory, tmp_path: Path) -> None:
-    """Two starts of one job are one run."""
+def test_for_mlflow_two_starts_of_one_job_are_one_run(
+    job, run: RunDirectory, tmp_path: Path
+) -> None:
     mlflow = pytest.importorskip("mlflow", reason="pip install 'pipectl[tracking]'")
-    server = f"sqlite:///{tmp_path}/mlflow.db"
-    spec = job({"mlflow": {"tracking_uri": server}})
-    warnings: list[str] = []
-    for line in (LINE, EVALUATION):
-        told = Callbacks(spec, run, warnings.append)
-        told(line)
-        told.close()
-    assert warnings == []
+    track(job, run, "mlflow", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     (only,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
-    assert only.info.run_name == run.name
-    assert only.info.status == "FINISHED"
+    assert (only.info.run_name, only.info.status) == (run.name, "FINISHED")
     assert only.data.metrics == {"loss": 0.5, "evaluation/accuracy": 0.75}
     assert only.data.params["training.batch_size"] == "4"
     assert "swordfish" not in repr(only.data)

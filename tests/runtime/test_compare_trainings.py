@@ -20,21 +20,17 @@ from pipectl.runtime.plain import FirstWeights
 START = {"a": torch.zeros(3), "b": torch.ones(2, 2)}
 
 
-def made(changes: dict[tuple[int, str], float] | None = None, *missing: str) -> Trained:
+def made(changes: dict[tuple[int, str], float] | None = None, missing: str = "") -> Trained:
     """Step k has a = k and b = 1 + k, plus what a test changes."""
-
-    def change(step: int, name: str) -> float:
-        return (changes or {}).get((step, name), 0.0)
+    change = {} if changes is None else changes
 
     def weights(step: int) -> dict[str, Tensor]:
-        found = {}
-        for name, first in START.items():
-            tensor = first + step
-            tensor.view(-1)[-1] += change(step, name)
-            found[name] = tensor
-        return {name: tensor for name, tensor in found.items() if name not in missing}
+        found = {name: first + step for name, first in START.items() if name != missing}
+        for name, tensor in found.items():
+            tensor.view(-1)[-1] += change.get((step, name), 0.0)
+        return found
 
-    return Trained({step: 10.0 / step + change(step, "loss") for step in (1, 2, 3)}, weights)
+    return Trained({s: 10.0 / s + change.get((s, "loss"), 0.0) for s in (1, 2, 3)}, weights)
 
 
 @pytest.mark.parametrize(
@@ -58,28 +54,27 @@ def test_the_first_difference_is_told_and_the_largest_of_all(
     comparison = compare(made(changes), made(), 3, tolerance, START)
     assert (comparison.equal, comparison.first) == (first is None, first)
     assert comparison.largest == max(changes.values(), default=0.0)
-    losses = [10.0 / step for step in (1, 2, 3)]
-    assert [reference for _, reference in comparison.losses] == losses
+    assert [reference for _, reference in comparison.losses] == [10.0 / s for s in (1, 2, 3)]
 
 
 def test_a_missing_tensor_is_a_difference_even_within_a_tolerance() -> None:
-    for runs in ((made(None, "a"), made()), (made(), made(None, "a"))):
-        assert compare(*runs, 3, 0.5, START).first == (1, "a", float("inf"))
+    for runs in ((made(missing="a"), made()), (made(), made(missing="a"))):
+        assert compare(*runs, 3, 0.5, START).first == (1, "a", math.inf)
 
 
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [
         ([1.0, 2.0], [1.0, 2.5], 0.5),
-        ([float("nan"), 1.0], [float("nan"), 1.0], 0.0),
-        ([float("nan")], [1.0], float("inf")),
-        ([float("inf")], [float("inf")], 0.0),
-        ([float("inf")], [-float("inf")], float("inf")),
+        ([math.nan, 1.0], [math.nan, 1.0], 0.0),
+        ([math.nan], [1.0], math.inf),
+        ([math.inf], [math.inf], 0.0),
+        ([math.inf], [-math.inf], math.inf),
         ([1], [4], 3.0),
         ([True], [False], 1.0),
         ([3 + 4j], [0j], 5.0),
         ([], [], 0.0),
-        ([1.0], [1.0, 1.0], float("inf")),
+        ([1.0], [1.0, 1.0], math.inf),
     ],
 )
 def test_distance(one: list, other: list, expected: float) -> None:
@@ -87,9 +82,9 @@ def test_distance(one: list, other: list, expected: float) -> None:
 
 
 def test_losses_that_are_not_finite_agree_however_they_were_written(tmp_path: Path) -> None:
-    losses = [(1, None), (2, 0.5)]
-    lines = [{"attempt": 1, "step": n, "loss": loss, "step_time_s": 0.1} for n, loss in losses]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [{"attempt": 1, "step": 1, "loss": None}, {"attempt": 1, "step": 2, "loss": 0.5}]
+    lines = [json.dumps({**line, "step_time_s": 0.1}) for line in lines]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, ""]))
     (tmp_path / "losses.json").write_text('{"losses": [Infinity, 0.5]}')
     found, reference = Trained.of_run(RunDirectory(tmp_path)), Trained.of_process(tmp_path)
     assert math.isnan(found.loss(1))

@@ -1,4 +1,4 @@
-"""The optimizer of a job, with and without parameter groups."""
+"""The optimizer of a job: its groups and its schedule, and which ones are refused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError, WorkerError
-from pipectl.runtime.optimizer import Updater, make_updater
+from pipectl.runs import read_errors
+from pipectl.runtime.optimizer import Updater, make_updater, refuse_coupled_updates
 from pipectl.spec import load
 
 MODEL = """\
@@ -67,6 +69,7 @@ class KeepingSets(Keeping):
 class KeepingWideComplex(Keeping):
     kept = torch.zeros(1, dtype=torch.complex128)
 """
+PARTS = Path(__file__).with_name("job_parts.py")
 GROUPS = "groups: [{match: '*.bias', weight_decay: 0.0}, {match: '1.*', lr: 0.5}]"
 Maker = Callable[..., CapturedJob]
 
@@ -77,17 +80,18 @@ def job(tmp_path: Path) -> Maker:
 
     def make(optimizer: str, *lines: str) -> CapturedJob:
         (tmp_path / "model.py").write_text(MODEL)
-        text = f"""\
-version: 1
-name: groups
-site_defaults: false
-model: ./model.py:build
-loss: torch.nn:MSELoss
-data: ./model.py:data
-training: {{steps: 1, batch_size: 2}}
-optimizer: {{{optimizer}}}
-"""
-        (tmp_path / "job.yaml").write_text("\n".join((text, *lines)))
+        document = [
+            "version: 1",
+            "name: groups",
+            "site_defaults: false",
+            "model: ./model.py:build",
+            "loss: torch.nn:MSELoss",
+            "data: ./model.py:data",
+            "training: {steps: 1, batch_size: 2}",
+            f"optimizer: {{{optimizer}}}",
+            *lines,
+        ]
+        (tmp_path / "job.yaml").write_text("\n".join(document))
         return CapturedJob(load(tmp_path / "job.yaml"))
 
     return make
@@ -107,21 +111,21 @@ def groups_of(job: CapturedJob, updater: Updater) -> list[tuple[list[str], dict[
     ]
 
 
-def test_without_groups_there_is_one_of_all_trained_parameters(job: Maker) -> None:
+def test_groups_follow_the_rest_and_keep_the_other_options(job: Maker) -> None:
     made = job("kwargs: {lr: 0.1}")
     ((names, options),) = groups_of(made, updater_of(made))
-    assert names == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
+    assert names == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]  # 0.bias is frozen
     assert options["lr"] == 0.1
-
-
-def test_groups_follow_the_rest_and_keep_the_other_options(job: Maker) -> None:
     made = job(f"kwargs: {{lr: 0.1, weight_decay: 0.2}}, {GROUPS}")
-    rest, biases, norms = groups_of(made, updater_of(made))
-    assert rest[0] == ["0.weight", "2.weight"]
-    assert biases[0] == ["1.bias", "2.bias"]  # 0.bias is frozen
-    assert norms[0] == ["1.weight"]
-    found = [(options["lr"], options["weight_decay"]) for _, options in (rest, biases, norms)]
-    assert found == [(0.1, 0.2), (0.1, 0.0), (0.5, 0.2)]
+    found = [
+        (names, options["lr"], options["weight_decay"])
+        for names, options in groups_of(made, updater_of(made))
+    ]
+    assert found == [
+        (["0.weight", "2.weight"], 0.1, 0.2),
+        (["1.bias", "2.bias"], 0.1, 0.0),
+        (["1.weight"], 0.5, 0.2),
+    ]
 
 
 def test_a_rank_has_every_group_for_schedules_that_count_them(job: Maker) -> None:
@@ -136,7 +140,10 @@ def test_a_rank_has_every_group_for_schedules_that_count_them(job: Maker) -> Non
     before = updater.learning_rate
     updater.step()
     assert updater.learning_rate != before
-    assert updater_of(made, "model.0.bias").optimizer is None  # frozen: nothing to train
+    for idle in (updater_of(made, "model.0.bias"), make_updater(made, {})):  # one is frozen
+        idle.step()
+        assert (idle.optimizer, idle.lr_scheduler) == (None, None)
+        assert math.isnan(idle.learning_rate)
 
 
 def test_optimizer_and_schedule_step_together(job: Maker) -> None:
@@ -153,13 +160,6 @@ def test_optimizer_and_schedule_step_together(job: Maker) -> None:
     assert torch.equal(layer.weight, before - 1)
     assert layer.weight.grad is None
     assert updater.learning_rate == pytest.approx(0.1)
-
-
-def test_a_rank_that_trains_nothing_needs_no_optimizer(job: Maker) -> None:
-    updater = make_updater(job("kwargs: {lr: 1.0}"), {})
-    updater.step()
-    assert (updater.optimizer, updater.lr_scheduler) == (None, None)
-    assert math.isnan(updater.learning_rate)
 
 
 def test_a_schedule_that_takes_a_loss_follows_evaluations(job: Maker) -> None:
@@ -243,20 +243,48 @@ def test_an_update_that_lacks_memory_is_no_fault_of_the_optimizer(job: Maker) ->
         first_step_of(job("factory: './model.py:Large', kwargs: {lr: 1.0}"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop",
-     "Rprop", "SGD"],
-)  # fmt: skip
-def test_optimizers_of_torch_keep_nothing_in_their_groups(job: Maker, name: str) -> None:
+CYCLE = (
+    "lr_scheduler: {factory: 'torch.optim.lr_scheduler:OneCycleLR', "
+    "kwargs: {max_lr: 0.1, total_steps: 9}}"
+)
+OF_TORCH = {
+    **dict.fromkeys(("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam"), ""),
+    **dict.fromkeys(("RMSprop", "Rprop", "Adafactor"), ""),
+    "SGD": ", momentum: 0.9",
+    "AdamW": ", betas: [0.9, 0.99]",
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_optimizers_of_torch_may_be_shared_out_and_keep_nothing_in_their_groups(
+    job: Maker, name: str
+) -> None:
     """What a schedule changes there, momentum too, is none of theirs."""
-    cycles = {"SGD": "momentum: 0.9", "AdamW": "betas: [0.9, 0.99]"}
-    schedule = (
-        "lr_scheduler: {factory: 'torch.optim.lr_scheduler:OneCycleLR', "
-        "kwargs: {max_lr: 0.1, total_steps: 9}}"
-    )
-    given = ", ".join(filter(None, ("lr: 0.1", cycles.get(name))))
-    made = job(
-        f"factory: 'torch.optim:{name}', kwargs: {{{given}}}", *[schedule] * (name in cycles)
-    )
-    assert first_step_of(made).updates == 1
+    more = OF_TORCH[name]
+    for way in ("", ", foreach: true", ", fused: true"):
+        kwargs = f"kwargs: {{lr: 0.1{more}{way}}}"
+        made = job(f"factory: 'torch.optim:{name}', {kwargs}", *[CYCLE] * bool(more))
+        made.states["model.empty"] = nn.Parameter(torch.empty(0, 2, 2))
+        refuse_coupled_updates(made, torch.device("cpu"))
+        if not way:
+            assert first_step_of(made).updates == 1
+
+
+@pytest.mark.parametrize("kind", ["norm", "clipped", "adam", "noise"])
+def test_an_optimizer_that_looks_at_all_parameters_is_refused(job: Maker, kind: str) -> None:
+    coupled = f"factory: '{PARTS}:Coupled', kwargs: {{kind: {kind}}}"
+    for optimizer in (coupled, f"{coupled}, groups: [{{match: '1.*', lr: 0.02}}]"):
+        with pytest.raises(CaptureError, match=r"job_parts\.py:Coupled updates a parameter dif"):
+            refuse_coupled_updates(job(optimizer), torch.device("cpu"))
+
+
+@pytest.mark.mpi
+def test_ranks_that_share_parameters_out_refuse_it_before_the_first_step(
+    make_run, work, train
+) -> None:
+    """One rank that has them all trains."""
+    optimizer = {"factory": f"{PARTS}:Coupled", "kwargs": {"kind": "norm"}}
+    one, two = (make_run(ranks, optimizer=optimizer) for ranks in (1, 2))
+    train(one)
+    assert work(2, two).returncode != 0
+    assert "updates a parameter differently" in read_errors(two)[0].message
