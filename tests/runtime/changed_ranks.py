@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from pipectl.runs import RunDirectory  # noqa: E402
 from pipectl.runtime import agreement, clock  # noqa: E402
 from pipectl.runtime.process import run_rank  # noqa: E402
 from pipectl.runtime.telemetry import Telemetry  # noqa: E402
-from pipectl.runtime.transport import Progress, Transport, Wire  # noqa: E402
+from pipectl.runtime.transport import Progress, Transport  # noqa: E402
 from pipectl.runtime.worker import run  # noqa: E402
 from pipectl.spec import load  # noqa: E402
 from pipectl.watch.board import Board  # noqa: E402
@@ -64,17 +63,6 @@ def accelerator() -> None:
     """As torch would name one; nothing is computed on it before the ranks have agreed."""
     torch.accelerator.is_available = lambda: True
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
-
-
-def forgetful() -> None:
-    """Remembers one sample less of what others announce to it."""
-    receive = Wire.receive_object
-
-    def forget(*given: Any) -> list[Any]:
-        layouts = receive(*given)
-        return [o and replace(o, sizes=(o.sizes[0] - 1, *o.sizes[1:])) for o in layouts]
-
-    Wire.receive_object = forget
 
 
 MADE: set[tuple[str, bool]] = set()

@@ -35,62 +35,52 @@ TCP = measured((0.1, 0.2), (0.0, 0.9))
 COPIED_BY_OTHERS = measured((0.0, 0.8), (0.9, 1.0))
 
 
+OWN, CALLS = "by itself (I_MPI_ASYNC_PROGRESS)", "within its calls alone"
+NO_THREADS = "calls from several threads"
+
+
 @pytest.mark.parametrize(
-    ("wanted", "ranks_per_node", "size", "cluster", "mode", "words"),
+    ("wanted", "ranks_per_node", "size", "cluster", "own", "threads", "mode", "words"),
     [
-        ("auto", [1], 16 * MIB, None, "none", "a single rank"),
-        ("auto", [4], 16 * MIB, None, "none", "the receiving processor copies"),
-        ("auto", [1, 1], 16 * MIB, None, "thread", "within its calls alone"),
-        ("auto", [2, 2], 2**15, None, "none", "KiB, leaves at once"),
-        ("auto", [2, 2], 16 * MIB, HARDWARE, "none", "between nodes, 90%"),
-        ("auto", [2, 2], 16 * MIB, TCP, "thread", "0% of a message of 16"),
-        ("auto", [2, 2], 2 * MIB, TCP, "none", "100% of a message of 1"),
-        ("auto", [2], 16 * MIB, COPIED_BY_OTHERS, "thread", "and 80% with it"),
+        ("auto", [1], 16 * MIB, None, "0", True, "none", "a single rank"),
+        ("auto", [4], 16 * MIB, None, "0", True, "none", "the receiving processor copies"),
+        ("auto", [1, 1], 16 * MIB, None, "0", True, "thread", CALLS),
+        ("auto", [1, 1], 16 * MIB, None, "0", False, "poll", NO_THREADS),
+        ("auto", [1, 1], 16 * MIB, None, "1", True, "none", OWN),
+        ("auto", [2, 2], 2**15, None, "0", True, "none", "KiB, leaves at once"),
+        ("auto", [2, 2], 16 * MIB, HARDWARE, "0", True, "none", "between nodes, 90%"),
+        ("auto", [2, 2], 16 * MIB, TCP, "0", True, "thread", "0% of a message of 16"),
+        ("auto", [2, 2], 2 * MIB, TCP, "0", True, "none", "100% of a message of 1"),
+        ("auto", [2], 16 * MIB, COPIED_BY_OTHERS, "0", True, "thread", "and 80% with it"),
         # A core is left to a thread for large messages alone.
-        ("core", [2], 16 * MIB, None, "thread", "leaves it a core"),
-        ("core", [2], 2**15, None, "none", "leaves at once"),
-        ("none", [1, 1], 16 * MIB, None, "none", "set in the job"),
-        ("poll", [1], 0, None, "poll", "set in the job"),
-        ("thread", [1], 0, None, "thread", "set in the job"),
+        ("core", [2], 16 * MIB, None, "0", True, "thread", "leaves it a core"),
+        ("core", [2], 2**15, None, "0", True, "none", "leaves at once"),
+        ("core", [2, 2], 16 * MIB, None, "0", False, "poll", NO_THREADS),
+        ("none", [1, 1], 16 * MIB, None, "0", True, "none", "set in the job"),
+        ("poll", [1], 0, None, "0", True, "poll", "set in the job"),
+        ("thread", [1], 0, None, "1", True, "thread", "set in the job"),
+        ("thread", [1], 0, None, "1", False, "poll", NO_THREADS),
     ],
 )
-def test_help_follows_from_the_job_its_nodes_messages_and_measured_links(
-    wanted, ranks_per_node, size, cluster, mode, words
+def test_help_follows_from_the_job_its_machines_and_what_mpi_does_and_allows(
+    wanted, ranks_per_node, size, cluster, own, threads, mode, words
 ) -> None:
-    choice = decide(wanted, Circumstances(ranks_per_node, size, cluster), {}, threads=True)
+    environment, known = {"I_MPI_ASYNC_PROGRESS": own}, Circumstances(ranks_per_node, size, cluster)
+    choice = decide(wanted, known, environment, threads=threads)
     assert choice.mode == mode, choice
     assert words in choice.why
 
 
-@pytest.mark.parametrize(
-    ("wanted", "value", "threads", "mode", "words"),
-    [
-        ("auto", "1", True, "none", "by itself (I_MPI_ASYNC_PROGRESS)"),
-        ("auto", "0", True, "thread", "within its calls alone"),
-        ("auto", "0", False, "poll", "calls from several threads"),
-        ("core", "0", False, "poll", "calls from several threads"),
-        ("thread", "1", False, "poll", "calls from several threads"),
-    ],
-)
-def test_help_follows_from_what_mpi_does_and_allows(wanted, value, threads, mode, words) -> None:
-    environment = {"I_MPI_ASYNC_PROGRESS": value}
-    choice = decide(wanted, Circumstances([1, 1], MIB), environment, threads=threads)
-    assert choice.mode == mode
-    assert words in choice.why
-
-
-@pytest.mark.parametrize(
-    ("mode", "staged", "pieces"),
-    [
-        ("none", False, WHOLE),
-        ("none", True, STAGED),
-        ("poll", False, HELPED),
-        ("thread", True, HELPED),
-    ],
-)
-def test_pieces_follow_from_the_choice(mode, staged, pieces) -> None:
-    with Choice(mode, "").progress(staged=staged) as progress:
-        assert (progress.mode, progress.pieces) == (mode, pieces)
+def test_pieces_follow_from_the_choice_and_from_copies_through_the_host() -> None:
+    found = {
+        (mode, staged): Choice(mode, "").progress(staged=staged)
+        for mode in ("none", "poll", "thread")
+        for staged in (False, True)
+    }
+    for (mode, staged), progress in found.items():
+        progress.close()
+        assert progress.mode == mode
+        assert progress.pieces == (HELPED if mode != "none" else STAGED if staged else WHOLE)
 
 
 def mpich(kind: Any, answer: Any) -> int:
@@ -129,7 +119,7 @@ def test_who_is_asked_and_believed(
     monkeypatch, functions, kinds, device, environment, arrives, able, words
 ) -> None:
     """Only a yes needs a test message, whose device torch calls CUDA also if it is of ROCm."""
-    info = {} if kinds is None else {"mpi_memory_alloc_kinds": kinds}
+    info = {"mpi_memory_alloc_kinds": kinds} if kinds else {}
     world = SimpleNamespace(Get_info=lambda: info)
     monkeypatch.setattr(gpu_aware, "_library", lambda: SimpleNamespace(**functions))
     monkeypatch.setattr(gpu_aware, "MPI", SimpleNamespace(COMM_WORLD=world))
