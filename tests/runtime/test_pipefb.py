@@ -31,7 +31,7 @@ HERE, SIZE = Path(__file__), 2
 CORPUS = {entry.name: entry for entry in catalogue.entries()}
 MODELS = """
     lstm autoencoder views straight-through codebook running-norm frozen checkpointed siamese
-    experts encoder-decoder islands parametrized gpt gpt,bf16 normed,bf16 placed
+    experts encoder-decoder islands parametrized gpt gpt,bf16 Normed,bf16 Placed
 """
 
 
@@ -65,17 +65,25 @@ class Normed(nn.Sequential):
         super().__init__(*layers, nn.Linear(6, 12), nn.Unflatten(1, (3, 4)))
 
 
+class Placed(nn.Module):
+    """Adds parameters through views; a sum's gradient is that of all it adds, in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.ParameterList([nn.Parameter(torch.randn(12)) for _ in range(6)])
+        self.head = nn.Linear(6, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in self.places:
+            x = x + place.view(SIZE, 6)
+        return self.head(x).view(-1, 3, 4)
+
+
 @pytest.fixture(scope="module")
 def capture(
     make_spec: Any, spec_maker: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., CapturedJob]:
     """``capture(model)``: of the corpus, of the equality tests, or for the usual vectors."""
-    own = {
-        "normed": {"factory": f"{HERE}:Normed"},
-        "hiding": {"factory": f"{HERE}:Hiding"},
-        # The gradient of a sum is that of all it adds, in one memory.
-        "placed": {"factory": f"{HERE.with_name('job_parts.py')}:Placed", "kwargs": {"count": 6}},
-    }
 
     @cache
     def make(model: str, precision: str = "float32") -> CapturedJob:
@@ -85,7 +93,7 @@ def capture(
         training = {"steps": 1, "batch_size": 4, "precision": precision}
         if model == "gpt":
             return CapturedJob(spec_maker(HERE)(model, training=training))
-        return CapturedJob(make_spec(1, model=own[model], training=training))
+        return CapturedJob(make_spec(1, model=f"{HERE}:{model}", training=training))
 
     return make
 
@@ -100,11 +108,6 @@ def trained(job: CapturedJob, stages: Stages) -> dict[str, Tensor]:
     batches = list(job.loader.micro_batches(islice(job.loader.batches(), 1), SIZE))
     steps = [stages.step(number, batches) for number in (0, 1)]
     return {**steps[0], **steps[1], **stages.states()}
-
-
-def bytes_of(stages: Stages) -> int:
-    sent = (t for message in stages.between_halves for t in message.values() if t is not None)
-    return sum(tensor.nbytes for tensor in sent)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -131,23 +134,33 @@ def test_gradients_leave_stages_with_older_weights_unchanged(
     capture: Any, apart: bool, recompute: bool
 ) -> None:
     """Which :class:`Stages` asserts of every step."""
-    job = capture("placed")
+    job = capture("Placed")
     stages = stages_of(job, 3, apart=apart, recompute=recompute)
     for stage in stages.backwards:
         stage.keep_versions(1)
     trained(job, stages)
 
 
-def test_each_memory_travels_once_weights_do_not_and_recomputation_sends_inputs(
-    capture: Any,
-) -> None:
-    job = capture("gpt")
-    kept, again = (stages_of(job, 1, apart=True, recompute=it) for it in (False, True))
-    for stages in (kept, again):
-        trained(job, stages)
-    assert bytes_of(again) < bytes_of(kept) / 2
-    (front,) = kept.forwards
+def run_forward(job: CapturedJob, *, recompute: bool) -> tuple[ForwardHalf, list[Tensor]]:
+    """The front half of a single stage, and what it sends to the other."""
+    stages, rows = stages_of(job, 1, apart=True, recompute=recompute), Rows.of(SIZE)
+    (front,) = stages.forwards
     assert isinstance(front, ForwardHalf)
+    leaves = pytree.tree_leaves(job.loader.example(SIZE))
+    known = dict(zip(stages.cut.graph.inputs, leaves, strict=True))
+    inputs = {name: known[name] for name in front.inputs(True, rows)}
+    message = front.forward(MicroBatch(0, rows, 7), inputs, {})
+    sent = {slot: tensor for slot, tensor in message.items() if slot.value.isdecimal()}
+    return front, [tensor for tensor in sent.values() if tensor is not None]
+
+
+def test_each_memory_travels_once_and_not_longer_and_weights_do_not(
+    capture: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipefb, "BUNDLED_BYTES", 0)  # small tensors would be copied
+    front, sent = run_forward(capture("gpt"), recompute=False)
+    _, inputs = run_forward(capture("gpt"), recompute=True)
+    assert sum(t.nbytes for t in inputs) < sum(t.nbytes for t in sent) / 2
     agreed = front._agreed[Rows.of(SIZE)]
     states = {~view.number for view in agreed.views if view.number < 0}
     assert len(agreed.sizes) < len(agreed.views) - len(states)
@@ -156,33 +169,14 @@ def test_each_memory_travels_once_weights_do_not_and_recomputation_sends_inputs(
     weights = {i for i, slot in enumerate(slots) if slot.value.endswith(large)}
     assert weights
     assert states >= weights
-
-
-def test_nothing_of_a_forward_outlives_its_message(
-    capture: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipefb, "BUNDLED_BYTES", 0)  # small tensors would be copied
-    job = capture("gpt")
-    stages = stages_of(job, 1, apart=True)
-    (front,), rows = stages.forwards, Rows.of(SIZE)
-    leaves = pytree.tree_leaves(job.loader.example(SIZE))
-    known = dict(zip(stages.cut.graph.inputs, leaves, strict=True))
-    inputs = {name: known[name] for name in front.inputs(True, rows)}
-    message = front.forward(MicroBatch(0, rows, 7), inputs, {})
-    for slot in [slot for slot in message if not slot.value.isdecimal()]:
-        del message[slot]
-    sent = [StorageWeakRef(t.untyped_storage()) for t in message.values() if t is not None]
-    inputs.clear()
-    known.clear()
-    leaves.clear()
-    assert sent
-    assert not any(memory.expired() for memory in sent)
-    message.clear()
-    assert all(memory.expired() for memory in sent)
+    memories = [StorageWeakRef(tensor.untyped_storage()) for tensor in sent]
+    assert not any(memory.expired() for memory in memories)
+    sent.clear()
+    assert all(memory.expired() for memory in memories)
 
 
 def test_a_function_that_hides_a_tensor_is_refused(capture: Any) -> None:
-    job = capture("hiding")
+    job = capture("Hiding")
     with pytest.raises(MismatchError, match=r"stages\[0\].*keeps more than numbers"):
         trained(job, stages_of(job, 1, apart=True))
 

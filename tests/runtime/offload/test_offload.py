@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,25 +79,8 @@ def test_a_file_without_a_name_gives_vectors_back_and_uses_its_parts_again(
             assert all(map(torch.equal, into, group))
     assert os.fstat(store.descriptor).st_size == (10 + 10 + 3 + 1 + 3 + 1) * PAGE
     store.close()
-
-
-def test_a_full_disk_and_a_missing_directory_are_named(tmp_path, monkeypatch):
     with pytest.raises(WorkerError, match=r"rank 1: offload in .*missing fails: No such file"):
         DiskStore(tmp_path / "missing", 1)
-    store = DiskStore(tmp_path, 3)
-    store.write([torch.ones(4096, dtype=torch.uint8)])
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(WorkerError) as caught:
-        store.write([torch.ones(8192, dtype=torch.uint8)])
-    assert caught.value.message == (
-        f"rank 3: no space for offload in {tmp_path}: 8.00 KiB more are needed in addition to "
-        "4.00 KiB, and the disk is full"
-    )
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -125,12 +109,10 @@ def test_ranks_of_a_node_share_its_disk_which_has_space_for_one(
 
     world = SimpleNamespace(rank=0, Ibarrier=lambda: MPI.REQUEST_NULL, allgather=gather)
     where = tmp_path / directory
-    if wrong is None:
+    with nullcontext() if wrong is None else pytest.raises(WorkerError) as caught:
         check_space(world, plan, "a", where)
-        return
-    with pytest.raises(WorkerError) as caught:
-        check_space(world, plan, "a", where)
-    assert caught.value.message == f"rank 0: no space for offload in {where} on a: {wrong}"
+    if wrong is not None:
+        assert caught.value.message == f"rank 0: no space for offload in {where} on a: {wrong}"
 
 
 def test_parameters_behind_views_of_one_value_add_up_by_themselves():
@@ -198,9 +180,9 @@ def test_a_disk_that_fills_meanwhile_ends_all_ranks(
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     first = read_errors(run)[0]
+    words = "[.0-9]+ [KM]iB more are needed in addition to 0 B, and the disk is full"
     start = f"rank {first.rank}: no space for offload in {directory}: "
-    assert first.message.startswith(start)
-    assert first.message.endswith("and the disk is full")
+    assert re.fullmatch(f"{start}{words}", first.message)
     assert first.stage == first.rank
     assert first.action.startswith("OFFLOAD_WAIT micro-batch ")
     assert "TMPDIR" in first.cure
