@@ -131,12 +131,8 @@ def test_nodes_have_the_cores_of_their_ranks_and_their_share_of_memory() -> None
     assert ranks_by_node([place(name) for name in "bbaac"]) == [[0, 1], [2, 3], [4]]
     bound = describe_node([place("a", 0, 1), place("a", 2, 3)], 2, shares_memory=False)
     free = describe_node([place("b", 0, 1, 2, 3)] * 2, 2, shares_memory=True)
-    assert [(node.name, node.ranks, node.cores) for node in (bound, free)] == [
-        ("a", 2, 2),
-        ("b", 2, 2),
-    ]
-    assert bound.device.memory_bytes is None
-    assert free.device.memory_bytes == 8 * 2**30
+    assert (bound.name, bound.ranks, bound.cores, bound.device.memory_bytes) == ("a", 2, 2, None)
+    assert (free.name, free.ranks, free.cores, free.device.memory_bytes) == ("b", 2, 2, 8 * 2**30)
 
 
 @pytest.mark.parametrize(
@@ -148,5 +144,5 @@ def test_nodes_have_the_cores_of_their_ranks_and_their_share_of_memory() -> None
     ],
 )
 def test_the_source_names_the_library_without_its_dates(library: str, words: str) -> None:
-    places = [place("a", 0), place("a", 1), place("b", 0)]
+    places = [place(name) for name in "aab"]
     assert describe_source(library, places) == f"measured with {words}: 3 ranks on 2 hosts"

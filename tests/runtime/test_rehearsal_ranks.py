@@ -19,36 +19,9 @@ CLUSTER = Cluster("c", "test", (NODE, NODE), Link(1e-4, 1e9), Link(2e-3, 1e8))
 COST = StageCost(0.02, 0.04, 0.004, 1000, 0, 4_000_000, input_bytes=1000)
 
 
-@pytest.fixture
-def rehearse(tmp_path, launch):
-    """A rehearsal of a plan: what was waited for, what it says of the step, and the timeline."""
-
-    def start(plan):
-        for _ in range(2):
-            waits, line, timeline = once(plan)
-            close = line.step_time_s == pytest.approx(waits.predicted_s, rel=0.05)
-            if close or line.late_s * waits.stretch < waits.late_s:
-                return waits, line, timeline
-        pytest.skip("the rehearsal says that this machine is too busy for it")
-
-    def once(plan):
-        run = RunDirectory.create(tmp_path, "rehearsal", 0.0)
-        plan.save(run.plan)
-        crowd = plan.ranks / len(os.sched_getaffinity(0))
-        waits = dataclasses.replace(rehearsal_of(plan, CLUSTER, crowd), steps=1)
-        waits.save(run.rehearsal)
-        assert Rehearsal.load(run.rehearsal) == waits
-        done = launch(plan.ranks, "-m", "pipectl.runtime.rehearsal", "--run", run.path)
-        assert done.returncode == 0, done.stderr
-        (line,) = read_metrics(run)
-        return waits, line, Timeline.load(run.measured_of(1))
-
-    return start
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("replication", Replication)
-def test_rows_of_every_kind_take_what_the_simulator_says(pipeline, rehearse, replication):
+def test_rows_of_every_kind_take_what_the_simulator_says(pipeline, launch, tmp_path, replication):
     plan: Plan = pipeline(
         4,
         6,
@@ -69,10 +42,23 @@ def test_rows_of_every_kind_take_what_the_simulator_says(pipeline, rehearse, rep
     plan = dataclasses.replace(plan, stages=stages, replication=replication)
     kinds = {Kind(row[0]) for rank in range(6) for row in lower(plan, rank).rows}
     assert {Kind.OFFLOAD_START, Kind.FETCH_WAIT, Kind.REDUCE_START, Kind.RECOMPUTE} <= kinds
-    waits, line, timeline = rehearse(plan)
-    assert line.step_time_s == pytest.approx(waits.predicted_s, rel=0.05)
-    assert (timeline.ranks, timeline.step) == (6, 1)
-    assert line.step_time_s == pytest.approx(timeline.end_s, rel=1e-3)
+    crowd = plan.ranks / len(os.sched_getaffinity(0))
+    waits = dataclasses.replace(rehearsal_of(plan, CLUSTER, crowd), steps=1)
+    for _ in range(2):
+        run = RunDirectory.create(tmp_path, "rehearsal", 0.0)
+        plan.save(run.plan)
+        waits.save(run.rehearsal)
+        assert Rehearsal.load(run.rehearsal) == waits
+        done = launch(plan.ranks, "-m", "pipectl.runtime.rehearsal", "--run", run.path)
+        assert done.returncode == 0, done.stderr
+        (line,) = read_metrics(run)
+        timeline = Timeline.load(run.measured_of(1))
+        assert (timeline.ranks, timeline.step) == (6, 1)
+        assert line.step_time_s == pytest.approx(timeline.end_s, rel=1e-3)
+        if line.step_time_s == pytest.approx(waits.predicted_s, rel=0.05):
+            return
+    assert line.late_s * waits.stretch >= waits.late_s
+    pytest.skip("the rehearsal says that this machine is too busy for it")
 
 
 def test_its_worker_loads_neither_torch_nor_a_compiler(launch):

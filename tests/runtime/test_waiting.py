@@ -1,6 +1,5 @@
 """Waits that sleep, and say that they wait."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +24,9 @@ def test_a_long_wait_is_told_whether_or_not_data_moves_and_a_short_one_is_not() 
     assert told == []
     for works in (False, True):
         poll(lambda: told[-1:] == [True], lambda _, works=works: works)
-    assert told == [True, False] * 2
+    with waiting.waiting():
+        assert told == [True, False, True, False, True]
+    assert told == [True, False] * 3
 
 
 def test_a_clock_that_was_wrong_once_does_not_make_waits_spin_for_ever() -> None:
@@ -64,46 +65,3 @@ def test_a_rank_spins_as_long_as_its_cores_allow(monkeypatch, node, mine, others
 
     poll(done, lambda _: False)
     assert (pauses[0] if pauses else None) == pytest.approx(looks, abs=3)
-
-
-SEEN = """
-import sys, threading, time
-from pathlib import Path
-from mpi4py import MPI
-from pipectl.watch.board import Board
-from pipectl.runtime.waiting import broadcast, gather_all, tell_of_waits, waiting
-
-world, board = MPI.COMM_WORLD, Board()
-board.phase("capturing the model")
-tell_of_waits(board.waits)
-
-def raw():
-    with waiting():
-        return world.allgather(world.rank)
-
-def look(file):
-    while not board.read().waiting:
-        time.sleep(0.001)
-    file.touch()
-
-for meet in (lambda: gather_all(world, world.rank), lambda: broadcast(world, [0, 1]), raw):
-    file = Path(world.bcast(sys.argv[1] + str(time.time())))
-    watcher = threading.Thread(target=look, args=(file,))
-    if world.rank == 0:
-        watcher.start()
-    while world.rank and not file.exists():
-        time.sleep(0.001)
-    assert meet() == [0, 1]
-    if world.rank == 0:
-        watcher.join()
-    assert not board.read().waiting
-    assert board.read().action == "capturing the model"
-"""
-
-
-@pytest.mark.mpi
-def test_before_the_first_step_a_rank_that_waits_for_another_says_so(launch, tmp_path: Path):
-    """The second rank comes only when somebody has seen that the first one waits."""
-    (tmp_path / "seen.py").write_text(SEEN)
-    done = launch(2, tmp_path / "seen.py", tmp_path / "seen-")
-    assert done.returncode == 0, done.stderr
