@@ -113,8 +113,8 @@ def test_one_rank_a_node_leaves_the_link_within_assumed(probe, tmp_path: Path) -
     ],
 )
 def test_scattered_ranks_and_single_processes_are_refused(
-    probe, run: RunDirectory, tmp_path: Path, nodes: str, message: str, cure: str
-) -> None:
+    probe, run, tmp_path, nodes, message, cure
+):
     assert probe(nodes) == 3
     error = json.loads(next(run.errors.glob("rank-*.json")).read_text())
     assert error["message"].startswith(message)

@@ -5,7 +5,6 @@ The table in tests/equality has whole trainings; here are operators that are not
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -80,9 +79,7 @@ class Placed(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def capture(
-    make_spec: Any, spec_maker: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., CapturedJob]:
+def capture(make_spec, spec_maker, tmp_path_factory):
     """``capture(model)``: of the corpus, of the equality tests, or for the usual vectors."""
 
     @cache
@@ -114,8 +111,8 @@ def trained(job: CapturedJob, stages: Stages) -> dict[str, Tensor]:
 @pytest.mark.parametrize("model", MODELS.split())
 @pytest.mark.parametrize("bundled_bytes", [0, pipefb.BUNDLED_BYTES])
 def test_gradients_and_buffers_are_those_of_whole_stages(
-    capture: Any, monkeypatch: Any, model: str, bundled_bytes: int, recompute: bool
-) -> None:
+    capture, monkeypatch, model, bundled_bytes, recompute
+):
     """Whether small tensors are copied into one vector, or sent from where they are."""
     monkeypatch.setattr(pipefb, "BUNDLED_BYTES", bundled_bytes)
     job = capture(*model.split(","))
@@ -130,9 +127,7 @@ def test_gradients_and_buffers_are_those_of_whole_stages(
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_leave_stages_with_older_weights_unchanged(
-    capture: Any, apart: bool, recompute: bool
-) -> None:
+def test_gradients_leave_stages_with_older_weights_unchanged(capture, apart, recompute):
     """Which :class:`Stages` asserts of every step."""
     job = capture("Placed")
     stages = stages_of(job, 3, apart=apart, recompute=recompute)
@@ -154,9 +149,7 @@ def run_forward(job: CapturedJob, *, recompute: bool) -> tuple[ForwardHalf, list
     return front, [tensor for tensor in sent.values() if tensor is not None]
 
 
-def test_each_memory_travels_once_and_not_longer_and_weights_do_not(
-    capture: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_memory_travels_once_and_not_longer_and_weights_do_not(capture, monkeypatch):
     monkeypatch.setattr(pipefb, "BUNDLED_BYTES", 0)  # small tensors would be copied
     front, sent = run_forward(capture("gpt"), recompute=False)
     _, inputs = run_forward(capture("gpt"), recompute=True)
@@ -188,9 +181,7 @@ def test_code_that_no_graph_holds_is_refused(capture: Any) -> None:
         check_operators(cut, 0)
 
 
-def test_a_forward_that_makes_another_graph_is_told(
-    capture: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_that_makes_another_graph_is_told(capture, monkeypatch):
     check = Agreement.check
 
     def other(self: Agreement, stage: int, graph: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +17,7 @@ from pipectl.runtime.stopping import StopRequest, stop_on_signals
 @pytest.mark.parametrize(
     ("name", "content"), [("TERM", "TERM\n"), ("INT", "INT\n"), ("USR1", ""), ("USR2", "")]
 )
-def test_a_signal_makes_the_file_and_ends_nothing_but_forks(
-    tmp_path: Path, name: str, content: str
-) -> None:
+def test_a_signal_makes_the_file_and_ends_nothing_but_forks(tmp_path, name, content):
     """Forks, such as workers that load data, end as ever; nothing ends without a directory."""
     number = signal.Signals[f"SIG{name}"]
     before = signal.getsignal(number)
@@ -45,8 +42,8 @@ def test_a_signal_makes_the_file_and_ends_nothing_but_forks(
     ids=["short", "short, a look per second", "long", "long, later"],
 )
 def test_a_request_in_a_long_step_is_obeyed_at_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, request_in: int, stop_after: int
-) -> None:
+    tmp_path, monkeypatch, step_s, request_in, stop_after
+):
     """The lead time has to be enough for one step; short steps may be followed by one more."""
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)

@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ SHARED = {**PRINTED, "[0] no end": 1, "[1] no end": 1, "from a child": 2, **LAST
 
 
 @pytest.fixture
-def print_from_ranks(tmp_path: Path, mpiexec: str) -> Callable[[str], Counter[str]]:
+def print_from_ranks(tmp_path, mpiexec):
     """Two ranks print; how often there is which line."""
 
     def run(how: str) -> Counter[str]:
@@ -78,9 +77,7 @@ def print_from_ranks(tmp_path: Path, mpiexec: str) -> Callable[[str], Counter[st
         ("shares", SHARED),
     ],
 )
-def test_lines_of_ranks_are_whole_and_complete(
-    print_from_ranks: Callable[[str], Counter[str]], how: str, lines: dict[str, int]
-) -> None:
+def test_lines_of_ranks_are_whole_and_complete(print_from_ranks, how, lines):
     found = print_from_ranks(how)
     assert {line: found[line] for line in lines} == lines
     if how == "ends":
@@ -88,10 +85,8 @@ def test_lines_of_ranks_are_whole_and_complete(
 
 
 @pytest.mark.mpi
-def test_neither_a_full_disk_nor_a_link_in_the_place_of_a_log_ends_a_rank_that_prints(
-    print_from_ranks: Callable[[str], Counter[str]], tmp_path: Path
-) -> None:
-    """The link is not followed: what rank 0 prints goes to the launcher."""
+def test_neither_a_full_disk_nor_a_link_ends_a_rank_that_prints(print_from_ranks, tmp_path):
+    """A link in the place of a log is not followed: what rank 0 prints goes to the launcher."""
     run, foreign = RunDirectory(tmp_path), tmp_path / "foreign"
     foreign.write_text("mine\n")
     run.logs.mkdir()
@@ -163,9 +158,7 @@ def test_lines_and_heartbeat_of_a_run_that_diverged_are_json(tmp_path: Path, val
     assert beat["ranks"][0]["rss_bytes"] > 1 << 20
 
 
-def test_lines_wait_until_they_can_be_written_and_the_newest_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_wait_until_they_can_be_written_and_the_newest_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(reports, "MAX_LINES", 3)
     said: list[str] = []
     path = tmp_path / "metrics.jsonl"
@@ -192,9 +185,7 @@ def test_lines_wait_until_they_can_be_written_and_the_newest_are_kept(
     ("before", "after"),
     [("one\ntw", "one\ntw\nthree\n"), ("one\n", "one\nthree\n"), ("", "three\n")],
 )
-def test_a_line_that_a_killed_process_left_half_spoils_no_other(
-    tmp_path: Path, before: str, after: str
-) -> None:
+def test_a_line_that_a_killed_process_left_half_spoils_no_other(tmp_path, before, after):
     path = tmp_path / "metrics.jsonl"
     path.write_text(before)
     Lines(path, lambda _: None).add(["three"])

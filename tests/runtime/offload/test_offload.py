@@ -6,7 +6,6 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +61,7 @@ def test_pages_are_used_again_once_nothing_lies_in_them():
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_file_without_a_name_gives_vectors_back_and_uses_its_parts_again(
-    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    direct, tmp_path, monkeypatch
 ):
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT")
@@ -127,7 +126,7 @@ def test_parameters_behind_views_of_one_value_add_up_by_themselves():
 
 
 @pytest.fixture
-def offloading(make_run, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], RunDirectory]:
+def offloading(make_run, monkeypatch):
     """``offloading(directory)``: two ranks that write what they keep to a directory."""
 
     def make(directory: Path) -> RunDirectory:
@@ -151,8 +150,8 @@ def offloading(make_run, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Ru
 @pytest.mark.mpi
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_directory_without_space_ends_the_job_before_anything_starts(
-    offloading, work, request: pytest.FixtureRequest, is_there: bool, tmp_path: Path
-) -> None:
+    offloading, work, request, is_there, tmp_path
+):
     directory, wrong = tmp_path / "missing", "it is no directory that can be written"
     if is_there:
         directory, wrong = request.getfixturevalue("disk")("1m"), "ranks there, have 1.00 MiB"
@@ -170,9 +169,7 @@ def test_a_directory_without_space_ends_the_job_before_anything_starts(
 
 
 @pytest.mark.mpi
-def test_a_disk_that_fills_meanwhile_ends_all_ranks(
-    offloading, work, disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_meanwhile_ends_all_ranks(offloading, work, disk, monkeypatch):
     directory = disk("8m")
     run = offloading(directory)
     monkeypatch.setenv("TEST_FILLED_DIRECTORY", str(directory))
