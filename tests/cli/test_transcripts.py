@@ -24,7 +24,7 @@ STORIES = [
 ]
 COMMANDS = re.compile(r"^\$ .*\n(?:> .*\n)*", re.MULTILINE)
 PRELUDE = """\
-PATH=$PATH:/usr/bin:/bin
+PATH=$PATH:/usr/bin:/bin LC_ALL=C
 run=$(ls -d runs/[12]* 2>/dev/null | tail -1)
 fake() { printf '#!/bin/bash\\n%s\\n' "$2" >"bin/$1"; chmod +x "bin/$1"; }
 """
