@@ -1,149 +1,134 @@
-"""What Slurm and PBS have in common, with their commands pretended."""
+"""What Slurm and PBS are asked, with their commands pretended, and what they say of jobs."""
 
 import re
+import shlex
+from getpass import getuser
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
+from fakes import DATA, FakeCommands
 from job_requests import check_table
 
-from pipectl.batch import JobState, process
-from pipectl.batch.pbs import PbsScheduler, parse_qstat
-from pipectl.batch.process import NoAnswerError
-from pipectl.batch.slurm import SlurmScheduler, parse_sacct, parse_sinfo, parse_squeue
+from pipectl.batch import JobState, get_scheduler, process
+from pipectl.batch.pbs import parse_qstat
+from pipectl.batch.slurm import parse_sacct, parse_sinfo, parse_squeue
 from pipectl.errors import SchedulerError
 
-SCRIPT = Path("/runs/job.sh")
 HERE = Path(__file__).parent
-WORDS = re.compile(r"(\S+) (says|fails with|as in) (.*)")
-
-
-class System(NamedTuple):
-    """A batch system, and its commands that submit, list and cancel jobs."""
-
-    name: str
-    scheduler: Any
-    submit: str
-    list: str
-    cancel: str
-    fake: Any
-
-
-@pytest.fixture(params=["slurm", "pbs"])
-def system(request, slurm, pbs):
-    if request.param == "slurm":
-        return System("slurm", SlurmScheduler(), "sbatch", "squeue", "scancel", slurm)
-    return System("pbs", PbsScheduler(), "qsub", "qstat", "qdel", pbs)
-
-
+SCENE = re.compile(r"(slurm|pbs): .*")
+SAYS = re.compile(r"(\w+)(?: \[(\d+)\])? (says|fails with|as in|hangs) ?(.*)")
+SCRIPT = Path("/runs/job.sh")
+COMMANDS = {
+    "slurm": ("sbatch", "squeue", "sacct", "scancel", "sinfo"),
+    "pbs": ("qsub", "qstat", "qselect", "qdel"),
+}
 HIDDEN = {
     "slurm": {"SBATCH_PARTITION", "SLURM_JOB_ID", "SLURM_NTASKS", "SQUEUE_PARTITION"},
     "pbs": {"PBS_DPREFIX", "PBS_JOBID"},
 }
 
 
-def test_answers_to_a_submission_are_ids_or_refusals_with_a_cure(
-    slurm, pbs, make_request, snapshot
-):
-    def searches():
-        return len(slurm.calls("squeue") + pbs.calls("qselect"))
+def described(job_id, job):
+    """Times of PBS are local."""
+    words = [job_id, job.state, "" if job.exit_code is None else f"code {job.exit_code}", job.nodes]
+    is_local = "." in job_id
+    for word, time in (("from", job.start), ("to", job.end)):
+        words.append("" if time is None else f"{word} {'then' if is_local else int(time)}")
+    return " ".join(word for word in [*words, f"({job.reason})"] if word and word != "()")
 
-    def answer(given):
-        """The id that a submission returns, or its error with what to do."""
-        command, how, text = WORDS.fullmatch(given).groups()
-        fake = slurm if command == "sbatch" else pbs
-        said, before = text.encode().decode("unicode_escape"), searches()
+
+class Scene:
+    """A scheduler, and the commands of its batch system."""
+
+    def __init__(self, system, folder, make_request):
+        folder.mkdir()
+        self.scheduler, self.make_request = get_scheduler(system), make_request
+        self.fake, self.commands = FakeCommands(folder, DATA / system), COMMANDS[system]
+        for command in self.commands:
+            self.fake.answer(command)
+
+    def prepare(self, command, code, how, text):
+        (self.fake.folder / f"{command}.hang").unlink(missing_ok=True)
+        said = text.encode().decode("unicode_escape")
         if how == "as in":
-            fake.replay(command, text)
+            self.fake.replay(command, text)
+        elif how == "hangs":
+            self.fake.hang(command)
+            self.scheduler.timeout_s = 1.0
         elif how == "says":
-            fake.answer(command, said)
+            self.fake.answer(command, said, rc=int(code or 0))
         else:
-            fake.answer(command, stderr=said, rc=1)
+            self.fake.answer(command, stderr=said, rc=int(code or 1))
+
+    def answer(self, question):
+        """What the scheduler answers, in lines."""
+        what, _, text = question.partition(" ")
+        if what == "submit":
+            return [self.scheduler.submit(SCRIPT, self.make_request(tag=text))]
+        if what == "query":
+            ids, _, since = text.partition(" since ")
+            found = self.scheduler.query(ids.split(), since=float(since) if since else None)
+            return [f"{described(*job)} [{job[1].source}]" for job in found.items()]
+        if what == "estimate":
+            return [self.scheduler.estimate("#!/bin/bash\n")]
+        if what == "queues":
+            return self.scheduler.queues()
+        if what == "task_id":
+            array_id, index = text.split()
+            return [self.scheduler.task_id(array_id, int(index))]
+        return [getattr(self.scheduler, what)(text.encode().decode("unicode_escape"))]
+
+    def ask(self, question):
+        """The answer or the error, and what was run."""
+        before = {command: len(self.fake.calls(command)) for command in self.commands}
         try:
-            scheduler = SlurmScheduler() if fake is slurm else PbsScheduler()
-            return scheduler.submit(SCRIPT, make_request())
+            yield from self.answer(question)
         except SchedulerError as error:
-            what = "not found" if isinstance(error, NoAnswerError) else "refused"
-            assert (searches() > before) == (what == "not found"), "the job may be there"
-            return f"{what}: {error.message} ({error.cure})".replace("\n", " / ")
+            yield from f"{type(error).__name__}: {error.message} ({error.cure})".splitlines()
+        for command, count in before.items():
+            for arguments in self.fake.calls(command)[count:]:
+                time_format = self.fake.environment(command).get("SLURM_TIME_FORMAT")
+                words = [f"SLURM_TIME_FORMAT={time_format}"] if time_format else []
+                line = shlex.join([*words, command, *arguments])
+                line = re.sub("2026-11-(19|20)", "THE-DAY-BEFORE", line)  # in local time
+                yield f"$ {line.replace(f'-u {getuser()}', '-u USER')}"
 
-    check_table(snapshot, HERE / "answers.txt", answer)
+
+def test_dialogues_with_batch_systems(tmp_path, monkeypatch, make_request, snapshot):
+    lines, scene = [], None
+    for number, line in enumerate((HERE / "dialogues.txt").read_text("utf-8").splitlines()):
+        if line.startswith("  "):
+            continue
+        lines.append(line)
+        if found := SCENE.fullmatch(line):
+            scene = Scene(found[1], tmp_path / str(number), make_request)
+            monkeypatch.setenv("PATH", f"{tmp_path / str(number)}:/usr/bin:/bin")
+        elif found := SAYS.fullmatch(line):
+            scene.prepare(*found.groups())
+        elif line and not line.startswith("#"):
+            lines += [f"  {answer}".rstrip() for answer in scene.ask(line)]
+    snapshot(HERE / "dialogues.txt", "".join(f"{line}\n" for line in lines))
 
 
+@pytest.mark.parametrize(("system", "submit"), [("slurm", "sbatch"), ("pbs", "qsub")])
 def test_no_variable_overrules_a_submission_and_a_missing_command_is_named(
-    system, make_request, monkeypatch, tmp_path
+    system, submit, make_request, monkeypatch, tmp_path
 ):
-    kept, hidden = {"SLURM_CONF", "SLURM_CLUSTERS", "PBS_SERVER", "MINE"}, HIDDEN[system.name]
+    kept, hidden = {"SLURM_CONF", "SLURM_CLUSTERS", "PBS_SERVER", "MINE"}, HIDDEN[system]
     for name in hidden | kept:
         monkeypatch.setenv(name, "x")
-    system.fake.answer(system.submit, "5\n")
-    assert system.scheduler.submit(SCRIPT, make_request()) == "5"
-    options = ["--parsable"] if system.name == "slurm" else ["-C", "#PBS"]
-    assert system.fake.calls(system.submit)[0] == [*options, "/runs/job.sh"]
-    environment = system.fake.environment(system.submit).keys()
+    scene = Scene(system, tmp_path / "bin", make_request)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    scene.prepare(submit, None, "says", "5")
+    assert scene.answer("submit tag") == ["5"]
+    environment = scene.fake.environment(submit).keys()
     assert not hidden & environment
     assert kept | {"PATH"} <= environment
     assert "SLURM_TIME_FORMAT" not in environment, "it would leak into the job"
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SchedulerError, match=system.submit) as caught:
-        system.scheduler.submit(SCRIPT, make_request())
+    with pytest.raises(SchedulerError, match=submit) as caught:
+        scene.answer("submit tag")
     assert "launch.scheduler: local" in caught.value.cure
-
-
-@pytest.mark.parametrize("hangs", [True, False])
-def test_a_job_whose_answer_is_lost_is_found_by_its_tag_and_not_submitted_twice(
-    system, make_request, hangs
-):
-    system.scheduler.timeout_s = 0.6
-    unsure = {"slurm": "error: Unable to contact slurm", "pbs": "error: Communication failure."}
-    if hangs:
-        system.fake.hang(system.submit)
-    else:
-        system.fake.answer(system.submit, stderr=unsure[system.name], rc=1)
-    with pytest.raises(NoAnswerError, match=r"tag-1' is listed: .*(error|no answer)"):
-        system.scheduler.submit(SCRIPT, make_request())
-    lists = "squeue" if system.name == "slurm" else "qselect"
-    system.fake.answer(lists, stderr=f"{lists} is down", rc=1)
-    with pytest.raises(NoAnswerError, match=rf"(error|no answer).*{lists} is down"):
-        system.scheduler.submit(SCRIPT, make_request())
-    assert len(system.fake.calls(system.submit)) == 2
-    if system.name == "slurm":
-        system.fake.replay("squeue", "squeue-format.txt")
-        assert system.scheduler.submit(SCRIPT, make_request(tag="tag-run")) == "36"
-        return
-    row = "Job Id: {}\n    Job_Name = {}\n    job_state = R\n"
-    jobs = {"9.vm": "demo.abc1", "10.vm": "demo.abc1", "11.vm": "demo.other"}
-    system.fake.replay("qselect", "qselect.txt")
-    system.fake.answer("qstat", "".join(row.format(*job) for job in jobs.items()))
-    tag = "20261120-152233-demo abc1"
-    assert system.scheduler.submit(SCRIPT, make_request(tag=tag)) == "10.vm"
-
-
-def test_what_is_gone_can_be_cancelled_and_is_absent(system):
-    system.fake.replay(system.cancel, f"{system.cancel}-unknown.txt")
-    system.scheduler.cancel("99999")
-    assert system.fake.calls(system.cancel) == [["99999"]]
-    system.fake.answer(system.cancel, stderr="Access/permission denied", rc=159)
-    with pytest.raises(SchedulerError, match="permission denied"):
-        system.scheduler.cancel("1")
-    gone = {"slurm": {"sacct": "sacct-unknown.txt"}, "pbs": {"qstat": "qstat-unknown.txt"}}
-    for command, sample in gone[system.name].items():
-        system.fake.replay(command, sample)
-    assert system.scheduler.query(["99999"]) == {}
-    if system.name == "pbs":  # as an old server says it
-        system.fake.replay("qstat", "qstat-finished-nox.txt")
-        assert system.scheduler.query(["99999.vm"]) == {}
-
-
-def test_a_system_that_does_not_answer_is_an_error_not_an_absence(system):
-    system.fake.answer(system.list, stderr="cannot connect to server vm (errno=15010)", rc=162)
-    with pytest.raises(SchedulerError, match="cannot connect"):
-        system.scheduler.query(["9"])
-    system.fake.hang(system.list)
-    system.scheduler.timeout_s = 0.6
-    with pytest.raises(NoAnswerError, match="no answer within 1 s"):
-        system.scheduler.query(["9"])
-    assert system.scheduler.query([]) == {}
 
 
 def test_undecodable_output_is_shown_as_it_can_be():
@@ -162,11 +147,7 @@ def meaning(said):
     else:
         rows = {"squeue": parse_squeue, "sacct": parse_sacct}[command](text)
         jobs = [(row.job_id, row.status) for row in rows]
-    words = []
-    for job_id, job in jobs:
-        words += [job_id, job.state, "" if job.exit_code is None else f"code {job.exit_code}"]
-        words += [job.nodes, job.start and "started", job.end and "ended", f"({job.reason})"]
-    return " ".join(word for word in words if word and word != "()")
+    return " ".join(described(*job) for job in jobs)
 
 
 def test_what_batch_systems_say_means_this(snapshot):

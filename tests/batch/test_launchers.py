@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job_requests import change, check_table
+import yaml
+from job_requests import change, check_table, fields
 
 from pipectl.batch import Template
 from pipectl.batch.launchers import (
@@ -21,10 +22,6 @@ from pipectl.errors import PipectlError, SchedulerError
 RANK = (
     "import os; from mpi4py import MPI; world = MPI.COMM_WORLD; "
     "os.write(1, f'{world.rank} of {world.size} on {sorted(os.sched_getaffinity(0))}\\n'.encode())"
-)
-LIST = "[[ $1 == --mpi=list ]] && printf 'MPI plugin types are...\\n{}' >&2"
-ALL = LIST.format(
-    "\\tnone\\n\\tcray_shasta\\n\\tpmi2\\n\\tpmix\\nspecific pmix versions: pmix_v5\\n"
 )
 
 
@@ -141,37 +138,19 @@ def test_mpiexec_is_found_beside_the_interpreter_else_on_the_path_of_the_job_and
     assert found() == str(beside)
 
 
-def test_srun_is_told_what_the_library_speaks_if_that_is_known(program, request_here, monkeypatch):
-    request = change(request_here, launcher="srun")
+def test_srun_is_told_what_the_library_speaks_if_that_is_known(
+    program, request_here, monkeypatch, snapshot
+):
     monkeypatch.setattr(sys, "executable", "python")
 
-    def library(text):
-        program("python", f"[[ $* == '-m mpi4py --mpi-lib-version' ]] && echo '{text}'")
+    def choice(given):
+        library, kinds, job = given.split(" | ")
+        program("python", f"[[ $* == '-m mpi4py --mpi-lib-version' ]] && echo '{library}'")
+        if kinds != "no srun":
+            listed = "\\n\\t".join(["MPI plugin types are...", *kinds.split()])
+            text = f"{listed}\\nspecific pmix versions: pmix_v5\\n"
+            program("srun", f"[[ $1 == --mpi=list ]] && printf '{text}' >&2")
+        found = chosen(request_here, launcher="srun", **fields(yaml.safe_load(job)))
+        return "; ".join(filter(None, found))
 
-    library("Open MPI v5.0.11, package")
-    assert chosen(request)[::2] == ("pmix", ""), "there is no srun here"
-    assert chosen(request, mpi="x") == MpiChoice("x")
-    program("srun", ALL)
-    for version, mpi in {
-        "MPICH Version:      5.0.2": "pmi2",
-        "MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)": "cray_shasta",
-        "Intel(R) MPI Library 2021.10 for Linux* OS": "pmi2",
-        "Open MPI v5.0.11, package: Open MPI user@localhost Distribution": "pmix",
-    }.items():
-        library(version)
-        choice = chosen(request)
-        assert (choice.kind, choice.warning) == (mpi, "")
-        assert choice.reason.startswith(f"srun --mpi={mpi}: the ranks have ")
-    elsewhere = {"modules": ("openmpi",)}, {"setup": ("source x",)}, {"container": "image.sif"}
-    for own in elsewhere:
-        choice = chosen(request, **own)
-        assert (choice.kind, "not known here" in choice.reason) == ("pmi2", True)
-    for mpi, is_known in {"pmix": True, "pmix_v5": True, "none": True, "pmi1": False}.items():
-        choice = chosen(request, mpi=mpi)
-        assert (choice.kind, choice.warning == "") == (mpi, is_known)
-    program("srun", LIST.format("\\tnone\\n\\tpmix\\n"))
-    assert chosen(request, modules=("openmpi",)).kind == "pmix"
-    program("srun", LIST.format("\\tnone\\n\\tpmi2\\n"))
-    choice = chosen(request)
-    assert choice.kind == "pmix"
-    assert "knows no --mpi=pmix, but none, pmi2" in choice.warning
+    check_table(snapshot, Path(__file__).with_name("pmis.txt"), choice)
