@@ -87,7 +87,7 @@ mutants: $(INSTALLED) ## say which of a list of deliberate faults the tests catc
 	$(BIN)/python tests/benchmarks/mutants.py
 
 golden: $(INSTALLED) ## rewrite the golden files and the generated reference; look at the diff
-	PIPECTL_GOLDEN=write $(BIN)/python -m pytest $$(grep -rlE --include='test_*.py' '\b(golden|snapshot)\(' tests)
+	PIPECTL_GOLDEN=write $(BIN)/python -m pytest $$(grep -rlE --include='test_*.py' '\b(golden|snapshot|check_table)\(' tests)
 
 clean: ## remove what make and the tools made; runs/ stays
 	rm -rf .venv .venv-lowest .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist

@@ -9,6 +9,7 @@ from job_requests import wait_until, write_script
 
 from pipectl.batch import Queue
 from pipectl.batch.pbs import PbsScheduler, parse_qstat, parse_queues
+from pipectl.runs import RunDirectory
 from pipectl.spec.models import Checkpoint
 
 SAMPLES = Path(__file__).parents[1] / "data" / "scheduler" / "pbs"
@@ -22,25 +23,23 @@ def start(request, rank):
     )
 
 
-def test_a_job_stops_before_the_walltime_and_submits_itself_again(pbs, make_request):
-    pbs.answer("qsub", "12.vm\n")
+def test_a_job_stops_before_the_walltime_and_submits_itself_again_if_the_site_lets_it(
+    pbs, make_request
+):
     request = make_request(walltime=1, checkpoint=Checkpoint(max_requeues=1))
+    run = RunDirectory(request.run_directory)
+    pbs.answer("qsub", stderr="qsub: Bad UID for job execution\n", rc=15)
+    assert start(request, WAITS).wait(30) == 75
+    log = run.job_log.read_text()
+    assert "qsub: Bad UID for job execution\npipectl: this job may not submit another" in log
+    assert run.requeue_error.read_text() == "qsub: Bad UID for job execution\n"
+    assert not run.resubmitted.exists()
+    pbs.answer("qsub", "12.vm\n")
+    run.attempt.unlink()
     for attempt in (1, 2):
         assert start(request, WAITS).wait(30) == 75
-        script = str(request.run_directory / "job.sh")
-        assert pbs.calls("qsub") == [["-C", "#PBS", script]], attempt
-    assert (request.run_directory / "resubmitted").read_text() == "12.vm\n"
-
-
-def test_a_site_that_lets_jobs_submit_none(pbs, make_request):
-    pbs.answer("qsub", stderr="qsub: Bad UID for job execution\n", rc=15)
-    request = make_request(walltime=1, checkpoint=Checkpoint(max_requeues=1))
-    assert start(request, WAITS).wait(30) == 75
-    log = (request.run_directory / "logs" / "job.log").read_text()
-    assert "qsub: Bad UID for job execution\npipectl: this job may not submit another" in log
-    said = (request.run_directory / "requeue_error").read_text()
-    assert said == "qsub: Bad UID for job execution\n"
-    assert not (request.run_directory / "resubmitted").exists()
+        assert pbs.calls("qsub")[1:] == [["-C", "#PBS", str(run.script)]], attempt
+    assert run.resubmitted.read_text() == "12.vm\n"
 
 
 def test_a_job_that_is_deleted_does_not_come_back(pbs, make_request):

@@ -207,14 +207,12 @@ def test_termination_before_the_setup_is_no_success(make_request):
     assert (request.run_directory / "exit_code").read_text() == "143\n"
 
 
-SITE = """\
-{% extends base %}
-{% block shebang %}#!/bin/bash -f{% endblock %}
-{% block directives %}
-#SBATCH --switches=1
-{% endblock %}
-{% block setup %}touch PWNED{% endblock %}
-"""
+SITE = Template(
+    "site.sh",
+    "{% extends base %}{% block shebang %}#!/bin/bash -f{% endblock %}"
+    "{% block directives %}\n#SBATCH --switches=1\n{% endblock %}"
+    "{% block setup %}touch PWNED{% endblock %}",
+)
 
 
 @pytest.mark.parametrize("scheduler", INDEX)
@@ -227,7 +225,7 @@ def test_hostile_directories_of_an_array_arrive(make_request, tmp_path, nasty, s
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("template", [None, Template("site.sh", SITE)])
+@pytest.mark.parametrize("template", [None, SITE])
 @pytest.mark.parametrize("scheduler", INDEX)
 def test_the_script_of_a_run_takes_over_that_of_its_array(
     make_request, tmp_path, scheduler, template

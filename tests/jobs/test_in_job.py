@@ -101,27 +101,25 @@ def test_a_failure_is_reported_in_the_run_and_on_standard_error(run, measured, m
     assert said == ["CaptureError", "m: no such module", "install it", 3]
 
 
-@pytest.mark.parametrize(("age_s", "replaced"), [(None, True), (-5, True), (5, False)])
-def test_the_profile_is_put_where_later_commands_look_unless_a_newer_one_is_there(
-    run, place, measured, age_s, replaced
+@pytest.mark.parametrize(
+    ("there", "replaced"),
+    [(None, True), (-5, True), (5, False), ("a damaged record", False), ("a directory", False)],
+)
+def test_the_profile_is_put_where_later_commands_look_if_that_can_be_and_none_is_newer(
+    run, place, measured, there, replaced
 ):
-    if age_s is not None:
-        place.write_text("another")
-        os.utime(place, (SUBMITTED + age_s, SUBMITTED + age_s))
-    in_job.profile_and_plan(run)
-    assert (place.read_text() == run.profile.read_text()) == replaced
-    place.write_text("of the job as it is now")
-    os.utime(place, (SUBMITTED - 5, SUBMITTED - 5))
-    in_job.profile_and_plan(run)
-    assert place.read_text() == "of the job as it is now", "the run had its profile already"
-
-
-@pytest.mark.parametrize("damage", ["record", "place"])
-def test_what_cannot_be_read_or_written_besides_stops_no_job(run, place, measured, damage):
-    if damage == "record":
+    if there == "a damaged record":
         run.record.write_text("{")
-    else:
+    elif there == "a directory":
         place.mkdir()
+    elif there is not None:
+        place.write_text("another")
+        os.utime(place, (SUBMITTED + there, SUBMITTED + there))
     in_job.profile_and_plan(run)
     assert run.plan.exists()
-    assert not place.is_file()
+    assert (place.is_file() and place.read_text() == run.profile.read_text()) == replaced
+    if replaced:
+        place.write_text("of the job as it is now")
+        os.utime(place, (SUBMITTED - 5, SUBMITTED - 5))
+        in_job.profile_and_plan(run)
+        assert place.read_text() == "of the job as it is now", "the run had its profile already"
