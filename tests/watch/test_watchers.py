@@ -1,9 +1,10 @@
-"""Watchers of processes that stand in for ranks: how they see their ends, and what they do then.
+"""Watchers of processes that stand in for ranks: what they read and write, and what they do.
 
 Whole jobs that lose ranks are in tests/runtime/watch.
 """
 
 import json
+import mmap
 import os
 import signal
 import stat
@@ -15,9 +16,11 @@ from pathlib import Path
 import pytest
 from job_requests import wait_until
 
-from pipectl.batch import process
+from pipectl.faults import ErrorReport
+from pipectl.files import write_log
 from pipectl.runs import RunDirectory, read_errors
-from pipectl.watch.board import Activity, Board
+from pipectl.watch import process_state
+from pipectl.watch.board import SIZE, Activity, Board, read_activity, wait_record
 from pipectl.watch.rank import BYE, FAILING, LocalRank, LocalRanks
 from pipectl.watch.report import NodeReport, RankReport, State, node_path, read_report, write_report
 from pipectl.watch.watcher import Settings
@@ -44,9 +47,11 @@ class Rank:
         self.process.wait()
 
     def settings(self) -> LocalRank:
-        started = process.start_time(self.process.pid) or 0
+        state = process_state(self.process.pid)
+        assert state is not None
+        assert state.parent == os.getpid()
         board, words = (f"/proc/{os.getpid()}/fd/{x}" for x in (self.board.handle, self.pipe[0]))
-        return LocalRank(self.number, self.process.pid, started, board, words)
+        return LocalRank(self.number, state.pid, state.started, board, words)
 
     def close(self) -> None:
         self.ends()
@@ -84,12 +89,6 @@ class Job:
         for _ in range(2):
             before = node_path(self.folder, node).stat().st_mtime_ns
             wait_until(lambda: node_path(self.folder, node).stat().st_mtime_ns != before)  # noqa: B023
-
-    def report_of(self, node: int) -> NodeReport:
-        """What a watcher has written."""
-        news = read_report(node_path(self.folder, node))
-        assert news is not None
-        return news[1]
 
     @property
     def reports(self) -> dict[int, str]:
@@ -165,6 +164,45 @@ def test_how_long_a_rank_is_at_the_same_point_of_its_program():
     rank.close()
 
 
+@pytest.mark.parametrize(
+    ("words", "report", "log"),
+    [
+        (b"", "its process was killed", ", loading data, before the first step: its process was"),
+        (FAILING + b"ValueError", None, ""),
+        (
+            b"Fatal Python error: Segmentation\x1b[2J fault\n  File\n",
+            "its process crashed: Fatal Python error: Segmentation[2J fault",
+            "its process crashed",
+        ),
+    ],
+)
+def test_with_a_rank_those_of_all_nodes_end_and_it_is_reported_unless_it_reports_itself(
+    job, words, report, log
+):
+    """Nobody else can write what watchers read; they hold no socket, and damage counts for
+    nothing."""
+    first, second, third = job.start(2, 1)
+    for file in job.folder.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for watcher in job.watchers:
+        held = [str(path.readlink()) for path in Path(f"/proc/{watcher.pid}/fd").iterdir()]
+        assert not [name for name in held if name.startswith("socket:")], held
+    job.watchers[1].send_signal(signal.SIGSTOP)
+    for text in ("{", "[" * 10**5, '{"version": 1, "ranks": 1}') if words == b"" else ():
+        node_path(job.folder, 1).write_text(text)
+        job.wait_for_words(0)
+    job.watchers[1].send_signal(signal.SIGCONT)
+    second.board.phase("loading data")
+    second.says(words)
+    second.ends()
+    assert first.process.wait(LONG_S) == third.process.wait(LONG_S) == -signal.SIGKILL
+    job.wait()
+    assert [*job.reports] == ([] if report is None else [1])
+    assert report is None or job.reports[1].startswith(report)
+    assert log in job.log.read_text()
+    assert "\x1b" not in job.log.read_text()
+
+
 @pytest.mark.parametrize("words", [BYE, FAILING])
 def test_a_rank_alone_that_says_why_it_ends_is_not_reported(job, words):
     (rank,) = job.start(1)
@@ -172,17 +210,6 @@ def test_a_rank_alone_that_says_why_it_ends_is_not_reported(job, words):
     job.wait()
     assert job.reports == {}
     assert rank.process.poll() is None
-
-
-def test_a_rank_that_is_killed_is_reported_and_all_of_its_node_end(job):
-    first, second, third = job.start(3)
-    second.board.phase("loading data")
-    second.ends()
-    assert first.process.wait(LONG_S) == third.process.wait(LONG_S) == -signal.SIGKILL
-    job.wait()
-    assert list(job.reports) == [1]
-    assert "killed" in job.reports[1]
-    assert ", loading data, before the first step: its process was killed" in job.log.read_text()
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -211,32 +238,6 @@ def test_ranks_that_share_nothing_with_the_watcher_work_without(job, monkeypatch
     assert words in job.log.read_text()
     assert bool(words) == bool(job.log.read_text())
     assert rank.process.poll() is None
-
-
-def test_ranks_of_another_node_end_too(job):
-    first, second = job.start(1, 1)
-    second.ends()
-    assert first.process.wait(LONG_S) == -signal.SIGKILL
-    job.wait()
-    assert list(job.reports) == [1]
-
-
-def test_a_rank_that_says_why_it_fails_ends_all_and_is_not_reported(job):
-    first, second, third = job.start(2, 1)
-    second.says(FAILING + b"ValueError")
-    second.ends()
-    assert first.process.wait(LONG_S) == third.process.wait(LONG_S) == -signal.SIGKILL
-    job.wait()
-    assert job.reports == {}
-
-
-def test_a_crash_is_told_in_pythons_words_without_what_disturbs_terminals(job):
-    (rank,) = job.start(1)
-    rank.says(b"Fatal Python error: Segmentation\x1b[2J fault\n  File\n")
-    rank.ends()
-    job.wait()
-    assert job.reports[0] == "its process crashed: Fatal Python error: Segmentation[2J fault"
-    assert "\x1b" not in job.log.read_text()
 
 
 def test_the_first_to_end_is_named_however_late_the_watcher_looks(job):
@@ -277,7 +278,7 @@ def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job, leaves)
     job.watchers[0].wait(LONG_S)
     second.ends()
     if leaves:
-        wait_until(lambda: job.report_of(1).ranks[0].state == State.DIED)
+        wait_until(lambda: read_report(node_path(job.folder, 1))[1].ranks[0].state == State.DIED)
         second.says(BYE)
     assert third.process.wait(LONG_S) == -signal.SIGKILL
     job.wait()
@@ -288,7 +289,7 @@ def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job, leaves)
 def test_without_the_first_node_ranks_that_stand_still_are_ended(job):
     first, second = job.start(1, 1, min_s=0.5)
     first.board.step(7)
-    wait_until(lambda: job.report_of(0).ranks[0].activity.step == 7)
+    wait_until(lambda: read_report(node_path(job.folder, 0))[1].ranks[0].activity.step == 7)
     job.wait_for_words(1)  # before which it has read what the first says
     job.watchers[0].send_signal(signal.SIGSTOP)
     assert second.process.wait(LONG_S) == -signal.SIGKILL
@@ -308,53 +309,71 @@ def test_a_watcher_says_nothing_of_ranks_that_have_been_started_again(job):
     assert not job.folder.exists()
 
 
-def test_a_damaged_file_of_another_node_counts_for_nothing(job):
-    first, second = job.start(1, 1)
-    job.watchers[1].send_signal(signal.SIGSTOP)
-    for text in ("{", "[" * 10**5, '{"version": 1, "ranks": 1}'):
-        node_path(job.folder, 1).write_text(text)
-        job.wait_for_words(0)
-    job.watchers[1].send_signal(signal.SIGCONT)
-    first.ends()
-    assert second.process.wait(LONG_S) == -signal.SIGKILL
-    job.wait()
-    assert list(job.reports) == [0]
-
-
-def test_nobody_else_can_write_what_watchers_read_and_they_hold_no_socket(job):
-    job.start(1, 1)
-    for file in job.folder.iterdir():
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    for watcher in job.watchers:
-        held = [str(path.readlink()) for path in Path(f"/proc/{watcher.pid}/fd").iterdir()]
-        assert not [name for name in held if name.startswith("socket:")], held
-
-
-def test_a_file_is_read_once_and_a_link_never(tmp_path):
+def test_a_file_is_read_once_and_a_link_never_and_a_full_disk_still_shows_life(
+    tmp_path, monkeypatch
+):
     path, link = tmp_path / "node-0001.json", tmp_path / "link"
     assert read_report(path) is None
-    write_report(path, NodeReport("n", ends=True))
+    report = NodeReport("n", ends=True, ranks=(RankReport(3, activity=Activity(2, 5)),))
+    write_report(path, report)
     link.symlink_to(path)
     assert read_report(link) is None
-    news = read_report(path)
-    assert news is not None
-    assert news[1] == NodeReport("n", ends=True)
-    assert read_report(path, news[0]) is None, "nothing new"
-
-
-def test_a_full_disk_still_shows_that_a_watcher_lives(tmp_path, monkeypatch):
-    path = tmp_path / "node-0001.json"
-    report = NodeReport("n", ranks=(RankReport(3, activity=Activity(step=2, action="saving")),))
-    write_report(path, report)
+    os.utime(path, (1.0, 1.0))
+    stamp, found = read_report(path)
+    assert found == report
+    assert read_report(path, stamp) is None, "nothing new"
 
     def fails(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pipectl.watch.report.write_text", fails)
-    os.utime(path, (1.0, 1.0))
-    before = read_report(path)
-    assert before is not None
     write_report(path, NodeReport("n"))
-    after = read_report(path, before[0])
-    assert after is not None
-    assert after[1] == before[1] == report
+    assert read_report(path, stamp)[1] == report
+
+
+def test_another_mapping_sees_what_a_rank_writes():
+    board = Board()
+    other = mmap.mmap(board.handle, SIZE, prot=mmap.PROT_READ)
+    board.phase("capturing the model")
+    assert read_activity(other) == Activity(2, action="capturing the model")
+    board.step(7)
+    board.row("FORWARD", 1, 5)
+    board.awaits(wait_record("activation 5 of stage 0 from rank 2", 2))
+    board.waits(True)
+    board.pace(0.5)
+    seen = read_activity(other)
+    assert seen == board.read()
+    assert seen[:7] == (3, 7, 1, 2, True, True, 0.5)
+    assert seen[7:] == ("FORWARD micro-batch 5", "activation 5 of stage 0 from rank 2")
+    board.phase("ä" * 200)
+    assert read_activity(other).peer == -1
+    assert read_activity(other).action.startswith("ä" * 40)
+    board.return_to(seen)
+    assert read_activity(other).action == "FORWARD micro-batch 5"
+    board.row("UPDATE", 0, -1)
+    assert read_activity(other).action == "UPDATE"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stage": 2, "step": 5, "action": "UPDATE"}, "rank 3, stage 2, UPDATE, step 5: "),
+        ({"step": 5, "host": "n1"}, "rank 3 on n1, step 5: "),
+        ({"type": "ValueError"}, "rank 3: ValueError: "),
+    ],
+)
+def test_a_report_is_fit_for_terminals(fields, words):
+    report = ErrorReport("it is \x1b[31mgone", rank=3, cure="go \x07on", **fields)
+    assert report.text == f"pipectl: {words}it is [31mgone\npipectl: go on\n"
+
+
+def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr("pipectl.files._PATIENCE_MS", 10)
+    frozen, log = os.pipe()
+    write_log(log, "x" * 10**6)
+    assert len(os.read(frozen, 10**6)) == 1 << 16
+    write_log(log, "a line\n")
+    assert os.read(frozen, 100) == b"a line\n"
+    os.close(frozen)
+    write_log(log, "a line\n")
+    os.close(log)
