@@ -7,6 +7,7 @@ commands do. A few hundred run always, thousands with ``make torture``.
 import copy
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,6 +22,8 @@ from hypothesis import strategies as st
 from pipectl.batch.process import Completed
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cli.lab.simulate import assume_cluster
+from pipectl.cli.views.run import print_runs, runs_table
+from pipectl.cli.views.run_json import run_json
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import PipectlError
 from pipectl.jobs.state import get_status
@@ -38,7 +41,6 @@ MAX_CPU_S = 20.0
 DATA = Path(__file__).parents[1] / "data" / "scheduler" / "slurm"
 SPEC = Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml"
 
-Example = Callable[[Callable[..., Any]], None]
 DEEP: list[Any] = []
 for _ in range(60):
     DEEP = [DEEP]
@@ -119,13 +121,13 @@ def profile_document() -> dict[str, Any]:
     }  # fmt: skip
 
 
+PROFILE = Profile.from_json(profile_document())
 CLUSTER = assumed_cluster("here", [1, 1], 1, None)
 REQUEST = PlanRequest("tiny", 8, micro_batches=4, stages=2, schedule="1f1b")
 
 
 def plan_document() -> dict[str, Any]:
-    plan = make_plan(Profile.from_json(profile_document()), CLUSTER, REQUEST)
-    return dict(json.loads(json.dumps(plan.to_json())))
+    return dict(json.loads(json.dumps(make_plan(PROFILE, CLUSTER, REQUEST).to_json())))
 
 
 def record_document() -> dict[str, Any]:
@@ -133,6 +135,13 @@ def record_document() -> dict[str, Any]:
         1.7e9, "submitted", job_id="7"
     )
     return {"version": 1, **asdict(record)}
+
+
+def manifest_document() -> dict[str, Any]:
+    shard = Shard("rank-0000.safetensors", 1, "00", ("a",))
+    with tempfile.TemporaryDirectory() as folder:
+        Manifest(3, 2, {"b": "a"}, (shard,), (shard,)).save(Path(folder))
+        return {"manifest.json": json.loads((Path(folder) / "manifest.json").read_text())}
 
 
 def run_documents() -> dict[str, Any]:
@@ -156,7 +165,7 @@ def run_documents() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def refusal_of(work: Callable[[], None]) -> PipectlError | None:
+def refusal_of(work: Callable[[], object]) -> PipectlError | None:
     try:
         work()
     except PipectlError as error:
@@ -164,146 +173,103 @@ def refusal_of(work: Callable[[], None]) -> PipectlError | None:
     return None
 
 
-def changed(document: Any, draw: Callable[..., Any]) -> bytes:
+def changed(document: Any, dump: Callable[[Any], str], draw: Callable[..., Any]) -> bytes:
     document = copy.deepcopy(document)
     for _ in range(draw(st.integers(0, 3))):
         change(document, draw)
-    return damage(json.dumps(document), draw)
+    return damage(dump(document), draw)
 
 
-def of_spec(directory: Path) -> Example:
-    file = directory / "job.yaml"
-
-    def example(draw: Callable[..., Any]) -> None:
-        document = yaml.safe_load(SPEC.read_text())
-        for _ in range(draw(st.integers(0, 3))):
-            change(document, draw)
-        text = yaml.safe_dump(document, allow_unicode=draw(st.booleans()))
-        file.write_bytes(damage(text, draw))
-        load(file, sites=(), check_files=draw(st.booleans()))
-
-    return example
+def damage_one(folder: Path, documents: dict[str, Any], draw: Callable[..., Any]) -> None:
+    """Write all files, of which one is damaged."""
+    damaged = draw(st.sampled_from(list(documents)))
+    for name, document in documents.items():
+        dump = yaml.safe_dump if name.endswith("yaml") else json.dumps
+        lines = document if isinstance(document, list) else [document]
+        texts = [changed(x, dump, draw) if name == damaged else dump(x).encode() for x in lines]
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"\n".join(texts))
 
 
-def of_data(
-    make_document: Callable[[], Any], use: Callable[[Path], object]
-) -> Callable[[Path], Example]:
-    """Examples of one data file, and what commands do with it."""
-
-    def make_example(directory: Path) -> Example:
-        document, file = make_document(), directory / "data.json"
-
-        def example(draw: Callable[..., Any]) -> None:
-            file.write_bytes(changed(document, draw))
-            use(file)
-
-        return example
-
-    return make_example
+def use_spec(folder: Path) -> None:
+    for check_files in (False, True):
+        load(folder / "job.yaml", sites=(), check_files=check_files)
 
 
-def use_plan(file: Path) -> None:
-    plan = Plan.load(file)
+def use_plan(folder: Path) -> None:
+    plan = Plan.load(folder / "plan.json")
     simulate(plan, assume_cluster(plan))
 
 
-def use_cluster(file: Path) -> None:
-    make_plan(Profile.from_json(profile_document()), Cluster.load(file), REQUEST)
+def use_manifest(folder: Path) -> None:
+    for shard in Manifest.load(folder).shards:
+        assert (folder / shard.file).resolve().is_relative_to(folder.resolve())
 
 
-def of_manifest(directory: Path) -> Example:
-    shard = Shard("rank-0000.safetensors", 1, "00", ("a",))
-    Manifest(3, 2, {"b": "a"}, (shard,), (shard,)).save(directory)
-    manifest = json.loads((directory / "manifest.json").read_text())
+def use_run(folder: Path) -> None:
+    """Status never fails: it says what it can, and all of it can be printed."""
 
-    def example(draw: Callable[..., Any]) -> None:
-        (directory / "manifest.json").write_bytes(changed(manifest, draw))
-        for shard in Manifest.load(directory).shards:
-            assert (directory / shard.file).resolve().is_relative_to(directory.resolve())
+    def show() -> None:
+        status = get_status(RunDirectory(folder), 1.7e9 + 60)
+        json.dumps(run_json(status))
+        runs_table([status])
+        print_runs(status.run, [status])
 
-    return example
-
-
-def of_run(directory: Path) -> Example:
-    run = RunDirectory.create(directory / "runs", "tiny", 0.0)
-    documents = run_documents()
-
-    def example(draw: Callable[..., Any]) -> None:
-        """Status never fails: it says what it can."""
-        damaged = draw(st.sampled_from(list(documents)))
-        for name, document in documents.items():
-            lines = document if isinstance(document, list) else [document]
-            texts = [changed(x, draw) if name == damaged else json.dumps(x).encode() for x in lines]
-            (run.path / name).write_bytes(b"\n".join(texts))
-        assert refusal_of(lambda: print_status(get_status(run, 1.7e9 + 60))) is None
-
-    return example
+    assert refusal_of(show) is None
 
 
-def of_slurm(_directory: Path) -> Example:
+def use_slurm(draw: Callable[..., Any]) -> None:
     answers = [path.read_text() for path in sorted(DATA.iterdir())]
-
-    def example(draw: Callable[..., Any]) -> None:
-        answer = damage(draw(st.sampled_from(answers)), draw).decode("utf-8", "replace")
-        cells = st.sampled_from(["", "7", "7_1", "²", "9" * 5000, "N/A", "RUNNING", "x", "1:²"])
-        rows = ["|".join(draw(st.lists(cells, min_size=7, max_size=8))) for _ in range(2)]
-        said = Completed(draw(st.sampled_from([0, 0, 1])), "\n".join([answer, *rows, "tag"]), "")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pipectl.batch.process.run", lambda *_, **__: said)
-            slurm = SlurmScheduler()
-            slurm.query(["7", "12"], since=draw(st.sampled_from([None, 0.0, 1.7e9])))
-            slurm.find(draw(st.sampled_from(["tag", "", "x", "7"])))
-
-    return example
+    answer = damage(draw(st.sampled_from(answers)), draw).decode("utf-8", "replace")
+    cells = st.sampled_from(["", "7", "7_1", "²", "9" * 5000, "N/A", "RUNNING", "x", "1:²"])
+    rows = ["|".join(draw(st.lists(cells, min_size=7, max_size=8))) for _ in range(2)]
+    said = Completed(draw(st.sampled_from([0, 0, 1])), "\n".join([answer, *rows, "tag"]), "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipectl.batch.process.run", lambda *_, **__: said)
+        slurm = SlurmScheduler()
+        slurm.query(["7", "12"], since=draw(st.sampled_from([None, 0.0, 1.7e9])))
+        slurm.find(draw(st.sampled_from(["tag", "", "x", "7"])))
 
 
-def print_status(status: Any) -> None:
-    """Everything that ``pipectl status`` would print of a run."""
-    from pipectl.cli.views.run import print_runs, runs_table
-    from pipectl.cli.views.run_json import run_json
-
-    json.dumps(run_json(status))
-    runs_table([status])
-    print_runs(status.run, [status])
-
-
-KINDS: dict[str, Callable[[Path], Example]] = {
-    "spec": of_spec,
-    "profile": of_data(
-        profile_document, lambda file: make_plan(Profile.load(file), CLUSTER, REQUEST)
+KINDS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Path], object]]] = {
+    "spec": (lambda: {"job.yaml": yaml.safe_load(SPEC.read_text())}, use_spec),
+    "profile": (
+        lambda: {"profile.json": profile_document()},
+        lambda folder: make_plan(Profile.load(folder / "profile.json"), CLUSTER, REQUEST),
     ),
-    "plan": of_data(plan_document, use_plan),
-    "cluster": of_data(CLUSTER.to_json, use_cluster),
-    "record": of_data(record_document, Record.load),
-    "manifest": of_manifest,
-    "run": of_run,
-    "slurm": of_slurm,
+    "plan": (lambda: {"plan.json": plan_document()}, use_plan),
+    "cluster": (
+        lambda: {"cluster.json": CLUSTER.to_json()},
+        lambda folder: make_plan(PROFILE, Cluster.load(folder / "cluster.json"), REQUEST),
+    ),
+    "record": (
+        lambda: {"record.json": record_document()},
+        lambda folder: Record.load(folder / "record.json"),
+    ),
+    "manifest": (manifest_document, use_manifest),
+    "run": (run_documents, use_run),
 }
 
 
-def fuzz(count: int, example: Example) -> None:
-    """Call ``example`` with ``draw`` so often; only documented errors may come of it."""
+@pytest.mark.parametrize("kind", [*KINDS, "slurm"])
+@pytest.mark.parametrize(
+    "count",
+    [FEW, pytest.param(MANY, marks=[pytest.mark.torture, pytest.mark.timeout(7200)])],
+)
+def test_only_documented_errors_come_of_damaged_files(kind, count, tmp_path):
+    documents, use = KINDS.get(kind, (dict, use_slurm))
+    valid = documents()
 
     @settings(max_examples=count, deadline=None, database=None, derandomize=count == FEW,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(st.data())
     def run(data: st.DataObject) -> None:
         start = time.process_time()
-        refusal = refusal_of(lambda: example(data.draw))
+        if valid:
+            damage_one(tmp_path, valid, data.draw)
+        refusal = refusal_of(lambda: use(tmp_path if valid else data.draw))
         assert refusal is None or (refusal.message and 1 <= refusal.exit_code <= 6)
         str(refusal).encode()
         assert time.process_time() - start < MAX_CPU_S
 
     run()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_few_damaged_files(kind, tmp_path):
-    fuzz(FEW, KINDS[kind](tmp_path))
-
-
-@pytest.mark.torture
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_damaged_files(kind, tmp_path):
-    fuzz(MANY, KINDS[kind](tmp_path))
