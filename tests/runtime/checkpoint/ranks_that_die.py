@@ -1,7 +1,9 @@
 """Ranks that train until they are killed, by themselves and so at the moment that was chosen.
 
 ``--run DIRECTORY`` trains, and ``--save DIRECTORY KEEP STEP...`` writes some checkpoints without a
-training. What happens is in the variable ``TEST_FATE``.
+training. What happens is in the variable ``TEST_FATE``: ``rank`` decides and kills the ``victims``,
+which are itself (``rank``), ``all`` or the ``launcher``. It does so once it has begun ``saves``
+checkpoints, before the given ``operation`` on their files, or if that is 0, after ``delay_s``.
 """
 
 from __future__ import annotations
@@ -11,8 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,110 +27,66 @@ from pipectl.runtime.process import run_rank
 from pipectl.runtime.worker import run
 from pipectl.watch.board import Board
 
-FATE, STRUCK = "TEST_FATE", "struck.json"
+STRUCK = "struck.json"
 ENTRIES = ("os.remove", "os.rmdir")
 """What happens to the entries of a folder that is removed, by their names alone."""
 
 
-@dataclass
-class Fate:
-    """When a rank is killed, and who with it.
-
-    Args:
-        rank: that decides.
-        victims: ``rank``, ``all`` or ``launcher``; the empty word if nobody is killed.
-        saves: checkpoints that it begins to write before; 0 counts from the start.
-        operation: on the files of checkpoints since then, before which it happens; 0 if
-            ``delay_s`` says when.
-    """
-
-    rank: int = 0
-    victims: str = ""
-    saves: int = 0
-    operation: int = 0
-    delay_s: float = 0.0
-
-    @classmethod
-    def given(cls) -> Fate:
-        return cls(**json.loads(os.environ.get(FATE, "{}")))
+def strike(victims: str, directory: Path, pids: list[int]) -> None:
+    found = {"names": os.listdir(directory), "pids": pids}  # noqa: PTH208
+    (directory.parent / STRUCK).write_text(json.dumps(found))
+    if victims == "launcher":
+        proxy = Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(proxy.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        return
+    for pid in pids if victims == "all" else []:
+        if pid != os.getpid():
+            os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Killer:
-    """Sees every operation on the files of checkpoints, and strikes before one of them."""
+def await_fate(directory: Path, communicator: MPI.Comm) -> None:
+    """Look at every operation on the files of checkpoints, and strike before one of them."""
+    fate, pids = json.loads(os.environ["TEST_FATE"]), communicator.allgather(os.getpid())
+    if fate["victims"] == "" or fate["rank"] != communicator.rank:
+        return
+    saves, operations = fate["saves"], fate["operation"]
+    begun = set[str]()
 
-    def __init__(self, fate: Fate, directory: Path, communicator: MPI.Comm) -> None:
-        self._fate, self._directory = fate, directory
-        self._pids = communicator.allgather(os.getpid())
-        self._left = fate.operation if fate.saves == 0 else 0
-        self._saves = fate.saves
-        self._seen = set[str]()
-        self._struck = False
-        if communicator.rank == fate.rank and fate.victims:
-            if fate.saves == 0 and not fate.operation:
-                self._later()
-            sys.addaudithook(self.see)
+    def strike_later() -> None:
+        timer = threading.Timer(fate["delay_s"], strike, (fate["victims"], directory, pids))
+        timer.daemon = True
+        timer.start()
 
-    def see(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self._struck or not self._concerns(event, arguments):
+    def see(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal saves, operations
+        path = str(arguments[0]) if arguments else ""
+        if saves:
+            if event == "os.mkdir" and Path(path).parent == directory and path not in begun:
+                begun.add(path)
+                saves -= 1
+                if not (saves or operations):
+                    strike_later()
             return
-        if self._saves:
-            self._count_saves(event, str(arguments[0]))
-        elif self._left:
-            self._left -= 1
-            if not self._left:
-                self.strike()
+        at_files = event.startswith(("open", "os.", "shutil.")) and path.startswith(str(directory))
+        if operations and (at_files or event in ENTRIES):
+            operations -= 1
+            if not operations:
+                strike(fate["victims"], directory, pids)
 
-    def _count_saves(self, event: str, path: str) -> None:
-        new = event == "os.mkdir" and Path(path).parent == self._directory
-        if not new or path in self._seen:
-            return
-        self._seen.add(path)
-        self._saves -= 1
-        if not self._saves:
-            self._left = self._fate.operation
-            if not self._left:
-                self._later()
-
-    def _concerns(self, event: str, arguments: tuple[Any, ...]) -> bool:
-        if event in ENTRIES:
-            return True
-        if not event.startswith(("open", "os.", "shutil.")) or not arguments:
-            return False
-        return str(arguments[0]).startswith(str(self._directory))
-
-    def _later(self) -> None:
-        def wait_and_strike() -> None:
-            time.sleep(self._fate.delay_s)
-            self.strike()
-
-        threading.Thread(target=wait_and_strike, daemon=True).start()
-
-    def strike(self) -> None:
-        self._struck = True
-        found = {"names": os.listdir(self._directory), "pids": self._pids}  # noqa: PTH208
-        (self._directory.parent / STRUCK).write_text(json.dumps(found))
-        launcher = os.getppid() if self._fate.victims == "launcher" else 0
-        if launcher:
-            os.kill(_parent(launcher), signal.SIGKILL)
-            return
-        for pid in self._pids if self._fate.victims == "all" else [os.getpid()]:
-            if pid != os.getpid():
-                os.kill(pid, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    if saves == operations == 0:
+        strike_later()
+    sys.addaudithook(see)
 
 
 def train(directory: RunDirectory, communicator: MPI.Intracomm, board: Board) -> None:
-    Killer(Fate.given(), directory.checkpoints, communicator)
+    await_fate(directory.checkpoints, communicator)
     run(directory, communicator, board)
 
 
 def save(directory: Path, steps: list[int], keep: int) -> None:
     """Write checkpoints whose one tensor is their step."""
-    Killer(Fate.given(), directory, MPI.COMM_SELF)
+    await_fate(directory, MPI.COMM_SELF)
     saver = Saver(MPI.COMM_SELF, directory, Keep(keep), int(os.environ[ATTEMPT]), print)
     for step in steps:
         states = {"model.a": torch.full((3,), float(step)), "loss.b": torch.ones(2)}

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,57 +28,60 @@ THREE = Keep(3)
 
 @pytest.fixture
 def states() -> dict[str, Tensor]:
+    """Of a model with buffers, some of which look into one memory, and of a loss."""
+    table = torch.arange(8.0).view(2, 4)
     return {
         "model.a.weight": torch.arange(6.0).view(2, 3),
         "model.a.transposed": torch.arange(6.0).view(2, 3).t(),
         "model.count": torch.tensor(5),
         "model.half": torch.ones(2, dtype=torch.bfloat16),
+        "model.sine": table[0],
+        "model.cosine": table[1],
+        "model.scratch": torch.tensor([2.5]),
         "loss.temperature": torch.ones(1),
     }
 
 
+PERSISTENT = {"a.transposed", "a.weight", "cosine", "count", "half", "sine"}
+
+
 def save(
-    directory: Path,
-    step: int,
-    states: dict[str, Tensor],
-    keep: Keep = THREE,
-    warnings: list[str] | None = None,
+    directory: Path, step: int, states: dict[str, Tensor], keep: Keep = THREE, warn: Any = print
 ) -> Path:
-    writer = Saver(MPI.COMM_SELF, directory, keep, 1, ([] if warnings is None else warnings).append)
+    writer = Saver(MPI.COMM_SELF, directory, keep, 1, warn)
     persistent = states.keys() - {"model.scratch"}
     own = take_snapshot(states, persistent, Updater(None, None), {})
-    writer.start(Manifest(step, 4, {"b.weight": "a.weight"}), own)
+    losses = (0.5, math.nan, math.inf, -math.inf)
+    writer.start(Manifest(step, 4, {"b.weight": "a.weight"}, losses=losses), own)
     writer.finish()
     return directory / f"step-{step:06d}"
 
 
-def test_losses_that_are_not_finite_come_back_from_a_manifest(tmp_path: Path) -> None:
-    losses = (0.5, math.nan, math.inf, -math.inf)
-    Manifest(1, 4, {}, losses=losses).save(tmp_path)
-    json.loads((tmp_path / "manifest.json").read_text(), parse_constant=pytest.fail)
-    assert repr(Manifest.load(tmp_path).losses) == repr(losses)
-
-
-def test_weights_come_back_under_the_names_of_the_users_model(
-    tmp_path: Path, states: dict[str, Tensor]
-) -> None:
-    saved = save(tmp_path, 7, states)
-    assert saved == tmp_path / "step-000007"
-    found = checkpoint.load(saved)
-    assert found.keys() == {"a.weight", "a.transposed", "count", "half", "b.weight"}
-    assert all(
-        torch.equal(found[n.removeprefix("model.")], t) for n, t in states.items() if "model" in n
-    )
-    assert torch.equal(found["b.weight"], found["a.weight"])
-
-
-def test_states_that_look_into_one_memory_are_saved(tmp_path: Path) -> None:
-    """As rotary tables are: two buffers, views of one tensor."""
-    table = torch.arange(8.0).view(2, 4)
-    saved = save(tmp_path, 1, {"model.a.weight": table[0], "model.sin": table[1]})
-    found = checkpoint.load(saved)
-    assert found["a.weight"].tolist() == [0, 1, 2, 3]
-    assert found["sin"].tolist() == [4, 5, 6, 7]
+def test_all_states_come_back_and_the_weights_have_the_names_of_the_users_model(tmp_path, states):
+    """A loss and buffers that a state dict leaves out are beside them; the manifest says where."""
+    other = {name: torch.zeros_like(tensor) for name, tensor in states.items()}
+    saved = save(tmp_path, 7, other)
+    assert save(tmp_path, 7, states) == saved == tmp_path / "step-000007"  # it is replaced
+    stored = checkpoint.load(saved)
+    assert stored.keys() == {*PERSISTENT, "b.weight"}
+    assert all(torch.equal(stored[name], states[f"model.{name}"]) for name in PERSISTENT)
+    assert torch.equal(stored["b.weight"], stored["a.weight"])
+    found = {
+        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for name, t in states.items()
+    }
+    stored.restore_states(found)
+    assert all(torch.equal(found[name], states[name]) for name in states)
+    manifest = json.loads((saved / "manifest.json").read_text(), parse_constant=pytest.fail)
+    assert (manifest["version"], manifest["step"]) == (1, 7)
+    (shard,) = manifest["shards"]
+    assert {*shard["names"]} == PERSISTENT
+    assert shard["bytes"] == (saved / shard["file"]).stat().st_size
+    assert manifest["aliases"] == {"b.weight": "a.weight"}
+    assert repr(stored.manifest.losses) == repr((0.5, math.nan, math.inf, -math.inf))
+    another = ({"c": torch.ones(1)}, {"count": torch.ones(3)}, {"half": torch.ones(2)})
+    for each in another:
+        with pytest.raises(MismatchError, match="step-000007: has"):
+            stored.restore_states({f"model.{name}": tensor for name, tensor in each.items()})
 
 
 PASSED_OVER = [(9, Keep(2)), (12, Keep(2)), (3, Keep(1)), (6, Keep(1))]
@@ -95,17 +97,13 @@ PASSED_OVER = [(9, Keep(2)), (12, Keep(2)), (3, Keep(1)), (6, Keep(1))]
         ([*PASSED_OVER, (12, Keep(1))], [12]),
     ],
 )
-def test_the_newest_are_kept_and_some_for_good(
-    tmp_path: Path, states: dict[str, Tensor], saves: list[tuple[int, Keep]], kept: list[int]
-) -> None:
+def test_the_newest_are_kept_and_some_for_good(tmp_path, states, saves, kept):
     for step, keep in saves:
         save(tmp_path, step, states, keep)
     assert {path.name for path in tmp_path.iterdir()} == {f"step-{step:06d}" for step in kept}
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, states: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, states, monkeypatch):
     """Files and folders first, the manifest too; behind the renaming, the name."""
     synced: set[tuple[str, bool]] = set()
 
@@ -122,42 +120,24 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     assert synced == {*((path, False) for path in before), (".", True)}
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path, states: dict[str, Tensor]) -> None:
-    save(tmp_path, 5, states)
-    states["model.count"] = torch.tensor(6)
-    assert checkpoint.load(save(tmp_path, 5, states))["count"] == 6
+MANIFEST, SHARD = "manifest.json", "rank-0000.safetensors"
 
 
-def test_the_manifest_says_what_is_where(tmp_path: Path, states: dict[str, Tensor]) -> None:
-    manifest = json.loads((save(tmp_path, 7, states) / "manifest.json").read_text())
-    assert manifest["version"] == 1
-    assert manifest["step"] == 7
-    (shard,) = manifest["shards"]
-    assert shard["names"] == ["a.transposed", "a.weight", "count", "half"]
-    assert shard["bytes"] == (tmp_path / "step-000007" / shard["file"]).stat().st_size
-    assert manifest["aliases"] == {"b.weight": "a.weight"}
-
-
-DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
-    "flipped bit": (
-        "rank-0000.safetensors",
-        lambda old: bytes([*old[:-1], old[-1] ^ 1]),
-        "damaged",
-    ),
-    "truncated": ("rank-0000.safetensors", lambda old: old[:-8], "missing or damaged"),
-    "missing": ("rank-0000.safetensors", lambda _: None, "missing or damaged"),
-    "no manifest": ("manifest.json", lambda _: None, "no such file"),
-    "no JSON": ("manifest.json", lambda _: b"{", ""),
-    "no object": ("manifest.json", lambda _: b"[]", ""),
-    "no shards": ("manifest.json", lambda _: b"{}", ""),
-    "no shard": ("manifest.json", lambda _: b'{"shards": [{}], "aliases": {}}', ""),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_found(tmp_path: Path, states: dict[str, Tensor], damage: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (SHARD, lambda old: bytes([*old[:-1], old[-1] ^ 1]), "damaged"),
+        (SHARD, lambda old: old[:-8], "missing or damaged"),
+        (SHARD, lambda _: None, "missing or damaged"),
+        (MANIFEST, lambda _: None, "no such file"),
+        (MANIFEST, lambda _: b"{", ""),
+        (MANIFEST, lambda _: b"[]", ""),
+        (MANIFEST, lambda _: b"{}", ""),
+        (MANIFEST, lambda _: b'{"shards": [{}], "aliases": {}}', ""),
+    ],
+)
+def test_damage_is_found(tmp_path, states, name, change, words):
     saved = save(tmp_path, 3, states)
-    name, change, words = DAMAGE[damage]
     content = change((saved / name).read_bytes())
     (saved / name).unlink()
     if content is not None:
@@ -181,32 +161,25 @@ def full(*_: object) -> Any:
         (
             "saver.shutil.disk_usage",
             lambda _: SimpleNamespace(free=20),
-            "it takes 65 B, and 20 B are free",
+            "it takes 102 B, and 20 B are free",
         ),
     ],
 )
 def test_a_disk_that_fails_leaves_the_old_one_and_is_told(
-    tmp_path: Path,
-    states: dict[str, Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-    broken: str,
-    how: Any,
-    words: str,
-) -> None:
+    tmp_path, states, monkeypatch, broken, how, words
+):
     old = save(tmp_path, 3, states, Keep(1))
     monkeypatch.setattr(f"pipectl.runtime.checkpoint.{broken}", how)
     warnings: list[str] = []
     with pytest.raises(UsageError, match=rf"the last checkpoint: .*{words}"):
-        save(tmp_path, 6, states, Keep(1), warnings)
+        save(tmp_path, 6, states, Keep(1), warnings.append)
     (warning,) = warnings
     assert warning.startswith("the checkpoint of step 6 was not written: ")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
     assert checkpoint.load(old)["count"] == 5
 
 
-def test_a_checkpoint_waits_for_what_belongs_before_it(
-    tmp_path: Path, states: dict[str, Tensor]
-) -> None:
+def test_a_checkpoint_waits_for_what_belongs_before_it(tmp_path, states):
     """The figures of its step, which a run that goes on from it does not make again."""
     asked: list[tuple[int, bool]] = []
 
@@ -222,44 +195,20 @@ def test_a_checkpoint_waits_for_what_belongs_before_it(
     assert (tmp_path / "step-000006").exists()
 
 
-def test_other_states_are_kept_out_of_the_weights(
-    tmp_path: Path, states: dict[str, Tensor]
-) -> None:
-    """Of the loss, and buffers that a state dict leaves out; strides are those of the model."""
-    states["model.scratch"] = torch.tensor([2.5])
-    stored = checkpoint.load(save(tmp_path, 6, states))
-    assert "scratch" not in stored
-    assert all("temperature" not in name for name in stored)
-    found = {name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for name, t in
-             states.items()}  # fmt: skip
-    stored.restore_states(found)
-    assert all(torch.equal(found[name], states[name]) for name in states)
-
-
-def test_a_checkpoint_of_another_model_is_refused(
-    tmp_path: Path, states: dict[str, Tensor]
-) -> None:
-    stored = checkpoint.load(save(tmp_path, 6, states))
-    half = {"model.half": torch.ones(2)}
-    for other in ({"model.c": torch.ones(1)}, {"model.count": torch.ones(3)}, half):
-        with pytest.raises(MismatchError, match="step-000006: has"):
-            stored.restore_states(other)
-
-
 @pytest.mark.parametrize(
-    "make",
+    ("name", "options"),
     [
-        lambda found: torch.optim.SGD(found, lr=0.1, momentum=0.9),
-        lambda found: torch.optim.SGD(found, lr=0.1),
-        lambda found: torch.optim.AdamW(found, lr=0.1, amsgrad=True),
-        lambda found: torch.optim.Adagrad(found, lr=0.1),
-        lambda found: torch.optim.ASGD(found, lr=0.1),
-        lambda found: torch.optim.Rprop(found, lr=0.1),
-        lambda found: torch.optim.Adafactor(found, lr=0.1),
-        lambda found: Nested(found, {}),
+        ("SGD", {"momentum": 0.9}),
+        ("AdamW", {"amsgrad": True}),
+        *((name, {}) for name in ("SGD", "Adagrad", "ASGD", "Rprop", "Adafactor", "Nested")),
     ],
 )
-def test_optimizers_go_on_to_the_bit(tmp_path: Path, make: Any) -> None:
+def test_optimizers_go_on_to_the_bit(tmp_path, name, options):
+    def make(parameters: list[nn.Parameter]) -> Any:
+        if name == "Nested":
+            return Nested(parameters, {})
+        return getattr(torch.optim, name)(parameters, lr=0.1, **options)
+
     parameters = some_parameters()
     updater = Updater(make(list(parameters.values())), None)
     train(updater, parameters, range(3))
@@ -279,9 +228,7 @@ def test_optimizers_go_on_to_the_bit(tmp_path: Path, make: Any) -> None:
 
 
 @pytest.mark.parametrize("room", [None, 0, 150, 10_000])
-def test_a_checkpoint_has_the_state_of_its_step_with_or_without_a_copy(
-    tmp_path: Path, room: int | None
-) -> None:
+def test_a_checkpoint_has_the_state_of_its_step_with_or_without_a_copy(tmp_path, room):
     """A rank without memory for the copy writes what it saves before training goes on."""
     warnings: list[str] = []
     parameters, number = some_parameters(), torch.tensor(5)
@@ -306,8 +253,8 @@ def test_a_checkpoint_has_the_state_of_its_step_with_or_without_a_copy(
 
 
 def test_rank_0_says_once_that_training_waits_for_ranks_without_memory_for_a_copy(
-    tmp_path: Path, states: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, states, monkeypatch
+):
     everyone = [(1024, False), (2048, False), (4096, True)]
     monkeypatch.setattr("pipectl.runtime.checkpoint.saver.gather_all", lambda *_: everyone)
     warnings: list[str] = []
