@@ -135,14 +135,18 @@ def job(tmp_path):
         (b"", {"script_gone": True}, "the job script that started it is gone"),
     ],
 )
-def test_what_is_said_of_a_death(monkeypatch, words, given, message):
-    rank, script, kills = Rank(0), Rank(1), [7]
-    monkeypatch.setattr("pipectl.watch.rank._count_memory_kills", lambda: kills[0])
+def test_what_is_said_of_a_death(monkeypatch, tmp_path, words, given, message):
+    rank, script, kernel = Rank(0), Rank(1), tmp_path / "vmstat"
+    kernel.write_text("oom_kills_of_others 9\noom_kill 7\n")
+    monkeypatch.setattr(
+        "pipectl.watch.rank.Path", lambda path: kernel if path == "/proc/vmstat" else Path(path)
+    )
     ranks = LocalRanks([rank.settings()], launched=True, script=script.process.pid)
     assert ranks.look(1.0) == (RankReport(activity=rank.board.read()),)
     rank.says(words)
     (script if given.get("script_gone") else rank).ends()
-    kills[0] += given.get("memory_kill", False)
+    if given.get("memory_kill"):
+        kernel.write_text("oom_kills_of_others 9\noom_kill 8\n")
     (report,) = ranks.look(1.1)
     assert (report.state, report.message) == (State.DIED, message)
     assert report.was_asked == (words == TERM and not given)

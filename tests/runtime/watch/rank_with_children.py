@@ -11,20 +11,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from pipectl.runtime import watching
-
-
-def child(work: Callable[[], None]) -> multiprocessing.Process:
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    return process
-
-
-def crash() -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def tell_and_work(pipe: int) -> None:
@@ -34,34 +23,29 @@ def tell_and_work(pipe: int) -> None:
 
 def end_children() -> list[int | None]:
     """At once, in the midst of its work, by a crash; their exit codes."""
-    at_once = child(lambda: time.sleep(60))
-    at_once.terminate()
     told, tells = os.pipe()
-    working = child(lambda: tell_and_work(tells))
-    os.read(told, 1)
-    working.terminate()
-    children = [at_once, working, child(crash)]
-    for each in children:
-        each.join()
-    return [each.exitcode for each in children]
-
-
-def leave_as_the_rank_does() -> None:
-    """A child by hand, whose error passes what the rank says in the end."""
-    if os.fork():
-        os.wait()
-    else:
-        sys.exit()
+    fork = multiprocessing.get_context("fork").Process
+    at_once = fork(target=time.sleep, args=(60,))
+    working = fork(target=tell_and_work, args=(tells,))
+    crashing = fork(target=signal.raise_signal, args=(signal.SIGSEGV,))
+    for child in (at_once, working, crashing):
+        child.start()
+        if child is working:
+            os.read(told, 1)
+        if child is not crashing:
+            child.terminate()
+        child.join()
+    return [at_once.exitcode, working.exitcode, crashing.exitcode]
 
 
 if __name__ == "__main__":
-    heard, pipe = os.pipe()
-    for end in (heard, pipe):
-        os.set_blocking(end, False)
+    heard, pipe = os.pipe2(os.O_NONBLOCK)
     parent = os.getpid()
     with suppress(SystemExit), watching._last_words(pipe):
         codes = end_children()
-        leave_as_the_rank_does()
+        if os.fork() == 0:
+            sys.exit()  # its error passes what the rank says in the end
+        os.wait()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         signal.signal(signal.SIGUSR1, lambda *_: None)
         signal.raise_signal(signal.SIGUSR1)

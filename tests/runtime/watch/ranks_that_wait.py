@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from pipectl.runs import RunDirectory
 from pipectl.runtime.process import run_rank
-from pipectl.runtime.waiting import barrier, wait
+from pipectl.runtime.waiting import wait
 from pipectl.runtime.watching import watched
 from pipectl.watch.board import Board, wait_record
 from pipectl.watch.rank import shared_files
@@ -37,8 +37,6 @@ def work(directory: RunDirectory, communicator: MPI.Intracomm, board: Board) -> 
     plan = SimpleNamespace(prediction=None)
     with watched(communicator, directory, spec, plan, board):
         remember(directory, communicator.rank)
-        if os.environ["TEST_HAPPENS"] == "misses a collective":
-            wait_at_different_places(communicator, directory, board)
         for step in range(1, STEPS + 1):
             start = time.perf_counter()
             board.step(step)
@@ -88,7 +86,6 @@ def happen(what: str, directory: RunDirectory) -> None:
         "asked": lambda: os.kill(os.getpid(), signal.SIGTERM),
         "raises": lambda: [][1],
         "memory": take_memory,
-        "killed for memory": lambda: exceed_group(directory),
         "crashes": lambda: ctypes.string_at(0),
         "exits": lambda: os._exit(3),
         "slow": lambda: time.sleep(2 * HANG_AFTER_S),
@@ -113,23 +110,6 @@ def kill_watcher(directory: RunDirectory) -> None:
     """Of this node; rank 0 has started it, and no other process."""
     (_, _), (watcher, _) = json.loads((directory.path / "pids-0").read_text())["family"]
     os.kill(watcher, signal.SIGKILL)
-
-
-def wait_at_different_places(world: MPI.Intracomm, directory: RunDirectory, board: Board) -> None:
-    """Before the first step."""
-    (directory.path / "happened").write_text(str(time.time()))
-    if world.rank == RANK:
-        board.phase("trying out messages")
-        wait([world.Irecv(np.zeros(1), 0)])
-    board.phase("building the stages")
-    barrier(world)
-
-
-def exceed_group(directory: RunDirectory) -> None:
-    """Take more memory than a control group allows, which is made within the present one."""
-    group = Path((directory.path / "group").read_text())
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-    _ = b"x" * 2**30
 
 
 def remember(directory: RunDirectory, rank: int) -> None:
