@@ -8,8 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipectl.batch import JobState
@@ -17,6 +20,7 @@ from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cli import main
 
 LAB = Path(__file__).parents[2] / "slurm" / "lab"
+PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb")
 HOW = "Slurm is not installed; slurm/README.md says how to get it"
 
 
@@ -27,25 +31,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slurm)
 
 
-@pytest.fixture(scope="session")
-def lab():
-    """Bring the lab up with ports of its own; SLURM_CONF is set while tests use it."""
-    if shutil.which("sbatch") is None:
-        if os.environ.get("PIPECTL_REQUIRE_SLURM") == "1":
-            pytest.fail(HOW)
-        pytest.skip(HOW)
-    state = Path(tempfile.mkdtemp(prefix="pipectl-lab-"))
+@contextmanager
+def running_lab(state: Path, **settings: str) -> Iterator[Path]:
+    """A lab with ports of its own; SLURM_CONF is set meanwhile."""
+    own = {"PIPECTL_LAB": state, "PIPECTL_LAB_PORT": five_free_ports()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIPECTL_LAB", str(state))
-        patch.setenv("PIPECTL_LAB_PORT", str(_five_free_ports()))
-        patch.setenv("SLURM_CONF", str(state / "slurm.conf"))
+        for name, value in {**own, "SLURM_CONF": state / "slurm.conf", **settings}.items():
+            patch.setenv(name, str(value))
         try:
-            up = subprocess.run([LAB / "up"], capture_output=True, text=True, timeout=180)
-            assert up.returncode == 0, up.stderr
+            with tempfile.TemporaryFile("w+") as said:  # the database would hold on to a pipe
+                up = subprocess.run([LAB / "up"], stdout=said, stderr=said, timeout=180)
+                said.seek(0)
+                assert up.returncode == 0, said.read()
             yield state
         finally:
             subprocess.run([LAB / "down"], check=True, timeout=180)
             shutil.rmtree(state, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def lab():
+    if shutil.which("sbatch") is None:
+        if os.environ.get("PIPECTL_REQUIRE_SLURM") == "1":
+            pytest.fail(HOW)
+        pytest.skip(HOW)
+    with running_lab(Path(tempfile.mkdtemp(prefix="pipectl-lab-"))) as state:
+        yield state
+
+
+@pytest.fixture
+def accounts(lab):
+    """A lab that forgets jobs at once, but for its accounts."""
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    if any(shutil.which(program, path=path) is None for program in PROGRAMS):
+        pytest.skip("needs slurmdbd and mariadb-server")
+    accounted = {"PIPECTL_LAB_ACCOUNTING": "1", "PIPECTL_LAB_REMEMBERS": "2"}
+    with running_lab(Path(f"{lab}-3"), **accounted) as state:
+        yield state
 
 
 @pytest.fixture
@@ -95,24 +117,37 @@ def wait_for(lab):
 
 
 @pytest.fixture
-def free_ports():
-    """For another lab: the first of five."""
-    return _five_free_ports()
+def processes_on(lab):
+    """``processes_on(node)``: Slurm's daemon there, and all that it has started."""
+
+    def is_there(process, node):
+        with suppress(psutil.Error):
+            found = process.environ()
+            ours = found.get("SLURM_CONF") == os.environ["SLURM_CONF"]
+            return ours and found.get("SLURMD_NODENAME") == node
+
+    def find(node):
+        daemon = psutil.Process(int((lab / f"slurmd.{node}.pid").read_text()))
+        found = [process for process in psutil.process_iter() if is_there(process, node)]
+        above = {each for process in found for each in process.parents()}
+        steps = [process for process in above if "slurmstepd" in process.name()]
+        return [*{daemon, *steps, *found}]
+
+    return find
 
 
-def _five_free_ports() -> int:
+def five_free_ports() -> int:
     """The first of five neighbouring ports that nobody listens on."""
     start = 20000 + os.getpid() % 1000 * 10
     for base in range(start, start + 20000, 10):
-        if all(_is_free(port) for port in range(base, base + 5)):
+        with ExitStack() as probes, suppress(OSError):
+            for port in range(base, base + 5):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return base
     raise AssertionError("no free ports")
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+@pytest.fixture
+def free_ports():
+    """For another lab: the first of five."""
+    return five_free_ports()

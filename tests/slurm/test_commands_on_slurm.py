@@ -1,32 +1,59 @@
-"""`init`, and profiles and links measured in allocations of a real Slurm of virtual nodes."""
+"""The main job and a sweep on a real Slurm of four virtual nodes: profiled, planned and trained."""
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import torch
 from job_requests import wait_until
 
+from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cluster import Cluster
+from pipectl.runs import RunDirectory, read_metrics
+from pipectl.runtime import checkpoint
 from pipectl.spec import load
 
+Pipectl = Callable[..., Any]
 JOB = str(Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml")
+LAB = Path(__file__).parents[2] / "slurm" / "lab"
 SMALL = (
-    "--set=training.steps=4",
     "--set=training.batch_size=8",
     "--set=model.kwargs.layers=2",
     "--set=model.kwargs.width=64",
     "--set=pipeline.micro_batches=4",
-    "--set=evaluation=null",
-    "--set=resources.nodes=2",
-    "--set=resources.tasks_per_node=1",
-    "--set=launch.scheduler=slurm",
+    "--set=evaluation.data.kwargs.windows=16",
+    "--set=training.steps=240",
 )
-LARGE = (*SMALL, "--set=model.kwargs.layers=6", "--set=pipeline.micro_batches=auto")
+ON_SLURM = ("--set=resources.nodes=2", "--set=resources.tasks_per_node=1", "--scheduler=slurm")
+TO_PROFILE = (JOB, *SMALL, *ON_SLURM[:2], "--set=launch.scheduler=slurm")
+LARGE = (*TO_PROFILE, "--set=model.kwargs.layers=6", "--set=pipeline.micro_batches=auto")
 QUICKLY = ("--effort", "fast")
 PROFILE = Path("runs/gpt-stdlib.profile.json")
 pytestmark = pytest.mark.timeout(600)
+
+
+def status_when(
+    pipectl: Pipectl, run: str, holds: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """The status of a run, asked again and again until something holds of it."""
+
+    def status() -> dict[str, Any]:
+        found = pipectl("status", run, "--json")
+        return found if holds(found) else {}
+
+    return wait_until(status, 400, 0.3)
+
+
+def is_over(status: dict[str, Any]) -> bool:
+    return status["state"] not in ("QUEUED", "RUNNING", "COMPLETING")
 
 
 def test_a_first_job_fits_the_lab(pipectl):
@@ -41,8 +68,8 @@ def test_a_first_job_fits_the_lab(pipectl):
 @pytest.mark.usefixtures("warm")
 def test_links_between_virtual_nodes_are_measured_in_a_job(pipectl, monkeypatch):
     monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"fast": 0.2})
-    two_a_node = (*SMALL, "--set=resources.tasks_per_node=2")
-    said = pipectl("profile", JOB, *two_a_node, "--links", *QUICKLY)
+    two_a_node = "--set=resources.tasks_per_node=2"
+    said = pipectl("profile", *TO_PROFILE, two_a_node, "--links", *QUICKLY)
     assert "cluster: runs/gpt-stdlib.cluster.json" in said
     cluster = Cluster.load(Path("runs/gpt-stdlib.cluster.json"))
     assert [(node.name, node.ranks) for node in cluster.nodes] == [("node1", 2), ("node2", 2)]
@@ -56,50 +83,197 @@ def test_links_between_virtual_nodes_are_measured_in_a_job(pipectl, monkeypatch)
 
 
 def test_a_login_node_is_refused_and_an_allocation_is_not(pipectl):
-    assert "--submit" in pipectl("profile", JOB, *SMALL, code=2)
-    inside = ["srun", "-n1", sys.executable, "-m", "pipectl", "profile", JOB, *SMALL, *QUICKLY]
+    assert "--submit" in pipectl("profile", *TO_PROFILE, code=2)
+    inside = ["srun", "-n1", sys.executable, "-m", "pipectl", "profile", *TO_PROFILE, *QUICKLY]
     subprocess.run(inside, check=True, timeout=400)
     assert PROFILE.exists()
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_submitted_profile_is_found_on_the_login_node(pipectl, tmp_path, capsys):
-    found = pipectl("profile", JOB, *SMALL, *QUICKLY, "--submit", "--wait", "--json")
-    assert (found["cached"], found["file"]) == (False, str(tmp_path / PROFILE))
-    status = pipectl("status", "last", "--json")
-    assert (status["state"], status["kind"], status["scheduler"]) == (
-        *("COMPLETED", "profile"),
-        "slurm",
-    )
-    before = PROFILE.read_text()
-    pipectl("plan", JOB, *SMALL)
-    assert PROFILE.read_text() == before
-
-
-@pytest.mark.usefixtures("warm")
-def test_a_profile_measured_by_a_training_job_is_found_too(pipectl):
-    dry_run = ("submit", JOB, *SMALL, "--dry-run")
+def test_a_profile_measured_by_a_training_job_is_found(pipectl):
+    dry_run = ("submit", *TO_PROFILE, "--set=training.steps=4", "--dry-run")
     assert "jobs.in_job" in pipectl(*dry_run)
-    pipectl("submit", JOB, *SMALL, "--wait")
+    pipectl(*dry_run[:-1], "--wait")
     (run,) = Path("runs").glob("*-gpt-stdlib")
     assert PROFILE.read_text() == (run / "profile.json").read_text()
     assert "jobs.in_job" not in pipectl(*dry_run)
 
 
 @pytest.mark.usefixtures("warm")
-def test_an_ended_job_goes_on_in_the_next(pipectl):
-    submit = ("profile", JOB, *LARGE, *QUICKLY, "--submit", "--json")
+def test_an_ended_profile_goes_on_in_the_next_job_and_is_found_on_the_login_node(pipectl, tmp_path):
+    def kept() -> int:
+        """Measurements in the journal."""
+        journals = [json.loads(path.read_text()) for path in Path("runs/.cache").glob("*.journal")]
+        return max((len(journal["entries"].keys() - {"graph"}) for journal in journals), default=0)
+
+    submit = ("profile", *LARGE, *QUICKLY, "--submit", "--json")
     run = pipectl(*submit)["run"]
-    kept = wait_until(_kept, 280, 0.1)
+    before = wait_until(kept, 280, 0.1)
     pipectl("cancel", run)
-    wait_until(lambda: pipectl("status", run, "--json")["state"] == "CANCELLED", 280, 0.2)
+    assert status_when(pipectl, run, is_over)["state"] == "CANCELLED"
     assert not PROFILE.exists()
-    assert pipectl(*submit, "--wait")["resumed"] >= kept
-    assert PROFILE.exists()
-    assert _kept() == 0
+    found = pipectl(*submit, "--wait")
+    assert found["resumed"] >= before
+    assert kept() == 0
+    assert (found["cached"], found["file"]) == (False, str(tmp_path / PROFILE))
+    status = pipectl("status", "last", "--json")
+    assert (status["state"], status["kind"]) == ("COMPLETED", "profile")
+    measured = PROFILE.read_text()
+    pipectl("plan", *LARGE)
+    assert PROFILE.read_text() == measured
 
 
-def _kept() -> int:
-    """Measurements in the journal."""
-    journals = [json.loads(path.read_text()) for path in Path("runs/.cache").glob("*.journal")]
-    return max((len(journal["entries"].keys() - {"graph"}) for journal in journals), default=0)
+@pytest.fixture(scope="session")
+def local_run(tmp_path_factory, warm_commands):
+    """The same job, trained without a batch system on one rank; its profile is kept."""
+    folder = tmp_path_factory.mktemp("local")
+    one = ["--set=resources.nodes=1", "--set=resources.tasks_per_node=1", "--scheduler=local"]
+    for command in (["profile", *QUICKLY], ["submit", "--wait"]):
+        words = [warm_commands, "-m", "pipectl", *command, JOB, *SMALL, *one]
+        subprocess.run(words, cwd=folder, check=True, timeout=400)
+    (run,) = (folder / "runs").glob("*-gpt-stdlib")
+    return run
+
+
+def submit(pipectl: Pipectl, local_run: Path, *settings: str) -> Path:
+    """Submit the job on two nodes with the profile of the local run."""
+    PROFILE.parent.mkdir()
+    shutil.copy(local_run.parents[1] / PROFILE, PROFILE)
+    sets = [f"--set={setting}" for setting in ("pipeline.stages=2", *settings)]
+    return Path(pipectl("submit", JOB, *SMALL, *ON_SLURM, *sets, "--json")["directory"])
+
+
+def check_same(run: Path, local_run: Path) -> None:
+    """Weights, and the losses of all steps."""
+    expected, trained = (
+        checkpoint.load(max((each / "checkpoints").glob("step-*"))) for each in (local_run, run)
+    )
+    assert trained.keys() == expected.keys()
+    assert all(torch.equal(trained[name], expected[name]) for name in trained)
+    first, second = (
+        {line.step: line.loss for line in read_metrics(RunDirectory(each)) if line.is_step}
+        for each in (local_run, run)
+    )
+    assert first == second
+    assert [*first] == [*range(1, 241)]
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    "what",
+    [
+        "scancel --signal=USR2 --verbose",
+        pytest.param("scancel --signal=USR2 --batch", marks=pytest.mark.torture),
+        pytest.param("scontrol requeue", marks=pytest.mark.torture),
+        pytest.param("node", marks=pytest.mark.torture),
+    ],
+)
+def test_a_job_on_two_nodes_is_put_back_into_the_queue_and_gives_the_local_weights(
+    pipectl, processes_on, local_run, what
+):
+    """By a signal to all steps; to the script, as Slurm sends it before the walltime is over; by
+    hand; and as it has lost a node, unless the launcher notices first."""
+    run = submit(pipectl, local_run, "slurm.options.begin=now+4", "checkpoint.every=5")
+    assert pipectl("status", run.name, "--json")["state"] == "QUEUED"
+    found = status_when(pipectl, run.name, itemgetter("step"))
+    assert (found["state"], found["phase"]) == ("RUNNING", "training")
+    assert found["last_loss"]
+    if what == "node":
+        lost = processes_on(found["ranks"][1]["node"])
+        for process in lost:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(lost, timeout=20)
+        subprocess.run([LAB / "up"], capture_output=True, check=True, timeout=120)
+    else:
+        subprocess.run([*what.split(), str(found["job_id"])], check=True)
+    last = status_when(pipectl, run.name, is_over)
+    if what == "node" and last["state"] == "FAILED":
+        pipectl("resume", run.name)
+        last = status_when(pipectl, run.name, is_over)
+    assert last["state"] == "COMPLETED", (run / "logs" / "job.log").read_text()
+    assert last["step"] == last["steps"] == 240
+    assert last["last_loss"] < last["first_loss"]
+    assert len({rank["node"] for rank in last["ranks"]}) == 2
+    assert last["predicted_step_time_s"] > 0
+    first, *_, newest = (line.attempt for line in read_metrics(RunDirectory(run)))
+    assert newest == 2
+    assert first == 1 or "USR2" not in what  # there was time to save
+    check_same(run, local_run)
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [
+        ("mpiexec", ["--signal=TERM"]),
+        pytest.param("srun", ["--signal=INT"], marks=pytest.mark.torture),
+        pytest.param("srun", ["--signal=TERM", "--batch"], marks=pytest.mark.torture),
+    ],
+)
+def test_a_signal_to_end_saves_and_stops_the_run_until_it_is_resumed(
+    pipectl, local_run, launcher, how
+):
+    run = submit(pipectl, local_run, f"launch.launcher={launcher}")
+    job_id = status_when(pipectl, run.name, itemgetter("step"))["job_id"]
+    subprocess.run(["scancel", *how, str(job_id)], check=True)
+    last = status_when(pipectl, run.name, is_over)
+    assert (last["state"], last["error"]) == ("PREEMPTED", None), (run / "logs/job.log").read_text()
+    assert [path.name for path in (run / "checkpoints").glob("step-*")]
+    pipectl("resume", run.name, "--set=resources.nodes=3", "--set=pipeline.stages=3")
+    assert status_when(pipectl, run.name, is_over)["state"] == "COMPLETED"
+    check_same(run, local_run)
+
+
+SWEEP = """\
+version: 1
+name: tiny
+model: {factory: "torch.nn:Linear"}
+loss: {factory: "torch.nn:MSELoss"}
+data: {factory: "torch.utils.data:TensorDataset"}
+training: {steps: 4, batch_size: 8}
+checkpoint: {max_requeues: 0}
+resources: {walltime: 5m}
+sweep:
+  grid: {training.seed: [11, 12, 13]}
+  at_once: 2
+site_defaults: false
+"""
+WAITS = """\
+#!/bin/bash
+grep -o 'seed: .*' job.yaml
+: >started
+until [[ -e go ]]; do sleep 0.05; done
+"""
+
+
+def test_a_sweep_is_a_job_array_from_submission_to_its_end(pipectl, tmp_path, monkeypatch):
+    """What its jobs would run on torch only waits."""
+    for name, text in (("python", WAITS), ("mpiexec", "#!/bin/bash\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.yaml").write_text(SWEEP)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+
+    def until(*wanted: str) -> list[dict[str, Any]]:
+        def found() -> list[dict[str, Any]]:
+            runs = pipectl("status", "tiny", "--json")["runs"]
+            return runs if [run["state"] for run in runs] == [*wanted] else []
+
+        return wait_until(found, 120, 0.1)
+
+    runs = pipectl("submit", "job.yaml", "--scheduler", "slurm", "--json")["runs"]
+    first, second, third = (Path(run["directory"]) for run in runs)
+    array = runs[0]["job_id"].partition("_")[0]
+    assert [run["job_id"] for run in runs] == [f"{array}_{i}" for i in range(3)]
+    assert until("RUNNING", "RUNNING", "QUEUED")[2]["reason"] == "JobArrayTaskLimit"
+    assert SlurmScheduler().find(json.loads((first / "record.json").read_text())["tag"]) == array
+    pipectl("cancel", second.name)
+    until("RUNNING", "CANCELLED", "RUNNING")
+    (first / "go").touch()
+    assert until("COMPLETED", "CANCELLED", "RUNNING")[0]["exit_code"] == 0
+    wait_until((third / "started").exists)
+    pipectl("cancel", "tiny")
+    until("COMPLETED", "CANCELLED", "CANCELLED")
+    for run, seed in ((first, 11), (third, 13)):
+        assert f"seed: {seed}\n" in (run / "logs/job.log").read_text()

@@ -1,7 +1,6 @@
 """Ranks over the nodes of a real Slurm, of which one is killed, or its node is gone."""
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -24,9 +23,8 @@ SLURM = SlurmScheduler()
 
 
 @pytest.fixture
-def submit(lab, tmp_path):
+def submit(lab, mpiexec, tmp_path):
     """``submit(what)``: three ranks on three nodes, of which the second meets with something."""
-    beside = Path(sys.executable).parent / "mpiexec"
 
     def start(what):
         run = RunDirectory(tmp_path / "run")
@@ -41,7 +39,7 @@ def submit(lab, tmp_path):
             walltime=300,
             command=(sys.executable, "-m", "mpi4py", str(RING), "--run", str(run.path)),
             variables={"TEST_HAPPENS": what},
-            mpiexec=str(beside) if beside.exists() else shutil.which("mpiexec"),
+            mpiexec=mpiexec,
         )
         script = SLURM.render(request).replace("tick_s=5", "tick_s=0.1")
         run.script.write_text(script)
@@ -60,28 +58,7 @@ def processes(run: RunDirectory) -> dict[int, list[psutil.Process]]:
     return found
 
 
-def test_a_killed_rank(submit, wait_for):
-    run, job_id = submit("killed")
-    wait_for(job_id)
-    wait_until(lambda: read_errors(run), 20)
-    (error,) = read_errors(run)
-    assert (error.rank, error.step, error.host) == (1, 3, "node2")
-    assert error.message.startswith("its process was killed")
-    assert error.time - float((run.path / "happened").read_text()) < 10
-    wait_until(lambda: not any(processes(run).values()), 20)
-
-
-def processes_of_node(run: RunDirectory, lab: Path) -> list[psutil.Process]:
-    """On the second: Slurm's daemon, its step, the launcher's process, the rank and its watcher."""
-    rank = processes(run)[1][0]
-    daemon = psutil.Process(int((lab / "slurmd.node2.pid").read_text()))
-    above = [process for process in rank.parents() if "slurmstepd" in process.name()]
-    steps = [process for process in above if process.pid != daemon.pid]
-    assert steps
-    return [daemon, *steps, *steps[0].children(recursive=True)]
-
-
-def test_a_frozen_node(submit, wait_for, lab):
+def test_a_frozen_node(submit, wait_for, processes_on, lab):
     """Slurm does not notice for long, and the launcher waits; the job ends and frees the others."""
     conf = lab / "slurm.conf"
     text = conf.read_text()
@@ -89,7 +66,7 @@ def test_a_frozen_node(submit, wait_for, lab):
     subprocess.run(["scontrol", "reconfigure"], check=True)
     run, job_id = submit("lingers")
     wait_until((run.path / "happened").exists)
-    frozen = processes_of_node(run, lab)
+    frozen = processes_on("node2")
     try:
         for process in frozen:
             process.suspend()
@@ -108,23 +85,26 @@ def test_a_frozen_node(submit, wait_for, lab):
     wait_for(job_id)
 
 
-def test_a_lost_node(submit, wait_for, lab):
-    """Everything there is killed at once: Slurm's daemon, its step, the launcher's, the rank."""
-    run, job_id = submit("lingers")
+@pytest.mark.parametrize("lost", ["rank", "node"])
+def test_what_is_lost_is_named_and_all_end(submit, wait_for, processes_on, lost):
+    """With a node, everything there is killed at once: Slurm's daemon, its step, the launcher's
+    process, the rank."""
+    run, job_id = submit("killed" if lost == "rank" else "lingers")
     wait_until((run.path / "happened").exists)
-    time.sleep(2)
-    lost = processes_of_node(run, lab)
-    lost_at = time.time()
-    try:
-        for process in lost:
-            process.kill()
-        wait_for(job_id)
-        wait_until(lambda: read_errors(run), 30)
-        wait_until(lambda: not any(processes(run).values()), 20)
-    finally:
-        psutil.wait_procs(lost, timeout=20)
+    happened = float((run.path / "happened").read_text())
+    if lost == "node":
+        time.sleep(2)
+        there, happened = processes_on("node2"), time.time()
+        for process in there:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    wait_for(job_id)
+    wait_until(lambda: read_errors(run), 30)
+    wait_until(lambda: not any(processes(run).values()), 20)
+    if lost == "node":
+        psutil.wait_procs(there, timeout=20)
         subprocess.run([LAB / "up"], capture_output=True, check=True, timeout=60)
     (error,) = read_errors(run)
     assert (error.rank, error.host) == (1, "node2")
-    assert "the node is gone" in error.message
-    assert error.time - lost_at < 30
+    assert ("killed (by SIGKILL" if lost == "rank" else "the node is gone") in error.message
+    assert error.time - happened < 30

@@ -46,6 +46,7 @@ PLAIN: dict[str, Any] = {
     "checkpoint": {"every": STOPPED},
 }
 ASYNCHRONOUS = {"stages": 2, "micro_batches": 2, "schedule": "pipedream-2bw"}
+APART = {"stages": 1, "micro_batches": 2, "backward": "apart"}
 SHARED = {"stages": 1, "micro_batches": 2, "replicas": 2, "shard_optimizer": True}
 BUCKETS = {
     "model": {"factory": f"{EQUALITY}:gpt"},
@@ -69,6 +70,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "buckets": BUCKETS,
     "endless": {"data": {"factory": f"{PARTS}:Endless"}},
     "asynchronous": {"training": TRAINING, "pipeline": ASYNCHRONOUS},
+    "apart": {"pipeline": APART},
     "shared out": {
         "loss": {"factory": f"{PARTS}:Tempered", "weight": f"{PARTS}:valid"},
         "pipeline": SHARED,
@@ -133,11 +135,22 @@ def test_the_variants_have_what_they_are_for(trained):
     assert ["loss.temperature" in shard.names for shard in shards] == [False, True]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_other_numbers_of_ranks_go_on_to_the_bit(trained, make_run, launch, contents, ranks):
+@pytest.mark.parametrize(
+    ("name", "ranks", "pipeline"),
+    [
+        ("plain", 1, {"schedule": "gpipe"}),
+        ("plain", 3, {"schedule": "zb-h1"}),
+        ("asynchronous", 3, {"schedule": "pipedream-2bw"}),
+        ("apart", 3, {"backward": "together"}),
+    ],
+)
+def test_other_numbers_of_ranks_go_on_to_the_bit(
+    trained, make_run, launch, contents, name, ranks, pipeline
+):
     """The optimizer's state follows its parameters."""
-    whole, _ = trained["plain"]
-    rest = make_run(ranks, **PLAIN)
+    whole, _ = trained[name]
+    other = {"stages": ranks, "micro_batches": 2, **pipeline}
+    rest = make_run(ranks, **{**PLAIN, **VARIANTS[name], "pipeline": other})
     done = launch(ranks, IN_TURN, f"{whole.path}:{STOPPED}:{rest.path}")
     assert done.returncode == 0, done.stderr
     check_same(whole, rest, contents)
