@@ -262,7 +262,7 @@ def test_a_sweep_is_a_job_array_from_submission_to_its_end(pipectl, tmp_path, mo
 
         return wait_until(found, 120, 0.1)
 
-    runs = pipectl("submit", "job.yaml", "--scheduler", "slurm", "--json")["runs"]
+    runs = pipectl("submit", "job.yaml", "--scheduler", "slurm", "--json")
     first, second, third = (Path(run["directory"]) for run in runs)
     array = runs[0]["job_id"].partition("_")[0]
     assert [run["job_id"] for run in runs] == [f"{array}_{i}" for i in range(3)]

@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from job_requests import change, make_request, wait_until
 
@@ -14,8 +16,11 @@ from pipectl.batch.launchers import kind_of
 from pipectl.batch.script import render_variables
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import SchedulerError
+from pipectl.runs import RunDirectory, read_errors, read_exit_code
+from pipectl.spec.models import Checkpoint
 
 SLURM = SlurmScheduler()
+LAB = Path(__file__).parents[2] / "slurm" / "lab"
 NASTY = json.loads((Path(__file__).parents[1] / "data/scheduler/nasty.json").read_text())
 HELD = {"options": {"hold": True}}
 
@@ -42,12 +47,13 @@ def request_of(lab, tmp_path):
     return build
 
 
-def submit(request: JobRequest) -> str:
-    (request.run_directory / "logs").mkdir(parents=True, exist_ok=True)
-    script = request.run_directory / "job.sh"
-    script.write_text(SLURM.render(request))
-    (request.run_directory / "variables.sh").write_text(render_variables(request))
-    return SLURM.submit(script, request)
+def submit(request: JobRequest, tick_s: float = 5) -> str:
+    run = RunDirectory(request.run_directory)
+    for folder in (run.logs, run.errors):
+        folder.mkdir(parents=True, exist_ok=True)
+    run.script.write_text(SLURM.render(request).replace("tick_s=5", f"tick_s={tick_s}"))
+    run.variables.write_text(render_variables(request))
+    return SLURM.submit(run.script, request)
 
 
 def ask(*command: str) -> str:
@@ -118,30 +124,35 @@ def test_waiting_jobs_are_queued_or_held_as_the_job_says_and_can_be_cancelled(re
 
 
 @pytest.mark.parametrize(
-    ("why", "name", "code", "state"),
-    [
-        ("cancelled", "TERM", 7, JobState.CANCELLED),
-        ("signalled", "USR2", 0, JobState.COMPLETED),
-        pytest.param("the time is over", "USR2", 0, JobState.COMPLETED, marks=pytest.mark.torture),
-    ],
+    ("name", "code", "state"),
+    [("TERM", 7, JobState.CANCELLED), ("USR2", 0, JobState.COMPLETED)],
 )
-def test_signals_reach_the_rank_which_may_clean_up(request_of, wait_for, why, name, code, state):
-    """That of a cancellation, and that which a batch shell gets before the end of its time."""
+def test_signals_reach_the_rank_which_may_clean_up(request_of, wait_for, name, code, state):
     request = request_of(
-        f"trap 'echo got {name}; exit {code}' {name}; touch ready; while :; do sleep 0.05; done",
-        walltime=120,
+        f"trap 'echo got {name}; exit {code}' {name}; touch ready; while :; do sleep 0.05; done"
     )
     job_id = submit(request)
     wait_until((request.run_directory / "ready").exists)
     assert wait_for(job_id, JobState.RUNNING).nodes == "node1"
-    if why == "cancelled":
+    if name == "TERM":
         SLURM.cancel(job_id)
-    elif why == "signalled":
+    else:
         ask("scancel", "-b", "-s", name, job_id)
     assert wait_for(job_id).state is state
     wait_until((request.run_directory / "exit_code").exists)  # Slurm says it before the script ends
     assert exit_file(request) in {f"{code}\n", "143\n"}
     assert f"got {name}" in log(request)
+
+
+@pytest.mark.torture
+def test_a_job_is_asked_to_stop_before_its_time_is_over(request_of, wait_for):
+    """Its ranks find a file then; tests of commands go on from there."""
+    saves = Checkpoint(every=1, max_requeues=0)
+    waits = "until [[ -e stop ]]; do sleep 0.1; done; echo asked"
+    request = request_of(waits, checkpoint=saves, walltime=120)
+    status = wait_for(submit(request), timeout_s=240)
+    assert status.state is not JobState.TIMEOUT
+    assert "asked" in log(request)
 
 
 @pytest.mark.parametrize("launcher", ["srun", pytest.param("mpiexec", marks=pytest.mark.mpi)])
@@ -216,3 +227,83 @@ def test_jobs_that_slurm_has_forgotten_end_in_its_accounts_as_they_did(accounts)
     assert {job: (status.state, status.exit_code) for job, status in found.items()} == expected
     assert {status.source for status in found.values()} == {"accounting"}
     assert SLURM.query(["9999"], since=since) == {}
+
+
+RING = Path(__file__).parents[1] / "runtime" / "watch" / "ranks_that_wait.py"
+
+
+@pytest.fixture
+def submit_ring(request_of, mpiexec):
+    """``submit_ring(what)``: three ranks on three nodes, of which the second meets with
+    something."""
+
+    def start(what):
+        request = request_of("", nodes=3, mpiexec=mpiexec, variables={"TEST_HAPPENS": what})
+        run = RunDirectory(request.run_directory)
+        ring = (sys.executable, "-m", "mpi4py", str(RING), "--run", str(run.path))
+        job_id = submit(change(request, command=ring), tick_s=0.1)
+        if what == "lingers":
+            wait_until((run.path / "happened").exists)
+        return run, job_id
+
+    return start
+
+
+def live_processes(run: RunDirectory) -> list[int]:
+    """Of all ranks, and of those beside them."""
+    families = [json.loads(path.read_text())["family"] for path in run.path.glob("pids-*")]
+    return [pid for family in families for pid, _ in family if psutil.pid_exists(pid)]
+
+
+@pytest.mark.mpi
+@pytest.mark.torture
+def test_a_frozen_node(submit_ring, wait_for, processes_on, lab):
+    """Slurm does not notice for long, and the launcher waits; the job ends and frees the others."""
+    conf = lab / "slurm.conf"
+    text = conf.read_text()
+    conf.write_text(text.replace("SlurmdTimeout=15", "SlurmdTimeout=3000"))
+    subprocess.run(["scontrol", "reconfigure"], check=True)
+    run, job_id = submit_ring("lingers")
+    frozen = processes_on("node2")
+    try:
+        for process in frozen:
+            process.suspend()
+        wait_for(job_id, JobState.COMPLETING)
+        wait_until(lambda: SLURM.query([job_id])[job_id].nodes == "node2", 30)
+        assert read_exit_code(run) == 137
+        (error,) = read_errors(run)
+        assert (error.rank, error.host) == (1, "node2")
+        assert "the launcher has not ended: it is killed" in run.job_log.read_text()
+    finally:
+        for process in reversed(frozen):
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+        conf.write_text(text)
+        subprocess.run(["scontrol", "reconfigure"], check=True)
+    wait_for(job_id)
+
+
+@pytest.mark.mpi
+@pytest.mark.torture
+@pytest.mark.parametrize("lost", ["rank", "node"])
+def test_what_is_lost_is_named_and_all_end(submit_ring, wait_for, processes_on, lost):
+    """With a node, everything there is killed at once: Slurm's daemon, its step, the launcher's
+    process, the rank."""
+    run, job_id = submit_ring("killed" if lost == "rank" else "lingers")
+    if lost == "node":
+        time.sleep(2)
+        there = processes_on("node2")
+        (run.path / "happened").write_text(str(time.time()))
+        for process in there:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    wait_for(job_id)
+    wait_until(lambda: read_errors(run), 30)
+    wait_until(lambda: not live_processes(run), 20)
+    if lost == "node":
+        psutil.wait_procs(there, timeout=20)
+        subprocess.run([LAB / "up"], capture_output=True, check=True, timeout=60)
+    (error,) = read_errors(run)
+    assert (error.rank, error.host) == (1, "node2")
+    assert ("killed (by SIGKILL" if lost == "rank" else "the node is gone") in error.message
+    assert error.time - float((run.path / "happened").read_text()) < 30

@@ -112,7 +112,8 @@ def names(run: RunDirectory) -> list[str]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_two_ranks_go_on_to_the_bit(trained, contents, name):
-    check_same(*trained[name], contents)
+    whole, rest = trained[name]
+    check_same(whole, rest, contents)
 
 
 def test_the_variants_have_what_they_are_for(trained):
