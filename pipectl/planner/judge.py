@@ -26,7 +26,7 @@ from pipectl.simulate import simulate
 TIE = 1e-3
 """Step times that differ by less than this share count as equal."""
 MAX_ACTIONS = 1_000_000
-"""Total of simulated forwards and backwards, over all replicas."""
+"""Total of simulated forwards and backwards, over all replicas, per group of derived plans."""
 MAX_ACTIONS_OF_SEARCH = 200_000
 """Total of simulated forwards and backwards; keeps planning for many ranks within seconds."""
 Simplicity = tuple[int, int, int, int]

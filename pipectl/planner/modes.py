@@ -313,8 +313,11 @@ class Shortlist:
         for plan in sorted(simulated, key=preference):
             limit_s = self._limit_s(gain)
             fitting: Plan | None = plan if self.evaluator.fits(plan) else None
-            if plan.predicted_step_s < limit_s and not (self.plans and self.evaluator.is_exhausted):
-                fitting = self._modes.within_memory(plan)
+            if plan.predicted_step_s < limit_s:
+                if self.plans and self.evaluator.is_exhausted:
+                    self.finished = False
+                else:
+                    fitting = self._modes.within_memory(plan)
             if fitting is None:
                 continue
             if gain == TIE:

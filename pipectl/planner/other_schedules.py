@@ -49,7 +49,7 @@ MAX_ACTIONS_PER_STEP = 150_000
 if the schedule is open."""
 MAX_CUTS_FOR_EVERY_SIZE = 1000
 """If a graph has more cuts, stages of an open schedule are cut for one micro-batch size."""
-MAX_LAYOUTS = 4
+MAX_LAYOUTS = 8
 """Stages to simulate per open schedule, micro-batch size and order: those with the least bounds."""
 MAX_CUTS_FOR_MEMORY = 4
 """How often the stages of a plan are cut again, each time by the memory of the last plan."""

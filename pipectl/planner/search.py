@@ -40,7 +40,7 @@ from pipectl.planner.explain.what_if import with_ranks, with_unlimited_memory
 from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
-from pipectl.planner.judge import TIE, out_of_time, preference
+from pipectl.planner.judge import MAX_ACTIONS, TIE, out_of_time, preference
 from pipectl.planner.modes import ON_THE_DEVICE, Shortlist
 from pipectl.planner.other_schedules import (
     SEVERAL_STAGES_GAIN,
@@ -255,7 +255,7 @@ def varied_plans(
     plans = search.run()
     sizes = {plan.micro_batch_size for plan in plans}
     bound_s = work_bound_s(problem, sizes | search.shortlist.evaluator.sizes)
-    finished = not search.shortlist.evaluator.is_exhausted
+    finished = search.shortlist.finished and not expired()
     return [
         replace(
             with_findings(plan, bound_s, finished=finished),
@@ -358,7 +358,8 @@ class VariantSearch:
             self._offload_smaller_micro_batches()
 
     def _consider(self, proposed: Iterable[Plan], gain: float = TIE) -> None:
-        """Shortlist plans that are new and could be best."""
+        """Shortlist plans that are new and could be best, with further simulations allowed."""
+        self.shortlist.evaluator.extend(MAX_ACTIONS)
         self.shortlist.consider([plan for plan in proposed if self._is_new(plan)], gain)
 
     def _is_new(self, plan: Plan) -> bool:
