@@ -98,6 +98,8 @@ def test_what_fails_in_the_helper_is_raised_by_the_next_wait() -> None:
         pass
 
 
+# The program of two ranks.
+
 WORLD, RANK = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
 A, KIB = Slot("a"), 1024
 WAY = "from stage 3 (rank 0) to stage 5 (rank 1)"
