@@ -71,8 +71,11 @@ def write_modules(tmp_path: Path) -> Callable[..., Path]:
     """
 
     def write(table: dict[str, Any], more: str = "") -> Path:
-        entries = {n: v if isinstance(v, tuple) else ("None", v) for n, v in table.items()}
-        modules = [MODULE.format(name=n, first=first, code=c) for n, (first, c) in entries.items()]
+        entries = {n: ("None", v) if isinstance(v, str) else v for n, v in table.items()}
+        modules = [
+            MODULE.format(name=name, first=first, code=code.replace("\n", "\n        "))
+            for name, (first, code) in entries.items()
+        ]
         layers = ", ".join(["nn.Linear(6, 6)", *(f"{name}()" for name in entries)])
         last = f"def layers():\n    return [{layers}, nn.Linear(6, 3)]\n"
         path = tmp_path / "modules.py"

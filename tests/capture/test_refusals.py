@@ -1,109 +1,124 @@
-"""What a forward does that no graph can hold: refused in one sentence, with its line and a cure."""
+"""What no graph can hold: refused in one sentence, with its line and a cure, and nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import yaml
+from torch import Tensor, nn
 
-from pipectl.capture import CapturedJob
 from pipectl.capture.opaque import Opaque
+from pipectl.capture.python_state import preserve_state
 from pipectl.capture.randomness import seed_libraries
+from pipectl.capture.refusals import refuse_overlaps
 from pipectl.errors import CaptureError, FaultError
 
-DRAWS = "generator that is not torch's own", "draw with torch.rand"
+MODULES = yaml.safe_load(Path(__file__).with_name("modules.yaml").read_text())
 UNPATCHED = vars(torch.autograd.Function)["apply"], Tensor.register_hook
-WRITES = "writes to the .data", "end of a step"
-REFUSED = {
-    "TwoSteps": ("None", "x.sum().backward()", "calls backward()", "a GAN"),
-    "Packing": (
-        "nn.LSTM(6, 6, batch_first=True)",
-        "x = self.kept(nn.utils.rnn.pack_padded_sequence(x[:, None], torch.ones(len(x)), True))",
-        "packs sequences",
-        "padded sequences",
-    ),
-    "Torchs": ("torch.Generator()", "x = x + torch.rand(6, generator=self.kept)", *DRAWS),
-    "Pythons": ("random.Random(0)", "x = x * self.kept.random()", *DRAWS),
-    "Systems": ("random.SystemRandom()", "x = x * self.kept.uniform(0, 1)", *DRAWS),
-    "Hook": (
-        "None",
-        "x.register_hook(lambda gradient: gradient * 0.5)",
-        "puts a hook on a gradient",
-        "autograd.Function",
-    ),
-    "Written": (
-        "torch.zeros(6)",
-        "self.kept.mul_(0.9).add_(x.detach().mean(0)); x = x + self.kept",
-        "writes the tensor 'kept' in its forward",
-        "register_buffer()",
-    ),
-    "SystemsAtOnce": ("None", "x = x * (1 + random.SystemRandom().randint(0, 1))", *DRAWS),
-    "Global": ("None", "x = x * GENERATOR.random()", *DRAWS),
-    "MovingAverage": (
-        "nn.Linear(6, 6)",
-        "self.kept.weight.data.mul_(0.9).add_(self.linear.weight.data, alpha=0.1)",
-        *WRITES,
-    ),
-    "Item": ("None", "d = x.data; d[0] = 0.0", *WRITES),
-    "Buffer": (
-        "nn.BatchNorm1d(6)",
-        "x = x * self.kept.running_var; self.kept.running_var.mul_(0.9)",
-        "writes 'kept.running_var' in place",
-        "x.clone()",
-    ),
-    "Value": ("None", "y = x.exp(); x = x + y + y.neg_()", "writes 'exp' in place", "x.clone()"),
-    "HyperNetwork": (
-        "nn.Linear(6, 6)",
-        "self.kept.weight.data = x.mean() * self.kept.weight",
-        "assigns to the .data",
-        "functional.linear",
-    ),
-}
 
 
-READ_IN_THE_NEXT_STEP = {
-    "Mean": ("torch.zeros(6)", "self.kept = 0.9 * self.kept + 0.1 * x.detach().mean(0)"),
-    "Count": ("torch.ones(())", "self.kept = self.kept + 1"),
-    "Detached": ("torch.zeros(6)", "self.kept = self.kept.detach(); self.kept = self.kept + x[0]"),
-    "Hidden": ("None", "self.kept = x.detach() if self.kept is None else x + self.kept"),
-    "Pair": ("()", "x, self.kept = x + sum(self.kept), (*self.kept[:1], x.tanh().detach())"),
-    "Counter": ("0", "self.kept += 1; x = x * self.kept"),
-    "Threshold": ("0", "self.kept += 1; x = x * 2 if self.kept > 1000 else x"),
-    "Loop": ("0", "self.kept += 1; x = sum((x for _ in range(self.kept // 100)), x)"),
-    "Flag": ("True", "x, self.kept = x * 2 if self.kept else x, False"),
-    "Previous": ("None", "x, self.kept = x if self.kept is None else x + self.kept, x"),
-}
-KEEPS = "keeps 'kept' from one step to the next", "register_buffer()"
-REFUSED.update({kind: (*kept, *KEEPS) for kind, kept in READ_IN_THE_NEXT_STEP.items()})
-REFUSED["Nested"] = (
-    "{}",
-    "x, self.kept['a'] = x + self.kept.get('a', 0), x.detach()",
-    "keeps \"kept['a']\" from one step to the next",
-    "register_buffer()",
+@pytest.mark.parametrize(
+    ("kind", "module", "says", "cure"),
+    [
+        pytest.param(kind, module, row["says"], row.get("cure", "submodule of its own"), id=kind)
+        for row in MODULES["refused"] + MODULES["breaking"]
+        for kind, module in row["modules"].items()
+    ],
 )
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_a_root_module_may_not_do_is_refused_at_its_line(
-    make_job, write_modules, place_of, kind: str
+def test_what_a_model_may_not_do_is_refused_at_its_line(
+    make_job, write_modules, place_of, kind: str, module: Any, says: str, cure: str
 ) -> None:
-    first, code, what, cure = REFUSED[kind]
-    path = write_modules({kind: (first, code)})
+    path = write_modules({kind: module})
     with pytest.raises(CaptureError) as caught:
         make_job(f"{path}:Whole{kind}").training_graph(4)
+    code = module if isinstance(module, str) else module[1]
     assert place_of(path, code) in caught.value.message
-    assert what in caught.value.message
+    assert says in caught.value.message
     assert cure in str(caught.value.cure)
     assert "\n" not in caught.value.message
     assert (vars(torch.autograd.Function)["apply"], Tensor.register_hook) == UNPATCHED
 
 
-def test_draws_by_a_function_that_has_another_name_are_refused(make_job, write_modules) -> None:
-    path = write_modules({"ByName": ("None", "x = x * (2 if draw() < 0.5 else 3)")})
-    with pytest.raises(CaptureError, match=DRAWS[0]):
-        make_job(f"{path}:WholeByName").training_graph(4)
+@pytest.mark.parametrize(("kind", "opaque"), [("harmless", []), ("opaque", ["1", "2", "3", "4"])])
+def test_what_no_step_reads_of_another_may_be_kept_and_is_left_as_it_was(
+    make_job, write_modules, kind: str, opaque: list[str]
+) -> None:
+    job = make_job(f"{write_modules(MODULES[kind])}:layers", opaque=opaque)
+    before = [dict(vars(module)) for module in job.model]
+    targets = [node.target for node in job.training_graph(4).operators]
+    assert [target.path for target in targets if isinstance(target, Opaque)] == opaque
+    for module, attributes in zip(job.model, before, strict=True):
+        assert vars(module).keys() == attributes.keys()
+        assert getattr(module, "kept", None) is attributes.get("kept")
+
+
+def test_numbers_deeper_than_attributes_are_refused_and_left_as_they_were(
+    make_job, write_modules, place_of
+) -> None:
+    first = "types.SimpleNamespace(counts={'a': 0}, other=0)"
+    code = "self.kept.counts['a'] += 1; self.kept.other += 1; x = x * self.kept.counts['a']"
+    path = write_modules({"Deep": (first, code)})
+    job = make_job(f"{path}:WholeDeep")
+    with pytest.raises(CaptureError) as raised:
+        job.training_graph(4)
+    assert raised.value.message == (
+        "model: keeps \"kept.counts['a']\" from one step to the next "
+        f"{place_of(path, code)}, which a graph would freeze"
+    )
+    assert (job.model.kept.counts, job.model.kept.other) == ({"a": 0}, 0)
+
+
+def test_a_set_that_a_forward_leaves_alone_keeps_its_order() -> None:
+    model = torch.nn.Module()
+    model.seen = {64 * number for number in range(40)}
+    model.seen -= {64 * number for number in range(0, 40, 3)}
+    order = list(model.seen)
+    assert list(model.seen.copy()) != order
+    with preserve_state(model, []):
+        pass
+    assert list(model.seen) == order
+    with preserve_state(model, []):
+        model.seen.add(1)
+    assert model.seen == set(order)
+
+
+EXTRA = """
+class Extra(Counting):
+    def get_extra_state(self):
+        return {{{state}}}
+    def set_extra_state(self, state):
+        pass
+
+def model():
+    return [nn.Linear(6, 6), Extra(), nn.Linear(6, 3)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "opaque", "refused"),
+    [
+        ("'calls': self.kept", [], True),
+        ("'calls': self.kept", ["1"], True),
+        ("'values': np.arange(3) + self.kept", [], True),
+        ("'settings': object(), 'values': np.arange(3)", [], False),
+    ],
+)
+def test_an_extra_state_that_a_forward_changes_is_refused(
+    make_job, write_modules, state: str, opaque: list[str], refused: bool
+) -> None:
+    path = write_modules({"Counting": ("0", "self.kept += 1")}, EXTRA.format(state=state))
+    job = make_job(f"{path}:model", opaque=opaque)
+    if not refused:
+        assert job.training_graph(4).operators
+        return
+    with pytest.raises(
+        CaptureError, match=r"^model: 1 changes its extra state \(get_extra_state\)"
+    ):
+        job.training_graph(4)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +157,16 @@ def test_parameters_stay_and_buffers_keep_their_kind(
     assert caught.value.message.startswith(f"model: {message}")
 
 
+def test_draws_by_a_function_that_has_another_name_are_refused(make_job, write_modules) -> None:
+    path = write_modules({"ByName": "x = x * (2 if draw() < 0.5 else 3)"})
+    with pytest.raises(CaptureError, match="generator that is not torch's own"):
+        make_job(f"{path}:WholeByName").training_graph(4)
+
+
 def test_values_read_through_data_are_captured(make_job, write_modules) -> None:
     code = """x = x + (x.round() - x).data
-        d = self.linear.weight.data.requires_grad_(False)
-        x = x.to(d.dtype) @ d.T[:, : d.shape[-1]] * (1 - d[0]) * (d[1] == d[1].max())"""
+d = self.linear.weight.data.requires_grad_(False)
+x = x.to(d.dtype) @ d.T[:, : d.shape[-1]] * (1 - d[0]) * (d[1] == d[1].max())"""
     graph = make_job(f"{write_modules({'Reading': code})}:WholeReading").training_graph(4)
     assert "detach" in "".join(str(node.target) for node in graph.operators)
 
@@ -153,7 +174,7 @@ def test_values_read_through_data_are_captured(make_job, write_modules) -> None:
 def test_a_block_with_generators_of_its_own_draws_by_seed_alone(make_job, write_modules) -> None:
     code = "x = x + x * float(self.kept.rand() + GENERATOR.random())"
     path = write_modules({"Noise": ("np.random.RandomState(0)", code)})
-    job: CapturedJob = make_job(f"{path}:layers")
+    job = make_job(f"{path}:layers")
     (noise,) = (n.target for n in job.training_graph(4).operators if isinstance(n.target, Opaque))
     assert noise.outline.draws
 
@@ -169,7 +190,7 @@ def test_a_block_with_generators_of_its_own_draws_by_seed_alone(make_job, write_
 def test_a_block_that_draws_may_compute_where_its_capture_saw_it_pass_the_input(
     make_job, write_modules
 ) -> None:
-    code = "if torch.rand(1) < 0.999999:\n            return x.detach()"
+    code = "if torch.rand(1) < 0.999999:\n    return x.detach()"
     graph = make_job(f"{write_modules({'Passing': code})}:layers").training_graph(4)
     (node,) = (node for node in graph.operators if isinstance(node.target, Opaque))
     assert graph.requires_grad[node.name]
@@ -224,9 +245,17 @@ def test_data_that_do_not_fit_are_shown_beside_what_is_expected(
 def test_what_only_pipectl_can_have_broken_is_called_its_fault(
     make_job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipectl.capture.export.drop_conditions", None)
-    with pytest.raises(FaultError, match=r"a fault of pipectl, not of your job: TypeError"):
-        make_job("mlp").training_graph(4)
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    job = make_job("mlp")
+    with monkeypatch.context() as patch:
+        patch.setattr("pipectl.capture.export.drop_conditions", None)
+        with pytest.raises(FaultError, match=r"a fault of pipectl, not of your job: TypeError"):
+            job.training_graph(4)
+    monkeypatch.setattr("pipectl.capture.job.preserve_state", broken)
+    with pytest.raises(RuntimeError, match="broken"):  # nor is it one of the model
+        job.misfit(4)
 
 
 @pytest.mark.parametrize(
@@ -246,30 +275,94 @@ def test_a_model_that_fails_is_no_fault_of_pipectl(
     assert place_of(path, code) in caught.value.message
 
 
-def test_a_trial_that_cannot_be_begun_is_no_fault_of_the_model(
-    make_job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("broken")
+# What a model is built with: hooks, and parameters in the memory of others
 
-    job = make_job("mlp")
-    monkeypatch.setattr("pipectl.capture.job.preserve_state", broken)
-    with pytest.raises(RuntimeError, match="broken"):
-        job.misfit(4)
+BUILT = """\
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+        {code}
+    def forward(self, x):
+        return self.head(self.b(self.a(x)))
+"""
+ACCUMULATED = "self.a.weight.register_post_accumulate_grad_hook(lambda p: None)"
+FROZEN = "self.a.weight.requires_grad_(False); "
+HOOKED = "model: parameter a.weight has a hook on its gradient, which would not run in every plan"
+CODES = {
+    "hook": ("self.a.weight.register_hook(lambda gradient: gradient * 0.5)", HOOKED),
+    "hook afterwards": (ACCUMULATED, HOOKED),
+    "removed hook": (f"{ACCUMULATED}.remove()", ""),
+    "hook that never runs": (f"{ACCUMULATED}; {FROZEN}", ""),
+    "whole": ("self.b.weight = nn.Parameter(self.a.weight.data)", "b.weight"),
+    "transposed": ("self.b.weight = nn.Parameter(self.a.weight.data.t())", "b.weight"),
+    "row": ("self.b.bias = nn.Parameter(self.a.weight.data[1])", "b.bias"),
+    "buffer": ("self.register_buffer('kept', self.a.weight.detach())", "kept"),
+    "frozen": ("self.b.bias = nn.Parameter(self.a.weight.data[1], False)", "b.bias"),
+    "tied": ("self.b.weight = self.a.weight", ""),
+    "copied": ("self.b.weight = nn.Parameter(self.a.weight.data.clone())", ""),
+    "neither trained": (f"{FROZEN}self.b.weight = nn.Parameter(self.a.weight.data, False)", ""),
+}
+"""Code, and what is said, or the name of what shares memory; nothing if it may be."""
 
 
 @pytest.mark.parametrize("materialize", ["eager", "per_rank"])
-@pytest.mark.parametrize("kind", ["gradient", "accumulated"])
-def test_a_hook_on_a_trained_parameter_is_refused(make_job, kind: str, materialize: str) -> None:
-    """Tied parameters, versions of weights and weights made on their rank would not run it."""
+@pytest.mark.parametrize("kind", CODES)
+def test_hooks_and_memory_of_trained_parameters_that_others_share_are_refused(
+    kind: str, materialize: str, make_job: Callable[..., Any], tmp_path: Path
+) -> None:
+    code, said = CODES[kind]
+    path = tmp_path / "parts.py"
+    path.write_text(BUILT.format(code=code))
+    if not said:
+        assert make_job(f"{path}:Model", materialize=materialize).states
+        return
     with pytest.raises(CaptureError) as raised:
-        make_job("ParameterHook", kwargs={"kind": kind}, materialize=materialize)
-    assert raised.value.message == (
-        "model: parameter inner.0.weight has a hook on its gradient, which would not run in every "
-        "plan"
-    )
+        make_job(f"{path}:Model", materialize=materialize)
+    if said == HOOKED:
+        assert raised.value.message == HOOKED
+        return
+    assert raised.value.message.startswith(f"model: a.weight and {said} share memory")
+    assert ".clone()" in raised.value.cure
+    assert ("self.b.weight = self.a.weight" in raised.value.cure) == (kind != "buffer")
 
 
-@pytest.mark.parametrize("kwargs", [{"frozen": True}, {"kind": "removed"}])
-def test_a_hook_that_never_runs_is_none(make_job, kwargs) -> None:
-    assert make_job("ParameterHook", kwargs=kwargs).training_graph(4).operators
+def parameters(*tensors: Tensor) -> dict[str, Tensor]:
+    return {name: nn.Parameter(tensor) for name, tensor in zip("abc", tensors, strict=False)}
+
+
+WHOLE, WIDE = torch.zeros(12), torch.zeros(4, 6)
+APART = {
+    "halves": parameters(WHOLE[:3], WHOLE[3:]),
+    "packed": parameters(*WHOLE.split(4)),
+    "columns": parameters(*WIDE.split(3, 1)),
+    "interleaved": parameters(*WHOLE.view(6, 2).unbind(1)),
+    "empty": parameters(torch.zeros(0), torch.zeros(0)),
+    "no memory": parameters(*(torch.zeros(3, device="meta") for _ in "ab")),
+    "recurrent": dict(nn.LSTM(3, 4, num_layers=2).named_parameters()),
+    "lazy": dict(nn.LazyLinear(3).named_parameters()),
+}
+OVERLAPPING = {
+    "one element": parameters(WHOLE[:7], WHOLE[6:]),
+    "columns": parameters(WIDE[:, :4], WIDE[:, 3:]),
+    "every other": parameters(WHOLE[::2], WHOLE[4:5]),
+    "expanded": parameters(WHOLE[:1].expand(5), WHOLE),
+    "other type": parameters(WHOLE[1:3], WHOLE.view(torch.float16)[5:6]),
+    "by numpy": parameters(WHOLE, torch.from_numpy(WHOLE.numpy())[3:]),
+    "no memory": parameters(*[torch.zeros(3, device="meta")] * 2),
+    "after others": parameters(WHOLE, WHOLE[1:2], WHOLE[8:9]),
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_neighbours_in_one_memory_do_not_overlap(kind: str) -> None:
+    refuse_overlaps(APART[kind])
+
+
+@pytest.mark.parametrize("kind", OVERLAPPING)
+def test_any_byte_in_common_counts(kind: str) -> None:
+    with pytest.raises(CaptureError, match="a and b share memory"):
+        refuse_overlaps(OVERLAPPING[kind])

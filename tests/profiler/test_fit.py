@@ -98,6 +98,7 @@ def test_odd_samples_change_little_and_make_no_time_negative() -> None:
     assert min(stage.forward_s, stage.received_s, stage.sent_s, stage.backward_s) >= 0
     fit = fit_stages(changed(of, lambda _: StageTimes(1e-3, 2e-3)), of, None)
     assert fit.factors == pytest.approx((0.5, 0.5))  # operators keep some time
+    assert fit.error == pytest.approx(0.143, abs=1e-3)
     assert fit.stage.forward_s > 0
 
 
