@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, default_collate
 
 Output = namedtuple("Output", ["loss", "logits"])
@@ -59,9 +58,10 @@ class Transposed(Vectors):
         return torch.stack(vectors, 1), torch.stack(classes)
 
 
-def mlp(width: int = 8, slope: float = 0.0) -> nn.Module:
+def mlp(width: int = 8, slope: float = 0.0, deep: int = 0) -> nn.Module:
     middle = nn.LeakyReLU(slope) if slope else nn.ReLU()
-    return nn.Sequential(nn.Linear(6, width), middle, nn.Linear(width, 3))
+    more = [nn.Linear(width, width) for _ in range(deep)]
+    return nn.Sequential(nn.Linear(6, width), middle, *more, nn.Linear(width, 3))
 
 
 class Inner(nn.Module):
@@ -86,8 +86,14 @@ class Layers(nn.Module):
             setattr(self, name, nn.Linear(entering, leaving))
 
 
-def deeper() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+@dataclass
+class ModelOutput:
+    """As model libraries return it."""
+
+    loss: Tensor
+    logits: Tensor
+    past: object = None
+    cache: object = None
 
 
 class WithLoss(Inner):
@@ -105,24 +111,10 @@ class WithLoss(Inner):
             "tuple": (loss, logits),
             "dict": {"logits": logits, "loss": loss},
             "namedtuple": Output(loss, logits),
+            "dataclass": ModelOutput(loss, logits, cache=object()),
+            "texts": {"loss": loss, "kind": "linear", "note": "nothing"},
         }
         return forms[self.form]
-
-
-@dataclass
-class ModelOutput:
-    loss: Tensor
-    logits: Tensor
-    past: object = None
-    cache: object = None
-
-
-class WithModelOutput(WithLoss):
-    """Returns a dataclass with a loss, as model libraries do."""
-
-    def forward(self, x: Tensor, y: Tensor) -> ModelOutput:
-        logits = self.inner(x)
-        return ModelOutput(nn.functional.cross_entropy(logits, y), logits, cache=object())
 
 
 class FixedBatch(Inner):
@@ -130,15 +122,6 @@ class FixedBatch(Inner):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x.reshape(4, 2, 3).flatten(1))
-
-
-class PerSize(Inner):
-    """Another graph for every batch size."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(int(x.shape[0])):
-            x = x + 1
-        return self.inner(x)
 
 
 class Inplace(Layers):
@@ -174,20 +157,6 @@ class SharedNorm(Layers):
         return self.head(self.norm(self.b(self.norm(self.a(x)))))
 
 
-class Tied(nn.Module):
-    """A linear map used at both ends under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6, bias=False)
-        self.middle = nn.Linear(6, 6)
-        self.last = nn.Linear(6, 6, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x)).tanh())[:, :3]
-
-
 class Dropping(Layers):
     layers = (("a", 6, 16), ("head", 16, 3))
 
@@ -204,16 +173,6 @@ class Sizes(Layers):
         b = x.shape[0]
         rows = self.inner(x.reshape(b * 2, 3)) / (2 * b)
         return rows.view(b, 2, 3).mean(1) + torch.zeros(b, 3)
-
-
-class Tuples(Layers):
-    """Splits into items that go different ways."""
-
-    layers = (("a", 6, 6), ("head", 2, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        p, q, r = self.a(x).split(2, dim=1)
-        return self.head(p.sigmoid() * q + r.transpose(0, 1).contiguous().transpose(0, 1))
 
 
 class Filled(Layers):
@@ -302,48 +261,10 @@ class OwnBackward(Layers):
         return left + right
 
 
-class Recomputed(Layers):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        block = nn.Sequential(self.a, nn.Tanh())
-        return self.head(checkpoint(block, x, use_reentrant=self.reentrant))
-
-
 class BackwardHook(Inner):
     def __init__(self) -> None:
         super().__init__()
         self.inner[0].register_full_backward_hook(lambda module, given, gradient: None)
-
-
-class ParameterHook(Inner):
-    """A hook on a parameter, set by the constructor."""
-
-    def __init__(self, kind: str = "gradient", frozen: bool = False) -> None:
-        super().__init__()
-        weight = self.inner[0].weight
-        if kind == "gradient":
-            handle = weight.register_hook(lambda gradient: gradient * 0.5)
-        else:
-            handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
-        if kind == "removed":
-            handle.remove()
-        weight.requires_grad_(not frozen)
-
-
-class Running(Layers):
-    """Statistics that are assigned, not written in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
-        return self.head(y - self.mean)
 
 
 class RunningScale(Layers):
@@ -375,21 +296,12 @@ class Assigning(Layers):
         return self.head(y * self.scale / self.newer)
 
 
-class WritingInput(Layers):
+class WritingInput(Inner):
     """Changes its input where it is."""
-
-    layers = (("head", 6, 3),)
 
     def forward(self, x: Tensor) -> Tensor:
         x += 1.5
-        return self.head(x).relu()
-
-
-class NamingOutputs(Inner):
-    """Returns texts, one of which is the name of an operator."""
-
-    def forward(self, x: Tensor) -> dict[str, object]:
-        return {"loss": self.inner(x).square().mean(), "kind": "linear", "note": "nothing"}
+        return self.inner(x)
 
 
 class Described(Vectors):
@@ -434,19 +346,6 @@ def mean_by_size(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
     return loss / int(outputs.shape[0])
 
 
-class AsksForSize(nn.Module):
-    """Doubles where there are many samples; where they are even, in another way."""
-
-    def __init__(self, even: bool = False) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 3)
-        self.even = even
-
-    def forward(self, x: Tensor) -> Tensor:
-        doubles = x.shape[0] % 2 == 0 if self.even else x.shape[0] > 5
-        return self.linear(x) * 2 if doubles else self.linear(x)
-
-
 def scaling(factor: float) -> type[torch.autograd.Function]:
     class Scaling(torch.autograd.Function):
         @staticmethod
@@ -458,6 +357,21 @@ def scaling(factor: float) -> type[torch.autograd.Function]:
             return gradient * factor
 
     return Scaling
+
+
+class Positions(Inner):
+    """Makes tensors on the device that it was captured on, some of them in a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cond(x.sum() > 0, self.shift, lambda x: x * 2, (x,))
+        return self.inner(x + self.table(torch.arange(6, device=x.device)).sum(1))
+
+    def shift(self, x: Tensor) -> Tensor:
+        return x + torch.arange(6, device=x.device)
 
 
 class DroppedLstm(nn.Module):
@@ -485,17 +399,6 @@ class OneName(Inner):
         return second.apply(first.apply(self.inner(x)))
 
 
-class Positions(Inner):
-    """Makes tensors of its own, on the device that it was captured on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x + self.table(torch.arange(6, device=x.device)).sum(1))
-
-
 class ReadsIntegers(Inner):
     """Uses integers as token ids, as numbers, or one of them as a class."""
 
@@ -510,17 +413,6 @@ class ReadsIntegers(Inner):
         if self.use == "class":
             return self.inner(x[:, 1:].float().sum(1, keepdim=True) + self.table(x[:, 0]))
         return self.inner(self.table(x.view(-1, 6).clamp(min=0)).sum(1))
-
-
-class BranchPositions(Inner):
-    """The same in a branch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        shifted = torch.cond(x.sum() > 0, self.shift, lambda x: x * 2, (x,))
-        return self.inner(shifted)
-
-    def shift(self, x: Tensor) -> Tensor:
-        return x + torch.arange(6, device=x.device)
 
 
 class WritesASlice(Inner):
@@ -581,3 +473,74 @@ class OutArgument(Layers):
             scale = torch.ones_like(hidden)
             torch.add(hidden, 1.0, out=scale)
         return self.head(hidden * scale)
+
+
+# Autocast and no_grad
+
+
+class Halves(Layers):
+    layers = (("first", 6, 8), ("second", 8, 8), ("head", 8, 3))
+
+
+class Nested(Halves):
+    """Half precision with a float32 softmax inside, and a weight used with and without grad."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                weights = (y.float() * 3).softmax(-1)
+                with torch.no_grad():
+                    shift = self.second(weights) * 0.5
+            y = self.second(y * weights) + shift
+        return self.head(y.float())
+
+
+class Branches(Halves):
+    """An autocast within a branch, which is one operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def half(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.first(x).float()
+
+        y = torch.cond(x.sum() > -1e9, half, lambda x: self.first(x).sin(), (x,))
+        return self.head(self.second(y))
+
+
+class Written(Halves):
+    """A value of several uses that is written where no gradients are recorded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            y[:, 0].mul_(0.5)
+        z = self.second(y)
+        return self.head(z + y) + y.mean()
+
+
+class Asking(Halves):
+    """Asks for dtypes, switches autocast off in between, and uses a weight with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        wide = x.float()
+        scaled = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        with torch.autocast("cpu", enabled=False):
+            angle = torch.sin(scaled.float())
+        x = self.second(self.norm(scaled + angle.to(x.dtype)))
+        return self.head(x * 1.5 if x.dtype == torch.bfloat16 else x)
+
+
+class Switched(nn.Module):
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.head, self.enabled = nn.Linear(6, 3), enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            return self.head(x)

@@ -1,0 +1,454 @@
+"""The captured graph: operators, edges, what belongs together, its fingerprint and its sizes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipectl.capture import CapturedGraph, Cut, build_stage
+from pipectl.capture.job import assign_groups, find_traits
+from pipectl.capture.operators import FunctionCall
+from pipectl.capture.regions import WHOLE, Autocast, Region, arithmetic, region_of
+from pipectl.capture.slices import coupled_operators
+from pipectl.errors import CaptureError
+from pipectl.spec import dump
+
+MODELS = Path(__file__).with_name("models.py")
+
+
+def test_operators_and_edges_of_a_chain(graph_of) -> None:
+    graph = graph_of("mlp")
+    names = ["linear", "relu", "linear_1", "cross_entropy_loss"]
+    assert [node.name for node in graph.operators] == names
+    assert list(graph.edges) == list(pairwise(names))
+    assert graph.loss == "cross_entropy_loss"
+    assert graph.groups == {}
+    assert all(graph.requires_grad.values())
+
+
+@pytest.mark.parametrize(("use", "length"), [("ids", 6), ("numbers", 0), ("class", 0)])
+def test_only_integers_that_an_embedding_looks_up_are_tokens(
+    make_job, use: str, length: int
+) -> None:
+    job = make_job("ReadsIntegers", data="Integers", kwargs={"use": use})
+    assert job.training_graph(4).tokens_per_sample == length
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "users"),
+    [
+        ("Inplace", "linear", {"relu_"}),
+        ("Inplace", "relu_", {"linear_1", "add_"}),
+        ("OutArgument", "add", {"mul"}),
+    ],
+)
+def test_readers_of_a_written_value_read_the_writing_operator(
+    graph_of, model: str, name: str, users: set[str]
+) -> None:
+    assert {*graph_of(model).users[name]} == users
+
+
+def test_an_assigned_buffer_is_written(graph_of) -> None:
+    """torch.export alone forgets what is assigned anywhere but in the outermost module."""
+    graph = graph_of("dense")
+    placeholder = next(p for p, state in graph.states.items() if state.name == "model.scale")
+    (write,) = [node for node in graph.operators if "copy_" in str(node.target)]
+    assert write.args[0].name == placeholder
+    assert graph.written[placeholder] == write.name
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "members"),
+    [
+        ("SharedNorm", "batch_norm", {"batch_norm", "batch_norm_1"}),
+        ("SharedNorm", "add_", {"add_", "add__1"}),
+        ("RunningScale", "lerp_", {"lerp_", "div"}),  # another stage would read its old values
+        ("Inplace", "linear_2", set()),  # reads after the last write
+        ("Inplace", "mean", set()),
+        ("cnn", "batch_norm", {"add_", "batch_norm"}),  # used once: with its counter alone
+    ],
+)
+def test_what_shares_memory_that_is_written_is_one_group(
+    graph_of, model: str, name: str, members: set[str]
+) -> None:
+    groups = graph_of(model).groups
+    assert {each for each in groups if groups[each] == groups.get(name)} == members
+    if model == "cnn":  # each of its norms has a group of its own
+        assert len({groups[name] for name in groups if "batch_norm" in name}) == 7
+
+
+def test_a_norm_in_evaluation_writes_nothing(job_of) -> None:
+    graph = job_of("SharedNorm").evaluation_graph(4)
+    assert sum("batch_norm" in str(node.target) for node in graph.operators) == 2
+    assert graph.groups == {}
+
+
+def test_tied_names_are_one_state(job_of) -> None:
+    job = job_of("tied")
+    assert job.tied == {"model.head.weight": "model.tokens.weight"}
+    graph = job.training_graph(4)
+    found = {state.name: placeholder for placeholder, state in graph.states.items()}
+    assert len(found) == len(graph.states)
+    assert "model.head.weight" not in found
+    assert len(graph.users[found["model.tokens.weight"]]) == 2
+
+
+# Models, losses and data as users write them
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "namedtuple", "dataclass"])
+def test_a_model_may_return_its_own_loss(make_job, form: str) -> None:
+    job = make_job("WithLoss", loss="model", data="Mappings", kwargs={"form": form})
+    graph = job.training_graph(4)
+    loss = graph.operators[graph.position[graph.loss]]
+    assert loss.target is torch.ops.aten.cross_entropy_loss.default
+
+
+def test_a_mapping_of_inputs_and_targets_is_a_pair_and_kwargs_of_the_loss_are_bound(
+    make_job,
+) -> None:
+    job = make_job("mlp", data="Named", loss="scaled_loss", loss_kwargs={"scale": 3.0})
+    graph = job.training_graph(4)
+    assert graph.inputs.keys() == {"inputs", "targets"}
+    assert 3.0 in graph.operators[-1].args
+
+
+@pytest.mark.parametrize("form", ["dataclass", "texts", "tuple"])
+def test_outputs_of_the_evaluation_graph_have_the_models_structure_if_metrics_ask(
+    make_job, form: str
+) -> None:
+    metrics = {} if form == "tuple" else {"m": "builtins:max"}
+    evaluation = {"data": f"{MODELS}:Mappings", "metrics": metrics}
+    kwargs = {"form": form}
+    job = make_job("WithLoss", loss="model", data="Mappings", kwargs=kwargs, evaluation=evaluation)
+    graph = job.evaluation_graph(4)
+    if form == "tuple":
+        assert graph.outputs == ()
+    elif form == "texts":  # which name no operator
+        assert graph.outputs == (graph.loss, None, None)
+    else:
+        leaves = [torch.full((2,), float(index)) for index in range(len(graph.outputs))]
+        rebuilt = torch.utils._pytree.tree_unflatten(leaves, graph.output_spec)
+        assert type(rebuilt).__name__ == "ModelOutput"
+        assert graph.outputs[0] == graph.loss
+        assert rebuilt.logits.tolist() == [1.0, 1.0]
+        assert rebuilt.past is rebuilt.cache is None
+
+
+SCALAR = "^loss: must be a floating-point scalar tensor, but is a "
+LAZY = {"model": "torch.nn:LazyLinear", "kwargs": {"out_features": 3}}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"loss": "vector_loss"}, SCALAR + r"tensor of shape \[batch\]"),
+        ({"loss": "count_loss"}, SCALAR + "scalar of torch.int64"),
+        ({"loss": "float_loss"}, SCALAR + "float"),
+        ({"loss": "model"}, SCALAR + r"tensor of shape \[batch, 3\]"),
+        ({"model": "Frozen"}, "^loss: depends on no parameter that requires a gradient"),
+        ({"data": "Transposed"}, r"^data: a batch of 4 samples has a tensor of shape \[6, 4\]"),
+        ({"model": "not_a_module"}, r"^model\.factory: .*returned a str, not a torch\.nn\.Module"),
+        (LAZY, "'weight' of a LazyLinear has no shape yet"),
+        ({"model": "BackwardHook"}, "^model: inner.0 has a backward hook, which no graph can hold"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_silence(
+    make_job, capfd, names: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CaptureError, match=message) as raised:
+        make_job(**{"model": "mlp", **names}).training_graph(4)
+    assert raised.value.cure
+    assert capfd.readouterr() == ("", "")
+
+
+def test_torch_warns_of_nothing_while_it_exports(make_job, monkeypatch) -> None:
+    logger, export = logging.getLogger("torch"), torch.export.export
+    speaks: list[bool] = []
+
+    def watched(*given: Any, **options: Any) -> Any:
+        speaks.append(logger.isEnabledFor(logging.WARNING))
+        return export(*given, **options)
+
+    monkeypatch.setattr("torch.export.export", watched)
+    before = logger.level
+    make_job("mlp").training_graph(4)
+    assert set(speaks) == {False}
+    assert logger.level == before
+
+
+# Batch sizes
+
+
+def test_one_graph_serves_every_batch_size_or_one_alone(job_of) -> None:
+    job = job_of("Sizes")
+    assert job.training_graph(4) is job.training_graph(1) is job.training_graph(17)
+    assert not job.training_graph(4).fixed
+    graph = job_of("FixedBatch").training_graph(4)
+    assert (graph.fixed, graph.batch_size) == (True, 4)
+    with pytest.raises(
+        CaptureError, match=r"FixedBatch: raised RuntimeError: shape .* \(at .*models\.py:\d+: .*\)"
+    ):
+        job_of("FixedBatch").training_graph(6)
+
+
+@pytest.mark.parametrize(
+    ("code", "alike", "other"),
+    [
+        ("x = x * 2 if x.shape[0] > 5 else x", 6, 3),
+        ("x = x * 2 if x.shape[0] % 2 == 0 else x", 4, 7),
+        ("for _ in range(int(x.shape[0])):\n    x = x + 1", 8, 6),
+    ],
+)
+def test_another_size_must_have_the_same_graph(
+    make_job, write_modules, code: str, alike: int, other: int
+) -> None:
+    job = make_job(f"{write_modules({'Asking': code})}:WholeAsking")
+    graph = job.training_graph(8)
+    assert job.training_graph(alike) is graph
+    assert graph.fixed == (alike == 8)
+    with pytest.raises(
+        CaptureError, match=f"^model: its graph for {other} samples differs from that for 8"
+    ):
+        job.training_graph(other)
+
+
+def test_a_size_that_became_a_number_fixes_the_graph_whatever_the_loss_leaves_out(make_job) -> None:
+    job = make_job("mlp", data="Described", loss="mean_by_size")
+    graphs = [job.training_graph(size) for size in (4, 8)]
+    assert [(graph.fixed, graph.batch_size) for graph in graphs] == [(True, 4), (True, 8)]
+
+
+# Fingerprints
+
+CODE = """
+import sys
+from pathlib import Path
+from pipectl.capture import CapturedJob
+from pipectl.spec import load
+for path in sys.argv[1:]:
+    graph = CapturedJob(load(Path(path))).training_graph(4)
+    print(graph.fingerprint, sorted(graph.groups.items()))
+print("MPI" if "mpi4py" in sys.modules else "no MPI")
+"""
+
+
+def test_the_fingerprint_is_equal_in_another_process_which_needs_no_mpi(job_of, tmp_path) -> None:
+    jobs = [job_of(name) for name in ("Inplace", "Skip", "SharedNorm", "tied")]
+    files = [tmp_path / f"{number}.yaml" for number in range(len(jobs))]
+    for job, file in zip(jobs, files, strict=True):
+        file.write_text(dump(job.spec))
+    other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    lines = subprocess.run(
+        [sys.executable, "-c", CODE, *map(str, files)],
+        env={**os.environ, "PYTHONHASHSEED": other},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    ).stdout.splitlines()
+    graphs = [job.training_graph(4) for job in jobs]
+    assert lines[:-1] == [f"{g.fingerprint} {sorted(g.groups.items())}" for g in graphs]
+    assert len(set(lines)) == 5
+    assert lines[-1] == "no MPI"
+
+
+def test_the_fingerprint_depends_neither_on_the_captured_batch_size_nor_on_weights(
+    make_job,
+) -> None:
+    training = {"steps": 1, "batch_size": 8}
+    jobs = [make_job("mlp", training={**training, "seed": seed}) for seed in (1, 1, 2)]
+    graphs = [job.training_graph(size) for job, size in zip(jobs, (1, 4, 6), strict=True)]
+    assert len({graph.fingerprint for graph in graphs}) == 1
+    first, again, other = (job.states["model.0.weight"] for job in jobs)
+    assert torch.equal(first, again)  # on every rank
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs", "like", "difference"),
+    [
+        ("mlp", {}, {}, None),
+        ("mlp", {"deep": 1}, {}, "operator 3 is 'cross_entropy_loss' here and 'linear_2' there"),
+        (
+            "mlp",
+            {"width": 9},
+            {},
+            "the operators agree, but parameters, inputs or the loss do not",
+        ),
+        (
+            "mlp",
+            {"slope": 0.2},
+            {"slope": 0.1},
+            "operator 1, 'leaky_relu', has other arguments here than there",
+        ),
+        (  # in another arithmetic
+            "Switched",
+            {"enabled": False},
+            {"enabled": True},
+            "operator 0, 'linear', has other arguments here than there",
+        ),
+    ],
+)
+def test_the_first_operator_that_differs_is_named(
+    make_job, model: str, kwargs: Any, like: Any, difference: str | None
+) -> None:
+    graph, other = (make_job(model, kwargs=each).training_graph(4) for each in (like, kwargs))
+    assert (graph.fingerprint == other.fingerprint) == (difference is None)
+    assert graph.difference(other.fingerprint, other.signatures) == difference
+
+
+# Gradients of the user's own making
+
+
+def test_an_autograd_function_is_one_operator_and_no_address_or_directory_names_it(
+    job_of, make_job, assert_as_the_model, tmp_path: Path
+) -> None:
+    job = job_of("OwnBackward")
+    here = job.training_graph(4)
+    assert sum("Doubling" in str(node.target) for node in here.operators) == 1
+    assert "0x" not in "".join(str(node.target) for node in here.operators)
+    assert_as_the_model(job)
+    there = make_job(f"{shutil.copy(MODELS, tmp_path)}:OwnBackward").training_graph(4)
+    assert (there.signatures, there.fingerprint) == (here.signatures, here.fingerprint)
+
+
+def test_functions_of_one_name_are_told_apart(make_job) -> None:
+    job = make_job("OneName")
+    applied = [node.target for node in job.training_graph(4).operators]
+    assert [t.function for t in applied if isinstance(t, FunctionCall)] == list(job.model.functions)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_blocks_are_captured_as_operators(
+    make_job, write_modules, reentrant: bool
+) -> None:
+    code = f"x = torch.utils.checkpoint.checkpoint(nn.Tanh(), x, use_reentrant={reentrant})"
+    graph = make_job(f"{write_modules({'Recomputed': code})}:WholeRecomputed").training_graph(4)
+    assert [node.name for node in graph.operators][:2] == ["linear", "tanh"]
+    assert all(graph.requires_grad.values())
+
+
+# Autocast and no_grad inside a model: properties of its operators, which can be cut apart
+
+HALF = Autocast("cpu", torch.bfloat16, enabled=True)
+FULL = Autocast("cpu", torch.bfloat16, enabled=False)
+
+
+def regions(graph: CapturedGraph) -> dict[str, Region]:
+    return {node.name: region_of(node) for node in graph.operators}
+
+
+def test_every_operator_knows_what_holds_for_it_and_neighbours_enter_it_once(job_of) -> None:
+    graph = job_of("Nested").training_graph(4)
+    found = regions(graph)
+    assert not any("autocast" in name or "grad" in name for name in found)
+    assert found["linear"] == found["mul_2"] == Region((HALF,), gradients=True)
+    assert found["softmax"] == Region((FULL,), gradients=True)
+    assert found["linear_1"] == found["mul_1"] == Region((FULL,), gradients=False)
+    assert found["linear_3"] == found["cross_entropy_loss"] == WHOLE
+    assert (graph.requires_grad["mul_1"], graph.requires_grad["softmax"]) == (False, True)
+    names = list(found)
+    half = names.index("softmax")
+    cut = Cut(graph, {name: int(i >= half) for i, name in enumerate(names)}, training=True)
+    for stage, entered in ((0, 2), (1, 3)):
+        module: Any = build_stage(cut, stage, 4).module
+        assert sum(node.name.startswith("enter") for node in module.graph.nodes) == entered
+
+
+@pytest.mark.parametrize("model", ["Branches", "Written"])
+def test_one_stage_equals_the_model_to_the_bit(job_of, assert_as_the_model, model: str) -> None:
+    assert_as_the_model(job_of(model))
+    assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == (True, False)
+    if model == "Written":  # a view without gradients lets none through; torch says otherwise
+        graph = job_of(model).training_graph(4)
+        passes = {name: region.gradients for name, region in regions(graph).items()}
+        assert dict(graph.requires_grad) == passes
+
+
+def test_a_graph_captured_in_half_precision_equals_the_model_to_the_bit(
+    make_job, assert_as_the_model
+) -> None:
+    job = make_job("Asking", training={"steps": 1, "batch_size": 8, "precision": "bf16"})
+    assert any(region.autocasts for region in regions(job.training_graph(4)).values())
+    assert_as_the_model(job, "bf16")
+    with arithmetic("bf16", torch.device("cpu")):
+        assert job.model(job.loader.example(4)[0]).dtype == torch.bfloat16
+
+
+# What is known of a model
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "coupled"),
+    [
+        ("nn.LayerNorm(6)", "x = self.kept(x)", []),
+        ("nn.BatchNorm1d(6)", "x = self.kept(x)", ["batch_norm"]),
+        (
+            "nn.BatchNorm1d(6)",
+            "x = nn.functional.batch_norm(x, self.kept.running_mean, self.kept.running_var)",
+            [],
+        ),
+        ("None", "x = x - 0.5 * x.mean(dim=0)", ["sub"]),
+        ("None", "x = torch.softmax(x @ x.T, dim=1) @ x", ["matmul"]),
+    ],
+)
+def test_operators_that_couple_samples_are_found(
+    make_job, write_modules, first: str, code: str, coupled: list[str]
+) -> None:
+    path = write_modules({"Coupled": (first, code)})
+    graph = make_job(f"{path}:WholeCoupled").training_graph(4)
+    assert [graph.operators[i].name for i in coupled_operators(graph)] == coupled
+
+
+@pytest.mark.parametrize(
+    ("model", "random", "shared"),
+    [("mlp", [], []), ("Dropping", ["dropout"], []), ("tied", ["dropout"] * 4, ["tokens.weight"])],
+)
+def test_random_operators_and_shared_parameters_are_named(
+    make_spec, model: str, random: list[str], shared: list[str]
+) -> None:
+    traits = find_traits(make_spec(model), 4)
+    assert [name.rstrip("_0123456789") for name in traits.random] == random
+    assert list(traits.shared) == shared
+
+
+NAMES = ("embed.weight", "block.0.bias", "block.0.weight", "norm.bias", "head")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "groups"),
+    [
+        (
+            ["*.bias", "block.*", "norm.*"],  # the first pattern that matches, or none
+            {"block.0.bias": 0, "norm.bias": 0, "block.0.weight": 1},
+        ),
+        (["b*s"], {"block.0.bias": 0}),
+        (["tied.*"], {"embed.weight": 0}),
+        (["*", "bias"], "did you mean '*.bias'?"),
+        (["*", "block"], "did you mean 'block.*'?"),
+        (["*", "embed.wieght"], "did you mean 'embed.weight'?"),
+        (["*", "*.BIAS"], "matches no parameter"),
+    ],
+)
+def test_parameters_belong_to_the_first_group_that_matches_a_name(
+    patterns: list[str], groups: dict[str, int] | str
+) -> None:
+    names = {name: [name] for name in NAMES}
+    names["embed.weight"].append("tied.weight")
+    if isinstance(groups, dict):
+        assert assign_groups(names, patterns) == groups
+        return
+    with pytest.raises(CaptureError, match=r"optimizer\.groups\[1\]\.match") as caught:
+        assign_groups(names, patterns)
+    assert groups in caught.value.message
+    assert "embed.weight" in str(caught.value.cure)
