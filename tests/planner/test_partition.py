@@ -1,6 +1,7 @@
 """Cuts of the dynamic programme against trying every partition."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -109,3 +110,18 @@ def test_results_are_kept_for_the_same_numbers_only(chain) -> None:
         for one, other in ((1.2, 12.5), (1.21, 2.5))
     ]
     assert peaks[0] > peaks[1] + 1000
+
+
+def test_operators_at_the_end_that_take_no_time_have_a_stage(make_profile, make_operator) -> None:
+    """Sums of the same times differ by rounding: that of all operators was the smaller one."""
+    times = [(0.0, 0.001), (0.003, 0.0), (0.0, 0.001), (0.0, 0.0), (0.0, 0.0)]
+    operators = [
+        make_operator(index, forward_s=forward_s, backward_s=backward_s)
+        for index, (forward_s, backward_s) in enumerate(times)
+    ]
+    profile = make_profile(operators, list(pairwise(range(5))))
+    graph = condense(profile)
+    cutter = cutter_of(profile, CutSpace.of(graph, profile, 100))
+    for size in range(1, 20):
+        cuts = cutter.partitions(3, size, equal(3))
+        assert all(sum(cut.partition) == graph.everything for cut in cuts)

@@ -352,9 +352,14 @@ def _hash_of(values: Iterable[Any]) -> bytes:
 
 
 def _by_work(space: CutSpace, costs: CostTable) -> tuple[Integers, Words]:
-    """The downsets by ascending work, subsets first; chains begin at the first."""
+    """The downsets by ascending work, subsets first; chains begin at the first and end at the last.
+
+    Sums of the same work may differ by rounding, so the first and the last are chosen by size.
+    """
     size = space.rows.sum(axis=1)
-    order = np.lexsort((np.arange(len(space)), size, costs.work_s[0, 0]))
+    work_s = costs.work_s[0, 0].copy()
+    work_s[size.argmin()], work_s[size.argmax()] = -inf, inf
+    order = np.lexsort((np.arange(len(space)), size, work_s))
     return order, np.ascontiguousarray(space.words[order])
 
 
