@@ -66,7 +66,10 @@ def measure(name: str, folder: Path) -> None:
             "kwargs": {"name": name, **_KWARGS.get(name, {})},
         },
         "loss": {"factory": "torch.nn:CrossEntropyLoss"},
-        "data": {"factory": f"{CORPUS}/vision.py:Images", "kwargs": {"pixels": PIXELS[name]}},
+        "data": {
+            "factory": f"{CORPUS}/own.py:Images",
+            "kwargs": {"pixels": PIXELS[name], "classes": 10},
+        },
         "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.01, "momentum": 0.9}},
         "training": {"steps": 1, "batch_size": BATCH, "seed": 0},
         "resources": {"nodes": 8, "tasks_per_node": 1, "cpus_per_task": 1},

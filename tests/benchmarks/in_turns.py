@@ -75,7 +75,7 @@ def vision(name: str) -> Job:
     return Job(
         {"factory": f"{CORPUS}/vision.py:build", "kwargs": {"name": name}},
         "torch.nn:CrossEntropyLoss",
-        {"factory": f"{CORPUS}/vision.py:Images", "kwargs": {"pixels": 64}},
+        {"factory": f"{CORPUS}/own.py:Images", "kwargs": {"pixels": 64, "classes": 10}},
     )
 
 
@@ -84,7 +84,7 @@ def even_cnn() -> Job:
     return Job(
         {"factory": f"{MODELS}/even.py:cnn"},
         "torch.nn:CrossEntropyLoss",
-        {"factory": f"{CORPUS}/vision.py:Images", "kwargs": {"pixels": 32}},
+        {"factory": f"{CORPUS}/own.py:Images", "kwargs": {"pixels": 32, "classes": 10}},
     )
 
 

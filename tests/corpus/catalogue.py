@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All models."""
-    return [*_own(), *_vision(), *_language()]
+    return [*starmap(_own, _OWN), *starmap(_vision, _VISION), *starmap(_language, _LANGUAGE)]
 
 
 def spec_of(
@@ -109,7 +110,6 @@ _OWN = (
     ("codebook", "Codebook", _CROSS_ENTROPY, "Images", "buffers that follow the data"),
     ("siamese", "Siamese", _CROSS_ENTROPY, "Keywords", "one encoder over two inputs"),
     ("experts", "Experts", _SEVERAL, "Sequences", "top-2 routing, balance loss"),
-    ("autocast", "Autocast", _CROSS_ENTROPY, "Images", "a part in bfloat16"),
     ("islands", "Islands", _CROSS_ENTROPY, "Images", "bfloat16 with float32 islands, nested"),
     ("teacher", "Teacher", _CROSS_ENTROPY, "Images", "parts without gradients, inference mode"),
     ("reassigned", "Reassigned", _CROSS_ENTROPY, "Images", "a buffer written by assignment"),
@@ -119,33 +119,18 @@ _OWN = (
     ("list", "listed", _CROSS_ENTROPY, "Images", "a list of layers with pairs in between"),
     ("variational", "Variational", "own.py:evidence", "Images", "distributions, assertions"),
     ("energy", "Energy", _CROSS_ENTROPY, "Images", "gradients in the forward, torch.func.vmap"),
-    (
-        "spectral",
-        "Spectral",
-        _CROSS_ENTROPY,
-        "Images",
-        "old spectral norm, views without gradients",
-    ),
+    ("spectral", "Spectral", _CROSS_ENTROPY, "Images", "old norm, views without gradients"),
     ("routed", "Routed", _SEVERAL, "Sequences", "experts on the rows that chose them, as they are"),
 )
-_AS_OTHERS = ("gru", "encoder-decoder", "autocast", "segmenter")
+_AS_OTHERS = ("gru", "encoder-decoder", "segmenter")
 """Own models whose trait others have, too: only ``-m corpus`` trains them."""
 _OPAQUE = {"routed": ("blocks.*.router",)}
 
 
-def _own() -> list[Entry]:
-    return [
-        Entry(
-            name,
-            f"own.py:{model}",
-            loss,
-            f"own.py:{data}",
-            quick=name not in _AS_OTHERS,
-            trait=trait,
-            opaque=_OPAQUE.get(name, ()),
-        )
-        for name, model, loss, data, trait in _OWN
-    ]
+def _own(name: str, model: str, loss: str, data: str, trait: str) -> Entry:
+    quick, opaque = name not in _AS_OTHERS, _OPAQUE.get(name, ())
+    model, data = f"own.py:{model}", f"own.py:{data}"
+    return Entry(name, model, loss, data, quick=quick, trait=trait, opaque=opaque)
 
 
 _VISION: tuple[tuple[str, int, dict[str, Any], bool, str], ...] = (
@@ -166,21 +151,18 @@ _VISION: tuple[tuple[str, int, dict[str, Any], bool, str], ...] = (
 )
 
 
-def _vision() -> list[Entry]:
-    return [
-        Entry(
-            name=name.replace("_", "-"),
-            model="vision.py:build",
-            loss="vision.py:with_auxiliary",
-            data="vision.py:Images",
-            kwargs={"name": name, **kwargs},
-            data_kwargs={"pixels": pixels},
-            package="torchvision",
-            quick=quick,
-            trait=trait,
-        )
-        for name, pixels, kwargs, quick, trait in _VISION
-    ]
+def _vision(name: str, pixels: int, kwargs: dict[str, Any], quick: bool, trait: str) -> Entry:
+    return Entry(
+        name.replace("_", "-"),
+        "vision.py:build",
+        "vision.py:with_auxiliary",
+        "own.py:Images",
+        {"name": name, **kwargs},
+        {"pixels": pixels, "classes": 10},
+        "torchvision",
+        quick,
+        trait,
+    )
 
 
 _LANGUAGE = (
@@ -188,30 +170,13 @@ _LANGUAGE = (
     ("gpt2", "GPT2", "GPT2LMHeadModel", "Tokens", True, "tied embeddings, returns a cache"),
     ("llama", "Llama", "LlamaForCausalLM", "Tokens", True, "rotary positions, grouped queries"),
     ("bert", "Bert", "BertForMaskedLM", "Tokens", False, "tied embeddings and bias"),
-    (
-        "t5",
-        "T5",
-        "T5ForConditionalGeneration",
-        "Tokens",
-        True,
-        "encoder and decoder, tied three times",
-    ),
+    ("t5", "T5", "T5ForConditionalGeneration", "Tokens", True, "two parts, tied three times"),
     ("vit", "ViT", "ViTForImageClassification", "Pixels", False, "pixels by keyword"),
     ("mixtral", "Mixtral", "MixtralForCausalLM", "Tokens", True, "mixture of experts, router loss"),
 )
 
 
-def _language() -> list[Entry]:
-    return [
-        Entry(
-            name=name,
-            model="language.py:build",
-            loss="model",
-            data=f"language.py:{data}",
-            kwargs={"config": config, "model": model},
-            package="transformers",
-            quick=quick,
-            trait=trait,
-        )
-        for name, config, model, data, quick, trait in _LANGUAGE
-    ]
+def _language(name: str, config: str, model: str, data: str, quick: bool, trait: str) -> Entry:
+    kwargs = {"config": config, "model": model}
+    given = ("language.py:build", "model", f"language.py:{data}", kwargs)
+    return Entry(name, *given, package="transformers", quick=quick, trait=trait)

@@ -11,48 +11,20 @@ from torch.utils.data import Dataset
 
 VOCABULARY, LENGTH = 61, 10
 
+LAYERS = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+THREE_HEADS = {**LAYERS, "num_attention_heads": 3}
+GROUPED = {**LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16},
-    "Llama": {
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "Bert": {
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "max_position_embeddings": 16,
-    },
+    "Llama": GROUPED,
+    "Bert": {**THREE_HEADS, "max_position_embeddings": 16},
     "T5": {
-        "d_model": 24,
-        "d_kv": 8,
-        "d_ff": 40,
-        "num_layers": 2,
-        "num_heads": 3,
+        "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 3,
         "decoder_start_token_id": 0,
     },
-    "ViT": {
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "image_size": 16,
-        "patch_size": 4,
-    },
-    "Mixtral": {
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-        "output_router_logits": True,
-    },
-}
+    "ViT": {**THREE_HEADS, "image_size": 16, "patch_size": 4},
+    "Mixtral": {**GROUPED, "num_local_experts": 4, "output_router_logits": True},
+}  # fmt: skip
 
 
 def build(config: str, model: str, **kwargs: Any) -> nn.Module:

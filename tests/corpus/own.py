@@ -53,13 +53,27 @@ class Labelled(Sequences):
 class Images(Dataset):
     """Small images and a class."""
 
+    def __init__(self, pixels: int = 16, classes: int = CLASSES) -> None:
+        self.pixels, self.classes = pixels, classes
+
     def __len__(self) -> int:
         return 16
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(index)
-        image = torch.randn(3, 16, 16, generator=draw)
-        return image, torch.randint(0, CLASSES, (), generator=draw)
+        image = torch.randn(3, self.pixels, self.pixels, generator=draw)
+        return image, torch.randint(0, self.classes, (), generator=draw)
+
+
+class Rows(nn.Module):
+    """What several models do: images become few numbers, which a layer widens; a head ends it."""
+
+    def __init__(self, width: int = 20) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(48, width), nn.Linear(width, CLASSES)
+
+    def widened(self, x: Tensor) -> Tensor:
+        return self.stem(F.avg_pool2d(x, 4).flatten(1))
 
 
 class Lstm(nn.Module):
@@ -274,16 +288,15 @@ class Views(nn.Module):
         return self.head(z.flatten(1))
 
 
-class Conditional(nn.Module):
+class Conditional(Rows):
     """Control flow on a value, with a random operator in one branch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.other = nn.Linear(48, 20), nn.Linear(20, 20)
-        self.head = nn.Linear(20, CLASSES)
+        self.other = nn.Linear(20, 20)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.stem(F.avg_pool2d(x, 4).flatten(1)).tanh()
+        y = self.widened(x).tanh()
         drop = self.training
 
         def noisy(y: Tensor) -> Tensor:
@@ -360,29 +373,24 @@ class _Rounded(torch.autograd.Function):
         return gradient * (x.abs() < 4) * 0.5
 
 
-class StraightThrough(nn.Module):
+class StraightThrough(Rows):
     """A gradient of its own, by an autograd function."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(48, 20), nn.Linear(20, CLASSES)
-
     def forward(self, x: Tensor) -> Tensor:
-        y = self.stem(F.avg_pool2d(x, 4).flatten(1))
+        y = self.widened(x)
         return self.head(_Rounded.apply(y * 4))
 
 
-class Codebook(nn.Module):
+class Codebook(Rows):
     """Nearest neighbours in a buffer that follows the data; the gradient goes around it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(48, WIDTH), nn.Linear(WIDTH, CLASSES)
+        super().__init__(WIDTH)
         self.register_buffer("codes", torch.randn(9, WIDTH))
         self.register_buffer("count", torch.zeros(9))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.stem(F.avg_pool2d(x, 4).flatten(1))
+        y = self.widened(x)
         nearest = torch.cdist(y, self.codes).argmin(1)
         found = self.codes[nearest]
         if self.training:
@@ -428,21 +436,6 @@ class Experts(nn.Module):
             share = (weights * (chosen == index)).sum(-1, keepdim=True)
             y += share * expert(x)
         return {"logits": self.head(y.mean(1)), "balance": chances.mean((0, 1)).square().sum()}
-
-
-class Autocast(nn.Module):
-    """A part of it in half precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.middle = nn.Linear(48, 20), nn.Linear(20, 20)
-        self.head = nn.Linear(20, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.avg_pool2d(x, 4).flatten(1)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = self.middle(self.stem(y).relu())
-        return self.head(y.float())
 
 
 class Islands(nn.Module):
@@ -492,17 +485,16 @@ class Teacher(nn.Module):
         return self.head(y.tanh() * sharp + usual) + apart
 
 
-class Reassigned(nn.Module):
+class Reassigned(Rows):
     """Running statistics written by assignment, not in place; autograd keeps the earlier ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.head = nn.Linear(48, 20), nn.Linear(20, CLASSES)
         self.register_buffer("mean", torch.zeros(20))
         self.register_buffer("deviation", torch.ones(20))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.stem(F.avg_pool2d(x, 4).flatten(1))
+        y = self.widened(x)
         z = y / self.deviation
         if self.training:
             self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
@@ -510,16 +502,15 @@ class Reassigned(nn.Module):
         return self.head((z - self.mean).relu())
 
 
-class RunningNorm(nn.Module):
+class RunningNorm(Rows):
     """Statistics written first and divided by afterwards, so that autograd keeps them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.head = nn.Linear(48, 20), nn.Linear(20, CLASSES)
         self.register_buffer("deviation", torch.ones(20))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.stem(F.avg_pool2d(x, 4).flatten(1))
+        y = self.widened(x)
         if self.training:
             self.deviation.lerp_(y.detach().std(0), 0.3)
         return self.head((y / self.deviation).tanh())
