@@ -11,11 +11,10 @@ from typing import Any
 import catalogue
 import packages
 import pytest
-import torch
+from outcome import different, weights
 from trial import Trial
 
 from pipectl.capture import CapturedJob
-from pipectl.runtime import checkpoint
 
 HERE = Path(__file__).resolve().parent
 ENTRIES = {entry.name: entry for entry in catalogue.entries()}
@@ -83,10 +82,5 @@ def test_ranks_train_to_the_bits_of_one(
     done = launch(2, HERE / "over_mpi.py", tmp_path, *names, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     for name in names:
-        expected, found = (_weights(tmp_path / way / name) for way in ("alone-0", "together"))
-        assert expected.keys() == found.keys()
-        assert [n for n in expected if not torch.equal(expected[n], found[n])] == []
-
-
-def _weights(run: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.load(sorted((run / "checkpoints").glob("step-*"))[-1])
+        alone, together = (weights(tmp_path / way / name) for way in ("alone-0", "together"))
+        assert different(alone, together) == []

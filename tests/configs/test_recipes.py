@@ -1,0 +1,286 @@
+"""The recipes of configs/ train: in a plain PyTorch loop without pipectl, and over MPI ranks."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from outcome import different, weights
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from pipectl.runs import RunDirectory, read_metrics
+from pipectl.runtime.checkpoint.export import export_file
+from pipectl.spec import JobSpec, load
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS = CONFIGS / "models"
+
+
+def module(name: str) -> dict[str, Any]:
+    """The globals of a file of configs/models, which is no package."""
+    path = MODELS / f"{name}.py"
+    variables: dict[str, Any] = {"__name__": name}
+    exec(compile(path.read_text(encoding="utf-8"), path, "exec"), variables)
+    return variables
+
+
+def plain_losses(model: nn.Module, loss, data: Dataset, optimizer, batch_size: int) -> list[float]:
+    losses = []
+    for inputs, targets in DataLoader(data, batch_size, shuffle=True):
+        optimizer.zero_grad()
+        value = loss(model(inputs), targets)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def test_gpt_starts_near_even_odds_and_learns():
+    gpt, text = module("gpt"), module("text")
+    torch.manual_seed(0)
+    vocabulary = text["VOCABULARY"]
+    model = gpt["build"](vocabulary=vocabulary, length=32, layers=2, width=64, heads=2)
+    data = text["training"](length=32, megabytes=32 * 32 * 40 / 1e6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = plain_losses(model, gpt["loss"], data, optimizer, batch_size=32)
+    assert losses[0] == pytest.approx(math.log(vocabulary), abs=0.5)
+    assert sum(losses[-5:]) / 5 < 3.3
+
+
+def test_gpt_sees_no_later_character():
+    model = module("gpt")["build"](
+        vocabulary=10, length=8, layers=2, width=16, heads=2, dropout=0.0
+    )
+    tokens = torch.randint(10, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 10
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[0, :5], after[0, :5])
+    assert not torch.equal(before[0, 5:], after[0, 5:])
+
+
+def test_perplexity_is_over_all_characters():
+    outputs, targets = torch.randn(5, 4, 10), torch.randint(10, (5, 4))
+    metric = module("gpt")["Perplexity"]()
+    metric.update(outputs[:3], targets[:3])
+    metric.update(outputs[3:], targets[3:])
+    expected = F.cross_entropy(outputs.reshape(20, 10), targets.reshape(20)).exp().item()
+    assert metric.compute() == pytest.approx(expected, rel=1e-5)
+
+
+def test_text_is_the_same_each_time_shifted_by_one_and_of_known_characters(tmp_path):
+    text = module("text")
+    first, second = (text["training"](length=16, megabytes=0.01) for _ in range(2))
+    assert len(first) == len(second) == (10_000 - 1) // 16
+    for (inputs, targets), (again, _) in zip(list(first)[:20], list(second)[:20], strict=True):
+        assert torch.equal(inputs, again)
+        assert torch.equal(inputs[1:], targets[:-1])
+    path = tmp_path / "sample.py"
+    path.write_text("a b\té\n", encoding="utf-8")
+    alphabet = dict(enumerate(text["CHARACTERS"], start=1))
+    found = [alphabet.get(code) for code in text["encode"]([path], 100).tolist()]
+    assert found == ["a", " ", "b", "\t", None, "\n"]
+
+
+def test_held_out_text_is_not_trained_on(monkeypatch):
+    text, read = module("text"), list[list[Path]]()
+
+    def encode(files, _limit):
+        read.append(list(files))
+        return torch.zeros(1000, dtype=torch.uint8)
+
+    monkeypatch.setitem(text, "encode", encode)
+    text["training"]()
+    text["held_out"]()
+    trained, held_out = map(set, read)
+    assert trained
+    assert held_out
+    assert not trained & held_out
+
+
+def test_cnn_learns_the_digits():
+    pytest.importorskip("sklearn", reason="pip install 'pipectl[examples]'")
+    cnn, digits = module("cnn"), module("digits")
+    torch.manual_seed(0)
+    model = cnn["build"](width=8, blocks=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = [
+        loss
+        for _ in range(2)
+        for loss in plain_losses(
+            model, F.cross_entropy, digits["training"](), optimizer, batch_size=64
+        )
+    ]
+    assert losses[-1] < 0.3 * losses[0]
+    model.eval()
+    images, labels = digits["held_out"]().tensors
+    assert cnn["accuracy"](model(images), labels) > 0.8
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_recipes_for_gpu_clusters_ask_for_a_rank_per_gpu(scheduler):
+    spec = load(CONFIGS / f"gpt-{scheduler}-gpus.yaml", ["site_defaults=false"])
+    assert spec.launch.scheduler == scheduler
+    assert spec.resources.gpus_per_node == spec.resources.tasks_per_node > 1
+    assert spec.resources.nodes > 1
+    assert (spec.slurm.partition, spec.pbs.queue)[scheduler == "pbs"] == "gpu"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_schedules_of_the_learning_rate_end_with_the_run(path):
+    spec = load(path, check_files=False)
+    if spec.lr_scheduler is not None:
+        kwargs = spec.lr_scheduler.kwargs
+        assert kwargs.get("T_max", spec.training.steps) == spec.training.steps
+
+
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.py")), ids=lambda path: path.name)
+def test_models_know_nothing_of_pipectl(path):
+    assert "pipectl" not in path.read_text(encoding="utf-8")
+
+
+def test_lora_trains_on_tokens_and_on_bytes_only_without_a_tokenizer(tmp_path):
+    pytest.importorskip("peft", reason="pip install 'pipectl[corpus]'")
+    transformers = pytest.importorskip("transformers", reason="pip install 'pipectl[corpus]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'pipectl[corpus]'")
+    recipe, base, file = module("causal_lm"), tmp_path / "base", tmp_path / "text"
+    file.write_text("the loss of the sentence " * 4)
+    with pytest.raises(FileNotFoundError, match=r"base is no directory with config\.json"):
+        recipe["Text"](str(file), str(base))
+
+    transformers.LlamaConfig(vocab_size=128).save_pretrained(base)
+    of_bytes = recipe["Text"](str(file), str(base), length=4)
+    assert bytes(of_bytes[0]["input_ids"].tolist()) == b"the "
+    with pytest.raises(ValueError, match="100 tokens, fewer than a window of 128"):
+        recipe["Text"](str(file), str(base))
+
+    transformers.LlamaConfig(vocab_size=32000).save_pretrained(base)
+    with pytest.raises(ValueError, match="no tokenizer for its vocabulary of 32000"):
+        recipe["Text"](str(file), str(base), length=4)
+
+    words = {"the": 300, "loss": 301, "of": 302, "sentence": 303}
+    model = tokenizers.models.WordLevel(words, unk_token="the")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(base)
+    data = recipe["Text"](str(file), str(base), length=5)
+    assert len(data) == 4
+    assert data[1]["input_ids"].tolist() == data[1]["labels"].tolist() == [300, 301, 302, 300, 303]
+
+
+def read(name: str, *overrides: str) -> JobSpec:
+    return load(CONFIGS / f"{name}.yaml", ["site_defaults=false", *overrides])
+
+
+@pytest.fixture
+def trained(tmp_path, run_in, train):
+    """``trained(spec, 1, 2)``: the job over so many ranks, with a stage on each."""
+
+    def start(spec, *counts):
+        runs = []
+        for ranks in counts:
+            resources = spec.resources.model_copy(update={"tasks_per_node": ranks})
+            pipeline = spec.pipeline.model_copy(update={"stages": ranks, "memory_limit": None})
+            changes = {"resources": resources, "pipeline": pipeline}
+            runs.append(run_in(tmp_path / "runs", spec.model_copy(update=changes)))
+        train(*runs)
+        return runs
+
+    return start
+
+
+def losses(run: RunDirectory) -> list[float]:
+    return [line.loss for line in read_metrics(run) if line.is_step]
+
+
+def evaluations(run: RunDirectory) -> list[Any]:
+    return [line.evaluation for line in read_metrics(run) if line.evaluation is not None]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("name", "needs", "overrides"),
+    [
+        ("digits-cnn", "sklearn", ["model.kwargs={width: 8, blocks: 1}"]),
+        (
+            "names-seq2seq",
+            "torch",
+            [
+                "model.kwargs={length: 32, layers: 1, width: 32, heads: 2}",
+                "data.kwargs={length: 32, limit: 200}",
+                "data.buckets=[32]",
+                "evaluation.data.kwargs={length: 32, limit: 200}",
+            ],
+        ),
+    ],
+)
+def test_weights_and_evaluations_do_not_depend_on_the_ranks(name, needs, overrides, trained):
+    pytest.importorskip(needs, reason="pip install 'pipectl[examples]'")
+    spec = read(name, "training.steps=4", "evaluation.every=2", *overrides)
+    one, two = trained(spec, 1, 2)
+    first, last = evaluations(one)
+    assert first != last
+    assert evaluations(two) == [first, last]
+    assert different(weights(one.path), weights(two.path)) == []
+
+
+@pytest.mark.mpi
+def test_vision_transformer_learns_from_a_folder_of_images(tmp_path, trained):
+    pytest.importorskip("torchvision", reason="pip install 'pipectl[corpus]'")
+    image = pytest.importorskip("PIL.Image", reason="pip install 'pipectl[corpus]'")
+    for name, colour in [("blue", (0, 0, 255)), ("red", (255, 0, 0))]:
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(16):
+            path = tmp_path / "images" / name / f"{number}.png"
+            image.new("RGB", (40 + number, 48), colour).save(path)
+    data = f"{{root: {tmp_path / 'images'}, image_size: 32}}"
+    spec = read(
+        "vit-images",
+        "training={steps: 12, batch_size: 8}",
+        "pipeline.micro_batches=2",
+        "model.kwargs={classes: 2, image_size: 32, patch_size: 8, layers: 2, width: 32, heads: 2}",
+        f"data={{factory: ./models/vision.py:training, kwargs: {data}, workers: 1}}",
+        f"evaluation.data.kwargs={data}",
+        "evaluation.every=12",
+    )
+    (run,) = trained(spec, 2)
+    assert losses(run)[-1] < 0.5 * losses(run)[0]
+    assert evaluations(run)[-1]["accuracy"] == 1
+
+
+@pytest.mark.mpi
+def test_what_lora_learnt_loads_in_plain_transformers(tmp_path, trained):
+    pytest.importorskip("peft", reason="pip install 'pipectl[corpus]'")
+    transformers = pytest.importorskip("transformers", reason="pip install 'pipectl[corpus]'")
+    base, text = tmp_path / "base", tmp_path / "text"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(base)
+    text.write_bytes(b"the loss of this sentence falls. " * 100)
+    spec = read(
+        "lora-llm",
+        "training={steps: 20, batch_size: 8}",
+        "optimizer.kwargs.lr=0.05",
+        "pipeline.micro_batches=2",
+        f"model.kwargs.base={base}",
+        f"data.kwargs={{file: {text}, base: {base}, length: 16}}",
+    )
+    (run,) = trained(spec, 2)
+    assert sum(losses(run)[-5:]) < 0.97 * sum(losses(run)[:5])
+
+    exported = tmp_path / "lora.safetensors"
+    export_file(weights(run.path), exported)
+    merge = module("causal_lm")["merge"]
+    merged = merge(str(base), str(exported), str(tmp_path / "merged"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    tokens = torch.randint(128, (2, 16))
+    with torch.no_grad():
+        before = transformers.AutoModelForCausalLM.from_pretrained(base)(tokens).logits
+        assert torch.equal(loaded(tokens).logits, merged.eval()(tokens).logits)
+        assert not torch.equal(loaded(tokens).logits, before)
