@@ -57,9 +57,11 @@ class Ragged(Samples):
         longer_from: int = 1000,
         fewer_from: int = 1000,
         lost: int | None = None,
+        double: bool = False,
     ) -> None:
         super().__init__(count)
         self.longer_from, self.fewer_from, self.lost = longer_from, fewer_from, lost
+        self.vectors = self.vectors.double() if double else self.vectors
 
     @staticmethod
     def collate_fn(samples: list[tuple[Tensor, Tensor] | None]) -> Any:
@@ -230,26 +232,20 @@ class Part(nn.Module):
         return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
 
 
-class Meter:
-    def __init__(self) -> None:
-        self.calls, self.seen = 0, [0.0]
-
-
 class Counter(nn.Module):
     """Scales by how often it was called, which it keeps in several ways."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.meter, self.loose = 0, Meter(), torch.zeros(1)
+        self.calls, self.seen, self.loose = 0, [0.0], torch.zeros(1)
         self.register_buffer("counted", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        self.meter.calls += 1
-        self.meter.seen.append(float(self.meter.seen[-1] + 1))
+        self.seen.append(self.seen[-1] + 1)
         self.loose += 1
         self.counted += 1
-        kept = self.calls + self.meter.calls + len(self.meter.seen) + self.loose + self.counted
+        kept = self.calls + len(self.seen) + self.loose + self.counted
         return x * (1 + 0.1 * kept)
 
 
@@ -311,30 +307,27 @@ class Closed:
 
 
 class Coupled(torch.optim.AdamW):
-    """Looks at all of its parameters at once."""
+    """Looks at several of its parameters at once: all, or those of a group."""
 
     def __init__(self, parameters: Any, kind: str, lr: float = 0.01) -> None:
         super().__init__(parameters, lr)
         self.kind = kind
 
     def step(self, closure: None = None) -> None:
-        apart = [[group] for group in self.param_groups]
-        for groups in apart if self.kind == "clipped" else [self.param_groups]:
-            gradients = [p.grad for g in groups for p in g["params"] if p.grad is not None]
+        groups = [group["params"] for group in self.param_groups]
+        every = [parameter for group in groups for parameter in group]
+        for parameters in groups if self.kind == "clipped" else [every]:
             if self.kind == "noise":
-                for gradient in gradients:
-                    gradient += torch.randn_like(gradient)
-            elif gradients:
-                norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-                for gradient in gradients:
-                    gradient /= norm.clamp(min=1.0 if self.kind == "clipped" else 0.0)
-        if self.kind in ("adam", "noise", "clipped"):
+                for parameter in parameters:
+                    parameter.grad += torch.randn_like(parameter)
+            else:
+                nn.utils.clip_grad_norm_(parameters, 1.0 if self.kind == "clipped" else 1e-3)
+        if self.kind != "norm":
             super().step(closure)
             return
         with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter -= group["lr"] * parameter.grad
+            for parameter in every:
+                parameter -= 0.01 * parameter.grad
 
 
 def told(run, config):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import runpy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
-from pipectl.schedule import default_warm_up
 
 pytestmark = pytest.mark.mpi
 HERE = Path(__file__).parent
@@ -28,44 +28,37 @@ STILL = {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.0}}
 
 
 def figures(run: RunDirectory) -> list[tuple[Any, ...]]:
-    """What the run said of every step and evaluation, its times left out."""
-    return sorted(
-        (line.step, "evaluation", line.evaluation["loss"])
-        if line.evaluation is not None
-        else (line.step, "step", line.loss, line.learning_rate, line.gradient_norm)
-        for line in read_metrics(run)
-    )
+    """What the run said of every step, its times left out."""
+    lines = [line for line in read_metrics(run) if line.is_step]
+    return [(line.step, line.loss, line.learning_rate, line.gradient_norm) for line in lines]
 
 
-@pytest.fixture(scope="module")
-def parts() -> Any:
-    """The module of the jobs, in this process."""
-    spec = importlib.util.spec_from_file_location("job_parts_plain", PARTS)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_weights_of_micro_batches_are_the_same_on_one_and_two_ranks(
-    make_run: Any, train: Any, trained_alone: RunDirectory, different: Any, parts: Any
+def test_micro_batches_and_held_out_data_count_by_their_valid_targets(
+    make_run: Any, train: Any, trained_alone: RunDirectory, different: Any
 ) -> None:
-    """A micro-batch counts by its valid targets; two ranks load with a process each."""
+    """Two ranks, which load with a process each, train and evaluate what one does."""
+    held_out = {"data": f"{PARTS}:HalfPadded", "batch_size": 2}
     told = {"told": f"{PARTS}:told"}
-    two = make_run(2, data={"workers": 1}, callbacks=told)
+    two = make_run(2, data={"workers": 1}, callbacks=told, evaluation=held_out)
     train(two)
     assert figures(two) == figures(trained_alone)
     assert [step for step, *_ in figures(two)] == [1, 2, 3, 4, 5]
     assert (two.path / "told.jsonl").read_text() == two.metrics.read_text()
     # The second micro-batch of step 2 has no valid target: its loss is 0 / 0, and counts nothing.
-    losses = [line.loss for line in read_metrics(two)]
+    losses = [loss for _, loss, *_ in figures(two)]
     assert None not in losses
+    parts = SimpleNamespace(**runpy.run_path(str(PARTS)))
     torch.manual_seed(0)
-    model, data = parts.Model(), parts.Samples()
+    model, data, padded = parts.Model(), parts.Samples(), parts.HalfPadded()
     whole_batch = parts.loss(model(data.vectors[:4]), data.targets[:4])
     assert losses[0] == pytest.approx(float(whole_batch.detach()), rel=1e-6)
     assert different(trained_alone, two) == []
+    # The first of three micro-batches that are held out is padding alone, and its loss NaN.
+    (found,) = [line.evaluation for line in read_metrics(two) if line.evaluation is not None]
+    model.load_state_dict(checkpoint.load(two.checkpoints / "step-000005"))
+    with torch.no_grad():
+        expected = parts.loss(model(padded.vectors), padded.targets)
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-6)
     beat = read_heartbeat(two)
     assert (beat.state, beat.step, len(beat.ranks)) == ("done", 5, 2)
     assert read_errors(two) == []
@@ -110,14 +103,12 @@ def test_every_step_draws_masks_of_its_own(make_run: Any, train: Any) -> None:
     assert len(set(losses)) == len(losses) == 5
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_optimizer_is_given_a_ranks_parameters_in_the_order_of_the_model(
-    ranks: int, make_run: Any, train: Any, tmp_path: Path
+    make_run: Any, train: Any, tmp_path: Path
 ) -> None:
     """The model uses its layers in another order."""
-    kwargs = {"lr": 0.1, "folder": str(tmp_path)}
-    optimizer = {"factory": f"{PARTS}:noting", "kwargs": kwargs}
-    run = make_run(ranks, model=f"{PARTS}:Backwards", optimizer=optimizer)
+    optimizer = {"factory": f"{PARTS}:noting", "kwargs": {"lr": 0.1, "folder": str(tmp_path)}}
+    run = make_run(2, model=f"{PARTS}:Backwards", optimizer=optimizer)
     for file in tmp_path.iterdir():  # of the profiler, which tries the optimizer
         file.unlink()
     train(run)
@@ -163,50 +154,25 @@ def test_help_and_checks_are_those_that_the_job_asks_for_and_change_no_bit(
     assert "training begins: 5 steps of 4 samples on 2 ranks\n" in done.stderr
 
 
-def test_the_loss_of_held_out_data_counts_every_valid_target_once(
-    make_run: Any, train: Any, parts: Any
-) -> None:
-    """The first of three micro-batches is padding alone, and its loss NaN."""
-    held_out = {"data": f"{PARTS}:HalfPadded", "batch_size": 2}
-    once = {"steps": 1, "batch_size": 4}
-    run = make_run(1, optimizer=STILL, training=once, evaluation=held_out)
-    train(run)
-    (found,) = [line.evaluation for line in read_metrics(run) if line.evaluation is not None]
-    torch.manual_seed(0)
-    model, data = parts.Model(), parts.HalfPadded()
-    with torch.no_grad():
-        expected = parts.loss(model(data.vectors), data.targets)
-    assert found["loss"] == pytest.approx(float(expected), rel=1e-6)
-
-
-def test_with_a_slow_rank_training_goes_on_with_the_same_bits_and_names_it(
-    make_run: Any, train: Any, different: Any
-) -> None:
+def test_a_slow_rank_is_named(make_run: Any, train: Any) -> None:
     pause = "pause_s: 0.8"  # long beside what a rank waits for a core of a busy machine
-    slow = {"factory": f"{PARTS}:SlowLayers", "opaque": ["pausing"], "kwargs": {"pause_s": 0.0}}
-    sections = {
-        "model": slow,
-        "loss": {"factory": "torch.nn:MSELoss"},
-        "data": {"factory": f"{PARTS}:Vectors"},
-        "training": {"steps": 3, "batch_size": 4},
-    }
-    one, three = (make_run(ranks, **sections) for ranks in (1, 3))
-    text = three.job.read_text()
-    three.job.write_text(text.replace("pause_s: 0.0", pause))
-    assert pause in three.job.read_text()
-    train(one, three)
-    assert different(one, three) == []
-    assert figures(one) == figures(three)
-    (laggard,) = [
-        stage.ranks[0]
-        for stage in Plan.load(three.plan).stages
-        if any("pausing" in node for node in stage.nodes)
-    ]
-    found = get_status(three, 0.0)
+    run = make_run(
+        3,
+        model={"factory": f"{PARTS}:SlowLayers", "opaque": ["pausing"], "kwargs": {"pause_s": 0.0}},
+        loss={"factory": "torch.nn:MSELoss"},
+        data={"factory": f"{PARTS}:Vectors"},
+        training={"steps": 3, "batch_size": 4},
+    )
+    run.job.write_text(run.job.read_text().replace("pause_s: 0.0", pause))
+    assert pause in run.job.read_text()
+    train(run)
+    stages = Plan.load(run.plan).stages
+    (slow,) = [s for s in stages if any("pausing" in node for node in s.nodes)]
+    found = get_status(run, 0.0)
     shares = {rank.rank: rank.waiting for rank in found.ranks}
     assert shares.keys() == {0, 1, 2}
     assert found.laggard is not None, shares
-    assert found.laggard.rank == laggard
+    assert found.laggard.rank == slow.ranks[0]
     assert found.laggard.others > 0.5
 
 
@@ -224,25 +190,6 @@ def test_a_collate_fn_draws_for_a_split_micro_batch_what_it_draws_on_one_rank(
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_a_job_goes_on_apart_as_on_one_rank(
-    make_run: Any, trained_alone: RunDirectory, train: Any, different: Any
-) -> None:
-    """Evaluations on the way, weights of the loss by targets, and a start from saved weights."""
-    held_out = {"data": {"factory": f"{PARTS}:Samples", "kwargs": {"count": 7}}, "every": 2}
-    start = trained_alone.checkpoints / "step-000005"
-    model = {"factory": f"{PARTS}:Model", "weights": str(start)}
-    one = make_run(1, model=model, evaluation=held_out)
-    apart = {"micro_batches": 2, "stages": 2, "backward": "apart"}
-    four = make_run(4, model=model, pipeline=apart, evaluation=held_out)
-    ranks = [(stage.ranks, stage.backward_ranks) for stage in Plan.load(four.plan).stages]
-    assert sorted(rank for pair in ranks for held in pair for rank in held) == [0, 1, 2, 3]
-    train(one, four)
-    assert different(one, four) == []
-    assert len(different(trained_alone, four)) == len(checkpoint.load(start))
-    assert figures(four) == figures(one)
-    assert sum(kind == "evaluation" for _, kind, *_ in figures(four)) == 3
-
-
 def test_a_parameter_that_a_step_leaves_out_is_left_alone(
     make_run: Any, launch: Any, train: Any, tmp_path: Path
 ) -> None:
@@ -254,23 +201,25 @@ def test_a_parameter_that_a_step_leaves_out_is_left_alone(
         "data": {"factory": f"{PARTS}:BranchingSamples"},
         "optimizer": {"factory": "torch.optim:SGD", "kwargs": options},
     }
-    first = make_run(1, **sections)
-    profile = with_costly_branches(Profile.load(first.profile))
-    runs: dict[tuple[int, int, bool], RunDirectory] = {}
-    for way in ((1, 1, False), (2, 1, False), (1, 2, False), (1, 2, True)):
-        stages, replicas, shard = way
-        runs[way] = make_run(stages, **sections, profile=profile)
-        plan = Plan.load(runs[way].plan)
-        replicated(plan, replicas, shard).save(runs[way].plan)
-    train(*runs.values())
-    done = launch(0, "-m", "pipectl.runtime.plain", first.job, 2, tmp_path)
+    one = make_run(1, **sections)
+    apart = with_costly_branches(Profile.load(one.profile))
+    copies = {"micro_batches": 2, "stages": 1, "replicas": 2}
+    two = make_run(2, **sections, profile=apart)
+    for stage in Plan.load(two.plan).stages:
+        assert any(node.startswith("model_") for node in stage.nodes)
+    replicated = [
+        make_run(2, **sections, pipeline={**copies, "shard_optimizer": shard})
+        for shard in (False, True)
+    ]
+    train(one, two, *replicated)
+    done = launch(0, "-m", "pipectl.runtime.plain", one.job, 2, tmp_path)
     assert done.returncode == 0, done.stderr
     expected = load_file(tmp_path / "step-000005.safetensors")
-    for way, run in runs.items():
+    for run in (one, two, *replicated):
         trained = checkpoint.load(run.checkpoints / "step-000005")
-        allowed = 1e-6 if way[1] > 1 else 0.0
+        allowed = 1e-6 if run in replicated else 0.0
         for name, weight in trained.items():
-            assert float((weight - expected[name]).abs().max()) <= allowed, (way, name)
+            assert float((weight - expected[name]).abs().max()) <= allowed, name
 
 
 def with_costly_branches(profile: Profile) -> Profile:
@@ -281,26 +230,6 @@ def with_costly_branches(profile: Profile) -> Profile:
         for took_s in [0.1 if each.id.startswith("model_") else 1e-6]
     )
     return replace(profile, operators=operators)
-
-
-def replicated(plan: Plan, replicas: int, shard: bool) -> Plan:
-    """With a branch in every stage, and every stage on several ranks."""
-    for stage in plan.stages:
-        assert any(node.startswith("model_") for node in stage.nodes)
-    count = len(plan.stages)
-    held = tuple(
-        replace(stage, ranks=tuple(range(replicas * index, replicas * (index + 1))))
-        for index, stage in enumerate(plan.stages)
-    )
-    return replace(
-        plan,
-        stages=held,
-        schedule="1f1b",
-        warm_up=default_warm_up("1f1b", count, 2, ranks=count, replicas=[replicas] * count),
-        node_of_rank=(0,) * (count * replicas),
-        replication=Replication.WHOLE,
-        shard_optimizer=shard,
-    )
 
 
 MIXED = """
@@ -325,13 +254,17 @@ def test_one_rank_without_threads_decides_for_all(launch: Any) -> None:
 def test_weights_to_start_from_reach_every_rank(
     make_run: Any, trained_alone: RunDirectory, train: Any, different: Any
 ) -> None:
-    """A run goes on from the checkpoint of another; with a rate of 0, its weights stay as read."""
+    """Backwards on other ranks, too. With a rate of 0, weights stay as they were read."""
     stored = trained_alone.checkpoints / "step-000005"
     model = {"factory": f"{PARTS}:Model", "weights": str(stored)}
+    apart = {"micro_batches": 2, "stages": 2, "backward": "apart"}
     runs = [
-        make_run(2, model={**model, "materialize": materialize}, optimizer=STILL)
-        for materialize in ("eager", "per_rank")
+        make_run(2, model={**model, "materialize": "eager"}, optimizer=STILL),
+        make_run(2, model={**model, "materialize": "per_rank"}, optimizer=STILL),
+        make_run(4, model=model, pipeline=apart, optimizer=STILL),
     ]
+    ranks = [(stage.ranks, stage.backward_ranks) for stage in Plan.load(runs[2].plan).stages]
+    assert sorted(rank for pair in ranks for held in pair for rank in held) == [0, 1, 2, 3]
     train(*runs)
     for run in runs:
         assert different(trained_alone, run) == []

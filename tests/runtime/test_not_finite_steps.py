@@ -25,8 +25,6 @@ from pipectl.runtime.step_end import (
     Origins,
     Result,
     Vote,
-    _decode,
-    _encode,
     fault_of_gradients,
     fault_of_losses,
 )
@@ -48,8 +46,8 @@ def layers() -> nn.Sequential:
     return model
 
 
-def vote_on(model: nn.Module) -> Vote:
-    return Vote(MPI.COMM_SELF, [name for name, _ in model.named_parameters()])
+def vote_of_one() -> Vote:
+    return Vote(MPI.COMM_SELF, [name for name, _ in layers().named_parameters()])
 
 
 def fault_of(model: nn.Module) -> int:
@@ -65,45 +63,35 @@ def result_of(vote: Vote) -> Result:
     return result
 
 
-def test_finite_gradients_are_no_fault_however_large() -> None:
-    """Their norm may be infinite all the same."""
-    model = layers()
-    model[0].weight.grad.fill_(3e38)
-    model[1].bias.grad = None
-    assert not math.isfinite(float(model[0].weight.grad.norm()))
-    assert fault_of(model) == 0
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_the_gradient_that_a_backward_made_first_is_named(value: float) -> None:
-    """Backwards begin at the last stage; within one, parameters are told in model order."""
-    model = layers()
+def test_the_first_fault_of_a_step_is_named(value: float) -> None:
+    """Losses come first; backwards begin at the last stage, and in one the model's order holds."""
+    model, vote = layers(), vote_of_one()
+    model[0].weight.grad.fill_(3e38)  # finite, unlike its norm
+    model[1].bias.grad = None
+    assert fault_of(model) == 0
     model[0].weight.grad[1, 1] = value
-    vote = vote_on(model)
     vote.cast(3, fault_of(model))
     assert result_of(vote).fault == NotFinite(gradient_of="0.weight", stage=0)
-    for parameter in model[1].parameters():
-        parameter.grad.view(-1)[0] = value
+    model[1].bias.grad = torch.full((2,), value)
+    model[1].weight.grad[0, 0] = value
     vote.cast(4, fault_of(model))
     result = result_of(vote)
     assert result.fault == NotFinite(gradient_of="1.weight", stage=1)
     with pytest.raises(WorkerError, match=r"step 4: the gradient of '1\.weight' in stage 1 is not"):
         vote.stop(result, together=True)
-    assert vote.count() is None
-
-
-def test_a_loss_comes_before_gradients_and_the_first_micro_batch_before_others() -> None:
-    model = layers()
-    model[1].weight.grad[0, 0] = math.nan
-    vote = vote_on(model)
-    losses = [torch.tensor(x) for x in (math.nan, 1.0, math.inf, math.nan)]
+    losses = [torch.tensor(x) for x in (value, 1.0, math.inf, math.nan)]
     fault = fault_of_losses([0, 2, 4, 6], losses, [0.0, 9.0, 0.5, 9.0, 0.3, 9.0, 0.2])
-    assert fault > fault_of(model) > 0
-    vote.cast(1, fault)
-    vote.cast(2)
+    assert fault > fault_of(model)
+    vote.cast(5, fault)
+    vote.cast(6)
     result = result_of(vote)
-    assert (result.step, result.fault) == (1, NotFinite(loss_of_micro_batch=4))
+    assert (result.step, result.fault) == (5, NotFinite(loss_of_micro_batch=4))
+    # Where steps overlap, a rank without the fault must not wait for one that may wait for it.
+    with pytest.raises(WorkerError, match=r"step 5: the loss of micro-batch 4 is not"):
+        vote.stop(replace(result, is_mine=False), together=False)
     assert result_of(vote).fault is None
+    assert vote.count() is None
 
 
 def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
@@ -116,7 +104,7 @@ def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
     assert origins.first(2) is None
     assert origins.first(3) == Origin(2, 1)
     assert origins.first(3) is None
-    vote = vote_on(layers())
+    vote = vote_of_one()
     of_loss = fault_of_losses([2], [torch.tensor(math.nan)], [0.0, 0.0, 1.0])
     for origin, stage in ((Origin(2, 1), 1), (Origin(0, 0), -1), (None, -1)):
         vote.cast(1, of_loss, origin)
@@ -128,40 +116,31 @@ def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
         assert (words in error.value.message) is (stage == 1)
 
 
-def test_later_stages_and_earlier_micro_batches_count_more() -> None:
-    pairs = [(2**31 - 1, 0), (2**31 - 1, 70_000), (7, 0), (7, 5), (1, 0)]
-    numbers = [_encode(*pair) for pair in pairs]
-    assert numbers == sorted(numbers, reverse=True)
-    assert [_decode(number) for number in numbers] == pairs
-
-
 @pytest.mark.mpi
-@pytest.mark.parametrize("clip", [1.0, None], ids=["with all ranks", "a step later"])
-def test_one_rank_stops_and_saves_nothing_of_the_step(make_run, work, clip: float | None) -> None:
+@pytest.mark.parametrize(
+    ("clip", "written"), [(1.0, True), (None, True), (1.0, False)],
+    ids=["with all ranks", "a step later", "no checkpoint can be written"],
+)  # fmt: skip
+def test_one_rank_stops_and_saves_nothing_of_the_step(
+    make_run, work, clip: float | None, written: bool
+) -> None:
     """Samples 4 to 7, step 2, make the gradient of one parameter infinite, and no loss."""
     training = {"steps": 5, "batch_size": 4, "clip_grad_norm": clip}
     run = make_run(1, MARKED, model=STEEP, training=training, checkpoint={"every": 1})
+    if not written:
+        run.checkpoints.rmdir()
+        run.checkpoints.write_text("no folder")
     done = work(0, run)
     assert done.returncode != 0
     (error,) = read_errors(run)
     assert error.message.startswith("step 2: the gradient of 'gate' in stage 0 is not finite")
-    assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-000001"]
-    (fault,) = [line for line in read_metrics(run) if line.not_finite is not None]
-    assert (fault.step, fault.not_finite) == (2, NotFinite(gradient_of="gate", stage=0))
+    assert ("the checkpoint of step 1 was not written" in done.stderr) is not written
+    saved = ["step-000001"] if written else []
+    assert [path.name for path in run.checkpoints.glob("step-*")] == saved
+    assert faults(run) == {2: NotFinite(gradient_of="gate", stage=0)}
     found = get_status(run, 0.0).measured
     assert found.not_finite == (2,)
     assert found.fault == "the gradient of 'gate' in stage 0"
-
-
-@pytest.mark.mpi
-def test_what_is_not_finite_is_told_though_no_checkpoint_could_be_written(make_run, work) -> None:
-    run = make_run(1, MARKED, model=STEEP, checkpoint={"every": 1})
-    run.checkpoints.rmdir()
-    run.checkpoints.write_text("no folder")
-    done = work(0, run)
-    assert "the checkpoint of step 1 was not written" in done.stderr
-    (error,) = read_errors(run)
-    assert error.message.startswith("step 2: the gradient of 'gate' in stage 0 is not finite")
 
 
 def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
@@ -180,16 +159,6 @@ def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
         Trainer._finish_saving(rank)
     assert [(activity.in_program, activity.action) for activity in seen] == [(False, "saving")]
     assert (board.read().action, board.read().stage) == ("UPDATE", 1)
-
-
-def test_where_steps_overlap_a_rank_without_the_fault_says_the_same() -> None:
-    """It must not wait for a rank that may wait for it."""
-    vote = vote_on(layers())
-    vote.cast(3, fault_of_losses([0], [torch.tensor(math.nan)], [1.0]))
-    result = vote.count()
-    assert result is not None
-    with pytest.raises(WorkerError, match=r"step 3: the loss of micro-batch 0 is not"):
-        vote.stop(replace(result, is_mine=False), together=False)
 
 
 @pytest.mark.mpi

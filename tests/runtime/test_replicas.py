@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from pipectl.runtime.replicas import agree, checksum
 from pipectl.runtime.transport import Progress, Wire
 from pipectl.simulate.network import reduction_s
 
+PARTS = Path(__file__).with_name("job_parts.py")
 PROGRAM = Path(__file__).with_name("ranks_that_sum.py")
 
 
@@ -39,12 +42,11 @@ class Counting:
         self.rank, self.size = 0, replicas
         self.others = list(range(1, replicas))
         self.sent_bytes = 0
-        self._buffers: list[weakref.ref[torch.Tensor]] = []
+        self._held: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     @property
     def held_bytes(self) -> int:
-        held = [buffer() for buffer in self._buffers]
-        return sum(buffer.nbytes for buffer in held if buffer is not None)
+        return sum(buffer.nbytes for buffer in list(self._held))
 
     def send(self, vector: torch.Tensor, *_: int) -> torch.Tensor:
         self.sent_bytes += vector.nbytes
@@ -52,7 +54,7 @@ class Counting:
 
     def receive(self, count: int, dtype: torch.dtype, *_: object) -> torch.Tensor:
         buffer = torch.ones(count, dtype=dtype)
-        self._buffers.append(weakref.ref(buffer))
+        self._held.add(buffer)
         return buffer
 
     def arrived(self, transfer: torch.Tensor) -> torch.Tensor:
@@ -89,26 +91,18 @@ class Awaited:
     rank, size = 0, 2
 
     def __init__(self) -> None:
-        self.answers = False
-        self.tests = 0
+        self.answers, self.tests = False, 0
 
     def Isend(self, buffer: Any, *_: int) -> Any:  # noqa: N802
-        return Awaiting(self, buffer[0].nbytes)
+        return SimpleNamespace(Test=partial(self.test, buffer[0].nbytes))
 
     Irecv = Isend
 
-
-class Awaiting:
-    """A message under way."""
-
-    def __init__(self, messages: Awaited, size_bytes: int) -> None:
-        self._messages, self._size_bytes = messages, size_bytes
-
-    def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802
-        self._messages.tests += 1
+    def test(self, size_bytes: int, status: MPI.Status | None = None) -> bool:
+        self.tests += 1
         if status is not None:
-            status.Set_elements(MPI.BYTE, self._size_bytes)
-        return self._messages.answers
+            status.Set_elements(MPI.BYTE, size_bytes)
+        return self.answers
 
 
 @pytest.mark.parametrize("buckets", [10, 400])
@@ -148,21 +142,18 @@ def test_no_sum_starts_in_a_thread_of_an_accelerator_from_which_mpi_allows_no_ca
 
 
 @pytest.mark.parametrize(
-    ("taken", "split", "count"), [([[0, 1, 2]] * 2, True, 8), ([[0, 2, 4], [1, 3, 5]], False, 11)]
+    ("before", "after", "taken", "split", "agreed"),
+    [
+        ([5], [[8], [8]], [[0, 1, 2]] * 2, True, 8),  # a micro-batch that they split counts once
+        ([5], [[8], [8]], [[0, 2, 4], [1, 3, 5]], False, 11),
+        (None, [[0.0], [12.0]], [[0, 2], [1]], False, 4.0),  # a mean, by their micro-batches
+    ],
 )
-def test_a_micro_batch_that_replicas_split_counts_once(
-    taken: list[list[int]], split: bool, count: int
+def test_replicas_agree_on_counts_and_means(
+    before: Any, after: Any, taken: list[list[int]], split: bool, agreed: float
 ) -> None:
-    before, after = torch.tensor([5]), torch.tensor([[8], [8]])
-    assert agree(after, taken, before, split=split).tolist() == [count]
-
-
-def test_a_mean_weighs_replicas_by_their_micro_batches() -> None:
-    after = torch.tensor([[0.0], [12.0]])
-    assert agree(after, [[0, 2], [1]], None, split=False).tolist() == [4.0]
-
-
-PARTS = Path(__file__).with_name("job_parts.py")
+    first = None if before is None else torch.tensor(before)
+    assert agree(torch.tensor(after), taken, first, split=split).tolist() == [agreed]
 
 
 @pytest.mark.parametrize(
@@ -182,21 +173,17 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
 
 @pytest.mark.mpi
 def test_replicas_agree_on_a_buffer_that_the_first_forward_leaves_as_it_was(
-    make_spec, make_run, train
+    make_run, train
 ) -> None:
     """Each takes one of two micro-batches; after a step both have the mean of theirs."""
-    late = {"factory": f"{PARTS}:Late"}
-    training = {"steps": 6, "batch_size": 4}
     pipeline = {"micro_batches": 2, "stages": 1, "replicas": 2}
-    run = make_run(2, model=late, training=training, pipeline=pipeline)
+    training = {"steps": 6, "batch_size": 4}
+    run = make_run(2, model=f"{PARTS}:Late", training=training, pipeline=pipeline)
     train(run)
-    generator = torch.Generator().manual_seed(2)
-    samples = torch.randn(24, 6, generator=generator)  # those of job_parts, in order
+    samples = torch.randn(24, 6, generator=torch.Generator().manual_seed(2))  # of job_parts
     mean = torch.zeros(6)
-    for step in range(6):
-        parts = samples[4 * step : 4 * step + 4].split(2)
-        if 2 * step > 3:
-            mean = sum(0.9 * mean + 0.1 * part.mean(0) for part in parts) / 2
+    for batch in samples.split(4)[2:]:
+        mean = sum(0.9 * mean + 0.1 * part.mean(0) for part in batch.split(2)) / 2
     weights = checkpoint.load(run.checkpoints / "step-000006")
     assert int(weights["count"]) == 12
     assert torch.allclose(weights["mean"], mean, atol=1e-6)
@@ -209,7 +196,7 @@ def test_replicas_agree_on_a_buffer_that_the_first_forward_leaves_as_it_was(
     ids=["every hundred steps", "before a checkpoint", "before a stop"],
 )
 def test_a_flipped_bit_ends_the_job_where_replicas_are_compared_next(
-    make_spec, make_run, work, step: int, saving: dict[str, Any], stop: bool
+    make_run, work, step: int, saving: dict[str, Any], stop: bool
 ) -> None:
     """On the second of three replicas, a step before; no checkpoint has it."""
     optimizer = {"factory": f"{PARTS}:Faulty", "kwargs": {"lr": 0.1, "rank": 1, "step": step}}
