@@ -104,10 +104,10 @@ class Plain(nn.Module):
         super().__init__()
         if more:
             self.added = nn.Linear(5, 5)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         drawn = torch.randn(2, 8)
         self.low, self.high = nn.Parameter(drawn[0].clone()), nn.Parameter(drawn[1].clone())
         self.whole = nn.Parameter(drawn)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         layer = nn.Linear(4, 4)
         nn.Linear(4, 4)
         self.copies = nn.Sequential(copy.deepcopy(layer), copy.deepcopy(layer))
