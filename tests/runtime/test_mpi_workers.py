@@ -12,12 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.batch import Reader
-from pipectl.errors import CaptureError, DataFileError, MismatchError, PipectlError
+from pipectl.errors import DataFileError, MismatchError, PipectlError
 from pipectl.plan import Replication
 from pipectl.runs import RunDirectory, read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
@@ -28,6 +27,8 @@ from pipectl.runtime.worker import run as work_here
 from pipectl.watch.board import Board
 
 PARTS = Path(__file__).with_name("job_parts.py")
+RAGGED = f"{PARTS}:Ragged"
+LENGTHS = r"the ranks find different numbers of samples: \[23, 24\]"
 
 
 @pytest.mark.mpi
@@ -58,41 +59,48 @@ def all_end_before(deadline: float, run: RunDirectory) -> bool:
 
 
 @pytest.mark.mpi
-def test_data_that_fail_in_the_middle_of_training(make_run, work) -> None:
-    callbacks = {"closed": f"{PARTS}:Closed"}
-    run = make_run(1, data={"kwargs": {"fails_from": 9}}, callbacks=callbacks)
-    done = work(0, run)
+@pytest.mark.parametrize(
+    ("ranks", "sections", "code", "where", "message"),
+    [
+        (1, {"data": {"kwargs": {"fails_from": 9}}, "callbacks": {"closed": f"{PARTS}:Closed"}},
+         1, ("OSError", 0, 3), rf"sample 9 cannot be read \(at {PARTS}:\d+\)$"),
+        (2, {"evaluation": {"data": f"{PARTS}:Samples", "metrics": {"wrong": f"{PARTS}:valid"}}},
+         1, ("WorkerError", 1, 0), r"evaluation\.metrics\.wrong: raised TypeError: valid\(\) "),
+        (2, {"data": {"factory": f"{PARTS}:RankDependent"}},
+         3, ("MismatchError", 0, 0), rf"data: {LENGTHS}"),
+        (2, {"evaluation": {"data": {"factory": f"{PARTS}:RankDependent"}}},
+         3, ("MismatchError", 0, 0), rf"evaluation\.data: {LENGTHS}"),
+        (1, {"data": {"factory": RAGGED, "kwargs": {"longer_from": 8}}},
+         3, ("CaptureError", 0, 3), r"data: 'inputs' of a batch is \[2, 8\].*pad all samples"),
+        (1, {"data": {"factory": RAGGED, "kwargs": {"fewer_from": 8}}},
+         3, ("CaptureError", 0, 3), r"data: 'targets' of a batch is \[2, 2\].*pad all samples"),
+        (1, {"data": {"factory": RAGGED, "kwargs": {"lost": 9}}},
+         3, ("CaptureError", 0, 3),
+         r"data: 'inputs' of a micro-batch has 1 sample, not 2.*keep all samples"),
+    ],
+    ids=["data that fail", "a metric that fails", "data by rank", "held-out data by rank",
+         "longer samples", "fewer targets", "a lost sample"],
+)  # fmt: skip
+def test_what_cannot_go_on_ends_all_ranks_and_is_named(
+    make_run, work, ranks: int, sections: dict[str, Any], code: int, where: Any, message: str
+) -> None:
+    """Steps before it are told; and a callback, which failure it was."""
+    run = make_run(ranks, **sections)
+    done = work(ranks if ranks > 1 else 0, run)
     assert done.returncode != 0
-    (error,) = read_errors(run)
-    assert (error.rank, error.step, error.action) == (0, 3, "LOAD")
-    assert re.fullmatch(rf"sample 9 cannot be read \(at {PARTS}:\d+\)", error.message)
-    assert "job_parts.py" in error.traceback
-    assert [line.step for line in read_metrics(run)] == [1, 2]
-    assert (run.path / "closed").read_text() == "OSError"
-
-
-@pytest.mark.mpi
-def test_a_metric_that_raises_does_so_before_the_first_step(make_run, work) -> None:
-    metrics = {"wrong": f"{PARTS}:valid"}  # it takes no outputs
-    run = make_run(2, evaluation={"data": f"{PARTS}:Samples", "metrics": metrics})
-    assert work(2, run).returncode != 0
-    (error,) = read_errors(run)
-    assert (error.rank, error.step) == (1, 0), error.where
-    assert error.message.startswith("evaluation.metrics.wrong: raised TypeError: valid() takes 1")
-    assert not read_metrics(run)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("key", ["data", "evaluation.data"])
-def test_data_of_which_ranks_see_different_lengths(make_run, work, key: str) -> None:
-    data = {"factory": f"{PARTS}:RankDependent"}
-    sections = {"data": data} if key == "data" else {"evaluation": {"data": data}}
-    run = make_run(2, **sections)
-    done = work(2, run)
-    assert done.returncode == 3
-    assert f"{key}: the ranks find different numbers of samples: [23, 24]" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert read_errors(run)[0].type == "MismatchError"
+    assert (done.returncode == 3) is (code == 3)
+    error = read_errors(run)[0]
+    kind, rank, step = where
+    assert (error.type, error.step or 0) == (kind, step)
+    assert kind == "MismatchError" or error.rank == rank
+    assert re.match(message, f"{error.message} {error.cure or ''}".strip(), re.DOTALL)
+    assert [line.step for line in read_metrics(run)] == [*range(1, step)]
+    if code == 3:
+        assert "Traceback" not in done.stderr
+    if kind == "OSError":
+        assert error.action == "LOAD"
+        assert "job_parts.py" in error.traceback
+        assert (run.path / "closed").read_text() == "OSError"
 
 
 @pytest.mark.mpi
@@ -127,40 +135,25 @@ def test_a_rank_without_a_stage_takes_part(make_run, train) -> None:
     assert "head.weight" in checkpoint.load(run.checkpoints / "step-000005")
 
 
-class Noting(Board):
-    """Notes every phase of a rank."""
-
-    def __init__(self) -> None:
-        self.phases: list[str] = []
-        super().__init__()
-
-    def phase(self, text: str) -> None:
-        self.phases.append(text)
-        super().phase(text)
+PHASES = """
+reading the plan; meeting the other ranks; looking for a checkpoint; choosing the device;
+building the model and the data; capturing the model; choosing how messages travel;
+building the stages; connecting to the other ranks; making the optimizer; warming up; training;
+saving; training; finishing
+"""
 
 
-def test_a_rank_says_what_it_does_from_its_start(make_run) -> None:
-    run = make_run(1, training={"steps": 1, "batch_size": 4})
-    board = Noting()
+def test_a_rank_says_what_it_does_from_its_start(make_run, monkeypatch) -> None:
+    run, board, phases = make_run(1, training={"steps": 1, "batch_size": 4}), Board(), []
+    say = Board.phase
+
+    def note(board: Board, text: str) -> None:
+        phases.append(text)
+        say(board, text)
+
+    monkeypatch.setattr(Board, "phase", note)
     work_here(run, MPI.COMM_SELF, board)
-    assert board.phases == [
-        "",
-        "reading the plan",
-        "meeting the other ranks",
-        "looking for a checkpoint",
-        "choosing the device",
-        "building the model and the data",
-        "capturing the model",
-        "choosing how messages travel",
-        "building the stages",
-        "connecting to the other ranks",
-        "making the optimizer",
-        "warming up",
-        "training",
-        "saving",
-        "training",
-        "finishing",
-    ]
+    assert phases == " ".join(PHASES.split()).split("; ")
     assert board.read().step == 1
 
 
@@ -191,20 +184,6 @@ def test_a_step_is_freed_at_its_end_without_the_garbage_collector(
     assert not any(still_there)
 
 
-@pytest.mark.mpi
-def test_an_overflow_on_one_rank_skips_the_step_on_all(make_run, train) -> None:
-    """One parameter's gradient does, in step 2; the learning rate waits with the step."""
-    half = {"precision": "float16", "steps": 3, "batch_size": 4}
-    schedule = {"factory": "torch.optim.lr_scheduler:StepLR", "kwargs": {"step_size": 1}}
-    model, data = {"factory": f"{PARTS}:Overflowing"}, {"factory": f"{PARTS}:Marked"}
-    run = make_run(2, data, model=model, training=half, lr_scheduler=schedule)
-    train(run)
-    lines = read_metrics(run)
-    assert [line.skipped for line in lines] == [False, True, False]
-    assert [line.loss_scale for line in lines] == [65536.0, 65536.0, 32768.0]
-    assert [line.learning_rate for line in lines] == pytest.approx([0.1, 0.01, 0.01])
-
-
 def refusal(run: RunDirectory) -> PipectlError:
     """What the worker refuses a run with before the first step, in this process."""
     with pytest.raises(PipectlError) as raised:
@@ -216,8 +195,8 @@ def refusal(run: RunDirectory) -> PipectlError:
     return raised.value
 
 
-RAGGED = f"{PARTS}:Ragged"
 LONGER = {"factory": RAGGED, "kwargs": {"count": 4, "longer_from": 0}}
+DOUBLE = {"factory": RAGGED, "kwargs": {"double": True}}
 OVERLAPPING = {"stages": 1, "schedule": "pipedream-2bw", "micro_batches": 2}
 
 
@@ -234,7 +213,11 @@ OVERLAPPING = {"stages": 1, "schedule": "pipedream-2bw", "micro_batches": 2}
         ),
         (
             {"evaluation": {"data": LONGER, "every": 5}},
-            "evaluation.data: 'inputs' of a batch is [2, 8]",
+            "evaluation.data: 'inputs' of a batch is [2, 8] of torch.float32, but ",
+        ),
+        (
+            {"evaluation": {"data": DOUBLE, "every": 5}},
+            "evaluation.data: 'inputs' of a batch is [2, 6] of torch.float64, but ",
         ),
         (  # the sixth step has 2 of 22 samples, long after the first checkpoint
             {
@@ -290,48 +273,9 @@ def test_a_plan_that_cannot_be_read(make_run, damage: Any) -> None:
     assert error.cure == "write a new one with: pipectl plan JOB.yaml"
 
 
-def test_only_the_number_of_samples_is_free(make_spec) -> None:
-    graph = CapturedJob(make_spec(1)).training_graph(2)
-
-    def check(name: str, tensor: torch.Tensor, samples: int, *, training: bool = True) -> None:
-        Reader(graph, training=training).check({name: tensor}, samples, {name}, is_whole=True)
-
-    check("inputs", torch.zeros(5, 6), 5)
-    check("targets", torch.zeros(1, 3, dtype=torch.int64), 1, training=False)
-    for wrong in (torch.zeros(2, 7), torch.zeros(2), torch.zeros(2, 6, 1)):
-        with pytest.raises(CaptureError, match=r"^data: 'inputs' of a batch is") as caught:
-            check("inputs", wrong, 2)
-        assert f"{list(wrong.shape)} of torch.float32" in caught.value.message
-        assert "captured with [samples, 6] of torch.float32" in caught.value.message
-    with pytest.raises(CaptureError, match=r"^evaluation\.data: 'targets' .* of torch\.int32, but"):
-        check("targets", torch.zeros(2, 3, dtype=torch.int32), 2, training=False)
-    with pytest.raises(CaptureError, match=r"^data: 'inputs' of a .* has 5 samples, not 6"):
-        check("inputs", torch.zeros(5, 6), 6)
-
-
 def test_what_only_a_kept_submodule_reads_may_have_any_shape(make_spec) -> None:
     spec = make_spec(1, model={"factory": f"{PARTS}:Model", "opaque": ["layers"]})
     assert set(Reader(CapturedJob(spec).training_graph(2)).checked) == {"targets"}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("kwargs", "found"),
-    [({"longer_from": 8}, "'inputs' of a batch is [2, 8]"),
-     ({"fewer_from": 8}, "'targets' of a batch is [2, 2]"),
-     ({"lost": 9}, "'inputs' of a micro-batch has 1 sample, not 2")],
-)  # fmt: skip
-def test_a_batch_of_another_shape_ends_the_training(
-    make_run, work, kwargs: dict[str, int], found: str
-) -> None:
-    run = make_run(1, data={"factory": RAGGED, "kwargs": kwargs})
-    done = work(0, run)
-    assert done.returncode == 3
-    (error,) = read_errors(run)
-    assert error.message.startswith(f"data: {found}")
-    assert (error.type, error.step) == ("CaptureError", 3)
-    assert ("keep all samples" if "lost" in kwargs else "pad all samples") in error.cure
-    assert [line.step for line in read_metrics(run)] == [1, 2]
 
 
 @pytest.mark.mpi
@@ -348,21 +292,23 @@ def test_a_number_is_that_of_the_graph_for_its_size(make_run, train) -> None:
     assert [line.step for line in read_metrics(run)] == [1, 2]
 
 
-def test_stages_may_have_replicas_as_long_as_each_gets_samples(pipeline):
-    plan = pipeline(2, 4, micro_batch_size=2, node_of_rank=[0, 0, 0, 0])
-    several = replace(plan, stages=(plan.stages[0], replace(plan.stages[1], ranks=(1, 2, 3))))
-    check_supported(several)
-    with pytest.raises(MismatchError, match=r"stages\[1\] has 3 replicas for the 2 samples"):
-        check_supported(replace(several, replication=Replication.SPLIT))
-
-
-def test_backwards_on_other_ranks_are_neither_split_nor_of_replicas(pipeline) -> None:
-    plan = pipeline(2, 4, node_of_rank=[0] * 5)
+def test_replicas_get_samples_and_backwards_on_other_ranks_are_neither_split_nor_shared(
+    pipeline,
+) -> None:
+    plan = pipeline(2, 4, micro_batch_size=2, node_of_rank=[0] * 5)
     first, last = plan.stages
+    several = replace(plan, stages=(first, replace(last, ranks=(1, 2, 3))))
     apart = replace(plan, stages=(first, replace(last, backward_ranks=(2,))))
+    both = replace(plan, stages=(first, replace(last, ranks=(1, 2), backward_ranks=(3, 4))))
+    check_supported(several)
     check_supported(apart)
-    with pytest.raises(MismatchError, match="split backwards and a backward on other ranks"):
-        check_supported(replace(apart, schedule="zb-h1"))
-    last = replace(last, ranks=(1, 2), backward_ranks=(3, 4))
-    with pytest.raises(MismatchError, match="replicas and a backward on other ranks"):
-        check_supported(replace(plan, stages=(first, last)))
+    for refused, message in (
+        (
+            replace(several, replication=Replication.SPLIT),
+            r"stages\[1\] has 3 replicas for the 2 samples",
+        ),
+        (replace(apart, schedule="zb-h1"), "split backwards and a backward on other ranks"),
+        (both, "replicas and a backward on other ranks"),
+    ):
+        with pytest.raises(MismatchError, match=message):
+            check_supported(refused)
