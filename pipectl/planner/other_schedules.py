@@ -50,7 +50,8 @@ if the schedule is open."""
 MAX_CUTS_FOR_EVERY_SIZE = 1000
 """If a graph has more cuts, stages of an open schedule are cut for one micro-batch size."""
 MAX_LAYOUTS = 8
-"""Stages to simulate per open schedule, micro-batch size and order: those with the least bounds."""
+"""Layouts to try per open schedule, number of stages and micro-batch size: those with the least
+bounds in the first order."""
 MAX_CUTS_FOR_MEMORY = 4
 """How often the stages of a plan are cut again, each time by the memory of the last plan."""
 SEVERAL_STAGES_GAIN = 0.01
@@ -251,6 +252,7 @@ def _balanced_stages(
         cuts: from other schedules, by the ranks of all stages and the size.
     """
     request, ranks, layouts = problem.request, problem.cluster.ranks, []
+    cuts_every_size = cutter.cut_count <= MAX_CUTS_FOR_EVERY_SIZE
     for chunks in schedule.stages_per_rank:
         stages = chunks * ranks
         if request.stages not in (None, stages) or stages > len(problem.graph):
@@ -259,17 +261,18 @@ def _balanced_stages(
         assert places is not None
         fixed = schedule.placement is not Placement.STRAIGHT
         for size in sizes:
-            of_size = size if cutter.cut_count <= MAX_CUTS_FOR_EVERY_SIZE else sizes[0]
-            for each in (sizes[0], of_size):
-                if (places, each) not in cuts:
-                    cuts[places, each] = layouts_for(problem, cutter, places, each, fixed=fixed)
+            tried: dict[Layout, None] = {}
+            for cut_size in (sizes[0], size) if cuts_every_size else sizes[:1]:
+                key = places, cut_size
+                if key not in cuts:
+                    cuts[key] = layouts_for(problem, cutter, places, cut_size, fixed=fixed)
+                tried |= dict.fromkeys(cuts[key])
             count = problem.micro_batches(size)
             order = orders_of_schedule(schedule.name, stages, ranks, request, count)[0]
 
             def least_s(layout: Layout, size: int = size, order: Order = order) -> float:
                 return least_step_s(problem.plan(Choice(layout, size, *order)), problem.cluster)
 
-            tried = dict.fromkeys([*cuts[places, sizes[0]], *cuts[places, of_size]])
             layouts += [(layout, size) for layout in sorted(tried, key=least_s)[:MAX_LAYOUTS]]
     return layouts
 
