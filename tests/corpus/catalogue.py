@@ -119,7 +119,13 @@ _OWN = (
     ("list", "listed", _CROSS_ENTROPY, "Images", "a list of layers with pairs in between"),
     ("variational", "Variational", "own.py:evidence", "Images", "distributions, assertions"),
     ("energy", "Energy", _CROSS_ENTROPY, "Images", "gradients in the forward, torch.func.vmap"),
-    ("spectral", "Spectral", _CROSS_ENTROPY, "Images", "old norm, views without gradients"),
+    (
+        "spectral",
+        "Spectral",
+        _CROSS_ENTROPY,
+        "Images",
+        "old spectral norm, views without gradients",
+    ),
     ("routed", "Routed", _SEVERAL, "Sequences", "experts on the rows that chose them, as they are"),
 )
 _AS_OTHERS = ("gru", "encoder-decoder", "segmenter")
@@ -170,7 +176,14 @@ _LANGUAGE = (
     ("gpt2", "GPT2", "GPT2LMHeadModel", "Tokens", True, "tied embeddings, returns a cache"),
     ("llama", "Llama", "LlamaForCausalLM", "Tokens", True, "rotary positions, grouped queries"),
     ("bert", "Bert", "BertForMaskedLM", "Tokens", False, "tied embeddings and bias"),
-    ("t5", "T5", "T5ForConditionalGeneration", "Tokens", True, "two parts, tied three times"),
+    (
+        "t5",
+        "T5",
+        "T5ForConditionalGeneration",
+        "Tokens",
+        True,
+        "encoder and decoder, tied three times",
+    ),
     ("vit", "ViT", "ViTForImageClassification", "Pixels", False, "pixels by keyword"),
     ("mixtral", "Mixtral", "MixtralForCausalLM", "Tokens", True, "mixture of experts, router loss"),
 )
