@@ -108,16 +108,23 @@ def interrupted(how: signal.Signals, *command: str) -> RunDirectory:
     return run
 
 
+DOWN = "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1"
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
-def test_an_interrupted_submission_is_completed_by_the_next_status(cli, profile, queue, how):
+def test_an_interrupted_submission_is_completed_by_the_next_status_that_slurm_answers(
+    cli, profile, queue, program, how
+):
     run = interrupted(how)
+    program("squeue", DOWN)
+    assert cli("status", "last").code == 0
+    assert Record.load(run.record).job_id is None
+    program("squeue", SQUEUE)
     found = cli("status", "last", "--json").json
     assert (found["state"], found["job_id"], found["source"]) == ("QUEUED", "41", "queue")
     record = Record.load(run.record)
     assert (record.state, record.job_id) == ("submitted", "41")
     assert record.history[-1].detail == "found by its tag"
-    assert cli("status", "last").code == 0
-    assert Record.load(run.record) == record
     assert cli("cancel", "last").code == 0
     assert jobs(queue) == set()
 
@@ -148,13 +155,6 @@ def test_an_interrupt_before_the_batch_system_is_asked_leaves_nothing(
     assert (runs(), jobs(queue)) == ([], set())
 
 
-def test_two_submissions_at_once_are_two_runs(cli, profile, queue):
-    assert at_once(SUBMIT, SUBMIT) == [0, 0]
-    records = [Record.load(run.record) for run in runs()]
-    assert {record.job_id for record in records} == {"41", "42"} == jobs(queue)
-    assert len({record.tag for record in records}) == 2
-
-
 def test_a_submission_that_ends_while_another_looks_is_no_interrupted_one(
     cli, profile, queue, monkeypatch
 ):
@@ -172,64 +172,38 @@ def test_a_submission_that_ends_while_another_looks_is_no_interrupted_one(
     assert jobs(queue) == {"41", "42"}
 
 
-def test_of_two_that_resume_at_once_one_does(cli, profile, queue):
-    assert cli(*SUBMIT).code == 0
-    (run,) = runs()
-    cli("cancel", "last")
-    run.exit_code.write_text("1\n")
-    watching = ("status", "last", "--json")
-    codes = at_once(("resume", "last"), watching, ("resume", "last"), watching)
-    assert sorted((codes[0], codes[2])) == [0, 2]
-    assert (codes[1], codes[3]) == (0, 0)
+def test_commands_at_once_lose_and_double_no_job(cli, profile, queue):
+    assert at_once(SUBMIT, SUBMIT) == [0, 0]
+    records = [Record.load(run.record) for run in runs()]
+    assert {record.job_id for record in records} == {"41", "42"} == jobs(queue)
+    assert len({record.tag for record in records}) == 2
+
+    for run in runs():
+        assert cli("cancel", run.name).code == 0
+        run.exit_code.write_text("1\n")
+    resume, watch = ("resume", run.name), ("status", run.name, "--json")
+    codes = at_once(resume, watch, resume, watch)
+    assert (sorted(codes[::2]), codes[1::2]) == ([0, 2], [0, 0])
     record = Record.load(run.record)
-    assert jobs(queue) == {record.job_id} == {"41"}
+    assert jobs(queue) == {record.job_id}
     assert [event.what for event in record.history].count("submitting") == 1
 
-
-def test_cancel_status_and_resume_at_once_leave_a_whole_record(cli, profile, queue):
-    assert cli(*SUBMIT).code == 0
-    (run,) = runs()
-    commands = [("cancel", "last"), ("status",), ("resume", "last"), ("cancel", "last")]
-    codes = at_once(*commands)
-    assert set(codes) <= {0, 2}
-    record = Record.load(run.record)
-    assert jobs(queue) <= {record.job_id}
-    assert [path.name for path in run.path.iterdir() if path.name.startswith(".record")] == []
+    cancel = ("cancel", run.name)
+    assert {*at_once(cancel, ("status",), resume, cancel)} <= {0, 2}
+    assert jobs(queue) <= {Record.load(run.record).job_id}
+    assert not list(run.path.glob(".record*"))
 
 
-def test_a_batch_system_that_is_down_loses_no_unconfirmed_job(cli, profile, queue, program):
-    run = interrupted(signal.SIGKILL)
-    program("squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
-    assert cli("status", "last").code == 0
-    assert Record.load(run.record).job_id is None
-    program("squeue", SQUEUE)
-    assert cli("status", "last", "--json").json["job_id"] == "41"
-
-
-def test_clocks_that_differ_and_long_steps_change_no_state(cli, profile, queue, program):
-    """Nodes' clocks are not asked: a heartbeat counts by the clock of the file system, and may be
-    as old as steps are long."""
-    assert cli(*SUBMIT).code == 0
-    (run,) = runs()
-    program("squeue", "echo down >&2; exit 1")
-    program("sacct", "exit 1")
-    record = json.loads(run.record.read_text())
-    run.record.write_text(json.dumps({**record, "submitted_at": time.time() - 7200}))
-
-    def state(age_s=0.0):
-        os.utime(run.heartbeat, (time.time() - age_s, time.time() - age_s))
-        return cli("status", "last", "--json").json["state"]
-
-    for skew in (-86400, 86400):
-        beat = {"time": time.time() + skew, "state": "training", "step": 3, "steps": 4}
-        run.heartbeat.write_text(json.dumps(beat))
-        assert (state(), state(600)) == ("RUNNING", "UNKNOWN")
-    for step_time_s, expected in ((1.0, "UNKNOWN"), (90.0, "RUNNING")):
-        line = {"attempt": 1, "step": 1, "steps": 4, "loss": 1.0, "step_time_s": step_time_s}
-        run.metrics.write_text(json.dumps(line) + "\n")
-        assert state(80) == expected
-    run.record.write_text(json.dumps({**record, "submitted_at": time.time() + 86400}))
-    assert cli("status", "last").code == 0
+def test_the_age_of_a_heartbeat_is_that_of_its_file(cli, queued, program):
+    """Clocks of nodes are not asked."""
+    program("squeue", DOWN)
+    for skew_s in (-86400, 86400):
+        beat = {"time": time.time() + skew_s, "state": "training", "step": 3, "steps": 4}
+        (queued / "heartbeat.json").write_text(json.dumps(beat))
+        assert cli("status", "last", "--json").json["state"] == "RUNNING"
+    old = time.time() - 600
+    os.utime(queued / "heartbeat.json", (old, old))
+    assert cli("status", "last", "--json").json["state"] == "UNKNOWN"
 
 
 def check_owner(run: RunDirectory, *, opened: bool = False) -> None:

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.cluster import assumed_cluster
 from pipectl.jobs.plan_search import AnswerJson
-from pipectl.jobs.planning import gather
 from pipectl.plan import Plan
 from pipectl.planner.baselines import NAMES, OWN
 from pipectl.planner.explain.scaling import ScalingJson
@@ -114,13 +112,3 @@ def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(cli, job, p
     assert planned()[0] == few
     assert cli("plan", "job.yaml", "--set", "pipeline.micro_batches=8").err == ""
     assert Plan.load(PLAN).micro_batches == 8
-
-
-@pytest.mark.parametrize("name", ["c.json", "two #2: {c}.json", "1e5", "'\"\\.json", "é😀.json"])
-def test_a_cluster_is_looked_up_where_the_command_runs(alone, job, name):
-    Path("jobs").mkdir()
-    for file in ("job.yaml", "model.py"):
-        Path(file).rename(Path("jobs", file))
-    assumed_cluster("mine", [1, 1], 1, None).save(Path(name))
-    inputs = gather(Path("jobs/job.yaml"), alone, cluster=Path(name))
-    assert (inputs.cluster.name, inputs.cluster_file) == ("mine", Path(name).absolute())

@@ -22,7 +22,7 @@ from pipectl.cli.views.run import (
 from pipectl.cli.views.run_json import run_json
 from pipectl.errors import UsageError
 from pipectl.jobs.state import RunStatus
-from pipectl.plan import Prediction
+from pipectl.plan import Prediction, StageCost
 from pipectl.runs import Record, RunDirectory, SweepDirectory
 from pipectl.runs.readers import Measured, RankBeat
 
@@ -81,8 +81,8 @@ def test_the_lines_of_a_run(pipeline, tmp_path, golden):
 
     def measured(step_s):
         """A run with a predicted step of 1 s, unless the plan predicts nothing."""
-        plan = pipeline(2, 4)
-        stages = [replace(stage, cost=replace(stage.cost, flops=10**8)) for stage in plan.stages]
+        cost = StageCost(0.15, 0.05, 0.1, 0, 0, 0, flops=10**8)
+        plan = pipeline(2, 4, costs=[cost] * 2, batch_size=3)  # the last batch is not full
         if step_s is not None:
             prediction = Prediction(1.0, 0.0, (1.0, 1.0), (GIB, 3 * GIB), 4e9)
             plan = replace(plan, prediction=prediction)
@@ -90,7 +90,7 @@ def test_the_lines_of_a_run(pipeline, tmp_path, golden):
         return status_of(
             tmp_path,
             [*ranks, RankBeat(99)],
-            plan=replace(plan, stages=tuple(stages)),
+            plan=plan,
             measured=Measured(step=30, steps=40, step_time_s=step_s),
         )
 

@@ -1,6 +1,5 @@
-"""`pipectl lab verify` with real MPI ranks and a real plain process."""
+"""`pipectl lab verify`: with what a job is compared, and real MPI ranks beside a plain process."""
 
-import json
 import os
 import shutil
 import signal
@@ -8,16 +7,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from pipectl.capture.job import Traits
+from pipectl.jobs import verify
 from pipectl.jobs.cancel import cancel
+from pipectl.jobs.verify import Reference, expect
 from pipectl.profiler import neighbours
 from pipectl.runs import Record
 
-pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("warm")]
 PATH = os.environ["PATH"]
 """With the compiler on it; tests of commands have a shorter one."""
 MODEL = """\
@@ -56,18 +57,29 @@ def sequences():
 def tags(outputs, targets):
     return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100)
 """
+SCHEDULE = "--set=lr_scheduler={factory: 'torch.optim.lr_scheduler:StepLR', kwargs: {step_size: 1}}"
+TAGGER = ("--set=model=./model.py:tagger", "--set=loss=./model.py:tags")
+BUCKETS = "buckets: [4, 8], pad: {inputs: 0, targets: -100}"
+SEQUENCES = f"--set=data={{factory: './model.py:sequences', {BUCKETS}}}"
+SCALING = "--set=training.loss_scale={initial: 1048576, growth_interval: 2}"
 
 
 @pytest.fixture
-def verify(cli, job, place, monkeypatch):
-    """``verify("--set", ...)``; checks that nothing is left behind."""
+def verified(cli, job, place, monkeypatch, warm_python):
+    """``verified("--steps", "2")``: with ranks that begin sooner, and nothing left behind.
+
+    Ranks have no neighbours while measuring: results depend on neither.
+    """
+    monkeypatch.setattr(sys, "executable", warm_python)
+    monkeypatch.setattr(neighbours, "neighbour_count", lambda *_: 0)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else it starts a pool of processes
     Path("model.py").write_text(MODEL)
     temporary = place / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
-    def run(*arguments):
-        result = cli("lab", "verify", "job.yaml", *arguments)
+    def run(*words):
+        result = cli("lab", "verify", "job.yaml", *words)
         assert list(temporary.glob("pipectl*")) == []
         assert not Path("runs").exists()
         return result
@@ -75,52 +87,78 @@ def verify(cli, job, place, monkeypatch):
     return run
 
 
-def answer_of(verify, *arguments: str) -> dict[str, Any]:
-    """Of a verification after which everything is equal."""
-    result = verify("--json", *arguments)
-    assert (result.code, result.out[:1]) == (0, "{"), result.err
-    answer: dict[str, Any] = json.loads(result.out)
-    assert answer["equal"]
-    return answer
+CLIPPED, COMPILED = "--set=training.clip_grad_norm=0.1", "--set=training.compile=true"
+PLAIN_PROCESS = {"compared": "a plan and one process", "reference": "one plain PyTorch process"}
+OTHER_PLAN = {"compared": "two plans", "reference": "another plan: 3 ranks, 3 stages"}
 
 
-@pytest.fixture
-def warm(monkeypatch, warm_python):
-    """Ranks that begin sooner, and no neighbours while measuring: results depend on neither."""
-    monkeypatch.setattr(sys, "executable", warm_python)
-    monkeypatch.setattr(neighbours, "neighbour_count", lambda *_: 0)
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else it starts a pool of processes
-
-
-SCHEDULE = "lr_scheduler={factory: 'torch.optim.lr_scheduler:StepLR', kwargs: {step_size: 1}}"
-BUCKETS = "buckets: [4, 8], pad: {inputs: 0, targets: -100}"
-SEQUENCES = f"data={{factory: './model.py:sequences', {BUCKETS}}}"
-SCALING = "training.loss_scale={initial: 1048576, growth_interval: 2}"
-
-
+@pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("ranks", "steps", "changes"),
+    ("ranks", "steps", "words", "expected", "note"),
     [
-        (3, 4, ["pipeline.stages=3", SCHEDULE, "training.clip_grad_norm=0.1"]),
-        (2, 5, ["model=./model.py:tagger", "loss=./model.py:tags", SEQUENCES]),
-        (2, 8, ["training.precision=float16", SCALING]),
+        (3, 4, ["--set=pipeline.stages=3", SCHEDULE, CLIPPED], PLAIN_PROCESS, ""),
+        (2, 5, [*TAGGER, SEQUENCES], PLAIN_PROCESS, ""),
+        (2, 8, ["--set=training.precision=float16", SCALING], PLAIN_PROCESS, ""),
+        (2, 2, ["--between-plans", CLIPPED], OTHER_PLAN, "--between-plans: compared with another"),
+        pytest.param(
+            *(2, 2, [COMPILED], {**PLAIN_PROCESS, "tolerance": 1e-4}),
+            "training.compile: fused operators round differently",
+            marks=pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler"),
+        ),
     ],
-    ids=["clipped", "several lengths", "float16 with torch's own scaler"],
+    ids=["clipped", "lengths", "float16 with torch's own scaler", "two plans", "compiled"],
 )
-def test_a_pipeline_equals_a_plain_loop_to_the_bit(verify, ranks, steps, changes):
-    options = [word for change in changes for word in ("--set", change)]
-    answer = answer_of(verify, "--ranks", str(ranks), "--steps", str(steps), *options)
-    assert (answer["max_abs_difference"], answer["tolerance"]) == (0.0, 0.0)
-    assert answer["first_difference"] is None
-    assert answer["compared"] == "a plan and one process"
-    assert answer["reference"] == "one plain PyTorch process"
-    assert (answer["ranks"], answer["stages"]) == (ranks, ranks)
-    assert (answer["micro_batches"], answer["micro_batch_size"]) == (4, 2)
+def test_a_pipeline_equals_its_reference_to_the_bit_unless_operators_are_fused(
+    verified, monkeypatch, ranks, steps, words, expected, note
+):
+    if COMPILED in words:
+        monkeypatch.setenv("PATH", PATH)
+    result = verified("--json", "--ranks", str(ranks), "--steps", str(steps), *words)
+    assert result.code == 0, result.err
+    answer = result.json
+    plan = {"ranks": ranks, "stages": ranks, "micro_batches": 4, "micro_batch_size": 2}
+    assert answer.items() >= {"equal": True, "first_difference": None, **plan, **expected}.items()
+    assert "".join(answer["notes"][:1]).startswith(note)
+    if COMPILED not in words:
+        assert answer["tolerance"] == answer["max_abs_difference"] == 0.0
     assert len({loss for loss, _ in answer["losses"]}) > 1
     assert len(answer["losses"]) == steps
 
 
-def test_an_interrupt_leaves_no_ranks_behind(verify, monkeypatch):
+@pytest.mark.mpi
+def test_random_operators_are_compared_with_one_rank(verified):
+    result = verified("--steps", "2", "--set=model.factory=./model.py:dropping")
+    lines = result.out.splitlines()
+    assert result.code == 0
+    assert lines[0].startswith("pipeline: 2 ranks, 2 stages, 1f1b, ")
+    assert lines[1] == "reference: one rank"
+    assert lines[2].startswith("note: dropout: random numbers")
+    assert lines[-1] == "equal: every loss and every weight, to the bit"
+
+
+@pytest.mark.mpi
+def test_a_difference_is_found_and_where_it_began(verified):
+    result = verified("--steps", "2", "--set=model.factory=./model.py:Deceiving")
+    lines = result.out.splitlines()
+    assert result.code == 1
+    assert lines[-2].startswith("different: by ")
+    assert lines[-1].startswith("first at step 1, in loss: by ")
+
+
+@pytest.mark.mpi
+def test_a_failure_of_the_ranks_is_told_and_leaves_nothing(verified, monkeypatch):
+    """Here it is that of a compiler that does not exist."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    result = verified("--steps", "2", COMPILED)
+    assert (result.code, result.out) == (3, "")
+    (error,) = (line for line in result.err.splitlines() if line.startswith("error: "))
+    assert error.startswith("error: rank ")
+    assert "training.compile: torch.compile fails" in error
+    assert "set training.compile: false" in result.err
+
+
+@pytest.mark.mpi
+def test_an_interrupt_leaves_no_ranks_behind(verified, monkeypatch):
     """Its files go too, though it is asked twice."""
     runs: list[psutil.Process] = []
 
@@ -139,56 +177,58 @@ def test_an_interrupt_leaves_no_ranks_behind(verify, monkeypatch):
 
     monkeypatch.setattr("pipectl.jobs.verify.poll", interrupted)
     monkeypatch.setattr("pipectl.jobs.verify.cancel", cancel_slowly)
-    result = verify("--steps", "1000000")
+    result = verified("--steps", "1000000")
     assert (result.code, result.out) == (130, "")
     assert len(runs) > 3
     assert psutil.wait_procs(runs, timeout=10)[1] == []
 
 
-def test_random_operators_are_compared_with_one_rank(verify):
-    result = verify("--steps", "2", "--set", "model.factory=./model.py:dropping")
-    lines = result.out.splitlines()
-    assert result.code == 0
-    assert lines[0].startswith("pipeline: 2 ranks, 2 stages, 1f1b, ")
-    assert lines[1] == "reference: one rank"
-    assert lines[2].startswith("note: dropout: random numbers")
-    assert lines[-1] == "equal: every loss and every weight, to the bit"
+DROPS, TIED = Traits(("dropout",), (), False), Traits((), ("tied.weight",), False)
+PLAIN, HALF = Traits((), (), False), Traits((), ("tied.weight",), True)
+SHARED = "tied.weight: used several times"
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-def test_compiled_stages_agree_within_rounding(verify, monkeypatch):
-    monkeypatch.setenv("PATH", PATH)
-    answer = answer_of(verify, "--steps", "2", "--set", "training.compile=true")
-    assert answer["tolerance"] == 1e-4
-    assert answer["notes"][0] == "training.compile: fused operators round differently"
+def spec(precision="float32", gpus=0):
+    return SimpleNamespace(
+        training=SimpleNamespace(precision=precision, compile=False),
+        resources=SimpleNamespace(gpus_per_node=gpus),
+        model=SimpleNamespace(materialize="eager"),
+    )
 
 
-def test_two_plans_are_compared_if_one_asks(verify):
-    clipped = ("--set", "training.clip_grad_norm=0.1")
-    answer = answer_of(verify, "--steps", "2", "--between-plans", *clipped)
-    assert (answer["compared"], answer["tolerance"]) == ("two plans", 0.0)
-    assert answer["max_abs_difference"] == 0.0
-    assert answer["first_difference"] is None
-    assert answer["reference"] == "another plan: 3 ranks, 3 stages"
-    assert (answer["ranks"], answer["stages"]) == (2, 2)
-    assert answer["notes"][0].startswith("--between-plans: compared with another plan")
-    assert all(one == other for one, other in answer["losses"])
+@pytest.mark.parametrize(
+    ("job", "traits", "reason", "replicas", "tolerance", "note"),
+    [
+        (spec(), PLAIN, "", 1, 0.0, ""),
+        (spec(), DROPS, "", 1, 0.0, "dropout: random numbers"),
+        (spec(), HALF, "why", 1, 0.0, "why: "),
+        (spec(), TIED, "", 1, 1e-4, SHARED),
+        (spec(), HALF, "", 1, 2e-2, SHARED),
+        (spec("bf16"), TIED, "", 1, 2e-2, SHARED),
+        (spec(gpus=1), HALF, "why", 1, 2e-2, "why: "),
+        (spec(), PLAIN, "", 2, 1e-4, "replicas add up gradients in another order"),
+    ],
+)
+def test_plans_differ_in_no_bit_on_cpus_and_else_within_the_coarsest_rounding(
+    job, traits, reason, replicas, tolerance, note
+):
+    plan = SimpleNamespace(stages=[SimpleNamespace(replicas=replicas)])
+    notes, found = expect(job, traits, plan, reason)
+    assert found == tolerance
+    assert (notes or ("",))[0].startswith(note)
 
 
-def test_a_difference_is_found_and_where_it_began(verify):
-    result = verify("--steps", "2", "--set", "model.factory=./model.py:Deceiving")
-    lines = result.out.splitlines()
-    assert result.code == 1
-    assert lines[-2].startswith("different: by ")
-    assert lines[-1].startswith("first at step 1, in loss: by ")
-
-
-def test_a_failure_of_the_ranks_is_told_and_leaves_nothing(verify, monkeypatch):
-    """Here it is that of a compiler that does not exist."""
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    result = verify("--steps", "2", "--set", "training.compile=true")
-    assert (result.code, result.out) == (3, "")
-    (error,) = (line for line in result.err.splitlines() if line.startswith("error: "))
-    assert error.startswith("error: rank ")
-    assert "training.compile: torch.compile fails" in error
-    assert "set training.compile: false" in result.err
+def test_two_plans_are_compared_if_memory_is_short(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 << 30))
+    monkeypatch.setattr(verify, "_like", lambda *_, **__: None)
+    needs = "one process would need 4.00 GiB, and 3.00 GiB are free"
+    for needed, reference in (
+        (2 << 30, Reference("one plain PyTorch process")),
+        (4 << 30, Reference("another plan: 3 ranks, 3 stages", "job", needs)),
+    ):
+        prediction = SimpleNamespace(peak_memory_bytes=(needed,))
+        other = SimpleNamespace(prediction=prediction, ranks=3, stages="abc")
+        monkeypatch.setattr(verify, "_prepare", lambda *_, other=other: ("job", other))
+        plan = SimpleNamespace(ranks=2)
+        found = verify.choose_reference(spec(), plan, None, PLAIN, two_plans=False)
+        assert found == reference

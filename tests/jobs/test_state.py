@@ -4,16 +4,15 @@ are asked by somebody who watches."""
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from job_requests import check_table
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.jobs import recover, state
-from pipectl.jobs.state import Answer, Poller, RunStatus, decide_state, get_statuses
-from pipectl.plan import StageCost
+from pipectl.jobs.state import Answer, Poller, decide_state, get_statuses
 from pipectl.runs import Heartbeat, Record, RunDirectory
-from pipectl.runs.readers import MetricsLine, sum_up
 
 NOW, SUBMITTED = 1.7e9 + 3600, 1.7e9
 VERDICTS = Path(__file__).with_name("verdicts.txt")
@@ -46,13 +45,6 @@ def verdict(given):
 
 def test_the_state_of_a_job_is_what_its_sources_say(snapshot):
     check_table(snapshot, VERDICTS, verdict)
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 class Scheduler:
@@ -95,8 +87,8 @@ def run(tmp_path):
 
 
 def test_questions_and_searches_become_rare_and_a_new_job_is_asked_about_at_once(run, schedulers):
-    clock, runs, slurm = Clock(), [run("7")], schedulers["slurm"]
-    poller = Poller(clock)
+    clock, runs, slurm = SimpleNamespace(now=1000.0), [run("7")], schedulers["slurm"]
+    poller = Poller(lambda: clock.now)
     for _ in range(2 * 600):
         (found,) = poller.get_statuses(runs, NOW)
         assert found.job.state is JobState.RUNNING
@@ -130,17 +122,16 @@ def test_questions_and_searches_become_rare_and_a_new_job_is_asked_about_at_once
     assert schedulers["local"].asked == [["9.1@here"]] * 3
 
 
-@pytest.mark.parametrize("state", [JobState.QUEUED, JobState.RUNNING])
-def test_while_the_next_start_waits_nothing_is_going_on(run, schedulers, state):
-    waiting, schedulers["slurm"].state = run("41"), state
+def test_while_the_next_start_waits_nothing_is_going_on(run, schedulers):
+    waiting = run("41")
     Heartbeat("training", 2, 9).save(waiting.heartbeat)
     line = {"attempt": 1, "step": 2, "steps": 9, "loss": 1.5, "step_time_s": 0.1}
     waiting.metrics.write_text(json.dumps(line) + "\n")
-    (found,) = get_statuses([waiting], SUBMITTED)
-    going = state is JobState.RUNNING
-    assert found.phase == ("training" if going else "")
-    assert (found.measured.remaining_s is not None) == going
-    assert found.measured.step == 2
+    for listed, phase in ((JobState.QUEUED, ""), (JobState.RUNNING, "training")):
+        schedulers["slurm"].state = listed
+        (found,) = get_statuses([waiting], SUBMITTED)
+        assert (found.phase, found.measured.step) == (phase, 2)
+        assert (found.measured.remaining_s is not None) == bool(phase)
 
 
 @pytest.mark.parametrize(
@@ -164,20 +155,7 @@ def test_a_queue_that_hangs_is_waited_for_while_nothing_else_tells_of_a_run(
 
     monkeypatch.setattr(subprocess, "run", hang)
     now = runs[0].record.stat().st_mtime if file == "heartbeat.json" else NOW
-    statuses = Poller(Clock()).get_statuses(runs, now)
+    statuses = Poller().get_statuses(runs, now)
     assert waited == [patience_s]
     assert [status.job.state for status in statuses] == [verdict] * len(runs)
     assert {each.query_error for each in statuses} == {f"squeue: no answer within {patience_s} s"}
-
-
-@pytest.mark.parametrize(("batch_size", "expected"), [(8, 1.0), (4, 4 / 7)])
-def test_efficiency_is_profiled_compute_over_the_ranks_time(
-    pipeline, tmp_path, batch_size, expected
-):
-    cost = StageCost(1.0, 2.0, 1.0, 0, 0, 0)
-    plan = pipeline(2, 2, costs=[cost] * 2, micro_batch_size=4, batch_size=batch_size)
-    job, run = JobStatus(JobState.RUNNING), RunDirectory(tmp_path)
-    for times_s in ([7.0], [1000.0, 7.0]):  # of few steps, the last one counts
-        lines = [MetricsLine(1, step, step_time_s=time_s) for step, time_s in enumerate(times_s)]
-        status = RunStatus(run, None, job, "training", sum_up(lines), plan, (), None)
-        assert status.efficiency == pytest.approx(expected)

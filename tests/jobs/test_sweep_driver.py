@@ -72,45 +72,32 @@ def go(*runs):
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_few_run_at_a_time_in_their_order_also_after_an_interrupted_submission(start, told):
-    sweep, runs = start(4, 2, told=told)
-    until(runs, RUNNING, RUNNING, QUEUED, QUEUED)
+def test_a_few_run_at_a_time_in_their_order_and_what_is_cancelled_never_starts(
+    start, monkeypatch, told
+):
+    """Also after a submission that was interrupted before it told the ids."""
+    sweep, runs = start(5, 2, told=told)
+    until(runs, RUNNING, RUNNING, QUEUED, QUEUED, QUEUED)
     waiting = ["[" in (Record.load(run.record).job_id or "") for run in runs]
-    assert waiting == [False, False, True, True]
+    assert waiting == [False, False, True, True, True]
     assert LOCAL.find(sweep.name) is not None
+    assert cancel(runs[2], time.time()) is Cancellation.ASKED
     go(runs[1])
-    until(runs, RUNNING, COMPLETED, RUNNING, QUEUED)
-    go(*runs)
-    until(runs, *[COMPLETED] * 4)
-    assert all(Record.load(run.record).task is None for run in runs)
-
-
-def test_cancelled_runs_never_start(start):
-    sweep, runs = start(4, 1)
-    until(runs, RUNNING, QUEUED, QUEUED, QUEUED)
-    assert cancel(runs[1], time.time()) is Cancellation.ASKED
-    until(runs, RUNNING, CANCELLED, QUEUED, QUEUED)
-    go(runs[0])
-    until(runs, COMPLETED, CANCELLED, RUNNING, QUEUED)
-    assert cancel_sweep(sweep, time.time()) == 2
-    until(runs, COMPLETED, CANCELLED, CANCELLED, CANCELLED)
-    assert [(run.path / "started").exists() for run in runs] == [True, False, True, False]
-    assert cancel(runs[3], time.time()) is Cancellation.OVER
-
-
-def test_a_run_that_ends_while_others_are_cancelled_has_completed(start, monkeypatch):
-    sweep, runs = start(2, 2)
-    until(runs, RUNNING, RUNNING)
+    until(runs, RUNNING, COMPLETED, CANCELLED, RUNNING, QUEUED)
     end = LocalScheduler.cancel
 
     def slowly(self, job_id):
         end(self, job_id)
-        go(runs[1])
-        until(runs[1:], COMPLETED)
+        go(runs[3])
+        until(runs[3:4], COMPLETED)
 
     monkeypatch.setattr(LocalScheduler, "cancel", slowly)
-    assert cancel_sweep(sweep, time.time()) == 1
-    until(runs, CANCELLED, COMPLETED)
+    assert cancel_sweep(sweep, time.time()) == 2, "one has completed meanwhile"
+    until(runs, CANCELLED, COMPLETED, CANCELLED, COMPLETED, CANCELLED)
+    started = [True, True, False, True, False]
+    assert [(run.path / "started").exists() for run in runs] == started
+    assert [Record.load(run.record).task is None for run in runs] == started
+    assert cancel(runs[4], time.time()) is Cancellation.OVER
 
 
 def test_what_waits_for_a_driver_that_is_gone_never_starts(start):

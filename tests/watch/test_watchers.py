@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from job_requests import wait_until
 
-from pipectl.faults import ErrorReport
 from pipectl.files import write_log
 from pipectl.runs import RunDirectory, read_errors
 from pipectl.watch import process_state
@@ -49,7 +48,6 @@ class Rank:
     def settings(self) -> LocalRank:
         state = process_state(self.process.pid)
         assert state is not None
-        assert state.parent == os.getpid()
         board, words = (f"/proc/{os.getpid()}/fd/{x}" for x in (self.board.handle, self.pipe[0]))
         return LocalRank(self.number, state.pid, state.started, board, words)
 
@@ -124,18 +122,23 @@ def job(tmp_path):
         rank.close()
 
 
+KILLED = "its process was killed (by SIGKILL, for example) or exited without a message"
+MEMORY = "killed by the kernel, for lack of memory on its node"
+
+
 @pytest.mark.parametrize(
-    ("words", "given", "message"),
+    ("words", "how", "message"),
     [
-        (b"", {}, "its process was killed (by SIGKILL, for example) or exited without a message"),
-        (b"", {"memory_kill": True}, "killed by the kernel, for lack of memory on its node"),
-        (CRASH, {"memory_kill": True}, "its process crashed: Fatal Python error: Aborted"),
-        (TERM, {}, "its process alone received SIGTERM or SIGINT"),
-        (TERM, {"memory_kill": True}, "killed by the kernel, for lack of memory on its node"),
-        (b"", {"script_gone": True}, "the job script that started it is gone"),
+        (b"", "", KILLED),
+        (b"", "for lack of memory", MEMORY),
+        (CRASH, "for lack of memory", "its process crashed: Fatal Python error: Aborted"),
+        (TERM, "", "its process alone received SIGTERM or SIGINT"),
+        (TERM, "for lack of memory", MEMORY),
+        pytest.param(TERM, "later", KILLED, id="ranks save first, and may be killed meanwhile"),
+        (b"", "with its script", "the job script that started it is gone"),
     ],
 )
-def test_what_is_said_of_a_death(monkeypatch, tmp_path, words, given, message):
+def test_what_is_said_of_a_death(monkeypatch, tmp_path, words, how, message):
     rank, script, kernel = Rank(0), Rank(1), tmp_path / "vmstat"
     kernel.write_text("oom_kills_of_others 9\noom_kill 7\n")
     monkeypatch.setattr(
@@ -144,12 +147,14 @@ def test_what_is_said_of_a_death(monkeypatch, tmp_path, words, given, message):
     ranks = LocalRanks([rank.settings()], launched=True, script=script.process.pid)
     assert ranks.look(1.0) == (RankReport(activity=rank.board.read()),)
     rank.says(words)
-    (script if given.get("script_gone") else rank).ends()
-    if given.get("memory_kill"):
+    for now in (1.1, 5.0) if how == "later" else ():
+        assert ranks.look(now)[0].state == State.LIVES
+    (script if how == "with its script" else rank).ends()
+    if how == "for lack of memory":
         kernel.write_text("oom_kills_of_others 9\noom_kill 8\n")
-    (report,) = ranks.look(1.1)
+    (report,) = ranks.look(5.1 if how == "later" else 1.1)
     assert (report.state, report.message) == (State.DIED, message)
-    assert report.was_asked == (words == TERM and not given)
+    assert report.was_asked == (words == TERM and not how)
     assert report.stack == (CRASH.decode() if words == CRASH else "")
     ranks.kill()
     for each in (rank, script):
@@ -168,21 +173,8 @@ def test_how_long_a_rank_is_at_the_same_point_of_its_program():
     rank.close()
 
 
-@pytest.mark.parametrize(
-    ("words", "report", "log"),
-    [
-        (b"", "its process was killed", ", loading data, before the first step: its process was"),
-        (FAILING + b"ValueError", None, ""),
-        (
-            b"Fatal Python error: Segmentation\x1b[2J fault\n  File\n",
-            "its process crashed: Fatal Python error: Segmentation[2J fault",
-            "its process crashed",
-        ),
-    ],
-)
-def test_with_a_rank_those_of_all_nodes_end_and_it_is_reported_unless_it_reports_itself(
-    job, words, report, log
-):
+@pytest.mark.parametrize("fails", [True, False])
+def test_with_a_rank_those_of_all_nodes_end_and_it_is_reported_unless_it_reports_itself(job, fails):
     """Nobody else can write what watchers read; they hold no socket, and damage counts for
     nothing."""
     first, second, third = job.start(2, 1)
@@ -192,41 +184,32 @@ def test_with_a_rank_those_of_all_nodes_end_and_it_is_reported_unless_it_reports
         held = [str(path.readlink()) for path in Path(f"/proc/{watcher.pid}/fd").iterdir()]
         assert not [name for name in held if name.startswith("socket:")], held
     job.watchers[1].send_signal(signal.SIGSTOP)
-    for text in ("{", "[" * 10**5, '{"version": 1, "ranks": 1}') if words == b"" else ():
+    for text in ("{", "[" * 10**5, '{"version": 1, "ranks": 1}'):
         node_path(job.folder, 1).write_text(text)
         job.wait_for_words(0)
     job.watchers[1].send_signal(signal.SIGCONT)
     second.board.phase("loading data")
-    second.says(words)
+    second.says(FAILING if fails else b"Fatal Python error: Segmentation\x1b[2J fault\n  File\n")
     second.ends()
     assert first.process.wait(LONG_S) == third.process.wait(LONG_S) == -signal.SIGKILL
     job.wait()
-    assert [*job.reports] == ([] if report is None else [1])
-    assert report is None or job.reports[1].startswith(report)
-    assert log in job.log.read_text()
-    assert "\x1b" not in job.log.read_text()
+    crash = "its process crashed: Fatal Python error: Segmentation[2J fault"
+    assert job.reports == ({} if fails else {1: crash})
+    log = job.log.read_text()
+    assert (f", loading data, before the first step: {crash}" in log) == (not fails)
+    assert "\x1b" not in log
 
 
-@pytest.mark.parametrize("words", [BYE, FAILING])
+@pytest.mark.parametrize("words", [BYE, FAILING, TERM])
 def test_a_rank_alone_that_says_why_it_ends_is_not_reported(job, words):
+    """It may end later, but for a signal."""
     (rank,) = job.start(1)
     rank.says(words)
+    if words == TERM:
+        rank.ends()
     job.wait()
     assert job.reports == {}
-    assert rank.process.poll() is None
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_signal_to_end_explains_no_later_death(job, at_once):
-    """Ranks save a checkpoint then, and may be killed meanwhile."""
-    (rank,) = job.start(1)
-    rank.says(TERM)
-    for _ in range(0 if at_once else 3):
-        job.wait_for_words(0)
-    rank.ends()
-    job.wait()
-    assert at_once == (job.reports == {})
-    assert at_once or "was killed (by SIGKILL, for example)" in job.reports[0]
+    assert rank.process.poll() == (-signal.SIGKILL if words == TERM else None)
 
 
 @pytest.mark.parametrize(("shared", "words"), [("board", "cannot be watched: "), ("words", "")])
@@ -254,25 +237,6 @@ def test_the_first_to_end_is_named_however_late_the_watcher_looks(job):
     assert list(job.reports) == [2]
 
 
-def test_the_end_of_a_watcher_ends_no_rank(job):
-    first, second = job.start(1, 1)
-    job.wait_for_words(1)  # before which it has read what the first says
-    job.watchers[0].kill()
-    job.watchers[0].wait()
-    for _ in range(100_000):  # more than a pipe holds
-        try:
-            first.says(b"x")
-        except BlockingIOError:
-            break
-    else:
-        raise AssertionError
-    second.ends()  # of this its own watcher tells
-    job.watchers[1].wait(LONG_S)
-    assert first.process.poll() is None
-    assert list(job.reports) == [0]
-    assert "no sign of life from it on n0" in job.reports[0]
-
-
 @pytest.mark.parametrize("leaves", [False, True])
 def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job, leaves):
     """Its ranks have left, so the others are on their own; one may still say that it leaves."""
@@ -290,12 +254,15 @@ def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job, leaves)
     assert leaves or "killed" in job.reports[1]
 
 
-def test_without_the_first_node_ranks_that_stand_still_are_ended(job):
-    first, second = job.start(1, 1, min_s=0.5)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_the_first_watcher_others_end_their_ranks_if_one_dies_or_all_stand_still(job, how):
+    first, second = job.start(1, 1, min_s=LONG_S if how == signal.SIGKILL else 0.5)
     first.board.step(7)
     wait_until(lambda: read_report(node_path(job.folder, 0))[1].ranks[0].activity.step == 7)
     job.wait_for_words(1)  # before which it has read what the first says
-    job.watchers[0].send_signal(signal.SIGSTOP)
+    job.watchers[0].send_signal(how)
+    if how == signal.SIGKILL:
+        second.ends()
     assert second.process.wait(LONG_S) == -signal.SIGKILL
     job.watchers[1].wait(LONG_S)
     (error,) = read_errors(job.run)
@@ -356,19 +323,6 @@ def test_another_mapping_sees_what_a_rank_writes():
     assert read_activity(other).action == "FORWARD micro-batch 5"
     board.row("UPDATE", 0, -1)
     assert read_activity(other).action == "UPDATE"
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"stage": 2, "step": 5, "action": "UPDATE"}, "rank 3, stage 2, UPDATE, step 5: "),
-        ({"step": 5, "host": "n1"}, "rank 3 on n1, step 5: "),
-        ({"type": "ValueError"}, "rank 3: ValueError: "),
-    ],
-)
-def test_a_report_is_fit_for_terminals(fields, words):
-    report = ErrorReport("it is \x1b[31mgone", rank=3, cure="go \x07on", **fields)
-    assert report.text == f"pipectl: {words}it is [31mgone\npipectl: go on\n"
 
 
 def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch):

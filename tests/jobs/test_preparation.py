@@ -1,0 +1,252 @@
+"""What is known of a job before it is submitted: its machines, what it asks of the planner, and
+what the points of a sweep share."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from job_requests import check_table
+
+from pipectl.cluster import assumed_cluster
+from pipectl.errors import DataFileError, MismatchError, UsageError
+from pipectl.jobs.corrections import correct_profile
+from pipectl.jobs.planning import gather, make_plan_request
+from pipectl.jobs.prepare import (
+    cluster_file_key,
+    cluster_path,
+    find_cluster,
+    plan_file_key,
+    prepare,
+)
+from pipectl.link import Link
+from pipectl.plan import Plan
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
+from pipectl.runs import RunDirectory
+from pipectl.simulate import simulate
+from pipectl.spec import SpecFile, load, profile_key
+
+HERE = Path(__file__).parent
+RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"
+PROFILE, PLAN = Path("runs/tiny.profile.json"), Path("runs/tiny.plan.json")
+LINKS = ("within_node", "between_nodes")
+SLOWER = {("forward", 0): 1.5, ("backward", 0): 1.25, ("forward", 1): 0.8, ("backward", 1): 1.0}
+STEP = '{"attempt": 1, "step": 10, "steps": 20, "time": 1.0, "step_time_s": 2.0}\n'
+
+
+@pytest.fixture
+def spec(write_job, monkeypatch, tmp_path):
+    """``runs`` is in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    return load(write_job(RESOURCES))
+
+
+def put(spec, per_node, key):
+    """A cluster that was measured before."""
+    cluster = assumed_cluster("measured", per_node, 1, None)
+    cluster = replace(cluster, assumed=False, source="measured", key=key)
+    cluster_path(spec).parent.mkdir(exist_ok=True)
+    cluster.save(cluster_path(spec))
+    return cluster
+
+
+def test_what_is_assumed_of_an_allocation_and_of_this_machine(spec, write_job, monkeypatch):
+    """The request to the planner has the limit of memory, which is none for accelerators."""
+    cluster = find_cluster(spec, "slurm").cluster
+    assert cluster.node_of_rank == (0, 0, 0, 1, 1, 1)
+    assert [node.cores for node in cluster.nodes] == [3, 3]
+    assert (cluster.device(0).memory_bytes, cluster.assumed) == (None, True)
+    for usable, cores in ((8, 4), (3, 1), (1, 1)):  # which all ranks share
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, count=usable: set(range(count)))
+        cluster = find_cluster(spec, "local").cluster
+        assert [(node.ranks, node.cores) for node in cluster.nodes] == [(6, cores)]
+    spec = load(write_job("resources: {gpus_per_node: 1, memory_per_node: 6GiB}"))
+    for scheduler in ("slurm", "local"):
+        assert find_cluster(spec, scheduler).cluster.device(0).memory_bytes is None
+    assert spec.resources.memory_per_rank() is None
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "local"])
+def test_a_measured_cluster_is_used_unless_the_job_names_one_which_has_to_fit(
+    spec, write_job, monkeypatch, scheduler
+):
+    """It may have another layout than was asked for: the one that the launcher made."""
+    cluster = put(spec, [2, 4], cluster_file_key(spec, scheduler))
+    assert find_cluster(spec, scheduler) == (cluster, cluster_path(spec), "")
+    assert find_cluster(spec, "pbs").warning
+    described, path = assumed_cluster("mine", [6], 4, None), Path("mine.json").absolute()
+    described.save(path)
+    named = load(write_job(RESOURCES, "cluster: mine.json"))
+    assert find_cluster(named, scheduler) == (described, path, "")
+    for ranks in (5, 100_000):
+        assumed_cluster("mine", [ranks], 4, None).save(path)
+        with pytest.raises(MismatchError, match=f"describes {ranks} ranks, resources: ask for 6"):
+            find_cluster(named, scheduler)
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert bool(find_cluster(spec, scheduler).warning) == (scheduler == "local")
+
+
+def test_a_cluster_measured_for_other_settings_is_not_used(spec, tmp_path, snapshot):
+    put(spec, [3, 3], cluster_file_key(spec, "slurm"))
+
+    def use(setting):
+        found = find_cluster(load(tmp_path / "job.yaml", [setting]), "slurm")
+        assert found.cluster.assumed == (found.file is None) == bool(found.warning)
+        return found.warning or "used"
+
+    check_table(snapshot, HERE / "settings_of_clusters.txt", use)
+
+
+def test_a_cluster_without_a_key_is_used_where_it_fits_and_a_damaged_one_is_an_error(spec):
+    put(spec, [3, 3], None)
+    assert find_cluster(spec, "slurm").file is not None
+    found = find_cluster(spec, "local")
+    assert found.cluster.assumed
+    assert "describes nodes of [3, 3] ranks, but resources: ask for [6]" in found.warning
+    cluster_path(spec).write_text("{")
+    with pytest.raises(DataFileError, match=r"tiny\.cluster\.json") as caught:
+        find_cluster(spec, "slurm")
+    assert "pipectl profile --links" in (caught.value.cure or "")
+
+
+@pytest.mark.parametrize("name", ["c.json", "two #2: {c}.json", "1e5", "'\"\\.json", "é😀.json"])
+def test_a_cluster_is_looked_up_where_the_command_runs(
+    tmp_path, write_job, profile, monkeypatch, name
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").mkdir()
+    job = write_job("resources: {nodes: 2}", folder=tmp_path / "jobs")
+    profile.save(Path("p.json"))
+    assumed_cluster("mine", [1, 1], 1, None).save(Path(name))
+    inputs = gather(job, Path("p.json"), cluster=Path(name))
+    assert (inputs.cluster.name, inputs.cluster_file) == ("mine", Path(name).absolute())
+
+
+def test_what_a_job_asks_of_the_planner(write_job, profile, snapshot):
+    job = write_job("resources: {nodes: 2}")
+
+    def asked(settings):
+        overrides = [setting for setting in settings if setting != "disk=measured"]
+        disk = None if overrides == settings else Link(1e-4, 1e9)
+        (node,) = assumed_cluster("here", [1], 1, None).nodes
+        node = replace(node, device=replace(node.device, disk_link=disk))
+        cluster = replace(assumed_cluster("here", [1], 1, None), nodes=(node,))
+        request = make_plan_request(load(job, overrides, check_files=False), profile, cluster)
+        return {**vars(request), "memory_key": request.memory_key}
+
+    plain = asked([])
+
+    def changes(given):
+        values = asked(given.split()).items()
+        own = (f"{key}={value}" for key, value in values if plain[key] != value)
+        return " ".join(each for each in own if not each.startswith("key="))
+
+    check_table(snapshot, HERE / "planner_requests.txt", changes)
+
+
+def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline):
+    plan = pipeline(2, 4, node_of_rank=[0, 1], size_bytes=10**9)
+    assumed = assumed_cluster("assumed", [1, 1], 1, None)
+    fast_s, slow_s = step_range(plan, assumed)
+    assert fast_s == pytest.approx(simulate(plan, with_slower_links(assumed, 0.0)).step_time_s)
+    assert slow_s == simulate(plan, with_slower_links(assumed, MAX_SLOWER[1])).step_time_s
+    links = {name: replace(getattr(assumed, name), assumed=False) for name in LINKS}
+    assert step_range(plan, replace(assumed, assumed=False, **links)) is None
+    narrow = pipeline(2, 4, node_of_rank=[0, 1], size_bytes=1000)
+    assert step_range(narrow, assumed) is None
+
+
+def slower(event):
+    factor = SLOWER.get((event.kind, event.stage), 1.0)
+    return event._replace(end_s=event.start_s + (event.end_s - event.start_s) * factor)
+
+
+def test_what_is_planned_from_a_run_takes_as_long_as_its_stages_took(
+    tmp_path, profile, write_job, monkeypatch
+):
+    """Of two ranks, of which step 10 was recorded."""
+    run = RunDirectory(tmp_path / "runs/20261125-120000-tiny")
+    run.trace.mkdir(parents=True)
+    cluster = assumed_cluster("c", [2], 2, None)
+    plan = make_plan(profile, cluster, PlanRequest("tiny", 16, micro_batches=8, stages=2))
+    timeline = simulate(plan, cluster).timeline
+    profile.save(run.profile)
+    plan.save(run.plan)
+    timeline.save(run.predicted)
+    with pytest.raises(UsageError, match="no step is recorded"):
+        correct_profile(run)
+    events = tuple(map(slower, timeline.events))
+    replace(timeline, events=events, step=10).save(run.measured_of(10))
+    found = correct_profile(run)
+    for node, stage in plan.stage_of.items():
+        before, after = profile.by_id[node], found.by_id[node]
+        assert after.forward_s == pytest.approx(before.forward_s * SLOWER["forward", stage])
+        assert after.backward_s == pytest.approx(before.backward_s * SLOWER["backward", stage])
+        forward_s, _ = after.timings[4]
+        assert forward_s == pytest.approx(0.02 * SLOWER["forward", stage])
+
+    write_job("resources: {tasks_per_node: 2}")
+    monkeypatch.chdir(tmp_path)
+    assert gather(tmp_path / "job.yaml", scheduler="local", from_run=run.name).profile == found
+
+    assert found.rows is None
+    run.metrics.write_text(STEP)
+    assert correct_profile(run).rows is not None, "the time of the step is known"
+    assert found.source == "test; corrected by 20261125-120000-tiny"
+    found.save(run.profile)
+    assert correct_profile(run).source == found.source, "which names the run once"
+
+
+@pytest.fixture
+def sweep(write_job, profile, monkeypatch, tmp_path):
+    """``sweep("slurm", "sweep.grid={...}")``: the jobs of its points; there is a fresh profile."""
+    monkeypatch.chdir(tmp_path)
+    job = write_job("pipeline: {stages: 2, micro_batches: 4}", "resources: {nodes: 2}")
+    PROFILE.parent.mkdir()
+
+    def prepared(scheduler, *changes):
+        file = SpecFile.read(job, changes)
+        spec = file.spec()
+        replace(profile, key=profile_key(spec)).save(PROFILE)
+        return prepare(spec, scheduler, points=file.points(spec))
+
+    return prepared
+
+
+def test_on_this_machine_models_are_measured_and_planned_once_each(sweep, profile, monkeypatch):
+    measured = []
+
+    def measure(spec, path, _progress):
+        assert path is None, "the job's own place is that of its own model"
+        measured.append(spec.model.kwargs)
+        return replace(profile, key=profile_key(spec))
+
+    monkeypatch.setattr("pipectl.jobs.profiles.measure", measure)
+    models = "model.kwargs: [{}, {width: 3}, {width: 4}]"
+    found = sweep("local", f"sweep.grid={{{models}, training.seed: [0, 1]}}")
+    assert measured == [{"width": 3}, {"width": 4}]
+    plans = [id(inputs.plan) for inputs in found]
+    assert plans == [plans[0]] * 2 + [plans[2]] * 2 + [plans[4]] * 2
+    assert all(inputs.profile for inputs in found)
+
+
+def test_points_with_other_links_have_plans_of_their_own(sweep, tmp_path):
+    """The links may be measured for one way to start the ranks, and not for another."""
+    measured = load(tmp_path / "job.yaml", ["launch.bind=cores"])
+    key = cluster_file_key(measured, "slurm")
+    put(measured, [1, 1], key)
+    found = sweep("slurm", "sweep.grid={launch.bind: [none, cores]}")
+    assert [job.cluster.key for job in found] == [None, key]
+    keys = [plan_file_key(job.spec, job.profile, job.cluster) for job in found]
+    assert [job.plan.key for job in found] == keys
+    assert Plan.load(PLAN).key == keys[0]
+
+
+def test_all_points_keep_the_micro_batches_of_the_last_plan(sweep):
+    """As they do if they are planned in their allocations."""
+    sweep("slurm", "pipeline.micro_batches=2", "sweep.points=[{training.seed: 1}]")
+    for _ in range(2):
+        grid = "sweep.grid={pipeline.schedule: [1f1b, gpipe]}"
+        found = sweep("slurm", "pipeline.micro_batches=auto", grid)
+        assert [job.plan.micro_batches for job in found] == [2, 2]
