@@ -1,121 +1,20 @@
 """Random plans of the whole search space: what is proved of their programs, and what is found."""
 
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_plans import RANKS, plans
 from validator import InvalidError, validate
 
 from pipectl.cluster import assumed_cluster
-from pipectl.graph import TransferKind, routes
-from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, Transfer
-from pipectl.schedule import (
-    SCHEDULES,
-    Action,
-    Actions,
-    Kind,
-    channels,
-    lower,
-    messages,
-)
+from pipectl.graph import TransferKind
+from pipectl.plan import Replication
+from pipectl.schedule import Action, Actions, Kind, channels, lower, messages
 from pipectl.simulate import simulate
 from pipectl.simulate.memory import host_bytes, stage_peaks_in_flight
-
-COST = StageCost(
-    1.0, 2.0, 0.5, parameter_bytes=100, optimizer_bytes=50, saved_bytes=10, input_bytes=4
-)
-RANKS = 6
-
-
-@st.composite
-def plans(draw):
-    """Up to six stages on six ranks: replicas, apart backwards, recomputation, offload."""
-    placed = {"gpipe": _anywhere, "1f1b": _anywhere, "zb-h1": _anywhere, "interleaved": _rounds}
-    placed |= {"looped-bfs": _rounds, "zb-v": _v_shaped, "dualpipev": _v_shaped, "v-min": _v_shaped}
-    schedule = draw(st.sampled_from(list(placed)))
-    micro_batches = draw(st.integers(1, 8))
-    size = draw(st.integers(1, 5))
-    stages = [
-        draw(_stage(ranks, apart=SCHEDULES[schedule].allows_backward_elsewhere))
-        for ranks in draw(placed[schedule]())
-    ]
-    count = len(stages)
-    falls = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
-    warm_up = [1 + sum(falls[stage:]) for stage in range(count)]
-    return Plan(
-        name="random",
-        fingerprint=None,
-        schedule=schedule,
-        warm_up=tuple(warm_up if schedule in ("1f1b", "zb-h1") else [1] * count),
-        batch_size=micro_batches * size - draw(st.integers(0, size - 1)),
-        micro_batch_size=size,
-        micro_batches=micro_batches,
-        stages=tuple(stages),
-        transfers=tuple(draw(_transfers(count))),
-        node_of_rank=(0,) * RANKS,
-        replication=draw(st.sampled_from(Replication)),
-    )
-
-
-def _some_ranks(count):
-    return st.permutations(range(RANKS)).map(lambda ranks: tuple(ranks[:count]))
-
-
-@st.composite
-def _stage(draw, ranks, *, apart):
-    """A stage on these ranks; without replicas, its backward may be on another if ``apart``."""
-    backward = draw(_some_ranks(1)) if apart and len(ranks) == 1 and draw(st.booleans()) else ()
-    recompute = draw(st.booleans())
-    in_blocks = recompute and not backward and draw(st.booleans())
-    return Stage(
-        ("n",),
-        ranks,
-        replace(COST, deferred_bytes=draw(st.sampled_from([None, 7, 13]))),
-        backward_ranks=backward,
-        recompute=recompute,
-        offload=draw(st.booleans()),
-        blocks=Blocks(("n",), 1.0, 0.5, 2.5, 5, 3) if in_blocks else None,
-    )
-
-
-@st.composite
-def _anywhere(draw):
-    counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
-    return [draw(_some_ranks(count)) for count in counts]
-
-
-@st.composite
-def _rounds(draw):
-    """Ranks of stages that go round over one to three sets of ranks."""
-    order = draw(_some_ranks(RANKS))
-    sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
-    sets = [order[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
-    return sets * draw(st.integers(1, 2))
-
-
-@st.composite
-def _v_shaped(draw):
-    """Ranks of two stages on each of one to three sets of ranks, the last ones in reverse."""
-    order = draw(_some_ranks(RANKS))
-    sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
-    sets = [order[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
-    return [*sets, *sets[::-1]]
-
-
-@st.composite
-def _transfers(draw, stages):
-    values = [(stage, (stage + 1,), True) for stage in range(stages - 1)]
-    if stages > 2:
-        uses = draw(st.sampled_from([(), (2,), (1, 2), (2, 1)]))
-        values += [(0, uses, draw(st.booleans()))]
-    return [
-        Transfer(*lane, 6)
-        for producer, uses, has_gradient in values
-        for lane in routes(producer, uses, has_gradient=has_gradient)
-    ]
 
 
 def programs_of(plan):

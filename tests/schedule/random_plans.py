@@ -1,0 +1,90 @@
+"""Random plans of the whole search space."""
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from pipectl.graph import routes
+from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, Transfer
+from pipectl.schedule import SCHEDULES
+from pipectl.schedule.order import Placement
+
+COST = StageCost(
+    1.0, 2.0, 0.5, parameter_bytes=100, optimizer_bytes=50, saved_bytes=10, input_bytes=4
+)
+RANKS = 6
+FLUSHED = [name for name, schedule in SCHEDULES.items() if schedule.flushes]
+
+
+@st.composite
+def plans(draw):
+    """Stages on six ranks: replicas, apart backwards, recomputation, offload."""
+    schedule = SCHEDULES[draw(st.sampled_from(FLUSHED))]
+    micro_batches, size = draw(st.integers(1, 8)), draw(st.integers(1, 5))
+    places = draw(_places(schedule.placement))
+    stages = [draw(_stage(ranks, schedule.allows_backward_elsewhere)) for ranks in places]
+    count = len(stages)
+    falls = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    warm_up = [1 + sum(falls[stage:]) for stage in range(count)]
+    return Plan(
+        name="random",
+        fingerprint=None,
+        schedule=schedule.name,
+        warm_up=tuple(warm_up if schedule.chooses_warm_up else [1] * count),
+        batch_size=micro_batches * size - draw(st.integers(0, size - 1)),
+        micro_batch_size=size,
+        micro_batches=micro_batches,
+        stages=tuple(stages),
+        transfers=tuple(draw(_transfers(count))),
+        node_of_rank=(0,) * RANKS,
+        replication=draw(st.sampled_from(Replication)),
+    )
+
+
+def _some_ranks(count):
+    return st.permutations(range(RANKS)).map(lambda ranks: tuple(ranks[:count]))
+
+
+@st.composite
+def _places(draw, placement):
+    """Ranks of each stage: any, or those of one to three sets in turn, or there and back."""
+    if placement is Placement.STRAIGHT:
+        counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+        return [draw(_some_ranks(count)) for count in counts]
+    order = draw(_some_ranks(RANKS))
+    sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
+    sets = [order[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
+    if placement is Placement.V_SHAPED:
+        return [*sets, *sets[::-1]]
+    return sets * draw(st.integers(1, 3))
+
+
+@st.composite
+def _stage(draw, ranks, may_be_apart):
+    """A stage on these ranks; without replicas, its backward may be on another."""
+    apart = may_be_apart and len(ranks) == 1 and draw(st.booleans())
+    recompute = draw(st.booleans())
+    in_blocks = recompute and not apart and draw(st.booleans())
+    return Stage(
+        ("n",),
+        ranks,
+        replace(COST, deferred_bytes=draw(st.sampled_from([None, 7, 13]))),
+        backward_ranks=draw(_some_ranks(1)) if apart else (),
+        recompute=recompute,
+        offload=draw(st.booleans()),
+        blocks=Blocks(("n",), 1.0, 0.5, 2.5, 5, 3) if in_blocks else None,
+    )
+
+
+@st.composite
+def _transfers(draw, stages):
+    """Each stage to the next, and perhaps a value of the first one for others."""
+    values = [(stage, (stage + 1,), True) for stage in range(stages - 1)]
+    uses = draw(st.sampled_from([(), (2,), (1, 2), (2, 1), (1, 3, 2)]))
+    if stages > max(uses, default=stages):
+        values += [(0, uses, draw(st.booleans()))]
+    return [
+        Transfer(*lane, 6)
+        for producer, uses, has_gradient in values
+        for lane in routes(producer, uses, has_gradient=has_gradient)
+    ]
