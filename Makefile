@@ -77,7 +77,7 @@ docs: $(INSTALLED) ## build the pages as a site in build/site; a broken link is 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/zensical build --clean --strict
 
-bench: $(MEASURED) ## measure the tool and its peers; rewrites docs/benchmarks.md (ONLY="ideal peer": those)
+bench: $(MEASURED) ## measure the tool and its peers; rewrites docs/benchmarks.md (ONLY="peer offload": those)
 	$(BIN)/python tests/benchmarks/write_page.py run $(ONLY)
 
 bench-planner: $(MEASURED) ## compare the planner with others; rewrites docs/planner-benchmarks.md

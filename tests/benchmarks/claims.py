@@ -9,31 +9,35 @@ profiles of the convolutional networks are those of ``cnn_profiles.py``.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import exp, inf, log
 from pathlib import Path
+from statistics import geometric_mean
 from time import perf_counter
 
 import ground_truth
 import offload
 import planner_cnns
-import planner_dapple
 import rehearsal
 from cnn_profiles import profile_of
 from in_turns import peak_of
 from planner_scale import Shape, cluster_of, gpt_profile
 from tables import table
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "planner" / "gate"))
+import published
+
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.link import Link
-from pipectl.plan import Plan
+from pipectl.plan import Plan, Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
+from pipectl.simulate import simulate
 from pipectl.units import format_bytes
 
 SHAPE = Shape(width=2048, heads=16, length=1024)
@@ -51,6 +55,11 @@ V_HALF_KEEPS = RANKS / 2 + 3 / 2
 """Micro-batches of the fullest rank."""
 PRECISION = 1.05
 """Of the number of blocks that fit."""
+
+SYNCHRONOUS = "synchronous 1F1B iteration latency, event-simulated, full-duplex links"
+AT_LEAST = "per-device micro-batch >= profile micro-batch"
+"""What is compared of the published plans of DAPPLE's profiles."""
+PAIRS = ("DAPPLE", "PipeDream"), ("pipectl", "DAPPLE"), ("pipectl", "PipeDream")
 
 OPENING = """# The claims of the papers, shown
 
@@ -85,27 +94,42 @@ def dapple_plans() -> Iterator[str]:
     yield "Claim: plans are up to 3.23 times faster than PipeDream's. On DAPPLE's profiles, links"
     yield "and 16 devices, simulated by the same simulator:\n"
     ratios: dict[str, list[float]] = {}
-    for _, _, steps_s, plan, _ in planner_dapple.problems(inf):
-        ours_s = plan.predicted_step_s
-        pairs = {"pipectl over DAPPLE": (steps_s["DAPPLE"], ours_s)}
-        if "PipeDream" in steps_s:
-            pairs["DAPPLE over PipeDream"] = (steps_s["PipeDream"], steps_s["DAPPLE"])
-            pairs["pipectl over PipeDream"] = (steps_s["PipeDream"], ours_s)
-        for name, (slow_s, fast_s) in pairs.items():
-            ratios.setdefault(name, []).append(slow_s / fast_s)
+    for steps_s in dapple_steps():
+        for slow, fast in (
+            ("DAPPLE", "pipectl"),
+            ("PipeDream", "DAPPLE"),
+            ("PipeDream", "pipectl"),
+        ):
+            if slow in steps_s:
+                ratio = steps_s[slow] / steps_s[fast]
+                ratios.setdefault(f"{fast} over {slow}", []).append(ratio)
     yield from table(
         ("plans", "problems", "faster on average", "at least", "at most"),
         (
-            (
-                name,
-                len(found),
-                f"{exp(sum(map(log, found)) / len(found)):.2f}x",
-                f"{min(found):.2f}x",
-                f"{max(found):.2f}x",
-            )
+            (name, len(found), *(f"{each(found):.2f}x" for each in (geometric_mean, min, max)))
             for name, found in sorted(ratios.items())
         ),
     )
+
+
+def dapple_steps() -> Iterator[dict[str, float]]:
+    """Of every problem of DAPPLE's: the simulated steps by who found the plan."""
+    for path in sorted(Path(os.environ["PIPECTL_WORKLOADS"]).glob("dapple-*.json")):
+        document, profile = json.loads(path.read_text()), published.half_and_half(path)
+        problems: dict[tuple[str, int, int], dict[str, float]] = {}
+        for entry in document["best_known"]:
+            if entry["objective"] == SYNCHRONOUS and entry["rule"] == AT_LEAST:
+                problem = tuple(
+                    entry[key] for key in ("layout", "global_batch", "profile_micro_batch")
+                )
+                cluster = published.cluster_of(document["cluster"]["layouts"][entry["layout"]])
+                plans = published.plans_of(profile, entry, cluster)
+                step_s = min(simulate(plan, cluster).step_time_s for plan in plans)
+                problems.setdefault(problem, {})[entry["found_by"].split()[0]] = step_s
+        for (layout, batch, _), steps_s in problems.items():
+            cluster = published.cluster_of(document["cluster"]["layouts"][layout])
+            request = PlanRequest("dapple", batch, replicas=None, replication=Replication.SPLIT)
+            yield steps_s | {"pipectl": make_plan(profile, cluster, request).predicted_step_s}
 
 
 def one_f_one_b_and_gpipe() -> Iterator[str]:

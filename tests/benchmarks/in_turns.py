@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from overlap import HOSTS, shaped_link
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
@@ -24,14 +24,23 @@ from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 
 HERE = Path(__file__).resolve().parent
-RANKS = HERE / "ranks"
 WORKER = "pipectl.runtime.worker"
-MODELS = HERE / "models"
 CONFIGS = HERE.parents[1] / "configs" / "models"
 CORPUS = HERE.parent / "corpus"
 FAST = Link(latency_s=5e-6, bandwidth_bytes_per_s=4e9)
 """Shared memory."""
 NO_VARIABLES: Mapping[str, str] = {}
+HOSTS = {"benchA": "10.77.0.1", "benchB": "10.77.0.2"}
+"""Addresses of two ranks by their network namespace."""
+DEVICE = "bench0"
+"""Of the link between these."""
+ENTER = f"""#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+host=$1; shift
+case $host in {HOSTS["benchA"]}) space=benchA;; *) space=benchB;; esac
+exec ip netns exec $space bash -c "$*"
+"""
+"""Runs a command in the namespace of a host, as ``rsh`` would on the host."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +88,6 @@ def vision(name: str) -> Job:
     )
 
 
-def even_cnn() -> Job:
-    """Equal blocks of convolutions."""
-    return Job(
-        {"factory": f"{MODELS}/even.py:cnn"},
-        "torch.nn:CrossEntropyLoss",
-        {"factory": f"{CORPUS}/own.py:Images", "kwargs": {"pixels": 32, "classes": 10}},
-    )
-
-
 def profiled(folder: Path, micro_batches: int | None, *, again: bool = False) -> Profile:
     """The profile of the job in a folder, measured with as many neighbours as it has ranks.
 
@@ -114,53 +114,90 @@ def cluster_of(ranks: int, between: Link | None = None) -> Cluster:
     return Cluster("benchmark", "given", nodes, FAST, between or FAST)
 
 
-def start(
-    program: str,
-    folder: Path,
+def launch(
+    program: Sequence[str],
     ranks: int,
     megabits: int = 0,
     variables: Mapping[str, str] = NO_VARIABLES,
 ) -> None:
-    """Run a program of ``ranks/`` to its end.
+    """Run a program of MPI ranks to its end.
 
     Args:
+        program: what follows ``python``.
         megabits: a second, of the only link between two ranks; 0 for shared memory.
         variables: of the ranks' environment.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the mpiexec beside it
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables, "PATH": path}
     if megabits:
-        environment["GLOO_SOCKET_IFNAME"] = "overlap0"
+        environment["GLOO_SOCKET_IFNAME"] = DEVICE
     alone = nullcontext(["mpiexec", "-n", str(ranks)])
-    with shaped_link(megabits) if megabits else alone as launch:
-        worker = [sys.executable, "-W", "ignore", "-m", "mpi4py", str(RANKS / program)]
-        command = [*launch, *worker, str(folder)]
+    with shaped_link(megabits) if megabits else alone as begin:
+        command = [*begin, sys.executable, "-W", "ignore", "-m", "mpi4py", *program]
         # Warnings of the network's library are no figures.
         subprocess.run(command, env=environment, stdout=sys.stderr, check=True, timeout=1800)
 
 
-def run_ranks(
+def run_worker(
     module: str, run: RunDirectory, ranks: int, variables: Mapping[str, str] = NO_VARIABLES
 ) -> None:
-    """Run a worker on a run directory to its end, in as many processes as there are ranks."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the mpiexec beside it
-    worker = [sys.executable, "-W", "ignore", "-m", "mpi4py", "-m", module, "--run", str(run.path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables, "PATH": path}
-    command = ["mpiexec", "-n", str(ranks), *worker]
-    subprocess.run(command, env=environment, stdout=sys.stderr, check=True, timeout=1800)
+    """Run a worker on a run directory to its end."""
+    launch(("-m", module, "--run", str(run.path)), ranks, variables=variables)
 
 
 def train_in_turns(
-    folder: Path,
-    case: dict[str, Any],
-    ranks: int,
-    megabits: int = 0,
-    variables: Mapping[str, str] = NO_VARIABLES,
+    folder: Path, case: dict[str, Any], ranks: int, megabits: int = 0
 ) -> list[dict[str, Any]]:
-    """What every rank found; see ``ranks/turns.py``."""
-    (folder / "case.json").write_text(json.dumps(case))
-    start("turns.py", folder, ranks, megabits, variables)
+    """What every rank found; see ``rank.py``."""
+    host = next(iter(HOSTS.values())) if megabits else "127.0.0.1"
+    (folder / "case.json").write_text(json.dumps({**case, "host": host}))
+    launch((str(HERE / "rank.py"), str(folder)), ranks, megabits)
     found: list[dict[str, Any]] = json.loads((folder / "result.json").read_text())
     return found
+
+
+@contextmanager
+def shaped_link(megabits: int) -> Iterator[list[str]]:
+    """The beginning of a command whose two ranks have only this link; needs root, ip and tc."""
+    with tempfile.TemporaryDirectory() as folder:
+        enter = Path(folder) / "enter"
+        enter.write_text(ENTER)
+        enter.chmod(0o755)
+        try:
+            make_link(megabits)
+            yield [
+                *("ip", "netns", "exec", "benchA"),
+                *("mpiexec", "-launcher", "rsh", "-launcher-exec", str(enter)),
+                *("-hosts", ",".join(HOSTS.values()), "-ppn", "1", "-n", "2"),
+                *("-env", "MPIR_CVAR_NOLOCAL", "1", "-env", "UCX_TLS", "tcp,self"),
+                *("-env", "UCX_NET_DEVICES", DEVICE, "-env", "FI_PROVIDER", "tcp"),
+            ]
+        finally:
+            for space in HOSTS:
+                subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+def make_link(megabits: int) -> None:
+    """Two network namespaces and the link between them."""
+
+    def call(*command: str) -> None:
+        subprocess.run(command, check=True, capture_output=True)
+
+    first, second = HOSTS
+    for space in HOSTS:
+        call("ip", "netns", "add", space)
+    call(
+        *("ip", "link", "add", DEVICE, "netns", first),
+        *("type", "veth", "peer", "name", DEVICE, "netns", second),
+    )
+    for space, host in HOSTS.items():
+        inside = ("ip", "netns", "exec", space)
+        call(*inside, "ip", "addr", "add", f"{host}/24", "dev", DEVICE)
+        call(*inside, "ip", "link", "set", DEVICE, "up")
+        call(*inside, "ip", "link", "set", "lo", "up")
+        shape = ("rate", f"{megabits}mbit", "burst", "256k", "latency", "50ms")
+        call(*inside, "tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", *shape)
+    time.sleep(3.0)  # until the link is up for both sides
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:
@@ -178,17 +215,3 @@ def peak_of(plan: Plan) -> int:
     """Predicted, of the rank that holds the most."""
     assert plan.prediction is not None
     return max(plan.prediction.peak_memory_bytes)
-
-
-def rates(plan: Plan, steps_s: Sequence[float]) -> list[float]:
-    """Samples per second of some steps."""
-    return [plan.batch_size / step_s for step_s in steps_s]
-
-
-def may_shape() -> bool:
-    """Whether links can be shaped here."""
-    return os.geteuid() == 0 and bool(shutil.which("ip") and shutil.which("tc"))
-
-
-HOST = next(iter(HOSTS.values()))
-"""Of the first rank, where links are shaped."""

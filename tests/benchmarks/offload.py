@@ -21,17 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from in_turns import (
-    WORKER,
-    Job,
-    cluster_of,
-    gpt,
-    peak_of,
-    profiled,
-    rates,
-    run_ranks,
-    train_in_turns,
-)
+from in_turns import WORKER, Job, cluster_of, gpt, peak_of, profiled, run_worker
 from tables import print_table
 
 from pipectl.cluster import Cluster, OffloadTarget
@@ -48,7 +38,9 @@ RANKS, MICRO_BATCHES, SAMPLES = 2, 16, 4
 """Of the trained job; samples of a micro-batch."""
 JOB: Job = gpt(layers=4, width=768, batch=MICRO_BATCHES * SAMPLES)
 TOO_SLOW = 4
-JOB_RANKS, JOB_MICRO_BATCHES, JOB_STEPS = 4, 8, 7
+JOB_RANKS, JOB_MICRO_BATCHES = 4, 8
+FIRST_STEPS, JOB_STEPS = 2, 5
+"""Of a job: those that do not count, and those that do."""
 
 
 @dataclass
@@ -58,6 +50,27 @@ class Way:
     plan: Plan
     steps_s: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
+
+    def train(self, profile: Profile, folder: Path, name: str) -> None:
+        """Add what the metrics and the heartbeat of a job say that trains the plan."""
+        run = RunDirectory.create(folder / "runs", name, 0.0)
+        document = yaml.safe_load((folder / "job.yaml").read_text())
+        batches = document["training"]["batch_size"] // self.plan.batch_size
+        document["training"]["steps"] = FIRST_STEPS + JOB_STEPS * batches
+        document["training"]["batch_size"] = self.plan.batch_size
+        run.job.write_text(yaml.safe_dump(document))
+        profile.save(run.profile)
+        self.plan.save(run.plan)
+        tight = TIGHT_HEAP if any(stage.offload for stage in self.plan.stages) else {}
+        run_worker(WORKER, run, self.plan.ranks, tight)
+        steps_s = [line.step_time_s for line in read_metrics(run) if line.step_time_s is not None]
+        self.steps_s += steps_s[FIRST_STEPS:]
+        ranks = json.loads(run.heartbeat.read_text())["ranks"]
+        self.peaks.append(max(rank["peak_bytes"] for rank in ranks))
+
+    def rate(self, step_s: float) -> float:
+        """Samples per second."""
+        return self.plan.batch_size / step_s
 
 
 def disk_link(folder: Path, size: int = 256 << 20) -> Link:
@@ -80,7 +93,7 @@ def with_disk(disk: Link) -> Cluster:
     return replace(cluster, nodes=tuple(replace(node, device=device) for node in cluster.nodes))
 
 
-def on_two_ranks(profile: Profile, disk: Link) -> dict[str, Plan]:
+def on_two_ranks(profile: Profile, disk: Link) -> dict[str, Way]:
     """Plans with everything in flight."""
     request = PlanRequest(
         "gpt",
@@ -91,51 +104,13 @@ def on_two_ranks(profile: Profile, disk: Link) -> dict[str, Plan]:
         warm_up=(MICRO_BATCHES,) * RANKS,
         offload_to=OffloadTarget.DISK,
     )
-    ways = {"keep": {}, "recompute": {"recompute": True}, "offload to disk": {"offload": True}}
-    cluster = with_disk(disk)
-    return {
-        way: make_plan(profile, cluster, replace(request, **wanted))  # type: ignore[arg-type]
-        for way, wanted in ways.items()
+    ways = {
+        "keep": request,
+        "recompute": replace(request, recompute=True),
+        "offload to disk": replace(request, offload=True),
     }
-
-
-def train(plan: Plan, folder: Path) -> tuple[list[float], int]:
-    """Seconds a step, and the largest resident peak, in processes of their own."""
-    plan.save(folder / "plan.json")
-    case = {"contenders": {"it": {"plan": "plan.json"}}, "rounds": 2, "steps": 1}
-    tight = TIGHT_HEAP if any(stage.offload for stage in plan.stages) else {}
-    found = train_in_turns(folder, case, RANKS, variables=tight)
-    return found[0]["seconds"]["it"], max(rank["peak_bytes"] for rank in found)
-
-
-def needed(plan: Plan) -> tuple[int, float]:
-    """What a forward saves, and bytes a second that hide it."""
-    costs = [stage.cost for stage in plan.stages]
-    return max(cost.saved_bytes for cost in costs), max(
-        cost.saved_bytes / cost.forward_s for cost in costs
-    )
-
-
-def disk(rounds: int) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        JOB.write(folder, RANKS)
-        link, profile = disk_link(folder), profiled(folder, MICRO_BATCHES)
-        found = {way: Way(plan) for way, plan in on_two_ranks(profile, link).items()}
-        for _ in range(rounds):
-            for way in found.values():
-                steps_s, peak = train(way.plan, folder)
-                way.steps_s += steps_s
-                way.peaks.append(peak)
-    saved, enough = needed(found["keep"].plan)
-    print(f"\n### Offload to disk: {RANKS} ranks, {MICRO_BATCHES} micro-batches in flight, "
-          f"{rounds} rounds\n\n"
-          f"A forward saves {format_bytes(saved)}: hidden from {enough / 1e9:.2f} GB/s on; "
-          f"the disk gives {link.bandwidth_bytes_per_s / 1e9:.2f} GB/s.\n")  # fmt: skip
-    print_table(*comparison(found))
-    slow = Link(link.latency_s, enough / TOO_SLOW)
-    print(f"\nWith a disk of {slow.bandwidth_bytes_per_s / 1e9:.2f} GB/s, predicted:\n")
-    print_table(*comparison({way: Way(plan) for way, plan in on_two_ranks(profile, slow).items()}))
+    cluster = with_disk(disk)
+    return {way: Way(make_plan(profile, cluster, wanted)) for way, wanted in ways.items()}
 
 
 def comparison(ways: Mapping[str, Way]) -> tuple[list[str], list[list[str]]]:
@@ -147,57 +122,19 @@ def comparison(ways: Mapping[str, Way]) -> tuple[list[str], list[list[str]]]:
     for way, one in ways.items():
         cells = [way, str(one.plan.ranks)]
         cells += _against(format_bytes, peak_of(one.plan), peak_of(first.plan))
-        cells += _against(
-            _rate, *(rates(each.plan, [each.plan.predicted_step_s])[0] for each in (one, first))
-        )
+        predicted = (each.rate(each.plan.predicted_step_s) for each in (one, first))
+        cells += _against("{:.4g}".format, *predicted)
         if one.peaks:
             peaks = (round(statistics.median(each.peaks)) for each in (one, first))
             cells += _against(format_bytes, *peaks)
-            found = (statistics.median(rates(each.plan, each.steps_s)) for each in (one, first))
-            cells += _against(_rate, *found)
+            found = (each.rate(statistics.median(each.steps_s)) for each in (one, first))
+            cells += _against("{:.4g}".format, *found)
         rows.append(cells)
     return columns, rows
 
 
 def _against(form: Callable[[Any], str], value: float, first: float) -> tuple[str, str]:
     return form(value), f"{value / first - 1:+.1%}"
-
-
-def _rate(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def as_job(plan: Plan, profile: Profile, folder: Path, name: str) -> Way:
-    """What the metrics and the heartbeat of a job say that trains a plan."""
-    run = RunDirectory.create(folder / "runs", name, 0.0)
-    document = yaml.safe_load((folder / "job.yaml").read_text())
-    document["training"]["steps"] = (
-        JOB_STEPS * document["training"]["batch_size"] // plan.batch_size
-    )
-    document["training"]["batch_size"] = plan.batch_size
-    run.job.write_text(yaml.safe_dump(document))
-    profile.save(run.profile)
-    plan.save(run.plan)
-    tight = TIGHT_HEAP if any(stage.offload for stage in plan.stages) else {}
-    run_ranks(WORKER, run, plan.ranks, tight)
-    steps_s = [line.step_time_s for line in read_metrics(run) if line.step_time_s is not None]
-    ranks = json.loads(run.heartbeat.read_text())["ranks"]
-    return Way(plan, steps_s[2:], [max(rank["peak_bytes"] for rank in ranks)])
-
-
-def trained_jobs() -> dict[str, Way]:
-    """1F1B, PipeDream and PipeFB on as many ranks."""
-    job = gpt(layers=4, width=256, batch=32)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        job.write(folder, JOB_RANKS)
-        profile = profiled(folder, JOB_MICRO_BATCHES)
-        request = PlanRequest("gpt", job.batch, micro_batches=JOB_MICRO_BATCHES, stages=JOB_RANKS)
-        ways = {}
-        for way, each in thesis(replace(request, offload_to=OffloadTarget.DISK)).items():
-            plan = make_plan(profile, cluster_of(JOB_RANKS), each)
-            ways[way] = as_job(plan, profile, folder, way.replace(", ", "-").lower())
-    return ways
 
 
 def thesis(request: PlanRequest) -> dict[str, PlanRequest]:
@@ -219,11 +156,46 @@ def thesis(request: PlanRequest) -> dict[str, PlanRequest]:
     }
 
 
+def trained_jobs() -> dict[str, Way]:
+    """1F1B, PipeDream and PipeFB on as many ranks."""
+    job = gpt(layers=4, width=256)
+    request = PlanRequest("gpt", job.batch, micro_batches=JOB_MICRO_BATCHES, stages=JOB_RANKS)
+    ways = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job.write(folder, JOB_RANKS)
+        profile = profiled(folder, JOB_MICRO_BATCHES)
+        for way, each in thesis(replace(request, offload_to=OffloadTarget.DISK)).items():
+            ways[way] = Way(make_plan(profile, cluster_of(JOB_RANKS), each))
+            ways[way].train(profile, folder, way.replace(", ", "-").lower())
+    return ways
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    print("## Jobs short of memory")
-    disk(parser.parse_args().rounds)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        JOB.write(folder, RANKS)
+        disk, profile = disk_link(folder), profiled(folder, MICRO_BATCHES)
+        found = on_two_ranks(profile, disk)
+        for _ in range(rounds):
+            for way, one in found.items():
+                one.train(profile, folder, way.replace(" ", "-"))
+    costs = [stage.cost for stage in found["keep"].plan.stages]
+    saved, enough = (
+        max(cost.saved_bytes for cost in costs),
+        max(cost.saved_bytes / cost.forward_s for cost in costs),
+    )
+    print(f"### Offload to disk: {RANKS} ranks, {MICRO_BATCHES} micro-batches in flight, "
+          f"{rounds} rounds\n\n"
+          f"A forward saves {format_bytes(saved)}: hidden from {enough / 1e9:.2f} GB/s on; "
+          f"the disk gives {disk.bandwidth_bytes_per_s / 1e9:.2f} GB/s.\n")  # fmt: skip
+    print_table(*comparison(found))
+    slow = Link(disk.latency_s, enough / TOO_SLOW)
+    print(f"\nWith a disk of {slow.bandwidth_bytes_per_s / 1e9:.2f} GB/s, predicted:\n")
+    print_table(*comparison(on_two_ranks(profile, slow)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from in_turns import WORKER, run_ranks
+from in_turns import WORKER, run_worker
 
 from pipectl.cluster import assumed_cluster
 from pipectl.planner import PlanRequest, make_plan
@@ -68,7 +68,7 @@ def accuracy(way: Way, stages: int, more: list[str], profile: Profile, base: Pat
         backward_apart=apart,
     )
     make_plan(profile, assumed_cluster("here", [ranks], ranks, None), request).save(run.plan)
-    run_ranks(WORKER, run, ranks)
+    run_worker(WORKER, run, ranks)
     found = [line.evaluation for line in read_metrics(run) if line.evaluation is not None]
     return float(found[-1]["accuracy"])
 

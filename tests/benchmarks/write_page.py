@@ -59,10 +59,7 @@ class Page:
 RUN = Page(
     CHECKOUT / "docs" / "benchmarks.md",
     "",
-    (
-        *("peer", "ideal", "prediction", "rehearsal", "offload", "overlap", "reduction"),
-        *("stage_times", "stage_memory", "staleness", "compiled", "checkpoint"),
-    ),
+    ("peer", "prediction", "rehearsal", "offload", "staleness", "compiled"),
     ("torch", "mpi4py", "mpich"),
     """# Benchmarks
 
@@ -72,20 +69,21 @@ are, and what its features cost. The planner is on [a page of its own](planner-b
 Contenders take turns within one run. Figures are medians, with the lowest and the highest value in
 parentheses; a ratio above 1x means faster. *Load* is the load average of the machine before the
 section. `make bench` measures all sections and writes this page, in some hours; `make bench
-ONLY="ideal peer"` measures two of them.
+ONLY="peer offload"` measures two of them.
 """,
 )
 PLANNER = Page(
     CHECKOUT / "docs" / "planner-benchmarks.md",
     "planner_",
-    ("optimality", "dapple", "cnns", "scale"),
+    ("optimality", "cnns", "scale"),
     ("numpy", "llvmlite"),
     """# Planner benchmarks
 
-This page shows how good the planner's plans are, compared with published optima and with other
-planners, and how long planning takes. `make bench-planner` measures all sections and writes it.
-Planning times are of one core, after import and compilation, without reading files. The workloads
-of other planners are third-party data outside this repository (`PIPECTL_WORKLOADS`).
+This page shows how good the planner's plans are, compared with published optima and with bounds,
+and how long planning takes; [the page of claims](claims.md) compares plans with those of other
+planners. `make bench-planner` measures all sections and writes this page. Planning times are of one
+core, after import and compilation, without reading files. The workloads of other planners are
+third-party data outside this repository (`PIPECTL_WORKLOADS`).
 """,
 )
 PAGES = {"run": RUN, "planner": PLANNER}
