@@ -35,17 +35,13 @@ def measured(size_bytes, **times):
     return Steps(channels(size_bytes), [step(**times)] * 6, [6.9 * MS] * 6)
 
 
-def test_every_row_has_the_time_that_it_took():
+def test_every_row_has_the_time_that_it_took_and_a_step_what_no_row_has():
     found = row_times_of([measured(1000)])
     assert found.send_start == ((1000, pytest.approx(0.1 * MS)),)
     assert found.send_wait == ((1000, pytest.approx(0.01 * MS)),)
     assert found.receive_start == ((1000, pytest.approx(0.05 * MS)),)
     assert found.receive_wait == ((1000, pytest.approx(0.03 * MS)),)
     assert found.compute == pytest.approx(0.02 * MS)
-
-
-def test_a_step_begins_and_ends_with_what_no_row_has():
-    found = row_times_of([measured(1000)])
     assert found.begin == pytest.approx(0.1 * MS)
     assert found.agree == pytest.approx(0.4 * MS)
     # 6.9 ms in all, from its first to its last row 6.6, and an update of 0.3

@@ -12,9 +12,12 @@ from validator import InvalidError, validate
 from pipectl.cluster import assumed_cluster
 from pipectl.graph import TransferKind
 from pipectl.plan import Replication
-from pipectl.schedule import Action, Actions, Kind, channels, lower, messages
+from pipectl.schedule import SCHEDULES, Action, Actions, Kind, channels, lower, messages
 from pipectl.simulate import simulate
 from pipectl.simulate.memory import host_bytes, stage_peaks_in_flight
+
+ENDS = {TransferKind.ACTIVATION: Kind.FORWARD, TransferKind.GRADIENT: Kind.BACKWARD}
+"""What both ends of a message compute."""
 
 
 def programs_of(plan):
@@ -26,100 +29,100 @@ def samples_of(plan, micro_batch):
 
 
 @settings(max_examples=300, deadline=None)
-@given(plan=plans())
-def test_programs_of_any_plan_are_proved(plan):
-    assert validate(plan, programs_of(plan)) == stage_peaks_in_flight(plan)
+@given(plan=plans(), fewer=st.integers(0, 2))
+def test_programs_of_any_plan_are_proved(plan, fewer):
+    in_flight = validate(plan, programs_of(plan))
+    assert in_flight == stage_peaks_in_flight(plan)
+    for stage, depth, most in zip(plan.stages, plan.warm_up, in_flight, strict=True):
+        if plan.schedule == "1f1b" and stage.updating_ranks == stage.ranks[:1]:
+            assert most == min(depth, plan.micro_batches)
+    count = max(1, plan.micro_batches - fewer)
+    validate(plan, [lower(plan, rank, count) for rank in range(plan.ranks)], count)
 
 
-@settings(deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(plan=plans())
-def test_every_sample_is_computed_once_on_the_rank_that_is_said(plan):
-    found = []
+def test_every_sample_is_computed_and_sent_once_by_the_ranks_that_are_said(plan):
+    computed, sent = [], []
     for rank, program in enumerate(programs_of(plan)):
         for action in program:
-            if action.kind is Kind.RECOMPUTE or action.kind <= Kind.BACKWARD_WEIGHT:
-                whole = 0, samples_of(plan, action.micro_batch)
-                span = (action.start, action.stop) if action.start >= 0 else whole
-                found += [(*action[:3], sample, rank) for sample in range(*span)]
-    whole = plan.schedule in ("gpipe", "1f1b", "interleaved", "looped-bfs")
-    backwards = [Kind.BACKWARD] if whole else [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
-    expected = [
-        (kind, stage, index, sample, rank_of(plan, held, kind, index, sample))
+            channel = channels(plan)[action.channel] if action.channel >= 0 else None
+            for sample in span_of(plan, action.micro_batch, action.start, action.stop):
+                if action.kind is Kind.RECOMPUTE or action.kind <= Kind.BACKWARD_WEIGHT:
+                    computed.append((*action[:3], sample, rank))
+                elif action.kind is Kind.SEND_START and channel.kind in ENDS:
+                    stages = channel.source_stage, channel.target_stage
+                    way = rank, channel.target_rank
+                    sent.append((channel.kind, *stages, action.micro_batch, sample, *way))
+    halves = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
+    backwards = halves if SCHEDULES[plan.schedule].splits_backward else [Kind.BACKWARD]
+    assert sorted(computed) == sorted(
+        (kind, stage, *sample, rank_of(plan, stage, kind, *sample))
         for stage, held in enumerate(plan.stages)
         for kind in [Kind.FORWARD, *backwards, *([Kind.RECOMPUTE] if held.recompute else [])]
-        for index in range(plan.micro_batches)
-        for sample in range(samples_of(plan, index))
+        for sample in samples_of_step(plan)
+    )
+    ways = [
+        (*transfer, *sample, *(rank_of(plan, s, ENDS[transfer[0]], *sample) for s in transfer[1:]))
+        for transfer in {(item.kind, item.source, item.target) for item in plan.transfers}
+        for sample in samples_of_step(plan)
     ]
-    assert sorted(found) == sorted(expected)
+    assert sorted(sent) == sorted(way for way in ways if way[-2] != way[-1])
+
+
+def span_of(plan, micro_batch, start, stop):
+    """The samples from one to another, or all of a micro-batch."""
+    return range(start, stop) if start >= 0 else range(samples_of(plan, micro_batch))
+
+
+def samples_of_step(plan):
+    return [(i, s) for i in range(plan.micro_batches) for s in range(samples_of(plan, i))]
 
 
 def rank_of(plan, stage, kind, index, sample):
     """Replicas take micro-batches in turn, or each an equal part of the samples."""
-    ranks = stage.ranks if kind is Kind.FORWARD else stage.updating_ranks
+    held = plan.stages[stage]
+    ranks = held.ranks if kind is Kind.FORWARD else held.updating_ranks
     if plan.replication is Replication.WHOLE:
         return ranks[index % len(ranks)]
     firsts = [r * samples_of(plan, index) // len(ranks) for r in range(len(ranks))]
     return ranks[sum(first <= sample for first in firsts) - 1]
 
 
-def damaged(programs, rank, change):
-    rows = list(programs[rank])
-    change(rows)
-    return [*programs[:rank], Actions.of(rows), *programs[rank + 1 :]]
+def taken_out(rows, position, data):
+    rows.pop(position)
 
 
-def drawn_row(data, programs, wanted=lambda row: True):
-    """A rank, and where one of its rows is."""
-    places = [
-        (rank, position)
-        for rank, program in enumerate(programs)
-        for position, row in enumerate(program)
-        if wanted(row)
-    ]
-    return data.draw(st.sampled_from(places))
+def doubled(rows, position, data):
+    rows.insert(position, rows[position])
 
 
-@settings(deadline=None)
-@given(plan=plans(), data=st.data())
-def test_no_row_can_be_missing_or_there_twice(plan, data):
-    programs = programs_of(plan)
-    rank, position = drawn_row(data, programs)
-    for change in (
-        lambda rows: rows.pop(position),
-        lambda rows: rows.insert(position, rows[position]),
-    ):
-        with pytest.raises(InvalidError):
-            validate(plan, damaged(programs, rank, change))
+def put_first(rows, position, data):
+    rows.insert(0, rows.pop(position))
 
 
-@settings(deadline=None)
-@given(plan=plans(), data=st.data())
-def test_no_wait_or_backward_can_come_first(plan, data):
-    programs = programs_of(plan)
-    waits = [kind for kind in Kind if kind.name.endswith("_WAIT") or kind.name[:4] == "BACK"]
-    rank, position = drawn_row(data, programs, lambda row: row.kind in waits)
-
-    def change(rows):
-        rows.insert(0, rows.pop(position))
-
-    with pytest.raises(InvalidError):
-        validate(plan, damaged(programs, rank, change))
-
-
-@settings(deadline=None)
-@given(plan=plans(), data=st.data())
-def test_no_row_can_be_about_something_else(plan, data):
-    programs = programs_of(plan)
-    rank, position = drawn_row(data, programs)
+def about_something_else(rows, position, data):
     field = data.draw(st.sampled_from(["kind", "stage", "micro_batch", "start", "stop"]))
-    row = programs[rank].rows[position].tolist()
-    row[Action._fields.index(field)] += 1
+    values = list(rows[position])
+    values[Action._fields.index(field)] += 1
+    rows[position] = Action(Kind(values[0] % len(Kind)), *values[1:])
 
-    def change(rows):
-        rows[position] = Action(Kind(row[0] % len(Kind)), *row[1:])
 
+@pytest.mark.parametrize("damage", [taken_out, doubled, put_first, about_something_else])
+@settings(deadline=None)
+@given(plan=plans(), data=st.data())
+def test_no_row_can_be_otherwise(damage, plan, data):
+    programs = [list(program) for program in programs_of(plan)]
+    waits = [kind for kind in Kind if kind.name.endswith("_WAIT") or kind.name[:4] == "BACK"]
+    places = [
+        (rows, position)
+        for rows in programs
+        for position, row in enumerate(rows)
+        if damage is not put_first or row.kind in waits
+    ]
+    damage(*data.draw(st.sampled_from(places)), data)
     with pytest.raises(InvalidError):
-        validate(plan, damaged(programs, rank, change))
+        validate(plan, list(map(Actions.of, programs)))
 
 
 @settings(deadline=None)
@@ -166,9 +169,8 @@ class Ledger:
                 self.resident += 100
 
     def size(self, full, action):
-        whole = 0, samples_of(self.plan, action.micro_batch)
-        start, stop = (action.start, action.stop) if action.start >= 0 else whole
-        return Fraction(full * (stop - start), self.plan.micro_batch_size)
+        samples = len(span_of(self.plan, action.micro_batch, action.start, action.stop))
+        return Fraction(full * samples, self.plan.micro_batch_size)
 
     def mine(self, kind, stage, end):
         """Channels of a kind at one end of which is this stage on this rank."""

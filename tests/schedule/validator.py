@@ -15,14 +15,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipectl.cluster import assumed_cluster
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule import Action, Actions, Kind, channels, messages, portion, roles
 from pipectl.schedule.actions import Integers
 from pipectl.schedule.channel import Portion, is_apart, is_kept
 from pipectl.schedule.registry import is_unflushed, order_of, schedule_of
-from pipectl.simulate import simulate
 
 STARTED_BY = {
     Kind.SEND_WAIT: Kind.RECEIVE_START,
@@ -46,15 +44,12 @@ def validate(
     plan: Plan,
     programs: Sequence[Actions],
     micro_batches: int | None = None,
-    *,
-    process_baseline_bytes: int = 0,
 ) -> tuple[int, ...]:
     """Execute the programs; the most micro-batches between forward and backward, by stage.
 
     Args:
         programs: of every rank; of overlapping steps, a stretch of some number of these.
         micro_batches: of the step; by default the plan's.
-        process_baseline_bytes: what a process holds before it has a stage.
 
     Raises:
         InvalidError: naming rank and row of the first fault, or the ranks that wait.
@@ -64,28 +59,28 @@ def validate(
         count = plan.micro_batches * sum(row.kind is Kind.UPDATE for row in programs[0])
     execution = Execution(plan, programs, count)
     execution.run()
-    if plan.memory_limit_bytes is not None:
-        nodes = Counter(plan.node_of_rank)
-        cluster = assumed_cluster("c", [nodes[n] for n in range(1 + max(nodes))], 1, None)
-        found = simulate(plan, cluster, programs, process_baseline_bytes=process_baseline_bytes)
-        if max(found.peak_memory_bytes) > plan.memory_limit_bytes:
-            raise InvalidError(f"ranks would hold {found.peak_memory_bytes}, above the limit")
     return tuple(execution.peaks[stage] for stage in range(len(plan.stages)))
 
 
-class Progress:
-    """Ranks that go on until they wait for what another one has not started.
+class Execution:
+    """All ranks of one step, or of a stretch of steps that overlap.
 
-    Args:
-        starters: how many ranks start a sum, by stage.
+    Ranks go on until they wait for what another one has not started.
     """
 
-    def __init__(self, programs: Sequence[Actions], starters: Sequence[int] = ()) -> None:
-        self.programs, self.starters = [list(program) for program in programs], starters
+    def __init__(self, plan: Plan, programs: Sequence[Actions], micro_batches: int) -> None:
+        self.plan, self.count = plan, micro_batches
+        self.programs = [list(program) for program in programs]
+        self.channels = list(enumerate(channels(plan)))
+        self.order, self.overlaps = order_of(plan, micro_batches), is_unflushed(plan)
+        self.expected = [dict(self.rows_of(rank)) for rank in range(plan.ranks)]
         self.started: Counter[Row] = Counter()
+        self.done: list[dict[Row, None]] = [{} for _ in self.programs]
+        self.flying: Counter[tuple[int, int]] = Counter()
+        self.peaks: Counter[int] = Counter()
 
     def run(self) -> None:
-        """Execute everything."""
+        """Execute everything, after which nothing is missing."""
         position, moved = [0] * len(self.programs), True
         while moved:
             moved = False
@@ -97,39 +92,6 @@ class Progress:
         waiting = [r for r, rows in enumerate(self.programs) if position[r] < len(rows)]
         if waiting:
             raise InvalidError(f"ranks {waiting} wait for each other")
-
-    def is_over(self, row: Row) -> bool:
-        """Whether a row does not wait for another rank."""
-        kind, owner, index = row
-        if kind not in STARTED_BY:
-            return True
-        sums = kind is Kind.REDUCE_WAIT
-        if sums and owner >= len(self.starters):
-            raise InvalidError(f"there is no stage {owner}")
-        starters = self.starters[owner] if sums else 1
-        return self.started[STARTED_BY[kind], owner, index] >= starters
-
-    def execute(self, rank: int, action: Action) -> None:
-        """Note what a row starts."""
-        self.started[row_of(action)] += 1
-
-
-class Execution(Progress):
-    """All ranks of one step, or of a stretch of steps that overlap."""
-
-    def __init__(self, plan: Plan, programs: Sequence[Actions], micro_batches: int) -> None:
-        super().__init__(programs, [stage.replicas for stage in plan.stages])
-        self.plan, self.count = plan, micro_batches
-        self.channels = list(enumerate(channels(plan)))
-        self.order, self.overlaps = order_of(plan, micro_batches), is_unflushed(plan)
-        self.expected = [dict(self.rows_of(rank)) for rank in range(plan.ranks)]
-        self.done: list[dict[Row, None]] = [{} for _ in self.programs]
-        self.flying: Counter[tuple[int, int]] = Counter()
-        self.peaks: Counter[int] = Counter()
-
-    def run(self) -> None:
-        """Execute everything, after which nothing is missing."""
-        super().run()
         for rank, (expected, done) in enumerate(zip(self.expected, self.done, strict=True)):
             gone = {row[1:] for row in done if row[0] is Kind.OFFLOAD_START}
             missing = {r for r in expected if r[0] not in AWAY or r[1:] in gone} - done.keys()
@@ -144,6 +106,18 @@ class Execution(Progress):
             if sent != received:
                 raise InvalidError(f"{channel}: sent {sent}, received {received}")
 
+    def is_over(self, row: Row) -> bool:
+        """Whether a row does not wait for another rank."""
+        kind, owner, index = row
+        if kind not in STARTED_BY:
+            return True
+        starters = 1
+        if kind is Kind.REDUCE_WAIT:
+            if owner >= len(self.plan.stages):
+                raise InvalidError(f"there is no stage {owner}")
+            starters = self.plan.stages[owner].replicas
+        return self.started[STARTED_BY[kind], owner, index] >= starters
+
     def execute(self, rank: int, action: Action) -> None:
         """Check a row, and note what it has done."""
         row, done = row_of(action), self.done[rank]
@@ -154,7 +128,7 @@ class Execution(Progress):
         if missing:
             raise InvalidError(f"rank {rank}: {action} comes before {missing[0]}")
         self.check_weights(rank, action)
-        super().execute(rank, action)
+        self.started[row] += 1
         done[row] = None
         self.count_flying(rank, row)
 

@@ -62,8 +62,7 @@ def planned(
 def checked(plan: Plan, cluster: Cluster, profile: Profile) -> Plan:
     """A plan that does what its prediction says, within what there is, and not below its bounds."""
     baseline = profile.process_baseline_bytes or 0
-    programs = [lower(plan, rank) for rank in range(plan.ranks)]
-    validate(plan, programs, process_baseline_bytes=baseline)
+    validate(plan, [lower(plan, rank) for rank in range(plan.ranks)])
     assert plan.prediction == simulate(plan, cluster, process_baseline_bytes=baseline).prediction
     for rank, peak in enumerate(plan.prediction.peak_memory_bytes):
         assert peak <= cluster.memory_of(rank, plan.memory_limit_bytes)
