@@ -4,7 +4,7 @@
         python tests/benchmarks/claims.py [SECTION ...] > docs/claims.md
 
 Plans are simulated, unless the page says that they were rehearsed or trained over real ranks. The
-profiles of the convolutional networks are those of ``cnn_profiles.py``.
+profiles of the convolutional networks are those of ``planner_cnns.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import ground_truth
 import offload
 import planner_cnns
 import rehearsal
-from cnn_profiles import profile_of
 from in_turns import peak_of
 from planner_scale import Shape, cluster_of, gpt_profile
 from tables import table
@@ -330,7 +329,7 @@ def networks() -> Iterator[str]:
 
 def network(name: str, devices: int) -> Sequence[object]:
     """A row of the table of networks."""
-    profile, cluster = profile_of(name), planner_cnns.cluster_of(devices)
+    profile, cluster = planner_cnns.profile_of(name), planner_cnns.cluster_of(devices)
     request = PlanRequest(name, IMAGES, replicas=1, every_schedule=True)
     alone_s = make_plan(profile, planner_cnns.cluster_of(1), request).predicted_step_s
     plan = make_plan(profile, cluster, request)

@@ -163,6 +163,7 @@ def shaped_link(megabits: int) -> Iterator[list[str]]:
         enter = Path(folder) / "enter"
         enter.write_text(ENTER)
         enter.chmod(0o755)
+        remove_link()  # of a run that was killed
         try:
             make_link(megabits)
             yield [
@@ -173,8 +174,13 @@ def shaped_link(megabits: int) -> Iterator[list[str]]:
                 *("-env", "UCX_NET_DEVICES", DEVICE, "-env", "FI_PROVIDER", "tcp"),
             ]
         finally:
-            for space in HOSTS:
-                subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+            remove_link()
+
+
+def remove_link() -> None:
+    """Nothing if there is none."""
+    for space in HOSTS:
+        subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
 def make_link(megabits: int) -> None:

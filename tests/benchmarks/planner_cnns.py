@@ -3,26 +3,28 @@
     python tests/benchmarks/planner_cnns.py [--folder DIR] [NAME ...]
 
 Batch 128, images of 32 pixels (AlexNet 64, Inception-v3 75 without its auxiliary classifier);
-operators measured on one core by ``cnn_profiles.py``; one device per node, links of 100 Gbit/s. The
-planner chooses stages, micro-batches, schedule and warm-up, and *with replicas* the devices per
-stage. The speed-up is that of the simulated step over one device with its best micro-batch size.
-*Attainable* is a bound of it. A pipeline of p stages and m micro-batches gains at most min(total /
-largest operator, m p / (m + p - 1)), and a sample takes longer in a small micro-batch: so over all
-sizes b, it is the step of one device over m T(b), times that bound at size b (with replicas, times
-the smaller of p and m, without sums of gradients and optimizer steps). *Paper* is the planning time
-in Table 1 of the antichain paper.
+operators measured on one core; one device per node, links of 100 Gbit/s. The planner chooses
+stages, micro-batches, schedule and warm-up, and *with replicas* the devices per stage. The speed-up
+is that of the simulated step over one device with its best micro-batch size. *Attainable* is a
+bound of it. A pipeline of p stages and m micro-batches gains at most min(total / largest operator,
+m p / (m + p - 1)), and a sample takes longer in a small micro-batch: so over all sizes b, it is the
+step of one device over m T(b), times that bound at size b (with replicas, times the smaller of p
+and m, without sums of gradients and optimizer steps). *Paper* is the planning time in Table 1 of
+the antichain paper.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
 from math import ceil
 from pathlib import Path
 
-from cnn_profiles import BATCH, FOLDER, PIXELS, profile_of
+import yaml
 from tables import print_table
 
 from pipectl.cluster import Cluster, assumed_cluster
@@ -31,7 +33,15 @@ from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.costs.stage_costs import OperatorTimes
 from pipectl.profile import Profile
+from pipectl.profiler import profile_job
+from pipectl.spec import load
 
+CORPUS = Path(__file__).resolve().parents[1] / "corpus"
+BATCH = 128
+FOLDER = Path("build/planner-profiles")
+LARGER = {"alexnet": 64, "inception_v3": 75}
+"""Pixels of the images of networks that take none of 32."""
+KWARGS = {"inception_v3": {"aux_logits": False, "init_weights": False}}
 DEVICES = (4, 8)
 PAPER_S = {
     "vgg16": (0.01, 0.03),
@@ -54,6 +64,35 @@ COLUMNS = (
     *("attainable", "with replicas", "attainable with replicas"),
     *("stages x micro-batches", "replicas x micro-batches"),
 )
+
+
+def profile_of(name: str, folder: Path = FOLDER) -> Profile:
+    """The profile of one network, measured in a process of its own if the folder lacks it."""
+    if not (folder / f"{name}.json").exists():
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            process.submit(measure, name, folder).result()
+    return Profile.load(folder / f"{name}.json")
+
+
+def measure(name: str, folder: Path) -> None:
+    """Profile one network of torchvision, unchanged, and write the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = {"name": name, **KWARGS.get(name, {})}
+    images = {"pixels": LARGER.get(name, 32), "classes": 10}
+    document = {
+        "version": 1,
+        "name": name,
+        "site_defaults": False,
+        "model": {"factory": f"{CORPUS}/vision.py:build", "kwargs": model},
+        "loss": {"factory": "torch.nn:CrossEntropyLoss"},
+        "data": {"factory": f"{CORPUS}/own.py:Images", "kwargs": images},
+        "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.01, "momentum": 0.9}},
+        "training": {"steps": 1, "batch_size": BATCH, "seed": 0},
+        "resources": {"nodes": 8, "tasks_per_node": 1, "cpus_per_task": 1},
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(document))
+    profile_job(load(path)).save(folder / f"{name}.json")
 
 
 def cluster_of(devices: int) -> Cluster:
@@ -109,11 +148,11 @@ def row(name: str, profile: Profile, devices: int) -> tuple[object, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(PIXELS)}; all by default")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PAPER_S)}; all by default")
     given = parser.parse_args()
-    if unknown := set(given.names) - set(PIXELS):
-        parser.error(f"no network {', '.join(sorted(unknown))}; there are {', '.join(PIXELS)}")
-    profiles = {name: profile_of(name, given.folder) for name in given.names or PIXELS}
+    if unknown := set(given.names) - set(PAPER_S):
+        parser.error(f"no network {', '.join(sorted(unknown))}; there are {', '.join(PAPER_S)}")
+    profiles = {name: profile_of(name, given.folder) for name in given.names or PAPER_S}
     for name, profile in profiles.items():
         make_plan(profile, cluster_of(2), PlanRequest(name, BATCH))
     pairs = product(profiles.items(), DEVICES)
