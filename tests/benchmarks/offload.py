@@ -184,10 +184,8 @@ def main() -> None:
             for way, one in found.items():
                 one.train(profile, folder, way.replace(" ", "-"))
     costs = [stage.cost for stage in found["keep"].plan.stages]
-    saved, enough = (
-        max(cost.saved_bytes for cost in costs),
-        max(cost.saved_bytes / cost.forward_s for cost in costs),
-    )
+    saved = max(cost.saved_bytes for cost in costs)
+    enough = max(cost.saved_bytes / cost.forward_s for cost in costs)
     print(f"### Offload to disk: {RANKS} ranks, {MICRO_BATCHES} micro-batches in flight, "
           f"{rounds} rounds\n\n"
           f"A forward saves {format_bytes(saved)}: hidden from {enough / 1e9:.2f} GB/s on; "

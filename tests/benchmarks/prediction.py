@@ -118,16 +118,8 @@ def predict(cases: Iterable[Case], ranks: Iterable[int], repeats: int) -> None:
                 runs[case, count].append(train(case, count, Path(folder), pipeline))
             sys.stderr.write(f"repeat {repeat + 1} of {repeats}: {case.name} on {count}\n")
     print(f"{os.cpu_count()} cores; medians of {repeats} (lowest to highest)\n")
-    columns = (
-        "job",
-        "ranks",
-        "predicted",
-        "measured",
-        "measured / predicted",
-        "speed-up",
-        "memory",
-    )
-    print_table(columns, (_row(case, count, runs) for case, count in keys))
+    columns = ("job", "ranks", "predicted", "measured", "measured / predicted", "speed-up")
+    print_table((*columns, "memory"), (_row(case, count, runs) for case, count in keys))
     ratios = [[run["measured_over_predicted"] for run in each] for each in runs.values()]
     errors = sorted(abs(statistics.median(each) - 1) for each in ratios)
     worst = max(abs(ratio - 1) for each in ratios for ratio in each)
@@ -187,15 +179,8 @@ def choose(cases: Iterable[Case], ranks: Iterable[int], repeats: int) -> None:
             own, other = (f"{steps[index] * 1e3:.1f} ms" for index in (0, best))
             which = ", ".join(map(str, plans[best].values()))
             rows.append((case.name, count, own, other, which, f"{steps[0] / steps[best]:.2f}"))
-    columns = (
-        "job",
-        "ranks",
-        "planner's plan",
-        "best other",
-        "which",
-        "planner's / best (goal 1.03)",
-    )
-    print_table(columns, rows)
+    columns = ("job", "ranks", "planner's plan", "best other", "which")
+    print_table((*columns, "planner's / best (goal 1.03)"), rows)
 
 
 def main() -> None:
