@@ -1,15 +1,13 @@
-"""The recipes of configs/ train: in a plain PyTorch loop without pipectl, and over MPI ranks."""
+"""The recipes of configs/, which know nothing of pipectl, and models of the corpus, over ranks."""
 
 import math
 from pathlib import Path
 from typing import Any
 
+import catalogue
 import pytest
 import torch
-import torch.nn.functional as F
 from outcome import different, weights
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime.checkpoint.export import export_file
@@ -27,29 +25,6 @@ def module(name: str) -> dict[str, Any]:
     return variables
 
 
-def plain_losses(model: nn.Module, loss, data: Dataset, optimizer, batch_size: int) -> list[float]:
-    losses = []
-    for inputs, targets in DataLoader(data, batch_size, shuffle=True):
-        optimizer.zero_grad()
-        value = loss(model(inputs), targets)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses
-
-
-def test_gpt_starts_near_even_odds_and_learns():
-    gpt, text = module("gpt"), module("text")
-    torch.manual_seed(0)
-    vocabulary = text["VOCABULARY"]
-    model = gpt["build"](vocabulary=vocabulary, length=32, layers=2, width=64, heads=2)
-    data = text["training"](length=32, megabytes=32 * 32 * 40 / 1e6)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = plain_losses(model, gpt["loss"], data, optimizer, batch_size=32)
-    assert losses[0] == pytest.approx(math.log(vocabulary), abs=0.5)
-    assert sum(losses[-5:]) / 5 < 3.3
-
-
 def test_gpt_sees_no_later_character():
     model = module("gpt")["build"](
         vocabulary=10, length=8, layers=2, width=16, heads=2, dropout=0.0
@@ -60,15 +35,6 @@ def test_gpt_sees_no_later_character():
     before, after = model(tokens), model(changed)
     assert torch.equal(before[0, :5], after[0, :5])
     assert not torch.equal(before[0, 5:], after[0, 5:])
-
-
-def test_perplexity_is_over_all_characters():
-    outputs, targets = torch.randn(5, 4, 10), torch.randint(10, (5, 4))
-    metric = module("gpt")["Perplexity"]()
-    metric.update(outputs[:3], targets[:3])
-    metric.update(outputs[3:], targets[3:])
-    expected = F.cross_entropy(outputs.reshape(20, 10), targets.reshape(20)).exp().item()
-    assert metric.compute() == pytest.approx(expected, rel=1e-5)
 
 
 def test_text_is_the_same_each_time_shifted_by_one_and_of_known_characters(tmp_path):
@@ -101,25 +67,6 @@ def test_held_out_text_is_not_trained_on(monkeypatch):
     assert not trained & held_out
 
 
-def test_cnn_learns_the_digits():
-    pytest.importorskip("sklearn", reason="pip install 'pipectl[examples]'")
-    cnn, digits = module("cnn"), module("digits")
-    torch.manual_seed(0)
-    model = cnn["build"](width=8, blocks=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = [
-        loss
-        for _ in range(2)
-        for loss in plain_losses(
-            model, F.cross_entropy, digits["training"](), optimizer, batch_size=64
-        )
-    ]
-    assert losses[-1] < 0.3 * losses[0]
-    model.eval()
-    images, labels = digits["held_out"]().tensors
-    assert cnn["accuracy"](model(images), labels) > 0.8
-
-
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 def test_recipes_for_gpu_clusters_ask_for_a_rank_per_gpu(scheduler):
     spec = load(CONFIGS / f"gpt-{scheduler}-gpus.yaml", ["site_defaults=false"])
@@ -137,9 +84,9 @@ def test_schedules_of_the_learning_rate_end_with_the_run(path):
         assert kwargs.get("T_max", spec.training.steps) == spec.training.steps
 
 
-@pytest.mark.parametrize("path", sorted(MODELS.glob("*.py")), ids=lambda path: path.name)
-def test_models_know_nothing_of_pipectl(path):
-    assert "pipectl" not in path.read_text(encoding="utf-8")
+def test_models_know_nothing_of_pipectl():
+    for path in MODELS.glob("*.py"):
+        assert "pipectl" not in path.read_text(encoding="utf-8"), path
 
 
 def test_lora_trains_on_tokens_and_on_bytes_only_without_a_tokenizer(tmp_path):
@@ -200,14 +147,31 @@ def evaluations(run: RunDirectory) -> list[Any]:
     return [line.evaluation for line in read_metrics(run) if line.evaluation is not None]
 
 
+def assert_equal(one: RunDirectory, two: RunDirectory) -> None:
+    assert losses(two) == losses(one)
+    assert evaluations(two) == evaluations(one)
+    assert different(weights(one.path), weights(two.path)) == []
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("name", "needs", "overrides"),
+    ("name", "steps", "learns", "overrides"),
     [
-        ("digits-cnn", "sklearn", ["model.kwargs={width: 8, blocks: 1}"]),
+        (
+            "gpt-stdlib",
+            40,
+            0.7,
+            [
+                "model.kwargs={vocabulary: 98, length: 32, layers: 2, width: 64, heads: 2}",
+                "data.kwargs={length: 32, megabytes: 0.05}",
+                "evaluation.data.kwargs={length: 32, windows: 8}",
+            ],
+        ),
+        ("digits-cnn", 40, 0.2, ["model.kwargs={width: 8, blocks: 1}"]),
         (
             "names-seq2seq",
-            "torch",
+            10,
+            0.95,
             [
                 "model.kwargs={length: 32, layers: 1, width: 32, heads: 2}",
                 "data.kwargs={length: 32, limit: 200}",
@@ -217,14 +181,36 @@ def evaluations(run: RunDirectory) -> list[Any]:
         ),
     ],
 )
-def test_weights_and_evaluations_do_not_depend_on_the_ranks(name, needs, overrides, trained):
-    pytest.importorskip(needs, reason="pip install 'pipectl[examples]'")
-    spec = read(name, "training.steps=4", "evaluation.every=2", *overrides)
-    one, two = trained(spec, 1, 2)
-    first, last = evaluations(one)
-    assert first != last
-    assert evaluations(two) == [first, last]
-    assert different(weights(one.path), weights(two.path)) == []
+def test_recipes_learn_over_ranks_what_they_learn_on_one(name, steps, learns, overrides, trained):
+    if name == "digits-cnn":
+        pytest.importorskip("sklearn", reason="pip install 'pipectl[examples]'")
+    halfway = f"evaluation.every={steps // 2}"
+    one, two = trained(read(name, f"training.steps={steps}", halfway, *overrides), 1, 2)
+    assert_equal(one, two)
+    found, (first, last) = losses(one), evaluations(one)
+    assert sum(found[-5:]) / 5 < learns * found[0]
+    assert last["loss"] < first["loss"]
+    if name == "gpt-stdlib":
+        assert found[0] == pytest.approx(math.log(98), abs=0.5)  # even odds
+        assert last["perplexity"] == pytest.approx(math.exp(last["loss"]), rel=1e-5)
+    if name == "digits-cnn":
+        assert last["accuracy"] > 0.8
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("encoder-decoder", "autoencoder", "codebook"),
+        *(pytest.param(name, marks=pytest.mark.corpus) for name in ("structured", "t5", "gpt2")),
+        *(pytest.param(name, marks=pytest.mark.corpus) for name in ("resnet18", "swin-t")),
+    ],
+)
+def test_models_of_the_corpus_train_over_ranks_as_on_one(name, tmp_path, trained):
+    entry = next(entry for entry in catalogue.entries() if entry.name == name)
+    if entry.missing:
+        pytest.skip(f"{entry.package} is not installed")
+    assert_equal(*trained(catalogue.spec_of(entry, tmp_path / "job.yaml"), 1, 2))
 
 
 @pytest.mark.mpi

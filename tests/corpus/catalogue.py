@@ -8,6 +8,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
+import packages
 import yaml
 
 from pipectl.spec import JobSpec, load
@@ -42,6 +43,11 @@ class Entry:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def missing(self) -> bool:
+        """Whether its package is not installed."""
+        return self.package is not None and not packages.installed(self.package)
 
 
 def entries() -> list[Entry]:
@@ -90,53 +96,30 @@ _SEVERAL = "own.py:several_losses"
 _OWN = (
     # name, class, loss, data, trait
     ("lstm", "Lstm", _CROSS_ENTROPY, "Sequences", "two layers with dropout, final state used"),
-    ("gru", "Gru", _CROSS_ENTROPY, "Sequences", "bidirectional, time first"),
     ("lstm-cells", "Cells", _CROSS_ENTROPY, "Sequences", "weights used once a time step"),
     ("encoder-decoder", "Encoder", _CROSS_ENTROPY, "Keywords", "keyword inputs, padding masks"),
-    ("recommender", "Recommender", _CROSS_ENTROPY, "Sequences", "integer inputs, many tables"),
-    ("dictionary", "Dictionary", _SEVERAL, "Sequences", "returns nested dictionaries"),
-    ("tuple", "Nested", _SEVERAL, "Sequences", "returns nested tuples, the same value twice"),
-    ("dataclass", "Dataclass", _SEVERAL, "Sequences", "returns a dataclass with a cache object"),
-    ("namedtuple", "Named", _SEVERAL, "Sequences", "returns a named tuple"),
-    ("own-loss", "OwnLoss", "model", "Labelled", "computes its own loss"),
+    ("recommender", "Recommender", _SEVERAL, "Sequences", "bag of integers, top-2 experts"),
+    ("structured", "Structured", _SEVERAL, "Sequences", "returns nested structures of all kinds"),
     ("unet", "Unet", _CROSS_ENTROPY, "Images", "skips joined in reverse order"),
-    ("autoencoder", "Autoencoder", _CROSS_ENTROPY, "Images", "tied weights, one BatchNorm twice"),
+    ("autoencoder", "Autoencoder", _CROSS_ENTROPY, "Images", "tied weights, autograd function"),
     ("views", "Views", _CROSS_ENTROPY, "Images", "writes through views, a buffer that is read"),
     ("conditional", "Conditional", _CROSS_ENTROPY, "Images", "torch.cond with dropout in a branch"),
-    ("frozen", "Frozen", _CROSS_ENTROPY, "Images", "frozen trunk, an unused parameter"),
-    ("parametrized", "Parametrized", _CROSS_ENTROPY, "Images", "spectral and weight norm"),
+    ("parametrized", "Parametrized", _CROSS_ENTROPY, "Images", "spectral and weight norms"),
     ("checkpointed", "Checkpointed", _CROSS_ENTROPY, "Images", "recomputes its blocks"),
-    ("straight-through", "StraightThrough", _CROSS_ENTROPY, "Images", "autograd function"),
     ("codebook", "Codebook", _CROSS_ENTROPY, "Images", "buffers that follow the data"),
-    ("siamese", "Siamese", _CROSS_ENTROPY, "Keywords", "one encoder over two inputs"),
-    ("experts", "Experts", _SEVERAL, "Sequences", "top-2 routing, balance loss"),
     ("islands", "Islands", _CROSS_ENTROPY, "Images", "bfloat16 with float32 islands, nested"),
-    ("teacher", "Teacher", _CROSS_ENTROPY, "Images", "parts without gradients, inference mode"),
-    ("reassigned", "Reassigned", _CROSS_ENTROPY, "Images", "a buffer written by assignment"),
-    ("running-norm", "RunningNorm", _CROSS_ENTROPY, "Images", "divides by a buffer it writes"),
-    ("segmenter", "Segmenter", _SEVERAL, "Images", "losses at two scales, upsampling"),
-    ("unsteady", "unsteady", _CROSS_ENTROPY, "Images", "layers that branch and loop on values"),
-    ("list", "listed", _CROSS_ENTROPY, "Images", "a list of layers with pairs in between"),
+    ("teacher", "Teacher", _CROSS_ENTROPY, "Images", "frozen parts, inference mode"),
+    ("unsteady", "unsteady", _CROSS_ENTROPY, "Images", "a list of layers that follow values"),
     ("variational", "Variational", "own.py:evidence", "Images", "distributions, assertions"),
     ("energy", "Energy", _CROSS_ENTROPY, "Images", "gradients in the forward, torch.func.vmap"),
-    (
-        "spectral",
-        "Spectral",
-        _CROSS_ENTROPY,
-        "Images",
-        "old spectral norm, views without gradients",
-    ),
     ("routed", "Routed", _SEVERAL, "Sequences", "experts on the rows that chose them, as they are"),
 )
-_AS_OTHERS = ("gru", "encoder-decoder", "segmenter")
-"""Own models whose trait others have, too: only ``-m corpus`` trains them."""
 _OPAQUE = {"routed": ("blocks.*.router",)}
 
 
 def _own(name: str, model: str, loss: str, data: str, trait: str) -> Entry:
-    quick, opaque = name not in _AS_OTHERS, _OPAQUE.get(name, ())
-    model, data = f"own.py:{model}", f"own.py:{data}"
-    return Entry(name, model, loss, data, quick=quick, trait=trait, opaque=opaque)
+    model, data, opaque = f"own.py:{model}", f"own.py:{data}", _OPAQUE.get(name, ())
+    return Entry(name, model, loss, data, quick=True, trait=trait, opaque=opaque)
 
 
 _VISION: tuple[tuple[str, int, dict[str, Any], bool, str], ...] = (

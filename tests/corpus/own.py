@@ -23,7 +23,7 @@ class Sequences(Dataset):
     """Token ids and a class."""
 
     def __len__(self) -> int:
-        return 16
+        return 64
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(index)
@@ -42,14 +42,6 @@ class Keywords(Sequences):
         return given, label
 
 
-class Labelled(Sequences):
-    """A mapping with the labels in it, for models that compute their own loss."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids, label = super().__getitem__(index)
-        return {"ids": ids, "labels": label}
-
-
 class Images(Dataset):
     """Small images and a class."""
 
@@ -57,7 +49,7 @@ class Images(Dataset):
         self.pixels, self.classes = pixels, classes
 
     def __len__(self) -> int:
-        return 16
+        return 64
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(index)
@@ -86,18 +78,6 @@ class Lstm(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         y, (hidden, _) = self.lstm(self.embed(ids))
         return self.head(torch.cat([y[:, -1], hidden[0]], 1))
-
-
-class Gru(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.gru = nn.GRU(WIDTH, WIDTH, bidirectional=True)
-        self.head = nn.Linear(2 * WIDTH, CLASSES)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        y, _ = self.gru(self.embed(ids).transpose(0, 1))
-        return self.head(y.mean(0))
 
 
 class Cells(nn.Module):
@@ -136,85 +116,59 @@ class Encoder(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Integer inputs only; crossed embeddings."""
+    """Each token goes to two of four experts, which the loss balances; a bag of embeddings."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList([nn.Embedding(TOKENS, WIDTH) for _ in range(LENGTH)])
-        self.bag = nn.EmbeddingBag(TOKENS, WIDTH, mode="mean")
-        self.top = nn.Sequential(
-            nn.Linear(WIDTH + LENGTH**2, 16), nn.ReLU(), nn.Linear(16, CLASSES)
-        )
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows = torch.stack([table(ids[:, i]) for i, table in enumerate(self.tables)], 1)
-        crossed = torch.bmm(rows, rows.transpose(1, 2)).flatten(1)
-        return self.top(torch.cat([self.bag(ids), crossed], 1))
-
-
-class Trunk(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.mix = nn.Linear(LENGTH * WIDTH, WIDTH)
+        self.bag = nn.EmbeddingBag(TOKENS, WIDTH, mode="mean")
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)) for _ in range(4)]
+        )
         self.head = nn.Linear(WIDTH, CLASSES)
-        self.auxiliary = nn.Linear(WIDTH, CLASSES)
 
-    def features(self, ids: Tensor) -> Tensor:
-        return self.mix(self.embed(ids).flatten(1)).tanh()
-
-
-class Dictionary(Trunk):
     def forward(self, ids: Tensor) -> dict[str, Any]:
-        features = self.features(ids)
-        return {
-            "logits": self.head(features),
-            "auxiliary": self.auxiliary(features),
-            "details": {"features": features, "ids": ids, "kind": "trunk"},
-        }
+        x = self.embed(ids)
+        chances = self.router(x).softmax(-1)
+        weights, chosen = chances.topk(2)
+        y = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            share = (weights * (chosen == index)).sum(-1, keepdim=True)
+            y += share * expert(x)
+        logits = self.head(y.mean(1) + self.bag(ids))
+        return {"logits": logits, "balance": chances.mean((0, 1)).square().sum()}
 
 
-class Nested(Trunk):
-    def forward(self, ids: Tensor) -> tuple[Any, ...]:
-        features = self.features(ids)
-        logits = self.head(features)
-        return logits, [self.auxiliary(features), (features, logits)], None
+class Scored(NamedTuple):
+    logits: Tensor
+    again: Tensor
 
 
 @dataclass
 class Prediction:
     logits: Tensor
     auxiliary: Tensor
+    nested: tuple[Any, ...]
+    details: dict[str, Any]
     cache: object = None
 
 
-class Dataclass(Trunk):
+class Structured(nn.Module):
+    """Returns a dataclass with all that people nest in one, and one value twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.mix = nn.Linear(LENGTH * WIDTH, WIDTH)
+        self.head, self.auxiliary = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
+
     def forward(self, ids: Tensor) -> Prediction:
-        features = self.features(ids)
-        return Prediction(self.head(features), self.auxiliary(features), cache=object())
-
-
-class Scored(NamedTuple):
-    logits: Tensor
-    auxiliary: Tensor
-
-
-class Named(Trunk):
-    def forward(self, ids: Tensor) -> Scored:
-        features = self.features(ids)
-        return Scored(self.head(features), self.auxiliary(features))
-
-
-class OwnLoss(Trunk):
-    """Computes its loss where labels are given."""
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        features = self.features(ids)
+        features = self.mix(self.embed(ids).flatten(1)).tanh()
         logits = self.head(features)
-        if labels is None:
-            return {"logits": logits}
-        penalty = features.square().mean()
-        return {"loss": F.cross_entropy(logits, labels) + 0.1 * penalty, "logits": logits}
+        details = {"features": features, "ids": ids, "kind": "trunk"}
+        nested = [features, (Scored(logits, logits),)], None
+        return Prediction(logits, self.auxiliary(features), nested, details, cache=object())
 
 
 class Unet(nn.Module):
@@ -245,13 +199,24 @@ class Unet(nn.Module):
         return self.head(x).mean((2, 3))
 
 
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() < 4) * 0.5
+
+
 class Autoencoder(nn.Module):
-    """Weights tied across the model, and one BatchNorm used twice."""
+    """Tied weights, one BatchNorm used twice, and an autograd function that rounds the code."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encode = nn.Linear(48, 20)
-        self.middle = nn.Linear(20, 20)
+        self.encode, self.middle = nn.Linear(48, 20), nn.Linear(20, 20)
         self.norm = nn.BatchNorm1d(20)
         self.bias = nn.Parameter(torch.zeros(48))
         self.head = nn.Linear(48, CLASSES)
@@ -259,9 +224,8 @@ class Autoencoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = F.avg_pool2d(x, 4).flatten(1)
         code = self.norm(self.encode(rows)).relu()
-        code = self.norm(self.middle(code))
-        again = F.linear(code, self.encode.weight.t(), self.bias)
-        return self.head(again)
+        code = _Rounded.apply(self.norm(self.middle(code)) * 4)
+        return self.head(F.linear(code, self.encode.weight.t(), self.bias))
 
 
 class Views(nn.Module):
@@ -309,39 +273,21 @@ class Conditional(Rows):
         return self.head(F.dropout(self.other(y), 0.3, drop))
 
 
-class Frozen(nn.Module):
-    """A frozen trunk in evaluation mode, and a parameter that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
-        self.trunk.requires_grad_(False)
-        self.neck = nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
-        self.head = nn.Linear(6, CLASSES)
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def train(self, mode: bool = True) -> Frozen:
-        super().train(mode)
-        self.trunk.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = self.trunk(x)
-        return self.head(self.neck(y).mean((2, 3)))
-
-
 class Parametrized(nn.Module):
-    """Weights that are computed from others, one with a buffer that is written in training."""
+    """Weights computed from others, in the ways of today and in an old one, which takes views
+    without gradients; some of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = spectral_norm(nn.Linear(48, 20))
-        self.b = weight_norm(nn.Linear(20, 20))
-        self.head = nn.Linear(20, CLASSES)
+        self.a, self.b = spectral_norm(nn.Linear(48, 20)), weight_norm(nn.Linear(20, 20))
+        self.c = nn.utils.spectral_norm(nn.Linear(20, WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.b(self.a(F.avg_pool2d(x, 4).flatten(1)).tanh()).tanh())
+        hidden = self.c(self.b(self.a(F.avg_pool2d(x, 4).flatten(1)).tanh()).tanh())
+        with torch.no_grad():
+            gate, turned = hidden[:, :1], hidden.t()
+        return self.head(hidden.relu()) * gate.sigmoid() + turned.mean()
 
 
 class Checkpointed(nn.Module):
@@ -361,81 +307,33 @@ class Checkpointed(nn.Module):
         return self.head(y)
 
 
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient * (x.abs() < 4) * 0.5
-
-
-class StraightThrough(Rows):
-    """A gradient of its own, by an autograd function."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.widened(x)
-        return self.head(_Rounded.apply(y * 4))
-
-
 class Codebook(Rows):
-    """Nearest neighbours in a buffer that follows the data; the gradient goes around it."""
+    """Nearest neighbours in a buffer that follows the data, around which the gradient goes.
+
+    Other buffers are written before autograd keeps them, or by assignment after it kept them.
+    """
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
+        self.register_buffer("deviation", torch.ones(WIDTH))
+        self.register_buffer("scale", torch.ones(WIDTH))
         self.register_buffer("codes", torch.randn(9, WIDTH))
         self.register_buffer("count", torch.zeros(9))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.widened(x)
+        if self.training:
+            self.deviation.lerp_(y.detach().std(0), 0.3)
+        y = y / self.deviation * self.scale
         nearest = torch.cdist(y, self.codes).argmin(1)
         found = self.codes[nearest]
         if self.training:
+            self.scale = 0.9 * self.scale + 0.1 * y.detach().std(0)
             with torch.no_grad():
                 chosen = F.one_hot(nearest, 9).to(y)
                 self.count.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
                 self.codes.lerp_(chosen.t() @ y / (chosen.sum(0)[:, None] + 1), 0.1)
         return self.head(y + (found - y).detach())
-
-
-class Siamese(nn.Module):
-    """One encoder over two inputs, by keyword."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.mix = nn.Sequential(nn.Linear(LENGTH * WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())
-        self.head = nn.Bilinear(WIDTH, WIDTH, CLASSES)
-
-    def forward(self, ids: Tensor, other: Tensor, **_: Tensor) -> Tensor:
-        left, right = (self.mix(self.embed(x).flatten(1)) for x in (ids, other))
-        return self.head(left, right) + F.cosine_similarity(left, right)[:, None]
-
-
-class Experts(nn.Module):
-    """Each token goes to two of four experts; the loss balances them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.router = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(
-            [nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)) for _ in range(4)]
-        )
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        x = self.embed(ids)
-        chances = self.router(x).softmax(-1)
-        weights, chosen = chances.topk(2)
-        y = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            share = (weights * (chosen == index)).sum(-1, keepdim=True)
-            y += share * expert(x)
-        return {"logits": self.head(y.mean(1)), "balance": chances.mean((0, 1)).square().sum()}
 
 
 class Islands(nn.Module):
@@ -464,12 +362,18 @@ class Islands(nn.Module):
 
 
 class Teacher(nn.Module):
-    """Values without gradients beside those with them."""
+    """Values without gradients beside those with them, of a frozen norm in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()
         self.student, self.head = nn.Linear(48, 20), nn.Linear(20, CLASSES)
-        self.teacher = nn.Linear(48, 20)
+        self.teacher = nn.Sequential(nn.Linear(48, 20), nn.BatchNorm1d(20, affine=False))
+        self.teacher.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Teacher:
+        super().train(mode)
+        self.teacher.eval()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         rows = F.avg_pool2d(x, 4).flatten(1)
@@ -483,60 +387,6 @@ class Teacher(nn.Module):
         with torch.inference_mode():
             usual = target.mean(0)
         return self.head(y.tanh() * sharp + usual) + apart
-
-
-class Reassigned(Rows):
-    """Running statistics written by assignment, not in place; autograd keeps the earlier ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(20))
-        self.register_buffer("deviation", torch.ones(20))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.widened(x)
-        z = y / self.deviation
-        if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
-            self.deviation = 0.9 * self.deviation + 0.1 * y.detach().std(0)
-        return self.head((z - self.mean).relu())
-
-
-class RunningNorm(Rows):
-    """Statistics written first and divided by afterwards, so that autograd keeps them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("deviation", torch.ones(20))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.widened(x)
-        if self.training:
-            self.deviation.lerp_(y.detach().std(0), 0.3)
-        return self.head((y / self.deviation).tanh())
-
-
-class Segmenter(nn.Module):
-    """Upsampling, instance normalisation, and two losses at two scales."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.InstanceNorm2d(6), nn.PReLU()
-        )
-        self.deep = nn.Sequential(
-            nn.Conv2d(6, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6), nn.Hardswish()
-        )
-        self.head, self.coarse = nn.Conv2d(12, CLASSES, 1), nn.Conv2d(6, CLASSES, 1)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        y = self.stem(x)
-        z = self.deep(y)
-        up = F.interpolate(z, size=y.shape[-2:], mode="bilinear", align_corners=False)
-        return {
-            "logits": self.head(torch.cat([y, up], 1)).mean((2, 3)),
-            "auxiliary": self.coarse(z).mean((2, 3)),
-        }
 
 
 class Variational(nn.Module):
@@ -595,22 +445,6 @@ class Average(nn.Module):
         return torch.func.vmap(F.linear, (None, 0))(x, self.members[0] * self.members[1]).mean(0)
 
 
-class Spectral(nn.Module):
-    """The old spectral norm, which takes views without gradients; some of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.utils.spectral_norm(nn.Linear(768, WIDTH))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        hidden = self.layer(images.flatten(1))
-        with torch.no_grad():
-            gate = hidden[:, :1]
-            turned = hidden.t()
-        return self.head(hidden.relu()) * gate.sigmoid() + turned.mean()
-
-
 def evidence(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     logits, divergence = outputs
     if divergence < -1:
@@ -621,12 +455,7 @@ def evidence(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
 
 def several_losses(outputs: Any, targets: Tensor) -> Tensor:
     """Cross entropies of what the models above return beside their logits, and other terms."""
-    if isinstance(outputs, dict):
-        known = outputs
-    elif isinstance(outputs, Prediction | Scored):
-        known = {"logits": outputs.logits, "auxiliary": outputs.auxiliary}
-    else:
-        known = {"logits": outputs[0], "auxiliary": outputs[1][0]}
+    known = outputs if isinstance(outputs, dict) else vars(outputs)
     loss = F.cross_entropy(known["logits"], targets)
     if "auxiliary" in known:
         loss = loss + 0.4 * F.cross_entropy(known["auxiliary"], targets)
@@ -672,18 +501,6 @@ class Noisy(nn.Module):
         return x
 
 
-def unsteady() -> nn.Sequential:
-    """Nested layers, of which some follow values, and one is there twice."""
-    gate = Gate(20)
-    return nn.Sequential(
-        nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(48, 20)),
-        gate,
-        nn.Sequential(nn.ReLU(inplace=True), Noisy(), nn.Linear(20, 20)),
-        gate,
-        nn.Linear(20, CLASSES),
-    )
-
-
 class Halves(nn.Module):
     """A pair, whose sizes and order follow from values."""
 
@@ -700,19 +517,17 @@ class Joined(nn.Module):
         return torch.where(other["mask"], y, other["flat"])
 
 
-def listed() -> list[nn.Module]:
-    """A list of layers with BatchNorm, dropout and pairs between layers."""
+def unsteady() -> list[nn.Module]:
+    """A list of layers, some nested: some follow values, one is there twice, pairs in between."""
+    gate = Gate(20)
     return [
-        nn.Conv2d(3, 6, 3),
-        nn.BatchNorm2d(6),
-        nn.ReLU(inplace=True),
-        nn.AvgPool2d(7),
-        nn.Flatten(),
+        nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(48, 20), nn.BatchNorm1d(20)),
+        gate,
+        nn.Sequential(nn.ReLU(inplace=True), Noisy(), nn.Linear(20, 20)),
         Halves(),
         Joined(),
-        nn.Dropout(0.2),
-        Gate(24),
-        nn.Linear(24, CLASSES),
+        gate,
+        nn.Linear(20, CLASSES),
     ]
 
 

@@ -5,44 +5,32 @@ The default run has the own modules and a few models of each library; ``-m corpu
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import catalogue
-import packages
 import pytest
-from outcome import different, weights
 from trial import Trial
 
 from pipectl.capture import CapturedJob
 
-HERE = Path(__file__).resolve().parent
 ENTRIES = {entry.name: entry for entry in catalogue.entries()}
 SEED = 4  # of a cut into 6 stages
 ROUNDING = 1e-5
-OVER_MPI = ("siamese", "straight-through", "running-norm")
-FURTHER_OVER_MPI = ("reassigned", "dictionary", "t5", "gpt2", "resnet18", "swin-t")
 
 
-def parameters() -> list[Any]:
-    return [
+@pytest.fixture(
+    scope="module",
+    params=[
         pytest.param(name, marks=[] if entry.quick else [pytest.mark.corpus])
         for name, entry in ENTRIES.items()
-    ]
-
-
-def require(name: str) -> None:
-    package = ENTRIES[name].package
-    if package is not None and not packages.installed(package):
-        pytest.skip(f"{package} is not installed")
-
-
-@pytest.fixture(scope="module", params=parameters())
+    ],
+)
 def trial(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Trial:
     """A model trained in one stage; one model at a time is in memory."""
-    require(request.param)
-    path = tmp_path_factory.mktemp("corpus") / "job.yaml"
-    return Trial(CapturedJob(catalogue.spec_of(ENTRIES[request.param], path)))
+    entry, path = ENTRIES[request.param], tmp_path_factory.mktemp("corpus") / "job.yaml"
+    if entry.missing:
+        pytest.skip(f"{entry.package} is not installed")
+    return Trial(CapturedJob(catalogue.spec_of(entry, path)))
 
 
 @pytest.mark.timeout(900)
@@ -68,19 +56,3 @@ def test_figures_are_finite_and_weights_move(trial: Trial) -> None:
     assert all(tensor.isfinite().all() for tensor in trial.reference.values())
     moved = [n for n, t in trial.job.states.items() if trial.moved(n, t)]
     assert len(moved) >= len(trial.graph.states) // 2
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(
-    "names", [OVER_MPI, pytest.param(FURTHER_OVER_MPI, marks=pytest.mark.corpus)]
-)
-def test_ranks_train_to_the_bits_of_one(
-    tmp_path: Path, names: tuple[str, ...], launch: Any
-) -> None:
-    for name in names:
-        require(name)
-    done = launch(2, HERE / "over_mpi.py", tmp_path, *names, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for name in names:
-        alone, together = (weights(tmp_path / way / name) for way in ("alone-0", "together"))
-        assert different(alone, together) == []

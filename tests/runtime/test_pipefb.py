@@ -29,8 +29,8 @@ from pipectl.runtime.stage import MicroBatch
 HERE, SIZE = Path(__file__), 2
 CORPUS = {entry.name: entry for entry in catalogue.entries()}
 MODELS = """
-    lstm autoencoder views straight-through codebook running-norm frozen checkpointed siamese
-    experts encoder-decoder islands parametrized gpt gpt,bf16 Normed,bf16 Placed
+    lstm autoencoder views codebook teacher checkpointed recommender encoder-decoder islands
+    parametrized gpt gpt,bf16 Normed,bf16 Placed
 """
 
 
