@@ -396,30 +396,11 @@ def real_job(job):
 
 
 @pytest.fixture
-def traced(finished, pipeline):
-    """A completed run with a plan, both timelines, and what its ranks hold."""
-    from pipectl.plan import Prediction
-    from pipectl.timeline import Event, Timeline
+def recorded(finished, pipeline):
+    """A completed run with a plan and what its ranks hold, of which steps 5 and 10 are recorded.
 
-    prediction = Prediction(5.0, 0.2, (0.8, 0.8), (1 << 30, 1 << 30))
-    replace(pipeline(2, 4), prediction=prediction).save(finished / "plan.json")
-    for name, pace in (("predicted", 1.0), ("step-000010", 1.2)):
-        events = tuple(
-            Event(rank, (rank + index) * pace, (rank + index + 1) * pace, "forward", rank, index)
-            for rank in range(2)
-            for index in range(4)
-        )
-        step = None if name == "predicted" else 10
-        Timeline(events, 2, step).save(finished / "trace" / f"{name}.json")
-    ranks = [{"rank": rank, "peak_bytes": 1 << 30} for rank in range(2)]
-    beat = {"version": 1, "state": "training", "step": 10, "steps": 10, "ranks": ranks}
-    (finished / "heartbeat.json").write_text(json.dumps(beat))
-    return finished
-
-
-@pytest.fixture
-def recorded(place, pipeline):
-    """Steps 5 and 10 are recorded; in step 10, stage 1 took twice its time."""
+    In step 10, stage 1 took twice its time.
+    """
     from pipectl.cluster import Cluster, Device, Node
     from pipectl.jobs.planning import write_plan
     from pipectl.link import Link
@@ -427,17 +408,19 @@ def recorded(place, pipeline):
     from pipectl.simulate import simulate
     from pipectl.timeline import Timeline
 
-    free = Link(0.0, 1e15)
-    found = RunDirectory.create(place / "runs", "gpt", 0.0)
+    run, free = RunDirectory(finished), Link(0.0, 1e15)
     plan, cluster = pipeline(2, 4), Cluster("c", "t", (Node("n", 2, 2, Device("cpu")),), free, free)
-    write_plan(found, plan, cluster)
+    write_plan(run, plan, cluster)
     timeline = simulate(plan, cluster).timeline
-    Timeline(timeline.events, 2, 5).save(found.measured_of(5))
+    Timeline(timeline.events, 2, 5).save(run.measured_of(5))
     slower = [
         event._replace(end_s=2 * event.end_s - event.start_s) if event.stage == 1 else event
         for event in timeline.events
         if event.rank == 1 or event.micro_batch != 3
     ]
-    Timeline(tuple(slower), 2, 10, 2e-5).save(found.measured_of(10))
-    Timeline(timeline.events, 4, 12).save(found.path / "of-four-ranks.json")
-    return found
+    Timeline(tuple(slower), 2, 10, 2e-5).save(run.measured_of(10))
+    Timeline(timeline.events, 4, 12).save(run.path / "of-four-ranks.json")
+    ranks = [{"rank": rank, "peak_bytes": 1 << 30} for rank in range(2)]
+    beat = {"version": 1, "state": "training", "step": 10, "steps": 10, "ranks": ranks}
+    run.heartbeat.write_text(json.dumps(beat))
+    return run

@@ -11,7 +11,6 @@ from pipectl.batch import launchers
 from pipectl.cli import main
 from pipectl.cli.commands import doctor
 from pipectl.cli.commands.doctor import Finding, examine
-from pipectl.jobs.job import make_job
 from pipectl.spec import load
 
 HERE = Path()
@@ -52,11 +51,11 @@ QSTATS = {
 }
 
 
-def test_what_is_found_and_what_cures_it(mpiexec, program, golden):
+def test_what_is_found_and_what_cures_it(mpiexec, program, job, golden):
     texts = []
 
-    def show(what, part):
-        found = examine(None, HERE, part)
+    def show(what, part, launch=None):
+        found = examine(launch, HERE, part)
         lines = (f"{each.level} {each.what}: {each.text} ({each.cure})" for each in found)
         texts.append("\n".join([f"# {part}: {what}", *lines, ""]).replace(f"{Path.cwd()}/", ""))
 
@@ -75,6 +74,10 @@ def test_what_is_found_and_what_cures_it(mpiexec, program, golden):
     for what, text in SINFOS.items():
         program("sinfo", text)
         show(what, "Slurm")
+    program("sinfo", SINFOS["sound"])
+    for mpi in ("pmix", "none", "openmpi"):
+        launch = load(job, [f"launch={{launcher: srun, mpi: {mpi}}}"]).launch
+        show(f"launch.mpi: {mpi}", "Slurm", launch)
     golden(*texts)
 
 
@@ -84,25 +87,6 @@ def test_an_mpi_that_hangs(mpiexec, monkeypatch):
     mpiexec("exec sleep 60")
     (found,) = examine(None, HERE, "MPI")
     assert (found.level, "no answer" in found.text) == ("fail", True)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "listed", "level"),
-    [
-        ("pmix_v5", "none pmi2 pmix", "ok"),
-        ("none", "none pmi2", "ok"),
-        ("pmix", "", "ok"),
-        ("pmix", "none pmi2", "fail"),
-    ],
-)
-def test_what_srun_takes_is_what_a_submission_does_not_warn_of(program, job, wanted, listed, level):
-    program("sbatch", "true")
-    program("sinfo", "echo slurm 22.05.8")
-    program("srun", f'printf "MPI plugin types are...\\n" >&2; printf "\\t%s\\n" {listed} >&2')
-    spec = load(job, [f"launch={{launcher: srun, mpi: {wanted}}}"])
-    assert of("PMI", examine(spec.launch, HERE, "Slurm")).level is level
-    warning = make_job(spec, "slurm").mpi.warning
-    assert bool(warning) is (level == "fail")
 
 
 def test_the_file_system(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ WRITERS = [
 
 
 @pytest.fixture
-def everything(profile, traced):
+def everything(profile, recorded):
     """A job with a profile, and a run with a recorded step."""
 
 

@@ -4,11 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 
-import pytest
 from rich.console import Console, RenderableType
 
 from pipectl.cli.views.plan import (
-    choose_stages,
     explanation_lines,
     mark_lines,
     remarks,
@@ -111,36 +109,26 @@ def test_the_table_of_a_plan_with_replicas_and_marks(pipeline, golden):
     assert list(mark_lines(pipeline(4, 8))) == []
 
 
-def test_what_is_predicted_of_a_step(pipeline):
+def test_what_is_predicted_of_a_step_and_of_one_without_work(pipeline, golden):
     plan = timed(pipeline(2, 4), 2.0)
-    lines = list(plan.describe_prediction(CLUSTER, (1.5, 4.0)))
-    assert lines[0].startswith("predicted: 1.50 s to 4.00 s per step; links are assumed")
-    assert lines[1].startswith("as assumed: 2.00 s per step, 2.0 s")
-    *_, memory = plan.describe_prediction(CLUSTER)
-    assert memory == "memory: at most 2.00 MiB per rank (rank 1)"
-    *_, memory = plan.describe_prediction(assumed_cluster("small", [1, 1], 1, 2**22))
-    assert memory.endswith("(rank 1), limit 4.00 MiB"), "of the devices"
-    point = next(plan.describe_prediction(CLUSTER))
-    assert point.startswith("predicted: 2.00 s per step, 2.0 samples/s, ")
-    idle = next(timed(plan, 0.0).describe_prediction(CLUSTER))
-    assert idle.startswith("predicted: 0.00 us per step, bubble 25.0%")
+    small = assumed_cluster("small", [1, 1], 1, 2**22)
     no_work = answer(plan, StepParts(0, (0,), *[0.0] * 8))
-    shown = list(explanation_lines(no_work, explanation(pipeline)))
-    assert "  schedule gpipe                    1.25 s" in shown, "without a share"
+    golden(
+        *plan.describe_prediction(CLUSTER, (1.5, 4.0)),
+        *plan.describe_prediction(small),
+        *timed(plan, 0.0).describe_prediction(CLUSTER),
+        *explanation_lines(no_work, explanation(pipeline)),
+    )
 
 
-def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline):
+def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline, golden):
     costs = [replace(COST, forward_s=5e-3 if index == 500 else 1e-3) for index in range(1024)]
     plan = timed(pipeline(1024, 4, costs=costs), 1.0)
-    assert choose_stages(plan) == [*range(12), 500, *range(1020, 1024)]
-    rows = printed(stage_table(plan, ["a … b"] * 1024), 80).splitlines()
-    assert len(rows) == 1 + 17 + 2
-    assert rows[13].split() == ["…"] * 10
-    assert rows[14].split()[:3] == ["500", "500", "0"]
-    for every, words in ((1, "all stages"), (2, "512 of 1,024 stages")):
+    texts = [printed(stage_table(plan, ["a … b"] * 1024), 80)]
+    for every in (1, 2):
         stages = (replace(s, recompute=index % every == 0) for index, s in enumerate(plan.stages))
-        marked = replace(plan, stages=tuple(stages))
-        assert list(mark_lines(marked)) == [f"recomputed in the backward: {words}"]
+        texts += mark_lines(replace(plan, stages=tuple(stages)))
+    golden(*texts)
 
 
 def test_verdicts_advice_and_remarks(pipeline, golden):
@@ -191,31 +179,23 @@ def test_verdicts_advice_and_remarks(pipeline, golden):
     )
 
 
-@pytest.fixture
-def counts(pipeline):
-    """``counts({1: 8.0, 2: None})``: step times by number of nodes; None does not fit."""
-
-    def scaling_of(times_s):
-        plans = {
-            nodes: None if step_s is None else timed(pipeline(min(nodes, 4), 4), step_s)
+def test_the_table_of_node_counts(pipeline, golden):
+    """By number of nodes; on those without a time nothing fits."""
+    texts = []
+    for times_s in (
+        {1: None, 2: 7.2, 4: 4.0, 8: 3.9},
+        {1: 8.0, 2: 4.0},
+        {1: 8.0, 2: 8.0},
+        {1: None},
+    ):
+        counts = [
+            Count(nodes, 2 * nodes, None, "no feasible plan: too large")
+            if step_s is None
+            else Count(nodes, 2 * nodes, timed(pipeline(min(nodes, 4), 4), step_s), "")
             for nodes, step_s in times_s.items()
-        }
-        return Scaling(
-            tuple(
-                Count(nodes, 2 * nodes, plan, "" if plan else "no feasible plan: too large")
-                for nodes, plan in plans.items()
-            )
-        )
-
-    return scaling_of
-
-
-def test_the_table_of_node_counts(counts, golden):
-    found = counts({1: None, 2: 7.2, 4: 4.0, 8: 3.9})
-    tables = (printed(scaling_table(found), width) for width in (120, 80))
-    others = ({1: 8.0, 2: 4.0}, {1: 8.0, 2: 8.0}, {1: None})
-    golden(
-        *tables,
-        *scaling_lines(found),
-        *(line for each in others for line in ("", *scaling_lines(counts(each)))),
-    )
+        ]
+        found = Scaling(tuple(counts))
+        if 8 in times_s:
+            texts += [printed(scaling_table(found), width) for width in (120, 80)]
+        texts += [*scaling_lines(found), ""]
+    golden(*texts[:-1])

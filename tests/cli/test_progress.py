@@ -62,31 +62,17 @@ def test_a_terminal_shows_what_goes_on_before_anything_is_counted(place, monkeyp
     assert not any("x" * 60 in line for line in lines)
 
 
-def test_short_work_is_not_told_without_a_terminal(place, capfd):
-    with progress_bar("profiling") as report:
-        for done in range(5):
-            report(done, 4, "op")
-    assert capfd.readouterr().err == ""
-
-
-def test_the_first_interrupt_ends_the_search_and_the_second_aborts(capfd):
-    search, before = PlanSearch(), signal.getsignal(signal.SIGINT)
-    with interruptible(search):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_interrupt_ends_the_search_and_the_second_aborts(capfd, how):
+    search, before = PlanSearch(), signal.getsignal(how)
+    with signals_interrupt(), interruptible(search):
         assert not search.expired()
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(how)
         assert search.expired()
         assert "stopping with the best plan so far; Ctrl-C again aborts" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) == before
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
-def test_whoever_ends_the_search_otherwise_gets_the_best_so_far_too(how):
-    search = PlanSearch()
-    with signals_interrupt(), interruptible(search):
-        signal.raise_signal(how)
-        assert search.expired()
+    assert signal.getsignal(how) == before
 
 
 def test_the_budget_is_of_each_plan_and_an_interrupt_of_all(monkeypatch):

@@ -9,47 +9,54 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.link import Link
 from pipectl.report.comparison import ComparisonJson
 from pipectl.timeline import Event
 
-FREE = Link(0.0, 1e15)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-def test_everything_about_a_run(cli, traced):
-    result = cli("report", "-o", "report.html")
-    assert (result.code, result.err) == (0, "")
-    assert result.out.startswith("report.html (")
-    text = Path("report.html").read_text()
+def test_a_page_a_picture_and_a_trace_at_once(cli, recorded):
+    """Picture and trace show both timelines; the page everything about the run."""
+    files = ("-o", "out/page.html", "--svg", "out/step.svg", "--perfetto", "out/step.json")
+    result = cli("report", "last", "--json", *files)
+    assert result.json["step"] == 10
+    assert set(result.json) == {"run", "steps", *ComparisonJson.__annotations__}
+    page = Path("out/page.html").read_text()
     for words in ("COMPLETED, step 10 of 10", "measured, step 10", "1.00 GiB measured",
-                  "samples/s", "computing, on all ranks alike", "4 micro-batches of"):  # fmt: skip
-        assert words in text
-    assert "<th>memory</th></tr>" not in text, "no stage is recomputed or offloaded"
+                  "samples/s", "time between actions (Python)", "4 micro-batches of"):  # fmt: skip
+        assert words in page
+    assert "<th>memory</th></tr>" not in page, "no stage is recomputed or offloaded"
+    entries = json.loads(Path("out/step.json").read_text())["traceEvents"]
+    named = [entry["args"]["name"] for entry in entries if entry["name"] == "process_name"]
+    assert named == ["predicted, node 0", "measured, step 10, node 0"]
+    assert re.search(r"^out/step\.svg \(.*\): open it in a browser$", result.err, re.MULTILINE)
+    picture = Path("out/step.svg").read_text()
+    assert picture.startswith("<svg ")
+    shown = (f"{recorded.name}, step 10: ", "2 stages on 2 ranks", ">predicted<", "measured, step")
+    for words in shown:
+        assert words in picture
 
-
-def test_of_very_many_ranks_those_are_shown_that_hold_most(cli, traced):
     ranks = [{"rank": rank, "peak_bytes": (1 + rank) << 20} for rank in range(100)]
-    (traced / "heartbeat.json").write_text(json.dumps({"version": 1, "ranks": ranks}))
-    assert cli("report", "-o", "report.html").code == 0
-    text = Path("report.html").read_text()
-    assert "64 of 100 ranks: those that hold most." in text
-    shown = re.findall(r"\brank (\d+)\b", text.partition(">Memory<")[2])
-    assert list(map(int, shown)) == list(range(36, 100))
+    recorded.heartbeat.write_text(json.dumps({"version": 1, "ranks": ranks}))
+    assert cli("report", "-o", "page.html").out.startswith("page.html (")
+    page = Path("page.html").read_text()
+    assert "64 of 100 ranks: those that hold most." in page
+    held = re.findall(r"\brank (\d+)\b", page.partition(">Memory<")[2])
+    assert list(map(int, held)) == list(range(36, 100))
 
 
-def test_files_that_are_missing_or_damaged_are_left_out(cli, traced, failed):
+def test_files_that_are_missing_or_damaged_are_left_out(cli, recorded, failed):
     assert cli("report", failed.name, "-o", "page.html").code == 0
     text = Path("page.html").read_text()
     assert "FAILED" in text
     assert "ValueError: boom 1" in text
     for name in ("plan.json", "trace/predicted.json", "heartbeat.json", "metrics.jsonl"):
-        (traced / name).write_text("{")
-        assert cli("report", traced.name, "-o", "page.html").code == 0, name
+        (recorded.path / name).write_text("{")
+        assert cli("report", recorded.name, "-o", "page.html").code == 0, name
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
-def test_a_browser_zooms_and_says_what_an_action_is(cli, traced, tmp_path):
+def test_a_browser_zooms_and_says_what_an_action_is(cli, recorded, tmp_path):
     assert cli("report", "-o", "report.html").code == 0
     page = tmp_path / "report.html"
     events = """<script>
@@ -75,27 +82,6 @@ def test_a_browser_zooms_and_says_what_an_action_is(cli, traced, tmp_path):
     assert 'class="dim">rank 0: forward, stage 0, micro-batch 0, from 0.00 us on' in done.stdout
 
 
-def test_a_page_a_picture_and_a_trace_at_once(cli, recorded):
-    """Picture and trace show both timelines."""
-    files = ("-o", "out/page.html", "--svg", "out/step.svg", "--perfetto", "out/step.json")
-    result = cli("report", "gpt", "--json", *files)
-    assert result.json["step"] == 10
-    assert Path("out/page.html").exists()
-    entries = json.loads(Path("out/step.json").read_text())["traceEvents"]
-    named = [entry["args"]["name"] for entry in entries if entry["name"] == "process_name"]
-    assert named == ["predicted, node 0", "measured, step 10, node 0"]
-    assert re.search(r"^out/step\.svg \(.*\): open it in a browser$", result.err, re.MULTILINE)
-    picture = Path("out/step.svg").read_text()
-    assert picture.startswith("<svg ")
-    for words in (
-        f"{recorded.name}, step 10: ",
-        "2 stages on 2 ranks",
-        ">predicted<",
-        "measured, step",
-    ):
-        assert words in picture
-
-
 def test_events_that_no_rank_can_have_are_refused(cli, recorded):
     sound = Event(0, 0.0, 1.0, "forward", 0, 0)
     wrong = {"rank": 2, "start_s": "x", "end_s": math.inf, "kind": [], "stage": 1.5}
@@ -107,8 +93,3 @@ def test_events_that_no_rank_can_have_are_refused(cli, recorded):
         assert result.code == 3
         assert "step-000010.json: events[0]: " in result.err
     assert cli("report", "-o", "page.html").code == 0
-
-
-def test_json_has_all_keys(cli, recorded):
-    answer = cli("report", "--json").json
-    assert set(answer) == {"run", "steps", *ComparisonJson.__annotations__}

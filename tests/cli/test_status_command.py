@@ -13,12 +13,8 @@ import pytest
 from rich.console import Console
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.cli.views.run import (
-    bar,
-    format_long_time,
-    run_lines,
-    sparkline,
-)
+from pipectl.cli.submission import ago
+from pipectl.cli.views.run import bar, format_long_time, run_lines, sparkline
 from pipectl.cli.views.run_json import run_json
 from pipectl.errors import UsageError
 from pipectl.jobs.state import RunStatus
@@ -120,6 +116,8 @@ def test_what_is_drawn_of_figures():
     times = (7199, 7260, 2e5, float("inf"))
     texts = ["119 min 59 s", "2 h 01 min", "2.3 days", "inf s"]
     assert list(map(format_long_time, times)) == texts
+    ages = ["just now", "just now", "1 min ago", "3 h ago", "1 day ago", "9 days ago"]
+    assert list(map(ago, (-3, 59, 60, 3 * 3600 + 5, 86400, 9 * 86400))) == ages
     assert sparkline([], 5) == ""
     assert sparkline([1.0], 5) == "▁"
     assert sparkline([3, 3, 3], 5) == "▁▁▁"
