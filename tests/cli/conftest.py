@@ -96,17 +96,13 @@ def time_in_names():
 
 
 @pytest.fixture
-def golden_file(request):
-    return GOLDEN / f"{request.node.name}.txt"
-
-
-@pytest.fixture
-def golden(golden_file, settled, snapshot):
+def golden(request, settled, snapshot):
     """``golden(text)`` compares with the file of the test's name; ``make golden`` accepts changes.
 
     What varies is left out, see ``settled``.
     """
-    return lambda *texts, vary="(?!)": snapshot(golden_file, settled("\n".join(texts), vary))
+    file = GOLDEN / f"{request.node.name}.txt"
+    return lambda *texts, vary="(?!)": snapshot(file, settled("\n".join(texts), vary))
 
 
 @pytest.fixture
@@ -147,7 +143,7 @@ def job(place):
     return Path("job.yaml")
 
 
-def _profile(**changes: Any) -> dict[str, Any]:
+def write_profile(path: Path, key: str | None = None) -> Path:
     """A chain of four operators, each 1 MiB of parameters, as a profiler would write it."""
     nodes = [
         {
@@ -161,7 +157,7 @@ def _profile(**changes: Any) -> dict[str, Any]:
         }
         for index in range(4)
     ]
-    return {
+    document = {
         "version": 1,
         "name": "tiny",
         "source": "test",
@@ -171,14 +167,10 @@ def _profile(**changes: Any) -> dict[str, Any]:
         "process_baseline_bytes": 2**28,
         "nodes": nodes,
         "edges": [["op0", "op1"], ["op1", "op2"], ["op2", "op3"]],
-        **changes,
     }
-
-
-@pytest.fixture
-def profile_document():
-    """``profile_document(name="x")``; a change to None leaves the field out."""
-    return _profile
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**document, "key": key} if key else document))
+    return path
 
 
 @pytest.fixture
@@ -186,18 +178,13 @@ def profile(job):
     """A fresh profile of the job at its usual place."""
     from pipectl.spec import load, profile_key
 
-    path = Path("runs/tiny.profile.json")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(_profile(key=profile_key(load(job)))))
-    return path
+    return write_profile(Path("runs/tiny.profile.json"), profile_key(load(job)))
 
 
 @pytest.fixture
 def alone(place):
     """A profile without a job file beside it."""
-    path = Path("p.json")
-    path.write_text(json.dumps(_profile()))
-    return path
+    return write_profile(Path("p.json"))
 
 
 @pytest.fixture
@@ -268,21 +255,16 @@ def gone_long(run_of):
     return run_of(f"20250104-120000-{'n' * 60}", scheduler="[red]x")
 
 
-def metrics(steps: int) -> str:
-    """Lines of metrics.jsonl: 0.5 s a step after three slow ones, the loss falling from 3."""
-    lines = (
-        {
-            "attempt": 1,
-            "step": step,
-            "steps": 10,
-            "time": 1.7e9 + step,
-            "loss": 3.0 / step,
-            "step_time_s": 5.0 if step < 4 else 0.5,
-            "samples_per_s": 16.0,
-        }
+def write_metrics(run: Path, steps: int, **more: Any) -> None:
+    """0.5 s a step after three slow ones, the loss falling from 3."""
+    lines: list[dict[str, Any]] = [
+        {"step": step, "steps": 10, "loss": 3.0 / step, "step_time_s": 5.0 if step < 4 else 0.5}
         for step in range(1, steps + 1)
-    )
-    return "".join(json.dumps(line) + "\n" for line in lines)
+    ]
+    lines = [{**line, "time": 1.7e9, "samples_per_s": 16.0} for line in lines]
+    lines += [{"step": steps, "time": 0, **more}] if more else []
+    text = "".join(json.dumps({"attempt": 1, **line}) + "\n" for line in lines)
+    (run / "metrics.jsonl").write_text(text)
 
 
 @pytest.fixture
@@ -290,8 +272,7 @@ def finished(run_of):
     """A completed run with metrics, logs and an evaluation."""
     run = run_of("20250101-120000-tiny")
     (run / "exit_code").write_text("0\n")
-    evaluation = {"attempt": 1, "step": 10, "time": 0, "evaluation": {"loss": 0.25}}
-    (run / "metrics.jsonl").write_text(metrics(10) + json.dumps(evaluation) + "\n")
+    write_metrics(run, 10, evaluation={"loss": 0.25})
     (run / "logs/job.log").write_text("started\nzero \x1b[31mred\n")
     return run
 
@@ -301,21 +282,11 @@ def failed(run_of):
     """A run that rank 1 broke at step 5, then rank 0."""
     run = run_of("20250102-120000-tiny")
     (run / "exit_code").write_text("9\n")
-    (run / "metrics.jsonl").write_text(metrics(4))
+    write_metrics(run, 4)
     for rank, time in ((0, 20.0), (1, 10.0)):
-        report = {
-            "rank": rank,
-            "host": "n1",
-            "stage": rank,
-            "action": "BACKWARD micro-batch 2",
-            "step": 5,
-            "type": "ValueError",
-            "message": f"boom {rank}",
-            "cure": None,
-            "traceback": "Traceback",
-            "time": time,
-            "exit_code": 1,
-        }
+        where = {"rank": rank, "host": "n1", "stage": rank, "action": "BACKWARD micro-batch 2"}
+        what = {"type": "ValueError", "message": f"boom {rank}", "cure": None, "exit_code": 1}
+        report = {**where, "step": 5, **what, "traceback": "Traceback", "time": time}
         (run / f"errors/rank-{rank:04d}.json").write_text(json.dumps(report))
     return run
 

@@ -59,13 +59,9 @@ def refusals(cli, disk: Path, *words: str) -> int:
     raise AssertionError(result.err)
 
 
-def test_submit_says_so_and_leaves_nothing_half(cli, disk, profile, program):
+def test_plan_submit_and_resume_say_so_and_leave_nothing_half(cli, disk, profile, program):
     program("sbatch", ": >>submitted; echo 41")
-    assert cli("plan", "job.yaml", *SLURM).code == 0
-    assert refusals(cli, disk, "submit", "job.yaml", *SLURM) > 3
-
-
-def test_plan_and_profile_keep_what_there_was(cli, disk, profile, program):
+    program("squeue", "exit 0")
     assert cli("plan", "job.yaml", *SLURM).code == 0
     before = contents(disk)
     fill(disk, 0)
@@ -73,15 +69,11 @@ def test_plan_and_profile_keep_what_there_was(cli, disk, profile, program):
     assert result.code == 2
     assert "tiny.plan.json: cannot be written: No space left on device" in result.err
     assert contents(disk) == before
-
-
-def test_resume_leaves_the_run_as_it_was(cli, disk, profile, program):
-    program("sbatch", "echo 41")
-    program("squeue", "exit 0")
-    assert cli("submit", "job.yaml", *SLURM).code == 0
+    assert refusals(cli, disk, "submit", "job.yaml", *SLURM) > 3
     (run,) = (path for path in disk.iterdir() if path.is_dir())
+    Path("submitted").unlink()
+    (disk / "ballast").unlink()
     (run / "exit_code").write_text("1\n")
-    program("sbatch", ": >>submitted; echo 42")
     assert refusals(cli, disk, "resume", "last", "--set", "training.steps=9") > 0
 
 

@@ -1,6 +1,5 @@
 """Help texts, completion in the shell, and what commands import."""
 
-import json
 import subprocess
 import sys
 
@@ -37,18 +36,14 @@ def test_the_shell_offers_runs(cli, finished, failed, monkeypatch, capfd):
     assert capfd.readouterr().out.split() == [failed.name, finished.name]
 
 
-def test_commands_load_nothing_that_is_slow(place, finished, failed, pipeline):
+def test_commands_load_nothing_that_is_slow(recorded, failed):
     """Each runs in a fork of one process, so that none uses what another has loaded."""
-    for run in (finished, failed):
-        pipeline(2, 4).save(run / "plan.json")
-        (run / "job.sh").write_text("exit\n")
-        beat = {"version": 1, "state": "training", "step": 4, "steps": 10, "time": 1, "ranks": []}
-        (run / "heartbeat.json").write_text(json.dumps(beat))
-    names = [run.name for run in (finished, failed)]
+    (recorded.path / "job.sh").write_text("exit\n")
+    names = (recorded.name, failed.name)
     commands = [
         *([name, run] for name in ("status", "logs", "cancel") for run in names),
         *(["status", run, more] for run in names for more in ("--ranks", "--json")),
-        *(["logs", run, more] for run in names for more in ("--follow", "--script")),
+        *(["logs", recorded.name, more] for more in ("--follow", "--script")),
         *(["--help"], ["lab", "--help"], ["status", "--help"], ["status"]),
     ]
     program = (

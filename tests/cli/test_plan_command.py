@@ -78,15 +78,14 @@ def test_a_balance_that_has_no_time_is_what_was_found_or_an_error(cli, alone):
     assert "largest stage load" in result.out or "before any plan was found" in result.err
 
 
-def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(cli, job, profile_document):
+def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(cli, profile):
     def measured(fixed_s):
         """Times with a fixed part; the larger that is, the fewer micro-batches are best."""
-        document = profile_document(key=None, coupled=["layer.2"])
+        document = {**json.loads(profile.read_text()), "key": None, "coupled": ["layer.2"]}
         for node in document["nodes"]:
             node["timings"] = {"1": [fixed_s + 0.005] * 2, "8": [fixed_s + 0.04] * 2}
             node["forward_s"] = node["backward_s"] = fixed_s + 0.01
-        Path("runs").mkdir(exist_ok=True)
-        Path("runs/tiny.profile.json").write_text(json.dumps(document))
+        profile.write_text(json.dumps(document))
 
     def planned(*options):
         result = cli("plan", "job.yaml", *AUTO, *options)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+GOLDEN = Path(__file__).with_name("golden")
 FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
 STORIES = [
     pytest.param(file, story, id=f"{file.stem}: {story.splitlines()[0].removeprefix('=== ')}")
@@ -29,6 +30,7 @@ run=$(ls -d runs/[12]* 2>/dev/null | tail -1)
 fake() { printf '#!/bin/bash\\n%s\\n' "$2" >"bin/$1"; chmod +x "bin/$1"; }
 """
 NINES = "9" * 400
+WRONG = GOLDEN / "test_wrong_command_lines_are_refused_and_make_nothing.txt"
 
 
 def values(text: str, keys: str) -> str:
@@ -97,7 +99,7 @@ def test_what_commands_print(request, shell, settled, time_in_names, snapshot, f
 
 
 def test_wrong_command_lines_are_refused_and_make_nothing(
-    cli, job, alone, finished, failed, pipeline, golden, golden_file
+    cli, job, alone, finished, failed, pipeline, golden
 ):
     """Each in a sentence that says what to do."""
     Path("mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
@@ -105,7 +107,7 @@ def test_wrong_command_lines_are_refused_and_make_nothing(
     Path("bad.j2").write_text("{% extends base %}\n{% endfor %}\n")
     pipeline(2, 2).save(Path("plan.json"))
     before, texts = sorted(Path().rglob("*")), []
-    for line in re.findall(r"^\$ pipectl (.*)", golden_file.read_text("utf-8"), re.MULTILINE):
+    for line in re.findall(r"^\$ pipectl (.*)", WRONG.read_text("utf-8"), re.MULTILINE):
         result = cli(*line.replace("9...", NINES).split())
         assert (result.out, sorted(Path().rglob("*"))) == ("", before), line
         answer = f"$ pipectl {line}\n{result.err}exit code {result.code}\n"
