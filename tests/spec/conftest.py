@@ -54,12 +54,6 @@ def complaints(read):
 
 
 @pytest.fixture
-def added(complaints):
-    """The complaints about a text added to the minimal spec, on line 7."""
-    return lambda text, *overrides: complaints(MINIMAL + text, *overrides)
-
-
-@pytest.fixture
 def read_points(tmp_path, monkeypatch):
     """The runs of the sweep of a text, as ``job.yaml`` of the current directory."""
     monkeypatch.chdir(tmp_path)

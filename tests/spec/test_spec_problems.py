@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.errors import SpecError
+from pipectl.errors import SpecError, UsageError
 from pipectl.spec import SpecFile, load
 
 WRONG_SPECS = Path(__file__).with_name("wrong_specs.txt")
 """Blocks of lines: what is added to the minimal spec (``~``: in place of the line of that key,
-or without it; ``--set``: as an override), and the problems, after ``=>``."""
+or without it; ``--set``: as an override; ``--site``: in a site file), and the problems, after
+``=>``."""
+BY_SCHEMA = re.compile(
+    "unknown key|no longer a key|: missing|names no"
+    "|: must be (a mapping|a list|text|auto|true|a whole number of at least)"
+)
+"""What a schema can tell, but within the grid and the points of a sweep."""
 BOMB = "\n".join(
     ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
@@ -47,23 +53,25 @@ def problems(tmp_path, monkeypatch):
     for name, code in CODE.items():
         Path(name).write_text(code)
 
-    def check(text, *overrides):
+    def check(text, *overrides, site=""):
         Path("job.yaml").write_text(text)
+        Path("site.yaml").write_text(site)
         try:
-            file = SpecFile.read(Path("job.yaml"), overrides, ())
+            file = SpecFile.read(Path("job.yaml"), overrides, [Path("site.yaml")])
             file.points(file.spec(check_names=True))
-        except SpecError as error:
+        except (SpecError, UsageError) as error:
             return str(error.message).replace(str(tmp_path), "/home/me").split("\n")
         return []
 
     return check
 
 
-def test_the_problems_of_wrong_specs(problems, minimal, snapshot):
+def test_the_problems_of_wrong_specs(problems, by_schema, minimal, snapshot):
+    """The schema refuses the same, as far as an editor can tell."""
     blocks = []
     for block in WRONG_SPECS.read_text("utf-8").rstrip("\n").split("\n\n"):
         lines = [line for line in block.split("\n") if not line.startswith("=> ")]
-        text, overrides = minimal, []
+        text, overrides, site = minimal, [], ""
         for line in lines:
             name, _, rest = line.partition(" ")
             if name == "~":
@@ -72,26 +80,47 @@ def test_the_problems_of_wrong_specs(problems, minimal, snapshot):
                 text = re.sub(rf"^{key}:.*", lambda _, line=line: line, text, flags=re.MULTILINE)
             elif name == "--set":
                 overrides.append(rest)
+            elif name == "--site":
+                site += f"{rest}\n"
             else:
                 text += f"{line}\n"
-        found = problems(text, *overrides)
+        found = problems(text, *overrides, site=site)
         assert found, block
+        if not (overrides or site or "grid:" in text) and BY_SCHEMA.search(str(found)):
+            assert not by_schema(text), block
         blocks.append("\n".join([*lines, *(f"=> {each}" for each in found)]))
     snapshot(WRONG_SPECS, "\n\n".join(blocks) + "\n")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "override", "message"),
     [
-        ("pipeline:\n\tstages: 2", "8:1: not valid YAML: a tab cannot indent or start a value; use spaces"),
-        ("output: {directory: a\x01}", "7:22: contains the unprintable character U+0001; remove it"),
-        ("sweep: {points: [{? a" + ".a" * 5000 + " : 1}]}", f"7:10025: sweep.points[0].a{'.a' * 48}...: must be a key such as training.seed"),
+        ("pipeline:\n\tstages: 2", None, "job.yaml:8:1: not valid YAML: a tab cannot indent or start a value; use spaces"),
+        ("output: {directory: a\x01}", None, "job.yaml:7:22: contains the unprintable character U+0001; remove it"),
+        ("sweep: {points: [{? a" + ".a" * 5000 + " : 1}]}", None, f"job.yaml:7:10025: sweep.points[0].a{'.a' * 48}...: must be a key such as training.seed"),
+        ("", "name=\x1b", "--set name: contains the unprintable character U+001B; remove it"),
+        ("", "\x1b", "--set \\x1b: there is no '='"),
+        ("", "a" + ".a" * 5000 + "=1", f"--set a{'.a' * 48}...: there is no such key"),
     ],
+    ids=range(6),
 )  # fmt: skip
-def test_messages_are_printable_and_short(read_points, minimal, text, message):
-    with pytest.raises(SpecError) as caught:
-        read_points(minimal + text)
-    assert caught.value.message == f"job.yaml:{message}"
+def test_messages_are_printable_and_short(problems, minimal, text, override, message):
+    assert problems(minimal + text, *filter(None, [override])) == [message]
+
+
+@pytest.mark.parametrize(
+    ("override", "cure"),
+    [
+        ("pipeline.stages", "write --set KEY=VALUE, such as --set pipeline.stages=4"),
+        ("launch.args=[", "quote the value as YAML does"),
+    ],
+)
+def test_what_is_no_override_has_a_cure(read, minimal, override, cure):
+    with pytest.raises(UsageError) as caught:
+        read(minimal, override)
+    assert caught.value.cure == cure
+    with pytest.raises(SpecError, match="empty"):
+        read("", override)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +172,7 @@ def test_what_is_no_spec(complaints, content, message):
         ("gone.yaml", "no such file", "write a starter spec with: pipectl init"),
         (".", "a directory, not a file", None),
         ("x" * 300, "cannot be read: File name too long", None),
+        ("/dev/zero", "larger than 1 MiB, too large for a job spec", None),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, monkeypatch, name, message, cure):
@@ -151,11 +181,6 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch, name, message, cure):
         load(Path(name), sites=())
     assert caught.value.message == f"{name}: {message}"
     assert caught.value.cure == cure
-
-
-def test_an_endless_file_is_not_read_to_its_end():
-    with pytest.raises(SpecError, match="larger than 1 MiB"):
-        load(Path("/dev/zero"), sites=())
 
 
 def test_large_mappings_of_unknown_keys_are_reported_quickly(complaints):
