@@ -1,7 +1,7 @@
 """Published profiles: proven optima and published plans, if a directory of them is at hand.
 
 ``PIPECTL_WORKLOADS`` names it; its README has the rules of the simulated values. Each file lists
-what is known. What takes longest is left to ``tests/benchmarks/planner_*.py``, which have it all.
+what is known. What takes longest is left to ``tests/benchmarks``, which has it all.
 """
 
 import json
