@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -54,20 +54,29 @@ def make_profile() -> Callable[[Sequence[Operator], Sequence[tuple[int, int]]], 
     return profile
 
 
+def chain_of(each: int | Sequence[Mapping[str, object]], **changes: object) -> Profile:
+    """A chain of so many equal operators, or of those with the properties of each."""
+    each = [{}] * each if isinstance(each, int) else each
+    operators = [operator(index, **{**changes, **own}) for index, own in enumerate(each)]
+    return profile(operators, list(pairwise(range(len(operators)))))
+
+
 @pytest.fixture(scope="session")
 def chain() -> Callable[..., Profile]:
-    """A chain of equal operators."""
-    return lambda count, **changes: profile(
-        [operator(index, **changes) for index in range(count)], list(pairwise(range(count)))
-    )
+    """:func:`chain_of`."""
+    return chain_of
+
+
+@pytest.fixture(scope="session")
+def hungry() -> Callable[[int, int], Profile]:
+    """A chain of operators that save much more than they receive."""
+    return lambda count, size: chain_of([{"saved": ((f"n{i}:own", size),)} for i in range(count)])
 
 
 @pytest.fixture(scope="session")
 def deep() -> Profile:
     """A chain that saves a hundred times what it sends."""
-    saved = [((f"n{index}", 1000), (f"s{index}", 99_000)) for index in range(32)]
-    operators = [operator(index, saved=pairs) for index, pairs in enumerate(saved)]
-    return profile(operators, list(pairwise(range(32))))
+    return chain_of([{"saved": ((f"n{i}", 1000), (f"s{i}", 99_000))} for i in range(32)])
 
 
 @st.composite

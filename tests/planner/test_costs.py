@@ -1,4 +1,4 @@
-"""What operators take at any size, and what stages take and hold, by hand and from messages."""
+"""What operators take at any size, and what stages take, send and hold, by hand."""
 
 from collections import Counter
 from dataclasses import replace
@@ -19,114 +19,161 @@ from pipectl.planner.costs.stage_costs import (
     stage_times,
 )
 from pipectl.planner.graph.blocks import condense
-from pipectl.profile import OperatorMemory, OptimizerCost, StageOverhead
+from pipectl.profile import OperatorMemory, OptimizerCost, StageOverhead, StepMemory
 
 
-def forward_s(make_profile, operator, size):
-    return operator_times(make_profile([operator], []), size).uncached[0, 0]
-
-
-def test_one_measured_size_scales_in_proportion(make_profile, make_operator) -> None:
-    assert forward_s(make_profile, make_operator(0, forward_s=8e-3), 2) == pytest.approx(2e-3)
+def costs(profile, stages, size=8):
+    scale = size / profile.micro_batch_size
+    return stage_costs(
+        Footprints(profile).of(stages), operator_times(profile, size), scale, profile
+    )
 
 
 @pytest.mark.parametrize(
-    ("size", "time_s"),
+    ("timings", "size", "time_s"),
     [
-        (2, 3e-3),
-        (4, 4e-3),
-        (6, 5e-3),
-        (8, 6e-3),
-        (16, 10e-3),
+        pytest.param({}, 2, 1.5e-3, id="in proportion to one size"),
+        *((({4: (4e-3, 0.0)}), *known) for known in ((2, 3e-3), (4, 4e-3), (6, 5e-3), (16, 10e-3))),
+        pytest.param({4: (1e-3, 0.0)}, 2, 0.5e-3, id="too steep: not below proportional"),
+        pytest.param({4: (9e-3, 0.0)}, 2, 9e-3, id="falling: at most what the smallest took"),
+        pytest.param({4: (9e-3, 0.0)}, 16, 6e-3, id="falling: at least what the largest took"),
     ],
 )
-def test_two_measured_sizes_give_a_fixed_cost_and_one_per_sample(
-    size, time_s, make_profile, make_operator
+def test_sizes_that_were_not_measured_follow_from_those_that_were(
+    chain, timings, size, time_s
 ) -> None:
-    operator = make_operator(0, forward_s=6e-3, timings={4: (4e-3, 0.0)})
-    assert forward_s(make_profile, operator, size) == pytest.approx(time_s)
+    profile = chain(1, forward_s=6e-3, timings=timings)
+    assert operator_times(profile, size).uncached[0, 0] == pytest.approx(time_s)
 
 
-@pytest.mark.parametrize(
-    ("small_s", "size", "time_s"),
-    [
-        (1e-3, 2, 0.5e-3),  # too steep: extrapolation would fall below proportional
-        (9e-3, 2, 9e-3),  # falling: no more than the smallest size took
-        (9e-3, 16, 6e-3),  # falling: no less than the largest size took
-    ],
-)
-def test_noise_does_not_run_away(small_s, size, time_s, make_profile, make_operator) -> None:
-    operator = make_operator(0, forward_s=6e-3, timings={4: (small_s, 0.0)})
-    assert forward_s(make_profile, operator, size) == pytest.approx(time_s)
-
-
-def test_messages_are_summed_by_kind_and_stages_and_scaled(make_profile, make_operator) -> None:
+def test_two_stages_take_send_and_hold_what_their_operators_do(make_profile, make_operator) -> None:
+    """Only the gradient of the first operator is returned."""
     operators = [make_operator(0), make_operator(1, gradient_bytes=0), make_operator(2)]
-    parts = Footprints(make_profile(operators, [(0, 2), (1, 2)])).of([[0, 1], [2]])
-    assert scaled_transfers(parts, 0.5) == (
+    profile = replace(
+        make_profile(operators, [(0, 2), (1, 2)]),
+        stage=StageOverhead(1.0, 10.0, 100.0, 2.0, 20.0, 200.0),
+        optimizer=OptimizerCost(2.0, 1e-6),
+    )
+    assert scaled_transfers(Footprints(profile).of([[0, 1], [2]]), 0.5) == (
         Transfer(TransferKind.ACTIVATION, 0, 1, 1000),
         Transfer(TransferKind.GRADIENT, 1, 0, 500),
     )
-
-
-def test_stage_costs_add_up(make_profile, make_operator) -> None:
-    profile = make_profile([make_operator(i) for i in range(2)], [(0, 1)])
-    parts = Footprints(profile).of([[0, 1]])
-    profile = replace(profile, optimizer=OptimizerCost(2.0, 1e-6))
-    (cost,) = stage_costs(parts, operator_times(profile, 4), 0.5, profile)
-    assert (cost.forward_s, cost.backward_s) == pytest.approx((1e-3, 2e-3))
-    assert cost.update_s == pytest.approx(200e-6)
-    assert (cost.parameter_bytes, cost.optimizer_bytes, cost.saved_bytes) == (200, 400, 1000)
-
-
-def test_no_optimizer_costs_nothing(chain) -> None:
-    profile = replace(chain(1), optimizer=None)
-    (cost,) = stage_costs(Footprints(profile).of([[0]]), operator_times(profile, 8), 1.0, profile)
-    assert (cost.update_s, cost.optimizer_bytes) == (0.0, 0)
-
-
-def test_a_stage_takes_more_than_its_operators(make_profile, make_operator) -> None:
-    operators = [make_operator(0), make_operator(1, gradient_bytes=0), make_operator(2)]
-    profile = make_profile(operators, [(0, 2), (1, 2)])
-    profile = replace(profile, stage=StageOverhead(1.0, 10.0, 100.0, 2.0, 20.0, 200.0))
-    costs = stage_costs(
-        Footprints(profile).of([[0, 1], [2]]), measured_times(profile), 1.0, profile
-    )
-    forward_s, backward_s = operators[0].forward_s, operators[0].backward_s
-    assert costs[0].forward_s == pytest.approx(2 * forward_s + 1 + 100)
-    assert costs[1].forward_s == pytest.approx(forward_s + 1 + 10)
-    assert costs[0].backward_s == pytest.approx(2 * backward_s + 2 + 20)
-    assert costs[1].backward_s == pytest.approx(backward_s + 2 + 200)
-
-
-def test_a_stage_without_gradients_has_no_backward(make_profile, make_operator) -> None:
-    profile = make_profile([make_operator(0, backward_s=0.0)], [])
-    profile = replace(profile, stage=StageOverhead(backward_s=2.0))
-    (cost,) = stage_costs(Footprints(profile).of([[0]]), measured_times(profile), 1.0, profile)
-    assert cost.backward_s == 0.0
+    first, second = costs(profile, [[0, 1], [2]], size=4)
+    assert (first.forward_s, second.forward_s) == pytest.approx((1e-3 + 101, 0.5e-3 + 11))
+    assert (first.backward_s, second.backward_s) == pytest.approx((2e-3 + 22, 1e-3 + 202))
+    assert (first.update_s, second.update_s) == pytest.approx((200e-6, 100e-6))
+    assert (first.parameter_bytes, first.optimizer_bytes) == (200, 400)
+    assert (first.saved_bytes, second.saved_bytes, second.input_bytes) == (1000, 1500, 1000)
+    assert costs(replace(profile, optimizer=None), [[0, 1], [2]])[0].optimizer_bytes == 0
 
 
 @pytest.mark.parametrize(("cache_bytes", "time_s"), [(1000, 1.0), (800, 2.0), (666, 3.0)])
-def test_a_stage_that_stays_in_the_cache_is_faster(
-    cache_bytes, time_s, make_profile, make_operator
-) -> None:
+def test_a_stage_that_stays_in_the_cache_is_faster(chain, cache_bytes, time_s) -> None:
     """It touches 1000 bytes; a cache two thirds as large is as good as none."""
-    operator = make_operator(0, forward_s=3.0, saved=(("a", 600),), parameters=(("w", 200),))
-    profile = make_profile([replace(operator, cached={8: (1.0, 1.0)})], [])
-    profile = replace(profile, stage=StageOverhead(cache_bytes=cache_bytes))
-    (cost,) = stage_costs(Footprints(profile).of([[0]]), measured_times(profile), 1.0, profile)
+    held = {"saved": (("a", 600),), "parameters": (("w", 200),), "cached": {8: (1.0, 1.0)}}
+    profile = chain(1, forward_s=3.0, backward_s=0.0, **held)
+    profile = replace(profile, stage=StageOverhead(cache_bytes=cache_bytes, backward_s=2.0))
+    (cost,) = costs(profile, [[0]])
     assert cost.forward_s == pytest.approx(time_s, rel=0.01)
+    assert cost.backward_s == 0.0, "without gradients there is no backward"
 
 
-def test_nothing_is_slower_in_the_cache(make_profile, make_operator) -> None:
-    operator = make_operator(0, forward_s=1.0, backward_s=2.0)
-    times = measured_times(make_profile([replace(operator, cached={8: (1.5, 1.5)})], []))
-    assert times.cached.T.tolist() == [[1.0, 1.5]]
-    assert times.uncached.T.tolist() == [[1.0, 2.0]]
+# What is alive in every operator, forward and backward
 
 
-def measured_times(profile):
-    return operator_times(profile, profile.micro_batch_size)
+def peaks(profile, stages, size=8):
+    return [cost.peaks for cost in costs(with_state(profile), stages, size)]
+
+
+def with_state(profile):
+    return replace(profile, optimizer=OptimizerCost(2.0, 0.0, StepMemory(2.0, 1.0, 0.0)))
+
+
+@pytest.fixture
+def views(chain):
+    """x -> a (weight, saves x) -> b (a view of a) -> c (saves its result) -> loss."""
+    weight = (("w", 40),)
+    each = [
+        {
+            "saved": (("x", 50),),
+            "memory": OperatorMemory(100, "n0", 130, 60, weight),
+            "parameters": weight,
+        },
+        {"saved": (), "memory": OperatorMemory(0, "n0", 0, 0, (("n0", 0),))},
+        {"saved": (("n2", 100),), "memory": OperatorMemory(100, "n2", 100, 110, (("n1", 100),))},
+        {
+            "saved": (("n3:0", 8),),
+            "memory": OperatorMemory(4, "n3", 12, 100, (("n2", 100),)),
+            "output_bytes": 4,
+        },
+    ]
+    return chain(each, parameters=(), output_bytes=100, gradient_bytes=100)
+
+
+def test_views_live_in_the_memory_of_what_they_show(views) -> None:
+    (cost,) = costs(with_state(views), [[0, 1, 2, 3]])
+    assert cost.saved_bytes == 50 + 100 + 8
+    # x 50, a 100 with 30 more; then c beside a: a dies behind its view's reader
+    assert cost.peaks.forward_bytes == 50 + 100 + 100
+    # backward of c: the gradient of c, and 110 of its own, while 8 is gone
+    assert cost.peaks.backward_bytes == cost.peaks.first_backward_bytes == 100 - 8 + 110
+    assert cost.peaks.update_bytes == 2 * 40
+
+
+def test_what_is_sent_or_received_stays_and_parameters_do_not_grow(views) -> None:
+    first, second = costs(with_state(views), [[0, 1], [2, 3]])
+    assert (first.saved_bytes, second.saved_bytes) == (50 + 100, 100 + 100 + 8)
+    assert first.peaks.forward_bytes == 50 + 130
+    assert first.peaks.backward_bytes == 60  # of which the weight's 40 are added and dropped
+    assert second.peaks.forward_bytes == 100 + 12
+    assert second.peaks.backward_bytes == 100 - 8 + 110
+    first, second = peaks(views, [[0, 1], [2, 3]], size=16)
+    assert first.backward_bytes == 2 * 20 + 40
+    assert second.forward_bytes == 2 * (100 + 12)
+
+
+def test_what_a_reader_saves_stays_until_its_backward(chain) -> None:
+    each = [
+        {"memory": OperatorMemory(100, "n0", 100, 0), "saved": ()},
+        {"memory": OperatorMemory(10, "n1", 10, 100, (("n0", 100),)), "saved": (("n0", 100),)},
+        {"memory": OperatorMemory(130, "n2", 130, 10, (("n1", 10),)), "saved": ()},
+    ]
+    (peak,) = peaks(chain(each, parameters=()), [[0, 1, 2]])
+    assert peak.forward_bytes == 100 + 10 + 130
+    each[0]["memory"] = None
+    assert peaks(chain(each, parameters=()), [[0, 1, 2]]) == [None], "one is not known"
+
+
+def test_two_uses_of_a_value_share_or_add_gradients(make_operator, make_profile) -> None:
+    """y = x + f(x): the sum passes one gradient to both, so that of x is a new tensor."""
+    uses = [((), 0), ((("n0", 100),), 100), ((("n0", 0), ("n1", 0)), 0), ((("n2", 100),), 100)]
+    operators = [
+        make_operator(
+            index,
+            memory=OperatorMemory(100, f"n{index}", 100, backward, gradients),
+            parameters=(),
+            saved=(),
+            output_bytes=100,
+        )
+        for index, (gradients, backward) in enumerate(uses)
+    ]
+    (peak,) = peaks(make_profile(operators, [(0, 1), (0, 2), (1, 2), (2, 3)]), [[0, 1, 2, 3]])
+    assert peak.backward_bytes == 300  # shared, that of f, and their sum
+
+
+def test_gradients_are_of_every_use_and_not_of_frozen_parameters(chain) -> None:
+    first, second = costs(chain(3, parameters=(("w", 100),)), [[0, 1], [2]])
+    assert (first.parameter_bytes, first.gradient_bytes) == (100, 200)
+    assert (second.parameter_bytes, second.gradient_bytes) == (100, 100)
+    memory = OperatorMemory(1000, "n0", 1000, 0, (), (("table", 7),))
+    (cost,) = costs(chain(1, memory=memory), [[0]])
+    assert (cost.gradient_bytes, cost.optimizer_bytes, cost.buffer_bytes) == (0, 0, 7)
+
+
+def test_temporaries_of_a_step() -> None:
+    loop, together = StepMemory(2.0, 1.0), StepMemory(0.0, 0.0, 1.5)
+    assert [loop.peak_bytes(sizes) for sizes in ((10, 10, 4), (10, 1, 10), ())] == [30, 21, 0]
+    assert together.peak_bytes((10, 10, 4)) == 36
 
 
 # The sums of partitions, all at once, against those of every stage by hand
@@ -158,8 +205,7 @@ def test_sums_of_many_partitions_are_those_of_their_stages(
     partitions = list(partitions_of(graph, stages))[:5]
     if not partitions:
         return
-    scale = size / profile.micro_batch_size
-    times = operator_times(profile, size)
+    scale, times = size / profile.micro_batch_size, operator_times(profile, size)
     members = [[graph.operators_of(blocks) for blocks in partition] for partition in partitions]
     stage_of = np.zeros((len(partitions), len(profile.operators)), dtype=np.int64)
     for row, each in zip(stage_of, members, strict=True):
@@ -175,9 +221,8 @@ def test_sums_of_many_partitions_are_those_of_their_stages(
         each_lane = {(t.kind, t.source, t.target): t.size_bytes for t in alone.transfers}
         assert each_lane == lanes == transfers(sums.transfers, place)
         assert alone.sums.values[:, 0].tolist() == sums.values[:, place].tolist()
-        assert stage_times(alone.sums, times, scale, OVERHEAD)[:, 0] == pytest.approx(
-            times_s[:, place]
-        )
+        alone_s = stage_times(alone.sums, times, scale, OVERHEAD)[:, 0]
+        assert alone_s == pytest.approx(times_s[:, place])
 
 
 def sums_by_hand(profile, stage_of, members):
@@ -185,38 +230,39 @@ def sums_by_hand(profile, stage_of, members):
     returning = {operator.id: operator.gradient_bytes > 0 for operator in profile.operators}
     home = {operator.id: stage for operator, stage in zip(profile.operators, stage_of, strict=True)}
     received = [Counter() for _ in members]
-    sent = [{} for _ in members]
-    returned = [0] * len(members)
-    made = {operator.id: operator.allocations.made_bytes for operator in profile.operators}
+    saved = [{} for _ in members]
     lanes = Counter()
     for value, lane in cut_routes(home, profile.edges, returning):
         operator = profile.by_id[value]
         if lane.kind is TransferKind.GRADIENT:
             lanes[lane] += operator.gradient_bytes
-            returned[lane.target] += operator.gradient_bytes
             continue
         lanes[lane] += operator.output_bytes
         storage = operator.allocations.storage
         received[lane.target][storage] += operator.output_bytes
-        sent[lane.source].setdefault(storage, made[storage] or operator.output_bytes)
-    found = {"received_bytes": [arrived.total() for arrived in received]}
-    found["returned_bytes"] = returned
-    for name in ("parameter_bytes", "trained_bytes", "gradient_bytes", "saved_bytes"):
-        found[name] = []
-    for stage, inside in enumerate(members):
-        operators = [profile.operators[index] for index in inside]
-        saved = sent[stage] | dict(pair for each in operators for pair in each.saved)
-        saved |= received[stage]
-        for name, pairs in (
-            ("parameter_bytes", dict(p for each in operators for p in each.parameters).items()),
-            (
-                "trained_bytes",
-                dict(p for each in operators for p in each.trained_parameters).items(),
-            ),
-            ("gradient_bytes", [p for each in operators for p in each.parameter_gradients]),
-            ("saved_bytes", saved.items()),
-        ):
-            found[name].append(sum(size for _, size in pairs))
+        made = profile.by_id[storage].allocations.made_bytes
+        saved[lane.source].setdefault(storage, made or operator.output_bytes)
+    found = {
+        name: [
+            sum(size for lane, size in lanes.items() if (lane.kind, lane.target) == (kind, stage))
+            for stage in range(len(members))
+        ]
+        for name, kind in (
+            ("received_bytes", TransferKind.ACTIVATION),
+            ("returned_bytes", TransferKind.GRADIENT),
+        )
+    }
+    inside = [[profile.operators[index] for index in indices] for indices in members]
+    for kept, arrived, operators in zip(saved, received, inside, strict=True):
+        kept |= dict(pair for each in operators for pair in each.saved) | arrived
+    once = {"parameter_bytes": "parameters", "trained_bytes": "trained_parameters"}
+    for name, field in once.items():
+        pairs = [dict(p for each in own for p in getattr(each, field)) for own in inside]
+        found[name] = [sum(sizes.values()) for sizes in pairs]
+    found["gradient_bytes"] = [
+        sum(size for each in own for _, size in each.parameter_gradients) for own in inside
+    ]
+    found["saved_bytes"] = [sum(sizes.values()) for sizes in saved]
     return found, lanes
 
 

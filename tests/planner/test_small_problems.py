@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
-from pipectl.planner.costs.devices import one_each
+from pipectl.planner.costs.devices import Mix, one_each
 from pipectl.planner.graph.blocks import bits, condense
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.judge import TIE
@@ -151,3 +151,37 @@ def test_the_least_possible_load_is_found_on_any_mix_of_devices(
             for cut in cutter.partitions(stages, 8, mix)
         )
         assert found_s == pytest.approx(best_s, abs=1e-11)
+
+
+def bottleneck_s(problem, space, stages, size=8):
+    """Of the first cut into stages on equal devices, with all operators in it."""
+    cut = Cutter(problem, space).partitions(stages, size, Mix.ordered([0] * stages, 1))[0]
+    assert sum(cut.partition) == space.graph.everything
+    times = problem.block_times(size)
+    return max(sum(times[block] for block in bits(part)) for part in cut.partition)
+
+
+def test_blocks_without_edges_are_merged_instead_of_searched(make_profile, make_operator) -> None:
+    tiny = {"forward_s": 1e-7, "backward_s": 0.0}
+    operators = [make_operator(i, **(tiny if i % 2 else {})) for i in range(60)]
+    profile = make_profile(operators, [(i, i + 2) for i in range(0, 58, 2)])
+    space = CutSpace.of(condense(profile), profile)
+    assert space.complete
+    assert len(space.moved) > 20
+    problem = Problem(profile, machines(*[SLOW] * 4), PlanRequest("job", 8), space.graph)
+    assert bottleneck_s(problem, space, 3) == pytest.approx(10 * 3e-3, rel=1e-3)
+
+
+def test_operators_at_the_end_that_take_no_time_have_a_stage(chain) -> None:
+    """Sums of the same times differ by rounding: that of all operators was the smaller one."""
+    times = [(0.0, 0.001), (0.003, 0.0), (0.0, 0.001), (0.0, 0.0), (0.0, 0.0)]
+    profile = chain([{"forward_s": forward, "backward_s": back} for forward, back in times])
+    space = CutSpace.of(condense(profile), profile, 100)
+    problem = Problem(profile, machines(*[SLOW] * 4), PlanRequest("job", 8), space.graph)
+    assert all(bottleneck_s(problem, space, 3, size) > 0 for size in range(1, 20))
+
+
+def test_long_chains_need_no_recursion(chain) -> None:
+    graph = condense(chain(5000))
+    assert len(graph) == 5000
+    assert [*bits(graph.ancestors[4])] == [0, 1, 2, 3]
