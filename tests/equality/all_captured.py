@@ -6,9 +6,8 @@ Plans two of its cells, too: that loads the compiled kernels of schedules.
 """
 
 from cell_jobs import MODELS, captured
-from cells import CHUNKS, PLAIN, Cell
-from cuts import random_cut
-from plans import make_plan
+from cells import PLAIN, Cell
+from plans import plan_and_cut
 
 for model in MODELS:
     captured(model, plain=False)
@@ -16,5 +15,4 @@ for model in PLAIN:
     captured(model, plain=True)
 for schedule in ("1f1b", "zb-v"):
     graph = captured("gpt", plain=False).job.training_graph(2)
-    stages = random_cut(graph, 2 * CHUNKS.get(schedule, 1), 0)
-    make_plan(graph, stages, Cell("gpt", schedule, "divisible"), 2)
+    plan_and_cut(graph, Cell("gpt", schedule, "divisible"), 2, 0)

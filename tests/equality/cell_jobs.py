@@ -6,7 +6,6 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from cells import OVERLAPPING, Cell
 from torch import Tensor
@@ -111,12 +110,14 @@ def _captured(model: str, plain: bool) -> Captured:
     return Captured(job, {name: tensor.detach().clone() for name, tensor in job.states.items()})
 
 
-def spec_text(cell: Any, *, plain: bool) -> str:
+def spec_text(cell: Cell, *, plain: bool) -> str:
     model = MODELS[cell.model]
     batch_size, micro_batches = BATCHES[cell.batch]
     dropout = "{dropout: 0.0}" if plain else "{}"
     one_step = plain and cell.model == "tied"  # compared by its first gradients
     optimizer = "SGD', kwargs: {lr: 1.0}" if one_step else "AdamW', kwargs: {lr: 0.003}"
+    if cell.replicas:  # under Adam, a tiny gradient of either sign moves a weight by the full rate
+        optimizer = "SGD', kwargs: {lr: 0.1}"
     steps, clip = (1, "null") if one_step else (MORE_STEPS.get(cell.model, STEPS), 0.5)
     drop_last, every = "false", "null"
     if cell.schedule in OVERLAPPING:
@@ -137,7 +138,7 @@ evaluation: {"null" if plain else evaluation}
 training:
   {{steps: {steps}, batch_size: {batch_size}, seed: 3, clip_grad_norm: {clip},
    precision: {model.precision}, loss_scale: {model.loss_scale},
-   on_nonfinite: {model.on_nonfinite}}}
+   on_nonfinite: {model.on_nonfinite}, compile: {str(cell.compiled).lower()}}}
 pipeline: {{micro_batches: {micro_batches}}}
 """
 

@@ -56,15 +56,29 @@ BUCKETS = "gpt_buckets"
 
 @dataclass(frozen=True)
 class Cell:
-    """Memory is what stages do with what their backward needs; "" if they keep it."""
+    """One training.
+
+    Args:
+        memory: what stages do with what their backward needs; "" if they keep it.
+        replicas: of each stage, or of each place in the round of stages; trained with SGD.
+        way: how replicas share a micro-batch.
+    """
 
     model: str
     schedule: str
     batch: str
     memory: str = ""
+    replicas: tuple[int, ...] = ()
+    way: str = "whole"
+    shard: bool = False
+    compiled: bool = False
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.model, self.schedule, self.batch, self.memory)))
+        parts = [self.model, self.schedule, self.batch, self.memory]
+        if self.replicas:
+            parts += ["x".join(map(str, self.replicas)), self.way]
+            parts += ["sharded" * self.shard, "compiled" * self.compiled]
+        return "-".join(filter(None, parts))
 
     @property
     def flushes(self) -> bool:
@@ -72,8 +86,59 @@ class Cell:
 
     @property
     def reference(self) -> Cell:
-        """What it equals to the bit, trained on one rank."""
+        """What it equals, trained on one rank."""
+        if self.replicas:
+            return shared(self.model, 1, batch=self.batch)
         return Cell(self.model, "gpipe", self.batch)
+
+
+def shared(
+    model: str, *replicas: int, schedule: str = "1f1b", batch: str = BATCH, **more: Any
+) -> Cell:
+    return Cell(model, schedule, batch, replicas=replicas, **more)
+
+
+SHARED = (
+    shared("gpt", 2),
+    shared("gpt", 2, way="split"),
+    shared("cnn", 2),
+    shared("gpt_bf16", 2, shard=True),
+    shared("gpt", 1, 2, way="split", memory="recompute"),
+    shared("tied", 1, 2, way="split"),
+    shared("cnn", 2, 1, memory="host"),
+    shared("frozen", 2, 1, shard=True),
+    shared("gpt_buckets", 1, 2, way="split"),
+    shared("gpt", 3, batch="one_left_over"),
+    shared("gpt", 2, 2, shard=True),
+    shared("gpt", 2, 2, schedule="zb-h1"),
+    shared("gpt", 2, 2, schedule="interleaved"),
+    shared("gpt", 3, 1, way="split", batch="few"),
+    shared("gpt", 1, 3, way="split", schedule="zb-h1", batch="few"),
+    shared("tied", 2, 1, 1),
+    shared("cnn", 1, 2, 1),
+    shared("gpt_float16", 2, 2),
+    shared("cnn", 2, 2, schedule="dualpipev"),
+    shared("gpt_buckets", 2, 2, shard=True),
+)
+"""Cells with replicas that every run of the tests trains."""
+FURTHER_SHARED = (
+    shared("gpt", 2, shard=True),
+    shared("gpt", 2, schedule="gpipe"),
+    shared("tied", 2),
+    shared("gpt_buckets", 2),
+    shared("gpt", 1, 2),
+    shared("gpt", 2, 1, schedule="gpipe"),
+    shared("gpt", 2, 1, way="split", memory="host"),
+    shared("frozen", 1, 2, way="split"),
+    shared("gpt", 1, 2, way="split", compiled=True),
+    shared("gpt", 1, 3),
+    shared("gpt", 2, 2),
+    shared("gpt", 2, 2, memory="recompute"),
+    shared("gpt", 2, 2, schedule="looped-bfs", memory="disk"),
+    shared("gpt", 2, 2, schedule="zb-v"),
+    shared("gpt", 2, 2, way="split", schedule="interleaved", batch="few"),
+    shared("tied", 2, 1, 1, way="split"),
+)
 
 
 def every_cell(ranks: int) -> dict[str, Cell]:
@@ -81,6 +146,10 @@ def every_cell(ranks: int) -> dict[str, Cell]:
     found = [*_with_memory(ranks)]
     if ranks <= 4:
         found += [*_variants(ranks), *_unflushed(ranks), *_buckets(ranks)]
+    every_shared = (*SHARED, *FURTHER_SHARED)
+    found += [cell for cell in every_shared if sum(cell.replicas) == ranks]
+    if ranks == 1:
+        found += [cell.reference for cell in every_shared]
     return {str(cell): cell for cell in found}
 
 
@@ -198,7 +267,9 @@ def sampled(ranks: int) -> list[Cell]:
     """The cells that every run of the tests trains over so many ranks."""
     every = every_cell(ranks)
     chosen = [every[name] for name in SAMPLE[ranks].split()]
+    chosen += [cell for cell in SHARED if sum(cell.replicas) == ranks]
     if ranks == 1:
+        chosen += [cell.reference for cell in FURTHER_SHARED]
         chosen += [cell.reference for count in RANKS[1:] for cell in sampled(count) if cell.flushes]
         chosen += [cell.reference for cell in chosen if cell.flushes]
     return list(dict.fromkeys(chosen))
@@ -206,5 +277,9 @@ def sampled(ranks: int) -> list[Cell]:
 
 def plain_cells(*, sample: bool) -> list[Cell]:
     """What is trained without dropout, to be compared with a loop in plain PyTorch."""
-    every = [cell for cell in every_cell(1).values() if cell.schedule == "1f1b" and not cell.memory]
-    return [cell for cell in every if (cell.batch in PLAIN.get(cell.model, ())) is sample]
+    every = [cell for cell in every_cell(1).values() if not cell.memory and not cell.replicas]
+    return [
+        cell
+        for cell in every
+        if cell.schedule == "1f1b" and (cell.batch in PLAIN.get(cell.model, ())) is sample
+    ]

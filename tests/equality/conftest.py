@@ -10,7 +10,6 @@ from typing import Any
 
 import cells
 import pytest
-import replica_cells
 
 HERE = Path(__file__).parent
 
@@ -21,13 +20,12 @@ class Trained:
     def __init__(self, directory: Path, launch: Callable[..., Any]) -> None:
         self._directory, self._launch = directory, launch
         self._done: set[tuple[str, int]] = set()
-        self._sample: dict[str | int, set[Any]] = {
-            ranks: {*cells.sampled(ranks), *replica_cells.cells_of(ranks, sample=True)}
-            for ranks in cells.RANKS
+        self._sample: dict[str | int, list[cells.Cell]] = {
+            **{ranks: cells.sampled(ranks) for ranks in cells.RANKS},
+            "plain": cells.plain_cells(sample=True),
         }
-        self._sample["plain"] = set(cells.plain_cells(sample=True))
 
-    def __call__(self, ranks: int | str, cell: Any) -> Path:
+    def __call__(self, ranks: int | str, cell: cells.Cell) -> Path:
         """Run directory of a cell on so many ranks, or ``"plain"``: on one, without dropout."""
         chosen = "sample" if cell in self._sample[ranks] else "others"
         number = 1 if isinstance(ranks, str) else ranks

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from itertools import accumulate, count, pairwise
 
 from all_routes import cut_routes
 from cell_jobs import BATCHES
-from cells import APART, DEEPER, MEMORY, OWN, PAIRED, PLANNED_AS
+from cells import APART, CHUNKS, DEEPER, MEMORY, OWN, PAIRED, PLANNED_AS, Cell
+from cuts import random_cut
 
-from pipectl.capture import CapturedGraph
+from pipectl.capture import CapturedGraph, Cut
+from pipectl.capture.slices import batch_dimension
 from pipectl.cluster import OffloadTarget
-from pipectl.plan import Blocks, Plan, Stage, StageCost, Transfer
+from pipectl.errors import CaptureError, MismatchError
+from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, Transfer
 from pipectl.schedule import default_warm_up
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.one_f_one_b import policy_b
@@ -21,7 +24,19 @@ V_SHAPED = ("zb-v", "dualpipev", "v-half", "v-min", *OWN)
 COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
 
 
-def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Any, ranks: int) -> Plan:
+def plan_and_cut(
+    graph: CapturedGraph, cell: Cell, ranks: int, seed: int
+) -> tuple[Plan, dict[str, int]]:
+    """A plan of a random cut, which it has as well."""
+    if cell.replicas:
+        return shared_plan(graph, cell)
+    parts = -(-ranks // 2) if cell.schedule in PAIRED else ranks * CHUNKS.get(cell.schedule, 1)
+    stages = random_cut(graph, parts, seed)
+    return make_plan(graph, stages, cell, ranks), stages
+
+
+def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, ranks: int) -> Plan:
+    """Without replicas."""
     stages = 1 + max(stage_of.values())
     batch_size, micro_batches = BATCHES[cell.batch]
     found = cut_routes(stage_of, graph.edges, graph.requires_grad)
@@ -127,3 +142,58 @@ def stages_of_states(graph: CapturedGraph, stage_of: dict[str, int]) -> dict[str
         for placeholder, state in graph.states.items()
         if graph.users.get(placeholder)
     }
+
+
+def shared_plan(graph: CapturedGraph, cell: Cell) -> tuple[Plan, dict[str, int]]:
+    """A plan of the first random cut that suits the cell."""
+    groups = [tuple(range(*edges)) for edges in pairwise([0, *accumulate(cell.replicas)])]
+    number, split = len(groups) * CHUNKS.get(cell.schedule, 1), cell.way == "split"
+    cut = in_order if split else random_cut
+    stages = next(
+        found
+        for found in (cut(graph, number, seed) for seed in count(len(str(cell))))
+        if trains_everywhere(graph, found, number) and (not split or has_rows(graph, found))
+    )
+    plan = make_plan(graph, stages, cell, len(groups))
+    held = tuple(replace(stage, ranks=groups[stage.ranks[0]]) for stage in plan.stages)
+    replicas = None if split else [stage.replicas for stage in held]
+    places = {"ranks": len(groups), "replicas": replicas}
+    plan = replace(
+        plan,
+        stages=held,
+        warm_up=default_warm_up(cell.schedule, number, plan.micro_batches, **places),
+        node_of_rank=(0,) * sum(cell.replicas),
+        replication=Replication(cell.way),
+        shard_optimizer=cell.shard,
+    )
+    return plan, stages
+
+
+def in_order(graph: CapturedGraph, stages: int, seed: int) -> dict[str, int]:
+    """Stages that follow the graph's order, cut anywhere."""
+    names = [node.name for node in graph.operators]
+    cuts = sorted(random.Random(seed).sample(range(1, len(names)), stages - 1))
+    return {name: sum(index >= cut for cut in cuts) for index, name in enumerate(names)}
+
+
+def trains_everywhere(graph: CapturedGraph, stages: dict[str, int], count: int) -> bool:
+    """Whether every stage has several parameters."""
+    held = [
+        stages[user]
+        for placeholder, state in graph.states.items()
+        if state.kind == "parameter"
+        for user in graph.users.get(placeholder, ())
+    ]
+    return all(held.count(stage) > 2 for stage in range(count))
+
+
+def has_rows(graph: CapturedGraph, stages: dict[str, int]) -> bool:
+    """Whether every value that is sent has a dimension for samples, or is shared by them."""
+    nodes = {node.name: node for node in graph.operators}
+    try:
+        for slots in Cut(graph, stages, training=True).lanes.values():
+            for slot in slots:
+                batch_dimension(graph, nodes[slot.value])
+    except (CaptureError, MismatchError):
+        return False
+    return True

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import cell_jobs
-import models
 import torch
 from cells import Cell
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut, build_stage
 from pipectl.capture.data import split_batch
-from pipectl.capture.randomness import seed_everything, seed_of
+from pipectl.capture.randomness import seed_of
 from pipectl.capture.slices import Rows
 from pipectl.runtime.optimizer import make_updater
 from pipectl.spec import load
 
 Weights = dict[str, Tensor]
-LossOf = Callable[[Weights, int, Any, Any], Tensor]
-"""(parameters, seed of random operators, inputs, targets) -> loss"""
 
 
 def pipedream(stage: int, stages: int, step: int) -> int:
@@ -59,11 +57,11 @@ VERSIONS = {
 
 def simulate(run: Path, cell: Cell, ranks: int) -> tuple[Weights, list[float]]:
     """Weights by the names of the model, and the losses of all steps."""
-    stage_of = json.loads((run / "stages.json").read_text())
+    stage_of = json.loads((run / "notes.json").read_text())["stages"]
     job = cell_jobs.captured(cell.model, plain=False).of(load(run / "job.yaml"))
     newest = {n: p for n, p in job.step.named_parameters() if p.requires_grad}
     updater = make_updater(job, newest)
-    model, loss_of = plain() if cell.model == "cnn" else captured(job)
+    loss_of = partial(loss_of_graph, job)
     weigh = job.weight() or (lambda targets: len(targets))
     version = VERSIONS[cell.schedule]
     losses, kept = [], list[Weights]()
@@ -89,7 +87,7 @@ def simulate(run: Path, cell: Cell, ranks: int) -> tuple[Weights, list[float]]:
         kept.append(copied(newest))
         losses.append(math.fsum(found))
     trained = {n.removeprefix("model."): p.detach().clone() for n, p in newest.items()}
-    return trained | {n: b.clone() for n, b in model.named_buffers()}, losses
+    return trained | {n: b.clone() for n, b in job.model.named_buffers()}, losses
 
 
 def copied(weights: dict[str, nn.Parameter]) -> Weights:
@@ -105,37 +103,18 @@ def batches(job: CapturedJob) -> Iterator[list[tuple[Any, Any]]]:
         yield list(islice(loaded, len(split_batch(batch.size, size))))
 
 
-def plain() -> tuple[nn.Module, LossOf]:
-    """The untouched model; for those that draw no random numbers."""
-    seed_everything(3)
-    model = models.cnn()
-
-    def loss_of(weights: Weights, _: int, inputs: Any, targets: Any) -> Tensor:
-        short = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-        outputs = torch.func.functional_call(model, short, (inputs,))
-        return torch.nn.functional.cross_entropy(outputs, targets)
-
-    return model, loss_of
-
-
-def captured(job: CapturedJob) -> tuple[nn.Module, LossOf]:
+def loss_of_graph(
+    job: CapturedJob, weights: Weights, seed: int, inputs: Any, targets: Any
+) -> Tensor:
     """The whole captured graph as one function, whose random operators take a seed."""
-
-    def loss_of(weights: Weights, seed: int, inputs: Any, targets: Any) -> Tensor:
-        rows = Rows.of(len(inputs), inputs.shape[1] if job.loader.buckets else 0)
-        graph = job.training_graph(*rows.shape)
-        cut = Cut(graph, dict.fromkeys((node.name for node in graph.operators), 0), training=True)
-        code = build_stage(cut, 0, rows)
-        states = [_state(job, graph.states[slot.value], weights) for slot in code.states]
-        known = dict(zip(graph.inputs, torch.utils._pytree.tree_leaves((inputs, targets)),
-                         strict=True))  # fmt: skip
-        given = [known[name] for name in code.inputs]
-        results = dict(zip(code.results, code.module(seed, *states, *given), strict=True))
-        return next(value for slot, value in results.items() if slot.value == graph.loss)
-
-    def _state(job: CapturedJob, state: Any, weights: Weights) -> Tensor:
-        if state.kind == "constant":
-            return job.training_graph(2).constants[state.name]
-        return weights.get(state.name, job.states[state.name])
-
-    return job.model, loss_of
+    rows = Rows.of(len(inputs), inputs.shape[1] if job.loader.buckets else 0)
+    graph = job.training_graph(*rows.shape)
+    cut = Cut(graph, dict.fromkeys((node.name for node in graph.operators), 0), training=True)
+    code = build_stage(cut, 0, rows)
+    known = {**job.states, **job.training_graph(2).constants, **weights}
+    states = [known[graph.states[slot.value].name] for slot in code.states]
+    leaves = torch.utils._pytree.tree_leaves((inputs, targets))
+    batch = dict(zip(graph.inputs, leaves, strict=True))
+    given = [batch[name] for name in code.inputs]
+    results = dict(zip(code.results, code.module(seed, *states, *given), strict=True))
+    return next(value for slot, value in results.items() if slot.value == graph.loss)

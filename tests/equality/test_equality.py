@@ -1,7 +1,9 @@
 """Training through any plan gives what one rank gives, to the bit; one rank gives plain PyTorch.
 
 All processes are real MPI ranks with one thread each; the stages are random convex cuts. Every run
-of the tests trains a sample of the cells, ``make test-equality`` all of them.
+of the tests trains a sample of the cells, ``make test-equality`` all of them. Replicas of stages
+add in another order than one rank: they are compared with it within rounding, under SGD, and to the
+bit with each other.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import pytest
 import staleness
 import torch
 import yaml
-from cells import Cell
+from cells import Cell, shared
 from outcome import different, weights
 from torch import Tensor
 
@@ -29,10 +31,11 @@ from pipectl.runs import RunDirectory, read_metrics
 from pipectl.schedule import NAMES
 
 Trained = Callable[[Any, Any], Path]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(2000)]
 
 
-def rows(chosen: Any) -> list[Any]:
-    """Parameters ``cell, ranks``; those that only ``make test-equality`` has are marked."""
+def cells_that(chosen: Callable[[Cell], bool]) -> pytest.MarkDecorator:
+    """For every ``cell, ranks``; those that only ``make test-equality`` has are marked."""
     found = []
     for ranks in cells.RANKS:
         sample = cells.sampled(ranks)
@@ -40,15 +43,17 @@ def rows(chosen: Any) -> list[Any]:
             marks = [] if cell in sample else [pytest.mark.product]
             if (cell, ranks) != (cell.reference, 1):
                 found.append(pytest.param(cell, ranks, marks=marks, id=f"{cell}-{ranks}"))
-    return found
+    return pytest.mark.parametrize(("cell", "ranks"), found)
 
 
-def plain_rows(chosen: Any) -> list[Any]:
-    return [
+def plain_cells_that(chosen: Callable[[Cell], bool]) -> pytest.MarkDecorator:
+    """For every cell without dropout on one rank."""
+    found = [
         pytest.param(cell, marks=[] if sample else [pytest.mark.product], id=str(cell))
         for sample in (True, False)
         for cell in filter(chosen, cells.plain_cells(sample=sample))
     ]
+    return pytest.mark.parametrize("cell", found)
 
 
 def figures(run: Path) -> list[tuple[Any, ...]]:
@@ -61,9 +66,24 @@ def figures(run: Path) -> list[tuple[Any, ...]]:
     return [*sorted(item for item in found if item[1] is not None), faults, *evaluations]
 
 
+def assert_close(run: Path, other: Path, rel: float, *, evaluations: bool = True) -> None:
+    for found, expected in zip(figures(run), figures(other), strict=True):
+        if isinstance(found, tuple):
+            assert [each is None for each in found] == [each is None for each in expected]
+            numbers = [each for each in expected if each is not None]
+            near = pytest.approx(numbers, rel=rel)
+            assert [each for each in found if each is not None] == near
+        elif isinstance(found, dict) and evaluations:
+            assert found == pytest.approx(expected, rel=rel)
+
+
+def notes(run: Path) -> Any:
+    return json.loads((run / "notes.json").read_text())
+
+
 def test_every_schedule_and_every_use_of_memory_is_in_the_sample() -> None:
     sample = {ranks: cells.sampled(ranks) for ranks in (2, 3, 4)}
-    chosen = [cell for of_ranks in sample.values() for cell in of_ranks]
+    chosen = [cell for some in sample.values() for cell in some if not cell.replicas]
     found = {(cell.schedule, cell.memory) for cell in chosen}
     schedules = {schedule for schedule, _ in found}
     assert {cells.PLANNED_AS.get(each, each) for each in schedules} - {*cells.OWN} == {*NAMES}
@@ -79,11 +99,7 @@ def test_every_schedule_and_every_use_of_memory_is_in_the_sample() -> None:
         assert all(any(cell.model in models for cell in each) for each in sample.values())
 
 
-@pytest.mark.mpi
-@pytest.mark.timeout(2000)
-@pytest.mark.parametrize(
-    ("cell", "ranks"), rows(lambda cell: cell.flushes and not cells.OWN.get(cell.schedule))
-)
+@cells_that(lambda cell: cell.flushes and not cell.replicas and not cells.OWN.get(cell.schedule))
 def test_weights_and_losses_equal_one_rank_to_the_bit(
     trained: Trained, cell: Cell, ranks: int
 ) -> None:
@@ -92,10 +108,7 @@ def test_weights_and_losses_equal_one_rank_to_the_bit(
     assert figures(found) == figures(reference)
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("cell", "ranks"), rows(lambda cell: cell.flushes and cells.OWN.get(cell.schedule))
-)
+@cells_that(lambda cell: cells.OWN.get(cell.schedule, False))
 def test_gradients_added_in_another_order_are_equal_within_rounding(
     trained: Trained, cell: Cell, ranks: int
 ) -> None:
@@ -105,8 +118,7 @@ def test_gradients_added_in_another_order_are_equal_within_rounding(
     assert norm == pytest.approx(least, rel=1e-5)
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize(("cell", "ranks"), rows(lambda cell: not cell.flushes))
+@cells_that(lambda cell: not cell.flushes)
 def test_without_flushes_weights_and_losses_are_those_of_their_staleness(
     trained: Trained, cell: Cell, ranks: int
 ) -> None:
@@ -117,7 +129,48 @@ def test_without_flushes_weights_and_losses_are_those_of_their_staleness(
     assert [line.loss for line in read_metrics(RunDirectory(run)) if line.is_step] == losses
 
 
-@pytest.mark.mpi
+@cells_that(lambda cell: bool(cell.replicas))
+def test_replicas_equal_one_rank_within_rounding(trained: Trained, cell: Cell, ranks: int) -> None:
+    """Steps of SGD move weights by some tenths; sums in another order, by some 1e-7.
+
+    Counts of a norm are exact; its statistics are means over replicas.
+    """
+    half = cell.model in ("gpt_bf16", "gpt_float16")
+    allowed, rel = (2e-4, 1e-3) if half else (2e-6, 2e-5)
+    run, reference = trained(ranks, cell), trained(1, cell.reference)
+    found, expected = weights(run), weights(reference)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        near = 0.5 if "running" in name else 0 if "num_batches" in name else allowed
+        assert float((found[name] - tensor).abs().max()) <= near, name
+    assert_close(run, reference, rel, evaluations=cell.model != "cnn")
+
+
+TWO = shared("gpt", 2)
+
+
+@cells_that(
+    lambda cell: (
+        {*cell.replicas} == {2}
+        and (cell.model, cell.way, cell.batch) == (TWO.model, TWO.way, TWO.batch)
+    )
+)
+def test_equal_replicas_give_the_same_bits_in_every_plan(
+    trained: Trained, cell: Cell, ranks: int
+) -> None:
+    run, two = trained(ranks, cell), trained(2, TWO)
+    assert different(weights(two), weights(run)) == []
+    assert_close(run, two, 1e-12)
+
+
+def test_replicas_add_in_another_order_than_one_rank_and_begin_early(trained: Trained) -> None:
+    """The table would also be equal if one replica did all the work, and if sums began behind the
+    last backward of a step. Before the steps is the warm-up."""
+    run = trained(2, TWO)
+    assert different(weights(trained(1, TWO.reference)), weights(run))
+    assert notes(run)["early_sums"][-JOBS.STEPS :] == [True] * JOBS.STEPS
+
+
 @pytest.mark.parametrize(
     "cell",
     [
@@ -134,14 +187,12 @@ def test_staleness_changes_what_is_computed(trained: Trained, cell: Cell) -> Non
     assert different(one, four) == ([] if "2bw" in cell.schedule else sorted(one))
 
 
-@pytest.mark.mpi
 def test_the_cuts_include_gradients_that_return_use_by_use(trained: Trained) -> None:
     """The rarest path of all, taken only by cuts whose stages interleave a value's uses."""
     runs = [trained(4, cell) for cell in cells.sampled(4) if cell.model == "dense"]
-    assert any(json.loads((run / "split_uses.json").read_text()) for run in runs)
+    assert any(notes(run)["split_uses"] for run in runs)
 
 
-@pytest.mark.mpi
 def test_training_moves_every_weight_and_lowers_the_loss(trained: Trained) -> None:
     """The table would also be equal if nothing were trained."""
     run = trained(4, Cell("tied", "1f1b", "divisible"))
@@ -152,7 +203,6 @@ def test_training_moves_every_weight_and_lowers_the_loss(trained: Trained) -> No
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.mpi
 def test_what_no_gradient_reaches_stays_and_the_rest_moves(trained: Trained) -> None:
     seed_everything(3)
     model = MODELS.frozen()
@@ -164,7 +214,6 @@ def test_what_no_gradient_reaches_stays_and_the_rest_moves(trained: Trained) -> 
                               for part in ("weight", "bias")}  # fmt: skip
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("model", ["gpt", "cnn"])
 def test_mixed_precision_is_another_arithmetic(trained: Trained, model: str) -> None:
     """The table would also be equal if it were ignored."""
@@ -179,7 +228,6 @@ def test_mixed_precision_is_another_arithmetic(trained: Trained, model: str) -> 
     assert not half & {tensor.dtype for run in runs for tensor in weights(run).values()}
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(
     "cell",
     [Cell("gpt_float16", "1f1b", "few"), Cell("cnn_float16", "1f1b", "smaller_last")],
@@ -194,7 +242,6 @@ def test_overflows_skip_steps_at_the_start_and_again_later(trained: Trained, cel
     assert skipped.count(False) >= 3
 
 
-@pytest.mark.mpi
 def test_the_step_of_a_spoilt_image_is_left_out_and_leaves_no_trace(trained: Trained) -> None:
     """What is not a number would spread to all weights, and to the statistics."""
     run = trained(4, Cell("cnn_bf16", "1f1b", "smaller_last"))
@@ -208,15 +255,13 @@ def test_the_step_of_a_spoilt_image_is_left_out_and_leaves_no_trace(trained: Tra
     assert all(int(others[name]) == int(found[name]) + 4 * len(faults) for name in counts)
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("cell", plain_rows(lambda cell: cell.model != "tied"))
+@plain_cells_that(lambda cell: cell.model != "tied")
 def test_one_rank_equals_a_plain_loop_to_the_bit(trained: Trained, cell: Cell) -> None:
     plain = plain_loop(cell.model, cell.batch, steps=JOBS.MORE_STEPS.get(cell.model, JOBS.STEPS))
     assert different(plain, weights(trained("plain", cell))) == []
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("cell", plain_rows(lambda cell: cell.model == "tied"))
+@plain_cells_that(lambda cell: cell.model == "tied")
 def test_tied_gradients_equal_a_plain_loop_within_rounding(trained: Trained, cell: Cell) -> None:
     """After one step of SGD with rate 1, the weights differ by what the gradients do."""
     plain = plain_loop("tied", cell.batch, steps=1)

@@ -18,16 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import cells
-import replica_cells
 import torch
 from cell_jobs import captured, spec_text
-from cells import CHUNKS, PAIRED, Cell
-from cuts import random_cut
+from cells import Cell
 from mpi4py import MPI
-from plans import make_plan, stages_of_states
+from plans import plan_and_cut, stages_of_states
 
-from pipectl.capture import CapturedGraph, CapturedJob, Cut
-from pipectl.plan import Plan
+from pipectl.capture import Cut
 from pipectl.runs import RunDirectory
 from pipectl.runtime import replicas as replicas_module
 from pipectl.runtime import stage as stage_module
@@ -42,33 +39,40 @@ from pipectl.spec import load
 from pipectl.watch.board import Board
 
 
-def train(directory: Path, communicator: MPI.Comm, *, sample: bool) -> None:
-    """Every cell through a random cut of its own."""
-    training, ranks = Training(directory, communicator), communicator.size
-    every = [*cells.every_cell(ranks).values()]
-    chosen = set(cells.sampled(ranks))
-    for number, cell in enumerate(every):
-        if (cell in chosen) is sample:
-            train_cell(training, cell, number)
-    for shared in replica_cells.cells_of(ranks, sample=sample):
-        job = training.job(shared, shared_text(shared))
-        training.run(shared, job, *shared_plan(shared, job.training_graph(2)))
+def train(directory: Path, communicator: MPI.Comm, *, sample: bool, plain: bool = False) -> None:
+    """Every cell through a random cut, drawn by its number."""
+    folder = directory / ("plain" if plain else str(communicator.size))
+    if plain:
+        chosen = dict(enumerate(cells.plain_cells(sample=sample)))
+    else:
+        of_sample = set(cells.sampled(communicator.size))
+        every = enumerate(cells.every_cell(communicator.size).values())
+        chosen = {number: cell for number, cell in every if (cell in of_sample) is sample}
+    for number, cell in chosen.items():
+        train_cell(RunDirectory(folder / str(cell)), communicator, cell, number, plain=plain)
 
 
-def train_plain(directory: Path, communicator: MPI.Comm, *, sample: bool) -> None:
-    training = Training(directory, communicator, plain=True)
-    for number, cell in enumerate(cells.plain_cells(sample=sample)):
-        train_cell(training, cell, number)
-
-
-def train_cell(training: Training, cell: Cell, number: int) -> None:
-    """Through a random cut, drawn by the number of the cell."""
-    ranks = training.communicator.size
-    job = training.job(cell, spec_text(cell, plain=training.plain))
+def train_cell(
+    run: RunDirectory, communicator: MPI.Comm, cell: Cell, number: int, *, plain: bool
+) -> None:
+    if communicator.rank == 0:
+        run.trace.mkdir(parents=True)
+        run.job.write_text(spec_text(cell, plain=plain))
+    communicator.Barrier()
+    job = captured(cell.model, plain=plain).of(load(run.job))
     graph = job.training_graph(2)
-    count = -(-ranks // 2) if cell.schedule in PAIRED else ranks * CHUNKS.get(cell.schedule, 1)
-    stages = random_cut(graph, count, number)
-    training.run(cell, job, make_plan(graph, stages, cell, ranks), stages)
+    plan, stages = plan_and_cut(graph, cell, communicator.size, number)
+    lent = Lent(communicator)
+    EARLY.clear()
+    Trainer(Setup(lent, job, plan, CpuDevice(), Board()), run, 1).train()
+    lent.take_back()
+    if communicator.rank == 0:
+        notes = {
+            "early_sums": EARLY,
+            "split_uses": sorted(Cut(graph, stages, training=True).split_uses),
+            "stages": stages_of_states(graph, stages),
+        }
+        (run.path / "notes.json").write_text(json.dumps(notes))
 
 
 def train_sample_on_four_and_fewer(directory: Path, world: MPI.Comm) -> None:
@@ -80,7 +84,7 @@ def train_sample_on_four_and_fewer(directory: Path, world: MPI.Comm) -> None:
     if world.rank < 2:
         train(directory, part, sample=True)
     elif world.rank == 2:
-        train_plain(directory, part, sample=True)
+        train(directory, part, sample=True, plain=True)
     barrier(world)
 
 
@@ -116,57 +120,6 @@ class Noted(StageReduction):
         super().start()
 
 
-class Training:
-    """Trains cell after cell; a model is captured once."""
-
-    def __init__(self, directory: Path, communicator: MPI.Comm, *, plain: bool = False) -> None:
-        self.folder = directory / ("plain" if plain else str(communicator.size))
-        self.communicator = communicator
-        self.plain = plain
-
-    def job(self, cell: Any, text: str) -> CapturedJob:
-        run = RunDirectory(self.folder / str(cell))
-        if self.communicator.rank == 0:
-            run.trace.mkdir(parents=True)
-            run.job.write_text(text)
-        self.communicator.Barrier()
-        spec = load(run.job)
-        return captured(cell.model, plain=self.plain).of(spec)
-
-    def run(self, cell: Any, job: CapturedJob, plan: Plan, stages: dict[str, int]) -> None:
-        run = RunDirectory(self.folder / str(cell))
-        if self.communicator.rank == 0:
-            graph = job.training_graph(2)
-            split = Cut(graph, stages, training=True).split_uses
-            (run.path / "split_uses.json").write_text(json.dumps(sorted(split)))
-            (run.path / "stages.json").write_text(json.dumps(stages_of_states(graph, stages)))
-        lent = Lent(self.communicator)
-        EARLY.clear()
-        Trainer(Setup(lent, job, plan, CpuDevice(), Board()), run, 1).train()
-        lent.take_back()
-        if self.communicator.rank == 0:
-            (run.path / "early_sums.json").write_text(json.dumps(EARLY))
-
-
-def shared_plan(cell: Any, graph: CapturedGraph) -> tuple[Plan, dict[str, int]]:
-    held = len(cell.replicas)
-    stages = held * CHUNKS.get(cell.schedule, 1)
-    return replica_cells.shared_plan(
-        cell,
-        graph,
-        stages,
-        lambda seed: random_cut(graph, stages, seed),
-        lambda found: make_plan(graph, found, cell, held),
-    )
-
-
-def shared_text(cell: Any) -> str:
-    """With SGD: under Adam, a tiny gradient of either sign moves a weight by the full rate."""
-    text = spec_text(cell, plain=False)
-    text = text.replace("AdamW', kwargs: {lr: 0.003}", "SGD', kwargs: {lr: 0.1}")
-    return text.replace("{steps:", "{compile: true, steps:") if cell.compiled else text
-
-
 if __name__ == "__main__":
     os.fsync = lambda _: None  # nothing here need outlive the machine
     torch.set_num_threads(1)
@@ -181,4 +134,4 @@ if __name__ == "__main__":
     else:
         train(directory, world, sample=sys.argv[2] == "sample")
         if world.size == 1:
-            train_plain(directory, world, sample=False)
+            train(directory, world, sample=False, plain=True)
