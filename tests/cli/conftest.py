@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import socket
 import stat
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from pipectl.cli import main, progress
 
-GOLDEN = Path(__file__).with_name("golden")
+GOLDEN, MODELS = map(Path(__file__).with_name, ("golden", "models_of_jobs.py"))
 JOB = """\
 version: 1
 name: tiny
@@ -324,45 +325,10 @@ def submitted_sweep(cli, sweep, slurm):
     assert cli("submit", "job.yaml", "--scheduler", "slurm").code == 0
 
 
-MODEL = """\
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-def build():
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-
-def data():
-    return TensorDataset(torch.randn(16, 4), torch.randn(16, 2))
-
-def raises():
-    raise RuntimeError("no weights here")
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.inner(x) if x.sum() > 0 else self.inner(-x)
-
-class Ragged(torch.utils.data.Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        return torch.zeros(4 if index < 12 else 6), torch.zeros(2)
-
-    def collate_fn(self, samples):
-        inputs, targets = zip(*samples)
-        return nn.utils.rnn.pad_sequence(inputs, batch_first=True), torch.stack(targets)
-"""
-
-
 @pytest.fixture
 def real_job(job):
     """The job with a model that trains."""
-    Path("model.py").write_text(MODEL)
+    shutil.copy(MODELS, "model.py")
     return job
 
 

@@ -1,6 +1,8 @@
-"""Where commands write: directories are made, streams written to, and all is known beforehand."""
+"""Where commands write: all is known beforehand, and on a full disk what was there stays."""
 
 import os
+import shutil
+import subprocess
 import threading
 from pathlib import Path
 
@@ -19,15 +21,31 @@ WRITERS = [
 
 
 @pytest.fixture
-def everything(profile, recorded):
-    """A job with a profile, and a run with a recorded step."""
+def run(cli, profile, recorded):
+    """``run("report", "last")``, where a job has a profile, and a run a recorded step."""
+    return cli
 
 
 @pytest.mark.parametrize(("line", "_work"), WRITERS)
-def test_a_directory_that_is_not_there_is_made(cli, everything, line, _work):
-    result = cli(*line.split(), "new/place/x")
+def test_a_directory_that_is_not_there_is_made_and_what_is_no_file_is_written_to_and_stays(
+    run, line, _work
+):
+    result = run(*line.split(), "new/place/x")
     assert result.code == 0, result.err
     assert Path("new/place/x").stat().st_size
+    os.mkfifo("pipe")
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(Path("pipe").read_bytes()))
+    reader.start()
+    beside = sorted(Path().iterdir())
+    result = run(*line.split(), "pipe")
+    reader.join()
+    assert result.code == 0, result.err
+    assert read[0]
+    assert Path("pipe").is_fifo()
+    assert sorted(Path().iterdir()) == beside
+    assert run(*line.split(), "/dev/null").code == 0
+    assert Path("/dev/null").is_char_device()
 
 
 @pytest.mark.parametrize(
@@ -38,30 +56,13 @@ def test_a_directory_that_is_not_there_is_made(cli, everything, line, _work):
     [("job.yaml/x", "job.yaml: cannot be created: "), ("runs", "runs: is a directory")],
 )
 def test_that_nothing_can_be_written_is_found_out_before_the_work(
-    cli, everything, monkeypatch, line, work, where, error
+    run, monkeypatch, line, work, where, error
 ):
     if work:
         monkeypatch.setattr(f"pipectl.{work}", lambda *_, **__: pytest.fail("worked"))
-    result = cli(*line.split(), where)
+    result = run(*line.split(), where)
     assert (result.code, result.out) == (2, "")
     assert error in result.err.splitlines()[0]
-
-
-@pytest.mark.parametrize(("line", "_work"), WRITERS)
-def test_what_is_no_file_is_written_to_and_stays(cli, everything, line, _work):
-    os.mkfifo("pipe")
-    read: list[bytes] = []
-    reader = threading.Thread(target=lambda: read.append(Path("pipe").read_bytes()))
-    reader.start()
-    beside = sorted(Path().iterdir())
-    result = cli(*line.split(), "pipe")
-    reader.join()
-    assert result.code == 0, result.err
-    assert read[0]
-    assert Path("pipe").is_fifo()
-    assert sorted(Path().iterdir()) == beside
-    assert cli(*line.split(), "/dev/null").code == 0
-    assert Path("/dev/null").is_char_device()
 
 
 @pytest.mark.parametrize("way", ["--submit", "--links"])
@@ -69,15 +70,116 @@ def test_what_is_no_file_is_written_to_and_stays(cli, everything, line, _work):
     ("where", "error"),
     [("/dev/stdout", "/dev/stdout: is not a file"), ("runs", "runs: is a directory")],
 )
-def test_what_a_job_measures_goes_to_a_file(cli, everything, way, where, error):
+def test_what_a_job_measures_goes_to_a_file(run, way, where, error):
     before = sorted(Path("runs").iterdir())
-    result = cli("profile", "job.yaml", way, "--scheduler", "local", "-o", where)
+    result = run("profile", "job.yaml", way, "--scheduler", "local", "-o", where)
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith(f"error: {error}")
     assert sorted(Path("runs").iterdir()) == before
 
 
-def test_a_page_for_a_stream_is_all_that_is_printed(cli, everything):
-    result = cli("report", "last", "-o", "/dev/stdout")
+def test_a_page_for_a_stream_is_all_that_is_printed(run):
+    result = run("report", "last", "-o", "/dev/stdout")
     assert result.out.startswith("<!")
     assert result.out.endswith("</html>\n")
+
+
+SLURM = ("--scheduler", "slurm")
+
+
+@pytest.fixture
+def disk(place):
+    """A small file system in the place of ``runs``, which takes the right to mount one."""
+    directory = place / "runs"
+    directory.mkdir()
+    mount = shutil.which("mount", path="/usr/bin:/bin")
+    if mount is None:
+        pytest.skip("no mount")
+    command = [mount, "-t", "tmpfs", "tmpfs", str(directory), "-o", "size=256k"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.decode().strip()}")
+    yield directory
+    subprocess.run([mount.replace("mount", "umount"), "--lazy", str(directory)], check=True)
+
+
+def fill(disk: Path, pages: int) -> None:
+    """Leave so many pages free."""
+    ballast = disk / "ballast"
+    ballast.unlink(missing_ok=True)
+    found = os.statvfs(disk)
+    ballast.write_bytes(b"x" * ((found.f_bavail - pages) * found.f_bsize))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    paths = (path for path in directory.rglob("*") if path.name not in ("ballast", ".lock"))
+    return {str(path): path.read_bytes() for path in paths if path.is_file()}
+
+
+def refusals(cli, disk: Path, *words: str) -> int:
+    """How often a command is refused, with ever more room, until all of it is there.
+
+    Each time nothing has reached the batch system, and all files are as they were.
+    """
+    before = contents(disk)
+    for pages in range(40):
+        fill(disk, pages)
+        result = cli(*words)
+        if result.code == 0:
+            assert Path("submitted").exists()
+            return pages
+        assert result.code == 2
+        assert "No space left on device" in result.err
+        assert "free some space" in result.err or "you may write to" in result.err
+        assert contents(disk) == before
+        assert not Path("submitted").exists()
+    raise AssertionError(result.err)
+
+
+def test_plan_submit_and_resume_say_so_and_leave_nothing_half(cli, disk, profile, program):
+    program("sbatch", ": >>submitted; echo 41")
+    program("squeue", "exit 0")
+    assert cli("plan", "job.yaml", *SLURM).code == 0
+    before = contents(disk)
+    fill(disk, 0)
+    result = cli("plan", "job.yaml", *SLURM, "--set", "pipeline.schedule=gpipe")
+    assert result.code == 2
+    assert "tiny.plan.json: cannot be written: No space left on device" in result.err
+    assert contents(disk) == before
+    assert refusals(cli, disk, "submit", "job.yaml", *SLURM) > 3
+    (run,) = (path for path in disk.iterdir() if path.is_dir())
+    Path("submitted").unlink()
+    (disk / "ballast").unlink()
+    (run / "exit_code").write_text("1\n")
+    assert refusals(cli, disk, "resume", "last", "--set", "training.steps=9") > 0
+
+
+def test_profile_measures_on_and_keeps_the_earlier_one(cli, disk, profile, monkeypatch):
+    """The disk gets full while it measures: what it notes then is kept in memory."""
+    from pipectl.profile import Profile
+
+    before = profile.read_bytes()
+    measured = Profile.load(profile)
+    pages = 0
+
+    def profile_job(*_arguments, journal, **_more):
+        fill(disk, pages)
+        for number in range(200):
+            journal.note(f"operator {number}", {"forward_s": 1.0, "backward_s": 2.0})
+        assert all(journal.find(f"operator {number}") for number in range(200))
+        return measured
+
+    monkeypatch.setattr("pipectl.profiler.profile_job", profile_job)
+    for _ in range(40):
+        (disk / "ballast").unlink(missing_ok=True)
+        result = cli("profile", "job.yaml", "--again", "--scheduler", "local")
+        if result.code == 0:
+            break
+        assert result.code == 2
+        assert "cannot be written: No space left on device" in result.err
+        assert "Exception ignored" not in result.err
+        assert profile.read_bytes() == before
+        pages += 1
+    assert pages > 1
+    assert Profile.load(profile).device is not None
+    assert not list(disk.rglob("*.journal"))

@@ -1,30 +1,44 @@
-"""Plans of a job and of any profile: what holds beside what `pipectl plan` prints."""
+"""Plans of a job and of any profile, and all that `plan` prints of plans with given figures."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console, RenderableType
 
-from pipectl.jobs.plan_search import AnswerJson
-from pipectl.plan import Plan
+from pipectl.cli.views.plan import (
+    explanation_lines,
+    mark_lines,
+    remarks,
+    scaling_lines,
+    scaling_table,
+    stage_table,
+    step_view,
+    verdict,
+)
+from pipectl.cluster import assumed_cluster
+from pipectl.jobs.plan_search import AnswerJson, StepAnswer
+from pipectl.jobs.planning import PlanInputs
+from pipectl.plan import Blocks, Plan, Prediction, Replication, Search, StageCost
+from pipectl.planner import PlanRequest
 from pipectl.planner.baselines import NAMES, OWN
-from pipectl.planner.explain.scaling import ScalingJson
+from pipectl.planner.explain.bottleneck import LinkLoad, StepParts
+from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline
+from pipectl.planner.explain.explain import Alternative, Explanation, Offer
+from pipectl.planner.explain.scaling import Count, Scaling, ScalingJson
+from pipectl.profile import Profile
+from pipectl.simulate import simulate
 
 PLAN = Path("runs/tiny.plan.json")
 AUTO = ("--set", "pipeline.micro_batches=auto")
 PROFILE = ("lab", "plan", "--profile", "p.json")
 TWO = (*PROFILE, "--devices", "2", "--set", "training.batch_size=8")
-
-
-def test_a_search_that_compiled_the_planner_says_so(cli, profile, monkeypatch):
-    spent = iter((3.0, 15.5, 15.5, 15.7))
-    monkeypatch.setattr("pipectl.jobs.plan_search.compiling_s", lambda: next(spent))
-    first, second = (" ".join(cli("plan", "job.yaml").out.split()) for _ in range(2))
-    assert "12.5 s of it to compile the planner" in first
-    assert "to compile" not in second
 
 
 def test_any_profile_is_planned_without_torch_and_mpi_and_printed_as_ascii(alone):
@@ -111,3 +125,175 @@ def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(cli, profil
     assert planned()[0] == few
     assert cli("plan", "job.yaml", "--set", "pipeline.micro_batches=8").err == ""
     assert Plan.load(PLAN).micro_batches == 8
+
+
+Plans = Callable[..., Plan]
+COST = StageCost(1e-3, 2e-3, 0.0, 2**20, 2**21, 0)
+CLUSTER = assumed_cluster("test", [1, 1], 1, None)
+PARTS = StepParts(0, (0,), 1.0, 0.8, 0.0, 0.0, 0.0, 0.0, 0.05, 0.15)
+NONE = WithoutPipeline(None, None)
+
+
+def timed(plan: Plan, step_s: float) -> Plan:
+    peaks = tuple(2**20 * (rank + 1) for rank in range(plan.ranks))
+    return replace(plan, prediction=Prediction(step_s, 0.25, (), peaks))
+
+
+def printed(found: RenderableType, width: int) -> str:
+    console = Console(file=StringIO(), width=width)
+    console.print(found)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+SLOW_PARTS = StepParts(0, (0,), 1.0, 0.5, 0.1, 0.05, 0.1, 0.0, 0.05, 0.2)
+LINK = LinkLoad("node", source=0, target=1, busy_s=0.25, bytes_per_step=2**30)
+
+
+def explanation(pipeline: Plans) -> Explanation:
+    plan = timed(pipeline(2, 4), 1.0)
+    return Explanation(
+        alternatives=(
+            Alternative("schedule gpipe", timed(plan, 1.25)),
+            Alternative("1 stage, 8 micro-batches of 2", timed(plan, 2.0)),
+        ),
+        offers=(
+            Offer("one more node", 0.8),
+            Offer("1 GiB more for every rank", 1.0),
+            Offer("16 micro-batches", reason="the batch has only 8 samples"),
+        ),
+    )
+
+
+def answer(
+    plan: Plan, parts: StepParts = PARTS, without: WithoutPipeline | None = NONE, **more: object
+) -> StepAnswer:
+    """Of a plan with these parts of a step, two nodes, and 16 samples; the job is open."""
+    fields = {name: more.pop(name) for name in ("micro_batches", "replicas") if name in more}
+    request = PlanRequest("x", 16, **fields)  # type: ignore[arg-type]
+    profile = Profile("x", "test", 4, (), ())
+    inputs = PlanInputs(profile, CLUSTER, request)
+    values = {"link": None, "stopped": "", "explanation": None, "compiling_s": 0.0, **more}
+    ranks = [plan.node_of_rank.count(node) for node in range(max(plan.node_of_rank) + 1)]
+    simulation = simulate(plan, assumed_cluster("test", ranks, 1, None))
+    return StepAnswer(inputs, plan, simulation, parts, without=without, **values)  # type: ignore[arg-type]
+
+
+def test_all_of_a_plan_and_of_its_explanation(pipeline, golden):
+    search = Search("pipectl", 2.0, 0.8, 0.25)
+    plan = replace(timed(pipeline(2, 4, costs=[COST] * 2), 1.0), search=search)
+    found = answer(plan, SLOW_PARTS, link=LINK, explanation=explanation(pipeline))
+    text = printed(step_view(found), 80)
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+    golden(text, printed(step_view(found), 120))
+
+
+def test_the_table_of_a_plan_with_replicas_and_marks(pipeline, golden):
+    """Three stages on ranks 0-2, 3 and 4; the last recomputes and has a rank for its backward."""
+    plan = pipeline(3, 4, costs=[COST] * 3, node_of_rank=(0, 0, 1, 1, 2, 2))
+    first, second, third = plan.stages
+    stages = (
+        replace(first, ranks=(0, 1, 2)),
+        replace(second, ranks=(3,), offload=True),
+        replace(third, ranks=(4,), backward_ranks=(5,), recompute=True, offload=True),
+    )
+    plan = timed(replace(plan, stages=stages), 1.0)
+    assert plan.summary.startswith("3 stages on 6 ranks, ")
+    split = replace(plan, replication=Replication.SPLIT)
+    blocks = Blocks(("b",), 1.0, 0.5, 2.5, 30, 10)
+    some = (replace(stages[0], recompute=True), replace(stages[1], recompute=True, blocks=blocks))
+    in_blocks = replace(plan, stages=(*some, third))
+    texts = (line for each in (plan, split, in_blocks) for line in (*mark_lines(each), ""))
+    golden(printed(stage_table(plan, ["a … b"] * 3), 80), *texts)
+    assert list(mark_lines(pipeline(4, 8))) == []
+
+
+def test_what_is_predicted_of_a_step_and_of_one_without_work(pipeline, golden):
+    plan = timed(pipeline(2, 4), 2.0)
+    small = assumed_cluster("small", [1, 1], 1, 2**22)
+    no_work = answer(plan, StepParts(0, (0,), *[0.0] * 8))
+    golden(
+        *plan.describe_prediction(CLUSTER, (1.5, 4.0)),
+        *plan.describe_prediction(small),
+        *timed(plan, 0.0).describe_prediction(CLUSTER),
+        *explanation_lines(no_work, explanation(pipeline)),
+    )
+
+
+def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline, golden):
+    costs = [replace(COST, forward_s=5e-3 if index == 500 else 1e-3) for index in range(1024)]
+    plan = timed(pipeline(1024, 4, costs=costs), 1.0)
+    texts = [printed(stage_table(plan, ["a … b"] * 1024), 80)]
+    for every in (1, 2):
+        stages = (replace(s, recompute=index % every == 0) for index, s in enumerate(plan.stages))
+        texts += mark_lines(replace(plan, stages=tuple(stages)))
+    golden(*texts)
+
+
+def test_verdicts_advice_and_remarks(pipeline, golden):
+    """Of what is lost, of links, without a pipeline, and of the search."""
+    plan, why = replace(timed(pipeline(2, 4), 1.0), batch_size=16), explanation(pipeline)
+    search = Search("pipectl", 2.0, 0.8, 0.25)
+    busy = replace(LINK, busy_s=0.9)
+    ends = {"switch": ("a", "b"), "node": (0, None), "rank": (None, 1), "nodes": (1, 1)}
+    links = {
+        f"link {between}": replace(busy, between=between.rstrip("s"), source=source, target=target)
+        for between, (source, target) in ends.items()
+    }
+    parallel = WithoutPipeline(Estimate(1, 0.9, 0.0, 0), Estimate(4, 0.5, 0.1, 0))
+    searched = answer(
+        replace(plan, search=search), without=WithoutPipeline(None, None, "no size"),
+        stopped="by Ctrl-C", compiling_s=1.5,
+    )  # fmt: skip
+    little = answer(plan, replace(PARTS, bubble_s=0.01, communication_s=0.0))
+    dapple = replace(searched.plan, search=replace(search, planner="dapple"))
+    best = replace(searched.plan, search=replace(search, gap=0.0))
+    request = replace(searched.inputs.request, micro_batches=4, keeps_micro_batches=True)
+    answers = {
+        "bubble": answer(plan),
+        "bubble, fixed micro-batches": answer(plan, micro_batches=4),
+        "messages": answer(plan, replace(PARTS, communication_s=0.2)),
+        "reduction": answer(plan, replace(PARTS, reduction_s=0.2)),
+        "recomputation": answer(plan, replace(PARTS, recompute_s=0.2)),
+        "little": little,
+        "little, on this machine": replace(
+            little, inputs=replace(little.inputs, can_add_nodes=False)
+        ),
+        "no offer helps": answer(plan, explanation=replace(why, offers=why.offers[1:])),
+        "one stage": answer(timed(pipeline(1, 4, node_of_rank=(0, 1)), 1.0)),
+        "one rank is slower": answer(plan, without=WithoutPipeline(Estimate(1, 1.1, 0.0, 0), None)),
+        "one rank is faster": answer(plan, without=WithoutPipeline(Estimate(1, 0.5, 0.0, 0), None)),
+        "data parallelism is faster": answer(plan, without=parallel),
+        "and was considered": answer(plan, without=parallel, replicas=None),
+        "search": replace(searched, inputs=replace(searched.inputs, request=request)),
+        "another planner": replace(searched, plan=dapple),
+        "best plan": replace(searched, plan=best),
+        **{name: answer(plan, link=link) for name, link in links.items()},
+    }
+    texts = []
+    for name, found in answers.items():
+        lines = (f"  {label}: {text}" for label, text in (*verdict(found), *remarks(found)))
+        texts += [name, *lines]
+    golden(*texts)
+
+
+def test_the_table_of_node_counts(pipeline, golden):
+    """By number of nodes; on those without a time nothing fits."""
+    texts = []
+    for times_s in (
+        {1: None, 2: 7.2, 4: 4.0, 8: 3.9},
+        {1: 8.0, 2: 4.0},
+        {1: 8.0, 2: 8.0},
+        {1: None},
+    ):
+        counts = [
+            Count(nodes, 2 * nodes, None, "no feasible plan: too large")
+            if step_s is None
+            else Count(nodes, 2 * nodes, timed(pipeline(min(nodes, 4), 4), step_s), "")
+            for nodes, step_s in times_s.items()
+        ]
+        found = Scaling(tuple(counts))
+        if 8 in times_s:
+            texts += [printed(scaling_table(found), width) for width in (120, 80)]
+        texts += [*scaling_lines(found), ""]
+    golden(*texts[:-1])

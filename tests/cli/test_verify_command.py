@@ -21,42 +21,7 @@ from pipectl.runs import Record
 
 PATH = os.environ["PATH"]
 """With the compiler on it; tests of commands have a shorter one."""
-MODEL = """\
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-def build():
-    return nn.Sequential(
-        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.0), nn.Linear(8, 2)
-    )
-
-def dropping():
-    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2))
-
-class Deceiving(nn.Module):
-    '''Another model for whoever captures it.'''
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
-
-    def forward(self, x):
-        x = self.first(x)
-        return self.second(x * 1.5 if torch.compiler.is_exporting() else x)
-
-def data():
-    return TensorDataset(torch.randn(20, 4), torch.randn(20, 2))
-
-def tagger():
-    return nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9))
-
-def sequences():
-    return [(torch.arange(n) % 9, torch.arange(n) % 7) for n in range(1, 9)] * 3
-
-def tags(outputs, targets):
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100)
-"""
+NORMALIZED = "--set=model.factory=./model.py:normalized"
 SCHEDULE = "--set=lr_scheduler={factory: 'torch.optim.lr_scheduler:StepLR', kwargs: {step_size: 1}}"
 TAGGER = ("--set=model=./model.py:tagger", "--set=loss=./model.py:tags")
 BUCKETS = "buckets: [4, 8], pad: {inputs: 0, targets: -100}"
@@ -65,7 +30,7 @@ SCALING = "--set=training.loss_scale={initial: 1048576, growth_interval: 2}"
 
 
 @pytest.fixture
-def verified(cli, job, place, monkeypatch, warm_python):
+def verified(cli, real_job, place, monkeypatch, warm_python):
     """``verified("--steps", "2")``: with ranks that begin sooner, and nothing left behind.
 
     Ranks have no neighbours while measuring: results depend on neither.
@@ -73,7 +38,6 @@ def verified(cli, job, place, monkeypatch, warm_python):
     monkeypatch.setattr(sys, "executable", warm_python)
     monkeypatch.setattr(neighbours, "neighbour_count", lambda *_: 0)
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else it starts a pool of processes
-    Path("model.py").write_text(MODEL)
     temporary = place / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -96,7 +60,7 @@ OTHER_PLAN = {"compared": "two plans", "reference": "another plan: 3 ranks, 3 st
 @pytest.mark.parametrize(
     ("ranks", "steps", "words", "expected", "note"),
     [
-        (3, 4, ["--set=pipeline.stages=3", SCHEDULE, CLIPPED], PLAIN_PROCESS, ""),
+        (3, 4, ["--set=pipeline.stages=3", NORMALIZED, SCHEDULE, CLIPPED], PLAIN_PROCESS, ""),
         (2, 5, [*TAGGER, SEQUENCES], PLAIN_PROCESS, ""),
         (2, 8, ["--set=training.precision=float16", SCALING], PLAIN_PROCESS, ""),
         (2, 2, ["--between-plans", CLIPPED], OTHER_PLAN, "--between-plans: compared with another"),

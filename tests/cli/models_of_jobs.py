@@ -1,0 +1,70 @@
+"""What jobs of tests train, also what cannot be trained: ``real_job`` copies it to model.py."""
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def data():
+    return TensorDataset(torch.randn(20, 4), torch.randn(20, 2))
+
+
+def raises():
+    raise RuntimeError("no weights here")
+
+
+def normalized():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 2))
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.inner(x) if x.sum() > 0 else self.inner(-x)
+
+
+class Deceiving(nn.Module):
+    """Another model for whoever captures it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x * 1.5 if torch.compiler.is_exporting() else x)
+
+
+class Ragged(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.zeros(4 if index < 12 else 6), torch.zeros(2)
+
+    def collate_fn(self, samples):
+        inputs, targets = zip(*samples, strict=True)
+        return nn.utils.rnn.pad_sequence(inputs, batch_first=True), torch.stack(targets)
+
+
+def tagger():
+    return nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9))
+
+
+def sequences():
+    return [(torch.arange(n) % 9, torch.arange(n) % 7) for n in range(1, 9)] * 3
+
+
+def tags(outputs, targets):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100)
