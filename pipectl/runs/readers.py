@@ -265,16 +265,21 @@ def merge_attempts(lines: Iterable[MetricsLine]) -> list[MetricsLine]:
     """Return the lines by step: of training, of what was not finite, of the evaluation.
 
     If an attempt repeats steps of an earlier one, it replaces that one's lines from its first step.
+    One that begins with an evaluation leaves the step before it.
     """
+
+    def position(line: MetricsLine) -> tuple[float, bool]:
+        return line.step, bool(line.evaluation)
+
     kept: dict[tuple[int, int], MetricsLine] = {}
-    end, of_attempt = inf, attrgetter("attempt")
+    end, of_attempt = (inf, False), attrgetter("attempt")
     for _, group in groupby(sorted(lines, key=of_attempt, reverse=True), key=of_attempt):
         attempt = list(group)
         for line in attempt:
-            if line.step < end and (line.is_step or line.evaluation or line.not_finite):
+            if position(line) < end and (line.is_step or line.evaluation or line.not_finite):
                 kind = 0 if line.is_step else 2 if line.not_finite is None else 1
                 kept[line.step, kind] = line
-        end = min(end, min(line.step for line in attempt))
+        end = min(end, *map(position, attempt))
     return [kept[key] for key in sorted(kept)]
 
 

@@ -21,6 +21,7 @@ from pipectl.runtime.steps import Steps, SynchronousSteps
 from pipectl.runtime.stopping import EarlyStopping, StopRequest
 from pipectl.runtime.telemetry import Telemetry
 from pipectl.runtime.tracing import Tracing
+from pipectl.runtime.waiting import gather_all
 from pipectl.schedule import channels, is_unflushed, lower, lower_renewal
 from pipectl.simulate.memory import room_bytes
 
@@ -72,9 +73,10 @@ class Trainer:
         if self._end.looks:
             setup.training.on_results = self._end.origins.note
         evaluation = self._spec.evaluation
-        self._early_stopping = EarlyStopping(
-            None if evaluation is None else evaluation.early_stopping
-        )
+        early_stopping = None if evaluation is None else evaluation.early_stopping
+        self._early_stopping = EarlyStopping(early_stopping)
+        watching = gather_all(setup.communicator, self._end.updater.watches)
+        self._keeps_evaluations = early_stopping is not None or any(watching)
         self._room_bytes = self._room_for_copies(cluster)
         # The parameters and buffers of all ranks that a state dict holds.
         self._persistent = set(setup.job.step.state_dict(keep_vars=True))
@@ -135,6 +137,8 @@ class Trainer:
             return
         setup, steps, board = self._setup, self._steps, self._setup.board
         loader, count = setup.job.loader, self._spec.training.steps
+        if self._saves_first(self._steps_done):  # the run ended before or in its last evaluation
+            self._evaluate(self._steps_done)
         steps.begin(loader, count, self._steps_done)
         batches = islice(loader.batches(), self._steps_done, None)
         ends = range(self._steps_done + 1, count + 1)
@@ -154,30 +158,37 @@ class Trainer:
                 return
 
     def _between_steps(self, step: int) -> None:
-        setup, plan = self._setup, self._setup.plan
+        saves, saves_first = self._saves_after(step), self._saves_first(step)
         if self._drains_after(step):
             self._end.settle()
-        if self._saves_after(step) or step % _CHECK_REPLICAS_EVERY == 0:
+        if saves or step % _CHECK_REPLICAS_EVERY == 0:
             self._setup.replicas.check_weights(step)
+        if saves_first:
+            self._save(step)
+            self._saver.wait()
         if self._evaluates_after(step):
-            self._begin("evaluating", f" after step {step}")
-            # Send weights to ranks that run only forwards, as the next step would.
-            renewal = lower_renewal(plan, self._rank)
-            setup.training.run(StepRun(Step(renewal, channels(plan), self._rank, ())))
-            assert setup.evaluator is not None
-            result = setup.evaluator.evaluate(step)
-            setup.replicas.take_evaluated(setup.evaluator.writes)
-            self._end.updater.watch(result["loss"])
-            self._early_stopping.watch(result)
-            if self._rank == 0:
-                self._telemetry.evaluation(step, result, self._early_stopping.reason)
-            self._begin("training")
-        if self._saves_after(step):
+            self._evaluate(step)
+        if saves and not saves_first:
             self._save(step)
             self._begin("training")
         self._saver.poll()
         if not self._saver.is_writing:
-            setup.device.end_copy()
+            self._setup.device.end_copy()
+
+    def _evaluate(self, step: int) -> None:
+        setup, plan = self._setup, self._setup.plan
+        self._begin("evaluating", f" after step {step}")
+        # Send weights to ranks that run only forwards, as the next step would.
+        renewal = lower_renewal(plan, self._rank)
+        setup.training.run(StepRun(Step(renewal, channels(plan), self._rank, ())))
+        assert setup.evaluator is not None
+        result = setup.evaluator.evaluate(step)
+        setup.replicas.take_evaluated(setup.evaluator.writes)
+        self._end.updater.watch(result["loss"])
+        self._early_stopping.watch(result)
+        if self._rank == 0:
+            self._telemetry.evaluation(step, result, self._early_stopping.reason)
+        self._begin("training")
 
     def _begin(self, phase: str, detail: str = "") -> None:
         self._telemetry.state(f"{phase}{detail}")
@@ -256,6 +267,19 @@ class Trainer:
 
     def _saves_after(self, step: int) -> bool:
         return self._is_due(step, self._spec.checkpoint.every)
+
+    def _saves_first(self, step: int) -> bool:
+        """Whether the checkpoint of a step is complete before the evaluation begins.
+
+        It is after the last step, so that an evaluation that fails costs no training, unless the
+        evaluation changes what a checkpoint holds.
+        """
+        evaluator = self._setup.evaluator
+        return (
+            evaluator is not None
+            and step == self._spec.training.steps
+            and not (self._keeps_evaluations or evaluator.writes)
+        )
 
     def _is_due(self, step: int, every: int | None) -> bool:
         """Whether something happens after a step: every ``every`` steps, and after the last."""

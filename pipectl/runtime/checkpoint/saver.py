@@ -108,7 +108,7 @@ class Saver:
             manifest: without files; equal on all ranks but for the losses, which only ranks with
                 a schedule have.
         """
-        self._complete()
+        self.wait()
         rank, own = self._communicator.rank, (snapshot.size_bytes, snapshot.is_copy)
         everyone = gather_all(self._communicator, own)
         self._failure = self._lacking(sum(size_bytes for size_bytes, _ in everyone))
@@ -167,18 +167,20 @@ class Saver:
                 self._tell_failure(save.manifest.step)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete; collective.
+        """Wait until the last checkpoint is complete, and write no other; collective.
 
         Raises:
             UsageError: it could not be written.
         """
-        self._complete()
+        self.wait()
         self._thread.shutdown()
         failure = broadcast(self._communicator, self._failure)
         if failure:
             raise UsageError(f"{self._directory}: the last checkpoint: {failure}", cure=_CURE)
 
-    def _complete(self) -> None:
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete, or has failed; collective."""
+
         def is_idle() -> bool:
             self.poll()
             return self._save is None
