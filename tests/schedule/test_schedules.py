@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_plans import FLUSHED
+from random_plans import FLUSHED, apart
 from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind
 from pipectl.link import Link
-from pipectl.plan import Replication
+from pipectl.plan import Replication, StageCost
 from pipectl.schedule import (
     Kind,
     channels,
@@ -106,16 +106,9 @@ def versions(plan, programs):
 
 
 def two_stages_apart(pipeline):
-    """PipeDream with backwards on ranks of their own, as long as forwards."""
-    warm_up = default_warm_up("pipedream", 2, 1, apart=(True, True))
-    plan = pipeline(2, 1, schedule="pipedream", warm_up=warm_up, node_of_rank=(0,) * 4)
-    stages = (
-        replace(
-            stage, ranks=(rank,), backward_ranks=(rank + 1,), cost=replace(stage.cost, backward_s=1)
-        )
-        for stage, rank in zip(plan.stages, (0, 2), strict=True)
-    )
-    return replace(plan, stages=tuple(stages))
+    """Backwards are as long as forwards."""
+    cost = StageCost(1.0, 1.0, 0.0, 0, 0, 0)
+    return apart(pipeline(2, 1, schedule="pipedream", costs=[cost] * 2), (True, True))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +271,8 @@ def test_lists_of_torch_are_taken_as_they_are_and_our_orders_are_the_same(
     places = listed.rank_of_stage
     plan = pipeline(ranks * chunks, micro_batches, ranks=places, warm_up=listed.warm_up)
     plan = replace(plan, schedule="x.csv", actions=listed.text)
-    assert len(validate(plan, [lower(plan, rank) for rank in range(ranks)])) == ranks * chunks
+    validate(plan, [lower(plan, rank) for rank in range(ranks)])
+    assert len(plan.stages) == listed.stages
     if schedule:
         assert computed(plan) == computed(over(pipeline, schedule, ranks, micro_batches, chunks))
 

@@ -44,8 +44,8 @@ def validate(
     plan: Plan,
     programs: Sequence[Actions],
     micro_batches: int | None = None,
-) -> tuple[int, ...]:
-    """Execute the programs; the most micro-batches between forward and backward, by stage.
+) -> None:
+    """Execute the programs.
 
     Args:
         programs: of every rank; of overlapping steps, a stretch of some number of these.
@@ -57,9 +57,7 @@ def validate(
     count = micro_batches or plan.micro_batches
     if is_unflushed(plan):
         count = plan.micro_batches * sum(row.kind is Kind.UPDATE for row in programs[0])
-    execution = Execution(plan, programs, count)
-    execution.run()
-    return tuple(execution.peaks[stage] for stage in range(len(plan.stages)))
+    Execution(plan, programs, count).run()
 
 
 class Execution:
@@ -76,8 +74,6 @@ class Execution:
         self.expected = [dict(self.rows_of(rank)) for rank in range(plan.ranks)]
         self.started: Counter[Row] = Counter()
         self.done: list[dict[Row, None]] = [{} for _ in self.programs]
-        self.flying: Counter[tuple[int, int]] = Counter()
-        self.peaks: Counter[int] = Counter()
 
     def run(self) -> None:
         """Execute everything, after which nothing is missing."""
@@ -130,7 +126,6 @@ class Execution:
         self.check_weights(rank, action)
         self.started[row] += 1
         done[row] = None
-        self.count_flying(rank, row)
 
     def rows_of(self, rank: int) -> Iterator[tuple[Row, tuple[int, int, int]]]:
         """Every row that a rank should have, or may (``AWAY``): stage, first and last sample."""
@@ -263,19 +258,6 @@ class Execution:
                 raise InvalidError(f"rank {rank}: {action} holds version {made}")
         if action.weight_version != age:
             raise InvalidError(f"rank {rank}: {action} should use weights of age {age}")
-
-    def count_flying(self, rank: int, row: Row) -> None:
-        """Micro-batches that wait on a rank for their backward of a stage."""
-        kind, owner, _ = row
-        stage, change = owner, int(kind is Kind.FORWARD)
-        if kind is Kind.RECEIVE_START and self.channels[owner][1].kind is TransferKind.SAVED:
-            stage, change = self.channels[owner][1].target_stage, 1
-        elif kind is self.order.last_half:
-            change = -1
-        elif kind is not Kind.FORWARD or rank not in self.plan.stages[stage].updating_ranks:
-            return
-        self.flying[rank, stage] += change
-        self.peaks[stage] = max(self.peaks[stage], self.flying[rank, stage])
 
 
 def row_of(action: Action) -> Row:
