@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipectl.errors import SpecError
-from pipectl.spec import SpecFile, load
+from pipectl.spec import load
 from pipectl.spec.document import read_text, resolve
 from pipectl.spec.schema import json_schema
 
@@ -39,31 +38,6 @@ def read(tmp_path, monkeypatch):
         return load(Path("job.yaml"), overrides, sites=())
 
     return load_text
-
-
-@pytest.fixture
-def complaints(read):
-    """The lines of the error for a text; fails where the text is accepted."""
-
-    def lines(text, *overrides):
-        with pytest.raises(SpecError) as caught:
-            read(text, *overrides)
-        return [str(problem) for problem in caught.value.problems]
-
-    return lines
-
-
-@pytest.fixture
-def read_points(tmp_path, monkeypatch):
-    """The runs of the sweep of a text, as ``job.yaml`` of the current directory."""
-    monkeypatch.chdir(tmp_path)
-
-    def load_points(text, *overrides):
-        Path("job.yaml").write_text(text)
-        file = SpecFile.read(Path("job.yaml"), overrides, ())
-        return file.points(file.spec())
-
-    return load_points
 
 
 @pytest.fixture

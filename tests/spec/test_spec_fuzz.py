@@ -21,11 +21,7 @@ PATHS = [
     for path in [(name,), *((name, key) for key in properties(schema))]
 ]
 SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 10),
-    st.integers(),
-    st.floats(),
+    *(st.none(), st.booleans(), st.integers(-3, 10), st.integers(), st.floats()),
     st.text(max_size=12),
     st.sampled_from(
         ["auto", "none", "a.b:c", "./x.py:f", "4GiB", "1:00:00", "slurm", "1f1b", "-x", "samples"]
@@ -62,21 +58,15 @@ def attempt(tmp_path):
 
 
 @SETTINGS
-@given(YAML_LIKE)
-@example("? ")
-@example("%YAML 1.1\n--- !!a")
-@example("&a *a")
-@example('"\\U99999999"')
-def test_anything_like_yaml(attempt, minimal, text):
+@given(YAML_LIKE, st.text(max_size=20))
+@example("? ", "[key]")
+@example("%YAML 1.1\n--- !!a", "")
+@example("&a *a", "")
+@example('"\\U99999999"', "")
+def test_anything_like_yaml_in_a_file_or_an_override(attempt, minimal, text, key):
     attempt(text.encode())
     attempt(f"{minimal}output: {text}\n".encode())
-
-
-@SETTINGS
-@given(st.text(max_size=20), YAML_LIKE)
-@example("[key]", "")
-def test_any_override(attempt, minimal, key, value):
-    attempt(minimal.encode(), f"{key}={value}")
+    attempt(minimal.encode(), f"{key}={text}")
     attempt(minimal.encode(), key)
 
 

@@ -54,7 +54,7 @@ def problems(tmp_path, monkeypatch):
         Path(name).write_text(code)
 
     def check(text, *overrides, site=""):
-        Path("job.yaml").write_text(text)
+        Path("job.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
         Path("site.yaml").write_text(site)
         try:
             file = SpecFile.read(Path("job.yaml"), overrides, [Path("site.yaml")])
@@ -162,8 +162,8 @@ def test_paths_in_kwargs_are_relative_to_the_file_if_they_begin_with_a_dot(read,
         (BOMB.encode(), ":1:34: more than 20000 values, counting aliases where they are used"),
     ],
 )  # fmt: skip
-def test_what_is_no_spec(complaints, content, message):
-    assert complaints(content) == [f"job.yaml{message}"]
+def test_what_is_no_spec(problems, content, message):
+    assert problems(content) == [f"job.yaml{message}"]
 
 
 @pytest.mark.parametrize(
@@ -183,5 +183,5 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch, name, message, cure):
     assert caught.value.cure == cure
 
 
-def test_large_mappings_of_unknown_keys_are_reported_quickly(complaints):
-    assert len(complaints("\n".join(f"key{n}: {n}" for n in range(300)))) == 304
+def test_large_mappings_of_unknown_keys_are_reported_quickly(problems):
+    assert len(problems("\n".join(f"key{n}: {n}" for n in range(300)))) == 304
