@@ -10,7 +10,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from pipectl.jobs.state import get_status
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
-from pipectl.runs import Record, RunDirectory
+from pipectl.runs import Heartbeat, RankBeat, Record, RunDirectory
 from pipectl.runtime.manifest import Manifest, Shard
 from pipectl.simulate import simulate
 from pipectl.spec import load
@@ -106,62 +105,53 @@ def damage(text: str, draw: Callable[..., Any]) -> bytes:
     return {"bom": b"\xef\xbb\xbf" + octets, "empty": b""}.get(how, octets)
 
 
-def profile_document() -> dict[str, Any]:
-    nodes = [
-        {"id": f"op{i}", "name": f"layer.{i}", "forward_s": 0.01, "backward_s": 0.02,
-         "parameter_bytes": 2**20, "output_bytes": 1000, "gradient_bytes": 1000,
-         "saved": [[f"op{i}", 1000]], "timings": {"1": [0.006, 0.012]}}
-        for i in range(4)
-    ]  # fmt: skip
-    return {
-        "version": 1, "name": "tiny", "source": "test", "micro_batch_size": 2, "nodes": nodes,
-        "fingerprint": "abc", "optimizer": {"state_bytes_per_parameter": 2.0,
-        "step_s_per_byte": 1e-10}, "process_baseline_bytes": 2**28,
-        "edges": [["op0", "op1"], ["op1", "op2"], ["op2", "op3"], ["op0", "op3"]],
-    }  # fmt: skip
-
-
-PROFILE = Profile.from_json(profile_document())
+NODES = [
+    {"id": f"op{i}", "name": f"layer.{i}", "forward_s": 0.01, "backward_s": 0.02,
+     "parameter_bytes": 2**20, "output_bytes": 1000, "gradient_bytes": 1000,
+     "saved": [[f"op{i}", 1000]], "timings": {"1": [0.006, 0.012]}}
+    for i in range(4)
+]  # fmt: skip
+PROFILE = {
+    "version": 1, "name": "tiny", "source": "test", "micro_batch_size": 2, "nodes": NODES,
+    "fingerprint": "abc", "process_baseline_bytes": 2**28,
+    "optimizer": {"state_bytes_per_parameter": 2.0, "step_s_per_byte": 1e-10},
+    "edges": [["op0", "op1"], ["op1", "op2"], ["op2", "op3"], ["op0", "op3"]],
+}  # fmt: skip
 CLUSTER = assumed_cluster("here", [1, 1], 1, None)
 REQUEST = PlanRequest("tiny", 8, micro_batches=4, stages=2, schedule="1f1b")
+RECORD = Record("tiny", "slurm", "tag 1", 1.7e9, 2, 1, 10)
+LINE = {"attempt": 1, "step": 1, "steps": 2, "time": 0.0, "loss": 1.0, "step_time_s": 0.5,
+        "samples_per_s": 2.0, "learning_rate": 0.1, "gradient_norm": None}  # fmt: skip
+OTHER = {"attempt": 1, "step": 2, "time": 0.0}
 
 
-def plan_document() -> dict[str, Any]:
-    return dict(json.loads(json.dumps(make_plan(PROFILE, CLUSTER, REQUEST).to_json())))
+def plan_of(profile: Profile, cluster: Cluster = CLUSTER) -> Plan:
+    return make_plan(profile, cluster, REQUEST)
 
 
-def record_document() -> dict[str, Any]:
-    record = Record("tiny", "slurm", "tag 1", 1.7e9, 2, 1, 10).with_state(
-        1.7e9, "submitted", job_id="7"
-    )
-    return {"version": 1, **asdict(record)}
-
-
-def manifest_document() -> dict[str, Any]:
+def manifest() -> Any:
     shard = Shard("rank-0000.safetensors", 1, "00", ("a",))
     with tempfile.TemporaryDirectory() as folder:
         Manifest(3, 2, {"b": "a"}, (shard,), (shard,)).save(Path(folder))
-        return {"manifest.json": json.loads((Path(folder) / "manifest.json").read_text())}
+        return json.loads((Path(folder) / "manifest.json").read_text())
 
 
-def run_documents() -> dict[str, Any]:
-    """What a running job writes, by the names of its files."""
-    rank = {"rank": 0, "host": "n", "node": "n", "pid": 1, "stages": [0], "busy_s": 0.1,
-            "waiting": 0.5, "rss_bytes": 1, "peak_bytes": 2}  # fmt: skip
-    line = {"attempt": 1, "step": 1, "steps": 2, "time": 0.0, "loss": 1.0, "step_time_s": 0.5,
-            "samples_per_s": 2.0, "learning_rate": 0.1, "gradient_norm": None}  # fmt: skip
-    other = {"attempt": 1, "step": 2, "time": 0.0}
+def documents() -> dict[str, Any]:
+    """Valid ones, by the names of their files; ``metrics.jsonl`` has several."""
+    ranks = (RankBeat(rank, "n", "n", 1, (0,), 0.1, 0.5, 1, 2) for rank in range(2))
     return {
-        "record.json": record_document(),
-        "heartbeat.json": {"version": 1, "time": 1.7e9, "attempt": 1, "state": "training",
-                           "step": 1, "steps": 2, "ranks": [rank, {**rank, "rank": 1}]},
+        "job.yaml": yaml.safe_load(SPEC.read_text()),
+        "profile.json": PROFILE,
+        "cluster.json": CLUSTER.to_json(),
+        "plan.json": json.loads(json.dumps(plan_of(Profile.from_json(PROFILE)).to_json())),
+        "manifest.json": manifest(),
+        "record.json": RECORD.with_state(1.7e9, "submitted", job_id="7").to_json(),
+        "heartbeat.json": Heartbeat("training", 1, 2, 1, tuple(ranks), time=1.7e9).to_json(),
         "errors/rank-0000.json": {"version": 1, "rank": 0, "stage": 0, "step": 1, "action": "x",
                                   "host": "n", "type": "E", "message": "m", "cure": None,
-                                  "traceback": "t", "time": 1.0,
-                                  "exit_code": 1},
-        "metrics.jsonl": [line, {**other, "evaluation": {"loss": 1.0}},
-                          {**other, "not_finite": {"gradient_of": "a", "stage": 1}}],
-        "plan.json": plan_document(),
+                                  "traceback": "t", "time": 1.0, "exit_code": 1},
+        "metrics.jsonl": [LINE, {**OTHER, "evaluation": {"loss": 1.0}},
+                          {**OTHER, "not_finite": {"gradient_of": "a", "stage": 1}}],
     }  # fmt: skip
 
 
@@ -180,15 +170,13 @@ def changed(document: Any, dump: Callable[[Any], str], draw: Callable[..., Any])
     return damage(dump(document), draw)
 
 
-def damage_one(folder: Path, documents: dict[str, Any], draw: Callable[..., Any]) -> None:
-    """Write all files, of which one is damaged."""
-    damaged = draw(st.sampled_from(list(documents)))
-    for name, document in documents.items():
-        dump = yaml.safe_dump if name.endswith("yaml") else json.dumps
-        lines = document if isinstance(document, list) else [document]
-        texts = [changed(x, dump, draw) if name == damaged else dump(x).encode() for x in lines]
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(b"\n".join(texts))
+def write(folder: Path, name: str, document: Any, draw: Callable[..., Any] | None) -> None:
+    """Write a file, which is damaged if there is something to draw with."""
+    dump = yaml.safe_dump if name.endswith("yaml") else json.dumps
+    lines = document if isinstance(document, list) else [document]
+    (folder / name).parent.mkdir(exist_ok=True)
+    texts = (changed(line, dump, draw) if draw else dump(line).encode() for line in lines)
+    (folder / name).write_bytes(b"\n".join(texts))
 
 
 def use_spec(folder: Path) -> None:
@@ -231,33 +219,27 @@ def use_slurm(draw: Callable[..., Any]) -> None:
         slurm.find(draw(st.sampled_from(["tag", "", "x", "7"])))
 
 
-KINDS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Path], object]]] = {
-    "spec": (lambda: {"job.yaml": yaml.safe_load(SPEC.read_text())}, use_spec),
-    "profile": (
-        lambda: {"profile.json": profile_document()},
-        lambda folder: make_plan(Profile.load(folder / "profile.json"), CLUSTER, REQUEST),
+FILES_OF_RUNS = ("record.json", "heartbeat.json", "errors/rank-0000.json", "metrics.jsonl")
+USES: dict[tuple[str, ...], Callable[[Path], object]] = {
+    ("job.yaml",): use_spec,
+    ("profile.json",): lambda folder: plan_of(Profile.load(folder / "profile.json")),
+    ("plan.json",): use_plan,
+    ("cluster.json",): lambda folder: plan_of(
+        Profile.from_json(PROFILE), Cluster.load(folder / "cluster.json")
     ),
-    "plan": (lambda: {"plan.json": plan_document()}, use_plan),
-    "cluster": (
-        lambda: {"cluster.json": CLUSTER.to_json()},
-        lambda folder: make_plan(PROFILE, Cluster.load(folder / "cluster.json"), REQUEST),
-    ),
-    "record": (
-        lambda: {"record.json": record_document()},
-        lambda folder: Record.load(folder / "record.json"),
-    ),
-    "manifest": (manifest_document, use_manifest),
-    "run": (run_documents, use_run),
+    ("record.json",): lambda folder: Record.load(folder / "record.json"),
+    ("manifest.json",): use_manifest,
+    (*FILES_OF_RUNS, "plan.json"): use_run,
 }
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "slurm"])
+@pytest.mark.parametrize("files", [*USES, ()], ids=lambda files: files[-1] if files else "slurm")
 @pytest.mark.parametrize(
     "count",
     [FEW, pytest.param(MANY, marks=[pytest.mark.torture, pytest.mark.timeout(7200)])],
 )
-def test_only_documented_errors_come_of_damaged_files(kind, count, tmp_path):
-    documents, use = KINDS.get(kind, (dict, use_slurm))
+def test_only_documented_errors_come_of_damaged_files(files, count, tmp_path):
+    """One of the files is damaged, or what Slurm answers."""
     valid = documents()
 
     @settings(max_examples=count, deadline=None, database=None, derandomize=count == FEW,
@@ -265,9 +247,10 @@ def test_only_documented_errors_come_of_damaged_files(kind, count, tmp_path):
     @given(st.data())
     def run(data: st.DataObject) -> None:
         start = time.process_time()
-        if valid:
-            damage_one(tmp_path, valid, data.draw)
-        refusal = refusal_of(lambda: use(tmp_path if valid else data.draw))
+        damaged = data.draw(st.sampled_from(files)) if files else None
+        for name in files:
+            write(tmp_path, name, valid[name], data.draw if name == damaged else None)
+        refusal = refusal_of(lambda: USES[files](tmp_path) if files else use_slurm(data.draw))
         assert refusal is None or (refusal.message and 1 <= refusal.exit_code <= 6)
         str(refusal).encode()
         assert time.process_time() - start < MAX_CPU_S
