@@ -26,28 +26,20 @@ def read(nodes, edges, **more):
     return Profile.from_json(document(nodes, edges, **more), file="p.json")
 
 
-def test_absent_micro_batch_size_is_one_and_said_to_be():
-    profile = read([node("a")], [])
-    assert profile.micro_batch_size == 1
-    assert "the micro-batch size is not given: taken as 1 sample" in profile.assumptions
+def test_the_micro_batch_size_has_two_names_and_is_one_if_absent():
+    said = "the micro-batch size is not given: taken as 1 sample"
+    for more, size in (({}, 1), ({"micro_batch_size": 4}, 4), ({"profile_batch_size": 4}, 4)):
+        profile = read([node("a")], [], **more)
+        assert profile.micro_batch_size == size
+        assert (said in profile.assumptions) == (not more)
 
 
-def test_given_micro_batch_size_has_two_names():
-    for key in ("micro_batch_size", "profile_batch_size"):
-        profile = read([node("a")], [], **{key: 4})
-        assert profile.micro_batch_size == 4
-        assert not any("micro-batch size" in text for text in profile.assumptions)
-
-
-def test_nodes_are_sorted_as_little_as_possible():
-    nodes = [node(name) for name in "dacb"]
-    profile = read(nodes, [["a", "b"], ["b", "d"]])
-    assert [operator.id for operator in profile.operators] == ["a", "c", "b", "d"]
-
-
-def test_sorted_nodes_stay_where_they_are():
-    profile = read([node(name) for name in "zyx"], [["z", "x"]])
-    assert [operator.id for operator in profile.operators] == ["z", "y", "x"]
+@pytest.mark.parametrize(
+    ("given", "edges", "order"), [("dacb", ["ab", "bd"], "acbd"), ("zyx", ["zx"], "zyx")]
+)
+def test_nodes_are_sorted_as_little_as_possible(given, edges, order):
+    profile = read([node(name) for name in given], [list(edge) for edge in edges])
+    assert "".join(operator.id for operator in profile.operators) == order
 
 
 def test_cycle_is_named():
@@ -57,12 +49,7 @@ def test_cycle_is_named():
 
 
 def test_optional_keys_of_a_node_are_kept():
-    more = {
-        "phase": "backward",
-        "colocate": 3,
-        "memory_bytes": 7,
-        "transfer_s": 0.25,
-    }
+    more = {"phase": "backward", "colocate": 3, "memory_bytes": 7, "transfer_s": 0.25}
     profile = read([node("a", **more)], [])
     (operator,) = profile.operators
     assert (operator.phase, operator.group) == ("backward", "3")
@@ -70,19 +57,21 @@ def test_optional_keys_of_a_node_are_kept():
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
-def test_operators_that_no_device_can_run_are_an_error():
-    with pytest.raises(DataFileError, match=r"nodes\[0\]\.cpu_only: stages on CPUs"):
-        read([node("a", cpu_only=True)], [])
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ({"cpu_only": True}, "cpu_only: stages on CPUs"),
+        ({"phase": "sideways"}, "phase: must be forward or backward"),
+    ],
+)
+def test_nodes_that_cannot_be_planned_are_refused(more, fault):
+    with pytest.raises(DataFileError, match=rf"nodes\[0\]\.{fault}"):
+        read([node("a", **more)], [])
 
 
 def test_values_go_one_way_where_phases_are_nodes():
     forward, both = read([node("a", phase="forward"), node("b")], []).operators
     assert (forward.gradient_bytes, both.gradient_bytes) == (0, 8)
-
-
-def test_unknown_phase_is_an_error():
-    with pytest.raises(DataFileError, match=r"nodes\[0\]\.phase: must be forward or backward"):
-        read([node("a", phase="sideways")], [])
 
 
 def test_edges_may_have_sizes():

@@ -54,10 +54,8 @@ def test_a_measured_link_falls_nowhere_and_keeps_the_faster_time() -> None:
     assert link.timings == ((1, 2e-6), (4, 2e-6), (16, 3e-6), (64, 3e-6), (1024, 1e-5))
     assert link.latency_s == 2e-6
     assert link.bandwidth_bytes_per_s == pytest.approx(1023 / 8e-6)
-
-
-def test_a_link_that_is_equally_fast_at_all_sizes_has_a_bandwidth() -> None:
-    assert measured_link([(1, 4e-6), (4, 2e-6)]).bandwidth_bytes_per_s == pytest.approx(4 / 2e-6)
+    equally_fast = measured_link([(1, 4e-6), (4, 2e-6)])
+    assert equally_fast.bandwidth_bytes_per_s == pytest.approx(4 / 2e-6)
 
 
 @given(
@@ -167,22 +165,14 @@ def test_times_of_rows_are_linear_between_sizes_and_beyond_the_largest(
     assert seconds_of(rows, size) == pytest.approx(seconds)
 
 
-def test_a_cluster_keeps_the_rows_of_its_devices() -> None:
-    cluster = assumed_cluster("c", [2, 2], 2, None).with_rows(ROWS)
-    assert [node.device.rows for node in cluster.nodes] == [ROWS, ROWS]
-    assert Cluster.from_json(cluster.to_json()) == cluster
-
-
-def test_rows_of_a_profile_replace_none_that_a_device_has() -> None:
-    cluster = assumed_cluster("c", [2, 2], 2, None).with_rows(ROWS)
-    other = replace(ROWS, compute=1.0)
-    assert cluster.with_rows(other) is cluster
-    assert cluster.with_rows(None) is cluster
-
-
-def test_rows_of_a_cluster_end_what_a_profile_assumes_of_them() -> None:
+def test_a_cluster_keeps_the_rows_of_its_devices_and_takes_others_from_a_profile() -> None:
+    """Rows that are known end what a profile assumes of them."""
+    unknown = assumed_cluster("c", [2, 2], 2, None)
+    assert unknown.with_rows(None) is unknown
+    known = unknown.with_rows(ROWS)
+    assert [node.device.rows for node in known.nodes] == [ROWS, ROWS]
+    assert Cluster.from_json(known.to_json()) == known
+    assert known.with_rows(replace(ROWS, compute=1.0)) is known
     profile = Profile("p", "test", 1, (), (), assumptions=(f"{UNKNOWN_ROWS} (why)", "other"))
-    cluster = assumed_cluster("c", [2], 2, None)
-    assert join_rows(profile, cluster) == (profile, cluster)
-    known = cluster.with_rows(ROWS)
+    assert join_rows(profile, unknown) == (profile, unknown)
     assert join_rows(profile, known) == (replace(profile, assumptions=("other",)), known)
