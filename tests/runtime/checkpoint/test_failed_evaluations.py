@@ -28,11 +28,14 @@ class Fragile:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("backward", ["together", "apart"])
 def test_the_weights_of_the_last_step_are_saved_and_the_resumed_run_only_evaluates(
-    make_run, work, monkeypatch, trained_alone, different
+    make_run, work, monkeypatch, trained_alone, different, backward
 ):
     held_out = {"data": f"{PARTS}:Samples", "metrics": {"score": f"{HERE}:Fragile"}}
-    run = make_run(2, evaluation=held_out)
+    stages = 1 if backward == "apart" else 2
+    pipeline = {"micro_batches": 2, "stages": stages, "backward": backward}
+    run = make_run(2, evaluation=held_out, pipeline=pipeline)
     monkeypatch.setenv(FAILS, "1")
     assert work(2, run).returncode == 1
     (error,) = read_errors(run)
