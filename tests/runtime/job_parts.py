@@ -157,21 +157,6 @@ class Model(nn.Module):
         return self.head(self.layers(x)).view(-1, 3, 4)
 
 
-class Placed(nn.Module):
-    """Adds vectors that have no dimension for samples."""
-
-    def __init__(self, count: int = 1) -> None:
-        super().__init__()
-        self.before, self.head = nn.Linear(6, 6), nn.Linear(6, 12)
-        self.places = nn.ParameterList([nn.Parameter(torch.randn(6)) for _ in range(count)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
-        for place in self.places:
-            x = x + place.unsqueeze(0)
-        return self.head(x).view(-1, 3, 4)
-
-
 class Overflowing(Model):
     """Marked samples leave its value alone and make the gradient of one parameter infinite."""
 
