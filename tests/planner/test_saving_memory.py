@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 from checked_plans import FAST, cluster_of, planned
@@ -12,6 +12,7 @@ from pipectl.link import Link
 from pipectl.planner import PlanRequest, search_plans
 from pipectl.planner.judge import TIE
 from pipectl.planner.segments import SegmentCuts, SegmentPlans
+from pipectl.schedule import is_unflushed
 from pipectl.simulate import simulate
 
 SLOW = Link(1e-6, 1e7)
@@ -41,8 +42,8 @@ def peak(plan):
     return max(plan.prediction.peak_memory_bytes)
 
 
-def test_offload_over_a_fast_link_beats_recomputation(deep) -> None:
-    cluster = machine(8, SHORT)
+def test_offload_over_a_fast_link_beats_recomputation_which_beats_it_over_a_slow_one(deep) -> None:
+    cluster, slow = machine(8, SHORT), machine(8, SHORT, SLOW_TO_HOST)
     plan = plan_of(deep, cluster, offload=None, recompute=None)
     offload = [stage.offload for stage in plan.stages]
     assert any(offload)
@@ -52,22 +53,9 @@ def test_offload_over_a_fast_link_beats_recomputation(deep) -> None:
     unlimited = plan_of(deep, machine(), offload=None)
     assert plan.predicted_step_s == pytest.approx(unlimited.predicted_step_s, rel=1e-2)
     assert not any(stage.offload for stage in unlimited.stages)
-
-
-def test_recomputation_beats_offload_over_a_slow_link(deep) -> None:
-    cluster = machine(8, SHORT, SLOW_TO_HOST)
-    plan = plan_of(deep, cluster, offload=None, recompute=None)
-    assert any(stage.recompute for stage in plan.stages)
-    assert plan.predicted_step_s < 0.9 * step_s(deep, cluster, offload=None)
-
-
-@pytest.mark.parametrize("allowed", [{"offload": None}, {"offload": None, "recompute": None}])
-def test_what_fits_nowhere_fits_with_less_on_the_device(deep, allowed) -> None:
-    cluster = machine(8, SHORTER)
-    with pytest.raises(InfeasibleError):
-        plan_of(deep, cluster)
-    plan = plan_of(deep, cluster, **allowed)
-    assert any(stage.offload or stage.recompute for stage in plan.stages)
+    again = plan_of(deep, slow, offload=None, recompute=None)
+    assert any(stage.recompute for stage in again.stages)
+    assert again.predicted_step_s < 0.9 * step_s(deep, slow, offload=None)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +68,15 @@ def test_what_fits_nowhere_fits_with_less_on_the_device(deep, allowed) -> None:
         {"backward_apart": True, "recompute": True},
         {"backward_apart": True, "recompute": False},
         {"recompute": True, "blocks": True},
+        {"schedule": "pipedream", "recompute": True},
+        {"schedule": "pipedream", "offload": True},
     ],
     ids=lambda asked: " ".join(asked),
 )
 def test_what_is_asked_of_all_stages_holds_for_all(deep, asked) -> None:
     """Though other plans would be faster, and are found by other planners."""
-    plan = plan_of(deep, machine(4), **asked)
+    count = None if "schedule" in asked else 32
+    plan = planned(deep, machine(4), 128, micro_batches=count, **asked)
     for stage in plan.stages:
         assert stage.offload == asked.get("offload", False)
         assert stage.recompute == asked.get("recompute", False)
@@ -122,6 +113,7 @@ def test_what_is_not_allowed_is_not_chosen(deep, recompute) -> None:
     for plan in search_plans(deep, machine(8, SHORT), request):
         assert not any(stage.offload or stage.backward_ranks for stage in plan.stages)
         assert recompute is None or not any(stage.recompute for stage in plan.stages)
+        assert not is_unflushed(plan), "others keep the results of one rank"
 
 
 def test_a_link_to_the_host_that_is_not_known_is_an_assumption(deep) -> None:
@@ -184,19 +176,13 @@ def test_the_work_of_blocks_is_that_of_the_stage_twice_forward(deep, chain) -> N
     assert SegmentPlans(chain(2)).of(short) == [None, None], "none of one operator"
 
 
-def test_borders_are_where_little_crosses_and_no_group_is_cut(make_operator, make_profile) -> None:
+def test_borders_are_where_little_crosses_and_no_group_is_cut(chain) -> None:
     """Layers of four operators: a wide value, two in one memory, and a narrow value at the end."""
-    layers = 6
-    operators = [
-        make_operator(
-            index,
-            output_bytes=10 if index % 4 == 3 else 5000,
-            group=f"g{index // 4}" if index % 4 in (1, 2) else None,
-        )
-        for index in range(4 * layers)
-    ]
-    profile = make_profile(operators, list(pairwise(range(len(operators)))))
-    cuts = SegmentCuts(profile).of(range(len(operators)))
+    layers, each = 6, []
+    for layer in range(layers):
+        group = {"group": f"g{layer}"}
+        each += [{}, group, group, {"output_bytes": 10}]
+    cuts = SegmentCuts(chain(each, output_bytes=5000)).of(range(4 * layers))
     ends = {4 * layer for layer in range(1, layers)}
     assert {len(cut) for cut in cuts} >= {1, 2, layers - 1}
     coarse = [cut for cut in cuts if len(cut) < layers]
@@ -205,12 +191,9 @@ def test_borders_are_where_little_crosses_and_no_group_is_cut(make_operator, mak
     assert not any(set(cut) & within_groups for cut in cuts)
 
 
-def test_the_memory_that_an_error_asks_for_is_that_of_stages_in_blocks(
-    make_operator, make_profile
-) -> None:
-    own = [((f"n{index}", 10**6), (f"s{index}", 10**7)) for index in range(32)]
-    operators = [make_operator(i, output_bytes=10**6, saved=own[i]) for i in range(32)]
-    profile = make_profile(operators, list(pairwise(range(32))))
+def test_the_memory_that_an_error_asks_for_is_that_of_stages_in_blocks(chain) -> None:
+    saved = [((f"n{index}", 10**6), (f"s{index}", 10**7)) for index in range(32)]
+    profile = chain([{"saved": held} for held in saved], output_bytes=10**6)
     asked, cures = {"stages": 2, "recompute": None, "schedule": "1f1b"}, []
     for blocks in (False, None):
         with pytest.raises(InfeasibleError) as caught:
@@ -221,11 +204,6 @@ def test_the_memory_that_an_error_asks_for_is_that_of_stages_in_blocks(
 
 
 # Backwards elsewhere: saved values travel over fast links, over slow ones inputs alone
-
-
-def apart(profile, cluster, **more):
-    asked = {"stages": 2, "micro_batches": 8, "backward_apart": True, "recompute": None, **more}
-    return planned(profile, cluster, **asked)
 
 
 def least_s(plan, cluster):
@@ -249,14 +227,10 @@ def least_s(plan, cluster):
     ],
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream-2bw"])
-def test_every_stage_chooses_by_its_link(
-    make_operator, make_profile, schedule, machines, within, between, again
-) -> None:
-    saved = [((f"n{index}", 1000), (f"s{index}", 99_000)) for index in range(16)]
-    operators = [make_operator(index, saved=held) for index, held in enumerate(saved)]
-    profile = make_profile(operators, list(pairwise(range(16))))
+def test_every_stage_chooses_by_its_link(deep, schedule, machines, within, between, again) -> None:
     cluster = cluster_of(*machines, within=within, between=between)
-    plan = apart(profile, cluster, schedule=schedule)
+    asked = {"stages": 2, "micro_batches": 8, "backward_apart": True, "recompute": None}
+    plan = planned(deep, cluster, schedule=schedule, **asked)
     if again is not None and (schedule != "pipedream-2bw" or machines == [4]):
         assert [stage.recompute for stage in plan.stages] == again
     assert plan.predicted_step_s <= least_s(plan, cluster) * (1 + TIE)

@@ -1,0 +1,135 @@
+"""Requests that no plan can meet: what is said of them, and what would help."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from checked_plans import cluster_of, planned
+
+from pipectl.errors import InfeasibleError
+from pipectl.planner import PlanRequest, make_plan
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"micro_batches": 65}, "65 micro-batches of 64 samples"),
+        ({"warm_up": (3, 2, 1)}, "3 stages, but only 2 ranks"),
+        ({"stages": 13}, "13 stages, but the graph has 11 possible cuts"),
+        ({"replicas": 3}, "3 replicas of every stage, but only 2 ranks"),
+        ({"schedule": "interleaved", "stages": 5}, "5 stages cannot go round over 2 ranks"),
+        ({"schedule": "zb-v", "stages": 3}, r"3 stages cannot lie in a V over 2 ranks\n.*4"),
+        ({"schedule": "zb-v", "stages": 6}, r"6 stages cannot lie in a V over 2 ranks\n.*4"),
+        ({"every_schedule": True, "stages": 3}, "3 stages"),
+        ({"schedule": "pipedream", "micro_batches": 4}, "updates after every micro-batch"),
+        (
+            {"schedule": "pipedream", "backward_apart": True, "stages": 3},
+            "6 ranks in all, and the job has 2",
+        ),
+        ({"backward_apart": True, "stages": 2}, "all backwards on other ranks|4 ranks in all"),
+    ],
+)
+def test_what_cannot_be_is_refused(chain, asked, words) -> None:
+    with pytest.raises(InfeasibleError, match=words):
+        planned(chain(12), cluster_of(2), **asked)
+
+
+def test_stages_with_backwards_apart_need_two_ranks_each(chain) -> None:
+    with pytest.raises(InfeasibleError, match="2 ranks in all, and the job has 1"):
+        planned(chain(12), cluster_of(1), schedule="pipedream", backward_apart=True)
+    with pytest.raises(InfeasibleError, match="all backwards on other ranks"):
+        planned(chain(12), cluster_of(1), backward_apart=True)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "pipedream"])
+@pytest.mark.parametrize("where", ["job", "device"])
+def test_what_does_not_fit_is_refused_with_what_is_missing(chain, schedule, where) -> None:
+    given = {"memory_limit_bytes": 10_000} if where == "job" else {}
+    cluster = cluster_of(2, memory_bytes=10_000 if where == "device" else None)
+    with pytest.raises(InfeasibleError, match=f"{schedule} needs .* more than the memory limit"):
+        planned(chain(12), cluster, schedule=schedule, **given)
+
+
+def refusal(profile, cluster=None, **asked):
+    with pytest.raises(InfeasibleError) as caught:
+        planned(profile, cluster or cluster_of(2), **asked)
+    return caught.value
+
+
+TWO_OF_EIGHT = {"micro_batches": 8, "stages": 2}
+
+
+def test_infeasible_error_names_rank_stage_figures_and_cures(chain) -> None:
+    error = refusal(chain(8), **TWO_OF_EIGHT, schedule="gpipe", memory_limit_bytes=30_000)
+    assert error.exit_code == 4
+    assert error.message == (
+        "no feasible plan: the one with the smallest peak needs 46.5 KiB on rank 1 "
+        "(stage 1 of 2: process 4.88 KiB, parameters, gradients and optimizer 1.56 KiB, "
+        "4.88 KiB for each micro-batch in flight (at most 8, of 8 samples)), "
+        "17.2 KiB more than its limit of 29.3 KiB"
+    )
+    assert error.cure == (
+        "pipeline.memory_limit 1MiB would be enough; 4 stages on 4 ranks: about 32.0 KiB "
+        "(still too much); schedule 1f1b: about 16.6 KiB (fits)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "asked", "cure"),
+    [
+        pytest.param(
+            None,
+            {"micro_batches": 4, "stages": 2, "schedule": "1f1b", "memory_limit_bytes": 15_000},
+            r".*micro_batches 16: about 11\.7 KiB \(fits\)",
+            id="smaller micro-batches",
+        ),
+        pytest.param(
+            None,
+            {"memory_limit_bytes": 4_000},
+            "pipeline.memory_limit 1MiB would be enough$",
+            id="less than the process itself: only the limit",
+        ),
+        pytest.param(
+            6_000,
+            {**TWO_OF_EIGHT, "memory_limit_bytes": 5_500},
+            "pipeline.memory_limit 1MiB and ranks with 1 MiB of memory would be enough",
+            id="devices do not have the limit that would do",
+        ),
+        pytest.param(
+            None,
+            {**TWO_OF_EIGHT, "memory_limit_bytes": 5_500, "memory_shared_by": 2},
+            "resources.memory_per_node 2MiB would be enough",
+            id="a share of the memory of a node",
+        ),
+    ],
+)
+def test_the_cure_is_what_would_be_enough(chain, memory_bytes, asked, cure) -> None:
+    error = refusal(chain(8), cluster_of(2, memory_bytes=memory_bytes), **asked)
+    assert re.match(cure, error.cure)
+
+
+def test_a_limit_below_the_peak_of_the_capture_advises_to_create_parameters_per_rank(chain) -> None:
+    profile = replace(chain(8), capture_bytes=40_000)
+    plan = make_plan(profile, cluster_of(2), PlanRequest("job", 64, memory_limit_bytes=40_000))
+    assert plan.prediction.peak_memory_bytes == (40_000, 40_000)
+    error = refusal(profile, memory_limit_bytes=30_000)
+    assert "captures the whole model" in error.message
+    assert "pipeline.memory_limit 1MiB" in error.cure
+    assert "model.materialize: per_rank" in error.cure
+
+
+def test_what_recomputes_is_said_to_keep_its_inputs(hungry) -> None:
+    asked = {"stages": 2, "recompute": True, "memory_limit_bytes": 100_000}
+    error = refusal(hungry(4, 10**6), batch=16, **asked)
+    assert "0 B for each micro-batch in flight (at most 2, of 1 sample)" in error.message
+    assert ", 244 KiB for one that it recomputes)" in error.message
+
+
+def test_changes_of_stages_that_recompute_are_estimated_as_such(chain) -> None:
+    received = [((f"n{i - 1}", 10**5),) if i else () for i in range(8)]
+    each = [{"saved": ((f"n{i}:own", 10**6), *more)} for i, more in enumerate(received)]
+    profile = chain(each, output_bytes=10**5)
+    asked = {**TWO_OF_EIGHT, "memory_limit_bytes": 5_000_000, "recompute": None}
+    cure = refusal(profile, **asked, schedule="gpipe").cure
+    assert re.search(r"schedule 1f1b: about [\d.]+ MiB \(fits\)", cure)
+    assert planned(profile, cluster_of(2), **asked, schedule="1f1b")
