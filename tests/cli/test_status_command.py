@@ -28,9 +28,7 @@ GIB = 1 << 30
 KEYS = ("waits_for", "peaks")
 
 
-def test_long_lines_are_indented_on_a_terminal_and_paths_are_whole(
-    cli, finished, place, monkeypatch
-):
+def test_long_lines_are_indented_on_a_terminal_and_paths_are_whole(cli, finished, monkeypatch):
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=44, color_system=None)
     whole = cli("status", "last").out
@@ -41,10 +39,6 @@ def test_long_lines_are_indented_on_a_terminal_and_paths_are_whole(
     assert [line for line in lines[1:] if len(line) > 44 and " " in line[16:]] == []
     assert any(line.startswith(16 * " ") for line in lines)
     assert "".join(whole.split()) == "".join(screen.getvalue().split())
-    (place / "elsewhere").mkdir()
-    monkeypatch.chdir(place / "elsewhere")
-    out = cli("status", "last", "--directory", str(finished.parent)).out
-    assert out.splitlines()[-1] == f"  directory     {finished}"
 
 
 def test_a_run_that_nobody_else_may_write_is_shown(cli, run_of, program, monkeypatch):

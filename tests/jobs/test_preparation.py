@@ -1,6 +1,6 @@
-"""What is known of a job before it is submitted: its machines, what it asks of the planner, and
-what the points of a sweep share."""
+"""What is known before a job is submitted: its machines, and what it asks of the planner."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 from job_requests import check_table
 
-from pipectl.cluster import assumed_cluster
+from pipectl.cluster import OffloadTarget, assumed_cluster
 from pipectl.errors import DataFileError, MismatchError, UsageError
 from pipectl.jobs.corrections import correct_profile
+from pipectl.jobs.job import TIGHT_HEAP, make_job
 from pipectl.jobs.planning import gather, make_plan_request
 from pipectl.jobs.prepare import (
     cluster_file_key,
     cluster_path,
     find_cluster,
-    plan_file_key,
     prepare,
 )
 from pipectl.link import Link
-from pipectl.plan import Plan
+from pipectl.plan import Stage
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
 from pipectl.runs import RunDirectory
@@ -231,18 +231,6 @@ def test_on_this_machine_models_are_measured_and_planned_once_each(sweep, profil
     assert all(inputs.profile for inputs in found)
 
 
-def test_points_with_other_links_have_plans_of_their_own(sweep, tmp_path):
-    """The links may be measured for one way to start the ranks, and not for another."""
-    measured = load(tmp_path / "job.yaml", ["launch.bind=cores"])
-    key = cluster_file_key(measured, "slurm")
-    put(measured, [1, 1], key)
-    found = sweep("slurm", "sweep.grid={launch.bind: [none, cores]}")
-    assert [job.cluster.key for job in found] == [None, key]
-    keys = [plan_file_key(job.spec, job.profile, job.cluster) for job in found]
-    assert [job.plan.key for job in found] == keys
-    assert Plan.load(PLAN).key == keys[0]
-
-
 def test_all_points_keep_the_micro_batches_of_the_last_plan(sweep):
     """As they do if they are planned in their allocations."""
     sweep("slurm", "pipeline.micro_batches=2", "sweep.points=[{training.seed: 1}]")
@@ -250,3 +238,44 @@ def test_all_points_keep_the_micro_batches_of_the_last_plan(sweep):
         grid = "sweep.grid={pipeline.schedule: [1f1b, gpipe]}"
         found = sweep("slurm", "pipeline.micro_batches=auto", grid)
         assert [job.plan.micro_batches for job in found] == [2, 2]
+
+
+@pytest.mark.parametrize("image", ["./torch.sif", "docker://a/b:1", "/x.sif"])
+def test_a_container_sees_what_the_job_names_and_writes(tmp_path, write_job, image):
+    """Files, and packages beside the job."""
+    more = f"environment: {{container: '{image}'}}", "resources: {gpus_per_node: 1}"
+    path = write_job(*more)
+    (tmp_path / "netmod.py").touch()
+    files = "./code/model.py:build", "./model data.py:data"
+    for (model, data), places in (
+        (files, (tmp_path, tmp_path / "code")),
+        (("netmod:build", "/else/pk.data:data"), sorted([Path("/else"), tmp_path])),
+    ):
+        overrides = [f"model.factory={model}", f"data.factory={data}"]
+        job = make_job(load(path, overrides, check_files=False), "local")
+        request = job.request_for(Path("/runs/x"))
+        assert request.binds == (Path("/runs"), *places)
+        binds = (f"--bind={path}" for path in request.binds)
+        place = str(tmp_path / image) if image.startswith("./") else image
+        expected = ("apptainer", "exec", "--nv", *binds, place, "a")
+        assert request.in_container(("a",)) == expected
+
+
+@pytest.mark.parametrize("target", ["disk", "host"])
+def test_ranks_that_offload_to_a_disk_start_with_a_heap_that_joins_what_is_freed(
+    write_job, pipeline, target
+):
+    lines = (f"pipeline: {{offload: {target}}}", "resources: {gpus_per_node: 1}")
+    job = make_job(load(write_job(*lines), check_files=False), "local")
+    plan = replace(pipeline(1), offload_to=OffloadTarget(target))
+    offloads = replace(plan, stages=(Stage(("a",), (0,), plan.stages[0].cost, offload=True),))
+
+    def variables(job):
+        return job.request_for(Path("x")).environment.variables
+
+    expected = TIGHT_HEAP if target == "disk" else {}
+    assert variables(job) == variables(replace(job, plan=offloads)) == expected
+    assert variables(replace(job, plan=plan)) == {}
+    own = {"GLIBC_TUNABLES": "glibc.malloc.check=1"}
+    own_job = write_job(*lines, f"environment: {{variables: {json.dumps(own)}}}")
+    assert variables(make_job(load(own_job, check_files=False), "local")) == own, "it wins"

@@ -10,12 +10,12 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from job_requests import wait_until
 
+import pipectl
 from pipectl.files import write_log
 from pipectl.runs import RunDirectory, read_errors
 from pipectl.watch import process_state
@@ -26,7 +26,6 @@ from pipectl.watch.watcher import Settings
 
 LONG_S = 60.0
 CRASH, TERM = b"Fatal Python error: Aborted\nThread 1", bytes([signal.SIGTERM])
-ROOT = Path(__file__).parents[2]
 
 
 class Rank:
@@ -88,6 +87,11 @@ class Job:
             before = node_path(self.folder, node).stat().st_mtime_ns
             wait_until(lambda: node_path(self.folder, node).stat().st_mtime_ns != before)  # noqa: B023
 
+    def report(self, node: int) -> NodeReport:
+        found = read_report(node_path(self.folder, node))
+        assert found is not None
+        return found[1]
+
     @property
     def reports(self) -> dict[int, str]:
         """What was said of each rank that was found lost."""
@@ -99,15 +103,12 @@ class Job:
             ranks=tuple(rank.settings() for rank in ranks), folder=str(self.folder),
             errors=str(self.run.errors), min_s=min_s, predicted_s=0.0,
         )  # fmt: skip
-        with tempfile.TemporaryFile() as words, self.log.open("ab") as log:
-            words.write(json.dumps(settings._asdict()).encode())
-            words.seek(0)
-            watcher = subprocess.Popen(
-                [sys.executable, "-S", "-m", "pipectl.watch.watcher"],
-                stdin=words,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )
+        command = [sys.executable, "-S", "-m", "pipectl.watch.watcher"]
+        environment = {**os.environ, "PYTHONPATH": str(Path(pipectl.__file__).parents[1])}
+        with self.log.open("ab") as log:
+            watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log, env=environment)
+        watcher.stdin.write(json.dumps(settings._asdict()).encode())
+        watcher.stdin.close()
         self.watchers.append(watcher)
 
 
@@ -234,19 +235,18 @@ def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job, leaves)
     job.watchers[0].wait(LONG_S)
     second.ends()
     if leaves:
-        wait_until(lambda: read_report(node_path(job.folder, 1))[1].ranks[0].state == State.DIED)
+        wait_until(lambda: job.report(1).ranks[0].state == State.DIED)
         second.says(BYE)
     assert third.process.wait(LONG_S) == -signal.SIGKILL
     job.wait()
-    assert list(job.reports) == ([] if leaves else [1])
-    assert leaves or "killed" in job.reports[1]
+    assert job.reports == ({} if leaves else {1: KILLED})
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_the_first_watcher_others_end_their_ranks_if_one_dies_or_all_stand_still(job, how):
     first, second = job.start(1, 1, min_s=LONG_S if how == signal.SIGKILL else 0.5)
     first.board.step(7)
-    wait_until(lambda: read_report(node_path(job.folder, 0))[1].ranks[0].activity.step == 7)
+    wait_until(lambda: job.report(0).ranks[0].activity.step == 7)
     job.wait_for_words(1)  # before which it has read what the first says
     job.watchers[0].send_signal(how)
     if how == signal.SIGKILL:
@@ -301,9 +301,8 @@ def test_another_mapping_sees_what_a_rank_writes():
     board.waits(True)
     board.pace(0.5)
     seen = read_activity(other)
-    assert seen == board.read()
-    assert seen[:7] == (3, 7, 1, 2, True, True, 0.5)
-    assert seen[7:] == ("FORWARD micro-batch 5", "activation 5 of stage 0 from rank 2")
+    words = "FORWARD micro-batch 5", "activation 5 of stage 0 from rank 2"
+    assert seen == board.read() == Activity(3, 7, 1, 2, True, True, 0.5, *words)
     board.phase("ä" * 200)
     assert read_activity(other).peer == -1
     assert read_activity(other).action.startswith("ä" * 40)

@@ -1,22 +1,27 @@
-"""Commands that are interrupted, or work on one run at the same time: no job is lost or doubled.
+"""Submissions: interrupted, at once, of sweeps and with templates; and who may read what is left.
 
-The commands are processes of their own; the batch system is a folder with one file a job.
+Commands at once are processes of their own; the batch system is a folder with one file a job.
 """
 
 import contextlib
 import json
 import os
+import re
 import signal
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from job_requests import wait_until
 
+from pipectl.batch.local import LocalScheduler
 from pipectl.cli import main
 from pipectl.jobs.recover import recover
+from pipectl.jobs.state import get_statuses
 from pipectl.runs import Record, RunDirectory, list_runs
 
 PATH = os.environ["PATH"]
@@ -95,10 +100,7 @@ def interrupted(how: signal.Signals, *command: str) -> RunDirectory:
     """A submission that ends while sbatch, which has made the job, still says nothing."""
     Path("hang").touch()
     with started(*(command or SUBMIT)) as pid:
-        deadline = time.monotonic() + 120
-        while not list(Path("queue").glob("*/comment")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: list(Path("queue").glob("*/comment")), 120)
         os.kill(pid, how)
         assert code_of(pid) == (130 if how == signal.SIGINT else -how)
     Path("hang").unlink()
@@ -265,3 +267,93 @@ def test_everything_that_a_trained_run_leaves_is_for_its_owner_alone(cli, real_j
     assert {"logs/job.log", "logs/rank-0000.log"} <= names
     assert len(list(run.watch.glob("*/node-0000.json"))) == 1
     check_owner(run)
+
+
+RANKS = """\
+[[ $1 == --version ]] && exit 1
+while [[ $1 != --run ]]; do shift; done
+: >$2/started
+until [[ -e $2/go ]]; do sleep 0.05; done
+"""
+
+
+@pytest.fixture
+def start(cli, sweep, program, monkeypatch):
+    """``start(5, 2)``: five runs, two at a time."""
+    program("mpiexec", RANKS)
+    python = program("python", f'exec {sys.executable} "$@"')
+    monkeypatch.setattr(sys, "executable", str(python))
+
+    def submit(points, at_once):
+        grid = f"{{grid: {{training.seed: {[*range(points)]}}}, at_once: {at_once}}}"
+        result = cli("submit", "job.yaml", "--scheduler", "local", "--set", f"sweep={grid}")
+        assert result.code == 0, result.err
+        return [RunDirectory(path) for path in sorted(Path("runs").glob("2*-tiny-*"))]
+
+    yield submit
+    cli("cancel", "tiny")
+
+
+def until(runs, *wanted):
+    def reached():
+        return [status.job.state for status in get_statuses(runs, time.time())] == list(wanted)
+
+    wait_until(reached, 120, 0.05)
+
+
+def test_a_few_run_at_a_time_in_their_order_and_what_is_cancelled_never_starts(
+    cli, start, monkeypatch
+):
+    runs = start(5, 2)
+    until(runs, "RUNNING", "RUNNING", "QUEUED", "QUEUED", "QUEUED")
+    assert cli("cancel", runs[2].name).out == f"cancelled: {runs[2].name}\n"
+    (runs[1].path / "go").touch()
+    until(runs, "RUNNING", "COMPLETED", "CANCELLED", "RUNNING", "QUEUED")
+    end = LocalScheduler.cancel
+
+    def slowly(self, job_id):
+        end(self, job_id)
+        (runs[3].path / "go").touch()
+        until(runs[3:4], "COMPLETED")
+
+    monkeypatch.setattr(LocalScheduler, "cancel", slowly)
+    assert cli("cancel", "tiny").out.startswith("cancelled: 2 of the 5 runs"), "one is complete"
+    until(runs, "CANCELLED", "COMPLETED", "CANCELLED", "COMPLETED", "CANCELLED")
+    started = [True, True, False, True, False]
+    assert [(run.path / "started").exists() for run in runs] == started
+    assert [Record.load(run.record).task is None for run in runs] == started
+    assert cli("cancel", runs[4].name).out == f"{runs[4].name} had already ended\n"
+
+
+def test_what_waits_for_a_driver_that_is_gone_never_starts(start):
+    runs = start(2, 1)
+    until(runs, "RUNNING", "QUEUED")
+    driver = LocalScheduler().find(Record.load(runs[1].record).tag)
+    LocalScheduler(grace_s=0.1).cancel(driver)
+    until(runs[1:], "FAILED")
+    assert "never started" in get_statuses(runs, time.time())[1].job.reason
+
+
+TEMPLATE = "{% extends base %}\n{% block setup %}\necho of the site\n{% endblock %}\n"
+
+
+def test_a_run_keeps_its_own_template_whose_name_gets_into_no_script(cli, profile, slurm, only_run):
+    def submit(name, *options):
+        template = f"launch.template={json.dumps(f'./{name}')}"
+        return cli("submit", "job.yaml", "--scheduler", "slurm", "--set", template, *options)
+
+    scripts = set()
+    for name in ("plain.sh", "$(touch x).sh", "`id`", "'; exit 1; '", "{{ job }}", "-n", "[red]"):
+        Path(name).write_text(TEMPLATE)
+        script = submit(name, "--dry-run").out
+        assert "echo of the site" in script
+        scripts.add(re.sub(r"\d{8}-\d{6}", "NOW", script))
+    assert len(scripts) == 1
+    assert "line break" in submit("a\nb", "--dry-run").err
+
+    assert submit("[red]").code == 0
+    Path("[red]").write_text("changed since")
+    (only_run() / "exit_code").write_text("1\n")
+    (only_run() / "job.sh").unlink()
+    assert cli("resume", "last").code == 0
+    assert "echo of the site" in (only_run() / "job.sh").read_text()
