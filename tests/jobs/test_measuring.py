@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -194,26 +195,23 @@ def test_output_directories_of_a_user_share_the_times_of_rows(
 ):
     monkeypatch.setattr("pipectl.jobs.profiles.user_cache", user_cache)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    spec = load(write_job(), check_files=False)
-    asked, places = [], []
+    job, times = write_job(), count(1)
 
-    def count(*given):
-        asked.append(given)
-        return RowTimes(compute=float(len(asked))), ""
+    def measure_rows(*_):
+        return RowTimes(compute=float(next(times))), ""
 
-    monkeypatch.setattr("pipectl.jobs.profiles.measure_rows", count)
+    monkeypatch.setattr("pipectl.jobs.profiles.measure_rows", measure_rows)
 
-    def rows_of(job, *, again=False, effort="fast"):
-        places.append(tmp_path / f"runs{len(places)}")
-        found = profiles._with_rows(profile, job, None, effort, places[-1], again=again)
+    def rows_of(*overrides, again=False, effort="fast"):
+        spec = load(job, overrides, check_files=False)
+        found = profiles._with_rows(profile, spec, None, effort, tmp_path / "runs", again=again)
         return found.rows.compute
 
-    assert [rows_of(spec), rows_of(spec)] == [1.0, 1.0]
-    bound = spec.launch.model_copy(update={"bind": "cores"})
-    assert rows_of(spec.model_copy(update={"launch": bound})) == 2.0
-    assert [rows_of(spec, again=True), rows_of(spec)] == [3.0, 3.0]
-    assert rows_of(spec, effort="thorough") == 4.0
-    assert not any(place.exists() for place in places)
+    assert [rows_of(), rows_of()] == [1.0, 1.0]
+    assert rows_of("launch.bind=cores") == 2.0
+    assert [rows_of(again=True), rows_of()] == [3.0, 3.0]
+    assert rows_of(effort="thorough") == 4.0
+    assert not (tmp_path / "runs").exists()
 
 
 MORE = "pipeline: {stages: 2, micro_batches: 4, memory_limit: 1GiB}", "resources: {nodes: 2}"
