@@ -65,16 +65,6 @@ class Embedded(nn.Module):
         return self.head(self.tokens(shifted).mean(1))
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(6, 3)
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.a(x))
-
-
 class NeedsGradients(torch.optim.SGD):
     """Fails where there is nothing to do."""
 

@@ -203,8 +203,10 @@ def test_the_largest_cache_counts_and_a_machine_that_does_not_say_has_some(tmp_p
     assert last_level_bytes(tmp_path / "missing") > 1 << 20
 
 
-def test_partitions_for_measuring_are_runs_of_operators_that_part_no_group(spec_of: Any) -> None:
-    graph = CapturedJob(spec_of()).training_graph(4)
+def test_partitions_for_measuring_part_no_group_and_leave_no_gradients(spec_of: Any) -> None:
+    job = CapturedJob(spec_of())
+    subject = Subject.of(job, 4, CpuDevice())
+    graph = subject.graph
     at_random = [random_stages(graph, seed) for seed in range(6)]
     in_windows = windows(graph, dict.fromkeys(graph.position, 1.0), 2.0)
     for stage_of in (*at_random, in_windows):
@@ -214,13 +216,8 @@ def test_partitions_for_measuring_are_runs_of_operators_that_part_no_group(spec_
     assert len({tuple(stage_of.values()) for stage_of in at_random}) > 1
     for members in map(list(in_windows.values()).count, set(in_windows.values())):
         assert members <= 2
-
-
-def test_gradients_do_not_stay_between_the_rounds_of_cuts(spec_of: Any) -> None:
-    job = CapturedJob(spec_of())
-    subject = Subject.of(job, 4, CpuDevice())
-    stages = Bench(subject, single_stage(subject.graph))
-    stages.run(0)
+    bench = Bench(subject, single_stage(graph))
+    bench.run(0)
     assert all(parameter.grad is not None for parameter in job.step.parameters())
-    stages.forget()
+    bench.forget()
     assert all(parameter.grad is None for parameter in job.step.parameters())
