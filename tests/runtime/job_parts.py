@@ -278,21 +278,22 @@ class Faulty(torch.optim.SGD):
             self.param_groups[0]["params"][1].data.view(torch.int32)[3] ^= 1
 
 
-class Closed:
-    """Writes down with which failure it is closed."""
+class Told:
+    """Writes down what a callback is told, and with which failure it is closed."""
 
-    def __init__(self, run, config):
-        self.file = run / "closed"
+    def __init__(self, run: Path, config: Any) -> None:
+        self.run = run
 
-    def __call__(self, line):
-        pass
+    def __call__(self, line: Any) -> None:
+        with (self.run / "told.jsonl").open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
 
-    def close(self, failure):
-        self.file.write_text(type(failure).__name__)
+    def close(self, failure: BaseException | None) -> None:
+        (self.run / "closed").write_text(type(failure).__name__)
 
 
 class Coupled(torch.optim.AdamW):
-    """Looks at several of its parameters at once: all, or those of a group."""
+    """Clips by a norm of all its parameters, or of those of a group; or draws noise in turn."""
 
     def __init__(self, parameters: Any, kind: str, lr: float = 0.01) -> None:
         super().__init__(parameters, lr)
@@ -301,28 +302,12 @@ class Coupled(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:
         groups = [group["params"] for group in self.param_groups]
         every = [parameter for group in groups for parameter in group]
-        for parameters in groups if self.kind == "clipped" else [every]:
-            if self.kind == "noise":
-                for parameter in parameters:
-                    parameter.grad += torch.randn_like(parameter)
-            else:
-                nn.utils.clip_grad_norm_(parameters, 1.0 if self.kind == "clipped" else 1e-3)
-        if self.kind != "norm":
-            super().step(closure)
-            return
-        with torch.no_grad():
-            for parameter in every:
-                parameter -= 0.01 * parameter.grad
-
-
-def told(run, config):
-    """Writes down what a callback is told."""
-
-    def tell(line):
-        with (run / "told.jsonl").open("a") as stream:
-            stream.write(json.dumps(line) + "\n")
-
-    return tell
+        for parameters in groups if self.kind == "groups" else [every]:
+            if self.kind != "noise":
+                nn.utils.clip_grad_norm_(parameters, 1.0 if self.kind == "groups" else 1e-3)
+        for parameter in every if self.kind == "noise" else []:
+            parameter.grad += torch.randn_like(parameter)
+        super().step(closure)
 
 
 def watching(run, config):
@@ -348,35 +333,22 @@ class Backwards(nn.Module):
         return self.last(self.middle(self.first(x))).view(-1, 3, 4)
 
 
-def noting(parameters: Iterable[Tensor], lr: float, folder: str) -> torch.optim.Optimizer:
-    """Writes down the sizes of what this rank is given."""
+def noting(parameters: Iterable[Tensor], lr: float, file: str) -> torch.optim.Optimizer:
+    """Writes down the sizes of what it is given."""
     given = list(parameters)
-    sizes = [list(each.shape) for each in given]
-    Path(folder, str(MPI.COMM_WORLD.rank)).write_text(json.dumps(sizes))
+    Path(file).write_text(json.dumps([list(each.shape) for each in given]))
     return torch.optim.SGD(given, lr)
 
 
-BRANCH_WIDTH, BRANCH_SAMPLES = 6, 2
-TAKEN = (
-    ((1, 0), (0, 0)),
-    ((0, 1), (0, 0)),
-    ((0, 0), (0, 0)),
-    ((1, 1), (0, 1)),
-    ((0, 0), (1, 0)),
-)
+TAKEN = [[1, 0], [0, 0]], [[0, 1], [0, 0]], [[0, 0], [0, 0]], [[1, 1], [0, 1]], [[0, 0], [1, 0]]
 """By step and micro-batch: which of the two branches are taken. Ranks warm up with the first."""
 
 
-class BranchingSamples(Dataset):
-    def __len__(self) -> int:
-        return len(TAKEN) * 2 * BRANCH_SAMPLES
-
+class BranchingSamples(Samples):
     def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
-        step, rest = divmod(index, 2 * BRANCH_SAMPLES)
-        draw = torch.Generator().manual_seed(index)
-        taken = torch.tensor(TAKEN[step][rest // BRANCH_SAMPLES])
-        x = torch.randn(BRANCH_WIDTH, generator=draw)
-        return {"x": x, "taken": taken}, torch.randn(BRANCH_WIDTH, generator=draw)
+        vector, targets = super().__getitem__(index)
+        taken = torch.tensor(TAKEN).flatten(0, 1)[index // 2 % 10]
+        return {"x": vector, "taken": taken}, targets
 
 
 class Branch(nn.Module):
@@ -384,49 +356,42 @@ class Branch(nn.Module):
 
     def __init__(self, shared: nn.Parameter) -> None:
         super().__init__()
-        self.own, self.shared = nn.Parameter(torch.ones(BRANCH_WIDTH)), shared
+        self.own, self.shared = nn.Parameter(torch.ones(6)), shared
 
     def forward(self, x: Tensor, taken: Tensor) -> Tensor:
         return x * self.own + self.shared if taken.any() else x * 1.0
 
 
-class Branching(nn.Module):
+class Branching(Model):
     def __init__(self) -> None:
         super().__init__()
-        shared = nn.Parameter(torch.ones(BRANCH_WIDTH))
-        self.before, self.first = nn.Linear(BRANCH_WIDTH, BRANCH_WIDTH), Branch(shared)
-        self.second, self.behind = Branch(shared), nn.Linear(BRANCH_WIDTH, BRANCH_WIDTH)
+        shared = nn.Parameter(torch.ones(6))
+        self.before, self.first, self.second = nn.Linear(6, 6), Branch(shared), Branch(shared)
 
     def forward(self, x: Tensor, taken: Tensor) -> Tensor:
         x = self.first(self.before(x), taken[:, 0])
-        return self.behind(self.second(x.tanh(), taken[:, 1]))
+        return super().forward(self.second(x.tanh(), taken[:, 1]))
 
 
 class Pausing(nn.Module):
     """Takes its time, in one forward; kept as one operator by ``model.opaque``."""
 
-    def __init__(self, width: int, pause_s: float) -> None:
+    def __init__(self, pause_s: float) -> None:
         super().__init__()
         self.pause_s = pause_s
-        self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.pause_s)
-        return self.linear(x)
+        return x * 1.0
 
 
-class SlowLayers(nn.Module):
-    """Six equal layers, of which one pauses."""
-
-    def __init__(self, width: int = 16, pause_s: float = 0.0) -> None:
-        super().__init__()
-        self.before = nn.Sequential(*[nn.Linear(width, width) for _ in range(2)])
-        self.pausing = Pausing(width, pause_s)
-        self.after = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])
-        self.dropout = nn.Dropout(0.2)
+class Slow(Model):
+    def __init__(self, pause_s: float = 0.0) -> None:
+        super().__init__(depth=4)
+        self.pausing = Pausing(pause_s)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.after(self.pausing(self.before(x)))).sum(-1)
+        return super().forward(self.pausing(x))
 
 
 class Wide(nn.Module):

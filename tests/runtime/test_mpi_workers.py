@@ -28,6 +28,7 @@ from pipectl.watch.board import Board
 
 PARTS = Path(__file__).with_name("job_parts.py")
 RAGGED = f"{PARTS}:Ragged"
+COUPLED = {"factory": f"{PARTS}:Coupled", "kwargs": {"kind": "all"}}
 LENGTHS = r"the ranks find different numbers of samples: \[23, 24\]"
 
 
@@ -62,7 +63,7 @@ def all_end_before(deadline: float, run: RunDirectory) -> bool:
 @pytest.mark.parametrize(
     ("ranks", "sections", "code", "where", "message"),
     [
-        (1, {"data": {"kwargs": {"fails_from": 9}}, "callbacks": {"closed": f"{PARTS}:Closed"}},
+        (1, {"data": {"kwargs": {"fails_from": 9}}, "callbacks": {"told": f"{PARTS}:Told"}},
          1, ("OSError", 0, 3), rf"sample 9 cannot be read \(at {PARTS}:\d+\)$"),
         (2, {"evaluation": {"data": f"{PARTS}:Samples", "metrics": {"wrong": f"{PARTS}:valid"}}},
          1, ("WorkerError", 1, 0), r"evaluation\.metrics\.wrong: raised TypeError: valid\(\) "),
@@ -77,9 +78,12 @@ def all_end_before(deadline: float, run: RunDirectory) -> bool:
         (1, {"data": {"factory": RAGGED, "kwargs": {"lost": 9}}},
          3, ("CaptureError", 0, 3),
          r"data: 'inputs' of a micro-batch has 1 sample, not 2.*keep all samples"),
+        (2, {"optimizer": COUPLED}, 3, ("CaptureError", 0, 0),
+         r"optimizer: .*job_parts\.py:Coupled updates a parameter differently"),
     ],
     ids=["data that fail", "a metric that fails", "data by rank", "held-out data by rank",
-         "longer samples", "fewer targets", "a lost sample"],
+         "longer samples", "fewer targets", "a lost sample",
+         "an optimizer that looks at all parameters"],
 )  # fmt: skip
 def test_what_cannot_go_on_ends_all_ranks_and_is_named(
     make_run, work, ranks: int, sections: dict[str, Any], code: int, where: Any, message: str
@@ -144,8 +148,9 @@ saving; training; finishing
 
 
 def test_a_rank_says_what_it_does_from_its_start(make_run, monkeypatch) -> None:
-    run, board, phases = make_run(1, training={"steps": 1, "batch_size": 4}), Board(), []
-    say = Board.phase
+    """Alone, it may have an optimizer that looks at all parameters."""
+    run = make_run(1, training={"steps": 1, "batch_size": 4}, optimizer=COUPLED)
+    board, phases, say = Board(), [], Board.phase
 
     def note(board: Board, text: str) -> None:
         phases.append(text)
@@ -237,40 +242,28 @@ def test_data_that_do_not_suit_the_job_are_refused(
     assert refusal(make_run(1, **sections)).message.startswith(message)
 
 
-def test_processes_that_are_alone(make_run) -> None:
-    """As srun without the right --mpi starts them."""
-    error = refusal(make_run(2))
-    assert "MPI started 1 process(es), but the plan has 2 ranks" in error.message
-    assert "every process is alone" in error.cure
-    assert "launch.mpi" in error.cure
-
-
-def test_a_plan_of_another_model(make_run) -> None:
+def test_a_plan_for_others_or_none_at_all_is_refused(make_run) -> None:
+    alone = refusal(make_run(2))  # as srun without the right --mpi starts them
+    assert "MPI started 1 process(es), but the plan has 2 ranks" in alone.message
+    assert "every process is alone" in alone.cure
+    assert "launch.mpi" in alone.cure
     run = make_run(1)
     other = make_run(1, model={"factory": f"{PARTS}:Model", "kwargs": {"depth": 3}})
     for mine, others in ((run.plan, other.plan), (run.profile, other.profile)):
         mine.write_bytes(others.read_bytes())
-    error = refusal(run)
-    assert isinstance(error, MismatchError)
-    assert error.message == (
+    assert refusal(run).message == (
         "plan.json was made for a different model: "
         "operator 4, 'linear_2', has other arguments here than there"
     )
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda _: None, lambda text: text[:200], lambda _: '{"version": 1}']
-)
-def test_a_plan_that_cannot_be_read(make_run, damage: Any) -> None:
-    run = make_run(1)
-    text = damage(run.plan.read_text())
+    text = run.plan.read_text()
     run.plan.unlink()
-    if text is not None:
-        run.plan.write_text(text)
-    error = refusal(run)
-    assert isinstance(error, DataFileError)
-    assert error.message.startswith(str(run.plan))
-    assert error.cure == "write a new one with: pipectl plan JOB.yaml"
+    for damaged in (None, text[:200], '{"version": 1}'):
+        if damaged is not None:
+            run.plan.write_text(damaged)
+        error = refusal(run)
+        assert isinstance(error, DataFileError)
+        assert error.message.startswith(str(run.plan))
+        assert error.cure == "write a new one with: pipectl plan JOB.yaml"
 
 
 def test_what_only_a_kept_submodule_reads_may_have_any_shape(make_spec) -> None:
@@ -278,35 +271,18 @@ def test_what_only_a_kept_submodule_reads_may_have_any_shape(make_spec) -> None:
     assert set(Reader(CapturedJob(spec).training_graph(2)).checked) == {"targets"}
 
 
-@pytest.mark.mpi
-def test_a_number_is_that_of_the_graph_for_its_size(make_run, train) -> None:
-    """Five samples a step, in micro-batches of two."""
-    run = make_run(
-        1,
-        data={"factory": f"{PARTS}:Counted"},
-        loss={"factory": f"{PARTS}:counted_loss"},
-        training={"steps": 2, "batch_size": 5},
-        pipeline={"micro_batches": 3, "stages": 1},
-    )
-    train(run)
-    assert [line.step for line in read_metrics(run)] == [1, 2]
-
-
-def test_replicas_get_samples_and_backwards_on_other_ranks_are_neither_split_nor_shared(
-    pipeline,
-) -> None:
+def test_plans_that_no_ranks_can_run_are_refused(pipeline) -> None:
+    """Replicas get samples; backwards on other ranks are neither split nor shared."""
     plan = pipeline(2, 4, micro_batch_size=2, node_of_rank=[0] * 5)
     first, last = plan.stages
     several = replace(plan, stages=(first, replace(last, ranks=(1, 2, 3))))
     apart = replace(plan, stages=(first, replace(last, backward_ranks=(2,))))
     both = replace(plan, stages=(first, replace(last, ranks=(1, 2), backward_ranks=(3, 4))))
-    check_supported(several)
-    check_supported(apart)
+    for runs in (several, apart):
+        check_supported(runs)
+    split = replace(several, replication=Replication.SPLIT)
     for refused, message in (
-        (
-            replace(several, replication=Replication.SPLIT),
-            r"stages\[1\] has 3 replicas for the 2 samples",
-        ),
+        (split, r"stages\[1\] has 3 replicas for the 2 samples"),
         (replace(apart, schedule="zb-h1"), "split backwards and a backward on other ranks"),
         (both, "replicas and a backward on other ranks"),
     ):
