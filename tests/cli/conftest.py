@@ -14,6 +14,13 @@ from typing import Any
 import pytest
 
 from pipectl.cli import main, progress
+from pipectl.cluster import Cluster, Device, Node, assumed_cluster
+from pipectl.jobs.planning import write_plan
+from pipectl.link import Link
+from pipectl.runs import RunDirectory
+from pipectl.simulate import simulate
+from pipectl.spec import load, profile_key
+from pipectl.timeline import Timeline
 
 GOLDEN, MODELS = map(Path(__file__).with_name, ("golden", "models_of_jobs.py"))
 JOB = """\
@@ -177,8 +184,6 @@ def write_profile(path: Path, key: str | None = None) -> Path:
 @pytest.fixture
 def profile(job):
     """A fresh profile of the job at its usual place."""
-    from pipectl.spec import load, profile_key
-
     return write_profile(Path("runs/tiny.profile.json"), profile_key(load(job)))
 
 
@@ -191,9 +196,6 @@ def alone(place):
 @pytest.fixture
 def clusters(place):
     """Four ranks in ``c.json``, two with 60 B in ``small.json``, two far apart in ``slow.json``."""
-    from pipectl.cluster import assumed_cluster
-    from pipectl.link import Link
-
     assumed_cluster("mine", [2, 2], 2, None).save(Path("c.json"))
     assumed_cluster("small", [2], 2, 60).save(Path("small.json"))
     slow = assumed_cluster("slow", [1, 1], 1, None)
@@ -338,13 +340,6 @@ def recorded(finished, pipeline):
 
     In step 10, stage 1 took twice its time.
     """
-    from pipectl.cluster import Cluster, Device, Node
-    from pipectl.jobs.planning import write_plan
-    from pipectl.link import Link
-    from pipectl.runs import RunDirectory
-    from pipectl.simulate import simulate
-    from pipectl.timeline import Timeline
-
     run, free = RunDirectory(finished), Link(0.0, 1e15)
     plan, cluster = pipeline(2, 4), Cluster("c", "t", (Node("n", 2, 2, Device("cpu")),), free, free)
     write_plan(run, plan, cluster)

@@ -29,7 +29,6 @@ from pipectl.versions import installed_versions
             {0: (50, 100, "a"), 9: (60, 100, "b"), 15: (80, 100, "c"), 45: (100, 100, "d")},
             ["profiling: 60%, about 40.0 s left", "profiling: 80%, about 13.3 s left",
              "profiling: 80%, about 26.7 s left"], id="counted"),
-        pytest.param({0: (5, 100, "op")}, ["profiling: 5%"] * 3, id="does not move"),
         pytest.param(
             {0: (0, 0, "capturing"), 30: (0, 0, "planning"), 35: (1, 10, "op")},
             ["capturing: 10.0 s", "capturing: 20.0 s", "profiling: 10%"], id="not counted"),

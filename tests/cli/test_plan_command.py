@@ -86,12 +86,6 @@ def test_planners_can_be_compared(cli, alone, name):
     assert (table.code, table.out.count("\n    ")) == (0, 2)
 
 
-def test_a_balance_that_has_no_time_is_what_was_found_or_an_error(cli, alone):
-    load = ("--objective", "max-stage-load", "--budget", "0")
-    result = cli(*TWO, *load)
-    assert "largest stage load" in result.out or "before any plan was found" in result.err
-
-
 def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(cli, profile):
     def measured(fixed_s):
         """Times with a fixed part; the larger that is, the fewer micro-batches are best."""

@@ -246,43 +246,41 @@ echo '{"attempt":1,"step":1,"steps":4,"time":0,"loss":2.5,"step_time_s":0.1}' > 
 """
 
 
-@pytest.fixture
-def local_mpi(mpiexec):
-    """mpiexec beside the interpreter; what it runs is up to the test."""
-    return lambda text: mpiexec(LOCAL_JOB + text)
+BEAT = '{"version":1,"state":"training","step":1,"steps":4,"time":1,"ranks":[]}'
+REPORT = '{"rank":1,"type":"MismatchError","message":"no","time":1,"exit_code":3}'
 
 
-def test_wait_follows_a_local_run_to_its_end_and_tells_phase_step_and_loss(
-    cli, profile, local_mpi, only_run
+@pytest.mark.parametrize(
+    ("rest", "code", "state", "shown", "told"),
+    [
+        (f"echo '{BEAT}' > $run/heartbeat.json; sleep 2.5", 0, "COMPLETED",
+         "loss          2.5 at first, 2.5 now\n", "RUNNING: training, step 1 of 4, loss 2.5\n"),
+        (f"echo '{REPORT}' > $run/errors/rank-0001.json; exit 9", 3, "FAILED",
+         "error         rank 1\n                MismatchError: no\n", ""),
+    ],
+    ids=["completes", "fails"],
+)  # fmt: skip
+def test_wait_follows_a_local_run_to_its_end_and_has_the_code_of_its_failure(
+    cli, profile, mpiexec, only_run, rest, code, state, shown, told
 ):
-    beat = '{"version":1,"state":"training","step":1,"steps":4,"time":1,"ranks":[]}'
-    local_mpi(f"echo '{beat}' > $run/heartbeat.json; sleep 2.5; exit 0")
+    mpiexec(LOCAL_JOB + rest)
     result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
-    assert result.code == 0
-    assert f"{only_run().name}  COMPLETED  local job " in result.out
-    assert "  loss          2.5 at first, 2.5 now\n" in result.out
-    assert "RUNNING: training, step 1 of 4, loss 2.5\n" in result.err
-    assert result.err.splitlines()[-1] == "COMPLETED"
-
-
-def test_wait_returns_the_code_of_the_failure(cli, profile, local_mpi):
-    report = '{"rank":1,"type":"MismatchError","message":"no","time":1,"exit_code":3}'
-    local_mpi(f"echo '{report}' > $run/errors/rank-0001.json; exit 9")
-    result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
-    assert result.code == 3
-    assert "  FAILED  local job " in result.out
-    assert "  error         rank 1\n                MismatchError: no\n" in result.out
+    assert result.code == code
+    assert f"{only_run().name}  {state}  local job " in result.out
+    assert f"  {shown}" in result.out
+    assert told in result.err
+    assert result.err.splitlines()[-1] == state
 
 
 def test_an_interrupt_ends_the_waiting_and_not_the_run(
-    cli, profile, local_mpi, monkeypatch, only_run
+    cli, profile, mpiexec, monkeypatch, only_run
 ):
     def interrupt(_seconds):
         while not (only_run() / "metrics.jsonl").exists():
             time.sleep(0.02)
         signal.raise_signal(signal.SIGHUP)
 
-    local_mpi("exec sleep 60")
+    mpiexec(LOCAL_JOB + "exec sleep 60")
     with monkeypatch.context() as patch:
         patch.setattr("pipectl.jobs.state.time", SimpleNamespace(time=time.time, sleep=interrupt))
         result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
