@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import queue
 import shutil
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import device
 from pipectl.runtime.agreement import check_accelerators, misplaced, sharing_ranks
-from pipectl.runtime.transport import Progress
 
 PROGRAM = Path(__file__).with_name("changed_ranks.py")
 
@@ -129,10 +126,3 @@ def test_the_first_ranks_that_share_an_accelerator_are_named() -> None:
     places = [("a", "x"), None, ("a", "y"), ("b", "x"), None, ("a", "y"), ("a", "x")]
     assert sharing_ranks(places) == (2, 5)
     assert sharing_ranks(places[:5]) is None
-
-
-def test_the_thread_that_moves_messages_enters_the_device_first() -> None:
-    entered: queue.Queue[str] = queue.Queue()
-    with Progress("thread", enter_thread=lambda: entered.put(threading.current_thread().name)):
-        assert entered.get(timeout=10) == "progress"
-    assert entered.empty()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from mpi4py import MPI
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from pipectl.capture import tensor_file
 from pipectl.errors import CaptureError, DataFileError, MismatchError, UsageError
@@ -26,51 +26,45 @@ from pipectl.runtime.optimizer import Updater
 THREE = Keep(3)
 
 
-@pytest.fixture
-def states() -> dict[str, Tensor]:
-    """Of a model with buffers, some of which look into one memory, and of a loss."""
-    table = torch.arange(8.0).view(2, 4)
-    return {
-        "model.a.weight": torch.arange(6.0).view(2, 3),
-        "model.a.transposed": torch.arange(6.0).view(2, 3).t(),
-        "model.count": torch.tensor(5),
-        "model.half": torch.ones(2, dtype=torch.bfloat16),
-        "model.sine": table[0],
-        "model.cosine": table[1],
-        "model.scratch": torch.tensor([2.5]),
-        "loss.temperature": torch.ones(1),
-    }
-
-
+TABLE = torch.arange(8.0).view(2, 4)
+STATES = {
+    "model.a.weight": torch.arange(6.0).view(2, 3),
+    "model.a.transposed": torch.arange(6.0).view(2, 3).t(),
+    "model.count": torch.tensor(5),
+    "model.half": torch.ones(2, dtype=torch.bfloat16),
+    "model.sine": TABLE[0],  # two buffers that look into one memory
+    "model.cosine": TABLE[1],
+    "model.scratch": torch.tensor([2.5]),  # that a state dict leaves out
+    "loss.temperature": torch.ones(1),
+}
 PERSISTENT = {"a.transposed", "a.weight", "cosine", "count", "half", "sine"}
 
 
 def save(
-    directory: Path, step: int, states: dict[str, Tensor], keep: Keep = THREE, warn: Any = print
+    directory: Path, step: int, keep: Keep = THREE, *further: Any, states: Any = STATES
 ) -> Path:
-    writer = Saver(MPI.COMM_SELF, directory, keep, 1, warn)
-    persistent = states.keys() - {"model.scratch"}
-    own = take_snapshot(states, persistent, Updater(None, None), {})
+    writer = Saver(MPI.COMM_SELF, directory, keep, 1, *(further or [print]))
+    own = take_snapshot(states, states.keys() - {"model.scratch"}, Updater(None, None), {})
     losses = (0.5, math.nan, math.inf, -math.inf)
     writer.start(Manifest(step, 4, {"b.weight": "a.weight"}, losses=losses), own)
     writer.finish()
     return directory / f"step-{step:06d}"
 
 
-def test_all_states_come_back_and_the_weights_have_the_names_of_the_users_model(tmp_path, states):
+def test_all_states_come_back_and_the_weights_have_the_names_of_the_users_model(tmp_path):
     """A loss and buffers that a state dict leaves out are beside them; the manifest says where."""
-    other = {name: torch.zeros_like(tensor) for name, tensor in states.items()}
-    saved = save(tmp_path, 7, other)
-    assert save(tmp_path, 7, states) == saved == tmp_path / "step-000007"  # it is replaced
+    other = {name: torch.zeros_like(tensor) for name, tensor in STATES.items()}
+    saved = save(tmp_path, 7, states=other)
+    save(tmp_path, 7)  # it is replaced
     stored = checkpoint.load(saved)
     assert stored.keys() == {*PERSISTENT, "b.weight"}
-    assert all(torch.equal(stored[name], states[f"model.{name}"]) for name in PERSISTENT)
+    assert all(torch.equal(stored[name], STATES[f"model.{name}"]) for name in PERSISTENT)
     assert torch.equal(stored["b.weight"], stored["a.weight"])
     found = {
-        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for name, t in states.items()
+        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for name, t in STATES.items()
     }
     stored.restore_states(found)
-    assert all(torch.equal(found[name], states[name]) for name in states)
+    assert all(torch.equal(found[name], STATES[name]) for name in STATES)
     manifest = json.loads((saved / "manifest.json").read_text(), parse_constant=pytest.fail)
     assert (manifest["version"], manifest["step"]) == (1, 7)
     (shard,) = manifest["shards"]
@@ -78,10 +72,9 @@ def test_all_states_come_back_and_the_weights_have_the_names_of_the_users_model(
     assert shard["bytes"] == (saved / shard["file"]).stat().st_size
     assert manifest["aliases"] == {"b.weight": "a.weight"}
     assert repr(stored.manifest.losses) == repr((0.5, math.nan, math.inf, -math.inf))
-    another = ({"c": torch.ones(1)}, {"count": torch.ones(3)}, {"half": torch.ones(2)})
-    for each in another:
+    for name, tensor in {"c": torch.ones(1), "count": torch.ones(3), "half": torch.ones(2)}.items():
         with pytest.raises(MismatchError, match="step-000007: has"):
-            stored.restore_states({f"model.{name}": tensor for name, tensor in each.items()})
+            stored.restore_states({f"model.{name}": tensor})
 
 
 PASSED_OVER = [(9, Keep(2)), (12, Keep(2)), (3, Keep(1)), (6, Keep(1))]
@@ -97,23 +90,31 @@ PASSED_OVER = [(9, Keep(2)), (12, Keep(2)), (3, Keep(1)), (6, Keep(1))]
         ([*PASSED_OVER, (12, Keep(1))], [12]),
     ],
 )
-def test_the_newest_are_kept_and_some_for_good(tmp_path, states, saves, kept):
+def test_the_newest_are_kept_and_some_for_good(tmp_path, saves, kept):
     for step, keep in saves:
-        save(tmp_path, step, states, keep)
+        save(tmp_path, step, keep)
     assert {path.name for path in tmp_path.iterdir()} == {f"step-{step:06d}" for step in kept}
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, states, monkeypatch):
-    """Files and folders first, the manifest too; behind the renaming, the name."""
+def test_a_checkpoint_has_its_name_once_all_it_needs_is_on_the_disk(tmp_path, monkeypatch):
+    """Files, folders and the manifest, and the figures of its step, which a run that goes on from
+    it does not make again; behind the renaming, the name."""
     synced: set[tuple[str, bool]] = set()
+    asked: list[tuple[int, bool]] = []
+    checkpoint = tmp_path / "step-000007"
 
     def sync(handle: int) -> None:
         path = Path(f"/proc/self/fd/{handle}").readlink().relative_to(tmp_path)
         text = re.sub(r"/\.manifest\.json\..*", "/manifest.json", str(path))
-        synced.add((text, (tmp_path / "step-000007").exists()))
+        synced.add((text, checkpoint.exists()))
+
+    def has_figures(step: int) -> bool:
+        asked.append((step, checkpoint.exists()))
+        return len(asked) > 3
 
     monkeypatch.setattr(os, "fsync", sync)
-    save(tmp_path, 7, states)
+    save(tmp_path, 7, THREE, print, has_figures)
+    assert asked == [(7, False)] * 4
     files = "rank-0000.safetensors", "training/rank-0000.safetensors", "manifest.json"
     part = ".step-000007.partial-1"
     before = {part, f"{part}/training", *(f"{part}/{file}" for file in files)}
@@ -130,14 +131,12 @@ MANIFEST, SHARD = "manifest.json", "rank-0000.safetensors"
         (SHARD, lambda old: old[:-8], "missing or damaged"),
         (SHARD, lambda _: None, "missing or damaged"),
         (MANIFEST, lambda _: None, "no such file"),
-        (MANIFEST, lambda _: b"{", ""),
-        (MANIFEST, lambda _: b"[]", ""),
         (MANIFEST, lambda _: b"{}", ""),
         (MANIFEST, lambda _: b'{"shards": [{}], "aliases": {}}', ""),
     ],
 )
-def test_damage_is_found(tmp_path, states, name, change, words):
-    saved = save(tmp_path, 3, states)
+def test_damage_is_found(tmp_path, name, change, words):
+    saved = save(tmp_path, 3)
     content = change((saved / name).read_bytes())
     (saved / name).unlink()
     if content is not None:
@@ -158,67 +157,41 @@ def full(*_: object) -> Any:
     [
         ("snapshot.write_tensors", full, "No space left on device"),
         ("saver.shutil.disk_usage", full, "No space left on device"),
-        (
-            "saver.shutil.disk_usage",
-            lambda _: SimpleNamespace(free=20),
-            "it takes 102 B, and 20 B are free",
-        ),
+        ("saver.shutil.disk_usage", lambda _: SimpleNamespace(free=20), "102 B, and 20 B are free"),
     ],
 )
 def test_a_disk_that_fails_leaves_the_old_one_and_is_told(
-    tmp_path, states, monkeypatch, broken, how, words
+    tmp_path, monkeypatch, broken, how, words
 ):
-    old = save(tmp_path, 3, states, Keep(1))
+    old = save(tmp_path, 3, Keep(1))
     monkeypatch.setattr(f"pipectl.runtime.checkpoint.{broken}", how)
     warnings: list[str] = []
     with pytest.raises(UsageError, match=rf"the last checkpoint: .*{words}"):
-        save(tmp_path, 6, states, Keep(1), warnings.append)
+        save(tmp_path, 6, Keep(1), warnings.append)
     (warning,) = warnings
     assert warning.startswith("the checkpoint of step 6 was not written: ")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
     assert checkpoint.load(old)["count"] == 5
 
 
-def test_a_checkpoint_waits_for_what_belongs_before_it(tmp_path, states):
-    """The figures of its step, which a run that goes on from it does not make again."""
-    asked: list[tuple[int, bool]] = []
-
-    def ready(step: int) -> bool:
-        asked.append((step, (tmp_path / "step-000006").exists()))
-        return len(asked) > 3
-
-    writer = Saver(MPI.COMM_SELF, tmp_path, THREE, 1, print, ready)
-    own = take_snapshot(states, states.keys(), Updater(None, None), {})
-    writer.start(Manifest(6, 4, {}), own)
-    writer.finish()
-    assert asked == [(6, False)] * 4
-    assert (tmp_path / "step-000006").exists()
-
-
-ROOMS = [(0, False), (150, False), (10_000, True)]
-
-
 @pytest.mark.parametrize(
-    ("name", "options", "room", "is_copy"),
+    ("name", "room", "is_copy"),
     [
-        ("SGD", {"momentum": 0.9}, None, True),
-        ("AdamW", {"amsgrad": True}, None, True),
-        *(("AdamW", {}, *room) for room in ROOMS),
-        *((name, {}, None, True) for name in ("SGD", "Adagrad", "ASGD", "Rprop", "Adafactor")),
-        ("Nested", {}, None, True),
+        ("AdamW", 0, False),
+        ("AdamW", 150, False),
+        ("AdamW", 10_000, True),
+        *((name, None, True) for name in ("SGD", "ASGD", "Rprop", "Adafactor", "Nested")),
     ],
 )
-def test_training_goes_on_to_the_bit_from_a_checkpoint(tmp_path, name, options, room, is_copy):
-    """A rank without memory for a copy of the state writes it before training goes on."""
-
-    def make(parameters: list[nn.Parameter]) -> Any:
-        if name == "Nested":
-            return Nested(parameters, {})
-        return getattr(torch.optim, name)(parameters, lr=0.1, **options)
-
+def test_training_goes_on_to_the_bit_from_a_checkpoint(tmp_path, monkeypatch, name, room, is_copy):
+    """A rank without memory for a copy of the state writes it before training goes on, which is
+    said once, with the rank that writes most."""
+    kind = Nested if name == "Nested" else getattr(torch.optim, name)
+    everyone = [(1024, is_copy), (2048, is_copy), (4096, True)]
+    monkeypatch.setattr("pipectl.runtime.checkpoint.saver.gather_all", lambda *_: everyone)
     warnings: list[str] = []
     parameters, number = some_parameters(), torch.tensor(5)
-    updater = Updater(make(list(parameters.values())), None)
+    updater = Updater(kind(parameters.values(), lr=0.1), None)
     train(updater, parameters, range(3))
     states = {**parameters, "model.count": number, "model.scratch": number}
     writer = Saver(MPI.COMM_SELF, tmp_path, Keep(2), 1, warnings.append)
@@ -229,32 +202,18 @@ def test_training_goes_on_to_the_bit_from_a_checkpoint(tmp_path, name, options, 
     number += 1  # as forwards do
     train(updater, parameters, range(3, 6))  # while it is written
     writer.finish()
-    assert len(warnings) == (not is_copy)
-    assert all("training waits while they are written" in warning for warning in warnings)
+    words = "rank 1 (and 1 more) has no memory for a copy of the 2.00 KiB that it saves: training"
+    assert [warning[: len(words)] for warning in warnings] == [words] * (not is_copy)
     stored = checkpoint.load(tmp_path / "step-000003")
     again = {name: nn.Parameter(torch.zeros_like(p)) for name, p in parameters.items()}
     numbers = {name: torch.tensor(0) for name in states.keys() - parameters.keys()}
     stored.restore_states({**again, **numbers})
     assert [*numbers.values()] == [5, 5]
-    other = Updater(make(list(again.values())), None)
+    other = Updater(kind(again.values(), lr=0.1), None)
     stored.restore_optimizer(other.optimizer, again)
     train(other, again, range(3, 6))
     assert stored.manifest.updates == 3
     assert all(torch.equal(again[name], parameters[name]) for name in again)
-
-
-def test_rank_0_says_once_that_training_waits_for_ranks_without_memory_for_a_copy(
-    tmp_path, states, monkeypatch
-):
-    everyone = [(1024, False), (2048, False), (4096, True)]
-    monkeypatch.setattr("pipectl.runtime.checkpoint.saver.gather_all", lambda *_: everyone)
-    warnings: list[str] = []
-    writer = Saver(MPI.COMM_SELF, tmp_path, THREE, 1, warnings.append)
-    for step in (3, 6):
-        writer.start(Manifest(step, 4, {}), take_snapshot(states, (), Updater(None, None), {}, 0))
-    writer.finish()
-    (warning,) = warnings
-    assert warning.startswith("rank 1 (and 1 more) has no memory for a copy of the 2.00 KiB that")
 
 
 def test_files_are_what_other_programs_read(tmp_path: Path) -> None:
@@ -281,6 +240,9 @@ def test_an_optimizer_that_cannot_be_saved_is_named() -> None:
 
 class Nested(torch.optim.Optimizer):
     """Keeps a list, a tuple, a dictionary with numbers, and what is no number."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
 
     def step(self) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:

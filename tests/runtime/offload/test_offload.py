@@ -6,7 +6,6 @@ import mmap
 import os
 import re
 import shutil
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from torch import nn
 from pipectl.cluster import OffloadTarget
 from pipectl.errors import WorkerError
 from pipectl.plan import Plan
-from pipectl.runs import RunDirectory, read_errors, read_metrics
+from pipectl.runs import read_errors, read_metrics
 from pipectl.runtime.offload import PAGE, DiskStore, Mover, Pages, check_space
 from pipectl.runtime.saved_tensors import SavedTensors, run_backward, unpack
 
@@ -82,36 +81,29 @@ def test_a_file_without_a_name_gives_vectors_back_and_uses_its_parts_again(
         DiskStore(tmp_path / "missing", 1)
 
 
-@pytest.mark.parametrize(
-    ("target", "nodes", "directory", "wrong"),
-    [
-        (OffloadTarget.DISK, "ab", "", None),
-        (OffloadTarget.DISK, "aa", "", "need 16.0 MiB for all its ranks there, have 10.0 MiB"),
-        (OffloadTarget.DISK, "aa", "missing", "it is no directory that can be written"),
-        (OffloadTarget.HOST, "aa", "missing", None),
-    ],
-)
-def test_ranks_of_a_node_share_its_disk_which_has_space_for_one(
-    pipeline, target, nodes, directory, wrong, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10 * MIB))
+@pytest.mark.parametrize(("nodes", "free_mib"), [("ab", 8), ("aa", 16)])
+def test_ranks_of_a_node_share_its_disk(pipeline, nodes, free_mib, tmp_path, monkeypatch):
     plan = pipeline(2, 8, schedule="gpipe", node_of_rank=[0, 0])
     first, last = (
         replace(stage, offload=True, cost=replace(stage.cost, saved_bytes=MIB))
         for stage in plan.stages
     )
-    plan = replace(plan, stages=(first, last), offload_to=target)
+    plan = replace(plan, stages=(first, last), offload_to=OffloadTarget.DISK)
 
     def gather(mine: tuple) -> list:
         need, free, (_, disk), where = mine
         return [(need, free, (node, disk), where) for node in nodes]
 
+    def check(free_bytes: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free_bytes))
+        check_space(world, plan, "a", tmp_path)
+
     world = SimpleNamespace(rank=0, Ibarrier=lambda: MPI.REQUEST_NULL, allgather=gather)
-    where = tmp_path / directory
-    with nullcontext() if wrong is None else pytest.raises(WorkerError) as caught:
-        check_space(world, plan, "a", where)
-    if wrong is not None:
-        assert caught.value.message == f"rank 0: no space for offload in {where} on a: {wrong}"
+    check(free_mib * MIB)
+    with pytest.raises(WorkerError, match=f"need {free_mib}.0* MiB for all its ranks there, have"):
+        check(free_mib * MIB - 1)
+    plan = replace(plan, offload_to=OffloadTarget.HOST)
+    check(0)
 
 
 def test_parameters_behind_views_of_one_value_add_up_by_themselves():
@@ -125,62 +117,45 @@ def test_parameters_behind_views_of_one_value_add_up_by_themselves():
     assert [place.grad.tolist() for place in places] == [[2.0, 4.0, 6.0]] * 3
 
 
-@pytest.fixture
-def offloading(make_run, monkeypatch):
-    """``offloading(directory)``: two ranks that write what they keep to a directory."""
-
-    def make(directory: Path) -> RunDirectory:
-        run = make_run(
-            2,
-            model={"factory": f"{PARTS}:Wide"},
-            loss={"factory": "torch.nn:MSELoss"},
-            data={"factory": f"{PARTS}:Vectors"},
-            pipeline={"micro_batches": 4, "stages": 2},
-        )
-        monkeypatch.setenv("TMPDIR", str(directory))
-        plan = Plan.load(run.plan)
-        stages = tuple(replace(stage, offload=True) for stage in plan.stages)
-        changed = replace(plan, stages=stages, schedule="gpipe", warm_up=(4, 4))
-        replace(changed, offload_to=OffloadTarget.DISK).save(run.plan)
-        return run
-
-    return make
+MISSING = "on .*: it is no directory that can be written"
+TOO_SMALL = "on .*: need .* for all its ranks there, have 1.00 MiB"
+FULL = "[.0-9]+ [KM]iB more are needed in addition to 0 B, and the disk is full"
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_directory_without_space_ends_the_job_before_anything_starts(
-    offloading, work, request, is_there, tmp_path
+@pytest.mark.parametrize(
+    ("size", "words"), [(None, MISSING), ("1m", TOO_SMALL), ("8m", FULL)], ids=str
+)
+def test_a_disk_that_is_too_small_or_fills_ends_all_ranks_and_is_named(
+    make_run, work, request, monkeypatch, tmp_path, size, words
 ):
-    directory, wrong = tmp_path / "missing", "it is no directory that can be written"
-    if is_there:
-        directory, wrong = request.getfixturevalue("disk")("1m"), "ranks there, have 1.00 MiB"
-    run = offloading(directory)
-    done = work(2, run)
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-    reports = read_errors(run)
-    assert reports
-    for report in reports:
-        assert f"no space for offload in {directory} on " in report.message
-        assert report.message.endswith(wrong)
-        assert "TMPDIR" in report.cure
-    assert not run.heartbeat.exists()
-
-
-@pytest.mark.mpi
-def test_a_disk_that_fills_meanwhile_ends_all_ranks(offloading, work, disk, monkeypatch):
-    directory = disk("8m")
-    run = offloading(directory)
-    monkeypatch.setenv("TEST_FILLED_DIRECTORY", str(directory))
+    """Before anything starts if it can be known then."""
+    directory = request.getfixturevalue("disk")(size) if size else tmp_path / "missing"
+    run = make_run(
+        2,
+        model={"factory": f"{PARTS}:Wide"},
+        loss={"factory": "torch.nn:MSELoss"},
+        data={"factory": f"{PARTS}:Vectors"},
+        pipeline={"micro_batches": 4, "stages": 2},
+    )
+    plan = Plan.load(run.plan)
+    stages = tuple(replace(stage, offload=True) for stage in plan.stages)
+    plan = replace(plan, stages=stages, schedule="gpipe", warm_up=(4, 4))
+    replace(plan, offload_to=OffloadTarget.DISK).save(run.plan)
+    monkeypatch.setenv("TMPDIR", str(directory))
+    if words == FULL:
+        monkeypatch.setenv("TEST_FILLED_DIRECTORY", str(directory))
     done = work(2, run)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     first = read_errors(run)[0]
-    words = "[.0-9]+ [KM]iB more are needed in addition to 0 B, and the disk is full"
-    start = f"rank {first.rank}: no space for offload in {directory}: "
-    assert re.fullmatch(f"{start}{words}", first.message)
-    assert first.stage == first.rank
-    assert first.action.startswith("OFFLOAD_WAIT micro-batch ")
+    where = f"no space for offload in {directory}"
+    assert re.fullmatch(rf"rank \d: {where}:? {words}", first.message)
     assert "TMPDIR" in first.cure
     assert read_metrics(run) == []
+    if words == FULL:
+        assert first.message.startswith(f"rank {first.rank}: ")
+        assert first.stage == first.rank
+        assert first.action.startswith("OFFLOAD_WAIT micro-batch ")
+    else:
+        assert not run.heartbeat.exists()

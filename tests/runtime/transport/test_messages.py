@@ -8,6 +8,8 @@ and else without it. They abort in any case, since wrong messages stay on their 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +20,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mpi4py import MPI
 from torch import Tensor
 
@@ -57,6 +61,29 @@ def test_messages_arrive_in_every_way_and_wrong_ones_are_named(launch: Any, tmp_
     assert (tmp_path / "well").exists(), done.stderr
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=4))
+def test_any_strides_survive(dims: list[tuple[int, int]]) -> None:
+    sizes, strides = [size for size, _ in dims], [stride for _, stride in dims]
+    tensor = torch.arange(64.0).as_strided(sizes, strides)
+    layout = Layout.of(tensor)
+    vector = layout.flatten(tensor)
+    assert (vector.dim(), vector.is_contiguous(), vector.numel()) == (1, True, layout.count)
+    assert layout.count <= tensor.numel()
+    assert torch.equal(layout.unflatten(vector.clone()), tensor)
+
+
+def test_dense_memory_is_sent_without_a_copy_and_other_memory_is_refused() -> None:
+    dense = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    rows = torch.ones(1, 3).expand(4, 3)
+    for tensor in (dense, dense.permute(2, 0, 1, 3), rows):
+        assert Layout.of(tensor).flatten(tensor).data_ptr() == tensor.data_ptr()
+    with pytest.raises(ValueError, match="expanded"):  # rows that differ are no expanded one
+        Layout.of(rows).flatten(torch.arange(12.0).view(4, 3))
+    with pytest.raises(ValueError, match=r"must be contiguous, not of strides \(1, 3\)"):
+        memory(torch.ones(2, 3).t(), 0, 24)
+
+
 def test_no_more_pieces_are_under_way_than_allowed() -> None:
     both = Counted(100)
     sending = PiecewiseTransfer(*both.to_send, Pieces(10, 2))
@@ -68,22 +95,20 @@ def test_no_more_pieces_are_under_way_than_allowed() -> None:
     assert both.sizes == [10] * 10
 
 
-def test_strided_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be contiguous, not of strides \(1, 3\)"):
-        memory(torch.ones(2, 3).t(), 0, 24)
-
-
 def test_a_helper_moves_a_message_while_nobody_calls() -> None:
-    """A thread starts the later pieces; the rank only looks at what arrived."""
-    both = Counted(1000)
-    with Progress("thread", Pieces(10, 1)) as progress:
+    """A thread, which enters the device first, starts the later pieces; the rank only looks at what
+    arrived."""
+    both, entered = Counted(1000), list[str]()
+    with Progress(
+        "thread", Pieces(10, 1), lambda: entered.append(threading.current_thread().name)
+    ) as progress:
         progress.begin(*both.to_send)
         progress.begin(*both.to_receive, lambda: "a message")
-        for _ in range(2000):
-            if torch.equal(both.sent, both.received):
-                break
+        deadline = time.monotonic() + 60
+        while not torch.equal(both.sent, both.received) and time.monotonic() < deadline:
             torch.ones(300, 300) @ torch.ones(300, 300)
     assert len(both.sizes) == 100
+    assert entered == ["progress"]
 
 
 def test_what_fails_in_the_helper_is_raised_by_the_next_wait() -> None:
@@ -121,7 +146,7 @@ receiver does: ``+0 -0`` starts and ends receiving message 0, ``1s`` has fewer s
 
 @dataclass(frozen=True)
 class Wrong:
-    """Sizes of a message in 4-byte elements, what happens to it, and how its errors begin.
+    """Sizes of a message in 4-byte elements, what happens to it, and how its error begins.
 
     Args:
         whole, pieces: behind ``SIZED``, by the sizes alone, of a message in one or several pieces.
@@ -191,13 +216,17 @@ class Later:
 
 
 def exchange(transport: Transport) -> None:
-    """Strided tensors go both ways at once, of a size that is known or not."""
+    """Strided tensors go both ways at once, of a size that is known or not; the second ones lie
+    otherwise than the first, and arrive as these."""
     lanes = (THERE, BACK)
     outgoing, incoming = (transport.line(lanes[i], 1 - RANK) for i in (RANK, 1 - RANK))
     for micro_batch, size in enumerate((4, 4, 1, 4, 1)):
         receiving = incoming.start_receive(micro_batch, size)
         assert (receiving.places is not None) is (micro_batch in (1, 3, 4))
-        sent = outgoing.start_send(micro_batch, size, tensors(RANK, micro_batch, size))
+        given = tensors(RANK, micro_batch, size)
+        if micro_batch == 1:
+            given |= {slot: given[slot].contiguous().clone() for slot in map(Slot, ELSEWHERE)}
+        sent = outgoing.start_send(micro_batch, size, given)
         found = incoming.finish_receive(receiving)
         outgoing.finish_send(sent)
         expected = tensors(1 - RANK, micro_batch, size)
@@ -214,18 +243,29 @@ def exchange(transport: Transport) -> None:
     WORLD.Barrier()
 
 
-def tensors(rank: int, micro_batch: int, size: int) -> dict[Slot, Tensor | None]:
+ELSEWHERE = ("turned", "gaps", "images", "conjugate", "negative")
+
+
+def tensors(rank: int, micro_batch: int, size: int) -> dict[Slot, Any]:
     base = torch.arange(float(size * 6)).view(size, 6) + 1000 * rank + 10000 * micro_batch
+    cube = base.view(size, 2, 3)
     values = {
         "plain": base,
         "turned": base.t(),
         "gaps": base[:, 1::2],
         "rows": base[:, :1].expand(size, 5),
+        "turned rows": base[:, :3].unsqueeze(1).contiguous().expand(size, 4, 3).permute(2, 0, 1),
+        "odd stride of one row": base.as_strided((1, 3), (17, 1)),
+        "images": cube.repeat(1, 2, 2).view(size, 2, 2, 6).to(memory_format=torch.channels_last),
         "none": None,
         "whole": base.to(torch.int64),
+        "truth": base.t() > 2,
         "large": base.repeat(100, 50).bfloat16(),
         "dot": base.sum(),
-        "empty": base[:0],
+        "empty": cube[:, :0],
+        "conjugate": torch.complex(base, -base).conj(),  # memory holds the values before
+        "negative": torch.complex(base, -base).conj().imag,
+        "windows": base.unfold(1, 3, 1),
     }
     return {Slot(name): value for name, value in values.items()}
 
@@ -234,8 +274,8 @@ def assert_same(name: str, found: Tensor | None, sent: Tensor | None) -> None:
     assert (found is None) is (sent is None), name
     if sent is not None and found is not None:
         assert torch.equal(found, sent), name
-        assert found.dtype == sent.dtype
-        assert name == "gaps" or found.stride() == sent.stride(), name
+        strides = sent.contiguous() if name == "windows" else sent
+        assert (found.dtype, found.stride()) == (sent.dtype, strides.stride()), name
 
 
 def several(transport: Transport, order: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -77,9 +78,9 @@ def receive(
 
 
 def happen(what: str, directory: RunDirectory) -> None:
+    end_children()
     (directory.path / "happened").write_text(str(time.time()))
     events: dict[str, Any] = {
-        "nothing": lambda: None,
         "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "killed in a copy": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "frozen": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -96,6 +97,27 @@ def happen(what: str, directory: RunDirectory) -> None:
     events[what]()
 
 
+def end_children() -> None:
+    """Children that end at once, in the midst of their work, by a crash: none is the rank's end."""
+    told, tells = os.pipe()
+    fork = multiprocessing.get_context("fork").Process
+    at_once = fork(target=time.sleep, args=(60,))
+    working = fork(target=tell_and_work, args=(tells,))
+    crashing = fork(target=ctypes.string_at, args=(0,))
+    for child in (at_once, working, crashing):
+        child.start()
+        if child is working:
+            os.read(told, 1)
+        if child is not crashing:
+            child.terminate()
+        child.join()
+
+
+def tell_and_work(pipe: int) -> None:
+    os.write(pipe, b".")
+    time.sleep(60)
+
+
 def wait_for(path: Path) -> None:
     while not path.exists():
         time.sleep(PAUSE_S)
@@ -108,7 +130,7 @@ def take_memory() -> None:
 
 def kill_watcher(directory: RunDirectory) -> None:
     """Of this node; rank 0 has started it, and no other process."""
-    (_, _), (watcher, _) = json.loads((directory.path / "pids-0").read_text())["family"]
+    _, (watcher, _) = json.loads((directory.path / "pids-0").read_text())["family"]
     os.kill(watcher, signal.SIGKILL)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import pwd
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -15,13 +15,13 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from pipectl.faults import ErrorReport
 from pipectl.jobs.state import get_status
 from pipectl.runs import RunDirectory, read_errors
 from pipectl.runtime import watching
@@ -39,7 +39,7 @@ IN_FORWARD = {
     "exits": KILLED,
     "asked": "its process alone received SIGTERM",
 }
-OFTEN = [("killed", 1), ("killed in a copy", 1), ("frozen", 0), ("memory", 2)]
+OFTEN = [("killed", 1), ("killed in a copy", 1), ("frozen", 0), ("memory", 2), ("asked", 2)]
 CASES = [
     pytest.param(what, rank, marks=() if (what, rank) in OFTEN else pytest.mark.torture)
     for what in IN_FORWARD
@@ -48,8 +48,8 @@ CASES = [
 GONE_WITHIN_S = 15 + 4
 """With the four seconds in which a frozen rank is found here."""
 RING = Path(__file__).with_name("ranks_that_wait.py")
-FORKING = Path(__file__).with_name("rank_with_children.py")
-RANKS, PATIENCE_S = 3, 90
+RANKS, FAMILY, PATIENCE_S = 3, 4, 90
+"""The family is three ranks and their watcher."""
 
 
 @dataclass
@@ -59,53 +59,41 @@ class Ranks:
     run: RunDirectory
     launcher: subprocess.Popen[str]
 
-    def wait_for(self, name: str) -> float:
-        """Until a rank has made a file; what is in it, as a number."""
+    def happened(self) -> float:
+        """When, as a rank has said; waits until then."""
         deadline = time.monotonic() + PATIENCE_S
-        while not (self.run.path / name).exists():
+        while not (self.run.path / "happened").exists():
             assert self.launcher.poll() is None, self.launcher.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        return float((self.run.path / name).read_text() or 0)
+        return float((self.run.path / "happened").read_text())
+
+    def noted(self, what: str) -> list[Any]:
+        """What each rank has written down of itself."""
+        files = sorted(self.run.path.glob("pids-*"))
+        return [json.loads(path.read_text())[what] for path in files]
 
     @property
     def family(self) -> list[psutil.Process]:
         """The ranks and the processes beside them that are alive."""
         found = []
-        for path in self.run.path.glob("pids-*"):
-            for pid, started in json.loads(path.read_text())["family"]:
-                with suppress(psutil.NoSuchProcess):
-                    process = psutil.Process(pid)
-                    if process.create_time() == started:
-                        found.append(process)
+        for pid, started in chain(*self.noted("family")):
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if process.create_time() == started:
+                    found.append(process)
         return found
 
-    def pid_of(self, rank: int) -> int:
-        """Of its process."""
-        return int(json.loads((self.run.path / f"pids-{rank}").read_text())["family"][0][0])
-
-    def left_in_memory(self) -> list[str]:
-        """Files by which the ranks shared memory, and that are still there."""
-        found = [json.loads(path.read_text())["shared"] for path in self.run.path.glob("pids-*")]
-        assert len(found) == RANKS
-        return [name for names in found for name in names if Path(name).exists()]
-
-    def end(self) -> str:
-        """Until the launcher has ended; what was printed."""
+    def end(self, within_s: float = 60) -> str:
+        """Until all processes have gone, soon, and no shared memory is left; what was printed."""
         text, _ = self.launcher.communicate(timeout=PATIENCE_S)
-        return text
-
-    def gone_s(self) -> float:
-        """How long after what happened the last process has gone."""
-        happened = float((self.run.path / "happened").read_text())
         _, alive = psutil.wait_procs(self.family, timeout=PATIENCE_S)
         assert not alive
-        return time.time() - happened
-
-    def error(self) -> ErrorReport:
-        """What was written down: of one rank only."""
-        (error,) = read_errors(self.run)
-        return error
+        assert time.time() - self.happened() < within_s
+        shared = self.noted("shared")
+        assert len(shared) == RANKS
+        assert not [name for name in chain(*shared) if Path(name).exists()]
+        return text
 
 
 @pytest.fixture
@@ -144,16 +132,15 @@ def begin(tmp_path, mpiexec):
 
 @pytest.mark.parametrize(("what", "rank"), CASES)
 def test_all_end_and_the_rank_is_named(begin, what, rank):
+    """Also behind the end of its children, of which its watcher hears nothing."""
     ranks = begin(what, TEST_RANK=str(rank))
-    log = ranks.end()
+    log = ranks.end(GONE_WITHIN_S)
     assert ranks.launcher.returncode > 0
-    assert ranks.gone_s() < GONE_WITHIN_S
-    assert ranks.left_in_memory() == []
-    error = ranks.error()
+    (error,) = read_errors(ranks.run)
     assert (error.rank, error.stage, error.step) == (rank, rank, 3), error.message
     assert error.action == "FORWARD micro-batch 1"
     assert error.message.startswith(IN_FORWARD[what])
-    assert error.time - float((ranks.run.path / "happened").read_text()) < 10
+    assert error.time - ranks.happened() < 10
     if what == "frozen":
         assert f"from rank {rank}, which is in FORWARD micro-batch 1" in error.message
     if what == "memory":
@@ -164,27 +151,34 @@ def test_all_end_and_the_rank_is_named(begin, what, rank):
     assert get_status(ranks.run, 0.0).errors == [error]
 
 
-@pytest.mark.parametrize("what", ["slow", pytest.param("nothing", marks=pytest.mark.torture)])
-def test_a_slow_step_is_not_taken_for_a_hang(begin, what):
-    ranks = begin(what)
-    log = ranks.end()
-    assert ranks.launcher.returncode == 0, log
-    assert read_errors(ranks.run) == []
-    words = "rank 2, which is waiting for activation 1 of stage 1 from rank 1, which is in FORWARD"
-    assert (words in log) == (what == "slow")
-    assert ranks.gone_s() < 60
-    assert ranks.left_in_memory() == []
+WAITING = "rank 2, which is waiting for activation 1 of stage 1 from rank 1, which is in FORWARD"
+AGAIN = "the process that watches this node's ranks has ended; it is started again"
 
 
-def test_the_end_of_a_watcher_ends_no_rank_and_another_is_started(begin):
-    ranks = begin("unwatched", TEST_STEPS="12")
-    ranks.wait_for("happened")
-    again = "the process that watches this node's ranks has ended; it is started again"
+@pytest.mark.parametrize(
+    ("what", "steps", "suspended_s", "words"),
+    [
+        pytest.param("slow", 6, 0, WAITING, id="a slow step"),
+        pytest.param("unwatched", 12, 0, AGAIN, id="the end of the watcher"),
+        # Twice as long as a rank may be frozen.
+        pytest.param("slow", 6, 8, "", id="a suspended job", marks=pytest.mark.torture),
+    ],
+)
+def test_what_ends_no_rank_is_not_taken_for_a_hang(begin, what, steps, suspended_s, words):
+    ranks = begin(what, TEST_STEPS=str(steps))
+    ranks.happened()
+    if suspended_s:
+        family = ranks.family
+        assert len(family) == FAMILY
+        for process in family:
+            process.suspend()
+        time.sleep(suspended_s)
+        for process in family:
+            process.resume()
     log = ranks.end()
     assert ranks.launcher.returncode == 0, log
-    assert again in log
+    assert words in log
     assert read_errors(ranks.run) == []
-    assert ranks.gone_s() < 60
 
 
 ATTACK = """\
@@ -208,28 +202,25 @@ exit 0
 """
 
 
-@pytest.mark.parametrize("owner", ["oneself", "nobody"])
-def test_nobody_else_ends_or_reads_a_job_that_runs(begin, owner):
+def test_nobody_else_ends_or_reads_a_job_that_runs(begin):
     """No socket but those of MPI, nothing with a name, and files are the owner's alone; so another
-    user can do nothing in a directory that everybody may enter."""
+    user can do nothing in a directory that everybody may enter. Only root has users at hand."""
     has_others = os.geteuid() == 0 and shutil.which("setpriv") is not None
-    if owner == "nobody" and not has_others:
-        pytest.skip("only root has other users at hand")
+    user = pwd.getpwnam("nobody") if has_others else pwd.getpwuid(os.geteuid())
     directory = Path(tempfile.mkdtemp(prefix="pipectl-"))
     directory.chmod(0o755)
-    user = pwd.getpwnam("nobody") if owner == "nobody" else pwd.getpwuid(os.geteuid())
     os.chown(directory, user.pw_uid, user.pw_gid)
     # This interpreter may lie where ordinary users may not look.
     look = "+dac_read_search"
     change = ("setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups")
-    start = (*change, f"--inh-caps={look}", f"--ambient-caps={look}") if owner == "nobody" else ()
+    start = (*change, f"--inh-caps={look}", f"--ambient-caps={look}") if has_others else ()
     try:
         ranks = begin("waits", directory, start)
-        ranks.wait_for("happened")
+        ranks.happened()
         members = ranks.family
-        assert len(members) == 4  # three ranks and the watcher
+        assert len(members) == FAMILY
         assert {each.uids().real for each in members} == {user.pw_uid}
-        check_what_is_open(members, {ranks.pid_of(rank) for rank in range(RANKS)})
+        check_what_is_open(members, {family[0][0] for family in ranks.noted("family")})
         assert stat.S_IMODE(ranks.run.watch.stat().st_mode) == 0o700
         (folder,) = ranks.run.watch.iterdir()
         (file,) = folder.iterdir()
@@ -247,7 +238,7 @@ def test_nobody_else_ends_or_reads_a_job_that_runs(begin, owner):
             )
             assert (attack.returncode, attack.stdout) == (0, "")
         (ranks.run.path / "released").touch()
-        log = ranks.end()
+        log = ranks.end(within_s=math.inf)
         assert ranks.launcher.returncode == 0, log
         assert "watches" not in log
         assert read_errors(ranks.run) == []
@@ -256,20 +247,17 @@ def test_nobody_else_ends_or_reads_a_job_that_runs(begin, owner):
 
 
 def check_what_is_open(members: list[psutil.Process], ranks: set[int]) -> None:
+    udp, named = (
+        Path(f"/proc/net/{kind}").read_text().splitlines()[1:] for kind in ("udp", "unix")
+    )
     for each in members:
         held = [str(path.readlink()) for path in Path(f"/proc/{each.pid}/fd").iterdir()]
         sockets = {name[8:-1] for name in held if name.startswith("socket:")}
         assert each.pid in ranks or not sockets
-        assert not sockets & {line.split()[9] for line in lines_of("/proc/net/udp")}
-        named = [line for line in lines_of("/proc/net/unix") if line.split()[6] in sockets]
-        assert not [line for line in named if "pipectl" in line]
+        assert not sockets & {line.split()[9] for line in udp}
+        assert not [x for x in named if x.split()[6] in sockets and "pipectl" in x]
         shared = [name for name in held if "/pipectl-" in name and "/run-" not in name]
         assert all(name.endswith(" (deleted)") for name in shared)
-
-
-def lines_of(path: str) -> list[str]:
-    """Without the head."""
-    return Path(path).read_text().splitlines()[1:]
 
 
 @pytest.mark.parametrize(
@@ -283,63 +271,34 @@ def lines_of(path: str) -> list[str]:
 def test_ranks_do_not_outlive_what_started_them(begin, gone, words):
     script = psutil.Popen(["sleep", "100"])
     ranks = begin("lingers", PIPECTL_SCRIPT=str(script.pid))
-    ranks.wait_for("happened")
+    ranks.happened()
     launcher = psutil.Process(ranks.launcher.pid)
     (proxy,) = launcher.children()
-    assert proxy.pid == psutil.Process(ranks.pid_of(0)).ppid()
     (ranks.run.path / "happened").write_text(str(time.time()))
     {"node": proxy, "mpiexec": launcher, "script": script}[gone].kill()
-    ranks.end()
-    assert ranks.gone_s() < 15
+    ranks.end(within_s=GONE_WITHIN_S)
     script.kill()
     script.wait()
-    assert words in ranks.error().message
-
-
-@pytest.mark.torture
-def test_a_job_that_is_suspended_goes_on(begin):
-    """Twice as long as a rank may be frozen."""
-    ranks = begin("slow")
-    ranks.wait_for("happened")
-    family = ranks.family
-    assert len(family) == 4  # three ranks and their watcher
-    for process in family:
-        process.suspend()
-    time.sleep(8)
-    for process in family:
-        process.resume()
-    log = ranks.end()
-    assert ranks.launcher.returncode == 0, log
-    assert read_errors(ranks.run) == []
+    (error,) = read_errors(ranks.run)
+    assert words in error.message
 
 
 @pytest.mark.torture
 def test_a_run_whose_errors_cannot_be_written_ends_all_the_same(begin):
     ranks = begin("killed")
     ranks.run.errors.rmdir()
-    Path(ranks.run.errors).write_text("no folder")
-    log = ranks.end()
-    assert ranks.gone_s() < 15
+    ranks.run.errors.write_text("no folder")
+    log = ranks.end(within_s=GONE_WITHIN_S)
     assert ", stage 1, FORWARD micro-batch 1, step 3: its process was killed" in log
 
 
 def test_a_watcher_without_memory_ends_no_run(monkeypatch):
-    def full(*_: Any, **__: Any) -> Any:
+    def full(_: str) -> Any:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     warnings: list[str] = []
     monkeypatch.setattr("os.memfd_create", full)
     monkeypatch.setattr(watching, "warn", warnings.append)
-    settings = Settings("n", 0, 1, 1, (), False, 0, "", "", 1.0, 0.0)
-    watching._Watcher(settings)
-    assert [text for text in warnings if "they run without" in text] == warnings != []
-
-
-CODES = [-signal.SIGTERM.value, -signal.SIGTERM.value, -signal.SIGSEGV.value]
-
-
-def test_a_watcher_hears_nothing_of_children_that_end(launch):
-    """Only the signal that the rank gets itself; it is as it was before it forked them."""
-    done = launch(0, FORKING)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{CODES} {[signal.SIGUSR1.value]} [] True\n"
+    watching._Watcher(Settings("n", 0, 1, 1, (), False, 0, "", "", 1.0, 0.0))
+    (warning,) = warnings
+    assert "they run without" in warning
