@@ -13,7 +13,7 @@ from mpi4py import MPI
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Observed
 from pipectl.runtime.transport import gpu_aware
-from pipectl.runtime.transport.choice import HELPED, STAGED, Choice, Circumstances, decide
+from pipectl.runtime.transport.choice import HELPED, STAGED, Circumstances, decide
 from pipectl.runtime.transport.gpu_aware import Finding, find, judge, passes_self_test
 from pipectl.runtime.transport.transfer import WHOLE
 
@@ -33,54 +33,42 @@ def measured(within: tuple[float, float], between: tuple[float, float]) -> Clust
 HARDWARE = measured((0.1, 0.2), (0.9, 1.0))
 TCP = measured((0.1, 0.2), (0.0, 0.9))
 COPIED_BY_OTHERS = measured((0.0, 0.8), (0.9, 1.0))
-
-
-OWN, CALLS = "by itself (I_MPI_ASYNC_PROGRESS)", "within its calls alone"
 NO_THREADS = "calls from several threads"
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ranks_per_node", "size", "cluster", "own", "threads", "mode", "words"),
+    ("wanted", "ranks_per_node", "kib", "cluster", "own", "threads", "mode", "words"),
     [
-        ("auto", [1], 16 * MIB, None, "0", True, "none", "a single rank"),
-        ("auto", [4], 16 * MIB, None, "0", True, "none", "the receiving processor copies"),
-        ("auto", [1, 1], 16 * MIB, None, "0", True, "thread", CALLS),
-        ("auto", [1, 1], 16 * MIB, None, "0", False, "poll", NO_THREADS),
-        ("auto", [1, 1], 16 * MIB, None, "1", True, "none", OWN),
-        ("auto", [2, 2], 2**15, None, "0", True, "none", "KiB, leaves at once"),
-        ("auto", [2, 2], 16 * MIB, HARDWARE, "0", True, "none", "between nodes, 90%"),
-        ("auto", [2, 2], 16 * MIB, TCP, "0", True, "thread", "0% of a message of 16"),
-        ("auto", [2, 2], 2 * MIB, TCP, "0", True, "none", "100% of a message of 1"),
-        ("auto", [2], 16 * MIB, COPIED_BY_OTHERS, "0", True, "thread", "and 80% with it"),
+        ("auto", [1], 16384, None, "0", True, "none", "a single rank"),
+        ("auto", [4], 16384, None, "0", True, "none", "the receiving processor copies"),
+        ("auto", [1, 1], 16384, None, "0", True, "thread", "within its calls alone"),
+        ("auto", [1, 1], 16384, None, "0", False, "poll", NO_THREADS),
+        ("auto", [1, 1], 16384, None, "1", True, "none", "by itself (I_MPI_ASYNC_PROGRESS)"),
+        ("auto", [2, 2], 32, None, "0", True, "none", "KiB, leaves at once"),
+        ("auto", [2, 2], 16384, HARDWARE, "0", True, "none", "between nodes, 90%"),
+        ("auto", [2, 2], 16384, TCP, "0", True, "thread", "0% of a message of 16"),
+        ("auto", [2, 2], 2048, TCP, "0", True, "none", "100% of a message of 1"),
+        ("auto", [2], 16384, COPIED_BY_OTHERS, "0", True, "thread", "and 80% with it"),
         # A core is left to a thread for large messages alone.
-        ("core", [2], 16 * MIB, None, "0", True, "thread", "leaves it a core"),
-        ("core", [2], 2**15, None, "0", True, "none", "leaves at once"),
-        ("core", [2, 2], 16 * MIB, None, "0", False, "poll", NO_THREADS),
-        ("none", [1, 1], 16 * MIB, None, "0", True, "none", "set in the job"),
-        ("poll", [1], 0, None, "0", True, "poll", "set in the job"),
+        ("core", [2], 16384, None, "0", True, "thread", "leaves it a core"),
+        ("core", [2], 32, None, "0", True, "none", "leaves at once"),
+        ("core", [2, 2], 16384, None, "0", False, "poll", NO_THREADS),
+        ("none", [1, 1], 16384, None, "0", True, "none", "set in the job"),
         ("thread", [1], 0, None, "1", True, "thread", "set in the job"),
         ("thread", [1], 0, None, "1", False, "poll", NO_THREADS),
     ],
 )
-def test_help_follows_from_the_job_its_machines_and_what_mpi_does_and_allows(
-    wanted, ranks_per_node, size, cluster, own, threads, mode, words
+def test_help_and_pieces_follow_from_the_job_its_machines_and_what_mpi_does_and_allows(
+    wanted, ranks_per_node, kib, cluster, own, threads, mode, words
 ) -> None:
-    environment, known = {"I_MPI_ASYNC_PROGRESS": own}, Circumstances(ranks_per_node, size, cluster)
-    choice = decide(wanted, known, environment, threads=threads)
+    known = Circumstances(ranks_per_node, 1024 * kib, cluster)
+    choice = decide(wanted, known, {"I_MPI_ASYNC_PROGRESS": own}, threads=threads)
     assert choice.mode == mode, choice
     assert words in choice.why
-
-
-def test_pieces_follow_from_the_choice_and_from_copies_through_the_host() -> None:
-    found = {
-        (mode, staged): Choice(mode, "").progress(staged=staged)
-        for mode in ("none", "poll", "thread")
-        for staged in (False, True)
-    }
-    for (mode, staged), progress in found.items():
-        progress.close()
-        assert progress.mode == mode
-        assert progress.pieces == (HELPED if mode != "none" else STAGED if staged else WHOLE)
+    for staged, whole in ((False, WHOLE), (True, STAGED)):
+        with choice.progress(staged=staged) as progress:
+            assert progress.mode == mode
+            assert progress.pieces == (HELPED if mode != "none" else whole)
 
 
 def mpich(kind: Any, answer: Any) -> int:
@@ -148,13 +136,10 @@ def test_who_is_asked_and_believed(
 def test_the_job_or_a_rank_that_cannot_decides_for_all_and_not_all_send_a_test_message(
     monkeypatch, wanted, asks, arrives, other, able
 ) -> None:
-    def test(_: str) -> bool:
-        assert arrives is not None, "there is no need for a test message"
-        return arrives
-
     monkeypatch.setattr(gpu_aware, "_library", lambda: SimpleNamespace(**ABLE))
     monkeypatch.setattr(gpu_aware, "_kind", lambda: "cuda")
-    monkeypatch.setattr(gpu_aware, "passes_self_test", test)
+    tests = iter([] if arrives is None else [arrives])  # none if there is no need for a message
+    monkeypatch.setattr(gpu_aware, "passes_self_test", lambda _: next(tests))
     world: Any = SimpleNamespace(
         allgather=lambda mine: [mine, Finding(other, "there")],
         Ibarrier=lambda: MPI.Request(MPI.REQUEST_NULL),
