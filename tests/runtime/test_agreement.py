@@ -50,36 +50,23 @@ def test_what_differs_is_named_with_both_sides_before_training(make_run, launch)
         "operator 4, 'linear_2', has other arguments here than there",
         "deeper",
     )
+    job = mine.job.read_text().replace("gpus_per_node: 0", "gpus_per_node: 1")
     for run in runs:
-        change_job(run, "gpus_per_node: 0", "gpus_per_node: 1")
+        run.job.write_text(job)
     refused("sees an accelerator of type cuda, but rank 0 on ", "accelerator")
-    move_an_operator(theirs)
-    change_job(theirs, "steps: 5", "steps: 6")
+    plan = Plan.load(theirs.plan)
+    first, second = plan.stages  # an operator moves, while all messages keep their sizes
+    less = replace(first, nodes=first.nodes[:-2])
+    more = replace(second, nodes=(*first.nodes[-2:], *second.nodes))
+    replace(plan, stages=(less, more)).save(theirs.plan)
+    theirs.job.write_text(job.replace("steps: 5", "steps: 6"))
     refused(" has another job.yaml; another plan.json, as rank 0 on ")
-
-
-def change_job(run: RunDirectory, before: str, after: str) -> None:
-    text = run.job.read_text()
-    assert before in text
-    run.job.write_text(text.replace(before, after))
-
-
-def move_an_operator(run: RunDirectory) -> None:
-    """To the other stage, while all messages keep their sizes."""
-    plan = Plan.load(run.plan)
-    first, second = plan.stages
-    moved = (
-        replace(first, nodes=first.nodes[:-2]),
-        replace(second, nodes=(*first.nodes[-2:], *second.nodes)),
-    )
-    replace(plan, stages=moved).save(run.plan)
 
 
 @pytest.mark.parametrize(
     ("nodes", "node_of_rank", "words"),
     [
         ([[0, 1], [2, 3]], (0, 0, 1, 1), ""),
-        ([[0]], (0,), ""),
         ([[0, 1, 2], [3]], (5, 5, 5, 7), ""),
         ([[0, 2], [1, 3]], (0, 0, 1, 1), "has the ranks 0, 2, where the plan counts on 0-1"),
         ([[0, 1, 2, 3]], (0, 0, 1, 1), "has the ranks 0-3, where the plan counts on 0-1"),
@@ -102,27 +89,21 @@ def test_the_first_node_that_differs_from_the_plan_is_named(nodes, node_of_rank,
         (2, 4, [0, 1, 0, 1]),
     ],
 )
-def test_ranks_of_a_node_take_turns(
-    monkeypatch: pytest.MonkeyPatch, asked: int, seen: int, taken: list[int]
-) -> None:
+def test_ranks_of_a_node_take_turns(monkeypatch, asked, seen, taken) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
     monkeypatch.setattr(device, "AcceleratorDevice", lambda index, in_place: index)
     assert [device.choose_device(asked, local) for local in range(4)] == taken
 
 
-def test_a_job_for_accelerators_does_not_fall_back_to_the_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_accelerators_that_lack_or_are_shared_are_named(monkeypatch) -> None:
+    """A job for accelerators does not fall back to the CPU."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(MismatchError, match="torch finds none on"):  # where it is profiled
         device.choose_device(1, 0)
     with pytest.raises(MismatchError, match="no rank sees an accelerator"):
         check_accelerators(MPI.COMM_SELF)
-
-
-def test_the_first_ranks_that_share_an_accelerator_are_named() -> None:
     places = [("a", "x"), None, ("a", "y"), ("b", "x"), None, ("a", "y"), ("a", "x")]
     assert sharing_ranks(places) == (2, 5)
     assert sharing_ranks(places[:5]) is None

@@ -1,7 +1,5 @@
 """Waits that sleep, and say that they wait."""
 
-from types import SimpleNamespace
-
 import pytest
 from mpi4py import MPI
 
@@ -48,12 +46,9 @@ def test_a_clock_that_was_wrong_once_does_not_make_waits_spin_for_ever() -> None
 def test_a_rank_spins_as_long_as_its_cores_allow(monkeypatch, node, mine, others, looks) -> None:
     """It is on node a; the other rank has said where it is and which cores it may use."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: mine)
-    two = SimpleNamespace(
-        rank=0,
-        Ibarrier=lambda: MPI.REQUEST_NULL,
-        allgather=lambda own: [own, (node, frozenset(others))],
-    )
-    choose_spin(two, "a")
+    other = (node, frozenset(others))
+    monkeypatch.setattr(waiting, "gather_all", lambda _, own: [own, other])
+    choose_spin(MPI.COMM_SELF, "a")
     now, looked, pauses = [0.0], [0], list[int]()
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr("time.sleep", lambda _: pauses.append(looked[0]))

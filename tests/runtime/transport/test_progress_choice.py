@@ -140,11 +140,9 @@ def test_the_job_or_a_rank_that_cannot_decides_for_all_and_not_all_send_a_test_m
     monkeypatch.setattr(gpu_aware, "_kind", lambda: "cuda")
     tests = iter([] if arrives is None else [arrives])  # none if there is no need for a message
     monkeypatch.setattr(gpu_aware, "passes_self_test", lambda _: next(tests))
-    world: Any = SimpleNamespace(
-        allgather=lambda mine: [mine, Finding(other, "there")],
-        Ibarrier=lambda: MPI.Request(MPI.REQUEST_NULL),
-    )
-    found = find(world, wanted, asks=asks)
+    there = Finding(other, "there")
+    monkeypatch.setattr(gpu_aware, "gather_all", lambda _, mine: [mine, there])
+    found = find(MPI.COMM_SELF, wanted, asks=asks)
     assert found.able is able
     assert (found.why == "set in the job") is (wanted != "auto")
 
