@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,27 +29,22 @@ exec "$@"
 
 
 @pytest.fixture
-def run(make_spec, tmp_path: Path) -> RunDirectory:
-    """A run directory with a job."""
+def probe(make_spec, tmp_path: Path, mpiexec: str, warm_python: str) -> Callable[..., Any]:
+    """``probe("aab")``: three ranks on two pretended nodes; their run directory and exit code."""
     run = RunDirectory.create(tmp_path / "runs", "probed-links", 0.0)
     resources = {"tasks_per_node": 4, "memory_per_node": "8GiB"}
     run.job.write_text(dump(make_spec(4, name="probed", resources=resources)))
-    return run
+    wrapper = tmp_path / "on-node"
+    program = [warm_python, "-m", "mpi4py", "-m", "pipectl.runtime.links.probe"]
+    files = ["--run", str(run.path), "--output", str(tmp_path / "cluster.json")]
+    given = [*files, "--key", "the-key", "--budget", "0.2"]
 
-
-@pytest.fixture
-def probe(run: RunDirectory, tmp_path: Path, mpiexec: str, warm_python: str) -> Callable[..., int]:
-    """``probe("aab")``: three ranks on two pretended nodes."""
-
-    def start(nodes: str) -> int:
-        wrapper = tmp_path / "on-node"
+    def start(nodes: str) -> tuple[RunDirectory, int]:
         wrapper.write_text(NODES % " ".join(nodes))
         wrapper.chmod(0o755)
-        program = [warm_python, "-m", "mpi4py", "-m", "pipectl.runtime.links.probe"]
-        files = ["--run", str(run.path), "--output", str(tmp_path / "cluster.json")]
-        given = [*files, "--key", "the-key", "--budget", "0.2"]
         command = [mpiexec, "-n", str(len(nodes)), str(wrapper), *program, *given]
-        return subprocess.run(command, capture_output=True, timeout=280, check=False).returncode
+        done = subprocess.run(command, capture_output=True, timeout=280, check=False)
+        return run, done.returncode
 
     return start
 
@@ -66,8 +62,9 @@ def check(link: Link) -> None:
 
 
 @pytest.mark.mpi
-def test_two_nodes_are_measured_within_and_between(probe, run: RunDirectory, tmp_path: Path):
-    assert probe("aabb") == 0
+def test_two_nodes_are_measured_within_and_between(probe, tmp_path: Path) -> None:
+    run, code = probe("aabb")
+    assert code == 0
     cluster = Cluster.load(tmp_path / "cluster.json")
     assert cluster == Cluster.load(run.cluster)
     assert (cluster.name, cluster.key, cluster.assumed) == ("probed", "the-key", False)
@@ -92,7 +89,7 @@ def test_two_nodes_are_measured_within_and_between(probe, run: RunDirectory, tmp
 
 @pytest.mark.mpi
 def test_one_rank_a_node_leaves_the_link_within_assumed(probe, tmp_path: Path) -> None:
-    assert probe("abc") == 0
+    assert probe("abc")[1] == 0
     cluster = Cluster.load(tmp_path / "cluster.json")
     assert cluster.within_node.assumed
     check(cluster.between_nodes)
@@ -110,10 +107,9 @@ def test_one_rank_a_node_leaves_the_link_within_assumed(probe, tmp_path: Path) -
         ("a", "MPI started a single process", "launch.mpi"),
     ],
 )
-def test_scattered_ranks_and_single_processes_are_refused(
-    probe, run, tmp_path, nodes, message, cure
-):
-    assert probe(nodes) == 3
+def test_scattered_ranks_and_single_processes_are_refused(probe, tmp_path, nodes, message, cure):
+    run, code = probe(nodes)
+    assert code == 3
     error = json.loads(next(run.errors.glob("rank-*.json")).read_text())
     assert error["message"].startswith(message)
     assert cure in error["cure"]

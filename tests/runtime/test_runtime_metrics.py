@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,29 +42,22 @@ def mean(outputs: Any, targets: Any) -> Tensor:
     return outputs["logits"].mean()
 
 
-def evaluate(
-    metrics: dict[str, Any], *batches: tuple[int, float, Any], weigh: Any = None
-) -> dict[str, float]:
-    """Over micro-batches of some samples, of some loss, which the logits equal, and targets."""
-    found = Metrics(metrics, lambda *_: GRAPH, weigh)
-    for size, loss, targets in batches:
+def evaluate(metrics: dict[str, Any], *batches: tuple[int, float]) -> dict[str, float]:
+    """Over micro-batches of some samples, of some loss, which the logits equal."""
+    found = Metrics(metrics, lambda *_: GRAPH)
+    for size, loss in batches:
         results = {Slot("loss"): torch.tensor(loss), Slot("logits"): torch.full((size,), loss)}
-        found.add(Rows.of(size), results, targets)
+        found.add(Rows.of(size), results, None)
     return found.result()
 
 
-def test_losses_and_functions_are_weighed_and_objects_begin_afresh() -> None:
-    """The loss as in training, where one of padding alone is NaN; metrics count samples."""
-    seen, padding = Seen(), (2, math.nan, 0.0)
+def test_losses_and_functions_are_weighed_by_samples_and_objects_begin_afresh() -> None:
+    """Losses that are weighed by valid targets are in test_equal_trainings."""
+    seen = Seen()
     for _ in range(2):
-        found = evaluate({"mean": mean, "seen": seen}, (4, 1.0, None), (2, 4.0, None))
+        found = evaluate({"mean": mean, "seen": seen}, (4, 1.0), (2, 4.0))
         assert found == {"loss": 2.0, "mean": 2.0, "seen": 2.0}
     assert seen.outputs == []
-    result = evaluate({"mean": mean}, (4, 1.0, 1.0), padding, (2, 4.0, 5.0), weigh=float)
-    assert list(result) == ["loss", "mean"]
-    assert result["loss"] == (1.0 * 1 + 4.0 * 5) / 6
-    assert math.isnan(result["mean"])
-    assert math.isnan(evaluate({}, padding, weigh=float)["loss"])
 
 
 @pytest.mark.parametrize(
@@ -77,6 +69,6 @@ def test_losses_and_functions_are_weighed_and_objects_begin_afresh() -> None:
 )
 def test_a_metric_that_gives_no_number_is_named(metric: Any, what: str) -> None:
     with pytest.raises(CaptureError) as raised:
-        evaluate({"rows": metric}, (4, 1.0, None))
+        evaluate({"rows": metric}, (4, 1.0))
     expected = f"evaluation.metrics.rows: must give one number, but gave {what}"
     assert raised.value.message == expected

@@ -1,9 +1,8 @@
-"""Ranks that train until they are killed, by themselves and so at the moment that was chosen.
+"""Ranks that train until one kills itself, or all, before a chosen operation on files.
 
 ``--run DIRECTORY`` trains, and ``--save DIRECTORY KEEP STEP...`` writes some checkpoints without a
-training. What happens is in the variable ``TEST_FATE``: ``rank`` decides and kills the ``victims``,
-which are itself (``rank``), ``all`` or the ``launcher``. It does so once it has begun ``saves``
-checkpoints, before the given ``operation`` on their files, or if that is 0, after ``delay_s``.
+training. The variable ``TEST_FATE`` says which ``rank`` strikes, if it is not None, before which
+``operation`` on files of the run, and ``kills_all`` whether all ranks are killed.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -32,50 +30,31 @@ ENTRIES = ("os.remove", "os.rmdir")
 """What happens to the entries of a folder that is removed, by their names alone."""
 
 
-def strike(victims: str, directory: Path, pids: list[int]) -> None:
-    found = {"names": os.listdir(directory), "pids": pids}  # noqa: PTH208
-    (directory.parent / STRUCK).write_text(json.dumps(found))
-    if victims == "launcher":
-        proxy = Path(f"/proc/{os.getppid()}/stat").read_text()
-        os.kill(int(proxy.rpartition(")")[2].split()[1]), signal.SIGKILL)
-        return
-    for pid in pids if victims == "all" else []:
-        if pid != os.getpid():
-            os.kill(pid, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def await_fate(directory: Path, communicator: MPI.Comm) -> None:
-    """Look at every operation on the files of checkpoints, and strike before one of them."""
+def await_fate(checkpoints: Path, communicator: MPI.Comm) -> None:
+    """Look at every operation on the files of the run, and strike before one of them."""
     fate, pids = json.loads(os.environ["TEST_FATE"]), communicator.allgather(os.getpid())
-    if fate["victims"] == "" or fate["rank"] != communicator.rank:
+    if fate["rank"] != communicator.rank:
         return
-    saves, operations = fate["saves"], fate["operation"]
-    begun = set[str]()
-
-    def strike_later() -> None:
-        timer = threading.Timer(fate["delay_s"], strike, (fate["victims"], directory, pids))
-        timer.daemon = True
-        timer.start()
+    run = str(checkpoints.parent)
+    operations = fate["operation"]
 
     def see(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal saves, operations
+        nonlocal operations
         path = str(arguments[0]) if arguments else ""
-        if saves:
-            if event == "os.mkdir" and Path(path).parent == directory and path not in begun:
-                begun.add(path)
-                saves -= 1
-                if not (saves or operations):
-                    strike_later()
-            return
-        at_files = event.startswith(("open", "os.", "shutil.")) and path.startswith(str(directory))
-        if operations and (at_files or event in ENTRIES):
+        at_files = event.startswith(("open", "os.", "shutil.")) and path.startswith(run)
+        if at_files or event in ENTRIES:
             operations -= 1
-            if not operations:
-                strike(fate["victims"], directory, pids)
+            if operations == 0:
+                strike()
 
-    if saves == operations == 0:
-        strike_later()
+    def strike() -> None:
+        found = {"names": os.listdir(checkpoints), "pids": pids}  # noqa: PTH208
+        (checkpoints.parent / STRUCK).write_text(json.dumps(found))
+        for pid in pids if fate["kills_all"] else []:
+            if pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     sys.addaudithook(see)
 
 
