@@ -173,6 +173,7 @@ class Evaluator:
             size = self._division.evaluation_size
             batches = self._loader.micro_batches(self._loader.epoch(0), size)
         self._run(self._division.evaluated, batches, "evaluation", step)
+        self._engine.board.phase("computing metrics")
         mine = metrics.result() if self._communicator.rank == self._loss_rank else {}
         return broadcast(self._communicator, mine, self._loss_rank)
 

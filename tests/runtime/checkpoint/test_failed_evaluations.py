@@ -40,6 +40,7 @@ def test_the_weights_of_the_last_step_are_saved_and_the_resumed_run_only_evaluat
     assert work(2, run).returncode == 1
     (error,) = read_errors(run)
     assert "evaluation.metrics.score: raised ValueError: only one class" in error.message
+    assert error.action == "computing metrics"
     assert [path.name for path in checkpoints(run.checkpoints)] == ["step-000005"]
     before = read_metrics(run)
     monkeypatch.delenv(FAILS)
