@@ -20,17 +20,16 @@ from pipectl.runtime.plain import FirstWeights
 START = {"a": torch.zeros(3), "b": torch.ones(2, 2)}
 
 
-def made(changes: dict[tuple[int, str], float] | None = None, missing: str = "") -> Trained:
+def made(changes: dict[tuple[int, str], float], missing: str = "") -> Trained:
     """Step k has a = k and b = 1 + k, plus what a test changes."""
-    change = {} if changes is None else changes
 
     def weights(step: int) -> dict[str, Tensor]:
         found = {name: first + step for name, first in START.items() if name != missing}
         for name, tensor in found.items():
-            tensor.view(-1)[-1] += change.get((step, name), 0.0)
+            tensor.view(-1)[-1] += changes.get((step, name), 0.0)
         return found
 
-    return Trained({s: 10.0 / s + change.get((s, "loss"), 0.0) for s in (1, 2, 3)}, weights)
+    return Trained({s: 10.0 / s + changes.get((s, "loss"), 0.0) for s in (1, 2, 3)}, weights)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +50,15 @@ def made(changes: dict[tuple[int, str], float] | None = None, missing: str = "")
 def test_the_first_difference_is_told_and_the_largest_of_all(
     changes: dict[tuple[int, str], float], tolerance: float, first: Any
 ) -> None:
-    comparison = compare(made(changes), made(), 3, tolerance, START)
+    comparison = compare(made(changes), made({}), 3, tolerance, START)
     assert (comparison.equal, comparison.first) == (first is None, first)
     assert comparison.largest == max(changes.values(), default=0.0)
     assert [reference for _, reference in comparison.losses] == [10.0 / s for s in (1, 2, 3)]
 
 
 def test_a_missing_tensor_is_a_difference_even_within_a_tolerance() -> None:
-    for runs in ((made(missing="a"), made()), (made(), made(missing="a"))):
+    whole, less = made({}), made({}, missing="a")
+    for runs in ((whole, less), (less, whole)):
         assert compare(*runs, 3, 0.5, START).first == (1, "a", math.inf)
 
 
@@ -93,11 +93,9 @@ def test_losses_that_are_not_finite_agree_however_they_were_written(tmp_path: Pa
 
 
 def test_first_weights_are_made_one_by_one_where_nobody_holds_them(make_spec) -> None:
-    """The same ones that the ranks start from, tied names and buffers included."""
-    tower = Path(__file__).with_name("tower.py")
-    sections = {"data": {"factory": f"{tower}:Vectors"}, "loss": "torch.nn:CrossEntropyLoss"}
-    model = {"factory": f"{tower}:tower", "kwargs": {"depth": 2}, "materialize": "per_rank"}
-    spec = make_spec(1, model=model, **sections)
+    """The same ones that the ranks start from, buffers included."""
+    parts = Path(__file__).with_name("job_parts.py")
+    spec = make_spec(1, model={"factory": f"{parts}:Late", "materialize": "per_rank"})
     first = FirstWeights(spec)
     job = CapturedJob(spec)
     assert len(first) == len(list(first)) == len(job.model.state_dict())
