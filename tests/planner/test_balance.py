@@ -25,11 +25,6 @@ def profile_of(operators, edges):
     return Profile("graph", "test", 1, tuple(operators), tuple(edges))
 
 
-def chain(count, **more):
-    edges = [(f"n{index}", f"n{index + 1}") for index in range(count - 1)]
-    return profile_of([operator(index, **more) for index in range(count)], edges)
-
-
 @st.composite
 def profiles(draw):
     """Small DAGs with groups, free operators and memory."""
@@ -138,7 +133,8 @@ def test_value_is_that_of_the_enumeration_and_the_bound_holds(
 
 
 def test_bandwidth_counts_both_ways_at_both_ends():
-    found = balance(chain(2, output_bytes=3), BalanceRequest(2, bandwidth_bytes_per_s=60.0))
+    pair = profile_of([operator(0, output_bytes=3), operator(1)], [("n0", "n1")])
+    found = balance(pair, BalanceRequest(2, bandwidth_bytes_per_s=60.0))
     assert found.value_s == pytest.approx(1.0 + 2 * 3 / 60.0)
 
 
@@ -160,12 +156,3 @@ def test_backward_operator_without_a_forward_one_stands_where_its_forward_would(
     edges = [("n0", "n1"), ("n1", "n3"), ("n3", "n4"), ("n4", "n2")]
     found = balance(profile_of([*forward, *backward, alone], edges), BalanceRequest(3))
     assert [stage.nodes for stage in found.stages] == [("n0", "n2"), ("n4",), ("n1", "n3")]
-
-
-def test_many_downsets():
-    """Eleven independent operators: 2,048."""
-    sizes = [7.0, 6.0, 5.0, 5.0, 4.0, 4.0, 3.0, 3.0, 3.0, 2.0, 2.0]
-    operators = [operator(i, forward_s=s, transfer_s=0.0) for i, s in enumerate(sizes)]
-    found = balance(profile_of(operators, []), BalanceRequest(3))
-    assert found.exact
-    assert found.value_s == 15.0

@@ -127,25 +127,6 @@ def test_stages_recompute_where_nothing_else_fits(hungry, asked, limit) -> None:
     assert some.predicted_step_s <= plan(True).predicted_step_s
 
 
-@pytest.mark.parametrize("schedule", ["v-half", "zb-v", "interleaved"])
-def test_stages_are_cut_for_memory_if_even_ones_do_not_fit(chain, schedule) -> None:
-    """The first rank of a V holds both ends of a model, which have most of its parameters."""
-    ends = [{"parameter_bytes": 4000, "parameters": ((name, 4000),)} for name in ("a", "z")]
-    profile = chain([ends[0], *[{}] * 22, ends[1]])
-
-    def plan(limit=None):
-        asked = {"schedule": schedule, "stages": 6, "micro_batches": 8}
-        return planned(profile, cluster_of(3), 32, memory_limit_bytes=limit, **asked)
-
-    even = plan()
-    peaks = even.prediction.peak_memory_bytes
-    fitting = plan(max(peaks) - 4000)
-    assert [stage.ranks for stage in fitting.stages] == [stage.ranks for stage in even.stages]
-    assert even.predicted_step_s < fitting.predicted_step_s < 1.5 * even.predicted_step_s
-    with pytest.raises(InfeasibleError, match="more than the memory limit"):
-        plan(min(peaks) - 4000)
-
-
 @pytest.mark.parametrize("where", ["job", "device"])
 def test_stages_without_flushes_are_cut_for_memory(chain, where) -> None:
     """The first two operators have nearly all parameters."""
@@ -237,19 +218,6 @@ def test_two_ranks_for_an_operator_beat_one_unless_saved_values_travel_too_long(
     slow = cluster_of(*machines, within=Link(1e-3, 1e5))
     stays = planned(lopsided, slow, backward_apart=None)
     assert not any(stage.backward_ranks for stage in stays.stages)
-
-
-@pytest.mark.parametrize(("ranks", "stages"), [(4, None), (8, 3)])
-def test_all_backwards_are_elsewhere_if_asked_also_where_that_is_slower(
-    chain, ranks, stages
-) -> None:
-    plain, plan = (
-        planned(chain(12), cluster_of(ranks), backward_apart=apart, stages=stages)
-        for apart in (False, True)
-    )
-    assert all(stage.backward_ranks for stage in plan.stages)
-    assert stages in (None, len(plan.stages))
-    assert stages or plan.predicted_step_s > plain.predicted_step_s
 
 
 def test_several_stages_a_rank_are_faster_with_few_micro_batches(chain) -> None:

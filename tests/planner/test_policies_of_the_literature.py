@@ -6,7 +6,6 @@ from itertools import combinations, count
 import numpy as np
 import pytest
 from checked_plans import checked, cluster_of, planned
-from published import DappleRules
 
 from pipectl.errors import InfeasibleError
 from pipectl.link import Link
@@ -67,28 +66,15 @@ def test_every_policy_makes_a_plan_that_can_be_carried_out(chain, name, machines
 @pytest.mark.parametrize(
     ("name", "replication"), [("dapple", Replication.SPLIT), ("pipedream", Replication.WHOLE)]
 )
-def test_replicas_share_the_work_as_their_planner_has_it(
-    make_profile, make_operator, name, replication
-):
+def test_replicas_share_the_work_as_their_planner_has_it(chain, name, replication):
     """One operator has most of the work, and nothing to sum or to send."""
-    operators = [
-        make_operator(
-            i,
-            forward_s=s,
-            backward_s=2 * s,
-            parameters=(),
-            parameter_bytes=0,
-            output_bytes=1,
-            gradient_bytes=1,
-        )
-        for i, s in enumerate((1e-3, 9e-3, 1e-3))
-    ]
-    profile = make_profile(operators, [(0, 1), (1, 2)])
+    each = [{"forward_s": s, "backward_s": 2 * s} for s in (1e-3, 9e-3, 1e-3)]
+    free = {"parameters": (), "parameter_bytes": 0, "output_bytes": 1, "gradient_bytes": 1}
+    profile = chain(each, **free)
     plan = best(name, profile, FOUR, REQUEST)
     assert plan.replication is replication
     assert max(stage.replicas for stage in plan.stages) > 1
-    straight = planned(profile, FOUR)
-    assert plan.predicted_step_s < straight.predicted_step_s
+    assert plan.predicted_step_s < planned(profile, FOUR).predicted_step_s
 
 
 def test_no_replica_is_left_without_samples(chain):
@@ -110,14 +96,11 @@ def test_what_a_replica_allocates_is_for_its_own_samples(chain):
     assert plan.stages[0].cost.peaks.forward_bytes == alone.stages[0].cost.peaks.forward_bytes / 4
 
 
-def test_what_the_job_fixes_holds(chain):
+def test_what_the_job_fixes_holds_or_is_infeasible(chain):
     request = replace(REQUEST, stages=2, micro_batches=4, schedule="gpipe")
     plan = best("uniform", chain(8), FOUR, request)
     assert [len(stage.nodes) for stage in plan.stages] == [4, 4]
     assert (plan.micro_batches, plan.schedule, plan.ranks) == (4, "gpipe", 4)
-
-
-def test_what_a_policy_cannot_do_is_infeasible(chain):
     with pytest.raises(InfeasibleError, match=r"dapple makes \d stages? here, not 3"):
         best("dapple", chain(8), FOUR, replace(REQUEST, stages=3, micro_batches=1))
     with pytest.raises(InfeasibleError, match="uniform plans for gpipe and 1f1b only"):
@@ -131,13 +114,10 @@ def test_memory_that_a_policy_does_not_look_at(chain, limit, memory):
         best("uniform", chain(8), cluster(1, 1, 1, 1, memory=memory), request)
     cure = "pipeline.memory_limit" if limit else "ranks with more memory"
     assert cure in caught.value.cure
-
-
-def test_smaller_micro_batches_are_taken_where_others_do_not_fit(chain):
-    free = best("uniform", chain(8), cluster(1, 1), REQUEST)
-    limit = max(free.prediction.peak_memory_bytes) - 1
-    tight = best("uniform", chain(8), cluster(1, 1), replace(REQUEST, memory_limit_bytes=limit))
-    assert max(tight.prediction.peak_memory_bytes) <= limit
+    free = best("uniform", chain(8), FOUR, REQUEST)
+    less = replace(REQUEST, memory_limit_bytes=max(free.prediction.peak_memory_bytes) - 1)
+    tight = best("uniform", chain(8), FOUR, less)
+    assert max(tight.prediction.peak_memory_bytes) <= less.memory_limit_bytes
 
 
 def test_the_best_so_far_where_time_is_up(chain):
@@ -173,15 +153,3 @@ def test_antichain_states_of_a_diamond(make_operator, make_profile):
 def test_dapple_counts_of_a_sum_what_earlier_stages_do_not_hide():
     sums = _Sums().with_stage(2.0, 0.0, 0.0).with_stage(1.0, 0.5, 3.0)
     assert sums.latency_s(4, 3.0) == 3 * 2.0 + 3.0 + 0.5 + (3.0 - 2.0)
-
-
-def test_dapple_links():
-    """Worked by hand: 1 MB over 1, 3 and 25 GB/s."""
-    rules = DappleRules([2, 2])
-    assert rules.transfer_s(1e6, [0], [1]).hold_s == pytest.approx(1e6 / 25e9)
-    assert rules.transfer_s(1e6, [0], [2]).hold_s == pytest.approx(1e-3)
-    assert rules.transfer_s(1e6, [1, 2], [3]).hold_s == pytest.approx(0.5e-3)
-    assert rules.transfer_s(1e6, [0], [1, 2]).hold_s == pytest.approx(1e6 / 3e9)
-    assert rules.reduce_s(1e6, [0]) == 0.0
-    assert rules.reduce_s(1e6, [0, 1]) == pytest.approx(1e6 / 25e9)
-    assert rules.reduce_s(1e6, [1, 2]) == pytest.approx(1e6 / 3e9)

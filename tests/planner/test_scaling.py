@@ -1,51 +1,57 @@
-from collections.abc import Callable, Mapping
+"""Clusters with other nodes, memory and links, and until which number of nodes a job scales."""
+
+from dataclasses import replace
 
 import pytest
 
-from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.cluster import Device, Node, assumed_cluster
 from pipectl.errors import InfeasibleError
-from pipectl.plan import Plan, Prediction
+from pipectl.link import Link
+from pipectl.plan import Prediction
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.scaling import scaling
-from pipectl.planner.request import Planner
-from pipectl.profile import Profile
+from pipectl.planner.explain.what_if import (
+    with_bandwidth,
+    with_faster_links,
+    with_memory,
+    with_nodes,
+    with_ranks,
+    with_slower_links,
+)
+from pipectl.simulate.network import reduction_s
 
-REQUEST = PlanRequest(name="test", batch_size=64)
-ONE = assumed_cluster("test", [1], 1, None)
-
-
-@pytest.fixture
-def timed(chain: Callable[..., Profile]) -> Callable[[Mapping[int, float]], Planner]:
-    """A planner that takes given times by number of nodes, and fits on no other number."""
-
-    def planner_of(times_s: Mapping[int, float]) -> Planner:
-        def planner(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
-            nodes = len(cluster.nodes)
-            if nodes not in times_s:
-                raise InfeasibleError(f"{nodes} are too few")
-            plan = make_plan(profile, cluster, request)
-            prediction = Prediction(times_s[nodes], 0.25, (), ())
-            return Plan(**{**vars(plan), "prediction": prediction})
-
-        return planner
-
-    return planner_of
+MEASURED = Link(1e-4, 1e9, timings=((1, 1e-4), (10**6, 1.1e-3)))
+FAR = replace(
+    assumed_cluster("test", [1, 1], 2, 1000),
+    assumed=False,
+    between_nodes=MEASURED,
+    between_switches=MEASURED,
+    allreduce=((2, 1, 1e-3), (2, 10**6, 5e-3)),
+)
 
 
-def test_every_count_is_planned_once_in_rising_order(chain, timed):
-    asked: list[int] = []
-    planner = timed({1: 8.0, 2: 4.0, 4: 2.0})
-    found = scaling(chain(4), ONE, REQUEST, [4, 1, 2, 2], planner, asked.append)
-    assert asked == [1, 2, 4]
-    assert [count.ranks for count in found.counts] == [1, 2, 4]
-    assert [count.samples_per_s for count in found.counts] == [8.0, 16.0, 32.0]
+def scaled(chain, times_s, nodes=None, progress=lambda _: None):
+    """By a planner that takes given times by number of nodes, and fits on no other number."""
+
+    def planner(profile, cluster, request):
+        nodes = len(cluster.nodes)
+        if nodes not in times_s:
+            raise InfeasibleError(f"{nodes} are too few")
+        plan = make_plan(profile, cluster, request)
+        return replace(plan, prediction=Prediction(times_s[nodes], 0.25, (), ()))
+
+    request, one = PlanRequest(name="test", batch_size=64), assumed_cluster("test", [1], 1, None)
+    return scaling(chain(4), one, request, nodes or list(times_s), planner, progress)
 
 
-def test_perfect_scaling_costs_the_same_on_every_count(chain, timed):
-    found = scaling(chain(4), ONE, REQUEST, [1, 2, 4], timed({1: 7.2, 2: 3.6, 4: 1.8}))
+def test_every_count_is_planned_once_in_rising_order(chain):
+    asked = []
+    found = scaled(chain, {1: 7.2, 2: 3.6, 4: 1.8}, [4, 1, 2, 2], asked.append)
+    assert asked == [1, 2, 4] == [count.ranks for count in found.counts]
+    speeds = [count.samples_per_s for count in found.counts]
+    assert speeds == pytest.approx([64 / 7.2, 64 / 3.6, 64 / 1.8])
     assert [found.efficiency(count) for count in found.counts] == [1.0, 1.0, 1.0]
     assert [count.node_hours for count in found.counts] == pytest.approx([2.0, 2.0, 2.0])
-    assert found.pays_until is found.counts[-1]
 
 
 @pytest.mark.parametrize(
@@ -59,25 +65,59 @@ def test_perfect_scaling_costs_the_same_on_every_count(chain, timed):
         ({1: 8.0, 3: 4.1}, 1),
     ],
 )
-def test_scaling_pays_while_nodes_give_half_of_what_they_could(chain, timed, times_s, pays):
-    found = scaling(chain(4), ONE, REQUEST, list(times_s), timed(times_s))
-    assert found.pays_until is not None
-    assert found.pays_until.nodes == pays
+def test_scaling_pays_while_nodes_give_half_of_what_they_could(chain, times_s, pays):
+    assert scaled(chain, times_s).pays_until.nodes == pays
 
 
-def test_efficiency_is_against_the_fewest_nodes_that_fit(chain, timed):
-    found = scaling(chain(4), ONE, REQUEST, [1, 2, 4], timed({2: 4.0, 4: 2.5}))
-    assert found.counts[0].plan is None
-    assert found.counts[0].reason == "1 are too few"
+def test_efficiency_is_against_the_fewest_nodes_that_fit(chain):
+    found = scaled(chain, {2: 4.0, 4: 2.5}, [1, 2, 4])
+    assert (found.counts[0].plan, found.counts[0].reason) == (None, "1 are too few")
     assert [found.efficiency(count) for count in found.counts] == [None, 1.0, 0.8]
     assert found.base is found.counts[1]
+    nowhere = scaled(chain, {}, [1, 2])
+    assert (nowhere.base, nowhere.pays_until) == (None, None)
+    idle = scaled(chain, {1: 0.0, 2: 0.0})
+    assert [idle.efficiency(count) for count in idle.counts] == [None, None]
 
 
-def test_a_model_that_fits_nowhere(chain, timed):
-    found = scaling(chain(4), ONE, REQUEST, [1, 2], timed({}))
-    assert (found.base, found.pays_until) == (None, None)
+def test_the_first_nodes_and_ranks_are_kept_the_last_node_is_repeated_and_known_memory_grows():
+    found = assumed_cluster("test", [1, 2], 2, 1000)
+    assert with_nodes(found, 1).node_of_rank == (0,)
+    assert with_nodes(found, 2) == found
+    assert with_nodes(found, 4).node_of_rank == (0, 1, 1, 2, 2, 3, 3)
+    assert len({node.name for node in with_nodes(found, 4).nodes}) == 4
+    pairs = assumed_cluster("test", [2, 2], 2, 1000)
+    for ranks, nodes in ((1, (0,)), (2, (0, 0)), (3, (0, 0, 1)), (4, (0, 0, 1, 1))):
+        assert with_ranks(pairs, ranks).node_of_rank == nodes
+    known, unknown = Device("a", memory_bytes=5), Device("b")
+    mixed = replace(found, nodes=(Node("x", 1, 1, known), Node("y", 1, 1, unknown)))
+    grown = with_memory(mixed, 10)
+    assert [node.device.memory_bytes for node in grown.nodes] == [15, None]
 
 
-def test_steps_that_take_no_time_have_no_efficiency(chain, timed):
-    found = scaling(chain(4), ONE, REQUEST, [1, 2], timed({1: 0.0, 2: 0.0}))
-    assert [found.efficiency(count) for count in found.counts] == [None, None]
+def test_a_given_bandwidth_replaces_what_was_measured_and_is_no_assumption():
+    given = with_bandwidth(FAR, 5e8)
+    for link in (given.between_nodes, given.between_switches):
+        assert link.transfer_s(5e8) == pytest.approx(1 + 1e-4)
+    assert given.allreduce == (), "sums follow from the links"
+    assert given.assumptions == ()
+
+
+def test_slower_links_take_a_multiple_of_the_time_for_every_message_and_sum():
+    slower, free = with_slower_links(FAR, 3.0), with_slower_links(FAR, 0.0)
+    for size in (0, 1, 1000, 10**6, 10**8):
+        for link in (slower.between_nodes, slower.between_switches):
+            assert link.transfer_s(size) == pytest.approx(3 * MEASURED.transfer_s(size))
+    assert slower.allreduce == ((2, 1, pytest.approx(3e-3)), (2, 10**6, pytest.approx(15e-3)))
+    assert free.between_nodes.transfer_s(10**9) < 1e-8
+    assert free.between_switches.transfer_s(10**9) < 1e-8
+    assert reduction_s(free, free.node_of_rank, (0, 1), 10**6) < 1e-8
+
+
+def test_faster_links_keep_their_latency():
+    faster = with_faster_links(FAR, 2.0)
+    for link in (faster.between_nodes, faster.between_switches):
+        assert link.transfer_s(1) == pytest.approx(1e-4)
+        assert link.transfer_s(10**6) == pytest.approx(6e-4)
+        assert link.transfer_s(10**6 + 10**9) == pytest.approx(6e-4 + 0.5)
+    assert faster.allreduce == ((2, 1, 1e-3), (2, 10**6, pytest.approx(3e-3)))
