@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import starmap
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import packages
 import yaml
 
 from pipectl.spec import JobSpec, load
@@ -47,12 +46,13 @@ class Entry:
     @property
     def missing(self) -> bool:
         """Whether its package is not installed."""
-        return self.package is not None and not packages.installed(self.package)
+        return self.package is not None and find_spec(self.package) is None
 
 
 def entries() -> list[Entry]:
     """All models."""
-    return [*starmap(_own, _OWN), *starmap(_vision, _VISION), *starmap(_language, _LANGUAGE)]
+    tables = ((_own, _OWN), (_vision, _VISION), (_language, _LANGUAGE))
+    return [_OWN_PRECISION, *(make(*row) for make, table in tables for row in table)]
 
 
 def spec_of(
@@ -96,7 +96,6 @@ _SEVERAL = "own.py:several_losses"
 _OWN = (
     # name, class, loss, data, trait
     ("lstm", "Lstm", _CROSS_ENTROPY, "Sequences", "two layers with dropout, final state used"),
-    ("lstm-cells", "Cells", _CROSS_ENTROPY, "Sequences", "weights used once a time step"),
     ("encoder-decoder", "Encoder", _CROSS_ENTROPY, "Keywords", "keyword inputs, padding masks"),
     ("recommender", "Recommender", _SEVERAL, "Sequences", "bag of integers, top-2 experts"),
     ("structured", "Structured", _SEVERAL, "Sequences", "returns nested structures of all kinds"),
@@ -107,12 +106,20 @@ _OWN = (
     ("parametrized", "Parametrized", _CROSS_ENTROPY, "Images", "spectral and weight norms"),
     ("checkpointed", "Checkpointed", _CROSS_ENTROPY, "Images", "recomputes its blocks"),
     ("codebook", "Codebook", _CROSS_ENTROPY, "Images", "buffers that follow the data"),
-    ("islands", "Islands", _CROSS_ENTROPY, "Images", "bfloat16 with float32 islands, nested"),
     ("teacher", "Teacher", _CROSS_ENTROPY, "Images", "frozen parts, inference mode"),
     ("unsteady", "unsteady", _CROSS_ENTROPY, "Images", "a list of layers that follow values"),
     ("variational", "Variational", "own.py:evidence", "Images", "distributions, assertions"),
     ("energy", "Energy", _CROSS_ENTROPY, "Images", "gradients in the forward, torch.func.vmap"),
     ("routed", "Routed", _SEVERAL, "Sequences", "experts on the rows that chose them, as they are"),
+)
+_EQUALITY = "../equality/models.py"
+_OWN_PRECISION = Entry(
+    "own-precision",
+    f"{_EQUALITY}:own_precision",
+    f"{_EQUALITY}:token_loss",
+    f"{_EQUALITY}:Tokens",
+    quick=True,
+    trait="bfloat16 with float32 islands, parts without gradients",
 )
 _OPAQUE = {"routed": ("blocks.*.router",)}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import packages
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from vision import declare_torchvision
 
 VOCABULARY, LENGTH = 61, 10
 
@@ -34,7 +34,7 @@ def build(config: str, model: str, **kwargs: Any) -> nn.Module:
         config: name of the config without its ending, e.g. ``GPT2``.
         model: name of the model class.
     """
-    packages.declare_torchvision()  # transformers imports torchvision where it is installed
+    declare_torchvision()  # transformers imports torchvision where it is installed
     import transformers
 
     vocabulary = {} if config == "ViT" else {"vocab_size": VOCABULARY}

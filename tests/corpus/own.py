@@ -80,23 +80,6 @@ class Lstm(nn.Module):
         return self.head(torch.cat([y[:, -1], hidden[0]], 1))
 
 
-class Cells(nn.Module):
-    """A loop over time: the weights of the cell are used once a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.cell = nn.LSTMCell(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        state = None
-        for x in self.embed(ids).unbind(1):
-            state = self.cell(x, state)
-        assert state is not None
-        return self.head(state[0])
-
-
 class Encoder(nn.Module):
     """Several inputs by keyword, one of them a mask."""
 
@@ -334,31 +317,6 @@ class Codebook(Rows):
                 self.count.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
                 self.codes.lerp_(chosen.t() @ y / (chosen.sum(0)[:, None] + 1), 0.1)
         return self.head(y + (found - y).detach())
-
-
-class Islands(nn.Module):
-    """All of it in half precision, but for islands in full, one of them without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.query = nn.Linear(48, 24), nn.Linear(24, 24)
-        self.mix, self.head = nn.Linear(24, 24), nn.Linear(24, CLASSES)
-        self.drop = nn.Dropout(0.2)
-        self.register_buffer("mean", torch.zeros(4, 6))
-
-    @torch.autocast("cpu", torch.bfloat16)
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.drop(self.stem(F.avg_pool2d(x, 4).flatten(1))).view(-1, 4, 6)
-        q = self.query(y.flatten(1)).view(-1, 4, 6)
-        with torch.autocast("cpu", enabled=False):
-            weights = (q.float() @ y.float().transpose(1, 2)).softmax(-1)
-            with torch.no_grad():
-                if self.training:
-                    self.mean.lerp_(y.float().mean(0), 0.1)
-                with torch.autocast("cpu", torch.bfloat16):
-                    shift = self.mix(self.mean.flatten())
-        z = self.mix((weights.to(y.dtype) @ y).flatten(1)) + shift
-        return self.head(self.mix(F.gelu(z))).float()
 
 
 class Teacher(nn.Module):

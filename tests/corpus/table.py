@@ -6,18 +6,16 @@ rows. Each model has a process of its own, so that none profits from what anothe
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import catalogue
-import packages
 import torch
-from catalogue import Entry
 
 from pipectl.capture import CapturedJob
 from pipectl.profiler import profile_job
@@ -27,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "equality"))
 from trial import Trial
 
 CUTS = 10
+ENTRIES = {entry.name: entry for entry in catalogue.entries()}
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 HEADING = """\
 # Models that were tried
@@ -47,8 +46,9 @@ torch {torch}, {vision}, {language}; {date}.
 """
 
 
-def row(entry: Entry) -> dict[str, Any]:
-    """Everything the table says of a model."""
+def row(name: str) -> str:
+    """The line of a model."""
+    entry = ENTRIES[name]
     with tempfile.TemporaryDirectory() as folder:
         spec = catalogue.spec_of(entry, Path(folder) / "job.yaml")
         start = time.perf_counter()
@@ -57,65 +57,36 @@ def row(entry: Entry) -> dict[str, Any]:
         job.evaluation_graph(catalogue.MICRO_BATCH)
         capture_s = time.perf_counter() - start
         trial = Trial(job)
-        unequal = [seed for seed in range(CUTS) if trial.differences(trial.cut(seed))]
+        count = sum(not trial.differences(trial.cut(seed)) for seed in range(CUTS))
         start = time.perf_counter()
         profile_job(spec)
-        return {
-            "name": entry.name,
-            "trait": entry.trait,
-            "operators": len(trial.graph.operators),
-            "capture_s": capture_s,
-            "profile_s": time.perf_counter() - start,
-            "equal": CUTS - len(unequal),
-            "plain": _plain(trial),
-        }
+        profile_s = time.perf_counter() - start
+    equal = "yes" if count == CUTS else f"**{count} of {CUTS}**"
+    plain = "random"
+    if not trial.draws:
+        differences = trial.plain_differences()
+        plain = f"within {max(differences.values()):.0e}" if differences else "equal"
+    operators = len(trial.graph.operators)
+    figures = f"{operators} | {capture_s:.1f} | {profile_s:.1f} | {CUTS} | {equal} | {plain}"
+    return f"| {name} | {entry.trait} | {figures} |"
 
 
-def _plain(trial: Trial) -> str:
-    if trial.draws:
-        return "random"
-    differences = trial.plain_differences()
-    return f"within {max(differences.values()):.0e}" if differences else "equal"
-
-
-def _line(found: dict[str, Any]) -> str:
-    equal = "yes" if found["equal"] == CUTS else f"**{found['equal']} of {CUTS}**"
-    return (
-        f"| {found['name']} | {found['trait']} | {found['operators']} | {found['capture_s']:.1f} "
-        f"| {found['profile_s']:.1f} | {CUTS} | {equal} | {found['plain']} |"
-    )
-
-
-def _in_a_process(entry: Entry) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--row", entry.name]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def _document(rows: list[str]) -> str:
-    heading = HEADING.format(
-        cuts=CUTS,
-        samples=catalogue.MICRO_BATCH,
-        torch=torch.__version__,
-        vision=f"torchvision {packages.version('torchvision')}",
-        language=f"transformers {packages.version('transformers')}",
-        date=time.strftime("%Y-%m-%d"),
-    )
-    return heading + "\n".join(rows) + "\n"
-
-
-def main(arguments: list[str]) -> None:
-    entries = {entry.name: entry for entry in catalogue.entries()}
-    if arguments[:1] == ["--row"]:
-        print(json.dumps(row(entries[arguments[1]])))
-        return
+def main(names: list[str]) -> None:
     rows = []
-    for name in arguments or entries:
-        rows.append(_line(_in_a_process(entries[name])))
+    for name in names or ENTRIES:
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            rows.append(pool.submit(row, name).result())
         print(rows[-1], flush=True)
-    if not arguments:
-        DOCUMENT.write_text(_document(rows))
+    if not names:
+        heading = HEADING.format(
+            cuts=CUTS,
+            samples=catalogue.MICRO_BATCH,
+            torch=torch.__version__,
+            vision=f"torchvision {version('torchvision')}",
+            language=f"transformers {version('transformers')}",
+            date=time.strftime("%Y-%m-%d"),
+        )
+        DOCUMENT.write_text(heading + "\n".join(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from itertools import islice
 import torch
 from catalogue import MICRO_BATCH, MICRO_BATCHES, STEPS
 from cuts import random_cut
+from outcome import different
 from stages import MOMENTUM, RATE, Batch, Stages
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -38,11 +39,12 @@ class Trial:
     def differences(self, stage_of: Mapping[str, int], *, recompute: bool = False) -> list[str]:
         """Names of what has other values or strides in the stages of a cut."""
         found = self._train(stage_of, recompute=recompute)
-        return _different(self.reference, found) + [
+        other_strides = [
             name
             for name, tensor in self.reference.items()
             if name in found and tensor.stride() != found[name].stride()
         ]
+        return different(self.reference, found) + other_strides
 
     def cut(self, seed: int) -> dict[str, int]:
         """A random cut into 2 to 6 stages."""
@@ -113,15 +115,6 @@ class Trial:
         return _distances({"evaluation loss": loss, **expected}, self.reference)
 
 
-def _different(expected: Outcome, found: Outcome) -> list[str]:
-    missing = [name for name in expected if name not in found]
-    return missing + [
-        name
-        for name, tensor in expected.items()
-        if name in found and not _same(tensor, found[name])
-    ]
-
-
 def _distances(expected: Outcome, found: Outcome) -> dict[str, float]:
     """How far apart what differs is, as a part of the largest figure of its kind."""
     largest: dict[str, float] = {}
@@ -129,7 +122,7 @@ def _distances(expected: Outcome, found: Outcome) -> dict[str, float]:
         largest[_kind(name)] = max(largest.get(_kind(name), 0.0), _largest(tensor))
     return {
         name: _largest(expected[name] - found[name]) / largest[_kind(name)]
-        for name in _different(expected, found)
+        for name in different(expected, {name: found[name] for name in expected})
     }
 
 
@@ -139,7 +132,3 @@ def _kind(name: str) -> str:
 
 def _largest(tensor: Tensor) -> float:
     return float(tensor.double().abs().max()) if tensor.numel() else 0.0
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)

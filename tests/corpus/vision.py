@@ -1,19 +1,67 @@
-"""Models of torchvision, unchanged, with few classes."""
+"""Models of torchvision, unchanged, with few classes; beside any torch.
+
+The wheel of torchvision on PyPI is built with CUDA. Beside a torch for the CPU its operators do
+not load and its import stops where it describes them; with their names declared, everything that
+is written in Python works, and no model of the corpus needs more.
+"""
 
 from __future__ import annotations
 
+import re
+import warnings
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-import packages
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 CLASSES = 10
+_DECLARED = torch.library.Library("torchvision", "FRAGMENT")
+
+
+@cache
+def declare_torchvision() -> None:
+    """Declare the operators that torchvision describes, unless they load."""
+    if find_spec("torchvision") is None or _operators_load():
+        return
+    for name in _described():
+        if not hasattr(torch.ops.torchvision, name):
+            _DECLARED.define(f"{name}(Tensor boxes) -> Tensor")
+
+
+def _operators_load() -> bool:
+    library = next(_folder().glob("_C*.so"), None)
+    if library is None:
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.ops.load_library(str(library))
+    except OSError:
+        return False
+    return True
+
+
+def _described() -> list[str]:
+    text = "".join(
+        (_folder() / f"{name}_registrations.py").read_text() for name in ("_meta", "_autograd")
+    )
+    return sorted(set(re.findall(r'"torchvision::(\w+)"', text)))
+
+
+def _folder() -> Path:
+    found = find_spec("torchvision")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent
 
 
 def build(name: str, **kwargs: Any) -> nn.Module:
     """A model by its name in torchvision."""
-    packages.declare_torchvision()
+    declare_torchvision()
     from torchvision.models import get_model
 
     return get_model(name, weights=None, num_classes=CLASSES, **kwargs)

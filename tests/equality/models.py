@@ -75,7 +75,7 @@ class Residual(nn.Module):
 
 
 class Cnn(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
         self.blocks = nn.Sequential(*[Residual(8) for _ in range(3)])
@@ -121,7 +121,7 @@ class Dense(nn.Module):
 class OwnPrecision(nn.Module):
     """Half precision by its own autocast, with a float32 island, and a part without gradients."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
         self.gpt = Gpt(dropout)
         self.register_buffer("usual", torch.zeros(24))
@@ -143,7 +143,7 @@ class OwnPrecision(nn.Module):
 class Frozen(nn.Module):
     """Frozen weights, weights that no gradient reaches, and weights that are not used at all."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
         self.gpt = Gpt(dropout)
         self.gpt.tokens.requires_grad_(False)
@@ -157,28 +157,11 @@ class Frozen(nn.Module):
         return outputs + self.constant(outputs.detach()).detach()
 
 
-def gpt(dropout: float = 0.1) -> nn.Module:
-    return Gpt(dropout)
-
-
 def tied(dropout: float = 0.1) -> nn.Module:
     return Gpt(dropout, tied=True)
 
 
-def cnn(dropout: float = 0.0) -> nn.Module:
-    return Cnn()
-
-
-def dense(dropout: float = 0.2) -> nn.Module:
-    return Dense(dropout)
-
-
-def own_precision(dropout: float = 0.1) -> nn.Module:
-    return OwnPrecision(dropout)
-
-
-def frozen(dropout: float = 0.1) -> nn.Module:
-    return Frozen(dropout)
+gpt, cnn, dense, own_precision, frozen = Gpt, Cnn, Dense, OwnPrecision, Frozen
 
 
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
