@@ -49,10 +49,9 @@ class Entry:
         return self.package is not None and find_spec(self.package) is None
 
 
-def entries() -> list[Entry]:
+def entries() -> tuple[Entry, ...]:
     """All models."""
-    tables = ((_own, _OWN), (_vision, _VISION), (_language, _LANGUAGE))
-    return [_OWN_PRECISION, *(make(*row) for make, table in tables for row in table)]
+    return ENTRIES
 
 
 def spec_of(
@@ -90,64 +89,17 @@ def _factory(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {"factory": f"{HERE}/{name}" if beside else name, "kwargs": dict(kwargs)}
 
 
-_CROSS_ENTROPY = "torch.nn:CrossEntropyLoss"
-_SEVERAL = "own.py:several_losses"
-
-_OWN = (
-    # name, class, loss, data, trait
-    ("lstm", "Lstm", _CROSS_ENTROPY, "Sequences", "two layers with dropout, final state used"),
-    ("encoder-decoder", "Encoder", _CROSS_ENTROPY, "Keywords", "keyword inputs, padding masks"),
-    ("recommender", "Recommender", _SEVERAL, "Sequences", "bag of integers, top-2 experts"),
-    ("structured", "Structured", _SEVERAL, "Sequences", "returns nested structures of all kinds"),
-    ("unet", "Unet", _CROSS_ENTROPY, "Images", "skips joined in reverse order"),
-    ("autoencoder", "Autoencoder", _CROSS_ENTROPY, "Images", "tied weights, autograd function"),
-    ("views", "Views", _CROSS_ENTROPY, "Images", "writes through views, a buffer that is read"),
-    ("conditional", "Conditional", _CROSS_ENTROPY, "Images", "torch.cond with dropout in a branch"),
-    ("parametrized", "Parametrized", _CROSS_ENTROPY, "Images", "spectral and weight norms"),
-    ("checkpointed", "Checkpointed", _CROSS_ENTROPY, "Images", "recomputes its blocks"),
-    ("codebook", "Codebook", _CROSS_ENTROPY, "Images", "buffers that follow the data"),
-    ("teacher", "Teacher", _CROSS_ENTROPY, "Images", "frozen parts, inference mode"),
-    ("unsteady", "unsteady", _CROSS_ENTROPY, "Images", "a list of layers that follow values"),
-    ("variational", "Variational", "own.py:evidence", "Images", "distributions, assertions"),
-    ("energy", "Energy", _CROSS_ENTROPY, "Images", "gradients in the forward, torch.func.vmap"),
-    ("routed", "Routed", _SEVERAL, "Sequences", "experts on the rows that chose them, as they are"),
-)
-_EQUALITY = "../equality/models.py"
-_OWN_PRECISION = Entry(
-    "own-precision",
-    f"{_EQUALITY}:own_precision",
-    f"{_EQUALITY}:token_loss",
-    f"{_EQUALITY}:Tokens",
-    quick=True,
-    trait="bfloat16 with float32 islands, parts without gradients",
-)
-_OPAQUE = {"routed": ("blocks.*.router",)}
+CROSS_ENTROPY, SEVERAL = "torch.nn:CrossEntropyLoss", "own.py:several_losses"
+EQUALITY = "../equality/models.py"
 
 
-def _own(name: str, model: str, loss: str, data: str, trait: str) -> Entry:
-    model, data, opaque = f"own.py:{model}", f"own.py:{data}", _OPAQUE.get(name, ())
-    return Entry(name, model, loss, data, quick=True, trait=trait, opaque=opaque)
+def _own(
+    name: str, model: str, data: str, trait: str, loss: str = CROSS_ENTROPY, **more: Any
+) -> Entry:
+    return Entry(name, f"own.py:{model}", loss, f"own.py:{data}", quick=True, trait=trait, **more)
 
 
-_VISION: tuple[tuple[str, int, dict[str, Any], bool, str], ...] = (
-    # name, pixels, further arguments, quick, trait
-    ("vgg16", 32, {}, False, "138 M parameters, in-place ReLU, dropout"),
-    ("alexnet", 64, {}, False, "dropout in the classifier"),
-    ("resnet18", 64, {}, True, "residual blocks, BatchNorm"),
-    ("resnet50", 64, {}, False, "bottleneck blocks"),
-    ("resnet101", 64, {}, False, "101 layers"),
-    ("resnext50_32x4d", 64, {}, False, "grouped convolutions"),
-    ("resnext101_32x8d", 64, {}, False, "grouped convolutions, 101 layers"),
-    ("inception_v3", 299, {"aux_logits": True, "init_weights": False}, False, "auxiliary loss"),
-    ("densenet121", 64, {}, False, "every layer reads all before it"),
-    ("squeezenet1_0", 64, {}, True, "joined branches, dropout"),
-    ("vit_b_16", 32, {"image_size": 32}, False, "attention, class token"),
-    ("swin_t", 32, {}, False, "shifted windows, stochastic depth"),
-    ("convnext_tiny", 32, {}, False, "channels last inside, stochastic depth"),
-)
-
-
-def _vision(name: str, pixels: int, kwargs: dict[str, Any], quick: bool, trait: str) -> Entry:
+def _vision(name: str, pixels: int, trait: str, *, quick: bool = False, **kwargs: Any) -> Entry:
     return Entry(
         name.replace("_", "-"),
         "vision.py:build",
@@ -161,25 +113,66 @@ def _vision(name: str, pixels: int, kwargs: dict[str, Any], quick: bool, trait: 
     )
 
 
-_LANGUAGE = (
-    # name, config, model, data, quick, trait
-    ("gpt2", "GPT2", "GPT2LMHeadModel", "Tokens", True, "tied embeddings, returns a cache"),
-    ("llama", "Llama", "LlamaForCausalLM", "Tokens", True, "rotary positions, grouped queries"),
-    ("bert", "Bert", "BertForMaskedLM", "Tokens", False, "tied embeddings and bias"),
-    (
-        "t5",
-        "T5",
-        "T5ForConditionalGeneration",
-        "Tokens",
-        True,
-        "encoder and decoder, tied three times",
-    ),
-    ("vit", "ViT", "ViTForImageClassification", "Pixels", False, "pixels by keyword"),
-    ("mixtral", "Mixtral", "MixtralForCausalLM", "Tokens", True, "mixture of experts, router loss"),
-)
-
-
-def _language(name: str, config: str, model: str, data: str, quick: bool, trait: str) -> Entry:
+def _language(
+    name: str, model: str, trait: str, *, data: str = "Tokens", quick: bool = True
+) -> Entry:
+    config = model.partition("For")[0].removesuffix("LMHeadModel")
     kwargs = {"config": config, "model": model}
     given = ("language.py:build", "model", f"language.py:{data}", kwargs)
     return Entry(name, *given, package="transformers", quick=quick, trait=trait)
+
+
+ENTRIES = (
+    _own("lstm", "Lstm", "Sequences", "two layers with dropout, final state used"),
+    _own("encoder-decoder", "Encoder", "Keywords", "keyword inputs, padding masks"),
+    _own("recommender", "Recommender", "Sequences", "bag of integers, top-2 experts", loss=SEVERAL),
+    _own(
+        "structured", "Structured", "Sequences", "returns nested structures of all kinds", SEVERAL
+    ),
+    _own("unet", "Unet", "Images", "skips joined in reverse order"),
+    _own("autoencoder", "Autoencoder", "Images", "tied weights, autograd function"),
+    _own("views", "Views", "Images", "writes through views, a buffer that is read"),
+    _own("conditional", "Conditional", "Images", "torch.cond with dropout in a branch"),
+    _own("parametrized", "Parametrized", "Images", "spectral and weight norms"),
+    _own("checkpointed", "Checkpointed", "Images", "recomputes its blocks"),
+    _own("codebook", "Codebook", "Images", "buffers that follow the data"),
+    _own("teacher", "Teacher", "Images", "frozen parts, inference mode"),
+    _own("unsteady", "unsteady", "Images", "a list of layers that follow values"),
+    _own("variational", "Variational", "Images", "distributions, assertions", "own.py:evidence"),
+    _own("energy", "Energy", "Images", "gradients in the forward, torch.func.vmap"),
+    _own(
+        "routed",
+        "Routed",
+        "Sequences",
+        "experts on the rows that chose them, as they are",
+        SEVERAL,
+        opaque=("blocks.*.router",),
+    ),
+    Entry(
+        "own-precision",
+        f"{EQUALITY}:own_precision",
+        f"{EQUALITY}:token_loss",
+        f"{EQUALITY}:Tokens",
+        quick=True,
+        trait="bfloat16 with float32 islands, parts without gradients",
+    ),
+    _vision("vgg16", 32, "138 M parameters, in-place ReLU, dropout"),
+    _vision("alexnet", 64, "dropout in the classifier"),
+    _vision("resnet18", 64, "residual blocks, BatchNorm", quick=True),
+    _vision("resnet50", 64, "bottleneck blocks"),
+    _vision("resnet101", 64, "101 layers"),
+    _vision("resnext50_32x4d", 64, "grouped convolutions"),
+    _vision("resnext101_32x8d", 64, "grouped convolutions, 101 layers"),
+    _vision("inception_v3", 299, "auxiliary loss", aux_logits=True, init_weights=False),
+    _vision("densenet121", 64, "every layer reads all before it"),
+    _vision("squeezenet1_0", 64, "joined branches, dropout", quick=True),
+    _vision("vit_b_16", 32, "attention, class token", image_size=32),
+    _vision("swin_t", 32, "shifted windows, stochastic depth"),
+    _vision("convnext_tiny", 32, "channels last inside, stochastic depth"),
+    _language("gpt2", "GPT2LMHeadModel", "tied embeddings, returns a cache"),
+    _language("llama", "LlamaForCausalLM", "rotary positions, grouped queries"),
+    _language("bert", "BertForMaskedLM", "tied embeddings and bias", quick=False),
+    _language("t5", "T5ForConditionalGeneration", "encoder and decoder, tied three times"),
+    _language("vit", "ViTForImageClassification", "pixels by keyword", data="Pixels", quick=False),
+    _language("mixtral", "MixtralForCausalLM", "mixture of experts, router loss"),
+)

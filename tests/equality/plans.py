@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 from itertools import accumulate, count, pairwise
 
-from all_routes import cut_routes
 from cell_jobs import BATCHES
 from cells import APART, CHUNKS, DEEPER, MEMORY, OWN, PAIRED, PLANNED_AS, Cell
 from cuts import random_cut
@@ -39,8 +38,7 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, ranks:
     """Without replicas."""
     stages = 1 + max(stage_of.values())
     batch_size, micro_batches = BATCHES[cell.batch]
-    found = cut_routes(stage_of, graph.edges, graph.requires_grad)
-    lanes = sorted({lane for _, lane in found})
+    lanes = sorted(Cut(graph, stage_of, training=True).lanes)
     nodes = [tuple(n for n, s in stage_of.items() if s == stage) for stage in range(stages)]
     size = -(-batch_size // micro_batches)
     schedule = PLANNED_AS.get(cell.schedule, cell.schedule)

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from all_routes import cut_routes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipectl.graph import TransferKind
+from pipectl.graph import TransferKind, routes
 from pipectl.plan import Transfer
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.stage_costs import (
@@ -223,6 +222,21 @@ def test_sums_of_many_partitions_are_those_of_their_stages(
         assert alone.sums.values[:, 0].tolist() == sums.values[:, place].tolist()
         alone_s = stage_times(alone.sums, times, scale, OVERHEAD)[:, 0]
         assert alone_s == pytest.approx(times_s[:, place])
+
+
+def cut_routes(stage_of, edges, with_gradient):
+    """Every message of a partition by its definition, with the node whose value it is of."""
+    position = {node: index for index, node in enumerate(stage_of)}
+    consumers = {}
+    for producer, consumer in dict.fromkeys(edges):
+        consumers.setdefault(producer, []).append(consumer)
+    found = []
+    for producer in sorted(consumers, key=position.__getitem__):
+        users = sorted(consumers[producer], key=position.__getitem__)
+        uses = [stage_of[user] for user in users]
+        lanes = routes(stage_of[producer], uses, has_gradient=with_gradient[producer])
+        found += [(producer, lane) for lane in lanes]
+    return found
 
 
 def sums_by_hand(profile, stage_of, members):
