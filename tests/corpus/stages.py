@@ -69,9 +69,6 @@ class Stages:
         recompute: whether backwards compute the forward again.
         evaluates: whether :meth:`evaluate` is called.
         apart: whether every stage has two halves, as on two ranks.
-
-    Attributes:
-        between_halves: messages by which forwards told backwards apart what these need.
     """
 
     def __init__(
@@ -105,7 +102,6 @@ class Stages:
             ]
             self.forwards.append(halves[0])
             self.backwards.append(halves[-1])
-        self.between_halves: list[dict[Slot, Tensor | None]] = []
         self._drawn: dict[int, MicroBatch] = {}
         self._saved: dict[tuple[int, int], dict[Slot, Tensor | None]] = {}
         self._returned: list[tuple[Tensor, Tensor]] = []
@@ -216,8 +212,8 @@ class Stages:
         for index, (front, back) in enumerate(zip(self.forwards, self.backwards, strict=True)):
             if isinstance(front, ForwardHalf):
                 left = self._saved.pop((index, micro_batch))
-                self.between_halves.append({slot: _sent(tensor) for slot, tensor in left.items()})
-                back.arriving(self._drawn[micro_batch], self.between_halves[-1])
+                sent = {slot: _sent(tensor) for slot, tensor in left.items()}
+                back.arriving(self._drawn[micro_batch], sent)
 
     def _hand_over_weights(self) -> None:
         """From the halves that train them."""

@@ -5,7 +5,7 @@ The default run has the own modules and a few models of each library; ``-m corpu
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import catalogue
 import pytest
@@ -18,41 +18,29 @@ SEED = 4  # of a cut into 6 stages
 ROUNDING = 1e-5
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name",
+    [
         pytest.param(name, marks=[] if entry.quick else [pytest.mark.corpus])
         for name, entry in ENTRIES.items()
     ],
 )
-def trial(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Trial:
-    """A model trained in one stage; one model at a time is in memory."""
-    entry, path = ENTRIES[request.param], tmp_path_factory.mktemp("corpus") / "job.yaml"
+def test_a_model_trains_in_any_cut_as_in_one_stage_and_as_in_a_loop_of_its_user(
+    name: str, tmp_path: Path
+) -> None:
+    entry = ENTRIES[name]
     if entry.missing:
         pytest.skip(f"{entry.package} is not installed")
-    return Trial(CapturedJob(catalogue.spec_of(entry, path)))
-
-
-@pytest.mark.timeout(900)
-def test_a_cut_changes_no_bit(trial: Trial) -> None:
+    trial = Trial(CapturedJob(catalogue.spec_of(entry, tmp_path / "job.yaml")))
     assert trial.differences(trial.cut(SEED)) == []
-
-
-def test_one_stage_equals_the_users_loop(trial: Trial) -> None:
-    """To the bit, but for parameters with several uses, whose gradients are summed otherwise."""
-    if trial.draws:
-        pytest.skip("draws random numbers, which a plain loop draws in another way")
-    allowed = ROUNDING if trial.shares else 0.0
-    assert {n: d for n, d in trial.plain_differences().items() if d > allowed} == {}
-
-
-def test_evaluation_equals_the_users_model(trial: Trial) -> None:
-    """Within rounding: in evaluation torch has faster kernels of its own for attention."""
+    if not trial.draws:  # random numbers, which a plain loop draws in another way
+        # If several operators use a parameter, a loop adds its gradients in another order.
+        allowed = ROUNDING if trial.shares else 0.0
+        assert {n: d for n, d in trial.plain_differences().items() if d > allowed} == {}
+    # In evaluation, torch has faster kernels of its own for attention.
     assert {n: d for n, d in trial.evaluation_differences().items() if d > ROUNDING} == {}
-
-
-def test_figures_are_finite_and_weights_move(trial: Trial) -> None:
-    """What is equal would also be equal if nothing were trained."""
+    # All this would also be equal if nothing were trained.
     assert all(tensor.isfinite().all() for tensor in trial.reference.values())
     moved = [n for n, t in trial.job.states.items() if trial.moved(n, t)]
     assert len(moved) >= len(trial.graph.states) // 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,38 +26,19 @@ _DECLARED = torch.library.Library("torchvision", "FRAGMENT")
 @cache
 def declare_torchvision() -> None:
     """Declare the operators that torchvision describes, unless they load."""
-    if find_spec("torchvision") is None or _operators_load():
+    found = find_spec("torchvision")
+    if found is None or found.origin is None:
         return
-    for name in _described():
+    folder = Path(found.origin).parent
+    with warnings.catch_warnings(), suppress(OSError):
+        warnings.simplefilter("ignore")
+        for library in folder.glob("_C*.so"):
+            torch.ops.load_library(str(library))
+    files = (folder / f"{name}_registrations.py" for name in ("_meta", "_autograd"))
+    described = "".join(file.read_text() for file in files)
+    for name in sorted(set(re.findall(r'"torchvision::(\w+)"', described))):
         if not hasattr(torch.ops.torchvision, name):
             _DECLARED.define(f"{name}(Tensor boxes) -> Tensor")
-
-
-def _operators_load() -> bool:
-    library = next(_folder().glob("_C*.so"), None)
-    if library is None:
-        return False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.ops.load_library(str(library))
-    except OSError:
-        return False
-    return True
-
-
-def _described() -> list[str]:
-    text = "".join(
-        (_folder() / f"{name}_registrations.py").read_text() for name in ("_meta", "_autograd")
-    )
-    return sorted(set(re.findall(r'"torchvision::(\w+)"', text)))
-
-
-def _folder() -> Path:
-    found = find_spec("torchvision")
-    assert found is not None
-    assert found.origin is not None
-    return Path(found.origin).parent
 
 
 def build(name: str, **kwargs: Any) -> nn.Module:

@@ -50,8 +50,6 @@ MODELS = {
     "dense": images("dense"),
     "frozen": tokens(
         "frozen",
-        data="PaddedTokens",
-        weight="valid_tokens",
         groups="[{match: '*.bias', weight_decay: 0.0}, {match: '*norm*', lr: 0.01}]",
     ),
     "gpt_bf16": tokens("gpt", precision="bf16"),

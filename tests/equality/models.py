@@ -180,15 +180,6 @@ class Tokens(Dataset):
         return self.ids[index, :-1], self.ids[index, 1:]
 
 
-class PaddedTokens(Tokens):
-    """Every sequence ends in padding, which counts in no mean."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = super().__getitem__(index)
-        length = 1 + index * 5 % 12
-        return inputs, torch.where(torch.arange(12) < length, targets, -100)
-
-
 class Sentences(Tokens):
     """Sequences of different lengths, as they are before a job pads them."""
 
