@@ -40,7 +40,7 @@ from pipectl.spec.models import Training
 HERE, SIZE = Path(__file__), 2
 CORPUS = {entry.name: entry for entry in catalogue.entries()}
 MODELS = """
-    lstm autoencoder views codebook teacher checkpointed recommender encoder-decoder islands
+    lstm autoencoder views codebook teacher checkpointed recommender encoder-decoder own-precision
     parametrized gpt gpt,bf16 Normed,bf16 Placed
     Products Products,bf16 Products,float16
 """
