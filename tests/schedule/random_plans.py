@@ -26,18 +26,40 @@ def plans(draw):
     count = len(stages)
     falls = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     warm_up = [1 + sum(falls[stage:]) for stage in range(count)]
+    return replace(
+        _plan(stages, micro_batches, size, draw(st.integers(0, size - 1)), draw(_transfers(count))),
+        schedule=schedule.name,
+        warm_up=tuple(warm_up if schedule.chooses_warm_up else [1] * count),
+        replication=draw(st.sampled_from(Replication)),
+    )
+
+
+@st.composite
+def overlapping_plans(draw):
+    """Plans whose steps overlap; some backwards are on ranks of their own, one rank may be idle."""
+    one = draw(st.booleans())
+    alone = draw(st.lists(st.booleans(), min_size=1, max_size=5))
+    micro_batches = 1 if one else draw(st.integers(1, 7))
+    stages = [Stage(("n",), (0,), COST, recompute=draw(st.booleans()))] * len(alone)
+    transfers = draw(_transfers(len(alone)))
+    plan = _plan(stages, micro_batches, 3, draw(st.integers(0, 1)), transfers)
+    plan = apart(replace(plan, schedule="pipedream" if one else "pipedream-2bw"), alone)
+    return replace(plan, node_of_rank=plan.node_of_rank + (0,) * draw(st.integers(0, 1)))
+
+
+def _plan(stages, micro_batches, size, missing, transfers):
+    """A plan whose last micro-batch misses some samples."""
     return Plan(
         name="random",
         fingerprint=None,
-        schedule=schedule.name,
-        warm_up=tuple(warm_up if schedule.chooses_warm_up else [1] * count),
-        batch_size=micro_batches * size - draw(st.integers(0, size - 1)),
+        schedule="",
+        warm_up=(),
+        batch_size=micro_batches * size - missing,
         micro_batch_size=size,
         micro_batches=micro_batches,
         stages=tuple(stages),
-        transfers=tuple(draw(_transfers(count))),
+        transfers=tuple(transfers),
         node_of_rank=(0,) * RANKS,
-        replication=draw(st.sampled_from(Replication)),
     )
 
 

@@ -6,55 +6,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import apart
-from validator import InvalidError, validate
+from random_plans import apart, overlapping_plans
+from validator import validate
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import ScheduleError
-from pipectl.graph import TransferKind
 from pipectl.plan import StageCost, StagePeaks
-from pipectl.schedule import (
-    Action,
-    Actions,
-    Kind,
-    channels,
-    lower,
-    lower_stretch,
-)
+from pipectl.schedule import Kind, lower, lower_stretch
 from pipectl.schedule.lowering import stretch
 from pipectl.schedule.unflushed import steps_apart, versions_kept
 from pipectl.simulate import simulate
 from pipectl.simulate.memory import stage_peaks_in_flight
 
-SKIPS = [(0, (1, 2, 3), True), (1, (3,), False)]
 
-
-def programs(plan):
-    return [lower(plan, rank) for rank in range(plan.ranks)]
-
-
-@st.composite
-def cases(draw):
-    """Schedule, stages, micro-batches, and which backwards have ranks of their own."""
-    schedule, stages = (
-        draw(st.sampled_from(["pipedream", "pipedream-2bw"])),
-        draw(st.integers(1, 5)),
-    )
-    count = 1 if schedule == "pipedream" else draw(st.integers(1, 7))
-    alone = draw(st.lists(st.booleans(), min_size=stages, max_size=stages))
-    return schedule, stages, count, alone, draw(st.booleans())
-
-
-@settings(max_examples=50)
-@given(case=cases(), more=st.integers(-3, 4), smaller=st.booleans())
-def test_a_stretch_repeats_its_steady_step_and_is_proven(pipeline, case, more, smaller):
-    schedule, stages, micro_batches, alone, again = case
-    plan = pipeline(
-        stages, micro_batches, schedule=schedule, size_bytes=8, micro_batch_size=3,
-        batch_size=3 * micro_batches - smaller, skips=SKIPS if stages > 3 else (),
-    )  # fmt: skip
-    plan = replace(plan, stages=tuple(replace(stage, recompute=again) for stage in plan.stages))
-    plan = apart(plan, alone)
+@settings(max_examples=100)
+@given(plan=overlapping_plans(), more=st.integers(-3, 4))
+def test_a_stretch_repeats_its_steady_step_and_is_proven(plan, more):
     steps = steps_apart(plan) + more
     whole = [lower_stretch(plan, rank, steps) for rank in range(plan.ranks)]
     for rank, rows in enumerate(whole):
@@ -62,40 +29,8 @@ def test_a_stretch_repeats_its_steady_step_and_is_proven(pipeline, case, more, s
         assert len(parts) == max(1, more + 2 if more > 1 else 1)
         assert np.array_equal(np.concatenate(parts), rows.rows)
     validate(plan, whole)
-    validate(plan, programs(plan))
+    validate(plan, [lower(plan, rank) for rank in range(plan.ranks)])
     assert stage_peaks_in_flight(plan) == plan.warm_up
-
-
-def test_a_rank_without_a_stage_still_ends_every_step(pipeline):
-    plan = pipeline(2, 3, schedule="pipedream-2bw", node_of_rank=[0, 0, 0])
-    assert list(lower_stretch(plan, 2, 2)) == [
-        Action(Kind.UPDATE, -1, micro_batch=2),
-        Action(Kind.UPDATE, -1, micro_batch=5),
-    ]
-    validate(plan, programs(plan))
-
-
-def moved(plan, rank, kind, by, channel=-1):
-    """Programs in which one rank does a row in the middle earlier or later."""
-    found = programs(plan)
-    rows = list(found[rank])
-    at = [i for i, row in enumerate(rows) if (row.kind, row.channel) == (kind, channel)][2]
-    rows.insert(at + by, rows.pop(at))
-    found[rank] = Actions.of(rows)
-    return found
-
-
-def test_updates_and_weights_at_another_place_are_found(pipeline):
-    plan = pipeline(2, 3, schedule="pipedream-2bw")
-    with pytest.raises(InvalidError, match="rank 0"):
-        validate(plan, moved(plan, 0, Kind.UPDATE, -3))
-    plan = apart(pipeline(1, 1, schedule="pipedream"), (True,))
-    (weights,) = (c for c, item in enumerate(channels(plan)) if item.kind is TransferKind.WEIGHT)
-    validate(plan, moved(plan, 0, Kind.RECEIVE_WAIT, 0, weights))
-    with pytest.raises(InvalidError, match="should use weights of age"):
-        validate(plan, moved(plan, 0, Kind.RECEIVE_WAIT, 2, weights))
-    with pytest.raises(InvalidError, match="rank 1"):
-        validate(plan, moved(plan, 1, Kind.SEND_START, -1, weights))
 
 
 COST = StageCost(1.0, 2.0, 0.1, 1000, 5000, 10, gradient_bytes=900)
