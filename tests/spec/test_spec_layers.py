@@ -85,14 +85,14 @@ def test_each_layer_is_over_the_one_before(layered):
 
 
 def test_files_of_a_site_file_are_looked_up_beside_it(layered, tmp_path):
-    (tmp_path / "cluster.json").write_text("{}")
-    (tmp_path / "around.sh").write_text("")
+    for name in ("cluster.json", "around.sh"):
+        (tmp_path / name).touch()
     spec = layered("", "cluster: ./cluster.json\nlaunch: {template: around.sh}").spec()
     assert spec.cluster == str(tmp_path / "cluster.json")
     assert spec.launch.template == str(tmp_path / "around.sh")
 
 
-def test_jobs_can_do_without_site_files(layered, minimal):
+def test_jobs_can_do_without_site_files(layered):
     account = "slurm: {account: q}"
     assert layered(account, "x: 1", "site_defaults: false\n").spec().slurm.account is None
     assert layered(account, "", "", "site_defaults=false").spec().slurm.account is None
