@@ -163,19 +163,15 @@ def refusal_of(work: Callable[[], object]) -> PipectlError | None:
     return None
 
 
-def changed(document: Any, dump: Callable[[Any], str], draw: Callable[..., Any]) -> bytes:
-    document = copy.deepcopy(document)
-    for _ in range(draw(st.integers(0, 3))):
-        change(document, draw)
-    return damage(dump(document), draw)
-
-
 def write(folder: Path, name: str, document: Any, draw: Callable[..., Any] | None) -> None:
     """Write a file, which is damaged if there is something to draw with."""
-    dump = yaml.safe_dump if name.endswith("yaml") else json.dumps
-    lines = document if isinstance(document, list) else [document]
+    texts = []
+    for line in copy.deepcopy(document if isinstance(document, list) else [document]):
+        for _ in range(draw(st.integers(0, 3)) if draw else 0):
+            change(line, draw)
+        text = yaml.safe_dump(line) if name.endswith("yaml") else json.dumps(line)
+        texts.append(damage(text, draw) if draw else text.encode())
     (folder / name).parent.mkdir(exist_ok=True)
-    texts = (changed(line, dump, draw) if draw else dump(line).encode() for line in lines)
     (folder / name).write_bytes(b"\n".join(texts))
 
 

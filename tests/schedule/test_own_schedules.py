@@ -97,25 +97,29 @@ def test_faults_are_named_with_their_place(text, message):
 
 
 @pytest.mark.parametrize("text", [BACK_TO_FRONT, CROSSED])
-@pytest.mark.parametrize("technique", ["", "recompute", "offload"])
-def test_gradients_in_another_order_run_and_are_told(pipeline, text, technique):
+@pytest.mark.parametrize("technique", [{}, {"recompute": True}, {"offload": True}])
+def test_gradients_in_another_order_run(pipeline, text, technique):
     plan = planned(pipeline, text)
-    if technique:
-        stages = tuple(dataclasses.replace(s, **{technique: True}) for s in plan.stages)
-        plan = dataclasses.replace(plan, stages=stages)
+    stages = tuple(dataclasses.replace(stage, **technique) for stage in plan.stages)
+    plan = dataclasses.replace(plan, stages=stages)
     programs = programs_of(plan)
     validate(plan, programs)
     cluster = assumed_cluster("here", [2], 2, None)
     assert simulate(plan, cluster) == simulate(plan, cluster, programs)
-    assert Listed.read(text, "x").unordered_stages() == ([0, 1] if text == BACK_TO_FRONT else [0])
 
 
 @pytest.mark.parametrize(
-    ("backwards", "unordered"),
-    [("0I0,0I1,0W0,0W1", []), ("0I1,0I0,0W0,0W1", [0]), ("0I0,0I1,0W1,0W0", [0])],
+    ("text", "unordered"),
+    [
+        (BACK_TO_FRONT, [0, 1]),
+        (CROSSED, [0]),
+        ("0F0,0F1,0I0,0I1,0W0,0W1", []),
+        ("0F0,0F1,0I1,0I0,0W0,0W1", [0]),
+        ("0F0,0F1,0I0,0I1,0W1,0W0", [0]),
+    ],
 )
-def test_gradients_come_from_both_halves(backwards, unordered):
-    assert Listed.read(f"0F0,0F1,{backwards}", "x").unordered_stages() == unordered
+def test_gradients_in_another_order_are_told_from_both_halves(text, unordered):
+    assert Listed.read(text, "x").unordered_stages() == unordered
 
 
 def test_fewer_micro_batches_than_the_lists_have(pipeline):

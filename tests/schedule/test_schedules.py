@@ -272,29 +272,37 @@ def test_lists_of_torch_are_taken_as_they_are_and_our_orders_are_the_same(
     plan = pipeline(ranks * chunks, micro_batches, ranks=places, warm_up=listed.warm_up)
     plan = replace(plan, schedule="x.csv", actions=listed.text)
     validate(plan, [lower(plan, rank) for rank in range(ranks)])
-    assert len(plan.stages) == listed.stages
     if schedule:
         assert computed(plan) == computed(over(pipeline, schedule, ranks, micro_batches, chunks))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "example"),
+    ("schedule", "ranks", "changes", "message"),
     [
-        ("interleaved", [0, 0, 1, 1], "0, 1, 0, 1"), ("zb-v", [0, 1, 0, 1], "0, 1, 1, 0"),
-        ("v-half", [0, 1, 0, 1], "0, 1, 1, 0"),
+        ("2f2b", [0, 1], {}, r"'2f2b' is not known\n.*gpipe, 1f1b"),
+        ("interleaved", [0, 0, 1, 1], {}, r"stages are on ranks 0, 0, 1, 1\n.*0, 1, 0, 1"),
+        ("zb-v", [0, 1, 0, 1], {}, r"stages are on ranks 0, 1, 0, 1\n.*0, 1, 1, 0"),
+        ("pipedream", [0, 1], {"micro_batches": 2, "batch_size": 2}, "after every micro-batch"),
+        ("pipedream-2bw", [0, 1], {"warm_up": (3, 1)}, "at most the 1 micro-batches"),
+        ("pipedream", [0, 0], {}, "one stage per rank and one rank per stage"),
+        ("pipedream", [(0, 2), 1], {}, "one stage per rank and one rank per stage"),
+        ("pipedream", [(0, 1), 1], {}, "or two if backwards are apart"),
     ],
-)  # fmt: skip
-def test_stages_that_lie_otherwise_are_refused(pipeline, schedule, ranks, example):
-    plan = pipeline(4, 4, schedule=schedule, ranks=ranks)
-    shown = ", ".join(map(str, ranks))
-    with pytest.raises(ScheduleError, match=f"stages are on ranks {shown}\n.*{example}"):
+)
+def test_plans_that_a_schedule_has_no_order_for_are_refused(
+    pipeline, schedule, ranks, changes, message
+):
+    plan = pipeline(len(ranks), 1, warm_up=(1,) * len(ranks), node_of_rank=[0] * 3)
+    stages = (
+        replace(stage, ranks=rank if isinstance(rank, tuple) else (rank,))
+        for stage, rank in zip(plan.stages, ranks, strict=True)
+    )
+    plan = replace(plan, schedule=schedule, stages=tuple(stages), **changes)
+    with pytest.raises(ScheduleError, match=message):
         lower(plan, 0)
 
 
-def test_unknown_schedules_and_an_odd_number_of_stages_in_a_v_are_refused(pipeline):
-    plan = pipeline(2, 2, warm_up=(2, 1), schedule="2f2b")
-    with pytest.raises(ScheduleError, match=r"'2f2b' is not known\n.*gpipe, 1f1b"):
-        lower(plan, 0)
+def test_an_odd_number_of_stages_has_no_v():
     assert default_ranks("v-half", 6) == (0, 1, 2, 2, 1, 0)
     with pytest.raises(ScheduleError, match=r"5 stages cannot lie in a V"):
         default_ranks("v-half", 5)

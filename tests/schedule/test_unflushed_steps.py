@@ -10,7 +10,6 @@ from random_plans import apart, overlapping_plans
 from validator import validate
 
 from pipectl.cluster import assumed_cluster
-from pipectl.errors import ScheduleError
 from pipectl.plan import StageCost, StagePeaks
 from pipectl.schedule import Kind, lower, lower_stretch
 from pipectl.schedule.lowering import stretch
@@ -77,20 +76,3 @@ def test_as_many_versions_are_kept_as_are_asked_for(pipeline, schedule, micro_ba
         begins = Kind.BACKWARD if alone[index] else Kind.FORWARD
         ages = rows.column("weight_version")[rows.column("kind") == begins]
         assert versions_kept(plan, index) == 1 + ages.max()
-
-
-@pytest.mark.parametrize(
-    ("schedule", "change", "stage", "message"),
-    [
-        ("pipedream", {"micro_batches": 2, "batch_size": 2}, {}, "after every micro-batch, but a"),
-        ("pipedream-2bw", {"warm_up": (3, 1)}, {}, "at most the 1 micro-batches"),
-        ("pipedream", {}, {"ranks": (0, 2)}, "one stage per rank and one rank per stage"),
-        ("pipedream", {}, {"ranks": (1,)}, "one stage per rank and one rank per stage"),
-        ("pipedream", {}, {"backward_ranks": (1,)}, "or two if backwards are apart"),
-    ],
-)
-def test_what_has_no_formula_is_refused(pipeline, schedule, change, stage, message):
-    plan = replace(pipeline(2, 1, schedule=schedule, node_of_rank=[0, 0, 0]), **change)
-    plan = replace(plan, stages=(replace(plan.stages[0], **stage), plan.stages[1]))
-    with pytest.raises(ScheduleError, match=message):
-        lower(plan, 0)
