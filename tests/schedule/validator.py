@@ -40,11 +40,7 @@ class InvalidError(Exception):
     """Programs that cannot run together, or do not do what the plan says."""
 
 
-def validate(
-    plan: Plan,
-    programs: Sequence[Actions],
-    micro_batches: int | None = None,
-) -> None:
+def validate(plan: Plan, programs: Sequence[Actions], micro_batches: int | None = None) -> None:
     """Execute the programs.
 
     Args:
@@ -81,7 +77,7 @@ class Execution:
         while moved:
             moved = False
             for rank, rows in enumerate(self.programs):
-                while position[rank] < len(rows) and self.is_over(row_of(rows[position[rank]])):
+                while position[rank] < len(rows) and self.is_over(rank, rows[position[rank]]):
                     self.execute(rank, rows[position[rank]])
                     position[rank] += 1
                     moved = True
@@ -102,16 +98,12 @@ class Execution:
             if sent != received:
                 raise InvalidError(f"{channel}: sent {sent}, received {received}")
 
-    def is_over(self, row: Row) -> bool:
+    def is_over(self, rank: int, action: Action) -> bool:
         """Whether a row does not wait for another rank."""
-        kind, owner, index = row
-        if kind not in STARTED_BY:
+        kind, owner, index = row = row_of(action)
+        if kind not in STARTED_BY or row not in self.expected[rank]:
             return True
-        starters = 1
-        if kind is Kind.REDUCE_WAIT:
-            if owner >= len(self.plan.stages):
-                raise InvalidError(f"there is no stage {owner}")
-            starters = self.plan.stages[owner].replicas
+        starters = self.plan.stages[owner].replicas if kind is Kind.REDUCE_WAIT else 1
         return self.started[STARTED_BY[kind], owner, index] >= starters
 
     def execute(self, rank: int, action: Action) -> None:

@@ -87,4 +87,4 @@ def _accepts_mapping(schema: dict[str, Any], value: dict[Any, Any], root: dict[s
     if not all(name in value for name in schema.get("required", ())):
         return False
     inner = ((known.get(name, other), item) for name, item in value.items())
-    return all(kind is True or (kind and accepts(kind, item, root)) for kind, item in inner)
+    return all(k is True or (k is not False and accepts(k, item, root)) for k, item in inner)

@@ -85,7 +85,7 @@ BOTH = (
     "model.kwargs.in_features=5", "model.kwargs={1: {2: a, b: c}}", "loss.factory=./model.py:other",
     "loss.weight=samples", "optimizer.kwargs.weight_decay=1", "training.batch_size=16",
     "pipeline.micro_batches=4", "resources.cpus_per_task=3", "launch.progress=core",
-    "resources.gpus_per_node=0",
+    "resources.gpus_per_node=0", "optimizer.groups=[{match: '*.bias', weight_decay: 0}]",
 )  # fmt: skip
 PLAN = (
     "resources.gpus_per_node=2", "pipeline.schedule=1f1b", "pipeline.memory_limit=1GiB",
