@@ -143,7 +143,7 @@ def test_peaks_are_those_of_a_ledger_of_buffers(plan):
 
 def ledger(plan, rank, program):
     """Bytes on the device and on the host in every row, by keeping every buffer by name."""
-    book = Ledger(plan, rank, program)
+    book = Ledger(plan, rank)
     device, host = [], []
     for action in program:
         book.done, book.afterwards = [], {}
@@ -161,18 +161,19 @@ def ledger(plan, rank, program):
 
 
 class Ledger:
-    def __init__(self, plan, rank, program):
-        sends = (row for row in program if row.kind is Kind.SEND_START)
-        self.sends = {(row.channel, row.micro_batch): row for row in sends}
+    def __init__(self, plan, rank):
         self.plan, self.rank, self.held, self.host, self.done = plan, rank, {}, {}, []
         self.afterwards = {}
-        self.channels = list(enumerate(channels(plan)))
-        self.resident = 0
-        for stage in plan.stages:
-            if rank in stage.updating_ranks:
-                self.resident += 150
-            elif rank in stage.ranks:
-                self.resident += 100
+        self.channels = dict(enumerate(channels(plan)))
+        updated = sum(150 for stage in plan.stages if rank in stage.updating_ranks)
+        apart = (rank in s.ranks and rank not in s.updating_ranks for s in plan.stages)
+        self.resident = updated + 100 * sum(apart)
+        self.moved = {}
+        for c, item in self.channels.items():
+            if item.source_rank == rank and item.kind is not TransferKind.WEIGHT:
+                columns = np.broadcast_arrays(*messages(plan, item, plan.micro_batches))
+                for index, *span in np.stack(columns, axis=1).tolist():
+                    self.moved[c, index] = Action(Kind.SEND_START, -1, index, c, *span)
 
     def size(self, full, action):
         samples = len(span_of(self.plan, action.micro_batch, action.start, action.stop))
@@ -181,93 +182,71 @@ class Ledger:
     def mine(self, kind, stage, end):
         """Channels of a kind at one end of which is this stage on this rank."""
         return [
-            (index, item)
-            for index, item in self.channels
+            index
+            for index, item in self.channels.items()
             if item.kind is kind
             and getattr(item, f"{end}_stage") == stage
             and getattr(item, f"{end}_rank") == self.rank
         ]
 
-    def enter(self, action):
-        stage, index = action.stage, action.micro_batch
-        held = self.plan.stages[stage] if stage >= 0 else None
-        name = action.kind.name.lower()
-        getattr(self, name, lambda *_: None)(action, held, stage, index)
-
-    def forward(self, action, held, stage, index):
-        apart = self.mine(TransferKind.SAVED, stage, "source")
-        if not apart:
-            self.held["kept", stage, index] = self.size(held.kept_bytes, action)
-        self.make(TransferKind.SAVED, stage, index)
-        if apart or held.recompute or held.offload:
-            self.make(TransferKind.ACTIVATION, stage, index)
-        received = self.mine(TransferKind.ACTIVATION, stage, "target")
-        self.done += [("in", c, index) for c, _ in received]
-
     def make(self, kind, stage, index):
         """Buffers of what is sent, or stays on the rank for another stage's backward."""
-        for c, item in self.mine(kind, stage, "source"):
-            if (c, index) in self.sends:
-                self.held["out", c, index] = self.size(item.size_bytes, self.sends[c, index])
-            elif item.is_local and kind is TransferKind.GRADIENT:
-                portion = messages(self.plan, item, self.plan.micro_batches)
-                at = portion.micro_batches.tolist()
-                if index in at:
-                    part = portion.some(np.array([at.index(index)]))
-                    span = (int(np.max(part.start)), int(np.max(part.stop)))
-                    message = Action(Kind.SEND_START, stage, index, c, *span)
-                    self.held["in", c, index] = self.size(item.size_bytes, message)
+        for c in self.mine(kind, stage, "source"):
+            local = self.channels[c].is_local
+            if (c, index) in self.moved and (kind is TransferKind.GRADIENT or not local):
+                size = self.size(self.channels[c].size_bytes, self.moved[c, index])
+                self.held["in" if local else "out", c, index] = size
 
-    def recompute(self, action, held, stage, index):
-        self.held["rest", stage, index] = self.size(
-            held.running.saved_bytes - held.kept_bytes, action
-        )
+    def read(self, kind, stage, index):
+        """What was received ends with the action that reads it."""
+        self.done += [("in", c, index) for c in self.mine(kind, stage, "target")]
 
-    def backward(self, action, held, stage, index):
-        self.held["gradients", stage] = 100
-        self.make(TransferKind.GRADIENT, stage, index)
-        for kind in (TransferKind.GRADIENT, TransferKind.SAVED):
-            self.done += [("in", c, index) for c, _ in self.mine(kind, stage, "target")]
-        self.done += [("kept", stage, index), ("rest", stage, index)]
-
-    def reduce_start(self, action, held, stage, index):
-        self.held["copies", stage] = 100
-        self.held["arriving", stage] = 100 * (held.replicas - 1) // held.replicas
-
-    def reduce_wait(self, action, held, stage, index):
-        self.done += [("copies", stage), ("arriving", stage)]
-
-    def backward_input(self, action, held, stage, index):
-        self.backward(action, held, stage, index)
-        self.held["between", stage, index] = self.size(held.running.grown_bytes, action)
-        between = self.size(held.running.between_bytes, action)
-        self.afterwards["between", stage, index] = between
-
-    def backward_weight(self, action, held, stage, index):
-        self.done.append(("between", stage, index))
-
-    def update(self, action, held, stage, index):
-        self.done += [name for name in self.held if name[0] == "gradients"]
-
-    def receive_start(self, action, held, stage, index):
-        channel = dict(self.channels)[action.channel]
-        if channel.kind is TransferKind.WEIGHT:
-            self.held["weights", action.channel] = channel.size_bytes
-        else:
-            self.held["in", action.channel, index] = self.size(channel.size_bytes, action)
-
-    def receive_wait(self, action, held, stage, index):
-        self.done.append(("weights", action.channel))
-
-    def send_wait(self, action, held, stage, index):
-        self.done.append(("out", action.channel, index))
-
-    def offload_start(self, action, held, stage, index):
-        self.host[stage, index] = self.size(held.kept_bytes, action)
-
-    def offload_wait(self, action, held, stage, index):
-        self.done.append(("kept", stage, index))
-        self.done += [("in", c, index) for c, _ in self.mine(TransferKind.SAVED, stage, "target")]
-
-    def fetch_start(self, action, held, stage, index):
-        self.held["kept", stage, index] = self.size(held.kept_bytes, action)
+    def enter(self, action):  # noqa: C901 - a case for every kind
+        stage, index, c = action.stage, action.micro_batch, action.channel
+        held = self.plan.stages[stage]
+        kept, running = self.size(held.kept_bytes, action), held.running
+        match action.kind:
+            case Kind.FORWARD:
+                apart = self.mine(TransferKind.SAVED, stage, "source")
+                if not apart:
+                    self.held["kept", stage, index] = kept
+                self.make(TransferKind.SAVED, stage, index)
+                if apart or held.recompute or held.offload:
+                    self.make(TransferKind.ACTIVATION, stage, index)
+                self.read(TransferKind.ACTIVATION, stage, index)
+            case Kind.RECOMPUTE:
+                self.held["rest", stage, index] = self.size(running.saved_bytes, action) - kept
+            case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+                self.held["gradients", stage] = 100
+                self.make(TransferKind.GRADIENT, stage, index)
+                self.read(TransferKind.GRADIENT, stage, index)
+                self.read(TransferKind.SAVED, stage, index)
+                self.done += [("kept", stage, index), ("rest", stage, index)]
+                if action.kind is Kind.BACKWARD_INPUT:
+                    name = "between", stage, index
+                    self.held[name] = self.size(running.grown_bytes, action)
+                    self.afterwards[name] = self.size(running.between_bytes, action)
+            case Kind.BACKWARD_WEIGHT:
+                self.done.append(("between", stage, index))
+            case Kind.REDUCE_START:
+                self.held["copies", stage] = 100
+                self.held["arriving", stage] = 100 * (held.replicas - 1) // held.replicas
+            case Kind.REDUCE_WAIT:
+                self.done += [("copies", stage), ("arriving", stage)]
+            case Kind.UPDATE:
+                self.done += [name for name in self.held if name[0] == "gradients"]
+            case Kind.RECEIVE_START if index < 0:
+                self.held["weights", c] = self.channels[c].size_bytes
+            case Kind.RECEIVE_START:
+                self.held["in", c, index] = self.size(self.channels[c].size_bytes, action)
+            case Kind.RECEIVE_WAIT:
+                self.done.append(("weights", c))
+            case Kind.SEND_WAIT:
+                self.done.append(("out", c, index))
+            case Kind.OFFLOAD_START:
+                self.host[stage, index] = kept
+            case Kind.OFFLOAD_WAIT:
+                self.done.append(("kept", stage, index))
+                self.read(TransferKind.SAVED, stage, index)
+            case Kind.FETCH_START:
+                self.held["kept", stage, index] = kept
