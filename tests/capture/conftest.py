@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut, build_stage
 from pipectl.capture.batch import by_name
-from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Rows
 from pipectl.spec import JobSpec
 
@@ -133,22 +132,3 @@ def run_whole() -> Callable[..., Tensor]:
         return code.module(seed, *states, *inputs)[0]
 
     return run
-
-
-@pytest.fixture(scope="session")
-def assert_as_the_model(run_whole: Callable[..., Tensor]) -> Callable[..., None]:
-    """The graph as one stage gives the loss and the gradients of the model, to the bit."""
-
-    def check(job: CapturedJob, precision: str = "float32") -> None:
-        parameters, gradients = list(job.step.parameters()), []
-        batch = job.loader.example(4)
-        with arithmetic(precision, torch.device("cpu")):
-            losses = [run_whole(job), job.step(*batch)]
-        for loss in losses:
-            loss.backward()
-            gradients.append([parameter.grad for parameter in parameters])
-            job.step.zero_grad()
-        assert torch.equal(*losses)
-        assert all(map(torch.equal, *gradients))
-
-    return check

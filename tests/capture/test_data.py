@@ -296,7 +296,7 @@ def test_a_batch_is_padded_to_the_length_of_its_bucket(workers: int) -> None:
 
 class Marks(NamedTuple):
     ids: Any
-    score: float
+    score: Any
 
 
 def as_lists(ids: Tensor) -> dict[str, Any]:
@@ -435,9 +435,18 @@ def test_a_model_that_computes_something_else_for_a_length_is_refused(bucketed: 
 DIFFERS = "a batch differs from the training batch that was captured"
 
 
+def mean_by_count(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets["y"], reduction="sum") / targets["count"]
+
+
+def mean_by_y(outputs: Tensor, targets: Any) -> Tensor:
+    y = targets["y"] if isinstance(targets, dict) else targets.score
+    return nn.functional.cross_entropy(outputs, y)
+
+
 @pytest.fixture(scope="module")
 def described(make_job: Any) -> Any:
-    return make_job("mlp", data="Described", loss="mean_by_count")
+    return make_job("mlp", data="Described", loss=f"{__file__}:mean_by_count")
 
 
 def test_tensors_are_found_by_their_keys_in_any_order_beside_any_number_of_texts(
@@ -491,17 +500,22 @@ def test_other_tensors_or_numbers_are_refused(
         assert raised.value.message == f"{section}: {DIFFERS}: {message}"
 
 
+def marked() -> list[Any]:
+    nested = Marks([torch.ones(2), {"weight": torch.ones(1)}], torch.tensor(1))
+    return [(torch.ones(6), nested)] * 8
+
+
 def test_named_tuples_and_lists_are_taken_apart(make_job: Any) -> None:
-    job = make_job("mlp", data="Marked", loss="mean_by_mark")
+    job = make_job("mlp", data=f"{__file__}:marked", loss=f"{__file__}:mean_by_y")
     inputs, marks = job.loader.example(3)
-    found = by_name(job.training_graph(4), (inputs, marks._replace(boxes=tuple(marks.boxes))))
-    expected = [inputs, marks.y, marks.boxes[0], marks.boxes[1]["weight"]]
+    found = by_name(job.training_graph(4), (inputs, marks._replace(ids=tuple(marks.ids))))
+    expected = [inputs, marks.ids[0], marks.ids[1]["weight"], marks.score]
     assert [id(value) for value in found.values()] == [id(value) for value in expected]
 
 
 def test_texts_and_numbers_are_no_part_of_the_model(make_job: Any) -> None:
     """A profile and a run may have captured batches of different sizes."""
-    job, other = (make_job("mlp", data="Described", loss="mean_by_y") for _ in range(2))
-    graphs = [job.training_graph(4), other.training_graph(6)]
+    given = {"data": "Described", "loss": f"{__file__}:mean_by_y"}
+    graphs = [make_job("mlp", **given).training_graph(size) for size in (4, 6)]
     assert not graphs[0].fixed
     assert graphs[0].fingerprint == graphs[1].fingerprint

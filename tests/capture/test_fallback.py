@@ -49,11 +49,9 @@ def test_checks_of_values_are_left_out(make_job, write_modules) -> None:
 
 
 @pytest.mark.parametrize("kind", MODULES["masked"])
-def test_masks_of_transformers_are_captured(
-    make_job, write_modules, assert_as_the_model, kind: str
-) -> None:
+def test_masks_of_transformers_are_captured(make_job, write_modules, kind: str) -> None:
     job = make_job(f"{write_modules({kind: MODULES['masked'][kind]})}:layers")
-    assert_as_the_model(job)
+    assert Trial(job).plain_differences() == {}
     assert not job.kept
 
 
@@ -303,11 +301,11 @@ def test_an_operator_serves_all_batch_sizes_and_every_branch_has_gradients(furth
 
 
 def test_what_is_written_into_a_result_is_written_into_the_input_that_it_is(
-    further: Any, assert_as_the_model
+    further: Any,
 ) -> None:
-    job = further("Outer")
-    assert operators(job.training_graph(4)) == ["gate"]
-    assert_as_the_model(job)
+    trial = Trial(further("Outer"))
+    assert operators(trial.graph) == ["gate"]
+    assert trial.plain_differences() == {}
 
 
 def test_a_buffer_that_an_operator_assigns_is_read_before_between_and_after(further: Any) -> None:

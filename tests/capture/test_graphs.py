@@ -25,6 +25,13 @@ from pipectl.spec import dump
 MODELS = Path(__file__).with_name("models.py")
 
 
+INTEGERS = """
+def integers():
+    return [(torch.arange(6) - i % 2, torch.tensor(i % 3)) for i in range(20)]
+
+"""
+
+
 def test_operators_and_edges_of_a_chain(graph_of) -> None:
     graph = graph_of("mlp")
     names = ["linear", "relu", "linear_1", "cross_entropy_loss"]
@@ -35,11 +42,21 @@ def test_operators_and_edges_of_a_chain(graph_of) -> None:
     assert all(graph.requires_grad.values())
 
 
-@pytest.mark.parametrize(("use", "length"), [("ids", 6), ("numbers", 0), ("class", 0)])
+@pytest.mark.parametrize(
+    ("code", "length"),
+    [
+        ("return self.kept(ids.view(-1, 6).clamp(min=0)).sum(1)", 6),
+        ("return self.linear(ids.float())", 0),
+        ("return self.kept(ids[:, 0]) + ids[:, 1:].float().sum(1, keepdim=True)", 0),
+    ],
+    ids=["ids", "numbers", "one is a class"],
+)
 def test_only_integers_that_an_embedding_looks_up_are_tokens(
-    make_job, use: str, length: int
+    make_job, write_modules, code: str, length: int
 ) -> None:
-    job = make_job("ReadsIntegers", data="Integers", kwargs={"use": use})
+    module = f"class Reading(Ids):\n    def forward(self, ids):\n        {code}\n"
+    path = write_modules({"Ids": ("nn.Embedding(6, 6)", "pass")}, INTEGERS + module)
+    job = make_job(f"{path}:Reading", data=f"{path}:integers")
     assert job.training_graph(4).tokens_per_sample == length
 
 
@@ -57,15 +74,6 @@ def test_readers_of_a_written_value_read_the_writing_operator(
     assert {*graph_of(model).users[name]} == users
 
 
-def test_an_assigned_buffer_is_written(graph_of) -> None:
-    """torch.export alone forgets what is assigned anywhere but in the outermost module."""
-    graph = graph_of("dense")
-    placeholder = next(p for p, state in graph.states.items() if state.name == "model.scale")
-    (write,) = [node for node in graph.operators if "copy_" in str(node.target)]
-    assert write.args[0].name == placeholder
-    assert graph.written[placeholder] == write.name
-
-
 @pytest.mark.parametrize(
     ("model", "name", "members"),
     [
@@ -78,18 +86,23 @@ def test_an_assigned_buffer_is_written(graph_of) -> None:
     ],
 )
 def test_what_shares_memory_that_is_written_is_one_group(
-    graph_of, model: str, name: str, members: set[str]
+    job_of, model: str, name: str, members: set[str]
 ) -> None:
-    groups = graph_of(model).groups
+    groups = job_of(model).training_graph(4).groups
     assert {each for each in groups if groups[each] == groups.get(name)} == members
     if model == "cnn":  # each of its norms has a group of its own
         assert len({groups[name] for name in groups if "batch_norm" in name}) == 7
+    if model == "SharedNorm":  # which writes nothing in evaluation
+        assert job_of(model).evaluation_graph(4).groups == {}
 
 
-def test_a_norm_in_evaluation_writes_nothing(job_of) -> None:
-    graph = job_of("SharedNorm").evaluation_graph(4)
-    assert sum("batch_norm" in str(node.target) for node in graph.operators) == 2
-    assert graph.groups == {}
+def test_an_assigned_buffer_is_written(graph_of) -> None:
+    """torch.export alone forgets what is assigned anywhere but in the outermost module."""
+    graph = graph_of("dense")
+    placeholder = next(p for p, state in graph.states.items() if state.name == "model.scale")
+    (write,) = [node for node in graph.operators if "copy_" in str(node.target)]
+    assert write.args[0].name == placeholder
+    assert graph.written[placeholder] == write.name
 
 
 def test_tied_names_are_one_state(job_of) -> None:
@@ -105,47 +118,104 @@ def test_tied_names_are_one_state(job_of) -> None:
 # Models, losses and data as users write them
 
 
-@pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "namedtuple", "dataclass"])
-def test_a_model_may_return_its_own_loss(make_job, form: str) -> None:
-    job = make_job("WithLoss", loss="model", data="Mappings", kwargs={"form": form})
-    graph = job.training_graph(4)
-    loss = graph.operators[graph.position[graph.loss]]
-    assert loss.target is torch.ops.aten.cross_entropy_loss.default
+NAMED = """
+def named():
+    return [{"inputs": torch.ones(6), "targets": torch.tensor(i % 3)} for i in range(20)]
+
+def scaled_loss(outputs, targets, scale):
+    return scale * nn.functional.cross_entropy(outputs, targets)
+"""
+LOSSES = """
+import dataclasses
+from collections import namedtuple
+Output = namedtuple("Output", ["loss", "logits"])
+
+@dataclasses.dataclass
+class ModelOutput:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    past: object = None
+    cache: object = None
+
+class OwnLoss(Plain):
+    def forward(self, x, y):
+        logits = super().forward(x)[:, :3]
+        loss = nn.functional.cross_entropy(logits, y)
+        return {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "outputs"),
+    [
+        ("loss", None),
+        ("loss, logits", None),
+        ("{'logits': logits, 'loss': loss}", None),
+        ("Output(loss, logits)", None),
+        ("ModelOutput(loss, logits, cache=object())", ["loss", "logits"]),
+        ("{'loss': loss, 'kind': 'linear'}", ["loss", None]),  # a text names no operator
+    ],
+)
+def test_a_model_may_return_its_own_loss_and_metrics_get_what_it_returns(
+    make_job, write_modules, returned: str, outputs: list[str | None] | None
+) -> None:
+    path = write_modules({"Plain": "pass"}, LOSSES.format(returned))
+    data = f"{MODELS}:by_keyword"
+    evaluation = {"data": data, "metrics": {"m": "builtins:max"} if outputs else {}}
+    job = make_job(f"{path}:OwnLoss", loss="model", data=data, evaluation=evaluation)
+    assert job.training_graph(4).loss == "cross_entropy_loss"
+    graph = job.evaluation_graph(4)
+    names = {"loss": graph.loss, "logits": graph.operators[-2].name, None: None}
+    assert graph.outputs == tuple(names[name] for name in outputs or ())
+    if "ModelOutput" in returned:
+        rebuilt = torch.utils._pytree.tree_unflatten(list(graph.outputs), graph.output_spec)
+        assert type(rebuilt).__name__ == "ModelOutput"
+        assert (rebuilt.loss, rebuilt.past, rebuilt.cache) == (graph.loss, None, None)
 
 
 def test_a_mapping_of_inputs_and_targets_is_a_pair_and_kwargs_of_the_loss_are_bound(
-    make_job,
+    make_job, write_modules
 ) -> None:
-    job = make_job("mlp", data="Named", loss="scaled_loss", loss_kwargs={"scale": 3.0})
-    graph = job.training_graph(4)
+    path = write_modules({}, NAMED)
+    loss = {"loss": f"{path}:scaled_loss", "loss_kwargs": {"scale": 3.0}}
+    graph = make_job("mlp", data=f"{path}:named", **loss).training_graph(4)
     assert graph.inputs.keys() == {"inputs", "targets"}
     assert 3.0 in graph.operators[-1].args
 
 
-@pytest.mark.parametrize("form", ["dataclass", "texts", "tuple"])
-def test_outputs_of_the_evaluation_graph_have_the_models_structure_if_metrics_ask(
-    make_job, form: str
-) -> None:
-    metrics = {} if form == "tuple" else {"m": "builtins:max"}
-    evaluation = {"data": f"{MODELS}:Mappings", "metrics": metrics}
-    kwargs = {"form": form}
-    job = make_job("WithLoss", loss="model", data="Mappings", kwargs=kwargs, evaluation=evaluation)
-    graph = job.evaluation_graph(4)
-    if form == "tuple":
-        assert graph.outputs == ()
-    elif form == "texts":  # which name no operator
-        assert graph.outputs == (graph.loss, None, None)
-    else:
-        leaves = [torch.full((2,), float(index)) for index in range(len(graph.outputs))]
-        rebuilt = torch.utils._pytree.tree_unflatten(leaves, graph.output_spec)
-        assert type(rebuilt).__name__ == "ModelOutput"
-        assert graph.outputs[0] == graph.loss
-        assert rebuilt.logits.tolist() == [1.0, 1.0]
-        assert rebuilt.past is rebuilt.cache is None
-
-
 SCALAR = "^loss: must be a floating-point scalar tensor, but is a "
 LAZY = {"model": "torch.nn:LazyLinear", "kwargs": {"out_features": 3}}
+UNTRAINED = """
+def plain():
+    return nn.Sequential(nn.Linear(6, 3))
+
+def frozen():
+    return plain().requires_grad_(False)
+
+def hooked():
+    model = plain()
+    model[0].register_full_backward_hook(lambda module, given, gradient: None)
+    return model
+
+def text():
+    return "a model"
+
+def vector_loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+def count_loss(outputs, targets):
+    return (outputs.argmax(1) == targets).sum()
+
+def float_loss(outputs, targets):
+    return 1.0
+
+class transposed(list):
+    def __init__(self):
+        super().__init__([(torch.ones(6), torch.tensor(1))] * 8)
+    def collate_fn(self, samples):
+        vectors, classes = zip(*samples)
+        return torch.stack(vectors, 1), torch.stack(classes)
+"""
 
 
 @pytest.mark.parametrize(
@@ -155,18 +225,25 @@ LAZY = {"model": "torch.nn:LazyLinear", "kwargs": {"out_features": 3}}
         ({"loss": "count_loss"}, SCALAR + "scalar of torch.int64"),
         ({"loss": "float_loss"}, SCALAR + "float"),
         ({"loss": "model"}, SCALAR + r"tensor of shape \[batch, 3\]"),
-        ({"model": "Frozen"}, "^loss: depends on no parameter that requires a gradient"),
-        ({"data": "Transposed"}, r"^data: a batch of 4 samples has a tensor of shape \[6, 4\]"),
-        ({"model": "not_a_module"}, r"^model\.factory: .*returned a str, not a torch\.nn\.Module"),
+        ({"model": "frozen"}, "^loss: depends on no parameter that requires a gradient"),
+        ({"data": "transposed"}, r"^data: a batch of 4 samples has a tensor of shape \[6, 4\]"),
+        ({"model": "text"}, r"^model\.factory: .*returned a str, not a torch\.nn\.Module"),
         (LAZY, "'weight' of a LazyLinear has no shape yet"),
-        ({"model": "BackwardHook"}, "^model: inner.0 has a backward hook, which no graph can hold"),
+        ({"model": "hooked"}, "^model: 0 has a backward hook, which no graph can hold"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_silence(
-    make_job, capfd, names: dict[str, Any], message: str
+    make_job, write_modules, capfd, names: dict[str, Any], message: str
 ) -> None:
+    path = write_modules({}, UNTRAINED)
+    given = {
+        key: f"{path}:{name}"
+        if isinstance(name, str) and name.islower() and name != "model"
+        else name
+        for key, name in {"model": "plain", **names}.items()
+    }
     with pytest.raises(CaptureError, match=message) as raised:
-        make_job(**{"model": "mlp", **names}).training_graph(4)
+        make_job(**given).training_graph(4)
     assert raised.value.cure
     assert capfd.readouterr() == ("", "")
 
@@ -311,21 +388,30 @@ def test_the_first_operator_that_differs_is_named(
 
 
 def test_an_autograd_function_is_one_operator_and_no_address_or_directory_names_it(
-    job_of, make_job, assert_as_the_model, tmp_path: Path
+    graph_of, make_job, tmp_path: Path
 ) -> None:
-    job = job_of("OwnBackward")
-    here = job.training_graph(4)
+    here = graph_of("OwnBackward")
     assert sum("Doubling" in str(node.target) for node in here.operators) == 1
     assert "0x" not in "".join(str(node.target) for node in here.operators)
-    assert_as_the_model(job)
     there = make_job(f"{shutil.copy(MODELS, tmp_path)}:OwnBackward").training_graph(4)
     assert (there.signatures, there.fingerprint) == (here.signatures, here.fingerprint)
 
 
-def test_functions_of_one_name_are_told_apart(make_job) -> None:
-    job = make_job("OneName")
+ONE_NAME = """
+def scaling(factor):
+    class Scaling(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: x * factor)
+        backward = staticmethod(lambda ctx, gradient: gradient * factor)
+    return Scaling
+"""
+
+
+def test_functions_of_one_name_are_told_apart(make_job, write_modules) -> None:
+    code = "first, second = self.kept\nx = second.apply(first.apply(x))"
+    path = write_modules({"OneName": ("(scaling(2.0), scaling(5.0))", code)}, ONE_NAME)
+    job = make_job(f"{path}:WholeOneName")
     applied = [node.target for node in job.training_graph(4).operators]
-    assert [t.function for t in applied if isinstance(t, FunctionCall)] == list(job.model.functions)
+    assert [t.function for t in applied if isinstance(t, FunctionCall)] == list(job.model.kept)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -365,24 +451,20 @@ def test_every_operator_knows_what_holds_for_it_and_neighbours_enter_it_once(job
         assert sum(node.name.startswith("enter") for node in module.graph.nodes) == entered
 
 
-@pytest.mark.parametrize("model", ["Branches", "Written"])
-def test_one_stage_equals_the_model_to_the_bit(job_of, assert_as_the_model, model: str) -> None:
-    assert_as_the_model(job_of(model))
-    assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == (True, False)
-    if model == "Written":  # a view without gradients lets none through; torch says otherwise
-        graph = job_of(model).training_graph(4)
-        passes = {name: region.gradients for name, region in regions(graph).items()}
-        assert dict(graph.requires_grad) == passes
+def test_a_view_without_gradients_lets_none_through(graph_of) -> None:
+    """torch itself says otherwise."""
+    graph = graph_of("Written")
+    passes = {name: region.gradients for name, region in regions(graph).items()}
+    assert dict(graph.requires_grad) == passes
 
 
-def test_a_graph_captured_in_half_precision_equals_the_model_to_the_bit(
-    make_job, assert_as_the_model
-) -> None:
+def test_a_graph_captured_in_half_precision_gives_what_the_model_gives(make_job, run_whole) -> None:
     job = make_job("Asking", training={"steps": 1, "batch_size": 8, "precision": "bf16"})
     assert any(region.autocasts for region in regions(job.training_graph(4)).values())
-    assert_as_the_model(job, "bf16")
+    batch = job.loader.example(4)
     with arithmetic("bf16", torch.device("cpu")):
-        assert job.model(job.loader.example(4)[0]).dtype == torch.bfloat16
+        assert torch.equal(run_whole(job), job.step(*batch))
+        assert job.model(batch[0]).dtype == torch.bfloat16
 
 
 # What is known of a model
