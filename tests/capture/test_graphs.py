@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,6 @@ from pipectl.capture.operators import FunctionCall
 from pipectl.capture.regions import WHOLE, Autocast, Region, arithmetic, region_of
 from pipectl.capture.slices import coupled_operators
 from pipectl.errors import CaptureError
-from pipectl.spec import dump
 
 MODELS = Path(__file__).with_name("models.py")
 
@@ -248,21 +243,6 @@ def test_what_cannot_be_trained_is_refused_in_silence(
     assert capfd.readouterr() == ("", "")
 
 
-def test_torch_warns_of_nothing_while_it_exports(make_job, monkeypatch) -> None:
-    logger, export = logging.getLogger("torch"), torch.export.export
-    speaks: list[bool] = []
-
-    def watched(*given: Any, **options: Any) -> Any:
-        speaks.append(logger.isEnabledFor(logging.WARNING))
-        return export(*given, **options)
-
-    monkeypatch.setattr("torch.export.export", watched)
-    before = logger.level
-    make_job("mlp").training_graph(4)
-    assert set(speaks) == {False}
-    assert logger.level == before
-
-
 # Batch sizes
 
 
@@ -306,37 +286,6 @@ def test_a_size_that_became_a_number_fixes_the_graph_whatever_the_loss_leaves_ou
 
 
 # Fingerprints
-
-CODE = """
-import sys
-from pathlib import Path
-from pipectl.capture import CapturedJob
-from pipectl.spec import load
-for path in sys.argv[1:]:
-    graph = CapturedJob(load(Path(path))).training_graph(4)
-    print(graph.fingerprint, sorted(graph.groups.items()))
-print("MPI" if "mpi4py" in sys.modules else "no MPI")
-"""
-
-
-def test_the_fingerprint_is_equal_in_another_process_which_needs_no_mpi(job_of, tmp_path) -> None:
-    jobs = [job_of(name) for name in ("Inplace", "Skip", "SharedNorm", "tied")]
-    files = [tmp_path / f"{number}.yaml" for number in range(len(jobs))]
-    for job, file in zip(jobs, files, strict=True):
-        file.write_text(dump(job.spec))
-    other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    lines = subprocess.run(
-        [sys.executable, "-c", CODE, *map(str, files)],
-        env={**os.environ, "PYTHONHASHSEED": other},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=200,
-    ).stdout.splitlines()
-    graphs = [job.training_graph(4) for job in jobs]
-    assert lines[:-1] == [f"{g.fingerprint} {sorted(g.groups.items())}" for g in graphs]
-    assert len(set(lines)) == 5
-    assert lines[-1] == "no MPI"
 
 
 def test_the_fingerprint_depends_neither_on_the_captured_batch_size_nor_on_weights(

@@ -33,8 +33,11 @@ def test_what_a_model_may_not_do_is_refused_at_its_line(
     make_job, write_modules, place_of, kind: str, module: Any, says: str, cure: str
 ) -> None:
     path = write_modules({kind: module})
+    job = make_job(f"{path}:Whole{kind}")
+    before = str(vars(job.model).get("kept"))
     with pytest.raises(CaptureError) as caught:
-        make_job(f"{path}:Whole{kind}").training_graph(4)
+        job.training_graph(4)
+    assert str(vars(job.model).get("kept")) == before
     code = module if isinstance(module, str) else module[1]
     assert place_of(path, code) in caught.value.message
     assert says in caught.value.message
@@ -54,22 +57,6 @@ def test_what_no_step_reads_of_another_may_be_kept_and_is_left_as_it_was(
     for module, attributes in zip(job.model, before, strict=True):
         assert vars(module).keys() == attributes.keys()
         assert getattr(module, "kept", None) is attributes.get("kept")
-
-
-def test_numbers_deeper_than_attributes_are_refused_and_left_as_they_were(
-    make_job, write_modules, place_of
-) -> None:
-    first = "types.SimpleNamespace(counts={'a': 0}, other=0)"
-    code = "self.kept.counts['a'] += 1; self.kept.other += 1; x = x * self.kept.counts['a']"
-    path = write_modules({"Deep": (first, code)})
-    job = make_job(f"{path}:WholeDeep")
-    with pytest.raises(CaptureError) as raised:
-        job.training_graph(4)
-    assert raised.value.message == (
-        "model: keeps \"kept.counts['a']\" from one step to the next "
-        f"{place_of(path, code)}, which a graph would freeze"
-    )
-    assert (job.model.kept.counts, job.model.kept.other) == ({"a": 0}, 0)
 
 
 def test_a_set_that_a_forward_leaves_alone_keeps_its_order() -> None:
@@ -161,14 +148,6 @@ def test_draws_by_a_function_that_has_another_name_are_refused(make_job, write_m
     path = write_modules({"ByName": "x = x * (2 if draw() < 0.5 else 3)"})
     with pytest.raises(CaptureError, match="generator that is not torch's own"):
         make_job(f"{path}:WholeByName").training_graph(4)
-
-
-def test_values_read_through_data_are_captured(make_job, write_modules) -> None:
-    code = """x = x + (x.round() - x).data
-d = self.linear.weight.data.requires_grad_(False)
-x = x.to(d.dtype) @ d.T[:, : d.shape[-1]] * (1 - d[0]) * (d[1] == d[1].max())"""
-    graph = make_job(f"{write_modules({'Reading': code})}:WholeReading").training_graph(4)
-    assert "detach" in "".join(str(node.target) for node in graph.operators)
 
 
 def test_a_block_with_generators_of_its_own_draws_by_seed_alone(make_job, write_modules) -> None:

@@ -40,7 +40,7 @@ from pipectl.runtime.evaluation import Metrics
 from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.runtime.stage import MicroBatch, Stage
-from pipectl.spec import JobSpec, dump, load
+from pipectl.spec import dump, load
 
 MODELS = Path(__file__).with_name("models.py")
 ACTIVATION, GRADIENT = TransferKind.ACTIVATION, TransferKind.GRADIENT
@@ -324,38 +324,30 @@ def test_rows_of_a_draw_that_gives_several_tensors(make_job, write_modules, run_
 
 DRAWN = """
 import torch
-from torch.utils.data import TensorDataset
 
 def dataset():
-    return TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))
-"""
-JOB = """
-version: 1
-name: job
-model: {factory: torch.nn:Linear, kwargs: {in_features: 6, out_features: 3}}
-loss: torch.nn:CrossEntropyLoss
-data: ./drawn.py:dataset
-training: {steps: 1, batch_size: 8}
+    return torch.utils.data.TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))
 """
 
 
 def test_what_a_data_factory_draws_follows_from_the_seed_wherever_its_file_lies(
-    tmp_path: Path,
+    make_spec, tmp_path: Path
 ) -> None:
-    def inputs_of(spec: JobSpec) -> torch.Tensor:
-        return CapturedJob(spec).loader.example(8)[0]
+    def inputs_of(place: str, seed: int) -> torch.Tensor:
+        file = tmp_path / place / "drawn.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(DRAWN)
+        training = {"steps": 1, "batch_size": 8, "seed": seed}
+        spec = make_spec("mlp", data=f"{file}:dataset", training=training)
+        (tmp_path / "run.yaml").write_text(dump(spec))
+        kept = CapturedJob(load(tmp_path / "run.yaml", sites=()))
+        inputs: torch.Tensor = CapturedJob(spec).loader.example(8)[0]
+        assert torch.equal(kept.loader.example(8)[0], inputs)
+        return inputs
 
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "drawn.py").write_text(DRAWN)
-        (tmp_path / name / "job.yaml").write_text(JOB)
-    here, there = (load(tmp_path / name / "job.yaml", sites=()) for name in ("here", "there"))
-    (tmp_path / "run.yaml").write_text(dump(there))
-    drawn = inputs_of(here)
-    assert torch.equal(inputs_of(there), drawn)
-    assert torch.equal(inputs_of(load(tmp_path / "run.yaml", sites=())), drawn)
-    other = load(tmp_path / "here" / "job.yaml", ["training.seed=1"], sites=())
-    assert not torch.equal(inputs_of(other), drawn)
+    here = inputs_of("here", 0)
+    assert torch.equal(inputs_of("there", 0), here)
+    assert not torch.equal(inputs_of("here", 1), here)
 
 
 def test_an_accelerator_of_any_kind_is_seeded_if_it_is_in_use(

@@ -126,19 +126,6 @@ def test_a_layer_that_is_added_or_looked_at_changes_no_other() -> None:
     assert float(looked["second.weight"].sum()) == pytest.approx(model.seen)
 
 
-def test_a_parameter_without_values() -> None:
-    class Forgotten(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(3))
-
-    with pytest.raises(
-        CaptureError, match="weight is created in the factory but never init"
-    ) as found:
-        made(Forgotten)
-    assert "model.weights" in str(found.value.cure)
-
-
 @pytest.mark.parametrize("model", ["gpt", "tied", "cnn", "dense"])
 def test_the_graphs_are_those_of_an_ordinary_model_and_only_what_is_asked_for_is_made(
     make_job, job_of, model: str
@@ -157,17 +144,41 @@ def test_the_graphs_are_those_of_an_ordinary_model_and_only_what_is_asked_for_is
     assert real == [first, last]
 
 
-def test_a_factory_that_needs_values_names_the_way_out(make_job, tmp_path: Path) -> None:
-    (tmp_path / "needy.py").write_text(
-        "import torch\n"
-        "class Needy(torch.nn.Linear):\n"
-        "    def __init__(self):\n"
-        "        super().__init__(2, 2)\n"
-        "        self.weight.detach().numpy()\n"
-    )
-    with pytest.raises(CaptureError, match=r"needy.py:5.*materialize: per_rank") as found:
-        make_job(f"{tmp_path / 'needy.py'}:Needy", materialize="per_rank")
-    assert "materialize: eager" in str(found.value.cure)
+FACTORIES = """
+import torch
+
+class Needy(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.weight.detach().numpy()
+
+class Forgotten(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "message", "cure"),
+    [
+        ("Needy", r"factories.py:7.*materialize: per_rank", "materialize: eager"),
+        ("Forgotten", "weight is created in the factory but never init", "model.weights"),
+    ],
+)
+def test_a_factory_that_needs_values_or_gives_none_names_the_way_out(
+    make_job, tmp_path: Path, factory: str, message: str, cure: str
+) -> None:
+    path = tmp_path / "factories.py"
+    path.write_text(FACTORIES)
+
+    def values() -> None:
+        job = make_job(f"{path}:{factory}", materialize="per_rank")
+        job.materialize(job.states)
+
+    with pytest.raises(CaptureError, match=message) as found:
+        values()
+    assert cure in str(found.value.cure)
 
 
 # Weights to start from
