@@ -39,7 +39,8 @@ class Described(Vectors):
 
 
 def by_keyword() -> list[dict[str, Tensor]]:
-    return [{"x": x, "y": y} for x, y in Vectors()]
+    pairs = Vectors()
+    return [{"x": pairs.vectors[i], "y": pairs.classes[i]} for i in range(len(pairs))]
 
 
 def mean_by_size(outputs: Tensor, targets: dict[str, Any]) -> Tensor:

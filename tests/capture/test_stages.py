@@ -177,13 +177,13 @@ def test_a_model_may_return_how_many_samples_there_are_but_no_parameter_that_is_
             build_stage(Cut(graph, stages(graph), training=False), 0, 4)
         return
     for size in (4, 7):
-        code = build_stage(Cut(graph, stages(graph), training=False), 0, size)
+        stage = build_stage(Cut(graph, stages(graph), training=False), 0, size)
         inputs, targets = job.loader.example(size)
         batch = by_name(graph, (inputs, targets))
-        states = [job.states[graph.states[slot.value].name] for slot in code.states]
-        results = code.module(0, *states, *(batch[name] for name in code.inputs))
+        states = [job.states[graph.states[slot.value].name] for slot in stage.states]
+        results = stage.module(0, *states, *(batch[name] for name in stage.inputs))
         found = Metrics(job.metrics(), lambda *_: graph)
-        found.add(Rows.of(size), dict(zip(code.results, results, strict=True)), targets)
+        found.add(Rows.of(size), dict(zip(stage.results, results, strict=True)), targets)
         assert found.result()["right"] == 1.0
 
 
