@@ -16,6 +16,7 @@ from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.judge import TIE
 from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.partition.layout import Choice, Layout, consecutive
+from pipectl.planner.partition.programme import _hash_of
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, policy_a
@@ -186,3 +187,8 @@ def test_long_chains_need_no_recursion(chain) -> None:
     graph = condense(chain(5000))
     assert len(graph) == 5000
     assert [*bits(graph.ancestors[4])] == [0, 1, 2, 3]
+
+
+def test_results_are_kept_for_the_same_numbers_only() -> None:
+    """1.2 and 12.5 read like 1.21 and 2.5 if one is written after the other."""
+    assert _hash_of((1.2, 12.5)) != _hash_of((1.21, 2.5))
