@@ -195,18 +195,9 @@ class Described(Model):
         assert state["version"] == 3
 
 
-class Checkpointed(Model):
-    """Runs a part again in the backward, which ends before its last operator or goes through."""
-
-    def __init__(self, reentrant: bool = False) -> None:
-        super().__init__()
-        self.part = Part(reentrant)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.part(x))
-
-
 class Part(nn.Module):
+    """Runs again in the backward, which ends before its last operator or goes through."""
+
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.reentrant = reentrant
@@ -214,6 +205,15 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+class Checkpointed(Model):
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.part = Part(reentrant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.part(x))
 
 
 class Counter(nn.Module):
@@ -229,8 +229,7 @@ class Counter(nn.Module):
         self.seen.append(self.seen[-1] + 1)
         self.loose += 1
         self.counted += 1
-        kept = self.calls + len(self.seen) + self.loose + self.counted
-        return x * (1 + 0.1 * kept)
+        return x * (1 + 0.1 * (self.calls + len(self.seen) + self.loose + self.counted))
 
 
 class Counting(Model):

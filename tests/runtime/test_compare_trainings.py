@@ -65,12 +65,10 @@ def test_a_missing_tensor_is_a_difference_even_within_a_tolerance() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [
-        ([1.0, 2.0], [1.0, 2.5], 0.5),
-        ([math.nan, 1.0], [math.nan, 1.0], 0.0),
+        ([math.nan, 1.0], [math.nan, 1.5], 0.5),
         ([math.nan], [1.0], math.inf),
         ([math.inf], [math.inf], 0.0),
         ([math.inf], [-math.inf], math.inf),
-        ([1], [4], 3.0),
         ([True], [False], 1.0),
         ([3 + 4j], [0j], 5.0),
         ([], [], 0.0),

@@ -39,7 +39,11 @@ def test_a_rank_that_fails_in_step_3_ends_all_and_is_named(make_run, work) -> No
     done = work(2, run)
     assert done.returncode not in (0, 3)
     (error,) = read_errors(run)
-    assert all_end_before(error.time + 20, run)
+    pids = [rank.pid for rank in read_heartbeat(run).ranks]
+    assert len(pids) == 2
+    while any(map(psutil.pid_exists, pids)):
+        assert time.time() < error.time + 20
+        time.sleep(0.1)
     assert (error.rank, error.stage, error.step) == (1, 1, 3)
     assert error.action == "FORWARD micro-batch 0"
     assert error.type == "IndexError"
@@ -47,16 +51,6 @@ def test_a_rank_that_fails_in_step_3_ends_all_and_is_named(make_run, work) -> No
     assert "Traceback" in error.traceback
     assert error.exit_code == 1
     assert f"pipectl: {error.where}: IndexError" in done.stderr
-
-
-def all_end_before(deadline: float, run: RunDirectory) -> bool:
-    beat = read_heartbeat(run)
-    assert beat is not None
-    pids = [rank.pid for rank in beat.ranks]
-    assert len(pids) == 2
-    while any(map(psutil.pid_exists, pids)) and time.time() < deadline:
-        time.sleep(0.1)
-    return time.time() < deadline
 
 
 @pytest.mark.mpi
@@ -108,22 +102,18 @@ def test_what_cannot_go_on_ends_all_ranks_and_is_named(
 
 
 @pytest.mark.mpi
-def test_more_processes_than_ranks(make_run, work) -> None:
-    run = make_run(1)
-    done = work(2, run)
-    assert done.returncode == 3
-    assert "MPI started 2 process(es), but the plan has 1 ranks" in done.stderr
-    assert "plan again for the ranks you start" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.mpi
-def test_a_run_directory_that_does_not_exist(launch, tmp_path: Path) -> None:
-    done = launch(0, "-m", "pipectl.runtime.worker", "--run", tmp_path / "absent")
-    assert done.returncode == 3
-    assert f"{tmp_path / 'absent' / 'job.yaml'}" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "absent").exists()
+def test_more_processes_than_ranks_and_a_run_that_does_not_exist_are_refused(
+    make_run, work, launch, tmp_path: Path
+) -> None:
+    more = work(2, make_run(1))
+    assert "MPI started 2 process(es), but the plan has 1 ranks" in more.stderr
+    assert "plan again for the ranks you start" in more.stderr
+    absent = tmp_path / "absent"
+    none = launch(0, "-m", "pipectl.runtime.worker", "--run", absent)
+    assert str(absent / "job.yaml") in none.stderr
+    assert not absent.exists()
+    assert [done.returncode for done in (more, none)] == [3, 3]
+    assert "Traceback" not in more.stderr + none.stderr
 
 
 @pytest.mark.mpi
@@ -139,14 +129,6 @@ def test_a_rank_without_a_stage_takes_part(make_run, train) -> None:
     assert "head.weight" in checkpoint.load(run.checkpoints / "step-000005")
 
 
-PHASES = """
-reading the plan; meeting the other ranks; looking for a checkpoint; choosing the device;
-building the model and the data; capturing the model; choosing how messages travel;
-building the stages; connecting to the other ranks; making the optimizer; warming up; training;
-saving; training; finishing
-"""
-
-
 def test_a_rank_says_what_it_does_from_its_start(make_run, monkeypatch) -> None:
     """Alone, it may have an optimizer that looks at all parameters."""
     run = make_run(1, training={"steps": 1, "batch_size": 4}, optimizer=COUPLED)
@@ -158,7 +140,12 @@ def test_a_rank_says_what_it_does_from_its_start(make_run, monkeypatch) -> None:
 
     monkeypatch.setattr(Board, "phase", note)
     work_here(run, MPI.COMM_SELF, board)
-    assert phases == " ".join(PHASES.split()).split("; ")
+    assert "; ".join(phases) == (
+        "reading the plan; meeting the other ranks; looking for a checkpoint; choosing the device; "
+        "building the model and the data; capturing the model; choosing how messages travel; "
+        "building the stages; connecting to the other ranks; making the optimizer; warming up; "
+        "training; saving; training; finishing"
+    )
     assert board.read().step == 1
 
 
@@ -200,46 +187,32 @@ def refusal(run: RunDirectory) -> PipectlError:
     return raised.value
 
 
-LONGER = {"factory": RAGGED, "kwargs": {"count": 4, "longer_from": 0}}
-DOUBLE = {"factory": RAGGED, "kwargs": {"double": True}}
-OVERLAPPING = {"stages": 1, "schedule": "pipedream-2bw", "micro_batches": 2}
+def ragged(**kwargs: Any) -> dict[str, Any]:
+    return {"data": {"factory": RAGGED, "kwargs": kwargs}, "every": 5}
+
+
+SHORT_EPOCHS = {  # the sixth step has 2 of 22 samples, long after the first checkpoint
+    "data": {"kwargs": {"count": 22}},
+    "training": {"steps": 8, "batch_size": 4},
+    "pipeline": {"stages": 1, "schedule": "pipedream-2bw", "micro_batches": 2},
+    "checkpoint": {"every": 2},
+}
 
 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        (
-            {"data": {"kwargs": {"count": 3}, "drop_last": True}},
-            "data: 3 samples fill no batch of 4",
-        ),
-        (
-            {"evaluation": {"data": f"{PARTS}:Endless"}},
-            "evaluation.data: is iterable, so that its end is not known",
-        ),
-        (
-            {"evaluation": {"data": LONGER, "every": 5}},
-            "evaluation.data: 'inputs' of a batch is [2, 8] of torch.float32, but ",
-        ),
-        (
-            {"evaluation": {"data": DOUBLE, "every": 5}},
-            "evaluation.data: 'inputs' of a batch is [2, 6] of torch.float64, but ",
-        ),
-        (  # the sixth step has 2 of 22 samples, long after the first checkpoint
-            {
-                "data": {"kwargs": {"count": 22}},
-                "training": {"steps": 8, "batch_size": 4},
-                "pipeline": OVERLAPPING,
-                "checkpoint": {"every": 2},
-            },
-            "data: the last batch of an epoch fills 1 of 2 micro-batches; schedule pipedream-2bw "
-            "takes as many in every step",
-        ),
+        ({"data": {"kwargs": {"count": 3}, "drop_last": True}}, "data: 3 samples fill no batch"),
+        ({"evaluation": {"data": f"{PARTS}:Endless"}}, "evaluation.data: is iterable, so that "),
+        ({"evaluation": ragged(count=4, longer_from=0)}, "[2, 8] of torch.float32, but "),
+        ({"evaluation": ragged(double=True)}, "[2, 6] of torch.float64, but "),
+        (SHORT_EPOCHS, "data: the last batch of an epoch fills 1 of 2 micro-batches; schedule "),
     ],
 )
 def test_data_that_do_not_suit_the_job_are_refused(
     make_run, sections: dict[str, Any], message: str
 ) -> None:
-    assert refusal(make_run(1, **sections)).message.startswith(message)
+    assert message in refusal(make_run(1, **sections)).message
 
 
 def test_a_plan_for_others_or_none_at_all_is_refused(make_run) -> None:

@@ -118,9 +118,13 @@ def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("clip", "written"), [(1.0, True), (None, True), (1.0, False)],
-    ids=["with all ranks", "a step later", "no checkpoint can be written"],
-)  # fmt: skip
+    ("clip", "written"),
+    [
+        pytest.param(1.0, True, id="with all ranks"),
+        pytest.param(None, True, id="a step later"),
+        pytest.param(1.0, False, id="no checkpoint can be written"),
+    ],
+)
 def test_one_rank_stops_and_saves_nothing_of_the_step(
     make_run, work, clip: float | None, written: bool
 ) -> None:
