@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipectl.capture import CapturedGraph, Cut, build_stage
+from pipectl.capture import CapturedGraph, CapturedJob, Cut, build_stage
 from pipectl.capture.job import assign_groups, find_traits
 from pipectl.capture.operators import FunctionCall
 from pipectl.capture.regions import WHOLE, Autocast, Region, arithmetic, region_of
@@ -228,17 +228,12 @@ class transposed(list):
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_silence(
-    make_job, write_modules, capfd, names: dict[str, Any], message: str
+    spec_maker, write_modules, capfd, names: dict[str, Any], message: str
 ) -> None:
-    path = write_modules({}, UNTRAINED)
-    given = {
-        key: f"{path}:{name}"
-        if isinstance(name, str) and name.islower() and name != "model"
-        else name
-        for key, name in {"model": "plain", **names}.items()
-    }
+    make_spec = spec_maker(write_modules({}, UNTRAINED))
+    given = {"model": "plain", "data": f"{MODELS}:Vectors", **names}
     with pytest.raises(CaptureError, match=message) as raised:
-        make_job(**given).training_graph(4)
+        CapturedJob(make_spec(**given)).training_graph(4)
     assert raised.value.cure
     assert capfd.readouterr() == ("", "")
 

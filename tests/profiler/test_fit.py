@@ -25,7 +25,7 @@ def profile(cached: bool) -> Profile:
             id=f"n{i}",
             name=f"layer{i}",
             forward_s=draw.uniform(1e-5, 1e-4),
-            backward_s=draw.uniform(1e-5, 2e-4),
+            backward_s=draw.uniform(1e-5, 2e-4) if i >= 9 else 0.0,  # integers, say
             parameter_bytes=1 << 20,
             output_bytes=100,
             gradient_bytes=100,
@@ -52,7 +52,7 @@ def samples(of: Profile, stage: StageOverhead, factors: tuple[float, float]) -> 
         parts = footprints.of(cut)
         own = stage_times(parts.sums, times, 1.0, bare)[:, 0]
         more = np.array(overhead_times(parts.sums.values[:, 0], stage))
-        times_s = (np.array(factors)[:, None] * own + more).T.tolist()
+        times_s = ((np.array(factors)[:, None] * own + more) * (own > 0)).T.tolist()
         found.append(Sample(parts, [StageTimes(*each) for each in times_s]))
     return found
 
@@ -98,7 +98,7 @@ def test_odd_samples_change_little_and_make_no_time_negative() -> None:
     assert min(stage.forward_s, stage.received_s, stage.sent_s, stage.backward_s) >= 0
     fit = fit_stages(changed(of, lambda _: StageTimes(1e-3, 2e-3)), of, None)
     assert fit.factors == pytest.approx((0.5, 0.5))  # operators keep some time
-    assert fit.error == pytest.approx(0.143, abs=1e-3)
+    assert fit.error == pytest.approx(0.125, abs=1e-3)
     assert fit.stage.forward_s > 0
 
 
