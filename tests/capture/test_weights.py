@@ -24,13 +24,16 @@ EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
 
 
 class Block(nn.Module):
-    """Parameters of several origins, tables as buffer and attribute, a value read in between."""
+    """Parameters of several origins, halves of a draw, tables as buffer and attribute, a value read."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
         self.scale = nn.Parameter(torch.ones(width) * 0.5)
         self.drawn = nn.Parameter(torch.randn(width, width) * 0.02)
+        halves = torch.randn(2, width)
+        self.low, self.high = (nn.Parameter(half.clone()) for half in halves)
+        self.whole = nn.Parameter(halves)
         self.norm = nn.BatchNorm1d(width)
         rates = torch.linspace(0, 0.3, 4)
         self.dropout = nn.Dropout(rates[2].item())
@@ -40,9 +43,14 @@ class Block(nn.Module):
         self.levels = torch.tensor([0.5, 0.25]).cumsum(0)
 
 
-def build() -> nn.Module:
+def build(more: bool = False, look: bool = False) -> nn.Sequential:
+    """Two equal blocks and a layer; perhaps another layer made before them, or a look at values."""
+    added = nn.Linear(5, 5) if more else None
     block = Block(8)
     model = nn.Sequential(block, copy.deepcopy(block), nn.Linear(8, 3))
+    if added is not None:
+        model.added = added
+    block.seen = float(block.drawn.detach().sum()) if look else 0.0
     nn.init.normal_(model[2].weight, mean=2.0, std=1e-3)
     with torch.no_grad():
         model[2].weight[:, 0].zero_()
@@ -54,7 +62,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def made(factory: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, dict[str, Tensor]]:
+def made(factory: Callable[[], Any], seed: int = 3) -> tuple[Any, dict[str, Tensor]]:
     """The model without memory, and its tensors, made last to first."""
     notes = Deferred(seed)
     model = notes.build(factory)
@@ -72,7 +80,8 @@ def test_tensors_are_those_of_an_ordinary_model_but_for_random_values() -> None:
         for trait in ("dtype", "shape", "requires_grad"):
             assert getattr(values[name], trait) == getattr(tensor, trait), name
         assert values[name].stride() == tensor.stride(), name
-    fixed = [name for name in values if not any(part in name for part in ("linear", "drawn", "2."))]
+    drawn = ("linear", "drawn", "low", "high", "whole", "2.")
+    fixed = [name for name in values if not any(part in name for part in drawn)]
     assert len(fixed) == 15
     assert all(torch.equal(values[name], ordinary[name]) for name in fixed)
     # Values that the factory reads, and plain attributes, are made at once.
@@ -95,35 +104,17 @@ def test_random_values_follow_the_rule_of_the_factory_and_depend_on_the_seed_alo
     assert torch.equal(values["2.weight"][:, 0], torch.zeros(3))
     assert torch.equal(values["0.linear.weight"], values["1.linear.weight"])  # copies
     assert not torch.equal(values["0.linear.weight"], values["0.drawn"])
-
-
-class Plain(nn.Module):
-    """Two layers and halves of one draw; perhaps another layer made before them."""
-
-    def __init__(self, more: bool = False, look: bool = False) -> None:
-        super().__init__()
-        if more:
-            self.added = nn.Linear(5, 5)
-        drawn = torch.randn(2, 8)
-        self.low, self.high = nn.Parameter(drawn[0].clone()), nn.Parameter(drawn[1].clone())
-        self.whole = nn.Parameter(drawn)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        layer = nn.Linear(4, 4)
-        nn.Linear(4, 4)
-        self.copies = nn.Sequential(copy.deepcopy(layer), copy.deepcopy(layer))
-        self.seen = float(self.second.weight.detach().sum()) if look else 0.0
+    assert torch.equal(torch.stack([values["0.low"], values["0.high"]]), values["0.whole"])
+    assert not torch.equal(values["0.low"], values["0.high"])
 
 
 def test_a_layer_that_is_added_or_looked_at_changes_no_other() -> None:
-    _, values = made(Plain)
-    assert torch.equal(torch.stack([values["low"], values["high"]]), values["whole"])
-    assert not torch.equal(values["low"], values["high"])
-    assert torch.equal(values["copies.0.weight"], values["copies.1.weight"])
-    _, more = made(lambda: Plain(more=True))
+    _, values = made(build)
+    _, more = made(lambda: build(more=True))
     assert more.keys() - values.keys() == {"added.weight", "added.bias"}
     assert all(torch.equal(values[name], more[name]) for name in values)
-    model, looked = made(lambda: Plain(look=True))
-    assert float(looked["second.weight"].sum()) == pytest.approx(model.seen)
+    model, looked = made(lambda: build(look=True))
+    assert float(looked["0.drawn"].sum()) == pytest.approx(model[0].seen)
 
 
 @pytest.mark.parametrize("model", ["gpt", "tied", "cnn", "dense"])
