@@ -387,47 +387,42 @@ class Padless(nn.Module):
 
 
 class FixedLength(Padless):
-    """Fixes the length of each graph, but computes the same for every length."""
+    """Fixes the length of each graph, but computes the same for every length up to a limit."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)
+        x = x.relu() if ids.shape[1] > self.limit else x
         return self.head(x + torch.linspace(0, 1, int(ids.shape[1]))[:, None])
 
 
-class Branching(Padless):
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        return self.head(x.relu() if ids.shape[1] > 10 else x)
-
-
-@pytest.fixture
-def bucketed(make_job: Any) -> Any:
+@pytest.mark.parametrize(
+    ("model", "kwargs", "count"),
+    [("Padless", {}, 1), ("FixedLength", {"limit": 12}, 3), ("FixedLength", {"limit": 10}, 0)],
+)
+def test_the_graph_of_a_length_gives_what_the_model_gives_or_a_length_is_refused(
+    make_job: Any, run_whole: Any, model: str, kwargs: Any, count: int
+) -> None:
     buckets = {"buckets": [5, 8, 12], "pad": {"inputs": 0, "targets": -100}}
     data, loss = {"factory": f"{EQUALITY}:Sentences", **buckets}, f"{EQUALITY}:token_loss"
-    return lambda model: make_job(f"{__file__}:{model}", loss=loss, data=data)
-
-
-@pytest.mark.parametrize("model", ["Padless", "FixedLength"])
-def test_the_graph_of_a_length_gives_what_the_model_gives(
-    bucketed: Any, run_whole: Any, model: str
-) -> None:
-    job = bucketed(model)
+    job = make_job(f"{__file__}:{model}", kwargs=kwargs, loss=loss, data=data)
+    if not count:
+        with pytest.raises(CaptureError) as raised:
+            job.check_shapes(4)
+        assert raised.value.message.startswith(
+            "model: its graph for sequences of 12 (data.buckets) differs from that for 5: "
+        )
+        return
     for graph_of in (job.training_graph, job.evaluation_graph):
-        graphs = {id(graph_of(3, length)) for length in (0, 5, 8, 12)}
-        assert len(graphs) == (1 if model == "Padless" else 3)
+        assert len({id(graph_of(3, length)) for length in (0, 5, 8, 12)}) == count
     assert job.training_graph(3).tokens_per_sample
     for length in (5, 8, 12):
         plain = job.step(*job.loader.example(3, length=length))
         assert torch.equal(run_whole(job, Rows.of(3, length)), plain)
     job.check_shapes(3)
-
-
-def test_a_model_that_computes_something_else_for_a_length_is_refused(bucketed: Any) -> None:
-    with pytest.raises(CaptureError) as raised:
-        bucketed("Branching").check_shapes(4)
-    assert raised.value.message.startswith(
-        "model: its graph for sequences of 12 (data.buckets) differs from that for 5: "
-    )
 
 
 # Batches by name: tensors and numbers are the graph's, all else is nobody's

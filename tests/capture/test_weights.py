@@ -24,7 +24,7 @@ EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
 
 
 class Block(nn.Module):
-    """Parameters of several origins, halves of a draw, tables as buffer and attribute, a value read."""
+    """Parameters of several origins, halves of a draw, tables in several places, a value read."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

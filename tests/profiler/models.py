@@ -41,13 +41,16 @@ class Counted(nn.Module):
 
 
 class Large(Counted):
-    """With a buffer of 64 MiB."""
+    """With a buffer of 64 MiB, and takes no more than so many samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         super().__init__()
+        self.most = most
         self.register_buffer("table", torch.ones(2**24))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > self.most:
+            raise ValueError("too many")
         return super().forward(x) * self.table[0]
 
 
@@ -80,15 +83,6 @@ class KeepsSets(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
         self.state[self.param_groups[0]["params"][0]]["seen"] = {1}
-
-
-class AtMostFour(Counted):
-    """Takes small micro-batches alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] > 4:
-            raise ValueError("too many")
-        return super().forward(x)
 
 
 class FromOne(Vectors):

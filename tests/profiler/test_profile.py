@@ -170,7 +170,7 @@ def test_sizes_reach_from_single_samples_to_the_batch_unless_the_spec_says_one(
 
 
 def test_other_sizes_are_measured_but_one_that_the_model_refuses_is_left_out(spec_of: Any) -> None:
-    profile = profile_job(spec_of("AtMostFour", pipeline={}))
+    profile = profile_job(spec_of("Large", kwargs={"most": 4}, pipeline={}))
     measured = {profile.micro_batch_size, *profile.operators[0].timings}
     assert len(measured) > 1
     assert max(measured) <= 4 < 8
@@ -201,7 +201,7 @@ def test_the_operators_that_read_the_data_first_contain_the_time_to_load_it(prof
 def test_a_batch_larger_than_the_data_is_an_assumption_and_the_peak_has_the_whole_model(
     profiled: Any,
 ) -> None:
-    profile = profiled("Large", **training(batch_size=32))
+    profile = profiled("Large", kwargs={"most": 32}, **training(batch_size=32))
     (said,) = [text for text in profile.assumptions if text.startswith("the data have")]
     assert "20 samples" in said
     assert "is for 32" in said
