@@ -73,20 +73,6 @@ def indices(found: list[Tensor]) -> list[int]:
     return [int(row[0]) for batch in found for row in batch]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "drop_last", "expected"),
-    [
-        (Mapped(), False, [(0, 4), (0, 4), (0, 2), (1, 4)]),
-        (Mapped(), True, [(0, 4), (0, 4), (1, 4), (1, 4)]),
-        (Stream(), False, [(0, 4), (1, 4), (2, 4), (3, 4)]),
-    ],
-    ids=["all", "full ones", "iterable"],
-)
-def test_epoch_follows_epoch(dataset: Any, drop_last: bool, expected: list[Any]) -> None:
-    loader = Loader(dataset, seed=1, batch_size=4, drop_last=drop_last)
-    assert [(batch.epoch, batch.size) for batch in islice(loader.batches(), 4)] == expected
-
-
 def test_order_and_augmentation_are_those_of_seed_and_epoch_in_any_process() -> None:
     loader, before = Loader(Mapped(), seed=1, batch_size=4), torch.get_rng_state()
     orders = [loader.order(epoch) for epoch in range(3)]
@@ -95,6 +81,9 @@ def test_order_and_augmentation_are_those_of_seed_and_epoch_in_any_process() -> 
     assert len({tuple(order) for order in orders}) == 3
     assert orders == [Loader(Mapped(), seed=1).order(epoch) for epoch in range(3)]
     assert orders[0] != Loader(Mapped(), seed=2).order(0)
+    assert [batch.epoch for batch in islice(loader.batches(), 4)] == [0, 0, 0, 1]
+    whole = Loader(Mapped(), seed=1, batch_size=4, drop_last=True)
+    assert [(b.epoch, b.size) for b in islice(whole.batches(), 3)] == [(0, 4), (0, 4), (1, 4)]
     found = taken(loader, 6, 3)
     assert [len(batch) for batch in found] == [3, 1, 3, 1, 2] * 2
     assert indices(found) == orders[0] + orders[1]
@@ -146,7 +135,9 @@ def test_an_error_in_a_loading_process_is_the_users(
 
 @pytest.mark.parametrize("dataset", [Stream(), Plain()], ids=["torch", "plain"])
 def test_an_iterable_goes_round_and_round_in_full_batches(dataset: Any) -> None:
-    found = taken(Loader(dataset, seed=1, batch_size=4), 4, 3)
+    loader = Loader(dataset, seed=1, batch_size=4)
+    assert [batch.epoch for batch in islice(loader.batches(), 4)] == [0, 1, 2, 3]
+    found = taken(loader, 4, 3)
     assert [len(batch) for batch in found] == [3, 1] * 4
     assert sorted(indices(found)[:5]) == list(range(5)) == sorted(indices(found)[5:10])
     assert indices(found)[:5] != indices(found)[5:10]

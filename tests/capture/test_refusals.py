@@ -12,7 +12,6 @@ import yaml
 from torch import Tensor, nn
 
 from pipectl.capture.opaque import Opaque
-from pipectl.capture.python_state import preserve_state
 from pipectl.capture.randomness import seed_libraries
 from pipectl.capture.refusals import refuse_overlaps
 from pipectl.errors import CaptureError, FaultError
@@ -57,20 +56,6 @@ def test_what_no_step_reads_of_another_may_be_kept_and_is_left_as_it_was(
     for module, attributes in zip(job.model, before, strict=True):
         assert vars(module).keys() == attributes.keys()
         assert getattr(module, "kept", None) is attributes.get("kept")
-
-
-def test_a_set_that_a_forward_leaves_alone_keeps_its_order() -> None:
-    model = torch.nn.Module()
-    model.seen = {64 * number for number in range(40)}
-    model.seen -= {64 * number for number in range(0, 40, 3)}
-    order = list(model.seen)
-    assert list(model.seen.copy()) != order
-    with preserve_state(model, []):
-        pass
-    assert list(model.seen) == order
-    with preserve_state(model, []):
-        model.seen.add(1)
-    assert model.seen == set(order)
 
 
 EXTRA = """
