@@ -112,11 +112,11 @@ def spec_text(cell: Cell, *, plain: bool) -> str:
     model = MODELS[cell.model]
     batch_size, micro_batches = BATCHES[cell.batch]
     dropout = "{dropout: 0.0}" if plain else "{}"
-    one_step = plain and cell.model == "tied"  # compared by its first gradients
-    optimizer = "SGD', kwargs: {lr: 1.0}" if one_step else "AdamW', kwargs: {lr: 0.003}"
-    if cell.replicas:  # under Adam, a tiny gradient of either sign moves a weight by the full rate
+    optimizer = "AdamW', kwargs: {lr: 0.003}"
+    if cell.replicas or (plain and cell.model == "tied"):
+        # Where sums are rounded, Adam moves a weight by the full rate whatever a tiny gradient is.
         optimizer = "SGD', kwargs: {lr: 0.1}"
-    steps, clip = (1, "null") if one_step else (MORE_STEPS.get(cell.model, STEPS), 0.5)
+    steps, clip = MORE_STEPS.get(cell.model, STEPS), "0.5"
     drop_last, every = "false", "null"
     if cell.schedule in OVERLAPPING:
         steps, clip, every = UNFLUSHED_STEPS, "null", UNFLUSHED_STRETCH

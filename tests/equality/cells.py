@@ -146,10 +146,9 @@ def every_cell(ranks: int) -> dict[str, Cell]:
     found = [*_with_memory(ranks)]
     if ranks <= 4:
         found += [*_variants(ranks), *_unflushed(ranks), *_buckets(ranks)]
-    every_shared = (*SHARED, *FURTHER_SHARED)
-    found += [cell for cell in every_shared if sum(cell.replicas) == ranks]
-    if ranks == 1:
-        found += [cell.reference for cell in every_shared]
+    for cell in (*SHARED, *FURTHER_SHARED):
+        if ranks in (1, sum(cell.replicas)):
+            found.append(cell.reference if ranks == 1 else cell)
     return {str(cell): cell for cell in found}
 
 
