@@ -162,6 +162,18 @@ def test_what_is_said_of_a_death(monkeypatch, tmp_path, words, how, message):
         each.close()
 
 
+def test_how_long_a_rank_is_at_the_same_point_of_its_program():
+    rank = Rank(0)
+    ranks = LocalRanks([rank.settings()], launched=False, script=0)
+    assert [ranks.look(now)[0].still_s for now in (0.0, 1.0)] == [0, 1]
+    rank.board.phase("loading data")
+    assert [ranks.look(now)[0].still_s for now in (2.0, 3.0)] == [0, 1]
+    rank.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: ranks.look(3.0)[0].state == State.STOPPED)
+    assert ranks.look(5.0)[0].still_s == 2
+    rank.close()
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_with_a_rank_those_of_all_nodes_end_and_it_is_reported_unless_it_reports_itself(job, fails):
     """Nobody else can write what watchers read; they hold no socket, and damage counts for
