@@ -191,6 +191,7 @@ def test_recipes_learn_over_ranks_what_they_learn_on_one(name, steps, learns, ov
 
 
 @pytest.mark.mpi
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name",
     [
