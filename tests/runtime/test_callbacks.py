@@ -95,6 +95,11 @@ def test_they_are_told_every_line_but_no_keys_and_tokens_and_one_that_fails_is_l
     assert "swordfish" not in config
 
 
+def test_the_end_closes_them(job, run: RunDirectory) -> None:
+    Callbacks(job(a="Closing"), run, print).close()
+    assert (run.path / "closed").exists()
+
+
 def test_a_failure_closes_them_once_and_stays_the_error(job, run: RunDirectory) -> None:
     warned: list[str] = []
     spec = job(a="Closing", b="Knowing", c="Loud")
