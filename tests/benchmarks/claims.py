@@ -58,7 +58,6 @@ PRECISION = 1.05
 SYNCHRONOUS = "synchronous 1F1B iteration latency, event-simulated, full-duplex links"
 AT_LEAST = "per-device micro-batch >= profile micro-batch"
 """What is compared of the published plans of DAPPLE's profiles."""
-PAIRS = ("DAPPLE", "PipeDream"), ("pipectl", "DAPPLE"), ("pipectl", "PipeDream")
 
 OPENING = """# The claims of the papers, shown
 
