@@ -176,7 +176,8 @@ def test_a_job_on_two_nodes_is_put_back_into_the_queue_and_gives_the_local_weigh
     run = submit(pipectl, local_run, "slurm.options.begin=now+4", "checkpoint.every=5")
     assert pipectl("status", run.name, "--json")["state"] == "QUEUED"
     found = status_when(pipectl, run.name, itemgetter("step"))
-    assert (found["state"], found["phase"]) == ("RUNNING", "training")
+    assert found["state"] == "RUNNING"
+    assert found["phase"] in ("training", "saving")
     assert found["last_loss"]
     if what == "node":
         lost = processes_on(found["ranks"][1]["node"])
