@@ -1,5 +1,6 @@
 """Running commands in this process, in an empty directory, without the machine's own settings."""
 
+import io
 import json
 import math
 import re
@@ -8,21 +9,25 @@ import socket
 import stat
 import sys
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pipectl.cli import main, progress
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
+from pipectl.faults import ErrorReport
 from pipectl.jobs.planning import write_plan
 from pipectl.link import Link
-from pipectl.runs import RunDirectory
+from pipectl.runs import Record, RunDirectory
 from pipectl.simulate import simulate
 from pipectl.spec import load, profile_key
 from pipectl.timeline import Timeline
 
-GOLDEN, MODELS = map(Path(__file__).with_name, ("golden", "models_of_jobs.py"))
+HERE = Path(__file__).parent
+GOLDEN, MODELS, PROFILE = HERE / "golden", HERE / "models_of_jobs.py", HERE / "profile.json"
 JOB = """\
 version: 1
 name: tiny
@@ -77,6 +82,23 @@ def cli(place, capfd, monkeypatch):
         return Result(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """``screen(80, "progress.errors")``: what a terminal of 80 columns is sent in its place."""
+
+    def show(width, *consoles):
+        text = io.StringIO()
+        terminal = Console(
+            file=text, force_terminal=True, width=width, height=30, color_system=None
+        )
+        for path in consoles:
+            module, name = f"pipectl.cli.{path}".rsplit(".", 1)
+            monkeypatch.setattr(import_module(module), name, lambda: terminal)
+        return text
+
+    return show
 
 
 @pytest.fixture
@@ -152,30 +174,8 @@ def job(place):
 
 
 def write_profile(path: Path, key: str | None = None) -> Path:
-    """A chain of four operators, each 1 MiB of parameters, as a profiler would write it."""
-    nodes = [
-        {
-            "id": f"op{index}",
-            "name": f"layer.{index}",
-            "forward_s": 0.01,
-            "backward_s": 0.02,
-            "parameter_bytes": 2**20,
-            "output_bytes": 1000,
-            "saved": [[f"op{index}", 1000]],
-        }
-        for index in range(4)
-    ]
-    document = {
-        "version": 1,
-        "name": "tiny",
-        "source": "test",
-        "micro_batch_size": 2,
-        "fingerprint": "abc",
-        "optimizer": {"state_bytes_per_parameter": 2.0, "step_s_per_byte": 1e-10},
-        "process_baseline_bytes": 2**28,
-        "nodes": nodes,
-        "edges": [["op0", "op1"], ["op1", "op2"], ["op2", "op3"]],
-    }
+    """A chain of four operators, each with 1 MiB of parameters, as a profiler would write it."""
+    document = json.loads(PROFILE.read_text())
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({**document, "key": key} if key else document))
     return path
@@ -218,24 +218,14 @@ def run_of(place):
     """``run_of("20250101-120000-tiny", steps=7)`` makes a run whose process is gone."""
 
     def write(name, **record):
-        path = place / "runs" / name
-        for folder in ("errors", "logs", "trace", "checkpoints"):
-            (path / folder).mkdir(parents=True)
-        document = {
-            "version": 1,
-            "name": "tiny",
-            "scheduler": "local",
-            "tag": "t",
-            "submitted_at": 1.7e9,
-            "ranks": 2,
-            "nodes": 1,
-            "steps": 10,
-            "state": "submitted",
-            "job_id": f"{2**22 - 1}.1@{socket.gethostname()}",
-            "history": [],
-        }
-        (path / "record.json").write_text(json.dumps({**document, **record}))
-        return path
+        run = RunDirectory(place / "runs" / name)
+        for folder in (run.errors, run.logs, run.trace, run.checkpoints):
+            folder.mkdir(parents=True)
+        gone = f"{2**22 - 1}.1@{socket.gethostname()}"
+        usual = {"scheduler": "local", "job_id": gone, "state": "submitted"}
+        sizes = {"ranks": 2, "nodes": 1, "steps": 10}
+        Record("tiny", tag="t", submitted_at=1.7e9, **{**usual, **sizes, **record}).save(run.record)
+        return run.path
 
     return write
 
@@ -250,12 +240,6 @@ def queued(run_of):
 def gone(run_of):
     """A run whose process has ended without a word."""
     return run_of("20250103-120000-tiny")
-
-
-@pytest.fixture
-def gone_long(run_of):
-    """One with a long name and a scheduler that looks like markup."""
-    return run_of(f"20250104-120000-{'n' * 60}", scheduler="[red]x")
 
 
 def write_metrics(run: Path, steps: int, **more: Any) -> None:
@@ -287,10 +271,9 @@ def failed(run_of):
     (run / "exit_code").write_text("9\n")
     write_metrics(run, 4)
     for rank, time in ((0, 20.0), (1, 10.0)):
-        where = {"rank": rank, "host": "n1", "stage": rank, "action": "BACKWARD micro-batch 2"}
-        what = {"type": "ValueError", "message": f"boom {rank}", "cure": None, "exit_code": 1}
-        report = {**where, "step": 5, **what, "traceback": "Traceback", "time": time}
-        (run / f"errors/rank-{rank:04d}.json").write_text(json.dumps(report))
+        doing = {"stage": rank, "step": 5, "action": "BACKWARD micro-batch 2", "host": "n1"}
+        error = ErrorReport(f"boom {rank}", rank, **doing, type="ValueError", time=time)
+        error.save(run / f"errors/rank-{rank:04d}.json")
     return run
 
 
@@ -301,13 +284,6 @@ def ended(cli, profile, slurm, only_run):
     (only_run() / "exit_code").write_text("1\n")
     (only_run() / "checkpoints/step-000002").mkdir()
     slurm("sbatch", "echo 42")
-
-
-@pytest.fixture
-def no_mpi(place, monkeypatch):
-    """There is no mpiexec, and nothing is measured."""
-    monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
-    monkeypatch.setattr("pipectl.jobs.profiles.measure", lambda *_: pytest.fail("measured"))
 
 
 @pytest.fixture

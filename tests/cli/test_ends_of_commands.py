@@ -1,7 +1,6 @@
 """How commands go on and end: progress, errors, faults, signals, and output that nobody reads."""
 
 import errno
-import io
 import os
 import re
 import signal
@@ -12,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from pipectl.cli import console
 from pipectl.cli.app import print_error, signals_interrupt
 from pipectl.cli.commands.plan import interruptible
 from pipectl.cli.progress import Lines, progress_bar
@@ -52,18 +51,16 @@ def test_a_line_after_ten_twenty_and_forty_seconds_of_a_phase(capfd, monkeypatch
     assert capfd.readouterr().err.splitlines() == said
 
 
-def test_a_terminal_shows_what_goes_on_before_anything_is_counted(place, monkeypatch):
-    screen = io.StringIO()
-    terminal = Console(file=screen, force_terminal=True, width=80)
-    monkeypatch.setattr("pipectl.cli.progress.errors", lambda: terminal)
+def test_a_terminal_shows_what_goes_on_before_anything_is_counted(place, screen):
+    text = screen(80, "progress.errors", "console.errors")
     with progress_bar("profiling") as report:
         report(0, 0, "loading torch")
-        terminal.print("shown")
+        console.errors().print("shown")
         report(1, 2, "x" * 200)
     with interruptible(PlanSearch()) as tell:
-        terminal.print("shown")
+        console.errors().print("shown")
         tell("planning for 4 nodes")
-    lines = re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", screen.getvalue())
+    lines = re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", text.getvalue())
     for words in ("loading torch ", "planning (Ctrl-C: the best so far) ", "planning for 4 nodes "):
         assert any(line.startswith(words) for line in lines), words
     assert not any("x" * 60 in line for line in lines)
@@ -125,12 +122,10 @@ def test_an_error_is_a_message_and_its_cure_and_is_not_wrapped(
     assert capsys.readouterr().err == text
 
 
-def test_on_a_terminal_an_error_is_wrapped_between_words_and_its_cure_is_whole(monkeypatch):
-    screen = io.StringIO()
-    terminal = Console(file=screen, force_terminal=True, width=24, color_system=None)
-    monkeypatch.setitem(print_error.__globals__, "errors", lambda: terminal)
+def test_on_a_terminal_an_error_is_wrapped_between_words_and_its_cure_is_whole(screen):
+    text = screen(24, "app.errors")
     print_error(UsageError("one two three four five", cure="a cure that may be copied whole"))
-    assert screen.getvalue().splitlines() == [
+    assert text.getvalue().splitlines() == [
         "error: one two three",
         "       four five",
         "  a cure that may be copied whole",

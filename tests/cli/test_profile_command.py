@@ -31,40 +31,36 @@ def test_the_details_of_a_fault_of_pipectl_are_kept_beside_the_profile(cli, real
     assert details.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(
-    ("command", "count", "said", "used"),
-    [
-        (("submit", "--scheduler", "local"), 0, "interrupted before anything was measured\n", ""),
-        (
-            ("profile",),
-            *(2, "interrupted; 2 measurements are kept: the same command continues from there\n"),
-            "2 measurements are from an interrupted attempt\n",
-        ),
-    ],
-)
 def test_an_interrupt_says_what_is_kept_and_the_next_command_what_it_uses_of_it(
-    cli, real_job, monkeypatch, command, count, said, used
+    cli, real_job, monkeypatch
 ):
     note, handler = Journal.note, signal.getsignal(signal.SIGTERM)
 
-    def interrupting(journal, key, entry):
-        if count:
-            note(journal, key, entry)
-        if len(journal) == count:
-            signal.raise_signal(signal.SIGTERM)
+    def interrupted(count, *command):
+        """What a command says that is interrupted after so many measurements."""
 
-    if command == ("profile",):
-        PROFILE.parent.mkdir()
-        PROFILE.write_text("earlier")
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "note", interrupting)
-        result = cli(*command, "job.yaml")
-    assert (result.code, result.out, result.err) == (130, "", said)
-    assert signal.getsignal(signal.SIGTERM) is handler
-    assert PROFILE.exists() == (command == ("profile",))
-    assert not PROFILE.exists() or PROFILE.read_text() == "earlier"
+        def note_until(journal, key, entry):
+            if count:
+                note(journal, key, entry)
+            if len(journal) == count:
+                signal.raise_signal(signal.SIGTERM)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "note", note_until)
+            result = cli(*command)
+        assert (result.code, result.out) == (130, "")
+        assert signal.getsignal(signal.SIGTERM) is handler
+        return result.err
+
+    submit = ("submit", "job.yaml", "--scheduler", "local")
+    assert interrupted(0, *submit) == "interrupted before anything was measured\n"
+    assert not PROFILE.exists()
+    PROFILE.write_text("earlier")
+    kept = "interrupted; 2 measurements are kept: the same command continues from there\n"
+    assert interrupted(2, "profile", "job.yaml") == kept
+    assert PROFILE.read_text() == "earlier"
     result = cli("profile", "job.yaml")
-    assert (result.code, result.err) == (0, used)
+    assert (result.code, result.err) == (0, "2 measurements are from an interrupted attempt\n")
 
 
 def test_a_job_measures_in_percent_and_leaves_the_profile(cli, real_job, only_run):

@@ -1,7 +1,6 @@
 """`pipectl report`: a recorded step in the terminal, and a page read as text and in a browser."""
 
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pipectl.report.comparison import ComparisonJson
-from pipectl.timeline import Event
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -80,16 +78,3 @@ def test_a_browser_zooms_and_says_what_an_action_is(cli, recorded, tmp_path):
     assert "CONSOLE" not in done.stderr, done.stderr
     assert "<title>7 true</title>" in done.stdout, "1.25 to the 9th, and moved to the left"
     assert 'class="dim">rank 0: forward, stage 0, micro-batch 0, from 0.00 us on' in done.stdout
-
-
-def test_events_that_no_rank_can_have_are_refused(cli, recorded):
-    sound = Event(0, 0.0, 1.0, "forward", 0, 0)
-    wrong = {"rank": 2, "start_s": "x", "end_s": math.inf, "kind": [], "stage": 1.5}
-    for key, value in wrong.items():
-        row = list(sound._replace(**{key: value}))
-        damaged = {"version": 1, "ranks": 2, "columns": Event._fields, "events": [row]}
-        recorded.measured_of(10).write_text(json.dumps(damaged))
-        result = cli("report")
-        assert result.code == 3
-        assert "step-000010.json: events[0]: " in result.err
-    assert cli("report", "-o", "page.html").code == 0

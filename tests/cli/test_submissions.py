@@ -4,9 +4,7 @@ Commands at once are processes of their own; the batch system is a folder with o
 """
 
 import contextlib
-import json
 import os
-import re
 import signal
 import stat
 import sys
@@ -196,18 +194,6 @@ def test_commands_at_once_lose_and_double_no_job(cli, profile, queue):
     assert not list(run.path.glob(".record*"))
 
 
-def test_the_age_of_a_heartbeat_is_that_of_its_file(cli, queued, program):
-    """Clocks of nodes are not asked."""
-    program("squeue", DOWN)
-    for skew_s in (-86400, 86400):
-        beat = {"time": time.time() + skew_s, "state": "training", "step": 3, "steps": 4}
-        (queued / "heartbeat.json").write_text(json.dumps(beat))
-        assert cli("status", "last", "--json").json["state"] == "RUNNING"
-    old = time.time() - 600
-    os.utime(queued / "heartbeat.json", (old, old))
-    assert cli("status", "last", "--json").json["state"] == "UNKNOWN"
-
-
 def check_owner(run: RunDirectory, *, opened: bool = False) -> None:
     """Files are for their owner alone, and variables of the job are in two of them.
 
@@ -332,28 +318,3 @@ def test_what_waits_for_a_driver_that_is_gone_never_starts(start):
     LocalScheduler(grace_s=0.1).cancel(driver)
     until(runs[1:], "FAILED")
     assert "never started" in get_statuses(runs, time.time())[1].job.reason
-
-
-TEMPLATE = "{% extends base %}\n{% block setup %}\necho of the site\n{% endblock %}\n"
-
-
-def test_a_run_keeps_its_own_template_whose_name_gets_into_no_script(cli, profile, slurm, only_run):
-    def submit(name, *options):
-        template = f"launch.template={json.dumps(f'./{name}')}"
-        return cli("submit", "job.yaml", "--scheduler", "slurm", "--set", template, *options)
-
-    scripts = set()
-    for name in ("plain.sh", "$(touch x).sh", "`id`", "'; exit 1; '", "{{ job }}", "-n", "[red]"):
-        Path(name).write_text(TEMPLATE)
-        script = submit(name, "--dry-run").out
-        assert "echo of the site" in script
-        scripts.add(re.sub(r"\d{8}-\d{6}", "NOW", script))
-    assert len(scripts) == 1
-    assert "line break" in submit("a\nb", "--dry-run").err
-
-    assert submit("[red]").code == 0
-    Path("[red]").write_text("changed since")
-    (only_run() / "exit_code").write_text("1\n")
-    (only_run() / "job.sh").unlink()
-    assert cli("resume", "last").code == 0
-    assert "echo of the site" in (only_run() / "job.sh").read_text()

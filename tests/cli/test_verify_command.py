@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 from pipectl.capture.job import Traits
-from pipectl.jobs import verify
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.verify import Reference, expect
+from pipectl.jobs.verify import expect
 from pipectl.profiler import neighbours
 from pipectl.runs import Record
 
@@ -64,19 +63,30 @@ OTHER_PLAN = {"compared": "two plans", "reference": "another plan: 3 ranks, 3 st
         (2, 5, [*TAGGER, SEQUENCES], PLAIN_PROCESS, ""),
         (2, 8, ["--set=training.precision=float16", SCALING], PLAIN_PROCESS, ""),
         (2, 2, ["--between-plans", CLIPPED], OTHER_PLAN, "--between-plans: compared with another"),
+        (2, 2, [CLIPPED], OTHER_PLAN, "one process would need "),
         pytest.param(
             *(2, 2, [COMPILED], {**PLAIN_PROCESS, "tolerance": 1e-4}),
             "training.compile: fused operators round differently",
             marks=pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler"),
         ),
     ],
-    ids=["clipped", "lengths", "float16 with torch's own scaler", "two plans", "compiled"],
+    ids=[
+        "clipped",
+        "lengths",
+        "float16 with torch's own scaler",
+        "two plans",
+        "no memory",
+        "compiled",
+    ],
 )
 def test_a_pipeline_equals_its_reference_to_the_bit_unless_operators_are_fused(
     verified, monkeypatch, ranks, steps, words, expected, note
 ):
     if COMPILED in words:
         monkeypatch.setenv("PATH", PATH)
+    if note.startswith("one process would need"):
+        memory = psutil.virtual_memory()._replace(available=1)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     result = verified("--json", "--ranks", str(ranks), "--steps", str(steps), *words)
     assert result.code == 0, result.err
     answer = result.json
@@ -180,19 +190,3 @@ def test_plans_differ_in_no_bit_on_cpus_and_else_within_the_coarsest_rounding(
     notes, found = expect(job, traits, plan, reason)
     assert found == tolerance
     assert (notes or ("",))[0].startswith(note)
-
-
-def test_two_plans_are_compared_if_memory_is_short(monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 << 30))
-    monkeypatch.setattr(verify, "_like", lambda *_, **__: None)
-    needs = "one process would need 4.00 GiB, and 3.00 GiB are free"
-    for needed, reference in (
-        (2 << 30, Reference("one plain PyTorch process")),
-        (4 << 30, Reference("another plan: 3 ranks, 3 stages", "job", needs)),
-    ):
-        prediction = SimpleNamespace(peak_memory_bytes=(needed,))
-        other = SimpleNamespace(prediction=prediction, ranks=3, stages="abc")
-        monkeypatch.setattr(verify, "_prepare", lambda *_, other=other: ("job", other))
-        plan = SimpleNamespace(ranks=2)
-        found = verify.choose_reference(spec(), plan, None, PLAIN, two_plans=False)
-        assert found == reference
