@@ -13,25 +13,16 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "pipectl"
 
 LAYERS = (
-    (
-        "errors",
-        "units",
-        "files",
-        "fields",
-        "arrays",
-        "compiled",
-        "versions",
-        "faults",
-        "directives",
-    ),
-    ("graph", "profile", "link", "cluster", "plan", "timeline", "rehearsal"),
-    ("schedule", "spec", "planner", "simulate"),
-    ("batch", "runs", "report", "watch"),
-    ("capture", "profiler", "runtime"),
-    ("jobs",),
-    ("cli", "__main__"),
+    "arrays compiled faults units fields files errors versions directives",
+    "profile plan graph cluster link timeline rehearsal",
+    "spec planner simulate schedule",
+    "batch report runs watch",
+    "profiler runtime capture",
+    "jobs",
+    "__main__ cli",
 )
-LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+"""From layer 0 on; within a layer, each part comes before those that it imports."""
+LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts.split()}
 
 
 @dataclass(frozen=True)
@@ -99,54 +90,29 @@ def all_imports() -> tuple[Import, ...]:
     )
 
 
-def imported_parts() -> dict[str, set[str]]:
-    """The parts that every part imports."""
-    imports: dict[str, set[str]] = {part: set() for part in LAYER_OF}
-    for item in all_imports():
-        if item.part in imports and item.target in LAYER_OF and item.target != item.part:
-            imports[item.part].add(item.target)
-    return imports
-
-
 def stacked() -> list[str]:
-    """All parts from the top to the bottom, each above those of its layer that it imports.
+    """All parts from the top to the bottom.
 
     Raises:
-        ValueError: parts of a layer import each other in a circle.
+        ValueError: a part imports one that is above it.
     """
-    imported, order = imported_parts(), []
-    for parts in reversed(LAYERS):
-        left = list(parts)
-        while left:
-            free = [part for part in left if not any(part in imported[other] for other in left)]
-            if not free:
-                raise ValueError(f"{', '.join(left)} import each other in a circle")
-            order.append(free[0])
-            left.remove(free[0])
+    order = [part for parts in reversed(LAYERS) for part in parts.split()]
+    for item in all_imports():
+        if item.target in order and order.index(item.target) < order.index(item.part):
+            raise ValueError(f"{item}, and is below it")
     return order
 
 
 def layer_table() -> str:
-    """What every part is."""
-    parts = stacked()
-    rows = [f"| {_level(parts, part)} | `{_name(part)}` | {_purpose(part)} |" for part in parts]
-    return "\n".join(["| layer | part | what it is |", "|---|---|---|", *rows])
-
-
-def _level(parts: list[str], part: str) -> str:
-    """The layer of a part where its row is the first of the layer."""
-    above = parts[parts.index(part) - 1] if part != parts[0] else None
-    same = above is not None and LAYER_OF[above] == LAYER_OF[part]
-    return "" if same else str(LAYER_OF[part])
-
-
-def _name(part: str) -> str:
-    return part if (PACKAGE / f"{part}.py").is_file() else f"{part}/"
-
-
-def _purpose(part: str) -> str:
-    """The first paragraph of the part's docstring."""
-    path = PACKAGE / f"{part}.py"
-    path = path if path.is_file() else PACKAGE / part / "__init__.py"
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split("\n\n")[0].split()).replace("``", "`")
+    """What every part is: the first paragraph of its docstring."""
+    rows = ["| layer | part | what it is |", "|---|---|---|"]
+    for part in stacked():
+        level = LAYER_OF[part]
+        is_first = LAYERS[level].split()[0] == part
+        path, name = PACKAGE / f"{part}.py", part
+        if not path.is_file():
+            path, name = PACKAGE / part / "__init__.py", f"{part}/"
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        purpose = " ".join(text.split("\n\n")[0].split()).replace("``", "`")
+        rows.append(f"| {level if is_first else ''} | `{name}` | {purpose} |")
+    return "\n".join(rows)

@@ -1,4 +1,4 @@
-"""The documentation's commands, made into shell scripts.
+"""The documentation's commands, made into shell scripts, and a shell that runs them.
 
 What a reader may type stands in fenced blocks: ``sh``, or ``console`` with ``$`` before commands
 and what they print below. The word after it says what they need: nothing, ``site`` (a batch
@@ -6,15 +6,16 @@ system), ``lab`` (the Slurm of slurm/lab), ``walk`` (an empty directory), or ``s
 (they install, or run tests). A command whose comment says that it fails must do so.
 """
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import typer
+import yaml
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = [
@@ -23,6 +24,10 @@ PAGES = [
     CHECKOUT / "slurm" / "README.md",
     *sorted((CHECKOUT / "docs").glob("*.md")),
 ]
+BASICS = "bash sh env cat ls cp mv rm ln mkdir mktemp sleep sed grep head tail tr date id hostname"
+"""Commands that are everywhere; a batch system is not."""
+SMALLER = {"layers": 2, "megabytes": 0.3, "windows": 16}
+"""What models and data of jobs are made with, where they have such an argument."""
 _BLOCK = re.compile(r"^( *)```(sh|console)(?: (\w+))?\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _ON_A_TERMINAL = re.compile(r"pipectl .*(--watch|-w\b)")
 _TERMINAL_S = 4
@@ -44,23 +49,9 @@ class Block:
     output: tuple[str, ...] = ()
 
 
-def commands_of(group: Any, before: str = "") -> dict[str, Any]:
-    """All commands by name, those of groups by both words, with their options."""
-    commands = {}
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            commands |= commands_of(command, f"{before}{name} ")
-        else:
-            commands[f"{before}{name}"] = group.resolve_command(typer.Context(group), [name])[1]
-    return commands
-
-
-def anchor_of(heading: str) -> str:
-    """The anchor of a heading, as GitHub makes it."""
-    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-
-
-def blocks(text: str) -> Iterator[Block]:
+def blocks(page: Path, *needs: str) -> Iterator[Block]:
+    """Those that need one of these; without any, all."""
+    text = page.read_text(encoding="utf-8")
     for match in _BLOCK.finditer(text):
         lines = [line.removeprefix(match[1]) for line in match[4].splitlines()]
         output: list[str] = []
@@ -68,25 +59,17 @@ def blocks(text: str) -> Iterator[Block]:
             output = [line for line in lines if line and not line.startswith(("$ ", "..."))]
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
         start = text[: match.start()].count("\n") + 2
-        yield Block(match[3] or "", start, tuple(lines), tuple(output))
+        if not needs or (match[3] or "") in needs:
+            yield Block(match[3] or "", start, tuple(lines), tuple(output))
 
 
-def shown(page: Path, *needs: str) -> list[str]:
-    """What the commands of such blocks print, as the page has it."""
-    every = blocks(page.read_text(encoding="utf-8"))
-    return [line for block in every if block.needs in needs for line in block.output]
-
-
-def script(page: Path, *needs: str) -> str:
-    """All blocks of a page that need one of these, for bash; empty if there are none."""
-    every = blocks(page.read_text(encoding="utf-8"))
-    parts = [_block(page, block) for block in every if block.needs in needs]
+def script(page: Path, needs: str) -> str:
+    """All blocks of a page that need this, for bash; empty if there are none."""
+    parts = []
+    for block in blocks(page, needs):
+        place = f"{page.parent.name}/{page.name}:{block.line}"
+        parts += [f"echo '@@ {place}' >&2", *map(_line, block.commands)]
     return "\n".join(["set -euo pipefail", *parts]) if parts else ""
-
-
-def _block(page: Path, block: Block) -> str:
-    place = f"{page.parent.name}/{page.name}:{block.line}"
-    return "\n".join([f"echo '@@ {place}' >&2", *map(_line, block.commands)])
 
 
 def _line(line: str) -> str:
@@ -95,6 +78,56 @@ def _line(line: str) -> str:
         return f"if {command}; then echo 'did not fail' >&2; exit 1; fi"
     if _ON_A_TERMINAL.search(command):
         program = [sys.executable, str(Path(__file__).with_name("terminal.py")), str(_TERMINAL_S)]
-        ours = shlex.join([*program, sys.executable])
-        return command.replace("pipectl", f"{ours} -m pipectl", 1)
+        return command.replace("pipectl", f"{shlex.join(program)} pipectl", 1)
     return line
+
+
+def shortened(source: Path, target: Path, **keys: object) -> None:
+    """Copy a job that ends earlier."""
+    job = yaml.safe_load(source.read_text())
+    job["training"].update(steps=6)
+    for made in (job["model"], job["data"], (job.get("evaluation") or {}).get("data", {})):
+        given = made.get("kwargs") or {}
+        given.update({name: value for name, value in SMALLER.items() if name in given})
+    job["checkpoint"] = {**(job.get("checkpoint") or {}), "every": 3}
+    target.write_text(yaml.safe_dump({**job, **keys}))
+
+
+def install(folder: Path, **programs: str) -> None:
+    """Put the basic commands, and scripts of one line, into ``folder / "bin"``."""
+    (folder / "bin").mkdir(parents=True)
+    for name in BASICS.split():
+        (folder / "bin" / name).symlink_to(f"/bin/{name}")
+    for name, line in programs.items():
+        (folder / "bin" / name).write_text(f'#!/bin/sh\n{line} "$@"\n')
+        (folder / "bin" / name).chmod(0o755)
+
+
+def directory_of_a_reader(folder: Path, python: str) -> None:
+    """Make it: with pipectl, which ``python`` runs, and the jobs of the checkout."""
+    install(folder, pipectl=f"exec {python} -m pipectl")
+    (folder / "configs").mkdir()
+    (folder / "configs" / "models").symlink_to(CHECKOUT / "configs" / "models")
+    for source in sorted((CHECKOUT / "configs").glob("*.yaml")):
+        shortened(source, folder / "configs" / source.name)
+
+
+def bash(text: str, folder: Path, *elsewhere: str) -> list[str]:
+    """Run it in ``folder``; the lines that it printed.
+
+    Args:
+        elsewhere: directories at the end of PATH.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "SLURM_CONF"}
+    path = ":".join([str(folder / "bin"), str(Path(sys.executable).parent), *elsewhere])
+    done = subprocess.run(
+        ["bash", "-c", text],
+        cwd=folder,
+        env={**environment, "PATH": path, "COLUMNS": "100"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return f"{done.stdout}\n{done.stderr}".splitlines()

@@ -1,34 +1,50 @@
-"""What the documentation names exists, and its examples are accepted."""
+"""What the documentation names exists, its tables are complete, and its examples are accepted."""
 
+import inspect
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from formats import with_tables
-from pages import CHECKOUT, PAGES, anchor_of, blocks, commands_of
+from job_requests import make_request
+from pages import CHECKOUT, PAGES, blocks
+from typer import Context
 from typer.main import get_command
 
+from pipectl import errors
+from pipectl.batch import CHECKPOINTED, get_scheduler
 from pipectl.cli import app
+from pipectl.cli.app import INTERRUPTED
 from pipectl.cluster import Cluster
 from pipectl.profile import Profile
 
-FENCED = re.compile(r"^```(\w+) (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DOCS = CHECKOUT / "docs"
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def _anchors(page: Path) -> set[str]:
+def commands_of(group, before=""):
+    """All commands by name, those of groups by both words, with their options."""
+    commands = {}
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            commands |= commands_of(command, f"{before}{name} ")
+        else:
+            commands[f"{before}{name}"] = group.resolve_command(Context(group), [name])[1]
+    return commands
+
+
+COMMANDS = commands_of(get_command(app))
+TARGETS = re.findall(r"^([\w-]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
+
+
+def anchors(page):
+    """Of its headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {anchor_of(heading) for heading in headings}
+    return {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
-def _example(kind: str) -> dict:
-    """The example of a kind in docs/formats.md."""
-    text = (CHECKOUT / "docs" / "formats.md").read_text(encoding="utf-8")
-    return next(json.loads(body) for _, name, body in FENCED.findall(text) if name == kind)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
 def test_links_lead_somewhere(page):
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
@@ -36,70 +52,72 @@ def test_links_lead_somewhere(page):
             continue
         name, _, anchor = target.partition("#")
         path = page if not name else page.parent / name
-        if not path.exists() or (anchor and anchor not in _anchors(path)):
+        if not path.exists() or (anchor and anchor not in anchors(path)):
             broken.append(target)
     assert broken == []
 
 
-COMMANDS = commands_of(get_command(app))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_and_options_exist(page):
+@each_page
+def test_commands_and_options_exist_and_command_lines_can_be_parsed(page):
     text = page.read_text(encoding="utf-8")
-    shown = [line for block in blocks(text) for line in block.commands]
+    shown = [line for block in blocks(page) for line in block.commands]
     code = "\n".join([*shown, *re.findall(r"^    .*$|`[^`\n]+`", text, re.MULTILINE)])
     for name, rest in re.findall(r"(?<!#)pipectl ((?:lab )?[a-z]+)\b([^`\n&#]*)", code):
         assert name in COMMANDS
         known = {option for parameter in COMMANDS[name].params for option in parameter.opts}
         assert set(re.findall(r"(?<=\s)--[a-z-]+", rest)) <= known, f"pipectl {name}{rest}"
+    assert {*re.findall(r"^`?make ([\w-]+)", code, re.MULTILINE)} <= {*TARGETS}
+    for line in shown:
+        if line.startswith("pipectl ") and not re.search(r"[|<>$&]|# .*fails", line):
+            words = shlex.split(line, comments=True)[1:]
+            length = 2 if words[0] == "lab" else 1
+            command = COMMANDS[" ".join(words[:length])]
+            command.make_parser(command.context_class(command)).parse_args(words[length:])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_command_lines_can_be_parsed(page):
-    for block in blocks(page.read_text(encoding="utf-8")):
-        for line in block.commands:
-            if line.startswith("pipectl ") and not re.search(r"[|<>$&]|# .*fails", line):
-                words = shlex.split(line, comments=True)[1:]
-                length = 2 if words[0] == "lab" else 1
-                command = COMMANDS[" ".join(words[:length])]
-                context = command.context_class(command)
-                command.make_parser(context).parse_args(words[length:])
+@each_page
+def test_tests_that_are_named_exist(page):
+    named = r"`(tests/[\w/.]+\.py)(?:::(\w+))?`"
+    for file, name in re.findall(named, page.read_text("utf-8")):
+        assert f"def {name}" in (CHECKOUT / file).read_text("utf-8"), f"{file}::{name}"
 
 
-def test_example_profile_is_accepted():
-    profile = Profile.from_json(_example("profile"))
-    assert len(profile.operators) == 2
-    assert profile.assumptions == ()
-
-
-def test_example_cluster_is_accepted():
-    assert Cluster.from_json(_example("cluster")).ranks == 4
+def test_examples_of_files_are_accepted():
+    fenced = r"^```\w+ (profile|cluster)\n(.*?)^```"
+    page = (DOCS / "formats.md").read_text(encoding="utf-8")
+    examples = dict(re.findall(fenced, page, re.MULTILINE | re.DOTALL))
+    profile = Profile.from_json(json.loads(examples["profile"]))
+    assert (len(profile.operators), profile.assumptions) == (2, ())
+    assert Cluster.from_json(json.loads(examples["cluster"])).ranks == 4
 
 
 @pytest.mark.parametrize("name", ["formats.md", "json.md"])
 def test_tables_of_keys_are_made_from_the_types(snapshot, name):
-    page = CHECKOUT / "docs" / name
-    text = page.read_text(encoding="utf-8")
+    text = (DOCS / name).read_text(encoding="utf-8")
     assert text.count("<!-- keys of ") > 1
-    snapshot(page, with_tables(text))
+    snapshot(DOCS / name, with_tables(text))
 
 
 def test_every_command_that_prints_json_has_a_row():
     """Its keys are those of a type in ``with_tables``, which mypy compares with what it prints."""
-    rows = re.findall(
-        r"^\| `pipectl ((?:lab )?[a-z]+)", (CHECKOUT / "docs/json.md").read_text(), re.M
-    )
-    printing = {
-        name
-        for name, command in commands_of(get_command(app)).items()
-        if any("--json" in parameter.opts for parameter in command.params)
+    rows = re.findall(r"^\| `pipectl ((?:lab )?[a-z]+)", (DOCS / "json.md").read_text(), re.M)
+    options = {
+        name: [o for p in command.params for o in p.opts] for name, command in COMMANDS.items()
     }
-    assert set(rows) == printing
+    assert set(rows) == {name for name, known in options.items() if "--json" in known}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tests_that_are_named_exist(page):
-    for file, name in re.findall(r"`(tests/[\w/.]+\.py)(?:::(\w+))?`", page.read_text("utf-8")):
-        assert (CHECKOUT / file).is_file(), file
-        assert f"def {name}(" in (CHECKOUT / file).read_text("utf-8") or not name, f"{file}::{name}"
+def test_the_tables_of_exit_codes_are_those_of_the_program(tmp_path):
+    """Of errors, of an interrupt, of ranks that stopped, and of signals to the script."""
+    text = (DOCS / "exit-codes.md").read_text(encoding="utf-8")
+    classes = [
+        found
+        for _, found in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(found, errors.PipectlError)
+    ]
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
+    assert sorted(rows) == sorted((str(found.exit_code), found.__name__) for found in classes)
+    script = get_scheduler("local").render(make_request(tmp_path))
+    signals = re.findall(r"trap 'forward \w+ (\d+)'", script)
+    for codes in (INTERRUPTED, CHECKPOINTED, ", ".join(sorted(signals))):
+        assert f"\n| {codes} | " in text

@@ -1,133 +1,143 @@
-"""Pages whose tables and code are held to the program: exit codes, extensions."""
+"""The commands of the README and of the walk-through, and the code of the page on extensions."""
 
 import inspect
 import re
 import subprocess
-from functools import partial
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from job_requests import make_request
+from distribution import wheel
+from job_requests import change, make_request
+from pages import CHECKOUT, bash, blocks, directory_of_a_reader, install, script
 
-from pipectl import errors
-from pipectl.batch import (
-    CHECKPOINTED,
-    Array,
-    JobState,
-    Scheduler,
-    Template,
-    get_scheduler,
-)
-from pipectl.cli.app import INTERRUPTED
+from pipectl.batch import Array, JobState, Scheduler, Template
+from pipectl.errors import SchedulerError
 from pipectl.schedule.listed import Listed
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = CHECKOUT / "docs"
+WALK = DOCS / "walkthrough.md"
+SHORTER = {
+    "pipectl submit first/job.yaml": "{} --set training.steps=10 --set model.kwargs.layers=2",
+    "pipectl profile configs/gpt-stdlib.yaml": "{} --effort fast",
+    "pipectl submit job.yaml": "{} --set training.steps=20 --set evaluation.every=20",
+}
+"""Commands that do the same with less: measure for a shorter time, train a smaller model."""
+CONTROL = re.compile(r"\x1b\[[^A-Za-z]*[A-Za-z]|\^C")  # of what draws on a terminal
+DEPENDS_ON_TIMES = (
+    *("bottleneck:", "it waits:", "faster:", "sum gradients", "search:", "per step"),
+    *("waiting", "stage "),
+)
 
 
-def text_of(page: str) -> str:
-    return (DOCS / page).read_text(encoding="utf-8")
+def shorter(text):
+    for command, less in SHORTER.items():
+        text = text.replace(command, less.format(command))
+    return text
 
 
-def block(language: str, name: str) -> str:
+@pytest.mark.mpi
+@pytest.mark.timeout(900)
+def test_commands_of_the_readme_run(tmp_path, warm_commands):
+    directory_of_a_reader(tmp_path / "reader", warm_commands)
+    bash(shorter(script(CHECKOUT / "README.md", "")), tmp_path / "reader")
+
+
+@pytest.mark.mpi
+def test_the_walk_prints_what_the_page_shows(tmp_path):
+    """Outside of the checkout, with pipectl as its wheel installs it."""
+    site, reader = tmp_path / "site", tmp_path / "reader"
+    pip = [sys.executable, "-m", "pip", "--quiet", "install", "--no-compile", "--no-deps"]
+    subprocess.run([*pip, "--no-index", "--target", site, wheel(tmp_path)], check=True)
+    python = f"PYTHONPATH={site} exec {sys.executable}"
+    install(reader, python=python, pipectl=f"{python} {site}/bin/pipectl")
+    files = re.findall(r"^```python (\S+\.py)\n(.*?)^```", WALK.read_text("utf-8"), re.M | re.S)
+    for name, body in files:
+        (reader / name).write_text(body)
+    where = "python -c 'import pipectl.runtime as r; print(r.__file__)'"
+    assert Path(bash(where, reader)[0]).is_relative_to(site)
+
+    printed = [CONTROL.sub("", line) for line in bash(shorter(script(WALK, "walk")), reader)]
+    gists = [gist(line) for line in printed]
+    shown = [line for block in blocks(WALK, "walk") for line in block.output]
+    missing = [line for line in shown if gist(line) not in gists]
+    assert [line for line in missing if not line.strip().startswith(DEPENDS_ON_TIMES)] == []
+    shown_losses = re.findall(r"evaluation .* loss ([\d.]+)$", "\n".join(printed), re.MULTILINE)
+    (evaluated,) = set(shown_losses)  # by logs and by status
+    (plain,) = re.findall(r"in plain PyTorch: ([\d.]+)", "\n".join(printed))
+    assert float(plain) == pytest.approx(float(evaluated), rel=1e-3)
+
+
+def gist(line):
+    """Its first words, whatever the figures."""
+    return re.sub(r"\d+([.,:]\d+)*", "0", line).split()[:2]
+
+
+def code(language, name):
     """The code in docs/extending.md that is marked so."""
-    pattern = rf"^```{language} {name}\n(.*?)^```"
-    (found,) = re.findall(pattern, text_of("extending.md"), re.MULTILINE | re.DOTALL)
-    return str(found)
+    pattern, text = rf"^```{language} {name}\n(.*?)^```", (DOCS / "extending.md").read_text("utf-8")
+    (found,) = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
+    return found
 
 
-def executed(code: str) -> ModuleType:
+def module_of(name):
     module = ModuleType("documented")
-    exec(compile(code, "docs/extending.md", "exec"), module.__dict__)
+    exec(compile(code("python", name), "docs/extending.md", "exec"), module.__dict__)
     return module
 
 
-def test_the_tables_of_exit_codes_are_those_of_the_program(make_job):
-    """Of errors, of an interrupt, of ranks that stopped, and of signals to the script."""
-    text = text_of("exit-codes.md")
-    classes = [
-        found
-        for _, found in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(found, errors.PipectlError)
-    ]
-    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
-    assert sorted(rows) == sorted((str(found.exit_code), found.__name__) for found in classes)
-    script = get_scheduler("local").render(make_job())
-    signals = re.findall(r"trap 'forward \w+ (\d+)'", script)
-    for codes in (INTERRUPTED, CHECKPOINTED, ", ".join(sorted(signals))):
-        assert f"\n| {codes} | " in text
-
-
 def test_the_documented_schedule_is_one():
-    module = executed(block("python", "schedule"))
-    written = Listed.read(block("csv", "schedule"), "mine.csv")
+    one_f_one_b = module_of("schedule").one_f_one_b
     for stages, micro_batches in ((2, 3), (4, 2), (3, 9), (1, 1)):
-        lists = module.one_f_one_b(stages, stages, micro_batches)
+        lists = one_f_one_b(stages, stages, micro_batches)
         made = Listed.read("\n".join(map(",".join, lists)), "mine")
         assert (made.stages, made.micro_batches) == (stages, micro_batches)
-    assert module.one_f_one_b(2, 2, 3) == [
-        line.split(",") for line in block("csv", "schedule").splitlines()[1:]
-    ]
+    lines = code("csv", "schedule").splitlines()
+    assert one_f_one_b(2, 2, 3) == [line.split(",") for line in lines[1:]]
+    written = Listed.read("\n".join(lines), "mine.csv")
     assert (written.stages, written.micro_batches) == (2, 3)
-    assert 'entry-points."pipectl.schedules"' in block("toml", "schedule")
+    assert 'entry-points."pipectl.schedules"' in code("toml", "schedule")
 
 
-@pytest.fixture
-def make_job(tmp_path):
-    return partial(make_request, tmp_path / "run", tag="20261121-demo 7f3a9c01", nodes=2)
+GRID_ENGINE = {
+    "qsub": "echo 42",
+    "qdel": 'echo "$@" >>"$0.said"',
+    "qstat": "{ [[ ${1-} == -r ]] && cat || grep -v jobname; } <<'END'\n"
+    "job-ID  prior   name       user         state submit/start at     queue\n"
+    "-----------------------------------------------------------------------\n"
+    "     41 0.55500 pipectl.12 me           qw    11/21/2026 12:00:00\n"
+    "       Full jobname:     pipectl.1234abcd\n"
+    "     42 0.55500 pipectl.7f me           r     11/21/2026 12:00:00 all.q@n1\n"
+    "       Full jobname:     pipectl.7f3a9c01\nEND",
+}
+"""Its pretended commands."""
 
 
-@pytest.fixture
-def grid_engine(tmp_path, monkeypatch):
-    """The documented batch system, with pretended commands."""
-    answers = {
-        "qsub": "echo 42",
-        "qdel": 'echo "$@" >>"$0.said"',
-        "qstat": "{ [[ ${1-} == -r ]] && cat || grep -v jobname; } <<'END'\n"
-        "job-ID  prior   name       user         state submit/start at     queue\n"
-        "-----------------------------------------------------------------------\n"
-        "     41 0.55500 pipectl.12 me           qw    11/21/2026 12:00:00\n"
-        "       Full jobname:     pipectl.1234abcd\n"
-        "     42 0.55500 pipectl.7f me           r     11/21/2026 12:00:00 all.q@n1\n"
-        "       Full jobname:     pipectl.7f3a9c01\nEND",
-    }
-    for name, line in answers.items():
+def test_the_documented_batch_system_has_all_methods_and_works(tmp_path, monkeypatch):
+    for name, line in GRID_ENGINE.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return executed(block("python", "scheduler")).GridEngine()
-
-
-def test_the_documented_batch_system_has_the_methods_of_the_protocol(grid_engine):
+    grid_engine = module_of("scheduler").GridEngine()
     for name, method in inspect.getmembers(Scheduler, inspect.isfunction):
         if not name.startswith("_"):
             found = inspect.signature(getattr(type(grid_engine), name))
             assert list(found.parameters) == list(inspect.signature(method).parameters), name
-
-
-def test_the_documented_batch_system_works(grid_engine, make_job, tmp_path):
-    request = make_job()
+    request = make_request(tmp_path / "run", tag="20261121-demo 7f3a9c01", nodes=2)
     script = tmp_path / "job.sh"
     script.write_text(grid_engine.render(request))
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert "#$ -pe mpi 4\n" in script.read_text()
     assert grid_engine.submit(script, request) == "42"
     found = grid_engine.query(["42", "41", "7"])
-    assert {job_id: status.state for job_id, status in found.items()} == {
-        "42": JobState.RUNNING,
-        "41": JobState.QUEUED,
-    }
-    assert grid_engine.find(request.tag) == "42"
-    assert grid_engine.find("other 99") is None
+    states = {job_id: status.state for job_id, status in found.items()}
+    assert states == {"42": JobState.RUNNING, "41": JobState.QUEUED}
+    assert (grid_engine.find(request.tag), grid_engine.find("other 99")) == ("42", None)
     grid_engine.cancel("42")
     assert (tmp_path / "qdel.said").read_text() == "42\n"
-
-
-def test_the_documented_batch_system_refuses_and_takes_templates(grid_engine, make_job):
-    with pytest.raises(errors.SchedulerError):
-        grid_engine.render(make_job(run_directory=Path("/a b")))
-    with pytest.raises(errors.SchedulerError):
-        grid_engine.render(make_job(array=Array((Path("/a"),))))
+    for refused in ({"run_directory": Path("/a b")}, {"array": Array((Path("/a"),))}):
+        with pytest.raises(SchedulerError):
+            grid_engine.render(change(request, **refused))
     text = "{% extends base %}\n{% block setup %}\ndate\n{% endblock %}\n"
-    template = Template("t.sh", text)
-    assert "\ndate\n" in grid_engine.render(make_job(template=template))
+    assert "\ndate\n" in grid_engine.render(change(request, template=Template("t.sh", text)))

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pages import CHECKOUT, PAGES, script
-from reader import bash, directory_of_a_reader, shortened
+from pages import CHECKOUT, PAGES, bash, directory_of_a_reader, script, shortened
 
 LAB = CHECKOUT / "slurm" / "lab"
 TO_RUN = [page for page in PAGES if page.name == "README.md" and script(page, "lab")]
