@@ -21,8 +21,8 @@ site_defaults: false
 def write_job(tmp_path):
     """``write_job("resources: {nodes: 2}")`` writes ``job.yaml`` with these further lines."""
 
-    def write(*lines, folder=tmp_path):
-        path = folder / "job.yaml"
+    def write(*lines):
+        path = tmp_path / "job.yaml"
         path.write_text(JOB + "".join(f"{line}\n" for line in lines))
         return path
 

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -190,28 +189,23 @@ def test_two_ranks_under_srun_have_as_many_cores_as_ranks_of_the_job(write_job, 
     assert assumption.endswith(" (two ranks did not start: no)")
 
 
-def test_output_directories_of_a_user_share_the_times_of_rows(
-    write_job, profile, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("pipectl.jobs.profiles.user_cache", user_cache)
+def test_output_directories_of_a_user_share_the_times_of_rows(measures, tmp_path, monkeypatch):
+    asked = []
+
+    def measure_rows(*arguments):
+        asked.append(arguments)
+        return RowTimes(), ""
+
+    monkeypatch.setattr(profiles, "user_cache", user_cache)
+    monkeypatch.setattr(profiles, "measure_rows", measure_rows)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    job, times = write_job(), count(1)
-
-    def measure_rows(*_):
-        return RowTimes(compute=float(next(times))), ""
-
-    monkeypatch.setattr("pipectl.jobs.profiles.measure_rows", measure_rows)
-
-    def rows_of(*overrides, again=False, effort="fast"):
-        spec = load(job, overrides, check_files=False)
-        found = profiles._with_rows(profile, spec, None, effort, tmp_path / "runs", again=again)
-        return found.rows.compute
-
-    assert [rows_of(), rows_of()] == [1.0, 1.0]
-    assert rows_of("launch.bind=cores") == 2.0
-    assert [rows_of(again=True), rows_of()] == [3.0, 3.0]
-    assert rows_of(effort="thorough") == 4.0
-    assert not (tmp_path / "runs").exists()
+    measures()
+    assert (measures("output.directory=elsewhere"), len(asked)) == (6, 1)
+    measures("output.directory=more", "launch.bind=cores")
+    measures(effort="thorough")
+    assert len(asked) == 3
+    measures(again=True)
+    assert len(asked) == 4
 
 
 MORE = "pipeline: {stages: 2, micro_batches: 4, memory_limit: 1GiB}", "resources: {nodes: 2}"

@@ -1,6 +1,5 @@
 """What is known before a job is submitted: its machines, and what it asks of the planner."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +7,9 @@ from pathlib import Path
 import pytest
 from job_requests import check_table
 
-from pipectl.cluster import OffloadTarget, assumed_cluster
-from pipectl.errors import DataFileError, MismatchError, UsageError
+from pipectl.cluster import assumed_cluster
+from pipectl.errors import MismatchError, UsageError
 from pipectl.jobs.corrections import correct_profile
-from pipectl.jobs.job import TIGHT_HEAP, make_job
 from pipectl.jobs.planning import gather, make_plan_request
 from pipectl.jobs.prepare import (
     cluster_file_key,
@@ -20,7 +18,6 @@ from pipectl.jobs.prepare import (
     prepare,
 )
 from pipectl.link import Link
-from pipectl.plan import Stage
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
 from pipectl.runs import RunDirectory
@@ -96,31 +93,6 @@ def test_a_cluster_measured_for_other_settings_is_not_used(spec, tmp_path, snaps
         return found.warning or "used"
 
     check_table(snapshot, HERE / "settings_of_clusters.txt", use)
-
-
-def test_a_cluster_without_a_key_is_used_where_it_fits_and_a_damaged_one_is_an_error(spec):
-    put(spec, [3, 3], None)
-    assert find_cluster(spec, "slurm").file is not None
-    found = find_cluster(spec, "local")
-    assert found.cluster.assumed
-    assert "describes nodes of [3, 3] ranks, but resources: ask for [6]" in found.warning
-    cluster_path(spec).write_text("{")
-    with pytest.raises(DataFileError, match=r"tiny\.cluster\.json") as caught:
-        find_cluster(spec, "slurm")
-    assert "pipectl profile --links" in (caught.value.cure or "")
-
-
-@pytest.mark.parametrize("name", ["c.json", "two #2: {c}.json", "1e5", "'\"\\.json", "é😀.json"])
-def test_a_cluster_is_looked_up_where_the_command_runs(
-    tmp_path, write_job, profile, monkeypatch, name
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "jobs").mkdir()
-    job = write_job("resources: {nodes: 2}", folder=tmp_path / "jobs")
-    profile.save(Path("p.json"))
-    assumed_cluster("mine", [1, 1], 1, None).save(Path(name))
-    inputs = gather(job, Path("p.json"), cluster=Path(name))
-    assert (inputs.cluster.name, inputs.cluster_file) == ("mine", Path(name).absolute())
 
 
 def test_what_a_job_asks_of_the_planner(write_job, profile, snapshot):
@@ -238,44 +210,3 @@ def test_all_points_keep_the_micro_batches_of_the_last_plan(sweep):
         grid = "sweep.grid={pipeline.schedule: [1f1b, gpipe]}"
         found = sweep("slurm", "pipeline.micro_batches=auto", grid)
         assert [job.plan.micro_batches for job in found] == [2, 2]
-
-
-@pytest.mark.parametrize("image", ["./torch.sif", "docker://a/b:1", "/x.sif"])
-def test_a_container_sees_what_the_job_names_and_writes(tmp_path, write_job, image):
-    """Files, and packages beside the job."""
-    more = f"environment: {{container: '{image}'}}", "resources: {gpus_per_node: 1}"
-    path = write_job(*more)
-    (tmp_path / "netmod.py").touch()
-    files = "./code/model.py:build", "./model data.py:data"
-    for (model, data), places in (
-        (files, (tmp_path, tmp_path / "code")),
-        (("netmod:build", "/else/pk.data:data"), sorted([Path("/else"), tmp_path])),
-    ):
-        overrides = [f"model.factory={model}", f"data.factory={data}"]
-        job = make_job(load(path, overrides, check_files=False), "local")
-        request = job.request_for(Path("/runs/x"))
-        assert request.binds == (Path("/runs"), *places)
-        binds = (f"--bind={path}" for path in request.binds)
-        place = str(tmp_path / image) if image.startswith("./") else image
-        expected = ("apptainer", "exec", "--nv", *binds, place, "a")
-        assert request.in_container(("a",)) == expected
-
-
-@pytest.mark.parametrize("target", ["disk", "host"])
-def test_ranks_that_offload_to_a_disk_start_with_a_heap_that_joins_what_is_freed(
-    write_job, pipeline, target
-):
-    lines = (f"pipeline: {{offload: {target}}}", "resources: {gpus_per_node: 1}")
-    job = make_job(load(write_job(*lines), check_files=False), "local")
-    plan = replace(pipeline(1), offload_to=OffloadTarget(target))
-    offloads = replace(plan, stages=(Stage(("a",), (0,), plan.stages[0].cost, offload=True),))
-
-    def variables(job):
-        return job.request_for(Path("x")).environment.variables
-
-    expected = TIGHT_HEAP if target == "disk" else {}
-    assert variables(job) == variables(replace(job, plan=offloads)) == expected
-    assert variables(replace(job, plan=plan)) == {}
-    own = {"GLIBC_TUNABLES": "glibc.malloc.check=1"}
-    own_job = write_job(*lines, f"environment: {{variables: {json.dumps(own)}}}")
-    assert variables(make_job(load(own_job, check_files=False), "local")) == own, "it wins"

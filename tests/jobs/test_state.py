@@ -1,7 +1,6 @@
 """The state of runs: the verdict from four sources, in verdicts.txt, and how often batch systems
 are asked by somebody who watches."""
 
-import json
 import subprocess
 import time
 from pathlib import Path
@@ -12,8 +11,8 @@ from job_requests import check_table
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.jobs import recover, state
-from pipectl.jobs.state import Answer, Poller, decide_state, get_statuses
-from pipectl.runs import Heartbeat, Record, RunDirectory
+from pipectl.jobs.state import Answer, Poller, decide_state
+from pipectl.runs import Record, RunDirectory
 
 NOW, SUBMITTED = 1.7e9 + 3600, 1.7e9
 VERDICTS = Path(__file__).with_name("verdicts.txt")
@@ -121,18 +120,6 @@ def test_questions_and_searches_become_rare_and_a_new_job_is_asked_about_at_once
         poller.get_statuses(runs, NOW)
     assert len(slurm.asked) == count + 1
     assert schedulers["local"].asked == [["9.1@here"]] * 3
-
-
-def test_while_the_next_start_waits_nothing_is_going_on(run, schedulers):
-    waiting = run("41")
-    Heartbeat("training", 2, 9).save(waiting.heartbeat)
-    line = {"attempt": 1, "step": 2, "steps": 9, "loss": 1.5, "step_time_s": 0.1}
-    waiting.metrics.write_text(json.dumps(line) + "\n")
-    for listed, phase in ((JobState.QUEUED, ""), (JobState.RUNNING, "training")):
-        schedulers["slurm"].state = listed
-        (found,) = get_statuses([waiting], SUBMITTED)
-        assert (found.phase, found.measured.step) == (phase, 2)
-        assert (found.measured.remaining_s is not None) == bool(phase)
 
 
 @pytest.mark.parametrize(
