@@ -83,14 +83,6 @@ def test_a_job_measures_in_percent_and_leaves_the_profile(cli, real_job, only_ru
     assert cli("status", "tiny").code == 6  # the name of the job means its training
 
 
-def test_a_failure_has_the_exit_code_of_the_command(cli, real_job):
-    broken = ("--set", "model.factory=./model.py:raises")
-    result = cli("profile", "job.yaml", *LOCAL, "--wait", *broken)
-    assert result.code == 3
-    assert "no weights here" in result.out
-    assert not PROFILE.exists()
-
-
 @pytest.fixture
 def links(cli, job, monkeypatch, warm_python):
     """``links("--json")``: measures them for a moment, with ranks that begin sooner."""
