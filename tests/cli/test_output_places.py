@@ -64,19 +64,6 @@ def test_that_nothing_can_be_written_is_found_out_before_the_work(
     assert error in result.err.splitlines()[0]
 
 
-@pytest.mark.parametrize("way", ["--submit", "--links"])
-@pytest.mark.parametrize(
-    ("where", "error"),
-    [("/dev/stdout", "/dev/stdout: is not a file"), ("runs", "runs: is a directory")],
-)
-def test_what_a_job_measures_goes_to_a_file(run, way, where, error):
-    before = sorted(Path("runs").iterdir())
-    result = run("profile", "job.yaml", way, "--scheduler", "local", "-o", where)
-    assert (result.code, result.out) == (2, "")
-    assert result.err.startswith(f"error: {error}")
-    assert sorted(Path("runs").iterdir()) == before
-
-
 def test_a_page_for_a_stream_is_all_that_is_printed(run):
     result = run("report", "last", "-o", "/dev/stdout")
     assert result.out.startswith("<!")

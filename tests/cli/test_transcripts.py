@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-GOLDEN = Path(__file__).with_name("golden")
 FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
 STORIES = [
     pytest.param(file, story, id=f"{file.stem}: {story.splitlines()[0].removeprefix('=== ')}")
@@ -29,8 +28,6 @@ PATH=$PATH:/usr/bin:/bin LC_ALL=C
 run=$(ls -d runs/[12]* 2>/dev/null | tail -1)
 fake() { printf '#!/bin/bash\\n%s\\n' "$2" >"bin/$1"; chmod +x "bin/$1"; }
 """
-NINES = "9" * 400
-WRONG = GOLDEN / "test_wrong_command_lines_are_refused_and_make_nothing.txt"
 
 
 def values(text: str, keys: str) -> str:
@@ -96,20 +93,3 @@ def test_what_commands_print(request, shell, settled, time_in_names, snapshot, f
         text += command + settled(shown)
     text = text.rstrip("\n") + "\n" * (1 + (not file.read_text("utf-8").endswith(story)))
     snapshot(file, file.read_text("utf-8").replace(story, text))
-
-
-def test_wrong_command_lines_are_refused_and_make_nothing(
-    cli, job, alone, finished, failed, pipeline, golden
-):
-    """Each in a sentence that says what to do."""
-    Path("mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    Path("bad.csv").write_text("0F0,0X0")
-    Path("bad.j2").write_text("{% extends base %}\n{% endfor %}\n")
-    pipeline(2, 2).save(Path("plan.json"))
-    before, texts = sorted(Path().rglob("*")), []
-    for line in re.findall(r"^\$ pipectl (.*)", WRONG.read_text("utf-8"), re.MULTILINE):
-        result = cli(*line.replace("9...", NINES).split())
-        assert (result.out, sorted(Path().rglob("*"))) == ("", before), line
-        answer = f"$ pipectl {line}\n{result.err}exit code {result.code}\n"
-        texts.append(answer.replace(NINES, "9..."))
-    golden(*texts)
