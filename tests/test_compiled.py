@@ -6,8 +6,11 @@ import math
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from enum import IntEnum
 from pathlib import Path
+from runpy import run_path
+from textwrap import indent
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,43 +134,36 @@ def quotients(numbers: Integers, values: Floats, out: Floats) -> None:
     out[4] = values[1] / values[1]
 
 
-def _table() -> Records:
-    table = np.zeros(5, dtype=ENTRY)
-    table["number"], table["time_s"] = np.arange(5), np.linspace(-1, 1, 5)
-    return table
-
-
-def _arguments(name: str) -> tuple[Any, ...]:
-    numbers = np.array([-7, -3, -1, 0, 1, 2, 3, 8, 2**40])
-    values = np.array([-2.5, 0.0, 0.3, 1.0, -0.1, 7.5, 4.0, math.pi, -1e30])
-    return {
-        "mixed": (numbers[:8], values[:8], np.zeros((8, 6))),
-        "loops": (_table(), np.array([3, 1, 4, 0])),
-        "groups": (Pair(_table(), 3.5), -5),
-        "orders": (np.array([0, 3]), np.arange(6)),
-        "bounds": (values[1:5], np.array([2**64 - 1], dtype=np.uint64), np.zeros(5)),
-        "quotients": (np.array([7, 0]), values[[5, 1]], np.zeros(5)),
-    }[name]
+NUMBERS = np.array([-7, -3, -1, 0, 1, 2, 3, 8])
+VALUES = np.array([-2.5, 0.0, 0.3, 1.0, -0.1, 7.5, 4.0, math.pi])
+TABLE = np.zeros(5, dtype=ENTRY)
+TABLE["number"], TABLE["time_s"] = np.arange(5), np.linspace(-1, 1, 5)
+OVER_TABLE = (TABLE, np.array([3, 1, 4, 0]))
 
 
 @pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered")
 @pytest.mark.parametrize(
-    "function",
-    [mixed, loops, groups, orders, bounds, quotients],
-    ids=lambda each: each.__name__,
+    ("function", "arguments"),
+    [
+        (mixed, (NUMBERS, VALUES, np.zeros((8, 6)))),
+        (loops, OVER_TABLE),
+        (groups, (Pair(TABLE, 3.5), -5)),
+        (orders, (np.array([0, 3]), np.arange(6))),
+        (bounds, (VALUES[1:5], np.array([2**64 - 1], dtype=np.uint64), np.zeros(5))),
+        (quotients, (np.array([7, 0]), np.array([7.5, 0.0]), np.zeros(5))),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_machine_code_does_what_python_does(function: Any, monkeypatch: Any) -> None:
-    arguments = _arguments(function.__name__)
-    by_code = Kernel(function)(*arguments)
-    again = _arguments(function.__name__)
+def test_machine_code_does_what_python_does(
+    function: Any, arguments: tuple[Any, ...], monkeypatch: Any
+) -> None:
+    written, expected = deepcopy(arguments), deepcopy(arguments)
+    by_code = Kernel(function)(*written)
     for called in (_halve, _take):
         function_of = getattr(called, "function", called)
         monkeypatch.setitem(globals(), function_of.__name__, function_of)
-    assert by_code == function(*again)
-    for one, other in zip(arguments, again, strict=True):
-        one, other = (each if isinstance(each, tuple) else (each,) for each in (one, other))
-        for each, same in zip(one, other, strict=True):
-            np.testing.assert_array_equal(each, same)
+    assert by_code == function(*expected)
+    np.testing.assert_equal(written, expected)
 
 
 def test_a_kernel_is_compiled_once_and_found_on_disk_after(
@@ -175,7 +171,7 @@ def test_a_kernel_is_compiled_once_and_found_on_disk_after(
 ) -> None:
     def compiles() -> bool:
         before = compiling_s()
-        assert Kernel(loops)(*_arguments("loops"))
+        assert Kernel(loops)(*deepcopy(OVER_TABLE))
         return compiling_s() > before
 
     monkeypatch.setattr(pipectl.compiled, "_folder", lambda: tmp_path)
@@ -241,124 +237,50 @@ def test_code_is_not_found_again_once_its_meaning_has_changed(monkeypatch: Any) 
     assert len(set(map(str, (first, second, third, fourth)))) == 4
 
 
-def unknown(values: Floats) -> float:
-    return sorted(values)[0]
-
-
-def changing(number: int) -> int:
-    number += 0.5
-    return number
-
-
-def widening(number: int) -> int:
-    flag = number > 0
-    if flag:
-        flag = number
-    return flag
-
-
-def maybe(number: int) -> int:
-    if number:
-        other = 1
-    return other
-
-
-def maybe_later(number: int) -> int:
-    for each in range(number):
-        last = each
-    return last
-
-
-def too_early(number: int) -> int:
-    number += shadowed  # type: ignore[used-before-def]  # noqa: F823
-    shadowed = 1
-    return number + shadowed
-
-
-def either(number: int) -> int:
-    return number or 5
-
-
-def endless(number: int) -> int:  # noqa: RET503
-    while number > 0:
-        return number
-
-
-def otherwise(number: int) -> int:
-    for _ in range(number):
-        number += 1
-    else:
-        number = 0
-    return number
-
-
-def plus(number: int) -> int:
-    return +number
-
-
-def power(number: int) -> int:
-    return number**2
-
-
-def rounding(value: float) -> float:
-    return value // 2
-
-
-def named(number: int) -> int:
-    sums = Sums(part=number, whole=2)
-    return sums.whole
-
-
-def strides(values: Floats) -> int:
-    return len(values[::2])
-
-
-def first(values: Floats) -> float:
-    return values[0]
-
-
-def below(words: Words) -> int:
-    return int(words[0] < words[1])
-
-
-def huge(number: int) -> int:
-    return number & 0x1_0000_0000_0000_0000
-
-
-shadowed = 3
 READ_ONLY = np.broadcast_to(0.0, 3).copy()
 READ_ONLY.flags.writeable = False
+WRITTEN = """\
+from __future__ import annotations
+from tests.test_compiled import Sums
+shadowed = 3
+
+def function(given) -> int:
+"""
 
 
 @pytest.mark.parametrize(
-    ("function", "argument", "words"),
+    ("body", "argument", "words"),
     [
-        (unknown, np.zeros(3), "kernels do not call this: sorted"),
-        (changing, 1, "line 2 of it"),
-        (unknown, np.zeros((4, 4)).T, "arrays in C order"),
-        (unknown, READ_ONLY, "can be written"),
-        (unknown, "text", "do not take a str"),
-        (widening, 1, "is not Scalar"),
-        (maybe, 1, "may have no value yet: other"),
-        (maybe_later, 1, "may have no value yet: last"),
-        (too_early, 1, "may have no value yet: shadowed"),
-        (either, 1, "number or 5|: number"),
-        (endless, 1, "may end without a result"),
-        (otherwise, 1, "loops of kernels have no else"),
-        (plus, 1, "do not compute this"),
-        (power, 1, "do not compute this with an? int"),
-        (rounding, 3.0, "do not compute this with an? float"),
-        (named, 1, "by position"),
-        (strides, np.zeros(3), "without steps"),
-        (first, np.zeros(3, dtype=">f8"), "elements of type >f8"),
-        (below, np.zeros(3, dtype=np.uint64), "is no number"),
-        (huge, 1, "64 bits"),
-        (plus, 2**63, "64 bits"),
+        ("return sorted(given)[0]", np.zeros(3), "kernels do not call this: sorted"),
+        ("given += 0.5\nreturn given", 1, "line 2 of it"),
+        ("return len(given)", np.zeros((4, 4)).T, "arrays in C order"),
+        ("return len(given)", READ_ONLY, "can be written"),
+        ("return given", "text", "do not take a str"),
+        ("flag = given > 0\nif flag:\n    flag = given\nreturn flag", 1, "is not Scalar"),
+        ("if given:\n    other = 1\nreturn other", 1, "may have no value yet: other"),
+        ("for i in range(given):\n    last = i\nreturn last", 1, "may have no value yet: last"),
+        ("given += shadowed\nshadowed = 1\nreturn given", 1, "may have no value yet: shadowed"),
+        ("return given or 5", 1, "given or 5|: given"),
+        ("while given > 0:\n    return given", 1, "may end without a result"),
+        ("for _ in range(given):\n    pass\nelse:\n    given = 0\nreturn given", 1, "have no else"),
+        ("return +given", 1, "do not compute this"),
+        ("return given**2", 1, "do not compute this with an? int"),
+        ("return given // 2", 3.0, "do not compute this with an? float"),
+        ("sums = Sums(part=given, whole=2)\nreturn sums.whole", 1, "by position"),
+        ("return len(given[::2])", np.zeros(3), "without steps"),
+        ("return given[0]", np.zeros(3, dtype=">f8"), "elements of type >f8"),
+        ("return int(given[0] < given[1])", np.zeros(3, dtype=np.uint64), "is no number"),
+        ("return given & 0x1_0000_0000_0000_0000", 1, "64 bits"),
+        ("return given", 2**63, "64 bits"),
     ],
 )
-def test_what_no_kernel_can_do_is_said(function: Any, argument: Any, words: str) -> None:
+def test_what_no_kernel_can_do_is_said(
+    body: str, argument: Any, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "written.py"
+    path.write_text(WRITTEN + indent(body, "    "))
     with pytest.raises(TypeError, match=words):
-        Kernel(function)(argument)
+        Kernel(run_path(str(path))["function"])(argument)
 
 
 def test_a_kernel_takes_all_arguments_by_position() -> None:
