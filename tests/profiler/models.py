@@ -17,14 +17,6 @@ class Vectors(Dataset):
         return torch.full((6,), float(index)), index % 3
 
 
-class Tokens(Dataset):
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.arange(5) + index % 3, index % 3
-
-
 class Counted(nn.Module):
     """Linear, relu_ in place, layer norm, dropout, a view, linear."""
 
@@ -52,20 +44,6 @@ class Large(Counted):
         if x.shape[0] > self.most:
             raise ValueError("too many")
         return super().forward(x) * self.table[0]
-
-
-class Embedded(nn.Module):
-    """Integers on the way: positions, and tied weights at both ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(8, 4)
-        self.head = nn.Linear(4, 8, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        shifted = (ids + 1) % 8
-        return self.head(self.tokens(shifted).mean(1))
 
 
 class NeedsGradients(torch.optim.SGD):
