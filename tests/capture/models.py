@@ -43,6 +43,10 @@ def by_keyword() -> list[dict[str, Tensor]]:
     return [{"x": pairs.vectors[i], "y": pairs.classes[i]} for i in range(len(pairs))]
 
 
+def mean_by_y(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
+    return cross_entropy(outputs, targets["y"])
+
+
 def mean_by_size(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
     """Of a size that is a number in the graph."""
     return cross_entropy(outputs, targets["y"], reduction="sum") / int(outputs.shape[0])
@@ -142,22 +146,6 @@ class WritingInput(Layers):
         return self.head(self.a(x))
 
 
-class SharedNorm(Layers):
-    """One BatchNorm used twice: its statistics are written and read in order."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.b(self.norm(self.a(x)))))
-
-
-class RunningScale(Layers):
-    """Divides by a buffer it has just written, which autograd keeps for the backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        self.newer.lerp_(y.detach().std(0), 0.5)
-        return self.head(y / self.newer)
-
-
 class Assigning(Layers):
     """Assigns buffers that autograd keeps for the backward, and exchanges two of them."""
 
@@ -191,21 +179,28 @@ class TwoHeads(Layers):
         return self.head(self.c(y).sigmoid() + left)
 
 
-class OwnBackward(Layers):
-    """An autograd function of two tensors and a number, inside another class."""
+def scaling(factor: float) -> Any:
+    """An autograd function of two tensors and a number; all of them have one name."""
 
-    class Doubling(torch.autograd.Function):
+    class Scaling(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
             ctx.scale = scale
-            return x * scale, y.round()
+            return x * scale * factor, y.round()
 
         @staticmethod
         def backward(ctx, for_x: Tensor, for_y: Tensor) -> tuple[Tensor, Tensor, None]:
-            return for_x * 7.0 * ctx.scale, for_y, None
+            return for_x * 7.0 * ctx.scale * factor, for_y, None
+
+    return Scaling
+
+
+class OwnBackward(Layers):
+    first, second = scaling(2.0), scaling(5.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        left, right = self.Doubling.apply(self.a(x), self.b(x), 2.0)
+        left, right = self.first.apply(self.a(x), self.b(x), 2.0)
+        left, right = self.second.apply(right, left, 3.0)
         return self.head(left + right)
 
 
@@ -223,8 +218,12 @@ class Positions(Layers):
 class Nested(Layers):
     """Half precision with a float32 softmax inside, and a weight used with and without grad."""
 
+    def __init__(self, half: bool = True) -> None:
+        super().__init__()
+        self.half = half
+
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
             y = self.a(x)
             with torch.autocast("cpu", enabled=False):
                 weights = (y.float() * 3).softmax(-1)
@@ -269,11 +268,188 @@ class Asking(Layers):
         return self.head(x * 1.5 if x.dtype == torch.bfloat16 else x)
 
 
-class Switched(Layers):
-    def __init__(self, enabled: bool) -> None:
+# Layers that no export takes, within models that go on
+
+
+class Branch(nn.Module):
+    """Ways of its own, one of which hands the input through, and a list that grows."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.enabled = enabled
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.kept: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
-            return self.head(x)
+        y = self.norm(self.linear(x))
+        self.kept.append(x.sum().item())
+        if x.sum() > 1e6:
+            return torch.ones_like(y)
+        return y if x.sum() > 0 else x
+
+
+class Counting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + sum(v > 0 for v in x.flatten().tolist()))
+
+
+class Select(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = Select()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inside(x).sum()
+
+
+def between(names: list[str]) -> nn.Module:
+    """Layers of these classes between two others."""
+    return nn.Sequential(nn.Linear(6, 6), *(globals()[name]() for name in names), nn.Linear(6, 3))
+
+
+def selecting() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 3), Select())
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(4, 6, sparse=True), nn.Linear(6, 3))
+
+
+class Unrolled(nn.Linear):
+    """A long loop; false, as it says that it is empty."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(12):
+            x = super().forward(x).tanh()
+        return x
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Skipping(nn.Module):
+    """Leaves layers out at random; a part of its result has a structure that follows from that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(9))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        every = []
+        for layer in self.layers:
+            every.append(x)
+            if torch.rand([]) > 0.5:
+                x = layer(x)
+            else:
+                every.append(x)
+        return {"last": x, "every": tuple(every)}
+
+
+class Speech(nn.Module):
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.head, self.reads = Skipping(), nn.Linear(6, 3), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.encoder(x)
+        assert isinstance(outputs["every"], tuple)
+        more = sum(outputs["every"]) if self.reads else 0
+        return self.head(outputs["last"] + more)
+
+
+class Pair(Layers):
+    """Returns its input, too, so that a loss may ask for the slope."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        return self.a(x).tanh(), x
+
+
+def slope_of(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    return torch.autograd.grad(outputs[0].sum(), outputs[1], create_graph=True)[0].sum()
+
+
+class Slope(nn.Module):
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+class Equation(nn.Module):
+    """A submodule differentiates what was computed before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.slope, self.head = nn.Linear(6, 6), Slope(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        return self.head(self.slope(self.a(x).tanh(), x))
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2 if x.sum() > 0 else 3)
+
+
+class Outer(Layers):
+    """Writes the result of a gate, which is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        y = self.gate(x)
+        y.add_(1)
+        return self.head(y) + self.b(x)[:, :3]
+
+
+class Scaling(nn.Module):
+    """Assigns two buffers, one of which it may write in place before."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("newer", torch.full((6,), 0.5))
+        self.register_buffer("older", torch.full((6,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.newer * self.older
+        if x.sum() > 1e9:
+            return y
+        if self.in_place:
+            self.newer.mul_(0.9)
+        self.newer, self.older = 0.9 * self.newer, self.newer
+        return y
+
+
+class Twice(Layers):
+    """Reads the buffer that a submodule assigns before, between and after its two uses."""
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.scaling = Scaling(in_place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        newer = self.scaling.newer
+        x = self.a(x) * newer
+        x = self.scaling(x) * self.scaling.newer
+        return self.head(self.scaling(x) * newer)
+
+
+def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.mean()
+
+
+def branching_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    if outputs.mean() > 1e6:
+        return outputs.mean()
+    return cross_entropy(outputs, targets)

@@ -6,7 +6,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,6 +95,8 @@ def test_order_and_augmentation_are_those_of_seed_and_epoch_in_any_process() -> 
     assert torch.equal(torch.cat(taken(elsewhere, 6, 2)), rows)
     as_they_are = Loader(Mapped(), seed=1, shuffle=False, batch_size=5)
     assert indices(taken(as_they_are, 2, 2)) == list(range(10))
+    few = Loader(Mapped(3), seed=1)
+    assert indices([few.example(5)[0]]) == [0, 1, 2, 0, 1]  # repeated where they are too few
 
 
 class Failing(Mapped):
@@ -144,12 +146,11 @@ def test_an_iterable_goes_round_and_round_in_full_batches(dataset: Any) -> None:
 
 
 def test_a_generator_is_read_once_and_then_refused() -> None:
-    loader = Loader((sample for sample in Stream()), seed=1, batch_size=4)
+    loader = Loader(iter(Stream()), seed=1, batch_size=4)
     loaded = loader.micro_batches(islice(loader.batches(), 3), 4)
     next(loaded)
-    with pytest.raises(CaptureError) as raised:
+    with pytest.raises(CaptureError, match=r"^data: epoch 2 of the dataset has no samples\n"):
         next(loaded)
-    assert raised.value.message == "data: epoch 2 of the dataset has no samples"
 
 
 class Shifted(IterableDataset):
@@ -212,11 +213,6 @@ def test_data_that_make_no_batch(dataset: Any, message: str, cure: str) -> None:
     assert cure in str(raised.value.cure)
 
 
-def test_an_example_is_repeated_where_samples_are_too_few() -> None:
-    inputs, _ = Loader(Mapped(3), seed=1).example(5)
-    assert indices([inputs]) == [0, 1, 2, 0, 1]
-
-
 # Batches of sequences of several lengths
 
 BUCKETS = (4, 8, 12)
@@ -262,14 +258,10 @@ def test_every_epoch_takes_every_sample_once_in_batches_of_one_bucket(
 
 
 def test_epochs_mix_lengths_in_orders_of_their_own() -> None:
-    loader, again = (
-        loader_of(sequences([1 + index % 12 for index in range(240)]), batch_size=4)
-        for _ in range(2)
-    )
-    lengths = [[batch.length for batch in loader.epoch(epoch)] for epoch in range(2)]
-    assert lengths[0] != lengths[1]
-    assert sum(a != b for a, b in zip(lengths[0], lengths[0][1:], strict=False)) > 20
-    assert again.order(1) == loader.order(1)
+    loader = loader_of(sequences([1 + index % 12 for index in range(240)]), batch_size=4)
+    first, second = ([batch.length for batch in loader.epoch(epoch)] for epoch in range(2))
+    assert first != second
+    assert sum(a != b for a, b in pairwise(first)) > 20
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -425,20 +417,15 @@ def mean_by_count(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets["y"], reduction="sum") / targets["count"]
 
 
-def mean_by_y(outputs: Tensor, targets: Any) -> Tensor:
-    y = targets["y"] if isinstance(targets, dict) else targets.score
-    return nn.functional.cross_entropy(outputs, y)
-
-
 @pytest.fixture(scope="module")
 def described(make_job: Any) -> Any:
     return make_job("mlp", data="Described", loss=f"{__file__}:mean_by_count")
 
 
-def test_tensors_are_found_by_their_keys_in_any_order_beside_any_number_of_texts(
+def test_tensors_and_numbers_are_found_by_their_keys_in_any_order_beside_any_number_of_texts(
     described: Any,
 ) -> None:
-    graph = described.training_graph(4)
+    graph, reader = described.training_graph(4), Reader(described.training_graph(4))
     for size in (1, 4, 6):
         inputs, targets = described.loader.example(size)
         found = by_name(graph, (inputs, targets))
@@ -451,10 +438,6 @@ def test_tensors_are_found_by_their_keys_in_any_order_beside_any_number_of_texts
         turned = by_name(graph, [inputs, dict(reversed(targets.items()))])
         assert list(turned) == list(found)
         assert all(turned[name] is value for name, value in found.items())
-
-
-def test_a_number_must_stay_what_it_was_when_it_was_captured(described: Any) -> None:
-    reader = Reader(described.training_graph(4))
     reader.check(reader.read(described.loader.example(4)), 4, (), is_whole=True)
     with pytest.raises(CaptureError, match=r"^data: 'targets_count' .* number 2, .* with 4, and"):
         reader.check(reader.read(described.loader.example(2)), 2, (), is_whole=True)
@@ -491,17 +474,13 @@ def marked() -> list[Any]:
     return [(torch.ones(6), nested)] * 8
 
 
+def loss_of_marks(outputs: Tensor, targets: Marks) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets.score)
+
+
 def test_named_tuples_and_lists_are_taken_apart(make_job: Any) -> None:
-    job = make_job("mlp", data=f"{__file__}:marked", loss=f"{__file__}:mean_by_y")
+    job = make_job("mlp", data=f"{__file__}:marked", loss=f"{__file__}:loss_of_marks")
     inputs, marks = job.loader.example(3)
     found = by_name(job.training_graph(4), (inputs, marks._replace(ids=tuple(marks.ids))))
     expected = [inputs, marks.ids[0], marks.ids[1]["weight"], marks.score]
     assert [id(value) for value in found.values()] == [id(value) for value in expected]
-
-
-def test_texts_and_numbers_are_no_part_of_the_model(make_job: Any) -> None:
-    """A profile and a run may have captured batches of different sizes."""
-    given = {"data": "Described", "loss": f"{__file__}:mean_by_y"}
-    graphs = [make_job("mlp", **given).training_graph(size) for size in (4, 6)]
-    assert not graphs[0].fixed
-    assert graphs[0].fingerprint == graphs[1].fingerprint

@@ -1,21 +1,27 @@
-"""Importing and calling user code beside the job, beside the spec or installed, and its errors."""
+"""The parts of a job: found beside it or installed, called, and refused if they do not train."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.factories import bind, call, find
+from pipectl.capture.factories import call, find
+from pipectl.capture.refusals import refuse_overlaps
 from pipectl.errors import CaptureError, SpecError
 from pipectl.spec import SpecFile, dump, load, profile_key
 from pipectl.spec.references import parse
+
+MODELS = Path(__file__).with_name("models.py")
 
 
 def found(factory: str, base: Path) -> Any:
@@ -111,14 +117,7 @@ def test_a_raising_factory_names_the_users_deepest_line(tmp_path: Path) -> None:
     )
 
 
-def test_classes_are_constructed_functions_bound_and_arguments_may_have_any_name() -> None:
-    class Loss:
-        def __init__(self, scale: float) -> None:
-            self.scale = scale
-
-    assert bind(Loss, "loss", {"scale": 2.0}).scale == 2.0
-    assert bind(max, "loss", {"default": 4})([]) == 4
-    assert bind(max, "loss", {}) is max
+def test_arguments_may_have_any_name() -> None:
     given = {"function": "gelu", "factory": 3}
     assert call(dict, "models.py:dict", **given) == given
 
@@ -230,3 +229,187 @@ def test_check_loads_neither_torch_nor_the_users_code(job: Path) -> None:
     command: list[Any] = [sys.executable, "-c", code, "check", job]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# What a job is made of: models, losses and data that cannot be trained
+
+PARTS = """
+class Mappings(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        return {"x": torch.zeros(6), "y": torch.zeros(3)}
+
+class transposed(list):
+    def __init__(self):
+        super().__init__([(torch.ones(6), torch.tensor(1))] * 8)
+    def collate_fn(self, samples):
+        vectors, classes = zip(*samples)
+        return torch.stack(vectors, 1), torch.stack(classes)
+
+def loader():
+    return torch.utils.data.DataLoader([(torch.zeros(6), torch.zeros(3))], batch_size=4)
+
+def triples():
+    return torch.utils.data.TensorDataset(torch.zeros(16, 6), torch.zeros(16), torch.zeros(16))
+
+def tensors():
+    return torch.zeros(16, 6), torch.zeros(16, 3)
+
+def nothing():
+    return None
+
+def plain():
+    return nn.Sequential(nn.Linear(6, 3))
+
+def frozen():
+    return plain().requires_grad_(False)
+
+def hooked():
+    model = plain()
+    model[0].register_full_backward_hook(lambda module, given, gradient: None)
+    return model
+
+def text():
+    return "a model"
+
+def vector_loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+def count_loss(outputs, targets):
+    return (outputs.argmax(1) == targets).sum()
+
+def float_loss(outputs, targets):
+    return 1.0
+
+def weighted_loss(outputs, targets, weights):
+    return outputs.mean()
+"""
+SCALAR = "^loss: must be a floating-point scalar tensor, but is a "
+LAZY = {"model": "torch.nn:LazyLinear", "kwargs": {"out_features": 3}}
+KEYWORD = {"loss": "torch.nn:NLLLoss", "data": "Mappings"}
+
+
+@pytest.mark.parametrize(
+    ("names", "message", "cure"),
+    [
+        ({"loss": "vector_loss"}, SCALAR + r"tensor of shape \[batch\]", ""),
+        ({"loss": "count_loss"}, SCALAR + "scalar of torch.int64", ""),
+        ({"loss": "float_loss"}, SCALAR + "float", ""),
+        ({"loss": "model"}, SCALAR + r"tensor of shape \[batch, 3\]", ""),
+        ({"loss": "weighted_loss"}, "loss.factory: .*'weights'.*called with outputs", "kwargs"),
+        ({"model": "frozen"}, "^loss: depends on no parameter that requires a gradient", ""),
+        ({"model": "text"}, r"^model\.factory: .*returned a str, not a torch\.nn\.Module", ""),
+        (LAZY, "'weight' of a LazyLinear has no shape yet", ""),
+        ({"model": "hooked"}, "^model: 0 has a backward hook, which no graph can hold", ""),
+        (KEYWORD, "model.factory: .*keyword.*'x'.*x: .4, 6. of float", "inputs"),
+        ({"data": "transposed"}, r"^data: a batch of 4 samples has .* shape \[6, 4\]", ""),
+        ({"data": "triples"}, "data: a sample must be .* not a tuple or list of 3", "weights"),
+        ({"data": "loader"}, "data.factory: .* a DataLoader, not a dataset", "itself"),
+        ({"data": "tensors"}, "returned a tuple of tensors", "TensorDataset"),
+        ({"data": "nothing"}, "returned a NoneType, not a dataset", "__getitem__"),
+    ],
+)
+def test_parts_of_a_job_that_cannot_be_trained_are_refused_in_silence(
+    spec_maker, write_modules, capfd, names: dict[str, Any], message: str, cure: str
+) -> None:
+    make_spec = spec_maker(write_modules({}, PARTS))
+    given = {"model": "plain", "data": f"{MODELS}:Vectors", **names}
+    with pytest.raises(CaptureError, match=message) as raised:
+        CapturedJob(make_spec(**given)).training_graph(4)
+    assert raised.value.cure
+    assert cure in str(raised.value.cure)
+    assert capfd.readouterr() == ("", "")
+
+
+# What a model is built with: hooks, and parameters in the memory of others
+
+BUILT = """\
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+        {code}
+    def forward(self, x):
+        return self.head(self.b(self.a(x)))
+"""
+ACCUMULATED = "self.a.weight.register_post_accumulate_grad_hook(lambda p: None)"
+FROZEN = "self.a.weight.requires_grad_(False); "
+HOOKED = "model: parameter a.weight has a hook on its gradient, which would not run in every plan"
+CODES = {
+    "hook": ("self.a.weight.register_hook(lambda gradient: gradient * 0.5)", HOOKED),
+    "hook afterwards": (ACCUMULATED, HOOKED),
+    "removed hook": (f"{ACCUMULATED}.remove()", ""),
+    "hook that never runs": (f"{ACCUMULATED}; {FROZEN}", ""),
+    "whole": ("self.b.weight = nn.Parameter(self.a.weight.data)", "b.weight"),
+    "transposed": ("self.b.weight = nn.Parameter(self.a.weight.data.t())", "b.weight"),
+    "row": ("self.b.bias = nn.Parameter(self.a.weight.data[1])", "b.bias"),
+    "buffer": ("self.register_buffer('kept', self.a.weight.detach())", "kept"),
+    "frozen": ("self.b.bias = nn.Parameter(self.a.weight.data[1], False)", "b.bias"),
+    "tied": ("self.b.weight = self.a.weight", ""),
+    "copied": ("self.b.weight = nn.Parameter(self.a.weight.data.clone())", ""),
+    "neither trained": (f"{FROZEN}self.b.weight = nn.Parameter(self.a.weight.data, False)", ""),
+}
+"""Code, and what is said, or the name of what shares memory; nothing if it may be."""
+
+
+@pytest.mark.parametrize("materialize", ["eager", "per_rank"])
+@pytest.mark.parametrize("kind", CODES)
+def test_hooks_and_memory_of_trained_parameters_that_others_share_are_refused(
+    kind: str, materialize: str, make_job: Callable[..., Any], tmp_path: Path
+) -> None:
+    code, said = CODES[kind]
+    path = tmp_path / "parts.py"
+    path.write_text(BUILT.format(code=code))
+    if not said:
+        assert make_job(f"{path}:Model", materialize=materialize).states
+        return
+    with pytest.raises(CaptureError) as raised:
+        make_job(f"{path}:Model", materialize=materialize)
+    if said == HOOKED:
+        assert raised.value.message == HOOKED
+        return
+    assert raised.value.message.startswith(f"model: a.weight and {said} share memory")
+    assert ".clone()" in raised.value.cure
+    assert ("self.b.weight = self.a.weight" in raised.value.cure) == (kind != "buffer")
+
+
+def parameters(*tensors: Tensor) -> dict[str, Tensor]:
+    return {name: nn.Parameter(tensor) for name, tensor in zip("abc", tensors, strict=False)}
+
+
+WHOLE, WIDE = torch.zeros(12), torch.zeros(4, 6)
+APART = {
+    "halves": parameters(WHOLE[:3], WHOLE[3:]),
+    "packed": parameters(*WHOLE.split(4)),
+    "columns": parameters(*WIDE.split(3, 1)),
+    "interleaved": parameters(*WHOLE.view(6, 2).unbind(1)),
+    "empty": parameters(torch.zeros(0), torch.zeros(0)),
+    "no memory": parameters(*(torch.zeros(3, device="meta") for _ in "ab")),
+    "recurrent": dict(nn.LSTM(3, 4, num_layers=2).named_parameters()),
+    "lazy": dict(nn.LazyLinear(3).named_parameters()),
+}
+OVERLAPPING = {
+    "one element": parameters(WHOLE[:7], WHOLE[6:]),
+    "columns": parameters(WIDE[:, :4], WIDE[:, 3:]),
+    "every other": parameters(WHOLE[::2], WHOLE[4:5]),
+    "expanded": parameters(WHOLE[:1].expand(5), WHOLE),
+    "other type": parameters(WHOLE[1:3], WHOLE.view(torch.float16)[5:6]),
+    "by numpy": parameters(WHOLE, torch.from_numpy(WHOLE.numpy())[3:]),
+    "no memory": parameters(*[torch.zeros(3, device="meta")] * 2),
+    "after others": parameters(WHOLE, WHOLE[1:2], WHOLE[8:9]),
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_neighbours_in_one_memory_do_not_overlap(kind: str) -> None:
+    refuse_overlaps(APART[kind])
+
+
+@pytest.mark.parametrize("kind", OVERLAPPING)
+def test_any_byte_in_common_counts(kind: str) -> None:
+    with pytest.raises(CaptureError, match="a and b share memory"):
+        refuse_overlaps(OVERLAPPING[kind])

@@ -1,22 +1,24 @@
-"""What no graph can hold: refused in one sentence, with its line and a cure, and nothing else."""
+"""What no graph can hold: kept as one operator, or refused with its line and a cure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
+from trial import Trial
 
+from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.randomness import seed_libraries
-from pipectl.capture.refusals import refuse_overlaps
+from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError, FaultError
 
 MODULES = yaml.safe_load(Path(__file__).with_name("modules.yaml").read_text())
+BREAKING = {kind: code for row in MODULES["breaking"] for kind, code in row["modules"].items()}
 UNPATCHED = vars(torch.autograd.Function)["apply"], Tensor.register_hook
 
 
@@ -112,6 +114,11 @@ def test_an_extra_state_that_a_forward_changes_is_refused(
             "changes the shape of buffer '1.kept' from [6] to []",
         ),
         (
+            "nn.Buffer(torch.empty(0))",
+            "self.kept.resize_(6 + self.kept.numel())",
+            "changes the shape of buffer '1.kept' from [0] to [6]",
+        ),
+        (
             "nn.Buffer(torch.zeros(6))",
             "self.kept = self.kept + 1.0j",
             "changes the type of buffer '1.kept' from torch.float32 to torch.complex64",
@@ -160,52 +167,6 @@ def test_a_block_that_draws_may_compute_where_its_capture_saw_it_pass_the_input(
     assert graph.requires_grad[node.name]
 
 
-DATA = """
-def three(outputs, targets, weights):
-    return outputs.mean()
-
-class Mappings(torch.utils.data.Dataset):
-    def __len__(self):
-        return 16
-    def __getitem__(self, index):
-        return {"x": torch.zeros(6), "y": torch.zeros(3)}
-
-def triples():
-    return torch.utils.data.TensorDataset(torch.zeros(16, 6), torch.zeros(16), torch.zeros(16))
-
-def loader():
-    return torch.utils.data.DataLoader([(torch.zeros(6), torch.zeros(3))], batch_size=4)
-
-def tensors():
-    return torch.zeros(16, 6), torch.zeros(16, 3)
-
-def nothing():
-    return None
-"""
-
-
-@pytest.mark.parametrize(
-    ("loss", "data", "message", "cure"),
-    [
-        ("three", "Vectors", "loss.factory: .*'weights'.*called with outputs", "kwargs"),
-        ("nll", "Mappings", "model.factory: .*keyword.*'x'.*x: .4, 6. of float", "inputs"),
-        ("three", "triples", "data: a sample must be .* not a tuple or list of 3", "weights"),
-        ("three", "loader", "data.factory: .* a DataLoader, not a dataset", "itself"),
-        ("three", "tensors", "returned a tuple of tensors", "TensorDataset"),
-        ("three", "nothing", "returned a NoneType, not a dataset", "__getitem__"),
-    ],
-)
-def test_data_that_do_not_fit_are_shown_beside_what_is_expected(
-    make_job, write_modules, loss: str, data: str, message: str, cure: str
-) -> None:
-    path = write_modules({}, DATA)
-    data = data if data == "Vectors" else f"{path}:{data}"
-    loss = "torch.nn:NLLLoss" if loss == "nll" else f"{path}:{loss}"
-    with pytest.raises(CaptureError, match=message) as caught:
-        make_job("mlp", loss=loss, data=data).training_graph(4)
-    assert cure in str(caught.value.cure)
-
-
 def test_what_only_pipectl_can_have_broken_is_called_its_fault(
     make_job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,111 +183,170 @@ def test_what_only_pipectl_can_have_broken_is_called_its_fault(
         job.misfit(4)
 
 
+# A submodule that no export takes becomes one operator, which runs as it is
+
+
+def operators(graph: CapturedGraph) -> list[str]:
+    return [node.target.path for node in graph.operators if isinstance(node.target, Opaque)]
+
+
+@pytest.mark.parametrize("kind", [*BREAKING, *MODULES["branching"]])
+def test_a_layer_that_breaks_or_branches_becomes_one_operator(
+    make_job, write_modules, place_of, kind: str
+) -> None:
+    """A branch that goes on either way is no check of values."""
+    code = {**BREAKING, **MODULES["branching"]}[kind]
+    path = write_modules({kind: code})
+    job = make_job(f"{path}:layers")
+    graph = job.training_graph(4)
+    assert operators(graph) == ["1"]
+    if kind in BREAKING:
+        assert len(graph.operators) == 4
+        assert place_of(path, code) in job.kept["1"]
+
+
+def test_checks_of_values_are_left_out(make_job, write_modules) -> None:
+    path = write_modules({"Checked": "\n".join(MODULES["checking"].values())})
+    targets = [str(node.target) for node in make_job(f"{path}:layers").training_graph(4).operators]
+    kinds = [name.split(".")[1] for name in targets if "max" not in name and "item" not in name]
+    assert kinds == ["linear", "linear", "linear", "cross_entropy_loss"]
+    assert "__bool__" not in vars(Tensor)
+
+
+@pytest.mark.parametrize("kind", MODULES["masked"])
+def test_masks_of_transformers_are_captured(make_job, write_modules, kind: str) -> None:
+    job = make_job(f"{write_modules({kind: MODULES['masked'][kind]})}:layers")
+    assert Trial(job).plain_differences() == {}
+    assert not job.kept
+
+
+def between(*names: str) -> dict[str, Any]:
+    return {"model": "between", "kwargs": {"names": [*names]}}
+
+
+def opaque_of(graph: CapturedGraph) -> Opaque:
+    return next(n.target for n in graph.operators if isinstance(n.target, Opaque))
+
+
+def test_gradients_across_modules_keep_the_model_whole(make_job) -> None:
+    job = make_job("Equation")
+    operator = opaque_of(job.training_graph(4))
+    assert (operator.path, "differentiates" in job.kept["model"]) == ("model", True)
+    x = torch.randn(4, 6)
+    operator(4, *job.model.parameters(), x).sum().backward()
+    assert job.model.a.weight.grad.abs().sum() > 0
+    assert not x.requires_grad
+
+
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("names", "what"),
     [
-        ("x = self.missing(x)", r"^model.factory: .*'missing'.* "),
-        ("x = x[torch.arange(len(x)).tolist()] if nn else x", "^model: cannot be captured "),
+        (
+            {"model": "Pair", "loss": "slope_of"},
+            "^model: loss .* it differentiates what was computed outside of it",
+        ),
+        ({"model": "sparse", "loss": "mean"}, "^model: 0 gives sparse gradients"),
+        ({"model": "selecting", "loss": "mean"}, "^model: 1 cannot be .* size depends on the data"),
+        (
+            {"model": "mlp", "opaque": ["blocks.*"]},
+            r"^model.opaque: 'blocks.\*' matches no submodule",
+        ),
     ],
-    ids=["fails by itself", "fails in torch.export"],
 )
-def test_a_model_that_fails_is_no_fault_of_pipectl(
-    make_job, write_modules, place_of, code: str, message: str
+def test_what_no_operator_can_do_is_refused(make_job, names: dict[str, Any], what: str) -> None:
+    with pytest.raises(CaptureError, match=what):
+        make_job(**names).training_graph(4)
+
+
+def test_a_buffer_that_others_read_is_not_written_in_place_by_an_operator(make_job) -> None:
+    with pytest.raises(CaptureError, match=r"writes a torch.FloatTensor \[6\] of a submodule"):
+        Trial(make_job("Twice", kwargs={"in_place": True}))
+
+
+def test_an_operator_serves_all_batch_sizes_and_every_branch_has_gradients(make_job) -> None:
+    job = make_job(**between("Branch", "Counting"))
+    before = {name: tensor.clone() for name, tensor in job.states.items()}
+    graph = job.training_graph(4)
+    assert graph is job.training_graph(1)
+    assert all(torch.equal(before[name], tensor) for name, tensor in job.states.items())
+    assert job.model[1].kept == []
+    assert not vars(job.model[1]).keys() & {"forward", "_call_impl"}
+
+    def run(x: Tensor, size: int) -> Tensor:
+        states = [t.clone() for name, t in job.states.items() if name.startswith("model.1.")]
+        return opaque_of(graph)(size, *states, x)[0]
+
+    assert run(torch.ones(7, 6), 7).shape == (7, 6)
+    with pytest.raises(CaptureError, match=r"model: 1 gave \[4, 6\] .* captured with \[3, 6\]"):
+        run(torch.ones(4, 6), 3)
+    unread = torch.full((4, 6), 1e9, requires_grad=True)
+    run(unread, 4).sum().backward()
+    assert torch.equal(unread.grad, torch.zeros(4, 6))
+    passed = torch.full((4, 6), -1.0, requires_grad=True)
+    run(passed, 4).mul_(2).sum().backward()  # which leaves the input as it is
+    assert torch.equal(passed, torch.full((4, 6), -1.0))
+    assert torch.equal(passed.grad, torch.full((4, 6), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        ({"model": "mlp", "loss": "branching_loss"}, ["loss"]),
+        (between("Branch", "Branch", "Counting"), ["1", "2", "3"]),  # also two of one class
+        (between("Around"), ["1"]),  # the result inside has any size
+        ({"model": "Outer"}, ["gate"]),
+        ({"model": "Twice"}, ["scaling", "scaling"]),
+    ],
+)
+def test_the_smallest_parts_that_can_be_operators_are_kept(
+    make_job, names: dict[str, Any], kept: list[str]
 ) -> None:
-    path = write_modules({"Failing": code})
-    with pytest.raises(CaptureError, match=message) as caught:
-        make_job(f"{path}:WholeFailing").training_graph(4)
-    assert place_of(path, code) in caught.value.message
+    graph = make_job(**names).training_graph(4)
+    job = make_job(**names, materialize="per_rank")
+    assert operators(graph) == operators(job.training_graph(4)) == kept
+    assert graph.requires_grad[graph.loss]
+    assert graph.fingerprint == job.training_graph(4).fingerprint
+    assert all(is_deferred(tensor) for tensor in job.states.values())
 
 
-# What a model is built with: hooks, and parameters in the memory of others
-
-BUILT = """\
-from torch import nn
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.head = nn.Linear(6, 3)
-        {code}
-    def forward(self, x):
-        return self.head(self.b(self.a(x)))
-"""
-ACCUMULATED = "self.a.weight.register_post_accumulate_grad_hook(lambda p: None)"
-FROZEN = "self.a.weight.requires_grad_(False); "
-HOOKED = "model: parameter a.weight has a hook on its gradient, which would not run in every plan"
-CODES = {
-    "hook": ("self.a.weight.register_hook(lambda gradient: gradient * 0.5)", HOOKED),
-    "hook afterwards": (ACCUMULATED, HOOKED),
-    "removed hook": (f"{ACCUMULATED}.remove()", ""),
-    "hook that never runs": (f"{ACCUMULATED}; {FROZEN}", ""),
-    "whole": ("self.b.weight = nn.Parameter(self.a.weight.data)", "b.weight"),
-    "transposed": ("self.b.weight = nn.Parameter(self.a.weight.data.t())", "b.weight"),
-    "row": ("self.b.bias = nn.Parameter(self.a.weight.data[1])", "b.bias"),
-    "buffer": ("self.register_buffer('kept', self.a.weight.detach())", "kept"),
-    "frozen": ("self.b.bias = nn.Parameter(self.a.weight.data[1], False)", "b.bias"),
-    "tied": ("self.b.weight = self.a.weight", ""),
-    "copied": ("self.b.weight = nn.Parameter(self.a.weight.data.clone())", ""),
-    "neither trained": (f"{FROZEN}self.b.weight = nn.Parameter(self.a.weight.data, False)", ""),
-}
-"""Code, and what is said, or the name of what shares memory; nothing if it may be."""
+def test_a_part_of_a_result_that_changes_its_structure_may_not_be_read(make_job) -> None:
+    job = make_job("Speech")
+    operator = opaque_of(job.training_graph(4))
+    assert (operator.path, len(operator.outline.forms)) == ("encoder", 1)
+    x = torch.randn(4, 6)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        assert operator(4, *job.model.encoder.parameters(), x).shape == (4, 6)
+    place = "at .*models.py:.*: more = sum.outputs"
+    with pytest.raises(CaptureError, match=f"{place}.*: it reads a part of a submodule's result"):
+        make_job("Speech", kwargs={"reads": True}).training_graph(4)
 
 
-@pytest.mark.parametrize("materialize", ["eager", "per_rank"])
-@pytest.mark.parametrize("kind", CODES)
-def test_hooks_and_memory_of_trained_parameters_that_others_share_are_refused(
-    kind: str, materialize: str, make_job: Callable[..., Any], tmp_path: Path
+def test_a_long_loop_of_a_submodule_becomes_one_operator_and_one_of_the_model_is_told_of(
+    make_job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, said = CODES[kind]
-    path = tmp_path / "parts.py"
-    path.write_text(BUILT.format(code=code))
-    if not said:
-        assert make_job(f"{path}:Model", materialize=materialize).states
-        return
-    with pytest.raises(CaptureError) as raised:
-        make_job(f"{path}:Model", materialize=materialize)
-    if said == HOOKED:
-        assert raised.value.message == HOOKED
-        return
-    assert raised.value.message.startswith(f"model: a.weight and {said} share memory")
-    assert ".clone()" in raised.value.cure
-    assert ("self.b.weight = self.a.weight" in raised.value.cure) == (kind != "buffer")
+    unrolled = between("Unrolled")
+    assert operators(make_job(**unrolled).training_graph(4)) == []
+    monkeypatch.setattr("pipectl.capture.patches.MAX_REPEATS", 9)
+    job = make_job(**unrolled)
+    assert operators(job.training_graph(4)) == operators(job.evaluation_graph(4)) == ["1"]
+    assert "x = super().forward(x).tanh()): it repeats that line more than 9 times" in job.kept["1"]
+    messages: list[str] = []
+    job = CapturedJob(make_job("Unrolled", loss="mean").spec, messages.append)
+    assert len(job.training_graph(4).operators) == 2 * 12 + 1
+    (message,) = messages
+    assert message.startswith("capturing a long loop (at ")
+    assert "put it into a submodule of its own" in message
 
 
-def parameters(*tensors: Tensor) -> dict[str, Tensor]:
-    return {name: nn.Parameter(tensor) for name, tensor in zip("abc", tensors, strict=False)}
-
-
-WHOLE, WIDE = torch.zeros(12), torch.zeros(4, 6)
-APART = {
-    "halves": parameters(WHOLE[:3], WHOLE[3:]),
-    "packed": parameters(*WHOLE.split(4)),
-    "columns": parameters(*WIDE.split(3, 1)),
-    "interleaved": parameters(*WHOLE.view(6, 2).unbind(1)),
-    "empty": parameters(torch.zeros(0), torch.zeros(0)),
-    "no memory": parameters(*(torch.zeros(3, device="meta") for _ in "ab")),
-    "recurrent": dict(nn.LSTM(3, 4, num_layers=2).named_parameters()),
-    "lazy": dict(nn.LazyLinear(3).named_parameters()),
-}
-OVERLAPPING = {
-    "one element": parameters(WHOLE[:7], WHOLE[6:]),
-    "columns": parameters(WIDE[:, :4], WIDE[:, 3:]),
-    "every other": parameters(WHOLE[::2], WHOLE[4:5]),
-    "expanded": parameters(WHOLE[:1].expand(5), WHOLE),
-    "other type": parameters(WHOLE[1:3], WHOLE.view(torch.float16)[5:6]),
-    "by numpy": parameters(WHOLE, torch.from_numpy(WHOLE.numpy())[3:]),
-    "no memory": parameters(*[torch.zeros(3, device="meta")] * 2),
-    "after others": parameters(WHOLE, WHOLE[1:2], WHOLE[8:9]),
-}
-
-
-@pytest.mark.parametrize("kind", APART)
-def test_neighbours_in_one_memory_do_not_overlap(kind: str) -> None:
-    refuse_overlaps(APART[kind])
-
-
-@pytest.mark.parametrize("kind", OVERLAPPING)
-def test_any_byte_in_common_counts(kind: str) -> None:
-    with pytest.raises(CaptureError, match="a and b share memory"):
-        refuse_overlaps(OVERLAPPING[kind])
+def test_a_model_that_a_library_brings_is_kept_whole(
+    make_job, write_modules, place_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "site-packages" / "a_library_of_models"
+    library.mkdir(parents=True)
+    write_modules({"Branch": BREAKING["Branch"]}).rename(library / "net.py")
+    monkeypatch.syspath_prepend(library.parent)
+    job = make_job("a_library_of_models.net:WholeBranch")
+    assert operators(job.training_graph(4)) == ["model"]
+    assert place_of(library / "net.py", "if x.sum() > 0:") in job.kept["model"]
+    assert "control flow depends" in job.kept["model"]
