@@ -11,21 +11,13 @@ from validator import InvalidError, validate
 
 from pipectl.cluster import assumed_cluster
 from pipectl.graph import TransferKind
-from pipectl.plan import Replication
-from pipectl.schedule import SCHEDULES, Action, Actions, Kind, channels, lower, messages
+from pipectl.schedule import Action, Actions, Kind, channels, lower, messages
 from pipectl.simulate import simulate
 from pipectl.simulate.memory import host_bytes, stage_peaks_in_flight
-
-ENDS = {TransferKind.ACTIVATION: Kind.FORWARD, TransferKind.GRADIENT: Kind.BACKWARD}
-"""What both ends of a message compute."""
 
 
 def programs_of(plan):
     return [lower(plan, rank) for rank in range(plan.ranks)]
-
-
-def samples_of(plan, micro_batch):
-    return round(plan.micro_batch_shares[micro_batch] * plan.micro_batch_size)
 
 
 @settings(max_examples=300, deadline=None)
@@ -38,55 +30,6 @@ def test_programs_of_any_plan_are_proved(plan, fewer):
             assert most == min(depth, plan.micro_batches)
     count = max(1, plan.micro_batches - fewer)
     validate(plan, [lower(plan, rank, count) for rank in range(plan.ranks)], count)
-
-
-@settings(max_examples=200, deadline=None)
-@given(plan=plans())
-def test_every_sample_is_computed_and_sent_once_by_the_ranks_that_are_said(plan):
-    computed, sent = [], []
-    for rank, program in enumerate(programs_of(plan)):
-        for action in program:
-            channel = channels(plan)[action.channel] if action.channel >= 0 else None
-            for sample in span_of(plan, action.micro_batch, action.start, action.stop):
-                if action.kind is Kind.RECOMPUTE or action.kind <= Kind.BACKWARD_WEIGHT:
-                    computed.append((*action[:3], sample, rank))
-                elif action.kind is Kind.SEND_START and channel.kind in ENDS:
-                    stages = channel.source_stage, channel.target_stage
-                    way = rank, channel.target_rank
-                    sent.append((channel.kind, *stages, action.micro_batch, sample, *way))
-    halves = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
-    backwards = halves if SCHEDULES[plan.schedule].splits_backward else [Kind.BACKWARD]
-    assert sorted(computed) == sorted(
-        (kind, stage, *sample, rank_of(plan, stage, kind, *sample))
-        for stage, held in enumerate(plan.stages)
-        for kind in [Kind.FORWARD, *backwards, *([Kind.RECOMPUTE] if held.recompute else [])]
-        for sample in samples_of_step(plan)
-    )
-    ways = [
-        (*transfer, *sample, *(rank_of(plan, s, ENDS[transfer[0]], *sample) for s in transfer[1:]))
-        for transfer in {(item.kind, item.source, item.target) for item in plan.transfers}
-        for sample in samples_of_step(plan)
-    ]
-    assert sorted(sent) == sorted(way for way in ways if way[-2] != way[-1])
-
-
-def span_of(plan, micro_batch, start, stop):
-    """The samples from one to another, or all of a micro-batch."""
-    return range(start, stop) if start >= 0 else range(samples_of(plan, micro_batch))
-
-
-def samples_of_step(plan):
-    return [(i, s) for i in range(plan.micro_batches) for s in range(samples_of(plan, i))]
-
-
-def rank_of(plan, stage, kind, index, sample):
-    """Replicas take micro-batches in turn, or each an equal part of the samples."""
-    held = plan.stages[stage]
-    ranks = held.ranks if kind is Kind.FORWARD else held.updating_ranks
-    if plan.replication is Replication.WHOLE:
-        return ranks[index % len(ranks)]
-    firsts = [r * samples_of(plan, index) // len(ranks) for r in range(len(ranks))]
-    return ranks[sum(first <= sample for first in firsts) - 1]
 
 
 def taken_out(rows, position, data):
@@ -176,8 +119,11 @@ class Ledger:
                     self.moved[c, index] = Action(Kind.SEND_START, -1, index, c, *span)
 
     def size(self, full, action):
-        samples = len(span_of(self.plan, action.micro_batch, action.start, action.stop))
-        return Fraction(full * samples, self.plan.micro_batch_size)
+        size = self.plan.micro_batch_size
+        samples = round(self.plan.micro_batch_shares[action.micro_batch] * size)
+        if action.start >= 0:
+            samples = action.stop - action.start
+        return Fraction(full * samples, size)
 
     def mine(self, kind, stage, end):
         """Channels of a kind at one end of which is this stage on this rank."""

@@ -11,15 +11,16 @@ that the schedule says.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 import numpy as np
 
 from pipectl.graph import TransferKind
-from pipectl.plan import Plan
-from pipectl.schedule import Action, Actions, Kind, channels, messages, portion, roles
+from pipectl.plan import Plan, Replication
+from pipectl.schedule import Action, Actions, Channel, Kind, channels
 from pipectl.schedule.actions import Integers
-from pipectl.schedule.channel import Portion, is_apart, is_kept
+from pipectl.schedule.channel import is_apart, is_kept
 from pipectl.schedule.registry import is_unflushed, order_of, schedule_of
 
 STARTED_BY = {
@@ -30,7 +31,9 @@ STARTED_BY = {
 """What the other rank must have done before a wait is over."""
 OF_CHANNEL = (Kind.SEND_START, Kind.SEND_WAIT, Kind.RECEIVE_START, Kind.RECEIVE_WAIT)
 AWAY = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT, Kind.FETCH_START, Kind.FETCH_WAIT)
-ONCE = Portion(np.array([-1]))
+Span = tuple[int, int, int]
+"""A micro-batch, and its first and last sample, or -1 twice for all of them."""
+ONCE = ((-1, -1, -1),)
 """What belongs to no micro-batch."""
 Row = tuple[Kind, int, int]
 """Kind, stage or channel, micro-batch."""
@@ -73,6 +76,7 @@ class Execution:
 
     def run(self) -> None:
         """Execute everything, after which nothing is missing."""
+        self.check_channels()
         position, moved = [0] * len(self.programs), True
         while moved:
             moved = False
@@ -119,33 +123,68 @@ class Execution:
         self.started[row] += 1
         done[row] = None
 
-    def rows_of(self, rank: int) -> Iterator[tuple[Row, tuple[int, int, int]]]:
+    def rows_of(self, rank: int) -> Iterator[tuple[Row, Span]]:
         """Every row that a rank should have, or may (``AWAY``): stage, first and last sample."""
         updated = -1
-        for role in roles(self.plan, rank)[::-1]:
-            stage, kinds = self.plan.stages[role.stage], list(self.order.parts(role.kind))
-            mine = portion(self.plan, role.stage, role.replica, self.count)
-            if role.kind is Kind.BACKWARD:
-                updated = role.stage
+        for index, stage in reversed(list(enumerate(self.plan.stages))):
+            if rank in stage.ranks:
+                mine = self.spans((index, stage.ranks.index(rank)))
+                yield from rows(self.order.parts(Kind.FORWARD), index, mine)
+            if rank in stage.updating_ranks:
+                updated = index
+                mine = self.spans((index, stage.updating_ranks.index(rank)))
+                kinds = [*self.order.parts(Kind.BACKWARD)]
                 kinds += [Kind.RECOMPUTE] * stage.recompute + [*AWAY] * stage.offload
+                yield from rows(kinds, index, mine)
                 if stage.replicas > 1:
-                    yield from rows((Kind.REDUCE_START, Kind.REDUCE_WAIT), role.stage, ONCE)
-            yield from rows(kinds, role.stage, mine)
-        for index, channel in self.channels:
+                    yield from rows((Kind.REDUCE_START, Kind.REDUCE_WAIT), index, ONCE)
+        for number, channel in self.channels:
             if channel.is_local:
                 continue
             weights = channel.kind is TransferKind.WEIGHT
-            carried = ONCE if weights else messages(self.plan, channel, self.count)
+            carried = ONCE if weights else list(self.spans(*ends_of(channel)))
             if weights and self.overlaps:
-                carried = Portion(np.unique(self.versions(channel.source_stage)))
-                carried = Portion(carried.micro_batches * self.plan.micro_batches - 1)
+                versions = np.unique(self.versions(channel.source_stage)).tolist()
+                carried = [(version * self.plan.micro_batches - 1, -1, -1) for version in versions]
             for end, kinds in (("source", OF_CHANNEL[:2]), ("target", OF_CHANNEL[2:])):
                 if getattr(channel, f"{end}_rank") == rank:
-                    stage = getattr(channel, f"{end}_stage")
-                    yield from rows(kinds, index, carried, stage)
+                    yield from rows(kinds, number, carried, getattr(channel, f"{end}_stage"))
         step = self.plan.micro_batches
-        lasts = np.arange(step - 1, self.count, step) if self.overlaps else ONCE.micro_batches
-        yield from rows((Kind.UPDATE,), updated, Portion(lasts))
+        lasts = [(last, -1, -1) for last in range(step - 1, self.count, step)]
+        yield from rows((Kind.UPDATE,), updated, lasts if self.overlaps else ONCE)
+
+    def share(self, stage: int, replica: int, index: int) -> tuple[int, int]:
+        """Replicas take micro-batches in turn, or each an equal part of the samples."""
+        size, count = self.plan.micro_batch_size, self.plan.stages[stage].replicas
+        if index == self.plan.micro_batches - 1:
+            size = self.plan.batch_size - index * size
+        if self.plan.replication is Replication.WHOLE:
+            return (0, size) if index % count == replica else (0, 0)
+        return replica * size // count, (replica + 1) * size // count
+
+    def spans(self, *ends: tuple[int, int]) -> Iterator[Span]:
+        """The samples that one (stage, replica) computes, or that two of them have in common."""
+        is_whole = self.plan.replication is Replication.WHOLE
+        is_whole |= all(self.plan.stages[stage].replicas == 1 for stage, _ in ends)
+        for index in range(self.count):
+            starts, stops = zip(*(self.share(*end, index) for end in ends), strict=True)
+            if max(starts) < min(stops):
+                yield (index, -1, -1) if is_whole else (index, max(starts), min(stops))
+
+    def check_channels(self) -> None:
+        """Every sample of every transfer has a channel between the ranks that compute it."""
+        known = {(c.kind, *ends_of(c), c.source_rank, c.target_rank) for _, c in self.channels}
+        for item in self.plan.transfers:
+            source, target = (self.plan.stages[index] for index in (item.source, item.target))
+            senders, receivers = source.updating_ranks, target.updating_ranks
+            if item.kind is TransferKind.ACTIVATION:
+                senders, receivers = source.ranks, target.ranks
+            for (one, sender), (other, receiver) in product(
+                enumerate(senders), enumerate(receivers)
+            ):
+                ends = (item.source, one), (item.target, other)
+                if [*self.spans(*ends)] and (item.kind, *ends, sender, receiver) not in known:
+                    raise InvalidError(f"{item}: nothing from {sender} to {receiver}")
 
     def needs(self, rank: int, row: Row) -> Iterator[Row]:
         """Rows that must be done before this one on its rank."""
@@ -252,6 +291,12 @@ class Execution:
             raise InvalidError(f"rank {rank}: {action} should use weights of age {age}")
 
 
+def ends_of(channel: Channel) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The (stage, replica) that send and receive."""
+    source = channel.source_stage, channel.source_replica
+    return source, (channel.target_stage, channel.target_replica)
+
+
 def row_of(action: Action) -> Row:
     """What a row does."""
     owner = action.channel if action.kind in OF_CHANNEL else action.stage
@@ -259,10 +304,9 @@ def row_of(action: Action) -> Row:
 
 
 def rows(
-    kinds: Sequence[Kind], owner: int, mine: Portion, stage: int | None = None
-) -> Iterator[tuple[Row, tuple[int, int, int]]]:
-    """Rows of some kinds for all micro-batches of a portion."""
-    columns = np.broadcast_arrays(*mine)
-    for index, start, stop in zip(*(column.tolist() for column in columns), strict=True):
+    kinds: Sequence[Kind], owner: int, spans: Iterable[Span], stage: int | None = None
+) -> Iterator[tuple[Row, Span]]:
+    """Rows of some kinds for some samples."""
+    for index, start, stop in spans:
         for kind in kinds:
             yield (kind, owner, index), (owner if stage is None else stage, start, stop)
