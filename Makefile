@@ -10,7 +10,7 @@ TORCH ?= 2.15
 QUICK := tests/test_*.py $(addprefix tests/,batch docs planner report runs schedule simulate spec)
 NOT_QUICK := $(addprefix planner/test_,saving_memory.py make_plan.py replicated_plans.py \
     published_plans.py small_problems.py balance.py named_schedules.py) planner/gate \
-    schedule/test_random_plans.py schedule/test_unflushed_steps.py \
+    schedule/test_random_plans.py simulate/test_steps_that_overlap.py \
     simulate/test_reference_simulation.py runs/test_hostile_runs.py spec/test_spec_fuzz.py report/test_page.py
 
 .DEFAULT_GOAL := help

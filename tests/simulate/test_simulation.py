@@ -106,39 +106,22 @@ def test_timeline_holds_computations_and_waits_until_all_ranks_meet(pipeline):
     assert Timeline.from_json(json.loads(json.dumps(timeline.to_json()))) == timeline
 
 
-def test_programs_that_deadlock_are_an_error(pipeline):
-    plan = pipeline(2, 4, warm_up=(1, 2))
-    with pytest.raises(ScheduleError, match=r"ranks \[0, 1\] wait forever"):
-        simulate(plan, cluster(2))
+@pytest.mark.parametrize(
+    ("shape", "error", "words"),
+    [
+        ({"warm_up": (1, 2)}, ScheduleError, r"ranks \[0, 1\] wait forever"),
+        ({"node_of_rank": [0, 1]}, MismatchError, "uses 2 nodes, cluster 'c' has 1"),
+    ],
+)
+def test_what_cannot_run_is_an_error(pipeline, shape, error, words):
+    with pytest.raises(error, match=words):
+        simulate(pipeline(2, 4, **shape), cluster(2))
 
 
 def test_programs_may_have_fewer_micro_batches(pipeline):
     plan = pipeline(2, 8)
     programs = [lower(plan, rank, 2) for rank in range(2)]
     assert simulate(plan, cluster(2), programs).step_time_s == pytest.approx(9)
-
-
-def test_a_cluster_with_too_few_nodes_is_an_error(pipeline):
-    plan = pipeline(2, 2, node_of_rank=[0, 1])
-    with pytest.raises(MismatchError, match="uses 2 nodes, cluster 'c' has 1"):
-        simulate(plan, cluster(2))
-
-
-def test_all_replicas_send_each_other_their_parts_in_two_rounds():
-    """Between the nodes, four messages of a part share the link in each direction."""
-
-    def sum_s(ranks, **between):
-        link = dataclasses.replace(BETWEEN, **between)
-        return reduction_s(two_nodes(between_nodes=link), (0, 0, 1, 1), ranks, 400)
-
-    every = (0, 1, 2, 3)
-    assert sum_s(every) == pytest.approx(2 * (1.0 + 4 * 100 / 10))
-    own = sum_s(every, shared=False)
-    assert own == pytest.approx(2 * (1.0 + 2 * 100 / 10 + 100 / 100)), "each rank sends all three"
-    node = sum_s(every, shared=False, interface=True)
-    assert node == pytest.approx(2 * (1.0 + 4 * 100 / 10)), "all that a node sends"
-    assert sum_s((0, 1)) == pytest.approx(2 * (0.25 + 2))
-    assert sum_s((1,)) == 0
 
 
 def test_every_bucket_is_a_message_of_its_own():
