@@ -5,20 +5,21 @@ from itertools import combinations
 from math import inf
 
 import pytest
+from graphs import make_operator, next_stages
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipectl.planner.balance.balance import balance
 from pipectl.planner.balance.load_model import BalanceRequest
 from pipectl.planner.graph.blocks import condense
-from pipectl.profile import Operator, Profile
+from pipectl.profile import Profile
+
+FREE = {"backward_s": 0.0, "parameter_bytes": 0, "output_bytes": 0, "gradient_bytes": 0}
 
 
 def operator(index, **more):
-    costs = {"forward_s": 1.0, "backward_s": 0.0, "parameter_bytes": 0, "output_bytes": 0}
-    return Operator(
-        **{"id": f"n{index}", "name": f"n{index}", "gradient_bytes": 0, **costs, **more}
-    )
+    """Of a second forward, and nothing else that is not said."""
+    return make_operator(index, **{**FREE, "forward_s": 1.0, **more})
 
 
 def profile_of(operators, edges):
@@ -67,7 +68,7 @@ def load(profile, request, inside):
     return total
 
 
-def enumerated(profile, request, next_stages):
+def enumerated(profile, request):
     """The smallest largest load over all chains of stages, by trying every set as the next."""
     graph = condense(profile)
     loads = cache(
@@ -112,14 +113,14 @@ def check_stages(profile, request, found):
     st.sampled_from([20_000, 20_000, 1]),
 )
 def test_value_is_that_of_the_enumeration_and_the_bound_holds(
-    next_stages, profile, request, looks, max_downsets
+    profile, request, looks, max_downsets
 ):
     """Also if the search ends early, or if there are too many downsets for it to be exact."""
     ends, remaining = looks is not None, iter(range(looks or 0))
     expired = lambda: ends and next(remaining, None) is None  # noqa: E731
     found = balance(profile, request, expired, max_downsets=max_downsets)
     whole = not ends and max_downsets > 1
-    expected = enumerated(profile, request, next_stages)
+    expected = enumerated(profile, request)
     if found is None:
         assert expected == inf or not whole
         return
@@ -139,20 +140,12 @@ def test_bandwidth_counts_both_ways_at_both_ends():
 
 
 def test_backward_operators_follow_their_forward_ones():
-    """The backward runs the other way, in the stages of its groups; its values cross, too."""
+    """The backward runs the other way, in the stages of its groups; its values cross, too. n4 reads
+    the gradient of n1 and makes that of n0: no stage may hold it in front of n0."""
     forward = [operator(i, phase="forward", group=str(i), transfer_s=0.25) for i in range(2)]
     backward = [operator(i + 2, phase="backward", group=str(i), transfer_s=0.25) for i in range(2)]
-    profile = profile_of([*forward, *backward], [("n0", "n1"), ("n1", "n3"), ("n3", "n2")])
-    found = balance(profile, BalanceRequest(2))
-    assert [stage.nodes for stage in found.stages] == [("n0", "n2"), ("n1", "n3")]
-    assert found.value_s == 2.5
-
-
-def test_backward_operator_without_a_forward_one_stands_where_its_forward_would():
-    """n3 reads the gradient of n1 and makes that of n0: no stage may hold it in front of n0."""
-    forward = [operator(i, phase="forward", group=str(i)) for i in range(2)]
-    backward = [operator(i + 2, phase="backward", group=str(i)) for i in range(2)]
     alone = operator(4, phase="backward")
     edges = [("n0", "n1"), ("n1", "n3"), ("n3", "n4"), ("n4", "n2")]
     found = balance(profile_of([*forward, *backward, alone], edges), BalanceRequest(3))
     assert [stage.nodes for stage in found.stages] == [("n0", "n2"), ("n4",), ("n1", "n3")]
+    assert found.value_s == 2.5

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from checked_plans import cluster_of, planned
+from graphs import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,7 +54,7 @@ def test_the_parts_add_up_to_the_step(pipeline, times, micro_batches, size_bytes
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream-2bw"])
-def test_of_steps_that_overlap_one_counts_and_idle_ones_have_no_parts(chain, schedule):
+def test_of_steps_that_overlap_one_counts_and_idle_ones_have_no_parts(schedule):
     machines = cluster(1, 1)
     plan = planned(chain(8), machines, 32, schedule=schedule)
     found = parts(plan, machines)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from graphs import chain, make_operator, make_profile, partitions_of, profiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,14 +39,12 @@ def costs(profile, stages, size=8):
         pytest.param({4: (9e-3, 0.0)}, 16, 6e-3, id="falling: at least what the largest took"),
     ],
 )
-def test_sizes_that_were_not_measured_follow_from_those_that_were(
-    chain, timings, size, time_s
-) -> None:
+def test_sizes_that_were_not_measured_follow_from_those_that_were(timings, size, time_s) -> None:
     profile = chain(1, forward_s=6e-3, timings=timings)
     assert operator_times(profile, size).uncached[0, 0] == pytest.approx(time_s)
 
 
-def test_two_stages_take_send_and_hold_what_their_operators_do(make_profile, make_operator) -> None:
+def test_two_stages_take_send_and_hold_what_their_operators_do() -> None:
     """Only the gradient of the first operator is returned."""
     operators = [make_operator(0), make_operator(1, gradient_bytes=0), make_operator(2)]
     profile = replace(
@@ -67,7 +66,7 @@ def test_two_stages_take_send_and_hold_what_their_operators_do(make_profile, mak
 
 
 @pytest.mark.parametrize(("cache_bytes", "time_s"), [(1000, 1.0), (800, 2.0), (666, 3.0)])
-def test_a_stage_that_stays_in_the_cache_is_faster(chain, cache_bytes, time_s) -> None:
+def test_a_stage_that_stays_in_the_cache_is_faster(cache_bytes, time_s) -> None:
     """It touches 1000 bytes; a cache two thirds as large is as good as none."""
     held = {"saved": (("a", 600),), "parameters": (("w", 200),), "cached": {8: (1.0, 1.0)}}
     profile = chain(1, forward_s=3.0, backward_s=0.0, **held)
@@ -89,7 +88,7 @@ def with_state(profile):
 
 
 @pytest.fixture
-def views(chain):
+def views():
     """x -> a (weight, saves x) -> b (a view of a) -> c (saves its result) -> loss."""
     weight = (("w", 40),)
     each = [
@@ -131,7 +130,7 @@ def test_what_is_sent_or_received_stays_and_parameters_do_not_grow(views) -> Non
     assert second.forward_bytes == 2 * (100 + 12)
 
 
-def test_what_a_reader_saves_stays_until_its_backward(chain) -> None:
+def test_what_a_reader_saves_stays_until_its_backward() -> None:
     each = [
         {"memory": OperatorMemory(100, "n0", 100, 0), "saved": ()},
         {"memory": OperatorMemory(10, "n1", 10, 100, (("n0", 100),)), "saved": (("n0", 100),)},
@@ -143,7 +142,7 @@ def test_what_a_reader_saves_stays_until_its_backward(chain) -> None:
     assert peaks(chain(each, parameters=()), [[0, 1, 2]]) == [None], "one is not known"
 
 
-def test_two_uses_of_a_value_share_or_add_gradients(make_operator, make_profile) -> None:
+def test_two_uses_of_a_value_share_or_add_gradients() -> None:
     """y = x + f(x): the sum passes one gradient to both, so that of x is a new tensor."""
     uses = [((), 0), ((("n0", 100),), 100), ((("n0", 0), ("n1", 0)), 0), ((("n2", 100),), 100)]
     operators = [
@@ -160,7 +159,7 @@ def test_two_uses_of_a_value_share_or_add_gradients(make_operator, make_profile)
     assert peak.backward_bytes == 300  # shared, that of f, and their sum
 
 
-def test_gradients_are_of_every_use_and_not_of_frozen_parameters(chain) -> None:
+def test_gradients_are_of_every_use_and_not_of_frozen_parameters() -> None:
     first, second = costs(chain(3, parameters=(("w", 100),)), [[0, 1], [2]])
     assert (first.parameter_bytes, first.gradient_bytes) == (100, 200)
     assert (second.parameter_bytes, second.gradient_bytes) == (100, 100)
@@ -181,7 +180,7 @@ OVERHEAD = StageOverhead(1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4, cache_bytes=4000)
 
 
 @st.composite
-def measured(draw, profiles):
+def measured(draw):
     """A profile in which values share memory, and stages cost something of their own."""
     profile = draw(profiles(most=6))
     operators = []
@@ -196,10 +195,8 @@ def measured(draw, profiles):
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), stages=st.integers(1, 4), size=st.integers(1, 16), enriched=st.booleans())
-def test_sums_of_many_partitions_are_those_of_their_stages(
-    data, stages, size, enriched, profiles, partitions_of
-) -> None:
-    profile = data.draw(measured(profiles) if enriched else profiles())
+def test_sums_of_many_partitions_are_those_of_their_stages(data, stages, size, enriched) -> None:
+    profile = data.draw(measured() if enriched else profiles())
     graph = condense(profile)
     partitions = list(partitions_of(graph, stages))[:5]
     if not partitions:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from checked_plans import cluster_of
+from graphs import chain
 
 from pipectl.cluster import Device, Node
 from pipectl.link import Link
@@ -37,7 +38,7 @@ def gain(found, change):
     return offers[change].gain(plan.predicted_step_s)
 
 
-def test_what_would_help_is_offered_with_its_gain(chain):
+def test_what_would_help_is_offered_with_its_gain():
     *_, offers = found = explained(chain(12), cluster(2))
     assert offers[NODE].step_s == make_plan(chain(12), cluster(3), REQUEST).predicted_step_s
     assert gain(found, NODE) > 0.2
@@ -52,7 +53,7 @@ def test_what_would_help_is_offered_with_its_gain(chain):
     assert "stages with replicas" not in explained(heavy, cluster(1))[2]
 
 
-def test_what_cannot_be_changed_or_does_not_matter_is_said(chain):
+def test_what_cannot_be_changed_or_does_not_matter_is_said():
     free = explained(chain(2), cluster(1))[2][MEMORY]
     assert (free.step_s, free.reason) == (None, "nothing: memory is not limited")
     limited = explained(chain(4), cluster(2), {"memory_limit_bytes": 10_000})[2]
@@ -65,7 +66,7 @@ def test_what_cannot_be_changed_or_does_not_matter_is_said(chain):
         assert Offer("x", step_s).gain(1.0) == pytest.approx(expected)
 
 
-def test_alternatives_differ_and_are_ranked(chain):
+def test_alternatives_differ_and_are_ranked():
     plan, found, _ = explained(chain(8), cluster(4))
     times = [other.plan.predicted_step_s for other in found.alternatives]
     assert len(times) >= 2
@@ -107,7 +108,7 @@ def estimates(profile, machines, **changes):
         pytest.param(CROWDED, {}, 400 / 1e6, 96e-3, id="ranks that share cores"),
     ],
 )
-def test_what_data_parallelism_takes(chain, machines, parameters, reduction_s, computing_s):
+def test_what_data_parallelism_takes(machines, parameters, reduction_s, computing_s):
     found = estimates(chain(4, **parameters), machines)
     assert found.single.step_s == pytest.approx(8 * 12e-3, rel=1e-3)
     assert found.data_parallel.reduction_s == pytest.approx(reduction_s)
@@ -115,7 +116,7 @@ def test_what_data_parallelism_takes(chain, machines, parameters, reduction_s, c
     assert alone_s == pytest.approx(computing_s, rel=1e-3)
 
 
-def test_what_cannot_be_estimated_says_why(chain):
+def test_what_cannot_be_estimated_says_why():
     found = estimates(chain(4), PAIR, memory_limit_bytes=6000)
     assert (found.single, found.data_parallel) == (None, None)
     assert "does not fit" in found.reason
@@ -126,7 +127,7 @@ def test_what_cannot_be_estimated_says_why(chain):
     assert estimates(bare, cluster(1)).reason == ""
 
 
-def test_only_what_is_clearly_faster_is_better(chain):
+def test_only_what_is_clearly_faster_is_better():
     plan = make_plan(chain(4), PAIR, REQUEST)
     step_s = plan.predicted_step_s
     same, fast = Estimate(1, step_s * 0.995, 0.0, 0), Estimate(2, step_s * 0.9, 0.0, 0)
@@ -144,5 +145,5 @@ def test_only_what_is_clearly_faster_is_better(chain):
         *({"schedule": schedule} for schedule in ("zb-v", "interleaved", "zb-h1", "pipedream")),
     ],
 )
-def test_one_rank_is_one_whatever_is_asked_of_stages(chain, asked):
+def test_one_rank_is_one_whatever_is_asked_of_stages(asked):
     assert estimates(chain(4), PAIR, **asked) == estimates(chain(4), PAIR)

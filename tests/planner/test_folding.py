@@ -6,7 +6,6 @@ import pytest
 from checked_plans import cluster_of
 
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.imported import folded
 from pipectl.profile import Profile
 
@@ -60,15 +59,6 @@ def test_edges_that_are_drawn_with_the_forward_are_gradients_too():
     found = folded(profile(nodes, "f0>f1", "b0>b1"))
     assert set(found.edges) == {("f0", "f1"), ("b0", "b1")}
     assert {o.id: o.gradient_bytes for o in found.operators}["b0"] == 7
-
-
-def test_a_backward_operator_without_forward_stands_where_its_neighbours_say():
-    """b1 reads from b9, which reads from b2: b9 lies between their stages."""
-    nodes = [node("f1", 1), node("f2", 2), node("b2", 2), node("b9"), node("b1", 1)]
-    found = folded(profile(nodes, "f1>f2", "f2>b2", "b2>b9", "b9>b1"))
-    assert {("b9", "b2"), ("b1", "b9")} <= set(found.edges)
-    blocks = [{found.operators[i].id for i in block.operators} for block in condense(found).blocks]
-    assert blocks == [{"f1", "b1"}, {"b9"}, {"f2", "b2"}]
 
 
 def test_chosen_stages_say_what_comes_first():

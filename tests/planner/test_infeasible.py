@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from checked_plans import cluster_of, planned
+from graphs import chain, hungry
 
 from pipectl.errors import InfeasibleError
 from pipectl.planner import PlanRequest, make_plan
@@ -29,12 +30,12 @@ from pipectl.planner import PlanRequest, make_plan
         ({"backward_apart": True, "stages": 2}, "all backwards on other ranks|4 ranks in all"),
     ],
 )
-def test_what_cannot_be_is_refused(chain, asked, words) -> None:
+def test_what_cannot_be_is_refused(asked, words) -> None:
     with pytest.raises(InfeasibleError, match=words):
         planned(chain(12), cluster_of(2), **asked)
 
 
-def test_stages_with_backwards_apart_need_two_ranks_each(chain) -> None:
+def test_stages_with_backwards_apart_need_two_ranks_each() -> None:
     with pytest.raises(InfeasibleError, match="2 ranks in all, and the job has 1"):
         planned(chain(12), cluster_of(1), schedule="pipedream", backward_apart=True)
     with pytest.raises(InfeasibleError, match="all backwards on other ranks"):
@@ -43,7 +44,7 @@ def test_stages_with_backwards_apart_need_two_ranks_each(chain) -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "pipedream"])
 @pytest.mark.parametrize("where", ["job", "device"])
-def test_what_does_not_fit_is_refused_with_what_is_missing(chain, schedule, where) -> None:
+def test_what_does_not_fit_is_refused_with_what_is_missing(schedule, where) -> None:
     given = {"memory_limit_bytes": 10_000} if where == "job" else {}
     cluster = cluster_of(2, memory_bytes=10_000 if where == "device" else None)
     with pytest.raises(InfeasibleError, match=f"{schedule} needs .* more than the memory limit"):
@@ -59,7 +60,7 @@ def refusal(profile, cluster=None, **asked):
 TWO_OF_EIGHT = {"micro_batches": 8, "stages": 2}
 
 
-def test_infeasible_error_names_rank_stage_figures_and_cures(chain) -> None:
+def test_infeasible_error_names_rank_stage_figures_and_cures() -> None:
     error = refusal(chain(8), **TWO_OF_EIGHT, schedule="gpipe", memory_limit_bytes=30_000)
     assert error.exit_code == 4
     assert error.message == (
@@ -103,12 +104,12 @@ def test_infeasible_error_names_rank_stage_figures_and_cures(chain) -> None:
         ),
     ],
 )
-def test_the_cure_is_what_would_be_enough(chain, memory_bytes, asked, cure) -> None:
+def test_the_cure_is_what_would_be_enough(memory_bytes, asked, cure) -> None:
     error = refusal(chain(8), cluster_of(2, memory_bytes=memory_bytes), **asked)
     assert re.match(cure, error.cure)
 
 
-def test_a_limit_below_the_peak_of_the_capture_advises_to_create_parameters_per_rank(chain) -> None:
+def test_a_limit_below_the_peak_of_the_capture_advises_to_create_parameters_per_rank() -> None:
     profile = replace(chain(8), capture_bytes=40_000)
     plan = make_plan(profile, cluster_of(2), PlanRequest("job", 64, memory_limit_bytes=40_000))
     assert plan.prediction.peak_memory_bytes == (40_000, 40_000)
@@ -118,14 +119,14 @@ def test_a_limit_below_the_peak_of_the_capture_advises_to_create_parameters_per_
     assert "model.materialize: per_rank" in error.cure
 
 
-def test_what_recomputes_is_said_to_keep_its_inputs(hungry) -> None:
+def test_what_recomputes_is_said_to_keep_its_inputs() -> None:
     asked = {"stages": 2, "recompute": True, "memory_limit_bytes": 100_000}
     error = refusal(hungry(4, 10**6), batch=16, **asked)
     assert "0 B for each micro-batch in flight (at most 2, of 1 sample)" in error.message
     assert ", 244 KiB for one that it recomputes)" in error.message
 
 
-def test_changes_of_stages_that_recompute_are_estimated_as_such(chain) -> None:
+def test_changes_of_stages_that_recompute_are_estimated_as_such() -> None:
     received = [((f"n{i - 1}", 10**5),) if i else () for i in range(8)]
     each = [{"saved": ((f"n{i}:own", 10**6), *more)} for i, more in enumerate(received)]
     profile = chain(each, output_bytes=10**5)

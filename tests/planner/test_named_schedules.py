@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from checked_plans import cluster_of, planned
+from graphs import chain, hungry
 
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
@@ -20,7 +21,7 @@ ONE_EACH = Listed.read("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "my.csv")
 
 
 @pytest.fixture
-def lopsided(chain):
+def lopsided():
     """Six operators, the third of which takes eight times as long as each of the others."""
     times = [(8e-3 if index == 2 else 1e-3) for index in range(6)]
     return chain([{"forward_s": time_s, "backward_s": 1.2 * time_s} for time_s in times])
@@ -42,7 +43,7 @@ def lopsided(chain):
         ({"schedule": "zb-v"}, 3, [0, 0]),
     ],
 )
-def test_stages_go_round_or_lie_in_a_v(chain, asked, operators, ranks_of_stages) -> None:
+def test_stages_go_round_or_lie_in_a_v(asked, operators, ranks_of_stages) -> None:
     plan = planned(chain(operators), cluster_of(2), micro_batches=4, **asked)
     assert [rank for stage in plan.stages for rank in stage.ranks] == ranks_of_stages
     assert operators < 4 or len({len(stage.nodes) for stage in plan.stages}) == 1
@@ -50,7 +51,7 @@ def test_stages_go_round_or_lie_in_a_v(chain, asked, operators, ranks_of_stages)
     assert plan.micro_batches == 4
 
 
-def test_split_backwards_cost_what_is_assumed_of_them(chain) -> None:
+def test_split_backwards_cost_what_is_assumed_of_them() -> None:
     profile = chain(12)
     plan = planned(profile, cluster_of(3), schedule="zb-h1", micro_batches=8)
     assert plan.assumptions.count(ASSUMED) == 1
@@ -62,7 +63,7 @@ def test_split_backwards_cost_what_is_assumed_of_them(chain) -> None:
         assert stage.cost.deferred_bytes == pytest.approx(kept * scale, abs=1)
 
 
-def test_zb_h1_has_the_warm_up_asked_for_or_a_deeper_one_if_messages_are_slow(chain) -> None:
+def test_zb_h1_has_the_warm_up_asked_for_or_a_deeper_one_if_messages_are_slow() -> None:
     assert planned(chain(12), cluster_of(2), schedule="zb-h1", warm_up=(5, 2)).warm_up == (5, 2)
     slow = cluster_of(4, within=Link(1e-3, 1e11))
     plan = planned(chain(16), slow, 32, schedule="zb-h1", micro_batches=8)
@@ -79,7 +80,7 @@ def test_zb_h1_has_the_warm_up_asked_for_or_a_deeper_one_if_messages_are_slow(ch
         {"schedule": "zb-h1", "stages": 1},
     ],
 )
-def test_stages_suit_the_devices_they_lie_on(chain, asked, speeds) -> None:
+def test_stages_suit_the_devices_they_lie_on(asked, speeds) -> None:
     cluster = cluster_of(1, 1, speeds=speeds)
     plan = planned(chain(16), cluster, 32, **asked)
     loads = [stage.load_s / speeds[stage.ranks[0]] for stage in plan.stages]
@@ -92,14 +93,14 @@ def test_stages_suit_the_devices_they_lie_on(chain, asked, speeds) -> None:
 
 @pytest.mark.parametrize("asked", [{"backward_apart": None}, {"replicas": None}])
 @pytest.mark.parametrize("named", [{"listed": ONE_EACH}, {"schedule": "zb-h1", "stages": 2}])
-def test_open_choices_change_no_ranks_of_lists_and_of_split_backwards(chain, named, asked) -> None:
+def test_open_choices_change_no_ranks_of_lists_and_of_split_backwards(named, asked) -> None:
     plan = planned(chain(8), cluster_of(4), 8, **named, **asked)
     assert [stage.ranks for stage in plan.stages] == [(0,), (1,)]
     assert not any(stage.backward_ranks for stage in plan.stages)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "zb-v", "pipedream-2bw"])
-def test_another_number_of_micro_batches_than_asked_for_is_told(chain, schedule) -> None:
+def test_another_number_of_micro_batches_than_asked_for_is_told(schedule) -> None:
     plan = planned(chain(12), cluster_of(2), 8, schedule=schedule, micro_batches=5)
     assert plan.micro_batches == 4
     assert sum("5 micro-batches of 8 samples" in said for said in plan.assumptions) == 1
@@ -115,7 +116,7 @@ def test_another_number_of_micro_batches_than_asked_for_is_told(chain, schedule)
     ],
     ids=lambda each: each.get("schedule", "lists") if isinstance(each, dict) else None,
 )
-def test_stages_recompute_where_nothing_else_fits(hungry, asked, limit) -> None:
+def test_stages_recompute_where_nothing_else_fits(asked, limit) -> None:
     def plan(recompute):
         given = {**asked, "recompute": recompute, "memory_limit_bytes": limit}
         return planned(hungry(8, 10**6), cluster_of(2), 8, **given)
@@ -128,7 +129,7 @@ def test_stages_recompute_where_nothing_else_fits(hungry, asked, limit) -> None:
 
 
 @pytest.mark.parametrize("where", ["job", "device"])
-def test_stages_without_flushes_are_cut_for_memory(chain, where) -> None:
+def test_stages_without_flushes_are_cut_for_memory(where) -> None:
     """The first two operators have nearly all parameters."""
     sizes, limit = [10**6, 10**6, *[100] * 6], 6_500_000
     profile = chain([{"parameters": ((f"p{i}", size),)} for i, size in enumerate(sizes)])
@@ -142,7 +143,7 @@ def test_stages_without_flushes_are_cut_for_memory(chain, where) -> None:
 @pytest.mark.parametrize(
     "schedule", ["zb-h1", "zb-v", "dualpipev", "v-min", "interleaved", "looped-bfs"]
 )
-def test_replicas_are_copies_of_the_pipeline(chain, schedule, way) -> None:
+def test_replicas_are_copies_of_the_pipeline(schedule, way) -> None:
     asked = {"schedule": schedule, "stages": 2 if schedule == "zb-h1" else 4}
     plan = planned(chain(12), cluster_of(4), 32, **asked, replicas=2, replication=way)
     assert {stage.replicas for stage in plan.stages} == {2}
@@ -157,7 +158,7 @@ def test_replicas_are_copies_of_the_pipeline(chain, schedule, way) -> None:
 @pytest.mark.parametrize(
     "asked", [{"schedule": "zb-h1"}, {"schedule": "pipedream"}, {"listed": FOLDED}]
 )
-def test_time_that_is_up_gives_a_plan_of_even_cuts(chain, hungry, asked) -> None:
+def test_time_that_is_up_gives_a_plan_of_even_cuts(asked) -> None:
     plan = planned(chain(12), cluster_of(2), 8, expired=lambda: True, **asked)
     assert not plan.search.finished
     with pytest.raises(OutOfTimeError):
@@ -176,7 +177,7 @@ def test_time_that_is_up_gives_a_plan_of_even_cuts(chain, hungry, asked) -> None
         ("pipedream-2bw", "one update old, whatever the stages"),
     ],
 )
-def test_stages_are_balanced_and_the_plan_says_what_it_changes(chain, schedule, words) -> None:
+def test_stages_are_balanced_and_the_plan_says_what_it_changes(schedule, words) -> None:
     plan = planned(chain(12), cluster_of(4), 32, schedule=schedule)
     assert plan.schedule == schedule
     assert [len(stage.nodes) for stage in plan.stages] == [3] * 4
@@ -188,7 +189,7 @@ def test_stages_are_balanced_and_the_plan_says_what_it_changes(chain, schedule, 
 
 @pytest.mark.parametrize("stages", [None, 2])
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
-def test_backwards_have_ranks_of_their_own_if_that_is_asked(chain, schedule, stages) -> None:
+def test_backwards_have_ranks_of_their_own_if_that_is_asked(schedule, stages) -> None:
     asked = {"schedule": schedule, "stages": stages}
     plan = planned(chain(12), cluster_of(4), 32, backward_apart=True, **asked)
     assert sorted(r for s in plan.stages for r in (*s.ranks, *s.backward_ranks)) == [0, 1, 2, 3]
@@ -220,7 +221,7 @@ def test_two_ranks_for_an_operator_beat_one_unless_saved_values_travel_too_long(
     assert not any(stage.backward_ranks for stage in stays.stages)
 
 
-def test_several_stages_a_rank_are_faster_with_few_micro_batches(chain) -> None:
+def test_several_stages_a_rank_are_faster_with_few_micro_batches() -> None:
     few, cluster = {"micro_batches": 4}, cluster_of(4)
     plain, plan = (
         planned(chain(16), cluster, every_schedule=every, **few) for every in (False, True)
@@ -243,7 +244,7 @@ def trained(profile, split):
 @pytest.mark.parametrize(
     "split", [None, SplitBackward(weight_share=0.53)], ids=["assumed", "measured"]
 )
-def test_split_backwards_are_chosen_if_they_gain_enough(chain, split) -> None:
+def test_split_backwards_are_chosen_if_they_gain_enough(split) -> None:
     profile, cluster = trained(chain(16), split), cluster_of(4)
     least, chosen = SPLIT_GAIN if split else UNMEASURED_SPLIT_GAIN, set()
     for micro_batches in (4, 16, 32, 64):
@@ -258,7 +259,7 @@ def test_split_backwards_are_chosen_if_they_gain_enough(chain, split) -> None:
     assert len(chosen) == 2
 
 
-def test_stages_are_cut_for_split_backwards_too(chain) -> None:
+def test_stages_are_cut_for_split_backwards_too() -> None:
     """With two micro-batches, 1F1B is fastest with more work on the first rank."""
     asked = {"micro_batches": 2, "updates_together": False}
     plan, halved = (
@@ -272,13 +273,13 @@ def test_stages_are_cut_for_split_backwards_too(chain) -> None:
 @pytest.mark.parametrize(
     "named", [{"schedule": "1f1b"}, {"schedule": "gpipe"}, {"warm_up": (4, 3, 2, 1)}]
 )
-def test_schedules_that_are_named_stay(chain, named) -> None:
+def test_schedules_that_are_named_stay(named) -> None:
     asked = {"micro_batches": 4, "every_schedule": True, "backward_apart": None, **named}
     for plan in search_plans(chain(16), cluster_of(4), PlanRequest("job", 32, **asked)):
         assert plan.schedule == named.get("schedule", "1f1b")
 
 
-def test_the_bound_holds_at_sizes_that_only_some_plans_have(chain) -> None:
+def test_the_bound_holds_at_sizes_that_only_some_plans_have() -> None:
     """Micro-batches of four samples, which are no power of two of a batch of 54, are fast."""
     sizes = {4: 0.1, **{size: 1.0 * size for size in (1, 2, 3, 5, 6, 7, 9, 13, 14, 18, 27, 54)}}
     timings = {size: (1e-3 * share, 2e-3 * share) for size, share in sizes.items()}

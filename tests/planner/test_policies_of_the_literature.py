@@ -6,6 +6,7 @@ from itertools import combinations, count
 import numpy as np
 import pytest
 from checked_plans import checked, cluster_of, planned
+from graphs import chain, make_operator, make_profile
 
 from pipectl.errors import InfeasibleError
 from pipectl.link import Link
@@ -48,7 +49,7 @@ def best(*arguments):
     ],
     ids=["four nodes", "one rank", "two by two, all latency", "three nodes", "two operators"],
 )
-def test_every_policy_makes_a_plan_that_can_be_carried_out(chain, name, machines, operators):
+def test_every_policy_makes_a_plan_that_can_be_carried_out(name, machines, operators):
     profile = chain(operators)
     plan = checked(best(name, profile, machines, REQUEST), machines, profile)
     assert [n for stage in plan.stages for n in stage.nodes] == [f"n{i}" for i in range(operators)]
@@ -66,7 +67,7 @@ def test_every_policy_makes_a_plan_that_can_be_carried_out(chain, name, machines
 @pytest.mark.parametrize(
     ("name", "replication"), [("dapple", Replication.SPLIT), ("pipedream", Replication.WHOLE)]
 )
-def test_replicas_share_the_work_as_their_planner_has_it(chain, name, replication):
+def test_replicas_share_the_work_as_their_planner_has_it(name, replication):
     """One operator has most of the work, and nothing to sum or to send."""
     each = [{"forward_s": s, "backward_s": 2 * s} for s in (1e-3, 9e-3, 1e-3)]
     free = {"parameters": (), "parameter_bytes": 0, "output_bytes": 1, "gradient_bytes": 1}
@@ -77,7 +78,7 @@ def test_replicas_share_the_work_as_their_planner_has_it(chain, name, replicatio
     assert plan.predicted_step_s < planned(profile, FOUR).predicted_step_s
 
 
-def test_no_replica_is_left_without_samples(chain):
+def test_no_replica_is_left_without_samples():
     """One operator without messages or parameters: as many replicas as there are ranks."""
     profile = chain(1, parameters=())
     plan = best("dapple", profile, FOUR, REQUEST)
@@ -86,7 +87,7 @@ def test_no_replica_is_left_without_samples(chain):
         best("dapple", profile, FOUR, replace(REQUEST, micro_batches=64))
 
 
-def test_what_a_replica_allocates_is_for_its_own_samples(chain):
+def test_what_a_replica_allocates_is_for_its_own_samples():
     """The temporaries of a stage shrink with the samples that a replica takes."""
     profile = chain(1, memory=OperatorMemory(1000, "n0", 80_000, 80_000, ()), parameters=())
     plan = best("dapple", profile, FOUR, replace(REQUEST, micro_batches=8))
@@ -96,7 +97,7 @@ def test_what_a_replica_allocates_is_for_its_own_samples(chain):
     assert plan.stages[0].cost.peaks.forward_bytes == alone.stages[0].cost.peaks.forward_bytes / 4
 
 
-def test_what_the_job_fixes_holds_or_is_infeasible(chain):
+def test_what_the_job_fixes_holds_or_is_infeasible():
     request = replace(REQUEST, stages=2, micro_batches=4, schedule="gpipe")
     plan = best("uniform", chain(8), FOUR, request)
     assert [len(stage.nodes) for stage in plan.stages] == [4, 4]
@@ -108,7 +109,7 @@ def test_what_the_job_fixes_holds_or_is_infeasible(chain):
 
 
 @pytest.mark.parametrize(("limit", "memory"), [(6000, None), (None, 6000)])
-def test_memory_that_a_policy_does_not_look_at(chain, limit, memory):
+def test_memory_that_a_policy_does_not_look_at(limit, memory):
     request = replace(REQUEST, memory_limit_bytes=limit)
     with pytest.raises(InfeasibleError, match="uniform ignores both") as caught:
         best("uniform", chain(8), cluster(1, 1, 1, 1, memory=memory), request)
@@ -120,7 +121,7 @@ def test_memory_that_a_policy_does_not_look_at(chain, limit, memory):
     assert max(tight.prediction.peak_memory_bytes) <= less.memory_limit_bytes
 
 
-def test_the_best_so_far_where_time_is_up(chain):
+def test_the_best_so_far_where_time_is_up():
     looks = count()
     plan = best("uniform", chain(8), FOUR, REQUEST, lambda: next(looks) >= 0)
     assert not plan.search.finished
@@ -139,7 +140,7 @@ def test_blocks_are_balanced_as_well_as_possible():
             assert np.diff(times[list(cuts)]).max() == largest == least
 
 
-def test_antichain_states_of_a_diamond(make_operator, make_profile):
+def test_antichain_states_of_a_diamond():
     """0 feeds 1 and 2, which feed 3: the second branch is left out or in."""
     profile = make_profile([make_operator(i) for i in range(4)], [(0, 1), (0, 2), (1, 3), (2, 3)])
     states = antichain_states(profile)

@@ -94,7 +94,7 @@ def test_dapple_finds_no_worse_plan_than_its_planner(name, own):
     )
     found = dapple.plan(
         half_and_half(DIRECTORY / f"{name}.json"),
-        DappleRules(MACHINES["flat_16x1"]),
+        DappleRules(16),
         Work(entry["global_batch"], own),
     )
     assert found.value_s <= entry["planner_formula_latency"] + 2e-6

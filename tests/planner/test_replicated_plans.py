@@ -1,26 +1,22 @@
 """Plans with replicated stages: who gets replicas, what they hold, and what the search rests on."""
 
 from dataclasses import replace
-from math import gcd
 
 import pytest
 from checked_plans import FAST, cluster_of, planned
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from graphs import chain, hungry
 
 from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, search_plans
 from pipectl.planner.bounds import work_bound_s
-from pipectl.planner.costs.links import Links, shares
-from pipectl.planner.graph.blocks import condense
+from pipectl.planner.costs.links import Links
 from pipectl.planner.partition.cutter import MAX_RANKS_OF_DETAILED_SEARCH
-from pipectl.planner.partition.layout import Choice, Layout, consecutive
+from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.profile import OperatorMemory, OptimizerCost
-from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, policy_a, policy_b
-from pipectl.simulate import simulate
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 
 LINK, FAR = Link(1e-5, 1e9), Link(1e-3, 1e6)
 
@@ -30,7 +26,7 @@ def nodes_of(ranks, link=LINK, memory=None):
     return cluster_of(*[1] * ranks, within=link, memory_bytes=memory)
 
 
-def test_a_stage_that_takes_most_of_the_time_gets_the_replicas(chain) -> None:
+def test_a_stage_that_takes_most_of_the_time_gets_the_replicas() -> None:
     profile = chain([{"forward_s": time, "backward_s": time} for time in (1e-3, 8e-3, 1e-3)])
     plan = planned(profile, nodes_of(4), replicas=None)
     widest = max(plan.stages, key=lambda stage: stage.replicas)
@@ -39,7 +35,7 @@ def test_a_stage_that_takes_most_of_the_time_gets_the_replicas(chain) -> None:
 
 
 @pytest.mark.parametrize(("way", "batch"), [(Replication.WHOLE, 16), (Replication.SPLIT, 2)])
-def test_no_rank_is_kept_that_would_have_nothing_to_do(chain, way, batch):
+def test_no_rank_is_kept_that_would_have_nothing_to_do(way, batch):
     """Two micro-batches of which a replica takes the whole, or one of two samples."""
     count = 2 if way is Replication.WHOLE else 1
     asked = {"micro_batches": count, "replicas": None, "replication": way}
@@ -47,7 +43,7 @@ def test_no_rank_is_kept_that_would_have_nothing_to_do(chain, way, batch):
     assert [stage.replicas for stage in plan.stages] == [2]
 
 
-def test_a_slow_link_is_not_worth_replicas(chain) -> None:
+def test_a_slow_link_is_not_worth_replicas() -> None:
     """Of seven ranks, five stages leave two; the bound is that of plans without replicas."""
     profile = chain(20, parameter_bytes=10**6, parameters=(("p", 10**6),))
     assert {
@@ -60,20 +56,20 @@ def test_a_slow_link_is_not_worth_replicas(chain) -> None:
     assert plan.search.step_lower_bound_s == pytest.approx(work_bound_s(problem))
 
 
-def test_bounds_hold_where_noise_says_that_caches_are_slow(chain) -> None:
+def test_bounds_hold_where_noise_says_that_caches_are_slow() -> None:
     profile = chain(2, cached={8: (1.0, 1.0)})
     noisy = replace(profile, stage=replace(profile.stage, cache_bytes=1))
     assert planned(noisy, nodes_of(2), 32, micro_batches=4, stages=1, replicas=2)
 
 
-def test_every_rank_stays_within_its_memory(chain) -> None:
+def test_every_rank_stays_within_its_memory() -> None:
     free = planned(chain(6), nodes_of(4), 16, replicas=None)
     most = max(free.prediction.peak_memory_bytes)
     assert planned(chain(6), nodes_of(4, memory=most - 1), 16, replicas=None)
 
 
 @pytest.mark.parametrize("asked", [{"stages": 5}, {"warm_up": (14, 12, 8, 6, 2)}])
-def test_a_given_number_of_stages_gets_replicas_for_the_ranks_that_are_left(chain, asked) -> None:
+def test_a_given_number_of_stages_gets_replicas_for_the_ranks_that_are_left(asked) -> None:
     plan, alone = (
         planned(chain(20), nodes_of(7, FAST), 32, replicas=replicas, **asked)
         for replicas in (None, 1)
@@ -83,7 +79,7 @@ def test_a_given_number_of_stages_gets_replicas_for_the_ranks_that_are_left(chai
     assert plan.predicted_step_s < 0.8 * alone.predicted_step_s
 
 
-def test_a_given_number_of_stages_is_looked_for_on_many_ranks(chain) -> None:
+def test_a_given_number_of_stages_is_looked_for_on_many_ranks() -> None:
     """Though fewer stages would be faster."""
     cluster = nodes_of(MAX_RANKS_OF_DETAILED_SEARCH + 1, FAST)
     plans = search_plans(chain(12), cluster, PlanRequest("job", 64, stages=5, replicas=None))
@@ -93,9 +89,7 @@ def test_a_given_number_of_stages_is_looked_for_on_many_ranks(chain) -> None:
 
 @pytest.mark.parametrize("blocks", [False, None])
 @pytest.mark.parametrize("way", Replication)
-def test_replicas_recompute_if_all_stages_shall_or_where_nothing_else_fits(
-    hungry, way, blocks
-) -> None:
+def test_replicas_recompute_if_all_stages_shall_or_where_nothing_else_fits(way, blocks) -> None:
     profile, cluster = hungry(12, 10**6), nodes_of(4, FAST)
 
     def plan(**more):
@@ -115,7 +109,7 @@ def test_replicas_recompute_if_all_stages_shall_or_where_nothing_else_fits(
     assert all(stage.recompute for stage in free.stages)
 
 
-def test_other_numbers_of_micro_batches_than_asked_for_are_said(chain) -> None:
+def test_other_numbers_of_micro_batches_than_asked_for_are_said() -> None:
     asked = {"replicas": 2, "micro_batches": 3}
     plan = planned(chain(6), nodes_of(4), 16, **asked)
     assert plan.micro_batches == 4
@@ -128,7 +122,7 @@ def test_other_numbers_of_micro_batches_than_asked_for_are_said(chain) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, None])
-def test_frozen_parameters_have_neither_gradients_nor_state(chain, replicas) -> None:
+def test_frozen_parameters_have_neither_gradients_nor_state(replicas) -> None:
     """Three large frozen operators; whoever counts them as trained finds no room for them."""
     each = []
     for i in range(12):
@@ -140,7 +134,7 @@ def test_frozen_parameters_have_neither_gradients_nor_state(chain, replicas) -> 
     assert planned(chain(each), nodes_of(3), 16, **asked)
 
 
-def test_a_search_that_is_cut_short_returns_its_best(chain) -> None:
+def test_a_search_that_is_cut_short_returns_its_best() -> None:
     """The more time there is, the better."""
     cluster = cluster_of(2, 2, within=Link(1e-5, 1e8), between=Link(1e-4, 1e6))
     steps = []
@@ -157,7 +151,7 @@ def test_a_search_that_is_cut_short_returns_its_best(chain) -> None:
 # Shared-out state of the optimizer
 
 
-def owning(chain, *sizes):
+def owning(*sizes):
     """A chain of operators with a parameter each, and an optimizer with much state."""
     found = chain([{"parameters": ((f"p{i}", size),)} for i, size in enumerate(sizes)])
     return replace(found, optimizer=OptimizerCost(6.0, 1e-9))
@@ -165,9 +159,9 @@ def owning(chain, *sizes):
 
 @pytest.mark.parametrize("ranks", [2, MAX_RANKS_OF_DETAILED_SEARCH + 1])
 @pytest.mark.parametrize("replicas", [2, None])
-def test_shared_out_state_lets_a_plan_fit(chain, replicas, ranks) -> None:
+def test_shared_out_state_lets_a_plan_fit(replicas, ranks) -> None:
     """Whole it takes 32 MB; with two replicas, 20, and 6 more for the sums of gradients."""
-    profile = owning(chain, *[10**6] * 4)
+    profile = owning(*[10**6] * 4)
     limited = {"stages": 1, "replicas": replicas, "memory_limit_bytes": 27_000_000}
     plan = planned(profile, nodes_of(ranks, FAST), 16, **limited, shard_optimizer=True)
     assert plan.stages[0].replicas > 1
@@ -189,65 +183,26 @@ def state_bytes(profile, layout):
     ("sizes", "replicas", "most"),
     [([100] * 4, 2, 200), ([700, 100, 100], 2, 700), ([900, 100, 500, 400, 400, 100], 3, 900)],
 )
-def test_the_owner_of_most_state_counts(chain, sizes, replicas, most) -> None:
+def test_the_owner_of_most_state_counts(sizes, replicas, most) -> None:
     """Parameters stay whole, and go to whoever has least so far, the largest first."""
     layout = Layout(((1 << len(sizes)) - 1,), (tuple(range(replicas)),))
-    assert state_bytes(owning(chain, *sizes), layout) == [6 * most]
+    assert state_bytes(owning(*sizes), layout) == [6 * most]
 
 
-def test_all_replicas_keep_the_state_of_parameters_with_several_uses(chain) -> None:
-    profile = owning(chain, 100, 100, 100)
+def test_all_replicas_keep_the_state_of_parameters_with_several_uses() -> None:
+    profile = owning(100, 100, 100)
     tied = [replace(o, parameters=(*o.parameters, ("tied", 1000))) for o in profile.operators[:2]]
     profile = replace(profile, operators=(*tied, profile.operators[2]))
     assert state_bytes(profile, Layout((0b011, 0b100), ((0, 1), (2, 3)))) == [6 * 1100, 6 * 100]
 
 
-# What the search rests on
-
-
-@settings(max_examples=25, derandomize=True, deadline=None)
-@given(
-    data=st.data(),
-    batch=st.sampled_from([8, 24, 44]),
-    counts=st.sampled_from([(1,), (4,), (2, 1), (1, 3), (1, 2, 1), (1, 1, 1, 1)]),
-)
-def test_estimates_are_what_is_simulated_if_messages_are_short(
-    data, batch, counts, profiles, partitions_of
-) -> None:
-    """For replicas that split micro-batches."""
-    profile, cluster = data.draw(profiles(5)), cluster_of(4, within=Link(1e-6, 1e12))
-    request = PlanRequest("job", batch, replicas=None)
-    problem = Problem(profile, cluster, request, condense(profile))
-    partitions = list(partitions_of(problem.graph, len(counts)))
-    if not partitions:
-        return
-    layout = Layout(data.draw(st.sampled_from(partitions)), consecutive(counts))
-    for policy in (policy_a, policy_b):
-        warm_up = policy(len(counts), problem.micro_batches(8))
-        ((step_s,),) = problem.estimator.steps_s([layout], 8, [warm_up])
-        choice = Choice(layout, 8, ONE_F_ONE_B.name, warm_up, Replication.SPLIT)
-        simulated_s = simulate(problem.plan(choice), cluster).step_time_s
-        assert simulated_s == pytest.approx(step_s, rel=1e-3, abs=2e-5)
-
-
-def links_of(*machines, shared=True):
-    between = Link(1e-4, 1e6, shared=shared)
-    return Links(cluster_of(*machines, within=Link(1e-5, 1e8), between=between))
-
-
-def test_sums_and_messages_take_what_they_take_in_the_simulator() -> None:
-    """Of the messages between four replicas on two nodes, four share the link at a time. Two
-    halves over one link between nodes take as long as the whole; over two, half of it."""
-    links, apart = links_of(2, 2), links_of(2, 2, shared=False)
-    assert links.reduce_s(1e6, [0]) == 0.0
-    assert links.reduce_s(1e6, [0, 1]) == pytest.approx(2 * (1e-5 + 5e-3))
-    assert links.reduce_s(1e6, range(4)) == pytest.approx(2 * (1e-4 + 4 * 0.25))
+def test_messages_between_replicas_pass_all_links_between_them() -> None:
+    """Two halves over one link between nodes take as long as the whole; over two, half of it."""
+    links, apart = (
+        Links(cluster_of(2, 2, within=Link(1e-5, 1e8), between=Link(1e-4, 1e6, shared=shared)))
+        for shared in (True, False)
+    )
     assert links.transfer_s(1e6, [0, 1], [2, 3]) == pytest.approx((1.0, 1e-4))
     assert links.transfer_s(1e6, [0], [1]) == pytest.approx((1e-2, 1e-5))
     assert apart.transfer_s(1e6, [0, 1], [2, 3]) == pytest.approx((0.5, 1e-4))
     assert links.transfer_s(1e6, [0], [0]) == (0.0, 0.0)
-    for left, right in ((1, 3), (2, 3), (4, 2), (5, 3)):
-        found = list(shares(range(left), range(right)))
-        assert len(found) == left + right - gcd(left, right)
-        for sender in range(left):
-            assert sum(s for a, _, s in found if a == sender) == pytest.approx(1 / left)

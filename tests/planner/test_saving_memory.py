@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 from checked_plans import FAST, cluster_of, planned
+from graphs import DEEP, chain
 
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
@@ -42,20 +43,20 @@ def peak(plan):
     return max(plan.prediction.peak_memory_bytes)
 
 
-def test_offload_over_a_fast_link_beats_recomputation_which_beats_it_over_a_slow_one(deep) -> None:
+def test_offload_over_a_fast_link_beats_recomputation_which_beats_it_over_a_slow_one() -> None:
     cluster, slow = machine(8, SHORT), machine(8, SHORT, SLOW_TO_HOST)
-    plan = plan_of(deep, cluster, offload=None, recompute=None)
+    plan = plan_of(DEEP, cluster, offload=None, recompute=None)
     offload = [stage.offload for stage in plan.stages]
     assert any(offload)
     assert not all(offload), "what fits keeps what it saves"
     assert not any(stage.recompute for stage in plan.stages)
-    assert plan.predicted_step_s < 0.9 * step_s(deep, cluster, recompute=None)
-    unlimited = plan_of(deep, machine(), offload=None)
+    assert plan.predicted_step_s < 0.9 * step_s(DEEP, cluster, recompute=None)
+    unlimited = plan_of(DEEP, machine(), offload=None)
     assert plan.predicted_step_s == pytest.approx(unlimited.predicted_step_s, rel=1e-2)
     assert not any(stage.offload for stage in unlimited.stages)
-    again = plan_of(deep, slow, offload=None, recompute=None)
+    again = plan_of(DEEP, slow, offload=None, recompute=None)
     assert any(stage.recompute for stage in again.stages)
-    assert again.predicted_step_s < 0.9 * step_s(deep, slow, offload=None)
+    assert again.predicted_step_s < 0.9 * step_s(DEEP, slow, offload=None)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +74,10 @@ def test_offload_over_a_fast_link_beats_recomputation_which_beats_it_over_a_slow
     ],
     ids=lambda asked: " ".join(asked),
 )
-def test_what_is_asked_of_all_stages_holds_for_all(deep, asked) -> None:
+def test_what_is_asked_of_all_stages_holds_for_all(asked) -> None:
     """Though other plans would be faster, and are found by other planners."""
     count = None if "schedule" in asked else 32
-    plan = planned(deep, machine(4), 128, micro_batches=count, **asked)
+    plan = planned(DEEP, machine(4), 128, micro_batches=count, **asked)
     for stage in plan.stages:
         assert stage.offload == asked.get("offload", False)
         assert stage.recompute == asked.get("recompute", False)
@@ -94,54 +95,54 @@ def test_what_is_asked_of_all_stages_holds_for_all(deep, asked) -> None:
         (SHORTER, None, TO_HOST),
     ],
 )
-def test_more_to_choose_from_is_never_slower(deep, memory_bytes, recompute, host_link) -> None:
+def test_more_to_choose_from_is_never_slower(memory_bytes, recompute, host_link) -> None:
     cluster = machine(8, memory_bytes, host_link)
     try:
-        plain_s = step_s(deep, cluster, recompute=recompute)
+        plain_s = step_s(DEEP, cluster, recompute=recompute)
     except InfeasibleError:
         plain_s = float("inf")
     allowed = {"offload": None, "recompute": recompute}
-    one_s = step_s(deep, cluster, **allowed)
-    all_s = step_s(deep, cluster, **allowed, backward_apart=None, every_schedule=True)
+    one_s = step_s(DEEP, cluster, **allowed)
+    all_s = step_s(DEEP, cluster, **allowed, backward_apart=None, every_schedule=True)
     assert one_s <= plain_s
     assert all_s <= one_s
 
 
 @pytest.mark.parametrize("recompute", [False, None])
-def test_what_is_not_allowed_is_not_chosen(deep, recompute) -> None:
+def test_what_is_not_allowed_is_not_chosen(recompute) -> None:
     request = PlanRequest("job", 128, 32, 8, recompute=recompute, every_schedule=True)
-    for plan in search_plans(deep, machine(8, SHORT), request):
+    for plan in search_plans(DEEP, machine(8, SHORT), request):
         assert not any(stage.offload or stage.backward_ranks for stage in plan.stages)
         assert recompute is None or not any(stage.recompute for stage in plan.stages)
         assert not is_unflushed(plan), "others keep the results of one rank"
 
 
-def test_a_link_to_the_host_that_is_not_known_is_an_assumption(deep) -> None:
+def test_a_link_to_the_host_that_is_not_known_is_an_assumption() -> None:
     said = "the link between a device and its host's memory is assumed, not measured"
-    assert said in plan_of(deep, machine(host_link=None), offload=True).assumptions
-    assert said not in plan_of(deep, machine(), offload=True).assumptions
-    assert said not in plan_of(deep, machine(host_link=None)).assumptions
+    assert said in plan_of(DEEP, machine(host_link=None), offload=True).assumptions
+    assert said not in plan_of(DEEP, machine(), offload=True).assumptions
+    assert said not in plan_of(DEEP, machine(host_link=None)).assumptions
 
 
 @pytest.mark.parametrize("asked", [{"offload": None}, {"backward_apart": True, "stages": 2}])
-def test_time_that_is_up_is_no_reason_why_nothing_fits(deep, asked) -> None:
+def test_time_that_is_up_is_no_reason_why_nothing_fits(asked) -> None:
     with pytest.raises(OutOfTimeError, match="before any plan was found"):
-        plan_of(deep, machine(4, SHORT), expired=lambda: True, **asked)
+        plan_of(DEEP, machine(4, SHORT), expired=lambda: True, **asked)
 
 
 # In blocks
 
 
 @pytest.mark.parametrize("memory_bytes", [None, AT_ONCE, 600_000, IN_BLOCKS])
-def test_blocks_are_never_slower_and_need_less(deep, memory_bytes) -> None:
+def test_blocks_are_never_slower_and_need_less(memory_bytes) -> None:
     cluster, asked = machine(2, memory_bytes), {"stages": 2, "recompute": None}
-    plan = plan_of(deep, cluster, **asked, blocks=None)
+    plan = plan_of(DEEP, cluster, **asked, blocks=None)
     if memory_bytes == IN_BLOCKS:
         assert all(stage.recompute and stage.blocks is not None for stage in plan.stages)
         with pytest.raises(InfeasibleError):
-            plan_of(deep, cluster, **asked)
+            plan_of(DEEP, cluster, **asked)
     elif memory_bytes != 600_000:
-        assert plan.predicted_step_s <= step_s(deep, cluster, **asked)
+        assert plan.predicted_step_s <= step_s(DEEP, cluster, **asked)
         assert bool(memory_bytes) == any(stage.recompute for stage in plan.stages)
 
 
@@ -155,28 +156,28 @@ def test_blocks_are_never_slower_and_need_less(deep, memory_bytes) -> None:
         ("zb-h1", 2, 1.0),  # all that is saved waits for the second half of the backward
     ],
 )
-def test_blocks_in_every_kind_of_schedule(deep, schedule, stages, share) -> None:
+def test_blocks_in_every_kind_of_schedule(schedule, stages, share) -> None:
     asked = {"schedule": schedule, "stages": stages, "micro_batches": 8, "recompute": True}
-    plan, at_once = (planned(deep, machine(2), 128, blocks=b, **asked) for b in (True, False))
+    plan, at_once = (planned(DEEP, machine(2), 128, blocks=b, **asked) for b in (True, False))
     assert schedule == "zb-h1" or all(stage.blocks is not None for stage in plan.stages)
     assert peak(plan) <= share * peak(at_once)
 
 
-def test_the_work_of_blocks_is_that_of_the_stage_twice_forward(deep, chain) -> None:
-    plan = plan_of(deep, machine(2), stages=2, recompute=True)
-    for stage, blocks in zip(plan.stages, SegmentPlans(deep).of(plan), strict=True):
+def test_the_work_of_blocks_is_that_of_the_stage_twice_forward() -> None:
+    plan = plan_of(DEEP, machine(2), stages=2, recompute=True)
+    for stage, blocks in zip(plan.stages, SegmentPlans(DEEP).of(plan), strict=True):
         assert blocks is not None
         assert blocks.forward_s == pytest.approx(stage.cost.forward_s)
         twice_s = blocks.recompute_s + blocks.backward_s
         assert twice_s == pytest.approx(stage.load_s)
     first = replace(plan.stages[0], backward_ranks=(1,))
-    found = SegmentPlans(deep).of(replace(plan, stages=(first, plan.stages[1])))
+    found = SegmentPlans(DEEP).of(replace(plan, stages=(first, plan.stages[1])))
     assert [blocks is None for blocks in found] == [True, False], "none with a backward elsewhere"
     short = plan_of(chain(2), machine(2), stages=2, recompute=True)
     assert SegmentPlans(chain(2)).of(short) == [None, None], "none of one operator"
 
 
-def test_borders_are_where_little_crosses_and_no_group_is_cut(chain) -> None:
+def test_borders_are_where_little_crosses_and_no_group_is_cut() -> None:
     """Layers of four operators: a wide value, two in one memory, and a narrow value at the end."""
     layers, each = 6, []
     for layer in range(layers):
@@ -191,7 +192,7 @@ def test_borders_are_where_little_crosses_and_no_group_is_cut(chain) -> None:
     assert not any(set(cut) & within_groups for cut in cuts)
 
 
-def test_the_memory_that_an_error_asks_for_is_that_of_stages_in_blocks(chain) -> None:
+def test_the_memory_that_an_error_asks_for_is_that_of_stages_in_blocks() -> None:
     saved = [((f"n{index}", 10**6), (f"s{index}", 10**7)) for index in range(32)]
     profile = chain([{"saved": held} for held in saved], output_bytes=10**6)
     asked, cures = {"stages": 2, "recompute": None, "schedule": "1f1b"}, []
@@ -227,10 +228,10 @@ def least_s(plan, cluster):
     ],
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream-2bw"])
-def test_every_stage_chooses_by_its_link(deep, schedule, machines, within, between, again) -> None:
+def test_every_stage_chooses_by_its_link(schedule, machines, within, between, again) -> None:
     cluster = cluster_of(*machines, within=within, between=between)
     asked = {"stages": 2, "micro_batches": 8, "backward_apart": True, "recompute": None}
-    plan = planned(deep, cluster, schedule=schedule, **asked)
+    plan = planned(DEEP, cluster, schedule=schedule, **asked)
     if again is not None and (schedule != "pipedream-2bw" or machines == [4]):
         assert [stage.recompute for stage in plan.stages] == again
     assert plan.predicted_step_s <= least_s(plan, cluster) * (1 + TIE)

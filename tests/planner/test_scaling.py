@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from graphs import chain
 
 from pipectl.cluster import Device, Node, assumed_cluster
 from pipectl.errors import InfeasibleError
@@ -30,7 +31,7 @@ FAR = replace(
 )
 
 
-def scaled(chain, times_s, nodes=None, progress=lambda _: None):
+def scaled(times_s, nodes=None, progress=lambda _: None):
     """By a planner that takes given times by number of nodes, and fits on no other number."""
 
     def planner(profile, cluster, request):
@@ -44,9 +45,9 @@ def scaled(chain, times_s, nodes=None, progress=lambda _: None):
     return scaling(chain(4), one, request, nodes or list(times_s), planner, progress)
 
 
-def test_every_count_is_planned_once_in_rising_order(chain):
+def test_every_count_is_planned_once_in_rising_order():
     asked = []
-    found = scaled(chain, {1: 7.2, 2: 3.6, 4: 1.8}, [4, 1, 2, 2], asked.append)
+    found = scaled({1: 7.2, 2: 3.6, 4: 1.8}, [4, 1, 2, 2], asked.append)
     assert asked == [1, 2, 4] == [count.ranks for count in found.counts]
     speeds = [count.samples_per_s for count in found.counts]
     assert speeds == pytest.approx([64 / 7.2, 64 / 3.6, 64 / 1.8])
@@ -65,18 +66,18 @@ def test_every_count_is_planned_once_in_rising_order(chain):
         ({1: 8.0, 3: 4.1}, 1),
     ],
 )
-def test_scaling_pays_while_nodes_give_half_of_what_they_could(chain, times_s, pays):
-    assert scaled(chain, times_s).pays_until.nodes == pays
+def test_scaling_pays_while_nodes_give_half_of_what_they_could(times_s, pays):
+    assert scaled(times_s).pays_until.nodes == pays
 
 
-def test_efficiency_is_against_the_fewest_nodes_that_fit(chain):
-    found = scaled(chain, {2: 4.0, 4: 2.5}, [1, 2, 4])
+def test_efficiency_is_against_the_fewest_nodes_that_fit():
+    found = scaled({2: 4.0, 4: 2.5}, [1, 2, 4])
     assert (found.counts[0].plan, found.counts[0].reason) == (None, "1 are too few")
     assert [found.efficiency(count) for count in found.counts] == [None, 1.0, 0.8]
     assert found.base is found.counts[1]
-    nowhere = scaled(chain, {}, [1, 2])
+    nowhere = scaled({}, [1, 2])
     assert (nowhere.base, nowhere.pays_until) == (None, None)
-    idle = scaled(chain, {1: 0.0, 2: 0.0})
+    idle = scaled({1: 0.0, 2: 0.0})
     assert [idle.efficiency(count) for count in idle.counts] == [None, None]
 
 

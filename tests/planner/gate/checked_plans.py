@@ -23,10 +23,9 @@ def cluster_of(
     *ranks: int,
     cores: int | None = None,
     speeds: tuple[float, ...] = (1.0,),
-    memory_bytes: int | None = None,
-    host_link: Link | None = None,
     within: Link = FAST,
     between: Link | None = None,
+    **device: Any,
 ) -> Cluster:
     """Nodes of so many ranks each, with a core for each rank.
 
@@ -34,14 +33,11 @@ def cluster_of(
         cores: of every node, if ranks share them.
         speeds: of the nodes' devices, in turn.
         between: the link between nodes, if it is another than that within them.
+        device: what else the nodes' devices have.
     """
+    devices = [Device("cpu", speed, **device) for speed in speeds]
     nodes = tuple(
-        Node(
-            f"n{index}",
-            count,
-            cores or count,
-            Device("cpu", speeds[index % len(speeds)], memory_bytes, host_link),
-        )
+        Node(f"n{index}", count, cores or count, devices[index % len(devices)])
         for index, count in enumerate(ranks)
     )
     return Cluster("c", "test", nodes, within, between or within)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from pipectl.cluster import Cluster, Device, Node, OffloadTarget
+from checked_plans import cluster_of
+
+from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
@@ -23,6 +25,8 @@ KIB, MIB = 2**10, 2**20
 BASELINE = 64 * MIB
 SIZE = 8
 """Samples of the profiles' micro-batches."""
+SIZES_OF_MOST = (1, 2, 4, 16, 32)
+"""Further sizes of profiles that were measured at several."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def profile_of(
     name: str,
     count: int,
     *,
-    sizes: tuple[int, ...] = (),
+    sizes: tuple[int, ...] = SIZES_OF_MOST,
     frozen: float = 0.0,
     cached: bool = False,
     tied: bool = False,
@@ -105,7 +109,7 @@ def profile_of(
     """
     random = Random(name)
     edges = GRAPHS[name.split("-")[1]](random, count)
-    operators = []
+    operators: list[Operator] = []
     for index in range(count):
         forward_s = random.lognormvariate(0, 0.8) * 1e-3
         trains = index >= frozen * count
@@ -116,7 +120,7 @@ def profile_of(
         grows = {n: fixed + (1 - fixed) * n / SIZE for n in sizes}
         own = "shared" if tied and index in (0, count - 1) else f"p{index}"
         read = [source for source, target in edges if target == index]
-        saved = {f"n{source}" for source in read if random.random() < 0.6} | {f"n{index}"}
+        saved = {f"n{u}": operators[u].output_bytes for u in read if random.random() < 0.6}
         operators.append(
             Operator(
                 id=f"n{index}",
@@ -127,20 +131,16 @@ def profile_of(
                 output_bytes=output,
                 gradient_bytes=output if trains else 0,
                 parameters=((own, MIB if own == "shared" else size),) if size else (),
-                saved=tuple((key, 0) for key in sorted(saved)),
+                saved=tuple(sorted({**saved, f"n{index}": output}.items())),
                 timings={n: (forward_s * f, backward_s * f) for n, f in grows.items()},
                 cached={SIZE: (forward_s * 0.8, backward_s * 0.9)} if cached else {},
             )
         )
-    outputs = {operator.id: operator.output_bytes for operator in operators}
     return Profile(
         name=name,
         source="gate",
         micro_batch_size=SIZE,
-        operators=tuple(
-            replace(each, saved=tuple((key, outputs[key]) for key, _ in each.saved))
-            for each in operators
-        ),
+        operators=tuple(operators),
         edges=tuple((f"n{source}", f"n{target}") for source, target in edges),
         optimizer=OptimizerCost(2.0, 5e-11),
         stage=StageOverhead(cache_bytes=4 * MIB if cached else None),
@@ -149,45 +149,29 @@ def profile_of(
     )
 
 
-def cluster_of(
-    *ranks: int,
-    cores: int | None = None,
-    speeds: tuple[float, ...] = (1.0,),
-    between: float = 1.1e9,
-    switches: int = 0,
-    **link: Any,
-) -> Cluster:
-    """Nodes of so many ranks each; what is left out makes them alike.
+def nodes(*ranks: int, between: float = 1.1e9, link: Any = None, **more: Any) -> Cluster:
+    """Nodes of so many ranks each.
 
     Args:
-        speeds: of the nodes' devices, in turn.
         between: bytes per second between nodes.
-        switches: over which the nodes are spread.
         link: further properties of the link between nodes.
+        more: as :func:`cluster_of` has it.
     """
-    nodes = tuple(
-        Node(
-            name=f"node{index}",
-            ranks=count,
-            cores=cores or count,
-            device=Device("cpu", speeds[index % len(speeds)]),
-            switch=f"s{index % switches}" if switches else None,
-        )
-        for index, count in enumerate(ranks)
-    )
-    return Cluster(
-        name="gate",
-        source="gate",
-        nodes=nodes,
-        within_node=Link(20e-6, 2e9),
-        between_nodes=Link(50e-6, between, **link),
-        between_switches=Link(100e-6, between / 2) if switches else None,
-    )
+    slow = Link(50e-6, between, **(link or {}))
+    return cluster_of(*ranks, within=Link(20e-6, 2e9), between=slow, **more)
 
 
-SIZES_OF_MOST = (1, 2, 4, 16, 32)
-"""Further sizes of profiles that were measured at several."""
-ONE, TWO = cluster_of(4), cluster_of(2, 2, between=1.2e8, shared=True)
+def at_switches(cluster: Cluster) -> Cluster:
+    """The nodes at two switches in turn, between which links are half as fast."""
+    far = Link(100e-6, cluster.between_nodes.bandwidth_bytes_per_s / 2)
+    spread = (replace(node, switch=f"s{i % 2}") for i, node in enumerate(cluster.nodes))
+    return replace(cluster, nodes=tuple(spread), between_switches=far)
+
+
+SHARED, INTERFACE = {"shared": True}, {"interface": True}
+ONE, TWO = nodes(4), nodes(2, 2, between=1.2e8, link=SHARED)
+MIXED = nodes(2, 2, speeds=(2.0, 1.0))
+OF_PROFILES = {"sizes", "frozen", "cached", "tied", "split"}
 
 
 def _case(
@@ -199,19 +183,12 @@ def _case(
     batch: int = 64,
     *,
     memory: float | None = None,
-    sizes: tuple[int, ...] = SIZES_OF_MOST,
-    frozen: float = 0.0,
-    cached: bool = False,
-    tied: bool = False,
-    split: bool = False,
     **asked: Any,
 ) -> Case:
     """A case; ``memory`` is of every rank, relative to an equal share of all parameters with their
     gradients and state and of what two micro-batches keep."""
     name = f"{kind}-{graph}-{number}"
-    profile = profile_of(
-        name, count, sizes=sizes, frozen=frozen, cached=cached, tied=tied, split=split
-    )
+    profile = profile_of(name, count, **{key: asked.pop(key) for key in OF_PROFILES & {*asked}})
     if memory is not None:
         state = 4 * sum(each.parameter_bytes for each in profile.operators)
         kept = 2 * sum(size for each in profile.operators for _, size in each.saved)
@@ -220,17 +197,15 @@ def _case(
 
 
 def _plain() -> Iterator[Case]:
-    machines = (ONE, TWO, cluster_of(3), cluster_of(2, 2), cluster_of(1, 1, between=1.2e8))
+    machines = (ONE, TWO, nodes(3), nodes(2, 2), nodes(1, 1, between=1.2e8))
     for place, graph in enumerate(GRAPHS):
         for number, count in enumerate((9, 16, 28, 40)):
-            cluster = machines[(place + number) % len(machines)]
+            cluster, batch = machines[(place + number) % len(machines)], (32, 64, 100)[number % 3]
             sizes = SIZES_OF_MOST if (place + number) % 3 else ()
-            yield _case(
-                "plain", graph, number, count, cluster, (32, 64, 100)[number % 3], sizes=sizes
-            )
+            yield _case("plain", graph, number, count, cluster, batch, sizes=sizes)
     for number, graph in enumerate(("chain", "skips", "branches")):
-        yield _case("small", graph, number, 7, cluster_of(3), 24, sizes=())
-        yield _case("small", graph, number + 3, 8, cluster_of(1, 1, 1, between=3e8), 24)
+        yield _case("small", graph, number, 7, nodes(3), 24, sizes=())
+        yield _case("small", graph, number + 3, 8, nodes(1, 1, 1, between=3e8), 24)
         yield _case("fixed", graph, number, 24, ONE, stages=3, micro_batches=8)
         yield _case("cached", graph, number, 18, ONE, cached=True)
     yield _case("fixed", "chain", 3, 20, ONE, warm_up=(5, 4, 3, 1))
@@ -239,24 +214,22 @@ def _plain() -> Iterator[Case]:
 
 
 def _machines() -> Iterator[Case]:
-    mixed = cluster_of(2, 2, speeds=(2.0, 1.0))
-    three = cluster_of(1, 1, 1, speeds=(3.0, 1.0, 1.5), between=4e8)
+    three = nodes(1, 1, 1, speeds=(3.0, 1.0, 1.5), between=4e8)
+    four = nodes(2, 2, 2, 2, between=1.2e8, link=INTERFACE)
     for number, graph in enumerate(GRAPHS):
-        yield _case("mixed", graph, number, 14 + 4 * number, mixed if number % 2 else three)
-        yield _case("crowded", graph, number, 12 + 4 * number, cluster_of(4, cores=2))
-        yield _case(
-            "nodes", graph, number, 24, cluster_of(2, 2, 2, 2, between=1.2e8, interface=True)
-        )
-    yield _case("crowded", "skips", 5, 20, cluster_of(2, 2, cores=1))
-    yield _case("switches", "branches", 0, 24, cluster_of(2, 2, 2, 2, switches=2))
-    yield _case("switches", "chain", 1, 24, cluster_of(1, 1, 1, 1, switches=2, between=2e8))
+        yield _case("mixed", graph, number, 14 + 4 * number, MIXED if number % 2 else three)
+        yield _case("crowded", graph, number, 12 + 4 * number, nodes(4, cores=2))
+        yield _case("nodes", graph, number, 24, four)
+    yield _case("crowded", "skips", 5, 20, nodes(2, 2, cores=1))
+    yield _case("switches", "branches", 0, 24, at_switches(nodes(2, 2, 2, 2)))
+    yield _case("switches", "chain", 1, 24, at_switches(nodes(1, 1, 1, 1, between=2e8)))
     yield _case("frozen", "chain", 0, 20, ONE, frozen=0.4)
     yield _case("frozen", "skips", 1, 24, TWO, frozen=0.3)
     yield _case("frozen", "unet", 2, 16, TWO, frozen=0.5, replicas=None)
     yield _case("tied", "chain", 0, 18, ONE, tied=True)
-    yield _case("large", "skips", 0, 200, cluster_of(8))
-    yield _case("large", "chain", 1, 120, cluster_of(4, 4, between=3e8, shared=True), 128)
-    yield _case("large", "branches", 2, 90, cluster_of(8), 128)
+    yield _case("large", "skips", 0, 200, nodes(8))
+    yield _case("large", "chain", 1, 120, nodes(4, 4, between=3e8, link=SHARED), 128)
+    yield _case("large", "branches", 2, 90, nodes(8), 128)
 
 
 def _memory() -> Iterator[Case]:
@@ -267,19 +240,16 @@ def _memory() -> Iterator[Case]:
         yield _case("memory", graph, number + 5, 14 + 3 * number, TWO, memory=1.3, **free)
         count, memory = 12 + 2 * number, few[number]
         yield _case("memory", graph, number + 10, count, ONE, memory=memory, recompute=None)
-    mixed = cluster_of(2, 2, speeds=(2.0, 1.0))
-    yield _case("memory", "chain", 15, 16, mixed, memory=1.6)
+    yield _case("memory", "chain", 15, 16, MIXED, memory=1.6)
     yield _case("memory", "skips", 16, 16, ONE, memory=1.3, recompute=True, blocks=True)
-    for number, graph in enumerate(("chain", "skips", "branches")):
-        memory = (3.0, 1.2, 1.2)[number]
+    for number, (graph, memory) in enumerate({"chain": 3.0, "skips": 1.2, "branches": 1.2}.items()):
         yield _case("offload", graph, number, 14, ONE, memory=memory, offload=None, **free)
     # Stages are cut again for the memory of named schedules, for the least peak, or to offload.
+    few_stages = {"stages": 3, "micro_batches": 4, "recompute": None}
     yield _case("tight", "skips", 72, 14, ONE, memory=2.2, schedule="zb-h1")
     yield _case("tight", "anything", 175, 12, ONE, memory=1.2, schedule="interleaved")
     yield _case("tight", "unet", 141, 13, ONE, memory=1.4, schedule="zb-v")
-    yield _case(
-        "tight", "branches", 118, 15, ONE, memory=2.2, stages=3, micro_batches=4, recompute=None
-    )
+    yield _case("tight", "branches", 118, 15, ONE, memory=2.2, **few_stages)
     yield _case("tight", "branches", 102, 14, ONE, memory=1.4, offload=None, **free)
     yield _case("tight", "unet", 152, 14, ONE, memory=1.8, offload=None, stages=2, recompute=None)
     disk = {"offload": True, "offload_to": OffloadTarget.DISK}
@@ -287,15 +257,16 @@ def _memory() -> Iterator[Case]:
 
 
 def _replicas() -> Iterator[Case]:
+    free = {"replicas": None}
+    ways = (Replication.WHOLE, Replication.SPLIT, None)
     for number, graph in enumerate(GRAPHS):
-        whole, split = Replication.WHOLE, Replication.SPLIT
-        way = (whole, split, None)[number % 3]
-        yield _case("replicas", graph, number, 10 + 3 * number, ONE, replicas=None, replication=way)
-        yield _case("replicas", graph, number + 5, 16, TWO, replicas=None, replication=None)
-    eight = cluster_of(4, 4, between=6e8, shared=True)
-    yield _case("replicas", "chain", 10, 24, eight, 128, replicas=None)
-    yield _case("replicas", "branches", 11, 12, ONE, memory=2.2, replicas=None, recompute=None)
-    yield _case("replicas", "skips", 12, 14, ONE, memory=2.4, replicas=None, shard_optimizer=True)
+        way, count = ways[number % 3], 10 + 3 * number
+        yield _case("replicas", graph, number, count, ONE, replication=way, **free)
+        yield _case("replicas", graph, number + 5, 16, TWO, replication=None, **free)
+    eight = nodes(4, 4, between=6e8, link=SHARED)
+    yield _case("replicas", "chain", 10, 24, eight, 128, **free)
+    yield _case("replicas", "branches", 11, 12, ONE, memory=2.2, recompute=None, **free)
+    yield _case("replicas", "skips", 12, 14, ONE, memory=2.4, shard_optimizer=True, **free)
     yield _case("copies", "chain", 0, 16, eight, 128, replicas=2)
     yield _case("copies", "skips", 1, 14, ONE, replicas=2, replication=None)
     yield _case("copies", "chain", 2, 14, ONE, replicas=2, shard_optimizer=True, memory=3.4)
@@ -315,7 +286,7 @@ def _schedules() -> Iterator[Case]:
         yield _case("interleave", graph, number, 24, ONE, every_schedule=True)
     many = {"sizes": (*SIZES_OF_MOST, 64, 128), "every_schedule": True, "split": True}
     for graph, number in (("branches", 1), ("skips", 3), ("skips", 4)):
-        yield _case("auto", graph, number, 40, cluster_of(8), 1024, **many)
+        yield _case("auto", graph, number, 40, nodes(8), 1024, **many)
     yield _case("apart", "chain", 3, 12, ONE, backward_apart=True)
     yield _case("apart", "skips", 4, 12, ONE, memory=1.8, backward_apart=None, recompute=None)
     everything = {"backward_apart": None, "offload": None, "recompute": None, "blocks": None}

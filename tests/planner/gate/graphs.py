@@ -1,23 +1,21 @@
-"""Small random graphs, and answers found by trying everything."""
+"""Small graphs, chosen and random, and answers found by trying everything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
-import pytest
 from hypothesis import strategies as st
 
 from pipectl.planner.graph.blocks import BlockGraph, bits
 from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead
 
-Graphs = st.SearchStrategy[Profile]
 
-
-def operator(index: int, **changes: object) -> Operator:
+def make_operator(index: int, **changes: Any) -> Operator:
     """An operator of 1 ms forward, 2 ms backward and a value of 1000 bytes that it saves."""
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "id": f"n{index}",
         "name": f"layer{index}",
         "forward_s": 1e-3,
@@ -28,10 +26,10 @@ def operator(index: int, **changes: object) -> Operator:
         "parameters": ((f"p{index}", 100),),
         "saved": ((f"n{index}", 1000),),
     }
-    return Operator(**{**fields, **changes})  # type: ignore[arg-type]
+    return Operator(**{**fields, **changes})
 
 
-def profile(operators: Sequence[Operator], edges: Sequence[tuple[int, int]]) -> Profile:
+def make_profile(operators: Sequence[Operator], edges: Sequence[tuple[int, int]]) -> Profile:
     """A profile at micro-batch size 8 with edges between positions."""
     return Profile(
         name="test",
@@ -44,43 +42,24 @@ def profile(operators: Sequence[Operator], edges: Sequence[tuple[int, int]]) -> 
     )
 
 
-@pytest.fixture(scope="session")
-def make_operator() -> Callable[..., Operator]:
-    return operator
-
-
-@pytest.fixture(scope="session")
-def make_profile() -> Callable[[Sequence[Operator], Sequence[tuple[int, int]]], Profile]:
-    return profile
-
-
-def chain_of(each: int | Sequence[Mapping[str, object]], **changes: object) -> Profile:
-    """A chain of so many equal operators, or of those with the properties of each."""
+def chain(each: int | Sequence[Mapping[str, Any]], **changes: Any) -> Profile:
+    """So many equal operators in a row, or those with the properties of each."""
     each = [{}] * each if isinstance(each, int) else each
-    operators = [operator(index, **{**changes, **own}) for index, own in enumerate(each)]
-    return profile(operators, list(pairwise(range(len(operators)))))
+    operators = [make_operator(index, **{**changes, **own}) for index, own in enumerate(each)]
+    return make_profile(operators, list(pairwise(range(len(operators)))))
 
 
-@pytest.fixture(scope="session")
-def chain() -> Callable[..., Profile]:
-    """:func:`chain_of`."""
-    return chain_of
-
-
-@pytest.fixture(scope="session")
-def hungry() -> Callable[[int, int], Profile]:
+def hungry(count: int, size: int) -> Profile:
     """A chain of operators that save much more than they receive."""
-    return lambda count, size: chain_of([{"saved": ((f"n{i}:own", size),)} for i in range(count)])
+    return chain([{"saved": ((f"n{i}:own", size),)} for i in range(count)])
 
 
-@pytest.fixture(scope="session")
-def deep() -> Profile:
-    """A chain that saves a hundred times what it sends."""
-    return chain_of([{"saved": ((f"n{i}", 1000), (f"s{i}", 99_000))} for i in range(32)])
+DEEP = chain([{"saved": ((f"n{i}", 1000), (f"s{i}", 99_000))} for i in range(32)])
+"""A chain that saves a hundred times what it sends."""
 
 
 @st.composite
-def random_profiles(draw: st.DrawFn, most: int = 7, *, caches: bool = False) -> Profile:
+def profiles(draw: st.DrawFn, most: int = 7, *, caches: bool = False) -> Profile:
     """Any DAG with few distinct costs, so that ties are common.
 
     With ``caches``, stages may find their data in one, and noise may have it that they are slower.
@@ -91,7 +70,7 @@ def random_profiles(draw: st.DrawFn, most: int = 7, *, caches: bool = False) -> 
     cache_bytes = draw(st.sampled_from([None, 1000, 3000, 10_000])) if caches else None
     times = st.tuples(*[st.integers(0, 4).map(lambda found: found * 1e-3)] * 2)
     operators = [
-        operator(
+        make_operator(
             index,
             forward_s=draw(st.integers(0, 4)) * 1e-3,
             backward_s=draw(st.integers(0, 4)) * 1e-3,
@@ -103,15 +82,11 @@ def random_profiles(draw: st.DrawFn, most: int = 7, *, caches: bool = False) -> 
         )
         for index in range(count)
     ]
-    return replace(profile(operators, sorted(edges)), stage=StageOverhead(cache_bytes=cache_bytes))
+    overhead = StageOverhead(cache_bytes=cache_bytes)
+    return replace(make_profile(operators, sorted(edges)), stage=overhead)
 
 
-@pytest.fixture(scope="session")
-def profiles() -> Callable[..., Graphs]:
-    return random_profiles
-
-
-def every_partition(graph: BlockGraph, stages: int) -> Iterator[tuple[int, ...]]:
+def partitions_of(graph: BlockGraph, stages: int) -> Iterator[tuple[int, ...]]:
     """All ways to cut a graph into convex stages, by trying every stage of every block."""
 
     def extend(done: int, left: int) -> Iterator[tuple[int, ...]]:
@@ -119,27 +94,17 @@ def every_partition(graph: BlockGraph, stages: int) -> Iterator[tuple[int, ...]]
             if done == graph.everything:
                 yield ()
             return
-        for subset in every_next_stage(graph, done):
+        for subset in next_stages(graph, done):
             for tail in extend(done | subset, left - 1):
                 yield (subset, *tail)
 
     return extend(0, stages)
 
 
-def every_next_stage(graph: BlockGraph, done: int) -> Iterator[int]:
+def next_stages(graph: BlockGraph, done: int) -> Iterator[int]:
     """All stages that can follow some blocks."""
     rest = subset = graph.everything & ~done
     while subset:
         if all(not graph.predecessors[block] & ~(done | subset) for block in bits(subset)):
             yield subset
         subset = (subset - 1) & rest
-
-
-@pytest.fixture(scope="session")
-def partitions_of() -> Callable[[BlockGraph, int], Iterator[tuple[int, ...]]]:
-    return every_partition
-
-
-@pytest.fixture(scope="session")
-def next_stages() -> Callable[[BlockGraph, int], Iterator[int]]:
-    return every_next_stage

@@ -34,56 +34,32 @@ WITHIN = 25e9
 
 
 class DappleRules:
-    """DAPPLE's cost of messages and reductions.
+    """DAPPLE's cost of messages and sums, for machines of one device each."""
 
-    Args:
-        machines: number of devices of every machine.
-        memory_bytes: of every device.
-    """
-
-    def __init__(self, machines: Sequence[int], memory_bytes: float = float("inf")) -> None:
-        self._machine_of = [index for index, size in enumerate(machines) for _ in range(size)]
-        self._memory_bytes = memory_bytes
-
-    @property
-    def node_of_rank(self) -> Sequence[int]:
-        """The machine of every device."""
-        return self._machine_of
+    def __init__(self, machines: int) -> None:
+        self.node_of_rank = range(machines)
 
     def speed(self, _rank: int) -> float:
         """All devices are equal."""
         return 1.0
 
     def memory_bytes(self, _rank: int) -> float:
-        """All devices are equal."""
-        return self._memory_bytes
+        """There is enough."""
+        return float("inf")
 
     def transfer_s(
         self, size_bytes: float, senders: Sequence[int], receivers: Sequence[int]
     ) -> Message:
-        """Receivers on several machines: one collective. On one: what comes from elsewhere,
-        sender after sender, or a copy inside the machine if nothing does.
-        """
-        if self._spread(receivers):
+        """To several receivers a collective; to one, what comes from elsewhere in turn."""
+        if len(receivers) > 1:
             return Message(size_bytes / COLLECTIVE, 0.0)
-        home = self._machine_of[receivers[0]]
-        remote = sum(self._machine_of[rank] != home for rank in senders)
-        if remote:
-            return Message(size_bytes / len(senders) * remote / POINT_TO_POINT, 0.0)
-        return Message(size_bytes / WITHIN, 0.0)
+        remote = sum(rank != receivers[0] for rank in senders)
+        remote_s = size_bytes / len(senders) * remote / POINT_TO_POINT
+        return Message(remote_s or size_bytes / WITHIN, 0.0)
 
     def reduce_s(self, size_bytes: float, ranks: Sequence[int]) -> float:
-        """A ring; inside a machine half as many rings at once as there are devices."""
-        count = len(ranks)
-        if count == 1:
-            return 0.0
-        moved_bytes = 2 * size_bytes * (count - 1) / count
-        if self._spread(ranks):
-            return moved_bytes / COLLECTIVE
-        return moved_bytes / WITHIN / (count // 2)
-
-    def _spread(self, ranks: Sequence[int]) -> bool:
-        return len({self._machine_of[rank] for rank in ranks}) > 1
+        """A ring."""
+        return 2 * size_bytes * (len(ranks) - 1) / len(ranks) / COLLECTIVE
 
 
 def half_and_half(path: Path) -> Profile:

@@ -3,16 +3,18 @@
 python tests/planner/gate/run_gate.py            all of them
 python tests/planner/gate/run_gate.py memory     those whose names begin so
 python tests/planner/gate/run_gate.py --write    make today's steps the golden ones
+python tests/planner/gate/run_gate.py --open     with an open schedule against 1F1B and GPipe alone
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, inf, log
 from pathlib import Path
 from time import process_time
+from typing import Any
 
 from gate_corpus import BASELINE, Case, cases
 
@@ -35,10 +37,10 @@ class Result:
     planning_s: float
 
 
-def step_of(case: Case) -> float:
-    """The simulated step of the plan; infinite if there is none that fits."""
+def step_of(case: Case, **changes: Any) -> float:
+    """The simulated step of the plan of a changed request; infinite if there is none that fits."""
     try:
-        plan = make_plan(case.profile, case.cluster, case.request)
+        plan = make_plan(case.profile, case.cluster, replace(case.request, **changes))
     except InfeasibleError:
         return inf
     found = simulate(plan, case.cluster, process_baseline_bytes=BASELINE)
@@ -49,14 +51,25 @@ def step_of(case: Case) -> float:
 
 def run(chosen: list[Case]) -> list[Result]:
     """Plan some cases."""
-    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    golden = json.loads(GOLDEN.read_text())
     found = []
     for case in chosen:
         began = process_time()
         step_s = step_of(case)
-        known_s = golden.get(case.name)
-        ratio = 1.0 if known_s is None else step_s / known_s
+        ratio = step_s / golden.get(case.name, step_s)
         found.append(Result(case.name, step_s, ratio, process_time() - began))
+    return found
+
+
+def with_open_schedules(chosen: list[Case]) -> list[Result]:
+    """Plan those that name no schedule and have a replica per stage, with all and with two."""
+    found = []
+    for case in chosen:
+        request = case.request
+        if request.schedule is None and request.warm_up is None and request.replicas == 1:
+            began = process_time()
+            step_s, few_s = (step_of(case, every_schedule=every) for every in (True, False))
+            found.append(Result(case.name, step_s, step_s / few_s, process_time() - began))
     return found
 
 
@@ -67,11 +80,11 @@ def mean_of(results: list[Result]) -> float:
 
 def main(words: list[str]) -> int:
     prefixes = tuple(word for word in words if not word.startswith("-"))
-    results = run([case for case in cases() if not prefixes or case.name.startswith(prefixes)])
+    plan = with_open_schedules if "--open" in words else run
+    results = plan([case for case in cases() if not prefixes or case.name.startswith(prefixes)])
     if "--write" in words:
-        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-        steps = known | {result.name: result.step_s for result in results if result.step_s < inf}
-        GOLDEN.write_text(json.dumps(steps, indent=1) + "\n")
+        steps = {result.name: result.step_s for result in results if result.step_s < inf}
+        GOLDEN.write_text(json.dumps(json.loads(GOLDEN.read_text()) | steps, indent=1) + "\n")
     for result in sorted(results, key=lambda each: each.ratio):
         if abs(result.ratio - 1) > 1e-6 or "-v" in words:
             print(f"{result.ratio:8.4f}  {result.planning_s:6.2f} s  {result.name}")

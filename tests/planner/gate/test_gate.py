@@ -4,7 +4,6 @@ with an open schedule and a large batch, and those that are cut again for their 
 import json
 
 import pytest
-import run_small
 from gate_corpus import cases
 from run_gate import GOLDEN, MAX_RATIO, run
 
@@ -21,7 +20,3 @@ def test_every_request_has_its_golden_step():
 def test_a_plan_is_as_good_as_it_was(case):
     (result,) = run([case])
     assert result.ratio <= MAX_RATIO
-
-
-def test_plans_of_small_problems_are_within_a_percent_of_the_best():
-    assert run_small.main(12) == 0
