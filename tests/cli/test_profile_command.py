@@ -93,6 +93,11 @@ def links(cli, job, monkeypatch, warm_python):
 
 @pytest.mark.mpi
 def test_links_are_measured_shown_and_used_by_the_plan(cli, profile, links):
+    result = links("--effort", "fast", "--json", "-o", "deep/mine.json")
+    assert result.code == 0, result.err
+    assert result.json == json.loads(Path("deep/mine.json").read_text())
+    assert Path("deep/mine.svg").exists()
+    assert f"plans look for it in {CLUSTER}" in result.err
     result = links()
     assert result.code == 0, result.err
     assert result.out.startswith("tiny: measured with ")
@@ -100,9 +105,11 @@ def test_links_are_measured_shown_and_used_by_the_plan(cli, profile, links):
     for row in ("message within a node bandwidth", "between nodes: not measured", "sum 2 ranks"):
         assert f" {row}" in text
     assert text.endswith(f" cluster: {CLUSTER} picture: runs/tiny.cluster.svg")
-    assert Path("runs/tiny.cluster.svg").exists()
     cluster = Cluster.load(CLUSTER)
     assert (cluster.between_nodes.assumed, cluster.within_node.assumed) == (True, False)
+    failing = links("--set", 'environment.setup=["exit 3"]')
+    assert (failing.code, "FAILED" in failing.out) == (1, True)
+    assert Cluster.load(CLUSTER) == cluster
     planned = cli("plan", "job.yaml")
     assert (planned.code, planned.err) == (0, "")
     assert f"cluster: {CLUSTER} ({cluster.source})" in planned.out
@@ -110,17 +117,6 @@ def test_links_are_measured_shown_and_used_by_the_plan(cli, profile, links):
     changed = cli("plan", "job.yaml", "--set", "resources.cpus_per_task=2")
     assert f"{CLUSTER} was measured for other resources" in changed.err
     assert "assumed: cluster 'this machine'" in changed.out
-
-
-@pytest.mark.mpi
-def test_json_is_the_cluster_and_output_says_where_it_goes(links):
-    result = links("--effort", "fast", "--json", "-o", "deep/mine.json")
-    assert result.code == 0, result.err
-    assert result.json == json.loads(Path("deep/mine.json").read_text())
-    assert Path("deep/mine.svg").exists()
-    assert "plans look for it in runs/tiny.cluster.json" in result.err
-    failing = links("--set", 'environment.setup=["exit 3"]')
-    assert (failing.code, "FAILED" in failing.out, CLUSTER.exists()) == (1, True, False)
 
 
 def test_both_links_and_all_remarks_are_shown(golden):
