@@ -6,7 +6,6 @@ import math
 import re
 import shutil
 import socket
-import stat
 import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -142,7 +141,7 @@ def program(place):
     def write(name, text):
         path = place / "bin" / name
         path.write_text(f"#!/bin/bash\n{text}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        path.chmod(0o755)
         return path
 
     return write

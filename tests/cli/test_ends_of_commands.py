@@ -16,7 +16,7 @@ from pipectl.cli import console
 from pipectl.cli.app import print_error, signals_interrupt
 from pipectl.cli.commands.plan import interruptible
 from pipectl.cli.progress import Lines, progress_bar
-from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
+from pipectl.errors import SchedulerError, UsageError
 from pipectl.jobs.plan_search import PlanSearch
 from pipectl.versions import installed_versions
 
@@ -106,10 +106,6 @@ BOTH = (signal.SIGTERM, signal.SIGHUP)
     [
         (UsageError("a", cure="b\nc"), 2, "error: a\n  b\n  c\n"),
         (SchedulerError("[red]x[/red]\x1b[2J\u202e"), 5, "error: [red]x[/red][2J\n"),
-        (
-            SpecError([Problem("j", 2, 1, "b"), Problem("j", 1, 3, "a")]),
-            *(3, "error: j:1:3: a\nerror: j:2:1: b\n"),
-        ),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (PermissionError(13, "Permission denied", "/x"), 1, "error: /x: Permission denied\n"),
     ],

@@ -7,14 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipectl.cli.commands import init
-from pipectl.spec import JobSpec, load
+from pipectl.spec import load
 
 DATA = Path(__file__).parents[1] / "data" / "scheduler"
-
-
-def written(path: str = "job.yaml") -> JobSpec:
-    """The job, without the defaults of this site."""
-    return load(Path(path), sites=())
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +86,7 @@ def test_jobs_for_the_cluster_at_hand(cli, sinfo, pbs, monkeypatch, golden):
         texts.append("\n".join([f"# {line}", *result.err.splitlines(), *shown, ""]))
         texts.append(result.out.splitlines()[-1] + "\n")
     golden(*texts, vary=r"(?<=memory_limit: )[\d.]+.iB(?=}\nresources: .*\nlaunch)")
-    hostile = written(f"job-{LINES.index('hostile')}/job.yaml")
+    hostile = load(Path(f"job-{LINES.index('hostile')}/job.yaml"), sites=())
     assert hostile.slurm.partition == 'a"}: {b,#'
 
 
@@ -133,7 +128,7 @@ def test_on_a_terminal_it_asks_for_what_is_not_given(cli, sinfo, monkeypatch):
         ("Cores of each rank", "1"), ("GPUs of each node", "2"),
         ("Memory of each node", "4096MiB"), ("Walltime", "00:10:00"),
     ]  # fmt: skip
-    spec = written()
+    spec = load(Path("job.yaml"), sites=())
     assert (spec.resources.nodes, spec.resources.tasks_per_node) == (2, 6)
     assert spec.resources.memory_per_node is None
 
@@ -158,4 +153,5 @@ def test_a_job_for_this_machine_takes_its_share_of_the_memory_and_has_usual_perm
         for path in (root, *root.rglob("*")):
             assert path.stat().st_mode & 0o777 == modes[path.is_file()], path
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert written("a/b/job.yaml").pipeline.memory_limit == pytest.approx(0.45 * total, rel=0.03)
+    spec = load(Path("a/b/job.yaml"), sites=())
+    assert spec.pipeline.memory_limit == pytest.approx(0.45 * total, rel=0.03)

@@ -64,12 +64,6 @@ def test_that_nothing_can_be_written_is_found_out_before_the_work(
     assert error in result.err.splitlines()[0]
 
 
-def test_a_page_for_a_stream_is_all_that_is_printed(run):
-    result = run("report", "last", "-o", "/dev/stdout")
-    assert result.out.startswith("<!")
-    assert result.out.endswith("</html>\n")
-
-
 SLURM = ("--scheduler", "slurm")
 
 
