@@ -396,18 +396,14 @@ def profile_of() -> Callable[[Any], Any]:
 
 @pytest.fixture(scope="session")
 def run_in(profile_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """``run_in(folder, spec)``: a run directory with job, profile and plan.
-
-    With ``profile=``, the plan is made from that one.
-    """
+    """``run_in(folder, spec)``: a run directory with job, profile and plan."""
     from pipectl.cluster import assumed_cluster
     from pipectl.jobs.planning import plan_job
     from pipectl.runs import RunDirectory
     from pipectl.spec import dump
 
-    def make(folder: Path, spec: Any, profile: Any = None) -> Any:
-        profile = profile or profile_of(spec)
-        ranks = spec.resources.ranks
+    def make(folder: Path, spec: Any) -> Any:
+        profile, ranks = profile_of(spec), spec.resources.ranks
         run = RunDirectory.create(folder, spec.name, 0.0)
         run.job.write_text(dump(spec))
         profile.save(run.profile)

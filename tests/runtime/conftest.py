@@ -50,13 +50,10 @@ def make_run(
     run_in: Callable[..., RunDirectory],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., RunDirectory]:
-    """``make_run(ranks, data={...}, **sections)``: a run of such a job, with profile and plan.
+    """``make_run(ranks, data={...}, **sections)``: a run of such a job, with profile and plan."""
 
-    With ``profile=``, the plan is made from that one.
-    """
-
-    def make(*given: Any, profile: Any = None, **sections: Any) -> RunDirectory:
-        return run_in(tmp_path_factory.mktemp("runs"), make_spec(*given, **sections), profile)
+    def make(*given: Any, **sections: Any) -> RunDirectory:
+        return run_in(tmp_path_factory.mktemp("runs"), make_spec(*given, **sections))
 
     return make
 

@@ -20,11 +20,17 @@ PADDING = -100
 
 
 class Samples(Dataset):
-    """Vectors of 6 with three targets each, some of which are padding."""
+    """Vectors with three targets each, some of which are padding."""
 
-    def __init__(self, count: int = 24, wrong_from: int | None = None, fails_from: int = 1000):
+    def __init__(
+        self,
+        count: int = 24,
+        wrong_from: int | None = None,
+        fails_from: int = 1000,
+        width: int = 6,
+    ) -> None:
         generator = torch.Generator().manual_seed(2)
-        self.vectors = torch.randn(count, 6, generator=generator)
+        self.vectors = torch.randn(count, width, generator=generator)
         self.targets = torch.randint(0, 4, (count, 3), generator=generator)
         self.targets[torch.rand(count, 3, generator=generator) < 0.5] = PADDING
         if wrong_from is not None:
@@ -93,10 +99,10 @@ def counted_loss(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
 
 
 class HalfPadded(Samples):
-    """Six samples, of which the first two have nothing but padding."""
+    """Five samples, of which the first two have nothing but padding."""
 
     def __init__(self) -> None:
-        super().__init__(6)
+        super().__init__(5)
         self.targets[:2] = PADDING
 
 
@@ -137,6 +143,27 @@ class Shifted(Samples):
         return vectors + torch.randn(1), targets
 
 
+class Filling(Samples):
+    """Where the environment names a directory, its file system is full from here on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if FILLED in os.environ:
+            fill(Path(os.environ[FILLED]))
+
+
+FILLED = "TEST_FILLED_DIRECTORY"
+
+
+def fill(directory: Path) -> None:
+    """As another job on the node may do."""
+    with (directory / f"filler-{os.getpid()}").open("wb", buffering=0) as stream:
+        for size in (1 << 16, 1):
+            with suppress(OSError):
+                while True:
+                    stream.write(bytes(size))
+
+
 class Endless(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         samples = Samples()
@@ -145,13 +172,13 @@ class Endless(IterableDataset):
 
 
 class Model(nn.Module):
-    def __init__(self, depth: int = 2, dropout: float = 0.0) -> None:
+    def __init__(self, depth: int = 2, dropout: float = 0.0, width: int = 6) -> None:
         super().__init__()
         random = [nn.Dropout(dropout)] if dropout else []
         self.layers = nn.Sequential(
-            *[nn.Sequential(nn.Linear(6, 6), nn.GELU(), *random) for _ in range(depth)]
+            *[nn.Sequential(nn.Linear(width, width), nn.GELU(), *random) for _ in range(depth)]
         )
-        self.head = nn.Linear(6, 12)
+        self.head = nn.Linear(width, 12)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(x)).view(-1, 3, 4)
@@ -217,14 +244,19 @@ class Checkpointed(Model):
 
 
 class Counter(nn.Module):
-    """Scales by how often it was called, which it keeps in several ways."""
+    """Scales by how often it was called, which it keeps in several ways; and takes its time.
 
-    def __init__(self) -> None:
+    Kept as one operator by ``model.opaque``.
+    """
+
+    def __init__(self, pause_s: float) -> None:
         super().__init__()
+        self.pause_s = pause_s
         self.calls, self.seen, self.loose = 0, [0.0], torch.zeros(1)
         self.register_buffer("counted", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.pause_s)
         self.calls += 1
         self.seen.append(self.seen[-1] + 1)
         self.loose += 1
@@ -233,9 +265,9 @@ class Counter(nn.Module):
 
 
 class Counting(Model):
-    def __init__(self) -> None:
+    def __init__(self, pause_s: float = 0.0) -> None:
         super().__init__()
-        self.counter = Counter()
+        self.counter = Counter(pause_s)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.counter(x))
@@ -260,6 +292,23 @@ class Tempered(nn.Module):
 
 def valid(targets: Tensor) -> Tensor:
     return (targets != PADDING).sum()
+
+
+def mean(outputs: Tensor, _: Tensor) -> Tensor:
+    return outputs.mean()
+
+
+class Seen:
+    """A metric that counts micro-batches."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, outputs: Tensor, _: Tensor) -> None:
+        self.count += 1
+
+    def compute(self) -> int:
+        return self.count
 
 
 class Faulty(torch.optim.SGD):
@@ -295,7 +344,7 @@ class Coupled(torch.optim.AdamW):
 
     def __init__(self, parameters: Any, kind: str, lr: float = 0.01) -> None:
         super().__init__(parameters, lr)
-        self.kind = kind
+        self.kind, self.generator = kind, torch.Generator().manual_seed(1)
 
     def step(self, closure: None = None) -> None:
         groups = [group["params"] for group in self.param_groups]
@@ -304,7 +353,7 @@ class Coupled(torch.optim.AdamW):
             if self.kind != "noise":
                 nn.utils.clip_grad_norm_(parameters, 1.0 if self.kind == "groups" else 1e-3)
         for parameter in every if self.kind == "noise" else []:
-            parameter.grad += torch.randn_like(parameter)
+            parameter.grad += torch.randn(parameter.shape, generator=self.generator)
         super().step(closure)
 
 
@@ -329,13 +378,6 @@ class Backwards(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.middle(self.first(x))).view(-1, 3, 4)
-
-
-def noting(parameters: Iterable[Tensor], lr: float, file: str) -> torch.optim.Optimizer:
-    """Writes down the sizes of what it is given."""
-    given = list(parameters)
-    Path(file).write_text(json.dumps([list(each.shape) for each in given]))
-    return torch.optim.SGD(given, lr)
 
 
 TAKEN = [[1, 0], [0, 0]], [[0, 1], [0, 0]], [[0, 0], [0, 0]], [[1, 1], [0, 1]], [[0, 0], [1, 0]]
@@ -371,63 +413,14 @@ class Branching(Model):
         return super().forward(self.second(x.tanh(), taken[:, 1]))
 
 
-class Pausing(nn.Module):
-    """Takes its time, in one forward; kept as one operator by ``model.opaque``."""
+class Wide(Model):
+    """What it keeps is large enough to be offloaded."""
 
-    def __init__(self, pause_s: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.pause_s = pause_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.pause_s)
-        return x * 1.0
-
-
-class Slow(Model):
-    def __init__(self, pause_s: float = 0.0) -> None:
-        super().__init__(depth=4)
-        self.pausing = Pausing(pause_s)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.pausing(x))
-
-
-class Wide(nn.Module):
-    """What its layers keep is large enough to be offloaded."""
-
-    def __init__(self, width: int = 1 << 14) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in range(6)])
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(6 << 11)) for _ in range(6)])
 
     def forward(self, x: Tensor) -> Tensor:
         for scale in self.scales:
             x = torch.tanh(x.repeat(1, scale.numel() // x.shape[1]) * scale)
-        return x.mean(-1)
-
-
-class Vectors(Dataset):
-    """Where the environment names a directory, its file system is full from here on."""
-
-    def __init__(self, width: int = 16) -> None:
-        generator = torch.Generator().manual_seed(4)
-        self.vectors = torch.randn(24, width, generator=generator)
-        if FILLED in os.environ:
-            fill(Path(os.environ[FILLED]))
-
-    def __len__(self) -> int:
-        return len(self.vectors)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.vectors[index], self.vectors[index].sum()
-
-
-FILLED = "TEST_FILLED_DIRECTORY"
-
-
-def fill(directory: Path) -> None:
-    """As another job on the node may do."""
-    with (directory / f"filler-{os.getpid()}").open("wb", buffering=0) as stream:
-        for size in (1 << 16, 1):
-            with suppress(OSError):
-                while True:
-                    stream.write(bytes(size))
+        return super().forward(x[:, :6])

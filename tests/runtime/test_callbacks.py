@@ -1,17 +1,23 @@
-"""User code that is told the metrics."""
+"""User code that is told the metrics, or computes those of held-out data."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils import _pytree as pytree
 
+from pipectl.capture import Slot
+from pipectl.capture.slices import Rows
 from pipectl.errors import CaptureError
 from pipectl.runs import RunDirectory
 from pipectl.runtime.callbacks import Callbacks
+from pipectl.runtime.evaluation import Metrics
 from pipectl.spec import JobSpec
 
 CODE = """
@@ -25,24 +31,23 @@ def lines(run, config, name="lines.jsonl"):
         line.clear()
     return tell
 
-class Loud:
+class Closing:
     def __init__(self, run, config):
         self.run = run
     def __call__(self, line):
         (self.run / "called").open("a").write("x")
         raise ConnectionError("no server")
     def close(self):
-        raise RuntimeError("no end")
+        (self.run / "closed").open("a").write("x")
 
-class Closing(Loud):
-    def close(self):
-        (self.run / "closed").touch()
-
-class Knowing(Loud):
+class Knowing(Closing):
     def close(self, failure):
-        with (self.run / "failures").open("a") as stream:
-            stream.write(repr(failure))
+        (self.run / "failures").open("a").write(repr(failure))
         raise SystemExit("and this is not heard")
+
+class Loud(Closing):
+    def close(self):
+        raise RuntimeError("no end")
 
 def nothing(run, config):
     pass
@@ -79,15 +84,17 @@ def test_they_are_told_every_line_but_no_keys_and_tokens_and_one_that_fails_is_l
 ) -> None:
     """What they are given, they send to servers."""
     warned: list[str] = []
-    told = Callbacks(job(a="lines", loud="Loud", b=("lines", {"name": "b"})), run, warned.append)
+    spec = job(a="lines", failing="Closing", b=("lines", {"name": "b"}))
+    told = Callbacks(spec, run, warned.append)
     for _ in range(3):
         told(LINE)
     told.close()
     assert (run.path / "lines.jsonl").read_text() == (run.path / "b").read_text()
     assert (run.path / "b").read_text().count('"loss": 0.5') == 3
     assert (run.path / "called").read_text() == "x"
+    assert not (run.path / "closed").exists()
     (text,) = warned
-    assert text.startswith("callbacks.loud: raised ConnectionError: no server (at ")
+    assert text.startswith("callbacks.failing: raised ConnectionError: no server (at ")
     assert "mine.py:17); training continues" in text
     config = (run.path / "config.json").read_text()
     assert '"batch_size": 4' in config
@@ -95,13 +102,12 @@ def test_they_are_told_every_line_but_no_keys_and_tokens_and_one_that_fails_is_l
     assert "swordfish" not in config
 
 
-def test_the_end_closes_them(job, run: RunDirectory) -> None:
-    Callbacks(job(a="Closing"), run, print).close()
-    assert (run.path / "closed").exists()
-
-
-def test_a_failure_closes_them_once_and_stays_the_error(job, run: RunDirectory) -> None:
+def test_the_end_or_a_failure_closes_them_once_and_a_failure_stays_the_error(
+    job, run: RunDirectory
+) -> None:
     warned: list[str] = []
+    with Callbacks(job(a="Closing"), run, warned.append):
+        pass
     spec = job(a="Closing", b="Knowing", c="Loud")
     with (
         pytest.raises(ValueError, match="in step 3"),
@@ -109,7 +115,7 @@ def test_a_failure_closes_them_once_and_stays_the_error(job, run: RunDirectory) 
     ):
         raise ValueError("in step 3")
     callbacks.close()
-    assert (run.path / "closed").exists()
+    assert (run.path / "closed").read_text() == "xx"
     assert (run.path / "failures").read_text() == "ValueError('in step 3')"
     assert [line.partition(" (at")[0] for line in warned] == [
         "callbacks.c: its close() raised RuntimeError: no end",
@@ -189,3 +195,27 @@ def test_for_mlflow_two_starts_of_one_job_are_one_run(
     assert only.data.metrics == {"loss": 0.5, "evaluation/accuracy": 0.75}
     assert only.data.params["training.batch_size"] == "4"
     assert "swordfish" not in repr(only.data)
+
+
+def evaluate(metric: Any) -> dict[str, float]:
+    """What a metric gives for one micro-batch; losses and means are in test_equal_trainings."""
+    spec = pytree.tree_structure({"logits": 0, "count": 0})
+    graph: Any = SimpleNamespace(loss="loss", outputs=("logits", 3), output_spec=spec)
+    metrics = Metrics({"rows": metric}, lambda *_: graph)
+    results = {Slot("loss"): torch.tensor(1.0), Slot("logits"): torch.zeros(4)}
+    metrics.add(Rows.of(4), results, None)
+    return metrics.result()
+
+
+@pytest.mark.parametrize(
+    ("metric", "what"),
+    [
+        (lambda outputs, _: outputs["logits"][: outputs["count"]], "a tensor of shape [3]"),
+        (SimpleNamespace(update=lambda *_: None, compute=lambda: "good"), "a str"),
+    ],
+)
+def test_a_metric_that_gives_no_number_is_named(metric: Any, what: str) -> None:
+    with pytest.raises(CaptureError) as raised:
+        evaluate(metric)
+    expected = f"evaluation.metrics.rows: must give one number, but gave {what}"
+    assert raised.value.message == expected

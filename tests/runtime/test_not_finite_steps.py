@@ -17,8 +17,7 @@ from pipectl.capture import Slot
 from pipectl.errors import WorkerError
 from pipectl.jobs.state import get_status
 from pipectl.plan import Plan
-from pipectl.runs import NotFinite, RunDirectory, read_errors, read_metrics
-from pipectl.runtime import checkpoint
+from pipectl.runs import NotFinite, read_errors
 from pipectl.runtime.gradients import gradient_norms
 from pipectl.runtime.step_end import (
     Origin,
@@ -118,33 +117,42 @@ def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("clip", "written"),
+    ("ranks", "clip", "written"),
     [
-        pytest.param(1.0, True, id="with all ranks"),
-        pytest.param(None, True, id="a step later"),
-        pytest.param(1.0, False, id="no checkpoint can be written"),
+        pytest.param(1, 1.0, True, id="with all ranks"),
+        pytest.param(1, None, True, id="before a checkpoint"),
+        pytest.param(1, 1.0, False, id="no checkpoint can be written"),
+        pytest.param(2, None, None, id="a step later, unless steps take a second"),
     ],
 )
-def test_one_rank_stops_and_saves_nothing_of_the_step(
-    make_run, work, clip: float | None, written: bool
+def test_a_job_stops_and_saves_nothing_of_the_step(
+    make_run, work, ranks: int, clip: float | None, written: bool | None
 ) -> None:
-    """Samples 4 to 7, step 2, make the gradient of one parameter infinite, and no loss."""
-    training = {"steps": 5, "batch_size": 4, "clip_grad_norm": clip}
-    run = make_run(1, MARKED, model=STEEP, training=training, checkpoint={"every": 1})
-    if not written:
+    """Samples 4 to 7, from step 3 on, make the gradient of one parameter infinite, and no loss."""
+    run = make_run(
+        ranks,
+        MARKED,
+        model=STEEP,
+        training={"steps": 5, "batch_size": 2, "clip_grad_norm": clip},
+        pipeline={"micro_batches": 1, "stages": ranks},
+        checkpoint={"every": None if written is None else 1, "keep": 1},
+    )
+    if written is False:
         run.checkpoints.rmdir()
         run.checkpoints.write_text("no folder")
-    done = work(0, run)
+    done = work(ranks if ranks > 1 else 0, run)
     assert done.returncode != 0
     (error,) = read_errors(run)
-    assert error.message.startswith("step 2: the gradient of 'gate' in stage 0 is not finite")
-    assert ("the checkpoint of step 1 was not written" in done.stderr) is not written
-    saved = ["step-000001"] if written else []
+    stage = error.stage  # which one has the gate follows from what was measured
+    assert (error.rank, error.exit_code) == (stage, 1)
+    assert error.step in (3, 4)
+    fault = f"the gradient of 'gate' in stage {stage}"
+    assert error.message.startswith(f"step 3: {fault} is not finite")
+    assert ("the checkpoint of step 2 was not written" in done.stderr) is (written is False)
+    saved = ["step-000002"] if written else []
     assert [path.name for path in run.checkpoints.glob("step-*")] == saved
-    assert faults(run) == {2: NotFinite(gradient_of="gate", stage=0)}
     found = get_status(run, 0.0).measured
-    assert found.not_finite == (2,)
-    assert found.fault == "the gradient of 'gate' in stage 0"
+    assert (found.not_finite, found.fault) == ((3,), fault)
 
 
 def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
@@ -178,49 +186,3 @@ def test_steps_that_overlap_stop_too(make_run, work, ranks: int, given: dict[str
         f"{origin if first < ranks - 1 else ''}"
     )
     assert not list(run.checkpoints.glob("step-*"))
-
-
-@pytest.mark.mpi
-def test_all_ranks_skip_or_stop_at_the_same_step(make_run, train, launch) -> None:
-    """Stages, and replicas, equal one rank; and a gradient stops all, named by the rank it is on.
-
-    A buffer that the first forward left as it was is restored, too. The last training ends the
-    ranks of all.
-    """
-    late = {"factory": f"{PARTS}:Late", "kwargs": {"after": 1}}
-    skipping = {"steps": 6, "batch_size": 4, "on_nonfinite": "skip"}
-    one = make_run(1, SPOILT, model=late, training=skipping)
-    two = make_run(2, SPOILT, model=late, training=skipping)
-    copies = {"micro_batches": 2, "stages": 1, "replicas": 2, "shard_optimizer": True}
-    replicated = make_run(2, SPOILT, model=late, training=skipping, pipeline=copies)
-    train(one)
-    stopping = {"steps": 6, "batch_size": 2}  # step 3 has the fault: ranks wait for votes 1 and 2
-    one_each = {"micro_batches": 1, "stages": 2}
-    stopped = make_run(2, MARKED, model=STEEP, training=stopping, pipeline=one_each)
-    done = launch(2, HERE / "ranks_in_turn.py", two.path, replicated.path, stopped.path)
-    assert done.returncode != 0
-    (error,) = read_errors(stopped)  # on the terminal MPI's abort may cut it off
-    stage = error.stage  # which one has the gate follows from what was measured
-    assert (error.rank, error.exit_code) == (stage, 1)
-    assert error.step in (3, 4)  # a step later, unless steps take a second here
-    place = f"'gate' in stage {stage}"
-    assert error.message.startswith(f"step 3: the gradient of {place} is not finite")
-    assert faults(one) == faults(two) == faults(replicated) == {
-        2: NotFinite(0), 5: NotFinite(0),
-    }  # fmt: skip
-    weights = [checkpoint.load(run.checkpoints / "step-000006") for run in (one, two, replicated)]
-    assert all(bool(tensor.isfinite().all()) for tensor in weights[0].values())
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert float(weights[0]["mean"].abs().min()) > 0
-    # Replicas average that one, each of one of two micro-batches, without the two steps.
-    samples, mean = torch.randn(24, 6, generator=torch.Generator().manual_seed(2)), torch.zeros(6)
-    for step in (3, 4, 6):
-        parts = samples.split(4)[step - 1].split(2)
-        mean = sum(0.9 * mean + 0.1 * part.mean(0) for part in parts) / 2
-    expected = {**weights[0], "mean": mean}
-    for name, tensor in weights[2].items():
-        assert torch.allclose(tensor, expected[name], atol=1e-6 if name == "mean" else 2e-3), name
-
-
-def faults(run: RunDirectory) -> dict[int, Any]:
-    return {x.step: x.not_finite for x in read_metrics(run) if x.not_finite is not None}

@@ -1,4 +1,5 @@
-"""What autograd saves leaves and comes back as the same bits; disks that lack space are named."""
+"""What a rank cannot hold: saved values leave and come back as the same bits, disks that lack space
+are named, and a model is spread over ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +19,13 @@ from torch import nn
 from pipectl.cluster import OffloadTarget
 from pipectl.errors import WorkerError
 from pipectl.plan import Plan
-from pipectl.runs import read_errors, read_metrics
+from pipectl.runs import read_errors, read_heartbeat, read_metrics
+from pipectl.runtime import checkpoint
 from pipectl.runtime.offload import PAGE, DiskStore, Mover, Pages, check_space
 from pipectl.runtime.saved_tensors import SavedTensors, run_backward, unpack
 
 CPU, MIB = torch.device("cpu"), 1 << 20
-PARTS = Path(__file__).parents[1] / "job_parts.py"
+PARTS = Path(__file__).with_name("job_parts.py")
 
 
 def test_a_storage_leaves_once_and_parameters_small_and_strange_tensors_stay():
@@ -133,9 +135,8 @@ def test_a_disk_that_is_too_small_or_fills_ends_all_ranks_and_is_named(
     directory = request.getfixturevalue("disk")(size) if size else tmp_path / "missing"
     run = make_run(
         2,
+        {"factory": f"{PARTS}:Filling"},
         model={"factory": f"{PARTS}:Wide"},
-        loss={"factory": "torch.nn:MSELoss"},
-        data={"factory": f"{PARTS}:Vectors"},
         pipeline={"micro_batches": 4, "stages": 2},
     )
     plan = Plan.load(run.plan)
@@ -159,3 +160,37 @@ def test_a_disk_that_is_too_small_or_fills_ends_all_ranks_and_is_named(
         assert first.action.startswith("OFFLOAD_WAIT micro-batch ")
     else:
         assert not run.heartbeat.exists()
+
+
+@pytest.mark.mpi
+def test_a_model_three_times_larger_than_a_rank_trains(make_spec, make_run, work, profile_of):
+    """40 layers of two million parameters. With copies of all they save, ranks would exceed the
+    limit, too (1007 of 907 MiB)."""
+    sections = {
+        "model": {
+            "factory": f"{PARTS}:Model",
+            "kwargs": {"depth": 40, "width": 1448},
+            "materialize": "per_rank",
+        },
+        "data": {"kwargs": {"width": 1448}},
+        "optimizer": {"factory": "torch.optim:AdamW", "kwargs": {"lr": 1e-4}},
+        "training": {"steps": 2, "batch_size": 4},
+        "checkpoint": {"every": 1, "keep": 1},
+    }
+    profile = profile_of(make_spec(4, **sections))
+    baseline = profile.process_baseline_bytes
+    assert baseline is not None
+    parameters = {pair for operator in profile.operators for pair in operator.parameters}
+    state_bytes = 4 * sum(size for _, size in parameters)  # with gradients and averages of Adam
+    assert state_bytes > 1.2 * 2**30
+    limit = baseline + state_bytes // 3
+    pipeline = {"micro_batches": 2, "stages": 4, "memory_limit": limit}
+    run = make_run(4, **sections, pipeline=pipeline)
+    done = work(4, run, fresh=True)  # a fork has the memory of what it is forked from
+    assert done.returncode == 0, done.stderr
+    peaks = [rank.peak_bytes for rank in read_heartbeat(run).ranks]
+    assert len(peaks) == 4
+    assert max(peaks) <= limit, [peak >> 20 for peak in peaks]
+    weights = checkpoint.load(run.checkpoints / "step-000002")
+    assert 4 * sum(tensor.nbytes for tensor in weights.values()) >= state_bytes
+    assert [line.step for line in read_metrics(run)] == [1, 2]
