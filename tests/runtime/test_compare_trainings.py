@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.tensors import is_deferred
-from pipectl.runs import RunDirectory
 from pipectl.runtime.compare import Trained, compare, distance
 from pipectl.runtime.plain import FirstWeights
 
@@ -79,15 +77,11 @@ def test_distance(one: list, other: list, expected: float) -> None:
     assert distance(torch.tensor(one), torch.tensor(other)) == expected
 
 
-def test_losses_that_are_not_finite_agree_however_they_were_written(tmp_path: Path) -> None:
-    lines = [{"attempt": 1, "step": 1, "loss": None}, {"attempt": 1, "step": 2, "loss": 0.5}]
-    lines = [json.dumps({**line, "step_time_s": 0.1}) for line in lines]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, ""]))
-    (tmp_path / "losses.json").write_text('{"losses": [Infinity, 0.5]}')
-    found, reference = Trained.of_run(RunDirectory(tmp_path)), Trained.of_process(tmp_path)
-    assert math.isnan(found.loss(1))
-    assert math.isnan(reference.loss(1))
-    assert found.loss(2) == reference.loss(2) == 0.5
+def test_losses_that_are_not_finite_agree_whatever_they_are() -> None:
+    """A file of metrics has null for all of them."""
+    one, other = made({(2, "loss"): math.inf}), made({(2, "loss"): math.nan})
+    assert compare(one, other, 3, 0.0, START).equal
+    assert not compare(one, made({}), 3, 0.5, START).equal
 
 
 def test_first_weights_are_made_one_by_one_where_nobody_holds_them(make_spec) -> None:

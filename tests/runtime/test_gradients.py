@@ -7,19 +7,15 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from pipectl.capture import Slot
 from pipectl.errors import CaptureError
-from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.gradients import (
     LossScale,
-    SharedGradients,
     clip_gradients,
     gradient_norms,
     total_norm,
 )
 from pipectl.runtime.manifest import LossScaleState
 from pipectl.runtime.step_end import Vote
-from pipectl.runtime.transport import Wire
 from pipectl.spec.models import LossScale as Spec
 
 
@@ -69,25 +65,6 @@ def test_clipping_on_one_rank_is_torchs_to_the_bit(
     assert mine.pop("299").grad is None
     assert all(torch.equal(mine[name].grad, torchs[name].grad) for name in mine)
     assert clip({"w": nn.Parameter(torch.zeros(2))}, 1.0) == 0.0  # without any gradient
-
-
-def test_gradients_of_several_uses_are_summed_in_graph_order() -> None:
-    """In another order the sum of these three differs in its last bit."""
-    parts = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
-    parameter, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    slots = [Slot("model.weight", f"use_{index}") for index in range(4)]
-    unreached = Slot("model.other", "use")
-    leaves = {slot: torch.zeros(1, requires_grad=True) for slot in (*slots, unreached)}
-    for slot, part in zip(slots, parts, strict=False):
-        leaves[slot].grad = part.clone()
-    uses = {"model.weight": [(slot, 0) for slot in slots], "model.other": [(unreached, 0)]}
-    held = {"model.weight": parameter, "model.other": other}
-    wire = Wire(MPI.COMM_SELF, CpuDevice())
-    SharedGradients(wire, uses, [(0,)], leaves, held).reduce()
-    assert torch.equal(parameter.grad, (parts[0] + parts[1]) + parts[2])
-    assert not torch.equal(parameter.grad, parts[0] + parts[2] + parts[1])
-    assert other.grad is None
-    assert all(leaf.grad is None for leaf in leaves.values())
 
 
 @pytest.mark.parametrize("initial", [65536.0, 3e38, 1000.0])

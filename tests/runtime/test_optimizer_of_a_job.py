@@ -15,80 +15,72 @@ from torch import nn
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError, WorkerError
 from pipectl.runtime.optimizer import Updater, make_updater, refuse_coupled_updates
-from pipectl.spec import load
 
-MODEL = """\
-from torch import nn
-from torch.utils.data import TensorDataset
-import torch
+HERE = Path(__file__)
+PARTS = HERE.with_name("job_parts.py")
+PATTERNS = [{"match": "*.bias", "weight_decay": 0.0}, {"match": "1.*", "lr": 0.5}]
+Maker = Callable[..., CapturedJob]
 
-def build():
-    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+
+def build() -> nn.Module:
+    model = nn.Sequential(
+        nn.Linear(6, 3), nn.LayerNorm(3), nn.Linear(3, 12), nn.Unflatten(1, (3, 4))
+    )
     model[0].bias.requires_grad_(False)
     return model
 
-def data():
-    return TensorDataset(torch.randn(4, 2), torch.randn(4, 1))
 
-def plateau(optimizer, patience):
+def plateau(optimizer: Any, patience: int) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=patience)
 
-def failing(optimizer):
+
+def failing(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: {0: 1.0}[step])
 
+
 class Broken(torch.optim.SGD):
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> None:
         raise KeyError("beta3")
 
+
 class Large(torch.optim.SGD):
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
 
+
 class Hooking(torch.optim.SGD):
-    def __init__(self, parameters, **kwargs):
-        super().__init__(parameters, **kwargs)
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
         self.param_groups[0]["params"][0].register_post_accumulate_grad_hook(print)
 
+
 class Counting(torch.optim.SGD):
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> None:
         super().step(closure)
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
 
+
 class Keeping(torch.optim.SGD):
-    def __init__(self, parameters, kept, **kwargs):
-        super().__init__(parameters, **kwargs)
+    def __init__(self, parameters: Any, kept: str) -> None:
+        super().__init__(parameters)
         self.kept = {1} if kept == "set" else torch.zeros(1, dtype=torch.complex128)
 
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> None:
         super().step(closure)
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["kept"] = self.kept
-"""
-PARTS = Path(__file__).with_name("job_parts.py")
-GROUPS = "groups: [{match: '*.bias', weight_decay: 0.0}, {match: '1.*', lr: 0.5}]"
-Maker = Callable[..., CapturedJob]
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Maker:
-    """``job(optimizer, *further lines)``."""
+def job(make_spec: Any) -> Maker:
+    """``job(optimizer, kwargs, groups, **sections)``: an optimizer of torch, or of this file."""
 
-    def make(optimizer: str, *lines: str) -> CapturedJob:
-        (tmp_path / "model.py").write_text(MODEL)
-        document = [
-            "version: 1",
-            "name: groups",
-            "site_defaults: false",
-            "model: ./model.py:build",
-            "loss: torch.nn:MSELoss",
-            "data: ./model.py:data",
-            "training: {steps: 1, batch_size: 2}",
-            f"optimizer: {{{optimizer}}}",
-            *lines,
-        ]
-        (tmp_path / "job.yaml").write_text("\n".join(document))
-        return CapturedJob(load(tmp_path / "job.yaml"))
+    def make(name: str = "AdamW", kwargs: Any = None, groups: Any = (), **more: Any) -> CapturedJob:
+        factory = f"torch.optim:{name}" if hasattr(torch.optim, name) else f"{HERE}:{name}"
+        optimizer = {"factory": factory, "kwargs": kwargs or {}, "groups": list(groups)}
+        spec = make_spec(1, **{"model": f"{HERE}:build", "optimizer": optimizer, **more})
+        return CapturedJob(spec)
 
     return make
 
@@ -108,11 +100,11 @@ def groups_of(job: CapturedJob, updater: Updater) -> list[tuple[list[str], dict[
 
 
 def test_groups_follow_the_rest_and_keep_the_other_options(job: Maker) -> None:
-    made = job("kwargs: {lr: 0.1}")
+    made = job(kwargs={"lr": 0.1})
     ((names, options),) = groups_of(made, updater_of(made))
     assert names == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]  # 0.bias is frozen
     assert options["lr"] == 0.1
-    made = job(f"kwargs: {{lr: 0.1, weight_decay: 0.2}}, {GROUPS}")
+    made = job(kwargs={"lr": 0.1, "weight_decay": 0.2}, groups=PATTERNS)
     found = [
         (names, options["lr"], options["weight_decay"])
         for names, options in groups_of(made, updater_of(made))
@@ -125,14 +117,12 @@ def test_groups_follow_the_rest_and_keep_the_other_options(job: Maker) -> None:
 
 
 def test_a_rank_has_every_group_for_schedules_that_count_them(job: Maker) -> None:
-    made = job(
-        f"kwargs: {{lr: 0.1}}, {GROUPS}",
-        "lr_scheduler: {factory: 'torch.optim.lr_scheduler:OneCycleLR', "
-        "kwargs: {max_lr: [0.1, 0.2, 0.3], total_steps: 10}}",
-    )
+    cycle = {"max_lr": [0.1, 0.2, 0.3], "total_steps": 10}
+    schedule = {"factory": "torch.optim.lr_scheduler:OneCycleLR", "kwargs": cycle}
+    made = job(kwargs={"lr": 0.1}, groups=PATTERNS, lr_scheduler=schedule)
     updater = updater_of(made, "model.2.bias")
     assert [names for names, _ in groups_of(made, updater)] == [[], ["2.bias"], []]
-    made.step.model[2].bias.grad = torch.ones(1)
+    made.step.model[2].bias.grad = torch.ones(12)
     before = updater.learning_rate
     updater.step()
     assert updater.learning_rate != before
@@ -144,13 +134,10 @@ def test_a_rank_has_every_group_for_schedules_that_count_them(job: Maker) -> Non
 
 
 def test_a_schedule_that_takes_a_loss_follows_evaluations(job: Maker) -> None:
-    for factory in ("./model.py:plateau", "torch.optim.lr_scheduler:ReduceLROnPlateau"):
-        schedule = f"lr_scheduler: {{factory: '{factory}', kwargs: {{patience: 1}}}}"
-        made = job(
-            "factory: 'torch.optim:SGD', kwargs: {lr: 1.0}",
-            schedule,
-            "evaluation: {data: './model.py:data', every: 1}",
-        )
+    for factory in (f"{HERE}:plateau", "torch.optim.lr_scheduler:ReduceLROnPlateau"):
+        schedule = {"factory": factory, "kwargs": {"patience": 1}}
+        held_out = {"data": f"{PARTS}:Samples", "every": 1}
+        made = job("SGD", {"lr": 1.0}, lr_scheduler=schedule, evaluation=held_out)
         updater, rates = updater_of(made), []
         for loss in (1.0, math.nan, 1.0, 0.5, 0.7):
             updater.step()
@@ -175,47 +162,35 @@ def first_step_of(made: CapturedJob) -> Updater:
     return updater
 
 
-PLATEAU = "lr_scheduler: {factory: './model.py:plateau', kwargs: {patience: 1}}"
-HELD_OUT = "evaluation: {data: './model.py:data'}"
+PLATEAU = {"factory": f"{HERE}:plateau", "kwargs": {"patience": 1}}
+HELD_OUT = {"data": f"{PARTS}:Samples"}
 NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.every"
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("name", "how", "words"),
     [
-        (["groups: [{match: '*', weight_decy: 0.0}]"], "AdamW has no .* mean 'weight_decay'"),
-        (["groups: [{match: '*', params: 0.0}]"], "has no option 'params'"),
-        (["groups: [{match: bias}]"], r"groups\[0\]\.match: 'bias' matches no parameter"),
-        (["kwargs: {rate: 1.0}"], r"^optimizer\.factory: torch\.optim:AdamW: raised TypeError"),
-        (
-            ["factory: 'torch.optim:Muon', kwargs: {lr: 0.1}"],
-            r"^optimizer: Muon .* 1\.weight and 2 more.* optimizer\.groups",
-        ),
-        (["factory: 'torch.optim:LBFGS'"], r"^optimizer: LBFGS\.step\(\) needs a closure"),
-        (["factory: './model.py:Broken'"], r"^optimizer: raised KeyError: 'beta3' \(at .*model"),
-        (["factory: './model.py:Hooking'"], r"^model: parameter 0\.weight has a hook"),
-        (["factory: './model.py:Counting'"], "Counting keeps 'k' in its parameter groups"),
-        (
-            ["factory: './model.py:Keeping', kwargs: {kept: set}"],
-            "the state of 0.weight/kept is a set, which",
-        ),
-        (
-            ["factory: './model.py:Keeping', kwargs: {kept: complex}"],
-            "kept is a Tensor of torch.complex128",
-        ),
-        (
-            ["kwargs: {lr: 1.0}", "lr_scheduler: {factory: './model.py:failing'}"],
-            r"^lr_scheduler: raised KeyError: 1 \(at .*model",
-        ),
-        (["kwargs: {lr: 1.0}", PLATEAU], NEEDS_EVALUATIONS),
-        (["kwargs: {lr: 1.0}", PLATEAU, HELD_OUT], NEEDS_EVALUATIONS),
+        ("AdamW", {"groups": [{"match": "*", "weight_decy": 0.0}]}, "no .* mean 'weight_decay'"),
+        ("AdamW", {"groups": [{"match": "*", "params": 0.0}]}, "has no option 'params'"),
+        ("AdamW", {"groups": [{"match": "bias"}]}, r"groups\[0\]\.match: 'bias' matches no "),
+        ("AdamW", {"kwargs": {"rate": 1.0}}, r"^optimizer\.factory: torch\.optim:AdamW: raised "),
+        ("Muon", {}, r"^optimizer: Muon .* 1\.weight and 2 more.* optimizer\.groups"),
+        ("LBFGS", {}, r"^optimizer: LBFGS\.step\(\) needs a closure"),
+        ("Broken", {}, r"^optimizer: raised KeyError: 'beta3' \(at .*test_optimizer"),
+        ("Hooking", {}, r"^model: parameter 0\.weight has a hook"),
+        ("Counting", {}, "Counting keeps 'k' in its parameter groups"),
+        ("Keeping", {"kwargs": {"kept": "set"}}, "the state of 0.weight/kept is a set, which"),
+        ("Keeping", {"kwargs": {"kept": "complex"}}, "kept is a Tensor of torch.complex128"),
+        ("AdamW", {"lr_scheduler": f"{HERE}:failing"}, r"^lr_scheduler: raised KeyError: 1 \(at "),
+        ("AdamW", {"lr_scheduler": PLATEAU}, NEEDS_EVALUATIONS),
+        ("AdamW", {"lr_scheduler": PLATEAU, "evaluation": HELD_OUT}, NEEDS_EVALUATIONS),
     ],
 )
 def test_what_is_wrong_with_an_optimizer_or_a_schedule_is_named(
-    job: Maker, lines: list[str], words: str
+    job: Maker, name: str, how: dict[str, Any], words: str
 ) -> None:
     with pytest.raises((CaptureError, WorkerError)) as caught:
-        first_step_of(job(*lines))
+        first_step_of(job(name, **how))
     assert caught.value.exit_code == (1 if "raised KeyError" in words else 3)
     assert re.search(words, f"{caught.value.message} {caught.value.cure}")
 
@@ -223,30 +198,26 @@ def test_what_is_wrong_with_an_optimizer_or_a_schedule_is_named(
 def test_an_update_that_lacks_memory_is_no_fault_of_the_optimizer(job: Maker) -> None:
     """What to do about it is said where the rank fails."""
     with pytest.raises(RuntimeError, match="can't allocate memory"):
-        first_step_of(job("factory: './model.py:Large', kwargs: {lr: 1.0}"))
+        first_step_of(job("Large"))
 
 
-CYCLE = (
-    "lr_scheduler: {factory: 'torch.optim.lr_scheduler:OneCycleLR', "
-    "kwargs: {max_lr: 0.1, total_steps: 9}}"
-)
-OF_TORCH = {
-    **dict.fromkeys(("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam"), ""),
-    **dict.fromkeys(("RMSprop", "Rprop", "Adafactor"), ""),
-    "SGD": ", momentum: 0.9",
-    "AdamW": ", betas: [0.9, 0.99]",
+CYCLE = {
+    "factory": "torch.optim.lr_scheduler:OneCycleLR",
+    "kwargs": {"max_lr": 0.1, "total_steps": 9},
 }
+MOMENTA: dict[str, Any] = {"SGD": {"momentum": 0.9}, "AdamW": {"betas": [0.9, 0.99]}}
+OTHERS = "Adadelta Adagrad Adam Adamax ASGD NAdam RAdam RMSprop Rprop Adafactor"
 
 
-@pytest.mark.parametrize("name", OF_TORCH)
+@pytest.mark.parametrize("name", [*MOMENTA, *OTHERS.split()])
 def test_optimizers_of_torch_may_be_shared_out_and_keep_nothing_in_their_groups(
     job: Maker, name: str
 ) -> None:
     """What a schedule changes there, momentum too, is none of theirs."""
-    more = OF_TORCH[name]
-    for way in ("", ", foreach: true", ", fused: true"):
-        kwargs = f"kwargs: {{lr: 0.1{more}{way}}}"
-        made = job(f"factory: 'torch.optim:{name}', {kwargs}", *[CYCLE] * bool(more))
+    momentum = MOMENTA.get(name, {})
+    schedule = {"lr_scheduler": CYCLE} if momentum else {}
+    for way in ({}, {"foreach": True}, {"fused": True}):
+        made = job(name, {"lr": 0.1, **momentum, **way}, **schedule)
         made.states["model.empty"] = nn.Parameter(torch.empty(0, 2, 2))
         refuse_coupled_updates(made, torch.device("cpu"))
         if not way:
@@ -255,7 +226,8 @@ def test_optimizers_of_torch_may_be_shared_out_and_keep_nothing_in_their_groups(
 
 @pytest.mark.parametrize("kind", ["all", "groups", "noise"])
 def test_an_optimizer_that_looks_at_all_parameters_is_refused(job: Maker, kind: str) -> None:
-    coupled = f"factory: '{PARTS}:Coupled', kwargs: {{kind: {kind}}}"
-    for optimizer in (coupled, f"{coupled}, groups: [{{match: '1.*', lr: 0.02}}]"):
+    optimizer = {"factory": f"{PARTS}:Coupled", "kwargs": {"kind": kind}}
+    for groups in ([], [{"match": "1.*", "lr": 0.02}]):
+        made = job(optimizer={**optimizer, "groups": groups})
         with pytest.raises(CaptureError, match=r"job_parts\.py:Coupled updates a parameter dif"):
-            refuse_coupled_updates(job(optimizer), torch.device("cpu"))
+            refuse_coupled_updates(made, torch.device("cpu"))
