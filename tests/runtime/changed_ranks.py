@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from mpi4py import MPI
 
@@ -65,8 +65,7 @@ def accelerator() -> None:
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
 
 
-MADE: set[tuple[str, bool]] = set()
-CALLS: Counter[str] = Counter()
+WATCHED: dict[str, Any] = {}
 
 
 def wired() -> None:
@@ -75,37 +74,23 @@ def wired() -> None:
     Every transport knows who moves its messages and whether it checks them; operators let messages
     advance if they are to; and a checkpoint asks whether the metrics of its step are written.
     """
-    build = Transport.__init__
-
-    def building(self: Transport, *given: Any, **options: Any) -> None:
-        build(self, *given, **options)
-        MADE.add((given[3].mode, options["check"]))
-
-    def count(kind: type, name: str) -> None:
-        call = getattr(kind, name)
-
-        def counting(*given: Any) -> Any:
-            CALLS[name] += 1
-            return call(*given)
-
-        setattr(kind, name, counting)
-
-    Transport.__init__ = building
-    count(Progress, "tick")
-    count(Telemetry, "has_written")
+    for kind, name in ((Transport, "__init__"), (Progress, "tick"), (Telemetry, "has_written")):
+        calls = mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name))
+        WATCHED[name] = calls.start()
 
 
 def check_wires(directory: RunDirectory) -> None:
     may_thread = MPI.Query_thread() == MPI.THREAD_MULTIPLE
     progress = load(directory.job).launch.progress if may_thread else "poll"
-    assert {(progress, True)} == MADE
-    assert bool(MPI.COMM_WORLD.allreduce(CALLS["tick"])) == (progress == "poll")
-    assert bool(CALLS["has_written"]) == (RANK == 0)
+    made = {(call.args[4].mode, call.kwargs["check"]) for call in WATCHED["__init__"].mock_calls}
+    assert made == {(progress, True)}
+    assert bool(MPI.COMM_WORLD.allreduce(WATCHED["tick"].call_count)) == (progress == "poll")
+    assert WATCHED["has_written"].called == (RANK == 0)
 
 
 def work(directory: RunDirectory, communicator: MPI.Intracomm, board: Board) -> None:
     run(directory, communicator, board)
-    if MADE:
+    if WATCHED:
         check_wires(directory)
 
 

@@ -224,12 +224,11 @@ def test_steps_that_overlap_are_recorded_from_their_start(make_run, train) -> No
 
 @pytest.mark.parametrize("what", ["_BOOT", "_NAMESPACE"])
 def test_machines_and_namespaces_of_clocks_are_told_apart(monkeypatch, tmp_path, what):
-    for name in ("_BOOT", "_NAMESPACE"):
-        (tmp_path / name).symlink_to(__file__)
-        monkeypatch.setattr(clock, name, tmp_path / name)
+    for name in ("here", "there"):
+        (tmp_path / f"{name}.txt").write_text(name)
+        (tmp_path / name).symlink_to(f"{name}.txt")
+    for read in ("_BOOT", "_NAMESPACE"):
+        monkeypatch.setattr(clock, read, tmp_path / "here")
     here = clock._machine()
-    assert clock._machine() == here
-    (tmp_path / "other").write_text("other")
-    (tmp_path / what).unlink()
-    (tmp_path / what).symlink_to(tmp_path / "other")
+    monkeypatch.setattr(clock, what, tmp_path / "there")
     assert clock._machine() != here

@@ -293,3 +293,42 @@ def test_runs_end_early_and_go_on_to_the_bit(make_run, launch, different, monkey
     train(3, *stopped)
     assert [sum_up(read_metrics(each)).early_stop for each in stopped] == ["", ""]
     assert different(whole, run) == []  # checkpoints drain steps that overlap, which is part of it
+
+
+FAILS = "TEST_METRIC_FAILS"
+
+
+class Fragile:
+    """A metric without a result while an environment variable says so."""
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        pass
+
+    def compute(self) -> float:
+        if FAILS in os.environ:
+            raise ValueError("only one class is present")
+        return 1.0
+
+
+@pytest.mark.parametrize("pipeline", [{"micro_batches": 2, "stages": 2}, APART])
+def test_a_last_evaluation_that_fails_costs_no_step_and_is_all_that_the_next_attempt_does(
+    make_run, work, monkeypatch, trained_alone, different, pipeline
+):
+    held_out = {"data": f"{PARTS}:Samples", "metrics": {"score": f"{__file__}:Fragile"}}
+    run = make_run(2, evaluation=held_out, pipeline=pipeline)
+    monkeypatch.setenv(FAILS, "1")
+    assert work(2, run).returncode == 1
+    (error,) = read_errors(run)
+    assert "evaluation.metrics.score: raised ValueError: only one class" in error.message
+    assert error.action == "computing metrics"
+    assert names(run) == ["step-000005"]
+    before = read_metrics(run)
+    monkeypatch.delenv(FAILS)
+    monkeypatch.setenv("PIPECTL_ATTEMPT", "2")
+    done = work(2, run)
+    assert done.returncode == 0, done.stderr
+    *steps, last = read_metrics(run)
+    assert steps == before
+    assert [line.step for line in steps] == [1, 2, 3, 4, 5]
+    assert (last.step, last.attempt, last.evaluation["score"]) == (5, 2, 1.0)
+    assert different(run, trained_alone) == []

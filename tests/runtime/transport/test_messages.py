@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -128,58 +128,45 @@ def test_what_fails_in_the_helper_is_raised_by_the_next_wait() -> None:
 WORLD, RANK = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
 A, KIB = Slot("a"), 1024
 WAY = "from stage 3 (rank 0) to stage 5 (rank 1)"
-ACTIVATION = "activation of micro-batch %d from stage 3 to 5"
-SIZED = f"the activation of 'a' {WAY} has another size than planned"
-DIFFERS = f"a message {WAY} is not what was sent: "
-SAID = f"{DIFFERS}{ACTIVATION % 1}: sent was 'a', "
 THERE, BACK = Lane(TransferKind.ACTIVATION, 3, 5), Lane(TransferKind.ACTIVATION, 5, 3)
 WAYS = [("none", WHOLE), ("poll", Pieces(77, 3)), ("thread", Pieces(64, 2)), ("none", Pieces(4000))]
-ORDERS = [
-    ("none", 1000, "+0 +1 -0 +2 -1 -2"),  # the first tells the layout before the third starts
-    ("none", 1000, "+0 +1 +2 -1 -0 -2"),  # read in another order than sent
-    ("none", 1000, "+0 -0 +1s +2 -1s -2"),  # of a size that is not known, before one that is
-    *((mode, 16, "+0 -0 +1 +2 +3s +4s -1 -2 -3s -4s") for mode in ("none", "poll", "thread")),
-]
-"""Mode, bytes of a piece (none leaves before all of the message before it have), and what the
-receiver does: ``+0 -0`` starts and ends receiving message 0, ``1s`` has fewer samples."""
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """Sizes of a message in 4-byte elements, what happens to it, and how its error begins.
+class Wrong(NamedTuple):
+    """Sizes of a message in 4-byte elements, what its error says, and what happens to it.
 
     Args:
-        whole, pieces: behind ``SIZED``, by the sizes alone, of a message in one or several pieces.
-        checked: if checks are on; by default either the size is seen first, or its description.
+        in_pieces: what its error says if it travels in several.
     """
 
     sent: int
     expected: int
-    whole: str = ""
-    pieces: str = ""
-    checked: str | tuple[str, ...] = (SIZED, SAID)
+    words: str
+    in_pieces: str = ""
     dtype: torch.dtype = torch.float32
     damage: str = ""
 
 
-PIECE = " in a piece of it: expected 976 KiB, received more than 976 KiB"
-ANOTHER = f"{SAID}int32 [6] with strides [1], arrived is 'a', float32 [6] with strides [1]"
-OTHER = f"{DIFFERS}the sender sent the {ACTIVATION % 7}, the receiver expects the "
-CHANGED = f"'a' changed while it was sent ({ACTIVATION % 1}"
+SHORT = "in a piece of it: expected 1.00 MiB, received 976 KiB"
+LONG = "in a piece of it: expected 976 KiB, received more than 976 KiB"
+INTEGERS = "'a', int32 [6] with strides [1], arrived is 'a', float32 [6] with strides [1]"
+OTHER = "the activation of micro-batch 7 from stage 3 to 5, the receiver expects the activation of"
 WRONG = [
-    Wrong(3, 6, ": expected 24 B, received 12 B"),
-    Wrong(6, 3, ": expected 12 B, received more than 12 B"),
-    Wrong(0, 6, ": expected 24 B, received 0 B"),
-    Wrong(500 * KIB, 700 * KIB, ": expected 2.73 MiB, received 1.95 MiB"),
-    Wrong(700 * KIB, 500 * KIB, ": expected 1.95 MiB, received more than 1.95 MiB", PIECE),
+    Wrong(3, 6, "expected 24 B, received 12 B"),
+    Wrong(6, 3, "expected 12 B, received more than 12 B"),
+    Wrong(0, 6, "expected 24 B, received 0 B"),
+    Wrong(6, 6, "has 1 tensors there and 2 here", damage="another slot"),
+    Wrong(500 * KIB, 700 * KIB, "expected 2.73 MiB, received 1.95 MiB", SHORT),
+    Wrong(700 * KIB, 500 * KIB, "expected 1.95 MiB, received more than 1.95 MiB", LONG),
 ]
+"""With checks, either the size is seen first, or the description."""
 WRONG_IF_CHECKED = [
     # One whole piece of two: only checks tell it from a message whose second piece is late.
-    Wrong(256 * KIB, 512 * KIB),
-    Wrong(6, 6, checked=ANOTHER, dtype=torch.int32),
-    Wrong(6, 6, checked=f"{SAID}float32 [6]", damage="byte"),
-    Wrong(6, 6, checked=OTHER, damage="micro-batch"),
-    Wrong(6, 6, checked=CHANGED, damage="write"),
+    Wrong(256 * KIB, 512 * KIB, ""),
+    Wrong(6, 6, INTEGERS, dtype=torch.int32),
+    Wrong(6, 6, "'a', float32 [6] with strides [1], checksum ", damage="byte"),
+    Wrong(6, 6, f"the sender sent {OTHER}", damage="micro-batch"),
+    Wrong(6, 6, "'a' changed while it was sent (activation of micro-batch 1", damage="write"),
 ]
 
 
@@ -215,24 +202,33 @@ class Later:
         return self._asked >= 3
 
 
-def exchange(transport: Transport) -> None:
-    """Strided tensors go both ways at once, of a size that is known or not; the second ones lie
-    otherwise than the first, and arrive as these."""
+def converse(transport: Transport, random_: Random) -> None:
+    """Strided tensors go both ways, of sizes that are known or not; several messages are under way
+    at once, and end in any order. Some lie otherwise than the first, and arrive as it does."""
     lanes = (THERE, BACK)
     outgoing, incoming = (transport.line(lanes[i], 1 - RANK) for i in (RANK, 1 - RANK))
-    for micro_batch, size in enumerate((4, 4, 1, 4, 1)):
-        receiving = incoming.start_receive(micro_batch, size)
-        assert (receiving.places is not None) is (micro_batch in (1, 3, 4))
+    sizes = [random_.choice((1, 4)) for _ in range(MESSAGES)]
+    received: list[Any] = []
+    under_way: list[tuple[int, Any, Any]] = []
+    for micro_batch, size in enumerate(sizes):
+        is_known = size in sizes[:micro_batch]
         given = tensors(RANK, micro_batch, size)
-        if micro_batch == 1:
+        if is_known and random_.random() < 0.5:
             given |= {slot: given[slot].contiguous().clone() for slot in map(Slot, ELSEWHERE)}
-        sent = outgoing.start_send(micro_batch, size, given)
-        found = incoming.finish_receive(receiving)
-        outgoing.finish_send(sent)
-        expected = tensors(1 - RANK, micro_batch, size)
-        assert list(found) == list(expected)
-        for slot, tensor in expected.items():
-            assert_same(slot.value, found[slot], tensor)
+        receiving = incoming.start_receive(micro_batch, size)
+        all_have_places = None not in [each.places for each in received]
+        assert (receiving.places is not None) is (is_known and all_have_places)
+        received.append(receiving)
+        under_way.append((micro_batch, receiving, outgoing.start_send(micro_batch, size, given)))
+        random_.shuffle(under_way)
+        while under_way and (random_.random() < 0.5 or micro_batch == MESSAGES - 1):
+            number, receiving, sent = under_way.pop()
+            found = incoming.finish_receive(receiving)
+            outgoing.finish_send(sent)
+            expected = tensors(1 - RANK, number, sizes[number])
+            assert list(found) == list(expected)
+            for slot, tensor in expected.items():
+                assert_same(slot.value, found[slot], tensor)
     for slot, words in {
         Slot("plain"): "should be float32 [4, 6] with strides [6, 1], but is float32 [3, 6] with",
         Slot("none"): "should be nothing, but is float32 [3, 6] with",
@@ -243,6 +239,7 @@ def exchange(transport: Transport) -> None:
     WORLD.Barrier()
 
 
+MESSAGES = 8
 ELSEWHERE = ("turned", "gaps", "images", "conjugate", "negative")
 
 
@@ -260,7 +257,7 @@ def tensors(rank: int, micro_batch: int, size: int) -> dict[Slot, Any]:
         "none": None,
         "whole": base.to(torch.int64),
         "truth": base.t() > 2,
-        "large": base.repeat(100, 50).bfloat16(),
+        "large": base.repeat(50, 25).bfloat16(),
         "dot": base.sum(),
         "empty": cube[:, :0],
         "conjugate": torch.complex(base, -base).conj(),  # memory holds the values before
@@ -276,29 +273,6 @@ def assert_same(name: str, found: Tensor | None, sent: Tensor | None) -> None:
         assert torch.equal(found, sent), name
         strides = sent.contiguous() if name == "windows" else sent
         assert (found.dtype, found.stride()) == (sent.dtype, strides.stride()), name
-
-
-def several(transport: Transport, order: str) -> None:
-    """Messages of a lane on their way at once, sent in the order in which their receives start."""
-
-    def size_of(name: str) -> int:
-        return 1 if name.endswith("s") else 2
-
-    def filled(name: str) -> Tensor:
-        return torch.full((size_of(name), 30), float(name[0]))
-
-    line, posted = transport.line(THERE, 1 - RANK), {}
-    for step in order.split():
-        sign, name = step[0], step[1:]
-        if RANK and sign == "+":
-            posted[name] = line.start_receive(int(name[0]), size_of(name))
-        elif RANK:
-            assert_same(order, line.finish_receive(posted[name])[A], filled(name))
-        elif sign == "+":
-            posted[name] = line.start_send(int(name[0]), size_of(name), {A: filled(name)})
-    for sent in posted.values() if RANK == 0 else ():
-        line.finish_send(sent)
-    WORLD.Barrier()
 
 
 def send_and_go_on() -> None:
@@ -345,32 +319,32 @@ def receive_wrong(line: Line, case: Wrong) -> None:
 
 
 def main(file: str) -> None:
-    every = list(tensors(0, 0, 1))
-    devices = CpuDevice(), LateDevice()
-    for (mode, pieces), device, check in product(WAYS, devices, (False, True)):
+    every, random_ = list(tensors(0, 0, 1)), Random(1)
+    for (mode, pieces), device, check in product(WAYS, (CpuDevice(), LateDevice()), (False, True)):
         with Progress(mode, pieces) as progress:
             lanes = {THERE: every, BACK: every}
-            exchange(Transport(WORLD.Dup(), device, lanes, progress, check=check))
-    for (mode, size, order), device, check in product(ORDERS, devices, (False, True)):
-        with Progress(mode, Pieces(size, under_way=2)) as progress:
-            several(Transport(WORLD.Dup(), device, {THERE: [A]}, progress, check=check), order)
+            converse(Transport(WORLD.Dup(), device, lanes, progress, check=check), random_)
     send_and_go_on()
     kept: list[Any] = []  # what was not received is on its way until the end
     for mode, check in product(("none", "poll", "thread"), (False, True)):
         for case in (*WRONG, *(WRONG_IF_CHECKED if check else ())):
             pieces = WHOLE if mode == "none" else Pieces(2**20, under_way=4)
             with Progress(mode, pieces) as progress:
-                transport = Transport(WORLD.Dup(), CpuDevice(), {THERE: [A]}, progress, check=check)
+                slots = [A, Slot("b")] if RANK and case.damage == "another slot" else [A]
+                lanes = {THERE: slots}
+                transport = Transport(WORLD.Dup(), CpuDevice(), lanes, progress, check=check)
                 line, error = transport.line(THERE, 1 - RANK), ""
                 kept.append((transport, line))
                 try:
                     kept.append((receive_wrong if RANK else send_wrong)(line, case))
                 except WorkerError as raised:
                     error = raised.message
-                by_size = SIZED + (case.whole if mode == "none" else case.pieces)
-                names_it = 0 if case.damage == "write" else 1
-                if names_it == RANK:
-                    assert error.startswith(case.checked if check else by_size), (mode, case, error)
+                words = (case.in_pieces if mode != "none" else "") or case.words
+                if case.damage == "write":
+                    assert (words in error) is (RANK == 0), (mode, case, error)
+                elif RANK:
+                    assert WAY in error, (mode, case, error)
+                    assert words in error or (check and case in WRONG), (mode, case, error)
                 WORLD.Barrier()
     WORLD.Barrier()
     if RANK == 0:

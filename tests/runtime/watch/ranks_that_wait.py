@@ -85,7 +85,6 @@ def happen(what: str, directory: RunDirectory) -> None:
         "killed in a copy": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "frozen": lambda: os.kill(os.getpid(), signal.SIGSTOP),
         "asked": lambda: os.kill(os.getpid(), signal.SIGTERM),
-        "raises": lambda: [][1],
         "memory": take_memory,
         "crashes": lambda: ctypes.string_at(0),
         "exits": lambda: os._exit(3),

@@ -34,7 +34,6 @@ IN_FORWARD = {
     "killed in a copy": KILLED,
     "frozen": "its process is stopped (SIGSTOP), for 3 s now; rank ",
     "memory": "no message",
-    "raises": "list index out of range",
     "crashes": "its process crashed: Fatal Python error: Segmentation fault",
     "exits": KILLED,
     "asked": "its process alone received SIGTERM",
