@@ -14,7 +14,7 @@ NOT_QUICK := $(addprefix planner/test_,saving_memory.py make_plan.py replicated_
     simulate/test_reference_simulation.py runs/test_hostile_runs.py spec/test_spec_fuzz.py report/test_page.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-equality test-lowest test-newest coverage torture check docs bench bench-planner mutants golden clean
+.PHONY: help demo quick test test-equality test-lowest test-newest coverage torture check docs bench mutants golden clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
@@ -77,11 +77,8 @@ docs: $(INSTALLED) ## build the pages as a site in build/site; a broken link is 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/zensical build --clean --strict
 
-bench: $(MEASURED) ## measure the tool and its peers; rewrites docs/benchmarks.md (ONLY="peer offload": those)
-	$(BIN)/python tests/benchmarks/write_page.py run $(ONLY)
-
-bench-planner: $(MEASURED) ## compare the planner with others; rewrites docs/planner-benchmarks.md
-	$(BIN)/python tests/benchmarks/write_page.py planner $(ONLY)
+bench: $(MEASURED) ## measure the tool, its planner and its peers; rewrites docs/benchmarks.md (ONLY="peer memory": those)
+	$(BIN)/python tests/benchmarks/write_page.py $(ONLY)
 
 mutants: $(INSTALLED) ## say which of a list of deliberate faults the tests catch; ten minutes
 	$(BIN)/python tests/benchmarks/mutants.py

@@ -20,23 +20,26 @@ from statistics import geometric_mean
 from time import perf_counter
 
 import ground_truth
-import offload
+import jobs
+import memory
 import planner_cnns
-import rehearsal
-from in_turns import peak_of
+from jobs import peak_of, run_ranks, table
 from planner_scale import Shape, cluster_of, gpt_profile
-from tables import table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "planner" / "gate"))
 import published
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
+from pipectl.jobs.measuring import REHEARSAL_WORKER, result_of
 from pipectl.link import Link
-from pipectl.plan import Plan, Replication
+from pipectl.plan import Plan, Replication, StageCost
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
+from pipectl.runs import RunDirectory
+from pipectl.schedule.equal_stages import plan_equal_stages
 from pipectl.simulate import simulate
+from pipectl.simulate.rehearsing import rehearsal_of
 from pipectl.units import format_bytes
 
 SHAPE = Shape(width=2048, heads=16, length=1024)
@@ -50,6 +53,8 @@ HOST_LINK, PEER_LINK = Link(1e-5, 5e10), Link(5e-6, 2e11)
 """Of these devices."""
 BLOCKS_PER_RANK = 11
 """To begin the search with."""
+FREE, FORWARD_S = Link(0.0, 1e15), 0.04
+"""Of stages that take equal times."""
 V_HALF_KEEPS = RANKS / 2 + 3 / 2
 """Micro-batches of the fullest rank."""
 PRECISION = 1.05
@@ -287,6 +292,32 @@ def bubbles() -> Iterator[str]:
             for name, plan in plans.items()
         ),
     )
+    yield "\nWith F = I = W and free messages, over as many real ranks (*rehearsed*, as below):\n"
+    free = replace(cluster, within_node=FREE)
+    chains = [chain(name) for name in ("1f1b", "zb-h1", "zb-v")]
+    ideal_s = [simulate(plan, free).step_time_s for plan in chains]
+    real_s = [rehearsed_s(plan, free) for plan in chains]
+    yield from table(
+        ("schedule", "step", "faster than 1F1B", "rehearsed step", "faster than 1F1B"),
+        (
+            (
+                *(f"`{plan.schedule}`", f"{ideal:.3f} s", f"{ideal_s[0] / ideal:.3f}x"),
+                *(f"{real:.3f} s", f"{real_s[0] / real:.3f}x"),
+            )
+            for plan, ideal, real in zip(chains, ideal_s, real_s, strict=True)
+        ),
+    )
+
+
+def chain(schedule: str) -> Plan:
+    """Even stages, one a rank or two halves, in which a backward's halves take as a forward."""
+    parts = 2 if schedule == "zb-v" else 1
+    forward_s = FORWARD_S / parts
+    cost = StageCost(forward_s, 2 * forward_s, 0.0, 0, 0, 0, weight_s=forward_s)
+    numbers = {"stages": parts * RANKS, "micro-batches": MICRO_BATCHES, "ranks": None}
+    plan = plan_equal_stages(schedule, None, numbers, cost)
+    sent = (replace(transfer, size_bytes=8) for transfer in plan.transfers)
+    return replace(plan, transfers=tuple(sent))
 
 
 def activations(plan: Plan) -> float:
@@ -307,6 +338,7 @@ NETWORKS = ("vgg16", "resnet18")
 IMAGES = 1024
 """Per step."""
 PAPER = {4: 3.4, 8: 3.76}
+PLANNING = "ten-convolutional-networks-on-4-and-8-devices"
 
 
 def networks() -> Iterator[str]:
@@ -319,7 +351,7 @@ def networks() -> Iterator[str]:
     yield "of the workers, and sleeps in place of computation. One device takes its best size of"
     yield "micro-batches. Weights are those of one rank to the bit, or with replicas within"
     yield "rounding ([tests/equality](architecture.md#equality-the-same-bits-in-every-plan))."
-    yield "Planning times are on [the page of the planner](planner-benchmarks.md).\n"
+    yield f"Planning times are [here](benchmarks.md#{PLANNING}).\n"
     yield from table(
         ("network", "devices", "predicted", "rehearsed", "predicted, replicas allowed", "claim"),
         (network(name, devices) for name in NETWORKS for devices in PAPER),
@@ -328,15 +360,24 @@ def networks() -> Iterator[str]:
 
 def network(name: str, devices: int) -> Sequence[object]:
     """A row of the table of networks."""
-    profile, cluster = planner_cnns.profile_of(name), planner_cnns.cluster_of(devices)
+    profile = planner_cnns.profile_of(name)
+    one, cluster = (jobs.cluster_of(count, planner_cnns.LINK) for count in (1, devices))
     request = PlanRequest(name, IMAGES, replicas=1, every_schedule=True)
-    alone_s = make_plan(profile, planner_cnns.cluster_of(1), request).predicted_step_s
+    alone_s = make_plan(profile, one, request).predicted_step_s
     plan = make_plan(profile, cluster, request)
     copies = make_plan(profile, cluster, replace(request, replicas=None, replication=None))
-    with tempfile.TemporaryDirectory() as folder:
-        real_s = rehearsal.rehearsed(plan, cluster, Path(folder))["rehearsed_step_time_s"]
-    times_s = (plan.predicted_step_s, real_s, copies.predicted_step_s)
+    times_s = (plan.predicted_step_s, rehearsed_s(plan, cluster), copies.predicted_step_s)
     return name, devices, *(f"{alone_s / each:.2f}x" for each in times_s), f"{PAPER[devices]}x"
+
+
+def rehearsed_s(plan: Plan, cluster: Cluster) -> float:
+    """Step of a rehearsal on this machine, as ``pipectl lab rehearse`` runs it."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDirectory.create(Path(folder), "rehearsal", 0.0)
+        plan.save(run.plan)
+        rehearsal_of(plan, cluster, plan.ranks / len(os.sched_getaffinity(0))).save(run.rehearsal)
+        run_ranks(REHEARSAL_WORKER, run, plan.ranks)
+        return result_of(run)["rehearsed_step_time_s"]
 
 
 def offload_and_pipefb() -> Iterator[str]:
@@ -354,12 +395,12 @@ def offload_and_pipefb() -> Iterator[str]:
     nodes = (node,) * len(cluster.nodes)
     cluster = replace(cluster, nodes=nodes, within_node=PEER_LINK, between_nodes=PEER_LINK)
     request = PlanRequest("gpt", 4 * SAMPLES, micro_batches=2 * MICRO_BATCHES, stages=DEVICES)
-    ways = offload.thesis(request)
+    ways = memory.thesis(request)
     plans = {way: make_plan(profile, cluster, each) for way, each in ways.items()}
-    yield from table(*offload.comparison({way: offload.Way(plan) for way, plan in plans.items()}))
+    yield from table(*memory.comparison(plans))
     yield "\nA small GPT, trained by jobs on 4 ranks of this machine, which share two cores: only"
     yield "the peaks count. They include the memory of the process itself.\n"
-    yield from table(*offload.comparison(offload.trained_jobs()))
+    yield from table(*memory.thesis_jobs())
 
 
 def nodes() -> Iterator[str]:

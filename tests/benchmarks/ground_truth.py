@@ -13,7 +13,6 @@ import csv
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,24 +52,16 @@ class Row(NamedTuple):
         return self.batch // (self.micro_batch * self.data)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Seconds by micro-batch; of updates, without sums of gradients and for all that are sent."""
+def parts_of(row: Row, layers: float, ends: float) -> tuple[list[float], list[float]]:
+    """How often each figure of the fit counts in so many layers, and ends of the model.
 
-    layer_s: dict[int, float]
-    ends_s: dict[int, float]
-    layer_update_s: tuple[float, float]
-    ends_update_s: tuple[float, float]
-
-    def update_s(self, layers: float, ends: float, data: int) -> float:
-        plain = self.layer_update_s[0] * layers + self.ends_update_s[0] * ends
-        summed = self.layer_update_s[1] * layers + self.ends_update_s[1] * ends
-        return plain + summed * _sent(data)
-
-
-def _sent(data: int) -> float:
-    """Of the gradients, what each replica sends and receives to sum them."""
-    return 2 * (data - 1) / data
+    In a micro-batch: what a layer and both ends take, by its samples. In an update: the same, and
+    again for all that replicas send and receive to sum the gradients.
+    """
+    sent = 2 * (row.data - 1) / row.data
+    own = [float(row.micro_batch == size) for size in MICRO_BATCHES]
+    update = [layers, layers * sent, ends, ends * sent]
+    return [count * each for count in (layers, ends) for each in own], update
 
 
 def read(path: Path) -> list[Row]:
@@ -79,16 +70,13 @@ def read(path: Path) -> list[Row]:
     return [Row(*map(int, line[:-1]), float(line[-1]) / 1e3) for line in lines]
 
 
-def fit(rows: Sequence[Row]) -> Parts:
-    """Least squares of relative errors; no part is negative."""
+def fit(rows: Sequence[Row]) -> np.ndarray:
+    """Seconds of the parts by least squares of relative errors; none is negative."""
     matrix = []
     for row in rows:
-        own = [row.micro_batches * (row.micro_batch == size) for size in MICRO_BATCHES]
-        sent = _sent(row.data)
-        update = [row.layers, row.layers * sent, 1, sent]
-        matrix.append([*(count * row.layers for count in own), *own, *update])
-    target = np.array([row.step_s for row in rows])
-    scaled = np.array(matrix, dtype=float) / target[:, None]
+        work, update = parts_of(row, row.layers, 1)
+        matrix.append([*(row.micro_batches * each for each in work), *update])
+    scaled = np.array(matrix) / np.array([row.step_s for row in rows])[:, None]
     columns = list(range(scaled.shape[1]))
     found = np.zeros(scaled.shape[1])
     while columns:
@@ -97,23 +85,17 @@ def fit(rows: Sequence[Row]) -> Parts:
             found[columns] = solution
             break
         del columns[int(solution.argmin())]
-    layer, ends, update = found[:4].tolist(), found[4:8].tolist(), found[8:].tolist()
-    sizes = MICRO_BATCHES
-    return Parts(
-        dict(zip(sizes, layer, strict=True)),
-        dict(zip(sizes, ends, strict=True)),
-        (update[0], update[1]),
-        (update[2], update[3]),
-    )
+    return found
 
 
-def predict(row: Row, parts: Parts) -> float:
+def predict(row: Row, seconds: np.ndarray) -> float:
     """Simulated step; the pipelines of all replicas are alike, so that one of them is simulated."""
-    stages, layers = [], row.layers / row.pipeline
+    stages = []
     for index in range(row.pipeline):
         ends = float(index == row.pipeline - 1)
-        work_s = parts.layer_s[row.micro_batch] * layers + parts.ends_s[row.micro_batch] * ends
-        update_s = parts.update_s(layers, ends, row.data)
+        work, update = parts_of(row, row.layers / row.pipeline, ends)
+        work_s = float(np.dot(work, seconds[: len(work)]))
+        update_s = float(np.dot(update, seconds[len(work) :]))
         cost = StageCost(work_s * FORWARD, work_s * (1 - FORWARD), update_s, 0, 0, 0)
         stages.append(Stage((f"stage{index}",), (index,), cost))
     size = 2 * row.micro_batch * row.sequence * row.hidden
@@ -141,13 +123,13 @@ def comparison(folder: Path) -> tuple[Sequence[str], list[Sequence[object]]]:
     """Heads and rows of the table: errors of predictions by kind of row."""
     rows = [row for row in read(folder / "vtrain_single_node.csv") if row.tensor == 1]
     plain = [row for row in rows if row.pipeline == 1]
-    parts = {h: fit([r for r in plain if r.hidden == h]) for h in {r.hidden for r in rows}}
+    seconds = {h: fit([r for r in plain if r.hidden == h]) for h in {r.hidden for r in rows}}
     errors: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         kind = "without a pipeline (fitted)"
         if row.pipeline > 1:
             kind = f"{row.pipeline} stages" + ", with replicas" * (row.data > 1)
-        errors[kind].append(predict(row, parts[row.hidden]) / row.step_s - 1)
+        errors[kind].append(predict(row, seconds[row.hidden]) / row.step_s - 1)
     lines: list[Sequence[object]] = []
     for kind, signed in sorted(errors.items()):
         sizes = sorted(map(abs, signed))

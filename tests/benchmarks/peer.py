@@ -3,7 +3,8 @@
 Both engines train the same model on the same two ranks in turns, a few steps each, for some rounds.
 torch splits the model in half by number of layers. pipectl runs the same split, its own plan for
 the same micro-batches, and its own plan for the number N of micro-batches that it chooses; torch is
-measured with N as well. The peaks of resident memory come from separate processes.
+measured with N as well. *Compiled* stages (``training.compile``) begin later, by the time of the
+compiler. The peaks of resident memory come from separate processes.
 
     python tests/benchmarks/peer.py [--rounds COUNT] [CASE ...]
 
@@ -22,9 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from in_turns import Job, cluster_of, gpt, profiled, spread, train_in_turns, vision
-from tables import print_table
+from in_turns import train_in_turns
+from jobs import cluster_of, gpt, print_table, profiled, spread, vision, write_job
 
 from pipectl.cluster import Cluster
 from pipectl.link import Link
@@ -38,9 +38,8 @@ from pipectl.units import format_bytes
 
 BATCH, MICRO_BATCHES, RANKS = 32, 8, 2
 ROUNDS, STEPS = 5, 3
-
-
 OWN = "pipectl, its plan"
+COMPILED = f"{OWN}, compiled"
 CHUNKED = ("Interleaved1F1B", "InterleavedZeroBubble")
 Contender = dict[str, Any]
 
@@ -49,7 +48,7 @@ Contender = dict[str, Any]
 class Model:
     """A model and where the peer halves its layers, and quarters them for two chunks per rank."""
 
-    job: Job
+    parts: dict[str, Any]
     half: str
     quarters: tuple[str, ...] = ()
 
@@ -61,8 +60,6 @@ MODELS = {
     "resnet50": Model(vision("resnet50"), "layer3.1"),
     "densenet121": Model(vision("densenet121"), "features.denseblock3.denselayer12"),
 }
-UNEVEN = ("gpt-8192", "resnet50", "densenet121")
-"""Models whose layers differ: pipectl's plan is compared with as many layers on every rank, too."""
 CASES = ("gpt", "gpt-8192", "resnet50", "densenet121", "gpt@20%", "gpt@40%")
 
 
@@ -94,7 +91,7 @@ def ours(folder: Path, model: Model, cluster: Cluster) -> dict[str, Plan]:
     """The peer's split under three schedules, and the plans that pipectl makes."""
     profile = profiled(folder, MICRO_BATCHES)
     any_size = replace(request(), micro_batches=None)
-    free = make_plan(profiled(folder, None, again=True), cluster, any_size)
+    free = make_plan(profiled(folder, "auto", "--again"), cluster, any_size)
     same = plan_of_stages(profile, cluster, request(), halves(profile, model.half))
     everything = default_warm_up("gpipe", RANKS, MICRO_BATCHES)
     deeper = policy_b(RANKS, MICRO_BATCHES)
@@ -134,16 +131,21 @@ def column(text: str, rounds: int) -> tuple[str, dict[str, str], dict[str, float
     name, _, speed = text.partition("@")
     with tempfile.TemporaryDirectory() as place:
         folder, model = Path(place), MODELS[name]
-        model.job.write(folder, RANKS)
+        write_job(folder, model.parts, BATCH, RANKS)
         megabits = link_speed(folder, model, speed)
         plans = ours(folder, model, cluster_between(megabits))
         chosen = plans[f"{OWN}, N"].micro_batches
         for key, plan in plans.items():
             plan.save(folder / f"{key}.json")
         contenders = {key: {"plan": f"{key}.json"} for key in plans} | theirs(model, chosen)
+        if not megabits:
+            contenders[COMPILED] = {**contenders[OWN], "compile": True}
         case = {"contenders": contenders, "rounds": rounds, "steps": STEPS}
-        seconds = train_in_turns(folder, case, RANKS, megabits)[0]["seconds"]
+        found = train_in_turns(folder, case, RANKS, megabits)[0]
+        seconds, first_s = found["seconds"], found["first_s"]
         cells = {"N": str(chosen), **{key: spread(times) for key, times in seconds.items()}}
+        if COMPILED in contenders:
+            cells["compiled, it begins later by"] = f"{first_s[COMPILED] - first_s[OWN]:.0f} s"
         for key in () if megabits else ("pipectl, 1F1B", "torch, 1F1B"):
             alone = {**case, "contenders": {key: contenders[key]}, "rounds": 1}
             sizes = [rank["peak_bytes"] for rank in train_in_turns(folder, alone, RANKS)]
@@ -162,9 +164,6 @@ def ratios_to_torch(medians: Mapping[str, Mapping[str, float]]) -> Iterator[tupl
         )
         yield f"same cut, {schedule}", ", ".join(ratios)
     for case, seconds_of in medians.items():
-        if case in UNEVEN:
-            faster = seconds_of["torch, 1F1B"] / seconds_of[OWN]
-            yield f"{case}: plan over equal layers", f"{faster:.2f}x"
         peer = {key: seconds for key, seconds in seconds_of.items() if key.startswith("torch")}
         best_s = min(peer.values())
         best_of_8_s = min(seconds for key, seconds in peer.items() if not key.endswith(", N"))
@@ -173,6 +172,9 @@ def ratios_to_torch(medians: Mapping[str, Mapping[str, float]]) -> Iterator[tupl
             comma = "," if key != OWN else ""
             ratios = f"{best_of_8_s / step_s:.2f}x ({best_s / step_s:.2f}x)"
             yield f"{case}: {plan}{comma} over torch's best with 8 (8 or N)", ratios
+        if COMPILED in seconds_of:
+            faster = seconds_of[OWN] / seconds_of[COMPILED]
+            yield f"{case}: its plan, compiled, over its plan", f"{faster:.2f}x"
 
 
 def main() -> None:
@@ -180,7 +182,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("cases", nargs="*", metavar="CASE")
     arguments = parser.parse_args()
-    print(f"## pipectl and torch.distributed.pipelining {torch.__version__}\n")
     print(f"{RANKS} ranks, one thread each; batch {BATCH} in {MICRO_BATCHES} micro-batches; AdamW.")
     medians: dict[str, dict[str, float]] = {}
     columns: dict[str, dict[str, str]] = {}

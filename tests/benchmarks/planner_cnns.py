@@ -16,28 +16,23 @@ the antichain paper.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
 from math import ceil
 from pathlib import Path
 
-import yaml
-from tables import print_table
+from jobs import cluster_of, pipectl, print_table, vision, write_job
 
-from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.costs.stage_costs import OperatorTimes
 from pipectl.profile import Profile
-from pipectl.profiler import profile_job
-from pipectl.spec import load
 
-CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 BATCH = 128
+SGD = {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.01, "momentum": 0.9}}
 FOLDER = Path("build/planner-profiles")
 LARGER = {"alexnet": 64, "inception_v3": 75}
 """Pixels of the images of networks that take none of 32."""
@@ -67,37 +62,14 @@ COLUMNS = (
 
 
 def profile_of(name: str, folder: Path = FOLDER) -> Profile:
-    """The profile of one network, measured in a process of its own if the folder lacks it."""
-    if not (folder / f"{name}.json").exists():
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            process.submit(measure, name, folder).result()
-    return Profile.load(folder / f"{name}.json")
-
-
-def measure(name: str, folder: Path) -> None:
-    """Profile one network of torchvision, unchanged, and write the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = {"name": name, **KWARGS.get(name, {})}
-    images = {"pixels": LARGER.get(name, 32), "classes": 10}
-    document = {
-        "version": 1,
-        "name": name,
-        "site_defaults": False,
-        "model": {"factory": f"{CORPUS}/vision.py:build", "kwargs": model},
-        "loss": {"factory": "torch.nn:CrossEntropyLoss"},
-        "data": {"factory": f"{CORPUS}/own.py:Images", "kwargs": images},
-        "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.01, "momentum": 0.9}},
-        "training": {"steps": 1, "batch_size": BATCH, "seed": 0},
-        "resources": {"nodes": 8, "tasks_per_node": 1, "cpus_per_task": 1},
-    }
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(document))
-    profile_job(load(path)).save(folder / f"{name}.json")
-
-
-def cluster_of(devices: int) -> Cluster:
-    """Nodes of one rank each."""
-    return replace(assumed_cluster("nodes", [1] * devices, 1, None), between_nodes=LINK)
+    """The profile of one network of torchvision, unchanged; measured if the folder lacks it."""
+    file = folder.absolute() / f"{name}.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        parts = vision(name, pixels=LARGER.get(name, 32), **KWARGS.get(name, {}))
+        write_job(folder, {**parts, "optimizer": SGD}, BATCH, 1)
+        pipectl(folder, "profile", "job.yaml", "--scheduler", "local", "-o", str(file))
+    return Profile.load(file)
 
 
 def timed_plan(profile: Profile, cluster: Cluster, request: PlanRequest) -> tuple[Plan, float]:
@@ -129,10 +101,12 @@ def attainable(profile: Profile, alone_s: float, devices: int) -> tuple[float, f
 
 def row(name: str, profile: Profile, devices: int) -> tuple[object, ...]:
     request = PlanRequest(name, BATCH)
-    alone_s = make_plan(profile, cluster_of(1), request).predicted_step_s
-    straight, straight_s = timed_plan(profile, cluster_of(devices), replace(request, replicas=1))
+    alone_s = make_plan(profile, cluster_of(1, LINK), request).predicted_step_s
+    straight, straight_s = timed_plan(
+        profile, cluster_of(devices, LINK), replace(request, replicas=1)
+    )
     both = replace(request, replicas=None, replication=None)
-    hybrid, hybrid_s = timed_plan(profile, cluster_of(devices), both)
+    hybrid, hybrid_s = timed_plan(profile, cluster_of(devices, LINK), both)
     paper_s = PAPER_S[name][DEVICES.index(devices)]
     most = attainable(profile, alone_s, devices)
     return (
@@ -154,7 +128,7 @@ def main() -> None:
         parser.error(f"no network {', '.join(sorted(unknown))}; there are {', '.join(PAPER_S)}")
     profiles = {name: profile_of(name, given.folder) for name in given.names or PAPER_S}
     for name, profile in profiles.items():
-        make_plan(profile, cluster_of(2), PlanRequest(name, BATCH))
+        make_plan(profile, cluster_of(2, LINK), PlanRequest(name, BATCH))
     pairs = product(profiles.items(), DEVICES)
     print_table(COLUMNS, (row(*network, devices) for network, devices in pairs))
 

@@ -7,14 +7,12 @@ devices with 80 GiB, 1536 samples per step; one stage per rank, no replicas. Sec
 everything but imports and compiling.
 """
 
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from tables import print_table
+from jobs import peak_of, print_table
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
@@ -30,6 +28,7 @@ HALF = 2
 """Bytes of a number."""
 MEMORY_BYTES = 80 * 2**30
 BATCH = 1536
+COUNTS = [64, 256, 1024]
 COLUMNS = ["ranks", "planning s", "stages", "micro-batches", "step s", "gap", "largest peak GiB"]
 
 
@@ -43,89 +42,82 @@ class Shape:
     vocabulary: int = 50257
 
 
-@dataclass
-class Builder:
-    """Operators of one sample, in graph order."""
+Layer = tuple[str, str, float, int, int, bool]
+"""Name, inputs, and of one sample: operations, numbers that it makes, its weights, and whether it
+keeps its result."""
 
-    shape: Shape
-    operators: list[Operator] = field(default_factory=list)
-    edges: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, name: str, *inputs: str, flops=0.0, numbers=0, weights=0, saves=True) -> str:
-        """An operator that makes so many numbers from its inputs."""
-        seconds = flops / FLOPS + 3 * HALF * numbers / BANDWIDTH
-        self.operators.append(
-            Operator(
-                id=name,
-                name=name,
-                forward_s=seconds,
-                backward_s=2 * seconds,
-                parameter_bytes=HALF * weights,
-                output_bytes=HALF * numbers,
-                gradient_bytes=HALF * numbers,
-                parameters=((f"{name}.weight", HALF * weights),) if weights else (),
-                saved=((name, HALF * numbers),) if saves else (),
-            )
-        )
-        self.edges += [(source, name) for source in inputs]
-        return name
-
-    def linear(self, name: str, source: str, inward: int, outward: int) -> str:
-        """A matrix product over all positions."""
-        length = self.shape.length
-        flops = 2 * length * inward * outward
-        return self.add(
-            name, source, flops=flops, numbers=length * outward, weights=inward * outward
-        )
+def block(shape: Shape, before: str, at: str) -> Iterator[Layer]:
+    """The 20 operators of a block behind another one; names begin with ``at``."""
+    width, length = shape.width, shape.length
+    stream, scores = length * width, shape.heads * length * length
+    square, product = 2 * length * width * width, 2 * length * length * width
+    for name, inputs, operations, numbers, weights, saves in (
+        ("norm1", "-", 0, stream, 2 * width, True),
+        ("q", "norm1", square, stream, width * width, True),
+        ("q_heads", "q", 0, stream, 0, False),
+        ("k", "norm1", square, stream, width * width, True),
+        ("k_heads", "k", 0, stream, 0, False),
+        ("v", "norm1", square, stream, width * width, True),
+        ("v_heads", "v", 0, stream, 0, False),
+        ("scores", "q_heads k_heads", product, scores, 0, False),
+        ("mask", "scores", 0, scores, 0, False),
+        ("softmax", "mask", 0, scores, 0, False),
+        ("mix", "softmax v_heads", product, stream, 0, True),
+        ("join", "mix", 0, stream, 0, False),
+        ("out", "join", square, stream, width * width, True),
+        ("dropout1", "out", 0, stream, 0, True),
+        ("add1", "- dropout1", 0, stream, 0, False),
+        ("norm2", "add1", 0, stream, 2 * width, True),
+        ("up", "norm2", 4 * square, 4 * stream, 4 * width * width, True),
+        ("gelu", "up", 0, 4 * stream, 0, True),
+        ("down", "gelu", 4 * square, stream, 4 * width * width, True),
+        ("dropout2", "down", 0, stream, 0, True),
+        ("add2", "add1 dropout2", 0, stream, 0, False),
+    ):
+        sources = " ".join(before if each == "-" else at + each for each in inputs.split())
+        yield at + name, sources, operations, numbers, weights, saves
 
 
 def gpt_profile(blocks: int = BLOCKS, shape: Shape = Shape()) -> Profile:
     """Blocks of 20 operators; times from a roofline of one device."""
-    graph, width = Builder(shape), shape.width
-    stream = shape.length * width
-    value = graph.add("embed", numbers=stream, weights=shape.vocabulary * width)
+    width, length, vocabulary = shape.width, shape.length, shape.vocabulary
+    stream, logits = length * width, length * vocabulary
+    layers: list[Layer] = [("embed", "", 0, stream, vocabulary * width, True)]
     for index in range(blocks):
-        value = _block(graph, f"h{index}.", value, stream)
-    value = graph.add("norm", value, numbers=stream, weights=2 * width)
-    logits = graph.linear("head", value, width, shape.vocabulary)
-    graph.add("loss", logits, numbers=shape.length)
+        layers += block(shape, layers[-1][0], f"h{index}.")
+    layers += [
+        ("norm", layers[-1][0], 0, stream, 2 * width, True),
+        ("head", "norm", 2 * logits * width, logits, vocabulary * width, True),
+        ("loss", "head", 0, length, 0, True),
+    ]
     return Profile(
         name="gpt",
         source="generated",
         micro_batch_size=1,
-        operators=tuple(graph.operators),
-        edges=tuple(graph.edges),
+        operators=tuple(operator(*layer) for layer in layers),
+        edges=tuple((source, name) for name, inputs, *_ in layers for source in inputs.split()),
         optimizer=OptimizerCost(6.0, 8 / BANDWIDTH),
         process_baseline_bytes=2**30,
     )
 
 
-def _block(graph: Builder, at: str, value: str, stream: int) -> str:
-    width, length = graph.shape.width, graph.shape.length
-    scores = graph.shape.heads * length * length
-    attention_flops = 2 * length * length * width
-    norm = graph.add(at + "norm1", value, numbers=stream, weights=2 * width)
-    parts = []
-    for part in "qkv":
-        made = graph.linear(at + part, norm, width, width)
-        parts.append(graph.add(f"{at}{part}_heads", made, numbers=stream, saves=False))
-    query, key, values = parts
-    product = graph.add(
-        at + "scores", query, key, flops=attention_flops, numbers=scores, saves=False
+def operator(
+    name: str, _: str, operations: float, numbers: int, weights: int, saves: bool
+) -> Operator:
+    """A layer on one device."""
+    seconds = operations / FLOPS + 3 * HALF * numbers / BANDWIDTH
+    return Operator(
+        id=name,
+        name=name,
+        forward_s=seconds,
+        backward_s=2 * seconds,
+        parameter_bytes=HALF * weights,
+        output_bytes=HALF * numbers,
+        gradient_bytes=HALF * numbers,
+        parameters=((f"{name}.weight", HALF * weights),) if weights else (),
+        saved=((name, HALF * numbers),) if saves else (),
     )
-    masked = graph.add(at + "mask", product, numbers=scores, saves=False)
-    weights = graph.add(at + "softmax", masked, numbers=scores, saves=False)
-    mixed = graph.add(at + "mix", weights, values, flops=attention_flops, numbers=stream)
-    joined = graph.add(at + "join", mixed, numbers=stream, saves=False)
-    out = graph.linear(at + "out", joined, width, width)
-    dropped = graph.add(at + "dropout1", out, numbers=stream)
-    value = graph.add(at + "add1", value, dropped, numbers=stream, saves=False)
-    norm = graph.add(at + "norm2", value, numbers=stream, weights=2 * width)
-    wide = graph.linear(at + "up", norm, width, 4 * width)
-    active = graph.add(at + "gelu", wide, numbers=4 * stream)
-    narrow = graph.linear(at + "down", active, 4 * width, width)
-    dropped = graph.add(at + "dropout2", narrow, numbers=stream)
-    return graph.add(at + "add2", value, dropped, numbers=stream, saves=False)
 
 
 def cluster_of(ranks: int, memory_bytes: int = MEMORY_BYTES) -> Cluster:
@@ -136,42 +128,23 @@ def cluster_of(ranks: int, memory_bytes: int = MEMORY_BYTES) -> Cluster:
     )
 
 
-def measure(ranks: int) -> dict[str, float]:
-    """Plan twice, the first time to have the kernels compiled; seconds of the second."""
-    make_plan(gpt_profile(1), cluster_of(8, 8 * MEMORY_BYTES), PlanRequest("gpt3", 8))
+def row(ranks: int) -> tuple[object, ...]:
+    """Figures of a plan over so many ranks."""
     profile, cluster = gpt_profile(), cluster_of(ranks)
     started = time.perf_counter()
     plan = make_plan(profile, cluster, PlanRequest("gpt3", BATCH, recompute=None))
-    return {
-        "seconds": time.perf_counter() - started,
-        "stages": len(plan.stages),
-        "micro_batches": plan.micro_batches,
-        "step_s": plan.prediction.step_time_s,
-        "gap": plan.search.gap,
-        "peak_gib": max(plan.prediction.peak_memory_bytes) / 2**30,
-    }
+    planning_s = time.perf_counter() - started
+    return (
+        *(ranks, f"{planning_s:.1f}", len(plan.stages), plan.micro_batches),
+        *(f"{plan.predicted_step_s:.2f}", f"{plan.search.gap:.0%}", f"{peak_of(plan) / 2**30:.0f}"),
+    )
 
 
-def rows(counts: list[int]) -> Iterator[tuple[object, ...]]:
-    """One process for each number of ranks."""
-    for ranks in counts:
-        command = [sys.executable, __file__, "--one", str(ranks)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found = json.loads(done.stdout)
-        yield (
-            *(ranks, f"{found['seconds']:.1f}", found["stages"], found["micro_batches"]),
-            *(f"{found['step_s']:.2f}", f"{found['gap']:.0%}", f"{found['peak_gib']:.0f}"),
-        )
-
-
-def main() -> None:
-    """The section, or the figures of one number of ranks."""
-    if sys.argv[1:2] == ["--one"]:
-        print(json.dumps(measure(int(sys.argv[2]))))
-        return
-    counts = [int(text) for text in sys.argv[1:]] or [64, 256, 1024]
-    print_table(COLUMNS, rows(counts))
+def main(counts: list[int]) -> None:
+    """Plan once before, so that the kernels are compiled."""
+    make_plan(gpt_profile(1), cluster_of(8, 8 * MEMORY_BYTES), PlanRequest("gpt3", 8))
+    print_table(COLUMNS, map(row, counts or COUNTS))
 
 
 if __name__ == "__main__":
-    main()
+    main([int(text) for text in sys.argv[1:]])

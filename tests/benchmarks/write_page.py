@@ -1,12 +1,11 @@
-"""Runs benchmarks and writes what they print to the page of the documentation that shows it.
+"""Runs benchmarks and writes what they print to ``docs/benchmarks.md``.
 
 Every benchmark is a section, whose heading and introduction are the docstring of its program. It
 says when and with what it was measured: sections can be measured one at a time, when the machine
 has nothing else to do. One that fails keeps its old text, and this command then exits with 1; the
 page is replaced as a whole after each section.
 
-    python tests/benchmarks/write_page.py run [SECTION ...]         docs/benchmarks.md
-    python tests/benchmarks/write_page.py planner [SECTION ...]     docs/planner-benchmarks.md
+    python tests/benchmarks/write_page.py [SECTION ...]
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,89 +26,50 @@ from pipectl.jobs.profiles import processor
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
+PAGE = CHECKOUT / "docs" / "benchmarks.md"
+SECTIONS = ("peer", "prediction", "memory", "staleness", "planner_cnns", "planner_scale")
 REMARKS = "remarks"
 """The section that is written by hand, and kept: what single runs do not show."""
+PACKAGES = ("torch", "mpi4py", "mpich", "numpy", "llvmlite")
 _MARK = re.compile(r"^<!-- (\w+) -->\n(.*?)(?=^<!-- |\Z)", re.MULTILINE | re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Page:
-    """A page and its sections.
-
-    Args:
-        path: of the page, in ``docs/``.
-        prefix: of the programs' names.
-        sections: in the order of the page.
-        packages: whose versions count.
-        opening: how the page begins.
-    """
-
-    path: Path
-    prefix: str
-    sections: tuple[str, ...]
-    packages: tuple[str, ...]
-    opening: str
-
-    def program(self, name: str) -> Path:
-        """That measures a section."""
-        return HERE / f"{self.prefix}{name}.py"
-
-
-RUN = Page(
-    CHECKOUT / "docs" / "benchmarks.md",
-    "",
-    ("peer", "prediction", "rehearsal", "offload", "staleness", "compiled"),
-    ("torch", "mpi4py", "mpich"),
-    """# Benchmarks
+OPENING = """# Benchmarks
 
 This page shows how fast pipectl trains compared with torch's pipelining, how exact its predictions
-are, and what its features cost. The planner is on [a page of its own](planner-benchmarks.md).
+are, what its features cost, and how long it plans. [The page of claims](claims.md) compares plans
+with those of other planners; that they reach the published optima, a test proves again
+(`tests/planner/test_published_plans.py`).
 
 Contenders take turns within one run. Figures are medians, with the lowest and the highest value in
 parentheses; a ratio above 1x means faster. *Load* is the load average of the machine before the
-section. `make bench` measures all sections and writes this page, in some hours; `make bench
-ONLY="peer offload"` measures two of them.
-""",
-)
-PLANNER = Page(
-    CHECKOUT / "docs" / "planner-benchmarks.md",
-    "planner_",
-    ("optimality", "cnns", "scale"),
-    ("numpy", "llvmlite"),
-    """# Planner benchmarks
-
-This page shows how good the planner's plans are, compared with published optima and with bounds,
-and how long planning takes; [the page of claims](claims.md) compares plans with those of other
-planners. `make bench-planner` measures all sections and writes this page. Planning times are of one
-core, after import and compilation, without reading files. The workloads of other planners are
-third-party data outside this repository (`PIPECTL_WORKLOADS`).
-""",
-)
-PAGES = {"run": RUN, "planner": PLANNER}
+section. Planning times are of one core, after import and compilation, without reading files. `make
+bench` measures all sections and writes this page, in some hours; `make bench ONLY="peer memory"`
+measures two of them.
+"""
 
 
-def measure(page: Page, name: str) -> str | None:
+def program(name: str) -> Path:
+    """That measures a section."""
+    return HERE / f"{name}.py"
+
+
+def measure(name: str) -> str | None:
     """A section's text; None if its program failed."""
-    print(f"{page.program(name).name}", file=sys.stderr, flush=True)
+    print(f"{program(name).name}", file=sys.stderr, flush=True)
     load, begun = os.getloadavg()[0], time.monotonic()
-    command = [sys.executable, "-W", "ignore", str(page.program(name))]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the mpiexec beside it
-    variables = {**os.environ, "PATH": path}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT, env=variables)
+    command = [sys.executable, "-W", "ignore", str(program(name))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT)
     if done.returncode:
         print(f"failed, and printed:\n{done.stdout}", file=sys.stderr, flush=True)
         return None
-    printed = as_markdown(done.stdout)
-    how = circumstances(page, load, (time.monotonic() - begun) / 60)
-    title, text = introduction(page.program(name))
-    rest = "\n".join(line for line in printed.splitlines() if not line.startswith("## "))
-    return "\n\n".join(filter(None, (title, text, how, rest.strip())))
+    how = circumstances(load, (time.monotonic() - begun) / 60)
+    title, text = introduction(program(name))
+    return "\n\n".join((title, text, how, done.stdout.strip()))
 
 
-def circumstances(page: Page, load: float, minutes: float) -> str:
+def circumstances(load: float, minutes: float) -> str:
     """Of a measurement: when, on what, how busy that was before, and how long it took."""
     cores = f"{processor()} with {os.cpu_count()} cores"
-    packages = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in page.packages)
+    packages = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in PACKAGES)
     today = datetime.date.today().isoformat()
     before = f"load {load:.1f} before; took {max(1, round(minutes))} min"
     return f"*{today}, {cores}, Python {platform.python_version()}, {packages}; {before}.*"
@@ -123,40 +82,30 @@ def introduction(program: Path) -> tuple[str, str]:
     return f"## {first.rstrip('.')}", "\n\n".join(paragraphs)
 
 
-def as_markdown(printed: str) -> str:
-    """Text without a table is shown as it is."""
-    lines = printed.strip("\n").splitlines()
-    if not any(line.startswith("|") for line in lines):
-        return "\n".join(("```text", *lines, "```"))
-    return "\n".join(lines)
-
-
-def write(page: Page, sections: dict[str, str]) -> None:
+def write(sections: dict[str, str]) -> None:
     """All sections there are."""
-    names = [name for name in (*page.sections, REMARKS) if name in sections]
+    names = [name for name in (*SECTIONS, REMARKS) if name in sections]
     marked = (f"<!-- {name} -->\n{sections[name].strip()}\n" for name in names)
-    write_text(page.path, "\n".join([page.opening, *marked]))
+    write_text(PAGE, "\n".join([OPENING, *marked]))
 
 
-def main(page: Page, names: list[str]) -> int:
-    unknown = [name for name in names if name not in page.sections]
+def main(names: list[str]) -> int:
+    unknown = [name for name in names if name not in SECTIONS]
     if unknown:
-        sys.exit(f"no section {', '.join(unknown)}; there are {', '.join(page.sections)}")
-    sections = dict(_MARK.findall(page.path.read_text())) if page.path.exists() else {}
+        sys.exit(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    sections = dict(_MARK.findall(PAGE.read_text()))
     failed = []
-    for name in names or page.sections:
-        text = measure(page, name)
+    for name in names or SECTIONS:
+        text = measure(name)
         if text is None:
             failed.append(name)
         else:
             sections[name] = text
-            write(page, sections)
+            write(sections)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] not in [[name] for name in PAGES]:
-        sys.exit(__doc__)
-    sys.exit(main(PAGES[sys.argv[1]], sys.argv[2:]))
+    sys.exit(main(sys.argv[1:]))
