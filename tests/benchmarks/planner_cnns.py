@@ -1,6 +1,6 @@
 """Ten convolutional networks on 4 and 8 devices
 
-    python tests/benchmarks/planner_cnns.py [--folder DIR] [NAME ...]
+    python tests/benchmarks/planner_cnns.py [NAME ...]
 
 Batch 128, images of 32 pixels (AlexNet 64, Inception-v3 75 without its auxiliary classifier);
 operators measured on one core; one device per node, links of 100 Gbit/s. The planner chooses
@@ -15,8 +15,9 @@ the antichain paper.
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import ceil
@@ -33,7 +34,7 @@ from pipectl.profile import Profile
 
 BATCH = 128
 SGD = {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.01, "momentum": 0.9}}
-FOLDER = Path("build/planner-profiles")
+FOLDER = Path("build/planner-profiles").absolute()
 LARGER = {"alexnet": 64, "inception_v3": 75}
 """Pixels of the images of networks that take none of 32."""
 KWARGS = {"inception_v3": {"aux_logits": False, "init_weights": False}}
@@ -61,14 +62,14 @@ COLUMNS = (
 )
 
 
-def profile_of(name: str, folder: Path = FOLDER) -> Profile:
-    """The profile of one network of torchvision, unchanged; measured if the folder lacks it."""
-    file = folder.absolute() / f"{name}.json"
+def profile_of(name: str) -> Profile:
+    """The profile of one network of torchvision, unchanged; measured once."""
+    file = FOLDER / f"{name}.json"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         parts = vision(name, pixels=LARGER.get(name, 32), **KWARGS.get(name, {}))
-        write_job(folder, {**parts, "optimizer": SGD}, BATCH, 1)
-        pipectl(folder, "profile", "job.yaml", "--scheduler", "local", "-o", str(file))
+        write_job(FOLDER, {**parts, "optimizer": SGD}, BATCH, 1)
+        pipectl(FOLDER, "profile", "job.yaml", "--scheduler", "local", "-o", str(file))
     return Profile.load(file)
 
 
@@ -119,14 +120,8 @@ def row(name: str, profile: Profile, devices: int) -> tuple[object, ...]:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(PAPER_S)}; all by default")
-    given = parser.parse_args()
-    if unknown := set(given.names) - set(PAPER_S):
-        parser.error(f"no network {', '.join(sorted(unknown))}; there are {', '.join(PAPER_S)}")
-    profiles = {name: profile_of(name, given.folder) for name in given.names or PAPER_S}
+def main(names: Sequence[str]) -> None:
+    profiles = {name: profile_of(name) for name in names}
     for name, profile in profiles.items():
         make_plan(profile, cluster_of(2, LINK), PlanRequest(name, BATCH))
     pairs = product(profiles.items(), DEVICES)
@@ -134,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or list(PAPER_S))

@@ -40,9 +40,6 @@ class Entry:
     trait: str = ""
     opaque: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return self.name
-
     @property
     def missing(self) -> bool:
         """Whether its package is not installed."""

@@ -61,10 +61,6 @@ class Trial:
         """Whether several operators use one parameter."""
         return any(uses_of_parameter(self.graph, placeholder) for placeholder in self.graph.states)
 
-    def moved(self, name: str, first: Tensor) -> bool:
-        """Whether training changed a parameter or buffer."""
-        return name in self.reference and not torch.equal(first, self.reference[name])
-
     def plain_differences(self) -> dict[str, float]:
         """What differs from the user's own model in a plain loop, and how far, relatively."""
         plain = self._plain()
