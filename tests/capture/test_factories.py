@@ -139,7 +139,7 @@ PACKAGE = {
     "net.py": "from .layers import Layer\n\nclass Model(Layer):\n"
     "    def __init__(self):\n        super().__init__(4, 2)\n",
     "data.py": "import torch\nfrom torch.utils.data import TensorDataset\n\n"
-    "def samples():\n    return TensorDataset(torch.zeros(16, 4), torch.zeros(16, 2))\n",
+    "def samples():\n    return TensorDataset(torch.randn(16, 4), torch.zeros(16, 2))\n",
 }
 
 
@@ -164,11 +164,13 @@ def test_ranks_find_it_by_the_job_of_their_run_directory_until_it_changes(
     job: Path, tmp_path: Path
 ) -> None:
     spec = load(job)
-    assert type(CapturedJob(spec).model).__name__ == "Model"
+    given = CapturedJob(spec)
     (tmp_path / "run.yaml").write_text(dump(spec))
     kept = load(tmp_path / "run.yaml")
     assert kept.model.factory == f"{job.parent}/ownnet.net:Model"
-    assert type(CapturedJob(kept).model).__name__ == "Model"
+    found = CapturedJob(kept)
+    assert type(given.model).__name__ == type(found.model).__name__ == "Model"
+    assert torch.equal(given.loader.example(8)[0], found.loader.example(8)[0])  # what it draws
     assert kept.model.reference == spec.model.reference
     before = profile_key(spec)
     assert profile_key(kept) == before

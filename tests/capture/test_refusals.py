@@ -22,6 +22,14 @@ BREAKING = {kind: code for row in MODULES["breaking"] for kind, code in row["mod
 UNPATCHED = vars(torch.autograd.Function)["apply"], Tensor.register_hook
 
 
+def operators(graph: CapturedGraph) -> list[str]:
+    return [node.target.path for node in graph.operators if isinstance(node.target, Opaque)]
+
+
+def opaque_of(graph: CapturedGraph) -> Opaque:
+    return next(n.target for n in graph.operators if isinstance(n.target, Opaque))
+
+
 @pytest.mark.parametrize(
     ("kind", "module", "says", "cure"),
     [
@@ -53,8 +61,7 @@ def test_what_no_step_reads_of_another_may_be_kept_and_is_left_as_it_was(
 ) -> None:
     job = make_job(f"{write_modules(MODULES[kind])}:layers", opaque=opaque)
     before = [dict(vars(module)) for module in job.model]
-    targets = [node.target for node in job.training_graph(4).operators]
-    assert [target.path for target in targets if isinstance(target, Opaque)] == opaque
+    assert operators(job.training_graph(4)) == opaque
     for module, attributes in zip(job.model, before, strict=True):
         assert vars(module).keys() == attributes.keys()
         assert getattr(module, "kept", None) is attributes.get("kept")
@@ -146,7 +153,7 @@ def test_a_block_with_generators_of_its_own_draws_by_seed_alone(make_job, write_
     code = "x = x + x * float(self.kept.rand() + GENERATOR.random())"
     path = write_modules({"Noise": ("np.random.RandomState(0)", code)})
     job = make_job(f"{path}:layers")
-    (noise,) = (n.target for n in job.training_graph(4).operators if isinstance(n.target, Opaque))
+    noise = opaque_of(job.training_graph(4))
     assert noise.outline.draws
 
     def drawn(seed: int) -> Tensor:
@@ -186,10 +193,6 @@ def test_what_only_pipectl_can_have_broken_is_called_its_fault(
 # A submodule that no export takes becomes one operator, which runs as it is
 
 
-def operators(graph: CapturedGraph) -> list[str]:
-    return [node.target.path for node in graph.operators if isinstance(node.target, Opaque)]
-
-
 @pytest.mark.parametrize("kind", [*BREAKING, *MODULES["branching"]])
 def test_a_layer_that_breaks_or_branches_becomes_one_operator(
     make_job, write_modules, place_of, kind: str
@@ -222,10 +225,6 @@ def test_masks_of_transformers_are_captured(make_job, write_modules, kind: str) 
 
 def between(*names: str) -> dict[str, Any]:
     return {"model": "between", "kwargs": {"names": [*names]}}
-
-
-def opaque_of(graph: CapturedGraph) -> Opaque:
-    return next(n.target for n in graph.operators if isinstance(n.target, Opaque))
 
 
 def test_gradients_across_modules_keep_the_model_whole(make_job) -> None:
