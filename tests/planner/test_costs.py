@@ -221,51 +221,33 @@ def test_sums_of_many_partitions_are_those_of_their_stages(data, stages, size, e
         assert alone_s == pytest.approx(times_s[:, place])
 
 
-def cut_routes(stage_of, edges, with_gradient):
-    """Every message of a partition by its definition, with the node whose value it is of."""
-    position = {node: index for index, node in enumerate(stage_of)}
-    consumers = {}
-    for producer, consumer in dict.fromkeys(edges):
-        consumers.setdefault(producer, []).append(consumer)
-    found = []
-    for producer in sorted(consumers, key=position.__getitem__):
-        users = sorted(consumers[producer], key=position.__getitem__)
-        uses = [stage_of[user] for user in users]
-        lanes = routes(stage_of[producer], uses, has_gradient=with_gradient[producer])
-        found += [(producer, lane) for lane in lanes]
-    return found
-
-
 def sums_by_hand(profile, stage_of, members):
-    """Bytes by stage, and of the messages that the runtime sends."""
-    returning = {operator.id: operator.gradient_bytes > 0 for operator in profile.operators}
+    """Bytes by stage, and of the messages that the runtime sends, by their definition."""
     home = {operator.id: stage for operator, stage in zip(profile.operators, stage_of, strict=True)}
-    received = [Counter() for _ in members]
-    saved = [{} for _ in members]
+    received, saved = [Counter() for _ in members], [{} for _ in members]
     lanes = Counter()
-    for value, lane in cut_routes(home, profile.edges, returning):
-        operator = profile.by_id[value]
-        if lane.kind is TransferKind.GRADIENT:
-            lanes[lane] += operator.gradient_bytes
-            continue
-        lanes[lane] += operator.output_bytes
-        storage = operator.allocations.storage
-        received[lane.target][storage] += operator.output_bytes
-        made = profile.by_id[storage].allocations.made_bytes
-        saved[lane.source].setdefault(storage, made or operator.output_bytes)
+    for operator in profile.operators:
+        uses = [home[reader] for producer, reader in profile.edges if producer == operator.id]
+        for lane in routes(home[operator.id], uses, has_gradient=operator.gradient_bytes > 0):
+            if lane.kind is TransferKind.GRADIENT:
+                lanes[lane] += operator.gradient_bytes
+                continue
+            lanes[lane] += operator.output_bytes
+            storage = operator.allocations.storage
+            received[lane.target][storage] += operator.output_bytes
+            made = profile.by_id[storage].allocations.made_bytes
+            saved[lane.source].setdefault(storage, made or operator.output_bytes)
+    inside = [[profile.operators[index] for index in indices] for indices in members]
+    for kept, arrived, operators in zip(saved, received, inside, strict=True):
+        kept |= dict(pair for each in operators for pair in each.saved) | arrived
+    arriving = {"received_bytes": TransferKind.ACTIVATION, "returned_bytes": TransferKind.GRADIENT}
     found = {
         name: [
             sum(size for lane, size in lanes.items() if (lane.kind, lane.target) == (kind, stage))
             for stage in range(len(members))
         ]
-        for name, kind in (
-            ("received_bytes", TransferKind.ACTIVATION),
-            ("returned_bytes", TransferKind.GRADIENT),
-        )
+        for name, kind in arriving.items()
     }
-    inside = [[profile.operators[index] for index in indices] for indices in members]
-    for kept, arrived, operators in zip(saved, received, inside, strict=True):
-        kept |= dict(pair for each in operators for pair in each.saved) | arrived
     once = {"parameter_bytes": "parameters", "trained_bytes": "trained_parameters"}
     for name, field in once.items():
         pairs = [dict(p for each in own for p in getattr(each, field)) for own in inside]
@@ -280,9 +262,9 @@ def sums_by_hand(profile, stage_of, members):
 def transfers(sent, place):
     found = {}
     for offset, kind in enumerate((TransferKind.ACTIVATION, TransferKind.GRADIENT)):
-        begin, end = sent.first[2 * place + offset : 2 * place + offset + 2]
-        rows = [each[begin:end].tolist() for each in (sent.source, sent.target, sent.size_bytes)]
-        for source, target, size in zip(*rows, strict=True):
+        some = slice(*sent.first[2 * place + offset : 2 * place + offset + 2])
+        rows = zip(sent.source[some], sent.target[some], sent.size_bytes[some], strict=True)
+        for source, target, size in rows:
             assert (kind, source, target) not in found
-            found[kind, source, target] = size
+            found[kind, int(source), int(target)] = int(size)
     return found

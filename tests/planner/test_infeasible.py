@@ -10,6 +10,8 @@ from graphs import chain, hungry
 from pipectl.errors import InfeasibleError
 from pipectl.planner import PlanRequest, make_plan
 
+APART = {"backward_apart": True}
+
 
 @pytest.mark.parametrize(
     ("asked", "words"),
@@ -28,18 +30,14 @@ from pipectl.planner import PlanRequest, make_plan
             "6 ranks in all, and the job has 2",
         ),
         ({"backward_apart": True, "stages": 2}, "all backwards on other ranks|4 ranks in all"),
+        ({"ranks": 1, **APART, "schedule": "pipedream"}, "2 ranks in all, and the job has 1"),
+        ({"ranks": 1, **APART}, "all backwards on other ranks"),
     ],
 )
 def test_what_cannot_be_is_refused(asked, words) -> None:
+    cluster = cluster_of(asked.pop("ranks", 2))
     with pytest.raises(InfeasibleError, match=words):
-        planned(chain(12), cluster_of(2), **asked)
-
-
-def test_stages_with_backwards_apart_need_two_ranks_each() -> None:
-    with pytest.raises(InfeasibleError, match="2 ranks in all, and the job has 1"):
-        planned(chain(12), cluster_of(1), schedule="pipedream", backward_apart=True)
-    with pytest.raises(InfeasibleError, match="all backwards on other ranks"):
-        planned(chain(12), cluster_of(1), backward_apart=True)
+        planned(chain(12), cluster, **asked)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "pipedream"])

@@ -20,11 +20,8 @@ FOLDED = Listed.read("0F0,0F1,3F0,3F1,3B0,3B1,0B0,0B1\n1F0,1F1,2F0,2F1,2B0,2B1,1
 ONE_EACH = Listed.read("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "my.csv")
 
 
-@pytest.fixture
-def lopsided():
-    """Six operators, the third of which takes eight times as long as each of the others."""
-    times = [(8e-3 if index == 2 else 1e-3) for index in range(6)]
-    return chain([{"forward_s": time_s, "backward_s": 1.2 * time_s} for time_s in times])
+LOPSIDED = chain([{"forward_s": s, "backward_s": 1.2 * s} for s in (1e-3, 1e-3, 8e-3, *[1e-3] * 3)])
+"""The third operator takes eight times as long as each of the others."""
 
 
 @pytest.mark.parametrize(
@@ -89,14 +86,6 @@ def test_stages_suit_the_devices_they_lie_on(asked, speeds) -> None:
     of_list = planned(chain(16), cluster, 8, listed=FOLDED)
     held = [sum(len(s.nodes) for s in of_list.stages if s.ranks == (rank,)) for rank in range(2)]
     assert held[speeds.index(3.0)] >= 2 * held[speeds.index(1.0)]
-
-
-@pytest.mark.parametrize("asked", [{"backward_apart": None}, {"replicas": None}])
-@pytest.mark.parametrize("named", [{"listed": ONE_EACH}, {"schedule": "zb-h1", "stages": 2}])
-def test_open_choices_change_no_ranks_of_lists_and_of_split_backwards(named, asked) -> None:
-    plan = planned(chain(8), cluster_of(4), 8, **named, **asked)
-    assert [stage.ranks for stage in plan.stages] == [(0,), (1,)]
-    assert not any(stage.backward_ranks for stage in plan.stages)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "zb-v", "pipedream-2bw"])
@@ -204,11 +193,9 @@ def test_backwards_have_ranks_of_their_own_if_that_is_asked(schedule, stages) ->
 
 
 @pytest.mark.parametrize("machines", [[2], [4], [2, 2], [1, 1, 1]])
-def test_two_ranks_for_an_operator_beat_one_unless_saved_values_travel_too_long(
-    lopsided, machines
-) -> None:
+def test_two_ranks_for_an_operator_beat_one_unless_saved_values_travel_too_long(machines) -> None:
     cluster = cluster_of(*machines)
-    plain, plan = planned(lopsided, cluster), planned(lopsided, cluster, backward_apart=None)
+    plain, plan = planned(LOPSIDED, cluster), planned(LOPSIDED, cluster, backward_apart=None)
     assert plan.predicted_step_s < 0.8 * plain.predicted_step_s
     (heavy,) = [stage for stage in plan.stages if "n2" in stage.nodes]
     assert heavy.backward_ranks
@@ -217,7 +204,7 @@ def test_two_ranks_for_an_operator_beat_one_unless_saved_values_travel_too_long(
     used = [plan.node_of_rank[rank] for rank in (*heavy.ranks, *heavy.backward_ranks)]
     assert machines != [2, 2] or used[0] == used[1]
     slow = cluster_of(*machines, within=Link(1e-3, 1e5))
-    stays = planned(lopsided, slow, backward_apart=None)
+    stays = planned(LOPSIDED, slow, backward_apart=None)
     assert not any(stage.backward_ranks for stage in stays.stages)
 
 
@@ -271,12 +258,24 @@ def test_stages_are_cut_for_split_backwards_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "named", [{"schedule": "1f1b"}, {"schedule": "gpipe"}, {"warm_up": (4, 3, 2, 1)}]
+    "named",
+    [
+        *({"schedule": schedule, "stages": 2} for schedule in ("1f1b", "gpipe", "zb-h1")),
+        {"warm_up": (2, 1)},
+        {"listed": ONE_EACH},
+    ],
+    ids=lambda named: " ".join(map(str, named.values()))[:8],
 )
-def test_schedules_that_are_named_stay(named) -> None:
-    asked = {"micro_batches": 4, "every_schedule": True, "backward_apart": None, **named}
-    for plan in search_plans(chain(16), cluster_of(4), PlanRequest("job", 32, **asked)):
-        assert plan.schedule == named.get("schedule", "1f1b")
+def test_what_is_named_stays_whatever_else_is_open(named) -> None:
+    schedule = "my.csv" if "listed" in named else named.get("schedule", "1f1b")
+    for more in ({"backward_apart": None}, {"replicas": None}, {"every_schedule": True}):
+        asked = {"micro_batches": 2, **named, **more}
+        for plan in search_plans(chain(8), cluster_of(4), PlanRequest("job", 8, **asked)):
+            assert plan.schedule == schedule
+            assert len(plan.stages) == 2
+            if schedule in ("my.csv", "zb-h1"):
+                assert [stage.ranks for stage in plan.stages] == [(0,), (1,)]
+                assert not any(stage.backward_ranks for stage in plan.stages)
 
 
 def test_the_bound_holds_at_sizes_that_only_some_plans_have() -> None:

@@ -1,11 +1,11 @@
 """Plans with the stages that planners of the literature choose, and what these minimise."""
 
 from dataclasses import replace
-from itertools import combinations, count
+from itertools import combinations
 
 import numpy as np
 import pytest
-from checked_plans import checked, cluster_of, planned
+from checked_plans import after, checked, cluster_of, planned
 from graphs import chain, make_operator, make_profile
 
 from pipectl.errors import InfeasibleError
@@ -78,23 +78,17 @@ def test_replicas_share_the_work_as_their_planner_has_it(name, replication):
     assert plan.predicted_step_s < planned(profile, FOUR).predicted_step_s
 
 
-def test_no_replica_is_left_without_samples():
+def test_replicas_have_samples_and_what_they_allocate_is_for_their_own() -> None:
     """One operator without messages or parameters: as many replicas as there are ranks."""
-    profile = chain(1, parameters=())
-    plan = best("dapple", profile, FOUR, REQUEST)
+    memory = OperatorMemory(1000, "n0", 80_000, 80_000, ())
+    profile, fixed = chain(1, memory=memory, parameters=()), {"micro_batches": 8}
+    plan = best("dapple", profile, FOUR, replace(REQUEST, **fixed))
     assert plan.micro_batch_size >= plan.stages[0].replicas == 4
+    shared, alone = (p.stages[0].cost for p in (plan, planned(profile, cluster(1), **fixed)))
+    assert shared.forward_s == alone.forward_s
+    assert shared.peaks.forward_bytes == alone.peaks.forward_bytes / 4
     with pytest.raises(InfeasibleError, match="more replicas than a micro-batch has"):
         best("dapple", profile, FOUR, replace(REQUEST, micro_batches=64))
-
-
-def test_what_a_replica_allocates_is_for_its_own_samples():
-    """The temporaries of a stage shrink with the samples that a replica takes."""
-    profile = chain(1, memory=OperatorMemory(1000, "n0", 80_000, 80_000, ()), parameters=())
-    plan = best("dapple", profile, FOUR, replace(REQUEST, micro_batches=8))
-    assert plan.stages[0].replicas == 4
-    alone = planned(profile, cluster(1), micro_batches=8)
-    assert plan.stages[0].cost.forward_s == alone.stages[0].cost.forward_s
-    assert plan.stages[0].cost.peaks.forward_bytes == alone.stages[0].cost.peaks.forward_bytes / 4
 
 
 def test_what_the_job_fixes_holds_or_is_infeasible():
@@ -119,12 +113,7 @@ def test_memory_that_a_policy_does_not_look_at(limit, memory):
     less = replace(REQUEST, memory_limit_bytes=max(free.prediction.peak_memory_bytes) - 1)
     tight = best("uniform", chain(8), FOUR, less)
     assert max(tight.prediction.peak_memory_bytes) <= less.memory_limit_bytes
-
-
-def test_the_best_so_far_where_time_is_up():
-    looks = count()
-    plan = best("uniform", chain(8), FOUR, REQUEST, lambda: next(looks) >= 0)
-    assert not plan.search.finished
+    assert not best("uniform", chain(8), FOUR, REQUEST, after(0)).search.finished
 
 
 def test_blocks_are_balanced_as_well_as_possible():

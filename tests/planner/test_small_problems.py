@@ -105,7 +105,7 @@ def test_plans_of_measured_sizes_are_within_a_percent_of_the_best_of_all_sizes(n
 
 @settings(max_examples=40, deadline=None)
 @given(
-    profile=profiles(most=4),
+    profile=profiles(most=4, caches=True),
     speeds=st.sampled_from([[SLOW] * 2, [SLOW] * 3, [FAST, SLOW], [FAST, SLOW, SLOW]]),
     way=st.sampled_from([*Replication, None]),
 )

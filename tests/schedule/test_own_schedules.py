@@ -2,16 +2,15 @@
 
 import dataclasses
 from importlib.metadata import EntryPoint, EntryPoints
-from itertools import pairwise
 
 import pytest
+from checked_plans import cluster_of, planned
+from graphs import chain
 from validator import validate
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import InfeasibleError, ScheduleError, UsageError
 from pipectl.plan import Plan
-from pipectl.planner import PlanRequest, make_plan
-from pipectl.profile import Profile
 from pipectl.schedule import lower
 from pipectl.schedule.listed import KINDS, Listed, order_of
 from pipectl.schedule.registry import make_listed, read_listed
@@ -23,7 +22,7 @@ CROSSED = "0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n"
 FOLDED = "0F0,0F1,3F0,3F1,3B1,3B0,0B1,0B0\n1F0,1F1,2F0,2F1,2B1,2B0,1B1,1B0\n"
 
 
-def planned(pipeline, text) -> Plan:
+def planned_by_hand(pipeline, text) -> Plan:
     listed = Listed.read(text, "my.csv")
     plan = pipeline(
         listed.stages,
@@ -52,7 +51,7 @@ def programs_of(plan, micro_batches=None):
     ids=["plain", "comments, blanks and the other notation", "whole backwards beside halves"],
 )
 def test_lists_become_what_ranks_compute(pipeline, text, computed):
-    plan = planned(pipeline, text)
+    plan = planned_by_hand(pipeline, text)
     programs = programs_of(plan)
     letters = {kind: letter for letter, kind in KINDS.items()}
     found = [
@@ -99,11 +98,13 @@ def test_faults_are_named_with_their_place(text, message):
 @pytest.mark.parametrize("text", [BACK_TO_FRONT, CROSSED])
 @pytest.mark.parametrize("technique", [{}, {"recompute": True}, {"offload": True}])
 def test_gradients_in_another_order_run(pipeline, text, technique):
-    plan = planned(pipeline, text)
+    plan = planned_by_hand(pipeline, text)
     stages = tuple(dataclasses.replace(stage, **technique) for stage in plan.stages)
     plan = dataclasses.replace(plan, stages=stages)
-    programs = programs_of(plan)
-    validate(plan, programs)
+    for count in range(1, plan.micro_batches + 1):
+        programs = programs_of(plan, count)
+        validate(plan, programs, count)
+        assert (programs[0].column("micro_batch") < count).all()
     cluster = assumed_cluster("here", [2], 2, None)
     assert simulate(plan, cluster) == simulate(plan, cluster, programs)
 
@@ -122,14 +123,6 @@ def test_gradients_in_another_order_are_told_from_both_halves(text, unordered):
     assert Listed.read(text, "x").unordered_stages() == unordered
 
 
-def test_fewer_micro_batches_than_the_lists_have(pipeline):
-    plan = planned(pipeline, BACK_TO_FRONT)
-    for count in (1, 2):
-        programs = programs_of(plan, count)
-        validate(plan, programs, count)
-        assert (programs[0].column("micro_batch") < count).all()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -138,43 +131,31 @@ def test_fewer_micro_batches_than_the_lists_have(pipeline):
     ],
 )
 def test_lists_of_another_plan_are_refused(pipeline, changes, message):
-    plan = dataclasses.replace(planned(pipeline, PLAIN), **changes)
+    plan = dataclasses.replace(planned_by_hand(pipeline, PLAIN), **changes)
     with pytest.raises(ScheduleError, match=message):
         lower(plan, 0)
 
 
-def plan_for(text, batch_size, ranks=2, **changes):
-    """Of eight equal operators in a row."""
-    costs = {"forward_s": 0.01, "backward_s": 0.02, "parameter_bytes": 100, "output_bytes": 1000}
-    names = [f"op{index}" for index in range(8)]
-    nodes = [{"id": name, "saved": [[name, 1000]], **costs} for name in names]
-    edges = list(map(list, pairwise(names)))
-    profile = Profile.from_json({"name": "chain", "nodes": nodes, "edges": edges})
-    request = PlanRequest("x", batch_size, listed=Listed.read(text, "my.csv"), **changes)
-    return make_plan(profile, assumed_cluster("c", [ranks], ranks, None), request)
-
-
 def test_a_plan_has_the_stages_and_ranks_of_the_lists():
-    plan = plan_for(FOLDED, 4)
+    plan = planned(chain(8), cluster_of(2), 4, listed=Listed.read(FOLDED, "my.csv"))
     assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (1,), (0,)]
     assert [len(stage.nodes) for stage in plan.stages] == [2, 2, 2, 2]
     assert (plan.schedule, plan.micro_batches, plan.micro_batch_size) == ("my.csv", 2, 2)
     assert "gradients of stage 0 and 3 more in another order" in plan.assumptions[-1]
-    validate(plan, programs_of(plan))
-    assert plan.prediction is not None
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "changes", "message"),
+    ("batch", "ranks", "asked", "message"),
     [
-        (1, {}, "has 2 micro-batches, into which a batch of 1"),
-        (4, {"ranks": 1}, r"my\.csv has 2 ranks, but there are 1"),
-        (4, {"memory_limit_bytes": 1000}, r"my\.csv needs .* more than the memory limit"),
+        (1, 2, {}, "has 2 micro-batches, into which a batch of 1"),
+        (4, 1, {}, r"my\.csv has 2 ranks, but there are 1"),
+        (4, 2, {"memory_limit_bytes": 1000}, r"my\.csv needs .* more than the memory limit"),
     ],
 )
-def test_what_does_not_fit_is_said(batch_size, changes, message):
+def test_what_does_not_fit_is_said(batch, ranks, asked, message):
+    listed = Listed.read(FOLDED, "my.csv")
     with pytest.raises(InfeasibleError, match=message):
-        plan_for(FOLDED, batch_size, **changes)
+        planned(chain(8), cluster_of(ranks), batch, listed=listed, **asked)
 
 
 def fold(ranks, stages, micro_batches):

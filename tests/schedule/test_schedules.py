@@ -300,9 +300,3 @@ def test_plans_that_a_schedule_has_no_order_for_are_refused(
     plan = replace(plan, schedule=schedule, stages=tuple(stages), **changes)
     with pytest.raises(ScheduleError, match=message):
         lower(plan, 0)
-
-
-def test_an_odd_number_of_stages_has_no_v():
-    assert default_ranks("v-half", 6) == (0, 1, 2, 2, 1, 0)
-    with pytest.raises(ScheduleError, match=r"5 stages cannot lie in a V"):
-        default_ranks("v-half", 5)

@@ -43,6 +43,12 @@ def cluster_of(
     return Cluster("c", "test", nodes, within, between or within)
 
 
+def after(looks: int) -> Callable[[], bool]:
+    """A clock whose time is up after some looks."""
+    left = iter(range(looks))
+    return lambda: next(left, None) is None
+
+
 def planned(
     profile: Profile,
     cluster: Cluster,
