@@ -145,6 +145,21 @@ def test_an_iterable_goes_round_and_round_in_full_batches(dataset: Any) -> None:
     assert indices(found)[:5] != indices(found)[5:10]
 
 
+@pytest.mark.parametrize("dataset", [Mapped(12), Stream(), Plain()], ids=["map", "torch", "plain"])
+def test_replicas_and_resumed_runs_take_the_samples_of_whole_batches(dataset: Any) -> None:
+    loader = Loader(dataset, seed=1, batch_size=4)
+    planned = list(islice(loader.batches(), 4))
+
+    def loaded(*rows: range, skipped: int = 0) -> list[Tensor]:
+        return [inputs for inputs, _ in loader.pieces(planned, lambda _: rows, skipped)]
+
+    whole = loaded(range(4))
+    parts = loaded(range(1, 2), range(3, 4), skipped=2)
+    expected = [row for batch in whole[2:] for row in (batch[1:2], batch[3:])]
+    assert len(parts) == 4
+    assert all(map(torch.equal, parts, expected))
+
+
 def test_a_generator_is_read_once_and_then_refused() -> None:
     loader = Loader(iter(Stream()), seed=1, batch_size=4)
     loaded = loader.micro_batches(islice(loader.batches(), 3), 4)
