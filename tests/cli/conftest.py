@@ -214,16 +214,16 @@ def only_run(place):
 
 @pytest.fixture
 def run_of(place):
-    """``run_of("20250101-120000-tiny", steps=7)`` makes a run whose process is gone."""
+    """``run_of("20250101-120000-tiny", scheduler="pbs")`` makes a run whose process is gone."""
 
     def write(name, **record):
         run = RunDirectory(place / "runs" / name)
         for folder in (run.errors, run.logs, run.trace, run.checkpoints):
             folder.mkdir(parents=True)
         gone = f"{2**22 - 1}.1@{socket.gethostname()}"
-        usual = {"scheduler": "local", "job_id": gone, "state": "submitted"}
-        sizes = {"ranks": 2, "nodes": 1, "steps": 10}
-        Record("tiny", tag="t", submitted_at=1.7e9, **{**usual, **sizes, **record}).save(run.record)
+        usual = {"scheduler": "local", "job_id": gone, "ranks": 2, "nodes": 1, "steps": 10}
+        fields = {**usual, **record}
+        Record("tiny", tag="t", submitted_at=1.7e9, state="submitted", **fields).save(run.record)
         return run.path
 
     return write
