@@ -12,14 +12,14 @@ from pipectl.errors import DataFileError, UsageError
 from pipectl.files import make_directory, make_directory_of, read_json, write_json, write_text
 
 
-def no_space(_handle):
-    raise OSError(28, "No space left on device")
-
-
 @pytest.mark.parametrize(
     ("around", "private"), [(0o755, 0o644), (0o700, 0o600), (0o750, 0o640), (0o775, 0o664)]
 )
-def test_a_file_is_replaced_whole_and_is_as_private_as_its_directory(tmp_path, around, private):
+def test_a_file_is_replaced_whole_and_is_as_private_as_its_directory(
+    tmp_path, monkeypatch, around, private
+):
+    # Files that another thread makes meanwhile would have another mode.
+    monkeypatch.setattr(os, "umask", lambda _: pytest.fail("umask is changed for all threads"))
     tmp_path.chmod(around)
     path, other = tmp_path / "x", tmp_path / "other"
     other.touch()
@@ -30,7 +30,12 @@ def test_a_file_is_replaced_whole_and_is_as_private_as_its_directory(tmp_path, a
     assert sorted(tmp_path.iterdir()) == sorted([path, other])
 
 
-def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_stays_and_only_a_durable_one_waits_for_the_disk(
+    tmp_path, monkeypatch
+):
+    def no_space(_handle):
+        raise OSError(28, "No space left on device")
+
     path = tmp_path / "x"
     write_text(path, "old")
     monkeypatch.setattr(os, "fsync", no_space)
@@ -38,39 +43,19 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
         write_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+    write_text(path, "new", durable=False)
+    assert path.read_text() == "new"
 
 
-def test_a_directory_that_cannot_be_written_is_named_with_the_reason(tmp_path, monkeypatch):
-    (tmp_path / "inner").mkdir()
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(UsageError, match=f"^{tmp_path}: cannot be written: Permission denied"):
-        make_directory(tmp_path / "inner" / "..")
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
-    with pytest.raises(UsageError, match="inner: cannot be written: Read-only file system"):
-        make_directory(tmp_path / "inner")
+def test_what_a_link_leads_to_is_replaced_and_a_pipe_is_written_to(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "link").symlink_to("far/x")
+    for text in ("old", "new"):
+        write_text(tmp_path / "link", text)
+        assert (tmp_path / "far/x").read_text() == text
+    assert (tmp_path / "link").is_symlink()
+    assert list((tmp_path / "far").iterdir()) == [tmp_path / "far/x"]
 
-
-def test_only_a_durable_file_waits_for_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", no_space)
-    write_text(tmp_path / "x", "new", durable=False)
-    assert (tmp_path / "x").read_text() == "new"
-
-
-def test_the_umask_is_changed_by_nobody(tmp_path, monkeypatch):
-    """Files that another thread makes in the meantime would have another mode."""
-
-    def refuse(_mask):
-        raise AssertionError
-
-    monkeypatch.setattr(os, "umask", refuse)
-    tmp_path.chmod(0o755)
-    path, other = tmp_path / "x", tmp_path / "other"
-    other.touch()
-    write_text(path, "new")
-    assert path.stat().st_mode == other.stat().st_mode
-
-
-def test_what_is_no_file_stays_and_is_written_to(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     write_text(tmp_path / "pipe", "new")
@@ -108,29 +93,25 @@ def test_a_place_is_looked_at_before_anything_is_written(tmp_path):
         make_directory_of(Path("/dev/fd/999"))
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
-    (tmp_path / "far").mkdir()
-    (tmp_path / "link").symlink_to("far/x")
-    for text in ("old", "new"):
-        write_text(tmp_path / "link", text)
-        assert (tmp_path / "far/x").read_text() == text
-    assert (tmp_path / "link").is_symlink()
-    assert list((tmp_path / "far").iterdir()) == [tmp_path / "far/x"]
-
-
-def test_a_directory_below_a_file_cannot_be_created(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot be created"):
-        make_directory(tmp_path / "file" / "below")
-    make_directory(tmp_path / "a" / "b")
-    make_directory(tmp_path / "a" / "b")
-
-
 def test_directories_that_are_made_are_private(tmp_path):
     tmp_path.chmod(0o755)
-    make_directory(tmp_path / "a/b")
+    for _ in range(2):
+        make_directory(tmp_path / "a/b")
     assert [path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")] == [0o700, 0o700]
     assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_directory_that_cannot_be_made_or_written_is_named_with_the_reason(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="below: cannot be created: Not a directory"):
+        make_directory(tmp_path / "file" / "below")
+    (tmp_path / "inner").mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UsageError, match=f"^{tmp_path}: cannot be written: Permission denied"):
+        make_directory(tmp_path / "inner" / "..")
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(UsageError, match="inner: cannot be written: Read-only file system"):
+        make_directory(tmp_path / "inner")
 
 
 def test_json_comes_back_as_it_was_written(tmp_path):
@@ -142,7 +123,8 @@ def test_json_comes_back_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (b"{", r"x:1:2: not valid JSON"),
+        (None, "x: no such file"),
+        (b"{", "x:1:2: not valid JSON"),
         (b"[1]", "contains a list, not an object"),
         (b"\xff", "cannot be read"),
         (b'{"a": "\\ud800"}', "not Unicode"),
@@ -150,13 +132,9 @@ def test_json_comes_back_as_it_was_written(tmp_path):
         (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
     ],
 )
-def test_a_damaged_file_is_named_with_its_fault(tmp_path, content, fault):
-    (tmp_path / "x").write_bytes(content)
+def test_a_damaged_or_missing_file_is_named_with_its_fault(tmp_path, content, fault):
+    if content is not None:
+        (tmp_path / "x").write_bytes(content)
     with pytest.raises(DataFileError, match=fault) as caught:
         read_json(tmp_path / "x", cure="write it anew")
     assert caught.value.cure == "write it anew"
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(DataFileError, match="x: no such file"):
-        read_json(tmp_path / "x", cure="write it")
