@@ -3,17 +3,16 @@
 import fcntl
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -32,9 +31,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Else each process that a test starts would compile what it imports, and each run all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-WARM = "PIPECTL_TESTS_WARM"
-"""Where the environment names the folder of the warm servers."""
-STARTED: list[subprocess.Popen[bytes]] = []
+SHARED = "PIPECTL_TESTS"
+"""Where the environment names the folder of all processes of a run of tests."""
+WARM = Path(__file__).parent / "warm"
 TOGETHER = ("tests/slurm/", "tests/capture/", "tests/equality/")
 """Folders whose files share what takes long to make, so one process runs them."""
 
@@ -172,90 +171,58 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the folder of the warm servers that all processes of a run share."""
-    if hasattr(config, "workerinput"):  # it is in the environment
-        return
-    folder = Path(tempfile.mkdtemp(prefix="pipectl-"))  # the names of sockets are short
-    os.mkfifo(folder / "alive")
-    alive = os.open(folder / "alive", os.O_RDWR)
-    os.environ[WARM] = str(folder)
-
-    def end() -> None:
-        os.close(alive)  # which is what the servers wait for
-        for server in STARTED:
-            server.wait()
-        shutil.rmtree(folder)
-
-    config.add_cleanup(end)
+    """Make the folder that all processes of a run share."""
+    if not hasattr(config, "workerinput"):  # else it is in the environment
+        os.environ[SHARED] = tempfile.mkdtemp(prefix="pipectl-")  # the names of sockets are short
+        os.environ["PIPECTL_TESTS_PID"] = str(os.getpid())
+        config.add_cleanup(partial(shutil.rmtree, os.environ[SHARED]))
 
 
-def start_server(folder: Path, stdin: Any, *files: Path) -> subprocess.Popen[bytes]:
-    """Start a Python that has loaded torch; ``folder / "python" -m MODULE`` is a fork of it.
+def warm_server(name: str, *files: Path) -> str:
+    """A Python whose ``-m MODULE`` is a fork of one that has loaded torch, see tests/warm.
 
-    See tests/warm.
+    The first process of a run that asks for it starts it.
 
     Args:
-        stdin: the server ends with it.
         files: modules whose work is done for all that is started in this way.
     """
-    folder.mkdir()
-    program, address, here = folder / "python", folder / "socket", Path(__file__).parent / "warm"
-    client = [sys.executable, "-IS", str(here / "client.py"), sys.executable, str(address)]
-    program.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
-    program.chmod(0o755)
-    launcher = Path(sys.prefix) / "bin" / "mpiexec"
-    if launcher.exists():  # jobs look for it beside Python
-        (folder / "mpiexec").write_text(f'#!/bin/sh\nexec {shlex.quote(str(launcher))} "$@"\n')
-        (folder / "mpiexec").chmod(0o755)
-    server = subprocess.Popen([sys.executable, here / "server.py", address, *files], stdin=stdin)
-    while not address.exists():
-        assert server.poll() is None
-        time.sleep(0.05)
-    return server
-
-
-def shared_server(name: str, *files: Path) -> str:
-    """The program of a server, started by the first process of this run that asks for it."""
-    shared = Path(os.environ[WARM])
-    with (shared / f"{name}.lock").open("w") as lock, (shared / "alive").open("rb") as alive:
+    folder = Path(os.environ[SHARED], name)
+    python, launcher = folder / "python", Path(sys.prefix) / "bin" / "mpiexec"
+    with Path(f"{folder}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (shared / name).exists():
-            STARTED.append(start_server(shared / name, alive, *files))
-    return str(shared / name / "python")
+        if not folder.exists():
+            folder.mkdir()
+            python.write_text(f"#!{sys.executable} -IS\n{(WARM / 'client.py').read_text()}")
+            python.chmod(0o755)
+            if launcher.exists():  # jobs look for it beside Python
+                (folder / "mpiexec").write_text(f'#!/bin/sh\nexec {quote(str(launcher))} "$@"\n')
+                (folder / "mpiexec").chmod(0o755)
+            command = [sys.executable, WARM / "server.py", folder, *files]
+            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            STARTED.append(server)
+            assert server.stdout is not None
+            assert server.stdout.readline() == b"ready\n"
+    return str(python)
 
 
-COMMANDS = Path(__file__).parent / "warm" / "commands.py"
+STARTED: list[subprocess.Popen[bytes]] = []
+"""They end with the run of tests."""
 
 
 @pytest.fixture(scope="session")
 def warm_python() -> str:
-    """Python with nothing loaded but torch, see :func:`start_server`.
+    """See :func:`warm_server`.
 
     What a test proves of how processes start, of their memory or of who their parent is, it proves
     with ``sys.executable``.
     """
-    return shared_server("torch")
+    return warm_server("python")
 
 
 @pytest.fixture(scope="session")
-def warm_commands() -> str:
-    """Python for ``-m pipectl`` and what it starts, see :func:`start_server`."""
-    return shared_server("commands", COMMANDS)
-
-
-@pytest.fixture(scope="session")
-def warm_python_of() -> Callable[..., AbstractContextManager[str]]:
-    """``with warm_python_of(file) as python``: with the work of a module done, for a while."""
-
-    @contextmanager
-    def start(file: Path) -> Iterator[str]:
-        folder = Path(tempfile.mkdtemp(prefix="pipectl-"))
-        server = start_server(folder / "server", subprocess.PIPE, file)
-        yield str(folder / "server" / "python")
-        server.communicate()
-        shutil.rmtree(folder)
-
-    return start
+def warm_python_of() -> Callable[..., str]:
+    """``warm_python_of(name, *files)``: see :func:`warm_server`."""
+    return warm_server
 
 
 @pytest.fixture(scope="session")
@@ -384,7 +351,7 @@ def profile_of() -> Callable[[Any], Any]:
         spec = spec.model_copy(update={"resources": alone})
         precision, sizes = spec.training.precision, measured_sizes(spec, effort.Effort.FAST)
         key = f"{spec.model!r} {spec.loss!r} {precision} {sizes} {alone.gpus_per_node}"
-        file = Path(os.environ[WARM]) / f"{sha256(key.encode()).hexdigest()}.json"
+        file = Path(os.environ[SHARED]) / f"{sha256(key.encode()).hexdigest()}.json"
         if not file.exists():  # no process has measured it yet
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(effort._LIMITS, effort.Effort.FAST, (twice, twice, None))

@@ -39,8 +39,8 @@ def shorter(text):
 
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
-def test_commands_of_the_readme_run(tmp_path, warm_commands):
-    directory_of_a_reader(tmp_path / "reader", warm_commands)
+def test_commands_of_the_readme_run(tmp_path, warm_python):
+    directory_of_a_reader(tmp_path / "reader", warm_python)
     bash(shorter(script(CHECKOUT / "README.md", "")), tmp_path / "reader")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,9 @@ class Trained:
 @pytest.fixture(scope="session")
 def trained(
     tmp_path_factory: pytest.TempPathFactory,
-    warm_python_of: Callable[..., AbstractContextManager[str]],
+    warm_python_of: Callable[..., str],
     launch: Callable[..., Any],
-) -> Iterator[Trained]:
+) -> Trained:
     """``trained(ranks, cell)``: a run directory."""
-    with warm_python_of(HERE / "all_captured.py") as python:
-        yield Trained(tmp_path_factory.mktemp("equality"), partial(launch, python=python))
+    python = warm_python_of("equality", HERE / "all_captured.py")
+    return Trained(tmp_path_factory.mktemp("equality"), partial(launch, python=python))

@@ -71,9 +71,9 @@ def accounts(lab):
 
 
 @pytest.fixture
-def warm(monkeypatch, warm_commands):
+def warm(monkeypatch, warm_python):
     """Commands and ranks that begin sooner; other tests show how they start by themselves."""
-    monkeypatch.setattr(sys, "executable", warm_commands)
+    monkeypatch.setattr(sys, "executable", warm_python)
 
 
 @pytest.fixture

@@ -124,12 +124,12 @@ def test_an_ended_profile_goes_on_in_the_next_job_and_is_found_on_the_login_node
 
 
 @pytest.fixture(scope="session")
-def local_run(tmp_path_factory, warm_commands):
+def local_run(tmp_path_factory, warm_python):
     """The same job, trained without a batch system on one rank; its profile is kept."""
     folder = tmp_path_factory.mktemp("local")
     one = ["--set=resources.nodes=1", "--set=resources.tasks_per_node=1", "--scheduler=local"]
     for command in (["profile", *QUICKLY], ["submit", "--wait"]):
-        words = [warm_commands, "-m", "pipectl", *command, JOB, *SMALL, *one]
+        words = [warm_python, "-m", "pipectl", *command, JOB, *SMALL, *one]
         subprocess.run(words, cwd=folder, check=True, timeout=400)
     (run,) = (folder / "runs").glob("*-gpt-stdlib")
     return run

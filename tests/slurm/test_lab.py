@@ -59,12 +59,12 @@ def test_down_stops_no_stranger(tmp_path):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", TO_RUN, ids=lambda page: page.name)
-def test_commands_of_pages_run(page, lab, free_ports, tmp_path, warm_commands, monkeypatch):
+def test_commands_of_pages_run(page, lab, free_ports, tmp_path, warm_python, monkeypatch):
     """In a checkout, as far as a reader uses it, with another lab."""
     state = Path(f"{lab}-2")
     monkeypatch.setenv("PIPECTL_LAB", str(state))
     monkeypatch.setenv("PIPECTL_LAB_PORT", str(free_ports))
-    directory_of_a_reader(tmp_path, warm_commands)
+    directory_of_a_reader(tmp_path, warm_python)
     (tmp_path / "slurm").symlink_to(CHECKOUT / "slurm")
     bash("pipectl init . --yes --scheduler local", tmp_path)
     shortened(tmp_path / "job.yaml", tmp_path / "job.yaml", launch={"scheduler": "slurm"})

@@ -1,6 +1,6 @@
-"""Stands in for ``python -m MODULE`` and lets the server be it; signals go on to that process.
+"""Stands in for ``python -m MODULE``: the server, whose socket is beside it, forks that process.
 
-``client.py PYTHON SOCKET WORDS``; what the server is not for, that Python does itself.
+Signals go on to it. What the server is not for, the Python that runs this does itself.
 """
 
 import os
@@ -9,29 +9,25 @@ import socket
 import sys
 from contextlib import suppress
 
-sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120
-
-import message
-
 
 def forward(number: int, _: object) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
-python, address, *words = sys.argv[1:]
-if words[0] != "-m":
-    os.execv(python, [python, *words])
-with socket.socket(socket.AF_UNIX) as connection:
-    connection.connect(address)
-    message.send(connection, words)
-    with connection.makefile("rb") as answer:
-        pid = int(answer.readline() or b"0")
-        if pid:
-            for name in ("HUP", "INT", "TERM", "USR1", "USR2"):
-                signal.signal(getattr(signal, f"SIG{name}"), forward)
-        code = int(answer.readline() or b"70")
+if sys.argv[1] != "-m":
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+files = [0, 1, 2, int(os.environ.get("PMI_FD", 0))]  # the last is the launcher's
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect(os.path.join(os.path.dirname(__file__), "socket"))  # noqa: PTH118, PTH120
+    socket.send_fds(server, [str(os.getpid()).encode()], files)
+    with server.makefile("rb") as answer:
+        pid = int(answer.readline())
+        for name in ("HUP", "INT", "TERM", "USR1", "USR2"):
+            signal.signal(getattr(signal, f"SIG{name}"), forward)
+        code = int(answer.readline())
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)

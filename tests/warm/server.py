@@ -1,9 +1,9 @@
 """A Python that has imported what takes long, and forks for every program it is asked to be.
 
 Importing torch and what captures models takes a rank longer than most tests train. The tests
-therefore start this once, as ``server.py SOCKET [FILE]``, and their ranks through client.py: MPI
-starts clients, and the process of each rank is forked from here, with all that the file, a module,
-has made. It ends when its standard input does.
+therefore start this once, as ``server.py FOLDER [FILE]``, and their ranks through client.py, which
+is ``FOLDER/python``: MPI starts clients, and the process of each rank is forked from here, with all
+that the file, a module, has made. It ends with the tests.
 """
 
 from __future__ import annotations
@@ -15,119 +15,104 @@ import multiprocessing
 import os
 import random
 import runpy
-import selectors
+import select
 import signal
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import captured
-import message
 import mpi4py
 import numpy as np
 
-LOADED = ("pipectl.rehearsal", "pipectl.runtime.worker")
-"""Besides what captures models; nothing that starts a thread, which a fork would lack."""
+EQUALITY = Path(__file__).parents[1] / "equality"
+LOADED = (
+    *("pipectl.cli", "pipectl.jobs.in_job", "pipectl.jobs.planning", "pipectl.jobs.prepare"),
+    *("pipectl.jobs.submit", "pipectl.profiler.job", "pipectl.rehearsal"),
+    "pipectl.runtime.worker",
+)
+"""Nothing that starts a thread, which a fork would lack."""
 LEVELS = ("single", "funneled", "serialized", "multiple")
 
 
-@dataclass
-class Child:
-    """A forked process, and who asked for it."""
+def load(*files: Path) -> None:
+    mpi4py.rc.initialize = False  # not before the fork
+    for name in LOADED:
+        importlib.import_module(name)
+    # Profiles have the same times of rows: two ranks would measure them for seconds.
+    rows = importlib.import_module("pipectl.jobs.profiles")
+    times = rows.RowTimes(compute=5e-5, begin=1e-3, end=1e-3)
+    rows.user_cache = lambda _: None  # type: ignore[attr-defined]
+    rows.measure_rows = lambda *_: (times, "")  # type: ignore[attr-defined]
+    # Ranks that do measure them train a small model for a moment.
+    probe: Any = importlib.import_module("pipectl.runtime.row_probe")
+    probe.MAX_STEPS, probe._BLOCKS = 3, 1
+    sys.path.insert(1, str(EQUALITY))
+    from cell_jobs import captured
 
-    pid: int
-    handle: int
-    asker: socket.socket
-
-
-class Server:
-    """Forks, tells how the processes end, and ends those whose client is gone."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self.listener = listener
-        self.children: list[Child] = []
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(listener, selectors.EVENT_READ)
-        self.selector.register(0, selectors.EVENT_READ)
-
-    def serve(self) -> message.Request | None:
-        """What to be, in a forked process; None in the first one, at its end."""
-        while True:
-            for key, _ in self.selector.select():
-                if key.fileobj is self.listener:
-                    asked = self._answer(self.listener.accept()[0])
-                    if asked is not None:
-                        return asked
-                elif key.data is None:
-                    for child in self.children:
-                        os.kill(child.pid, signal.SIGKILL)
-                    return None
-                elif key.data in self.children:  # it may have ended in this same round
-                    self._end(key.data, gone=key.fileobj is key.data.asker)
-
-    def _answer(self, asker: socket.socket) -> message.Request | None:
-        asked = message.receive(asker)
-        if asked is None:
-            asker.close()
-            return None
-        pid = os.fork()
-        if pid == 0:
-            asker.close()
-            self._forget_all()
-            return asked
-        asked.close()
-        with suppress(OSError):
-            asker.sendall(b"%d\n" % pid)
-        child = Child(pid, os.pidfd_open(pid), asker)
-        self.children.append(child)
-        for source in (child.handle, asker):
-            self.selector.register(source, selectors.EVENT_READ, child)
-        return None
-
-    def _forget_all(self) -> None:
-        for child in self.children:
-            child.asker.close()
-            os.close(child.handle)
-        self.selector.close()
-        self.listener.close()
-
-    def _end(self, child: Child, *, gone: bool) -> None:
-        if gone:
-            os.kill(child.pid, signal.SIGKILL)
-        _, status = os.waitpid(child.pid, 0)
-        for source in (child.handle, child.asker):
-            self.selector.unregister(source)
-        with suppress(OSError):
-            child.asker.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
-        child.asker.close()
-        os.close(child.handle)
-        self.children.remove(child)
+    for model in ("gpt", "cnn"):  # what torch makes at its first export, all forks then have
+        captured(model, plain=False)
+    for file in files:
+        importlib.import_module(file.stem)
+    sys.path.remove(str(EQUALITY))
+    gc.freeze()  # what is loaded is shared with the forks for as long as nobody writes to it
 
 
-def become(asked: message.Request, python: str) -> None:
-    """As ``python -m MODULE WORDS`` where the client is; what it starts in turn is warm, too."""
+def accepted(listener: socket.socket, tests: int) -> socket.socket | None:
+    """A client, in a process that is forked for it; None where and when the tests end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how these processes end
+    while tests not in select.select([listener, tests], [], [])[0]:
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return client
+        client.close()
+    return None
+
+
+def watch(client: socket.socket, pid: int, tests: int) -> None:
+    """Tell a client how its process ends, and end that with the client or the tests."""
+    process = os.pidfd_open(pid)
+    with suppress(OSError):
+        client.sendall(b"%d\n" % pid)
+    if process not in select.select([process, client, tests], [], [])[0]:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with suppress(OSError):
+        client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+
+
+def become(client: Path, files: list[int], python: str) -> None:
+    """As ``python -m MODULE WORDS`` where the client is; what it starts in turn is warm, too.
+
+    Args:
+        files: standard input, output and error, and the launcher's.
+    """
+    command, environment = (
+        client.joinpath(name).read_bytes().split(b"\0")[:-1] for name in ("cmdline", "environ")
+    )
+    module, *words = map(os.fsdecode, command[command.index(b"-m") + 1 :])
+    os.chdir(client / "cwd")
     sys.executable = python
     fork_instead_of_spawning()
-    for number, given in enumerate(asked.files[:3]):
-        os.dup2(given, number)
-        os.close(given)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.dup2(files[number], number)
+        os.close(files[number])
         mode = "w" if number else "r"  # the streams there are know what their files were
         setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
-    os.environ.clear()
-    os.environ.update(asked.environment)
-    os.chdir(asked.directory)
-    sys.path[0] = asked.directory
+    os.environb.clear()
+    os.environb.update(entry.split(b"=", 1) for entry in environment)
+    if "PMI_FD" in os.environ:
+        os.environ["PMI_FD"] = str(files[3])
+    sys.path[0] = os.getcwd()  # noqa: PTH109
     random.seed()
     np.random.seed()
-    sys.argv = asked.words[1:]
-    if asked.words[1] == "mpi4py":
+    sys.argv = [module, *words]
+    if module == "mpi4py":
         run_with_mpi()
     else:
-        runpy.run_module(asked.words[1], run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def run_with_mpi() -> None:
@@ -157,31 +142,27 @@ def fork_instead_of_spawning() -> None:
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
-def main(address: str, *files: str) -> None:
-    mpi4py.rc.initialize = False  # not before the fork
-    for name in LOADED:
-        importlib.import_module(name)
-    captured.capture()
-    # Profiles have the same times of rows: two ranks would measure them for seconds.
-    rows = importlib.import_module("pipectl.jobs.profiles")
-    times = rows.RowTimes(compute=5e-5, begin=1e-3, end=1e-3)
-    rows.user_cache = lambda _: None  # type: ignore[attr-defined]
-    rows.measure_rows = lambda *_: (times, "")  # type: ignore[attr-defined]
-    # Ranks that do measure them train a small model for a moment.
-    probe: Any = importlib.import_module("pipectl.runtime.row_probe")
-    probe.MAX_STEPS, probe._BLOCKS = 3, 1
-    for file in map(Path, files):
-        sys.path.insert(1, str(file.parent))
-        importlib.import_module(file.stem)
-    gc.freeze()  # what is loaded is shared with the forks for as long as nobody writes to it
+def main(folder: Path, *files: Path) -> None:
+    load(*files)
+    tests = os.pidfd_open(int(os.environ["PIPECTL_TESTS_PID"]))
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{address}.new")
+        listener.bind(str(folder / "socket"))
         listener.listen(100)
-        Path(f"{address}.new").rename(address)  # from now on there is an answer
-        asked: Any = Server(listener).serve()
-    if asked is not None:
-        become(asked, str(Path(address).with_name("python")))
+        print("ready", flush=True)
+        client = accepted(listener, tests)
+    if client is None:
+        return
+    said, inherited, _, _ = socket.recv_fds(client, 20, 4)
+    pid = os.fork()
+    if pid:
+        for number in inherited:
+            os.close(number)
+        watch(client, pid, tests)
+        os._exit(0)
+    client.close()
+    os.close(tests)
+    become(Path("/proc", said.decode()), inherited, str(folder / "python"))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*map(Path, sys.argv[1:]))

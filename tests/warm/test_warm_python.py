@@ -22,23 +22,19 @@ def run(python: str, *words: str, **how: Any) -> subprocess.CompletedProcess[str
     )
 
 
-def test_words_directory_environment_and_input_are_the_callers(
+def test_words_directory_environment_and_input_are_the_callers_and_draws_its_own(
     warm_python: str, tmp_path: Path
 ) -> None:
-    code = "import os, sys; print(sys.argv, os.getcwd(), os.environb[b'TEST_WORD'], input())"
-    how = {"cwd": tmp_path, "env": {**os.environ, "TEST_WORD": "é\udcff ü"}, "input": "in\n"}
-    warm, fresh = (
-        run(python, *ASK, code, "a", "b c", **how) for python in (warm_python, sys.executable)
-    )
-    assert (warm.returncode, warm.stderr) == (0, "")
-    assert warm.stdout == fresh.stdout != ""
-
-
-def test_draws_differ_from_process_to_process(warm_python: str) -> None:
-    """As those of two processes would, if a rank forgot to seed them."""
-    code = "import random, numpy; print(random.random(), numpy.random.random())"
-    found = [run(warm_python, *ASK, code).stdout.split() for _ in range(2)]
-    assert len({*found[0], *found[1]}) == 4
+    """Draws would be those of all forks, if a rank forgot to seed them."""
+    code = "import os, sys, random, numpy; print(sys.argv, os.getcwd(), os.environb[b'TEST_WORD'], "
+    code += "input()); print(random.random()); print(numpy.random.random())"
+    how = {"cwd": tmp_path, "env": {**os.environ, "TEST_WORD": "é\udcff\nü="}, "input": "in\n"}
+    pythons = (warm_python, warm_python, sys.executable)
+    done = [run(python, *ASK, code, "a", "", "b -m\nc", **how) for python in pythons]
+    assert [(each.returncode, each.stderr) for each in done] == [(0, "")] * 3
+    said, *draws = zip(*(each.stdout.splitlines() for each in done), strict=True)
+    assert len({*said}) == 1
+    assert len({*draws[0], *draws[1]}) == 6
 
 
 @pytest.mark.parametrize("end", ["sys.exit(7)", "1 / 0", "os.kill(os.getpid(), signal.SIGTERM)"])
@@ -51,13 +47,12 @@ def test_it_ends_as_a_fresh_one(warm_python: str, end: str) -> None:
 
 def test_it_ends_with_whoever_stands_in_for_it(warm_python: str) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    client = subprocess.Popen([warm_python, *ASK, code], stdout=subprocess.PIPE, text=True)
-    assert client.stdout is not None
-    forked = psutil.Process(int(client.stdout.readline()))
-    client.kill()
-    assert client.wait() == -signal.SIGKILL
+    with subprocess.Popen([warm_python, *ASK, code], stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        forked = psutil.Process(int(client.stdout.readline()))
+        client.kill()
+    assert client.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 60
     while forked.is_running() and forked.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    client.stdout.close()
