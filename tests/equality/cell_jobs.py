@@ -3,46 +3,47 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from cells import OVERLAPPING, Cell
+import yaml
+from cells import Cell, Kind
 from torch import Tensor
 
 from pipectl.capture import CapturedJob
 from pipectl.spec import JobSpec, load
 
+HERE = Path(__file__).resolve().with_name("models.py")
+
 
 @dataclass(frozen=True)
 class Model:
-    """A row of the table; names without a module are of models.py."""
+    """A row of the table: sections of a spec, and more of them."""
 
     factory: str
-    loss: str
-    data: str
-    metrics: str = "{}"
-    weight: str = "samples"
-    precision: str = "float32"
-    groups: str = "[]"
-    loss_scale: str = "{}"
-    on_nonfinite: str = "stop"
-    buckets: str = ""
+    loss: dict[str, str]
+    data: dict[str, Any]
+    metrics: dict[str, str] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    training: dict[str, Any] = field(default_factory=dict)
 
 
-def tokens(factory: str, **more: str) -> Model:
-    return Model(factory, "token_loss", **{"data": "Tokens", **more})
+def tokens(name: str, data: str = "Tokens", *, weight: str = "samples", **more: Any) -> Model:
+    loss = {"factory": f"{HERE}:token_loss", "weight": weight}
+    buckets = more.pop("buckets", {})
+    return Model(f"{HERE}:{name}", loss, {"factory": f"{HERE}:{data}", **buckets}, **more)
 
 
-def images(factory: str, **more: str) -> Model:
-    metrics = f"{{accuracy: '{HERE}:accuracy'}}"
-    loss = "torch.nn:CrossEntropyLoss"
-    return Model(factory, loss, **{"data": "Images", "metrics": metrics, **more})
+def images(name: str, data: str = "Images", **training: Any) -> Model:
+    loss, metrics = {"factory": "torch.nn:CrossEntropyLoss"}, {"accuracy": f"{HERE}:accuracy"}
+    data_of = {"factory": f"{HERE}:{data}"}
+    return Model(f"{HERE}:{name}", loss, data_of, metrics, training=training)
 
 
-OVERFLOWING = "{initial: 2097152, growth_interval: 2}"
+FLOAT16 = {"precision": "float16", "loss_scale": {"initial": 2097152, "growth_interval": 2}}
 """The first steps overflow, and later ones again."""
-HERE = Path(__file__).resolve().with_name("models.py")
 MODELS = {
     "gpt": tokens("gpt"),
     "tied": tokens("tied"),
@@ -50,18 +51,18 @@ MODELS = {
     "dense": images("dense"),
     "frozen": tokens(
         "frozen",
-        groups="[{match: '*.bias', weight_decay: 0.0}, {match: '*norm*', lr: 0.01}]",
+        groups=[{"match": "*.bias", "weight_decay": 0.0}, {"match": "*norm*", "lr": 0.01}],
     ),
-    "gpt_bf16": tokens("gpt", precision="bf16"),
-    "cnn_bf16": images("cnn", precision="bf16", data="SpoiltImages", on_nonfinite="skip"),
-    "gpt_float16": tokens("gpt", precision="float16", loss_scale=OVERFLOWING),
-    "cnn_float16": images("cnn", precision="float16", loss_scale=OVERFLOWING),
+    "gpt_bf16": tokens("gpt", training={"precision": "bf16"}),
+    "cnn_bf16": images("cnn", "SpoiltImages", precision="bf16", on_nonfinite="skip"),
+    "gpt_float16": tokens("gpt", training=FLOAT16),
+    "cnn_float16": images("cnn", **FLOAT16),
     "own_precision": tokens("own_precision"),
     "gpt_buckets": tokens(
         "gpt",
-        data="Sentences",
-        weight="valid_tokens",
-        buckets="buckets: [5, 12], pad: {inputs: 0, targets: -100},",
+        "Sentences",
+        weight=f"{HERE}:valid_tokens",
+        buckets={"buckets": [5, 12], "pad": {"inputs": 0, "targets": -100}},
     ),
 }
 BATCHES = {"divisible": (8, 4), "smaller_last": (7, 4), "few": (6, 1), "one_left_over": (5, 2)}
@@ -98,8 +99,8 @@ def captured(model: str, *, plain: bool) -> Captured:
 @cache
 def _captured(model: str, plain: bool) -> Captured:
     with tempfile.TemporaryDirectory() as folder:
-        text = spec_text(Cell(model, "gpipe", "divisible"), plain=plain)
-        (Path(folder) / "job.yaml").write_text(text)
+        cell = Cell(model, "gpipe", "divisible", plain=plain)
+        (Path(folder) / "job.yaml").write_text(spec_text(cell))
         job = CapturedJob(load(Path(folder) / "job.yaml"))
     for length in job.loader.lengths:
         job.training_graph(2, length)
@@ -108,38 +109,37 @@ def _captured(model: str, plain: bool) -> Captured:
     return Captured(job, {name: tensor.detach().clone() for name, tensor in job.states.items()})
 
 
-def spec_text(cell: Cell, *, plain: bool) -> str:
+def spec_text(cell: Cell) -> str:
     model = MODELS[cell.model]
     batch_size, micro_batches = BATCHES[cell.batch]
-    dropout = "{dropout: 0.0}" if plain else "{}"
-    optimizer = "AdamW', kwargs: {lr: 0.003}"
-    if cell.replicas or (plain and cell.model == "tied"):
+    optimizer: dict[str, Any] = {"factory": "torch.optim:AdamW", "kwargs": {"lr": 0.003}}
+    if cell.replicas or (cell.plain and cell.model == "tied"):
         # Where sums are rounded, Adam moves a weight by the full rate whatever a tiny gradient is.
-        optimizer = "SGD', kwargs: {lr: 0.1}"
-    steps, clip = MORE_STEPS.get(cell.model, STEPS), "0.5"
-    drop_last, every = "false", "null"
-    if cell.schedule in OVERLAPPING:
-        steps, clip, every = UNFLUSHED_STEPS, "null", UNFLUSHED_STRETCH
-        drop_last = "true" if micro_batches > 1 else "false"
-    held_out = f"data: {{factory: '{HERE}:{model.data}', kwargs: {{count: 11}}}}, batch_size: 4"
-    evaluation = f"{{{held_out}, every: {every}, metrics: {model.metrics}}}"
-    return f"""
-version: 1
-name: {cell}
-site_defaults: false
-model: {{factory: '{HERE}:{model.factory}', kwargs: {dropout}}}
-loss: {{factory: '{placed(model.loss)}', weight: '{placed(model.weight)}'}}
-data: {{factory: '{HERE}:{model.data}', {model.buckets} drop_last: {drop_last}}}
-optimizer: {{factory: 'torch.optim:{optimizer}, groups: {model.groups}}}
-lr_scheduler: {{factory: 'torch.optim.lr_scheduler:CosineAnnealingLR', kwargs: {{T_max: 12}}}}
-evaluation: {"null" if plain else evaluation}
-training:
-  {{steps: {steps}, batch_size: {batch_size}, seed: 3, clip_grad_norm: {clip},
-   precision: {model.precision}, loss_scale: {model.loss_scale},
-   on_nonfinite: {model.on_nonfinite}, compile: {str(cell.compiled).lower()}}}
-pipeline: {{micro_batches: {micro_batches}}}
-"""
-
-
-def placed(name: str) -> str:
-    return name if ":" in name or name == "samples" else f"{HERE}:{name}"
+        optimizer = {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.1}}
+    steps, clip, every, drop_last = MORE_STEPS.get(cell.model, STEPS), 0.5, None, False
+    if cell.kind is Kind.STALE:
+        steps, clip, every, drop_last = UNFLUSHED_STEPS, None, UNFLUSHED_STRETCH, micro_batches > 1
+    held_out = {"factory": model.data["factory"], "kwargs": {"count": 11}}
+    evaluation = {"data": held_out, "batch_size": 4, "every": every, "metrics": model.metrics}
+    cosine = "torch.optim.lr_scheduler:CosineAnnealingLR"
+    document = {
+        "version": 1,
+        "name": str(cell),
+        "site_defaults": False,
+        "model": {"factory": model.factory, "kwargs": {"dropout": 0.0} if cell.plain else {}},
+        "loss": model.loss,
+        "data": {**model.data, "drop_last": drop_last},
+        "optimizer": {**optimizer, "groups": model.groups},
+        "lr_scheduler": {"factory": cosine, "kwargs": {"T_max": 12}},
+        "evaluation": None if cell.plain else evaluation,
+        "training": {
+            "steps": steps,
+            "batch_size": batch_size,
+            "seed": 3,
+            "clip_grad_norm": clip,
+            "compile": cell.compiled,
+            **model.training,
+        },
+        "pipeline": {"micro_batches": micro_batches},
+    }
+    return yaml.safe_dump(document)

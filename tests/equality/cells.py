@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -54,6 +56,16 @@ BUCKETS = "gpt_buckets"
 """The model whose batches have several lengths."""
 
 
+class Kind(Enum):
+    """What a training is compared with."""
+
+    SAME = "one rank, to the bit"
+    REORDERED = "one rank, but gradients are added in another order"
+    STALE = "a simulation of its staleness"
+    REPLICAS = "one rank, within rounding"
+    PLAIN = "a loop in plain PyTorch"
+
+
 @dataclass(frozen=True)
 class Cell:
     """One training.
@@ -62,6 +74,7 @@ class Cell:
         memory: what stages do with what their backward needs; "" if they keep it.
         replicas: of each stage, or of each place in the round of stages; trained with SGD.
         way: how replicas share a micro-batch.
+        plain: without dropout, to be compared with a loop in plain PyTorch.
     """
 
     model: str
@@ -72,24 +85,34 @@ class Cell:
     way: str = "whole"
     shard: bool = False
     compiled: bool = False
+    plain: bool = False
 
     def __str__(self) -> str:
         parts = [self.model, self.schedule, self.batch, self.memory]
         if self.replicas:
             parts += ["x".join(map(str, self.replicas)), self.way]
             parts += ["sharded" * self.shard, "compiled" * self.compiled]
+        parts.append("plain" * self.plain)
         return "-".join(filter(None, parts))
 
     @property
-    def flushes(self) -> bool:
-        return self.schedule not in OVERLAPPING
+    def kind(self) -> Kind:
+        if self.plain:
+            return Kind.PLAIN
+        if self.replicas:
+            return Kind.REPLICAS
+        if self.schedule in OVERLAPPING:
+            return Kind.STALE
+        return Kind.REORDERED if OWN.get(self.schedule) else Kind.SAME
 
     @property
-    def reference(self) -> Cell:
+    def reference(self) -> Cell | None:
         """What it equals, trained on one rank."""
-        if self.replicas:
+        if self.kind is Kind.REPLICAS:
             return shared(self.model, 1, batch=self.batch)
-        return Cell(self.model, "gpipe", self.batch)
+        if self.kind in (Kind.SAME, Kind.REORDERED):
+            return Cell(self.model, "gpipe", self.batch)
+        return None
 
 
 def shared(
@@ -149,6 +172,9 @@ def every_cell(ranks: int) -> dict[str, Cell]:
     for cell in (*SHARED, *FURTHER_SHARED):
         if ranks in (1, sum(cell.replicas)):
             found.append(cell.reference if ranks == 1 else cell)
+    if ranks == 1:
+        flat = [cell for cell in found if cell.schedule == "1f1b" and not cell.replicas]
+        found += [replace(cell, plain=True) for cell in flat if not cell.memory]
     return {str(cell): cell for cell in found}
 
 
@@ -210,6 +236,10 @@ SAMPLE = {
         gpt-gpipe-smaller_last tied-interleaved-smaller_last cnn-zb-v-smaller_last
         gpt-pipedream-few gpt-pipedream-2bw-smaller_last
         gpt-pipedream-apart-few gpt-pipedream-2bw-apart-smaller_last
+        gpt-1f1b-one_left_over-plain gpt-1f1b-few-plain cnn-1f1b-smaller_last-plain
+        dense-1f1b-smaller_last-plain tied-1f1b-smaller_last-plain frozen-1f1b-smaller_last-plain
+        own_precision-1f1b-smaller_last-plain gpt_buckets-1f1b-smaller_last-plain
+        cnn_bf16-1f1b-smaller_last-plain cnn_float16-1f1b-smaller_last-plain
         """,
     2: """
         tied-1f1b-smaller_last tied-v-min-smaller_last-recompute
@@ -254,31 +284,16 @@ SAMPLE = {
 """Cells by number of ranks: every schedule and every use of memory with a model that has skips and
 with one that has tied weights, every other model in the schedules that treat it differently, and
 every kind of batch."""
-PLAIN = {
-    "gpt": ("one_left_over", "few"),
-    **dict.fromkeys(("cnn", "dense", "tied", "frozen", "own_precision", BUCKETS), (BATCH,)),
-    **dict.fromkeys(("cnn_bf16", "cnn_float16"), (BATCH,)),
-}
-"""Models, and their batches, that every run also trains on one rank and without dropout."""
 
 
+@cache
 def sampled(ranks: int) -> list[Cell]:
     """The cells that every run of the tests trains over so many ranks."""
     every = every_cell(ranks)
     chosen = [every[name] for name in SAMPLE[ranks].split()]
     chosen += [cell for cell in SHARED if sum(cell.replicas) == ranks]
     if ranks == 1:
-        chosen += [cell.reference for cell in FURTHER_SHARED]
-        chosen += [cell.reference for count in RANKS[1:] for cell in sampled(count) if cell.flushes]
-        chosen += [cell.reference for cell in chosen if cell.flushes]
+        others = [cell for count in RANKS[1:] for cell in sampled(count)]
+        references = [cell.reference for cell in (*FURTHER_SHARED, *others, *chosen)]
+        chosen += [cell for cell in references if cell is not None]
     return list(dict.fromkeys(chosen))
-
-
-def plain_cells(*, sample: bool) -> list[Cell]:
-    """What is trained without dropout, to be compared with a loop in plain PyTorch."""
-    every = [cell for cell in every_cell(1).values() if not cell.memory and not cell.replicas]
-    return [
-        cell
-        for cell in every
-        if cell.schedule == "1f1b" and (cell.batch in PLAIN.get(cell.model, ())) is sample
-    ]

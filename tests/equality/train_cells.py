@@ -1,11 +1,10 @@
 """Trains cells of the equality table on the ranks it is started on.
 
-Started as ``mpiexec -n RANKS python -m mpi4py train_cells.py DIRECTORY SET``. Set ``sample``: what
-every run of the tests trains; started on four, all of it that up to four train, since starting MPI
-takes long. Set ``others``: the rest of what so many ranks train. Every cell leaves its weights in
-``DIRECTORY/SET/<ranks>/<cell>``, and on one rank without dropout in ``DIRECTORY/SET/plain/<cell>``.
-A process captures each model once, or has it from the process that it was forked from; see
-all_captured.py.
+Started as ``mpiexec -n RANKS python -m mpi4py train_cells.py DIRECTORY SET``. Set ``sample``, on
+four ranks: what every run of the tests trains on up to four, since starting MPI takes long. Set
+``others``: the rest of what so many ranks train. Every cell leaves its weights in
+``DIRECTORY/SET/<ranks>/<cell>``. A process captures each model once, or has it from the process
+that it was forked from; see all_captured.py.
 """
 
 from __future__ import annotations
@@ -39,27 +38,20 @@ from pipectl.spec import load
 from pipectl.watch.board import Board
 
 
-def train(directory: Path, communicator: MPI.Comm, *, sample: bool, plain: bool = False) -> None:
+def train(directory: Path, communicator: MPI.Comm, *, sample: bool) -> None:
     """Every cell through a random cut, drawn by its number."""
-    folder = directory / ("plain" if plain else str(communicator.size))
-    if plain:
-        chosen = dict(enumerate(cells.plain_cells(sample=sample)))
-    else:
-        of_sample = set(cells.sampled(communicator.size))
-        every = enumerate(cells.every_cell(communicator.size).values())
-        chosen = {number: cell for number, cell in every if (cell in of_sample) is sample}
-    for number, cell in chosen.items():
-        train_cell(RunDirectory(folder / str(cell)), communicator, cell, number, plain=plain)
+    for number, cell in enumerate(cells.every_cell(communicator.size).values()):
+        if (cell in cells.sampled(communicator.size)) is sample:
+            run = RunDirectory(directory / str(communicator.size) / str(cell))
+            train_cell(run, communicator, cell, number)
 
 
-def train_cell(
-    run: RunDirectory, communicator: MPI.Comm, cell: Cell, number: int, *, plain: bool
-) -> None:
+def train_cell(run: RunDirectory, communicator: MPI.Comm, cell: Cell, number: int) -> None:
     if communicator.rank == 0:
         run.trace.mkdir(parents=True)
-        run.job.write_text(spec_text(cell, plain=plain))
+        run.job.write_text(spec_text(cell))
     communicator.Barrier()
-    job = captured(cell.model, plain=plain).of(load(run.job))
+    job = captured(cell.model, plain=cell.plain).of(load(run.job))
     graph = job.training_graph(2)
     plan, stages = plan_and_cut(graph, cell, communicator.size, number)
     lent = Lent(communicator)
@@ -75,16 +67,14 @@ def train_cell(
         (run.path / "notes.json").write_text(json.dumps(notes))
 
 
-def train_sample_on_four_and_fewer(directory: Path, world: MPI.Comm) -> None:
-    """On four ranks; on three beside one; on two beside the one that trains without dropout."""
+def train_sample(directory: Path, world: MPI.Comm) -> None:
+    """On four ranks, then on three beside one, then on two."""
     train(directory, world, sample=True)
     train(directory, world.Split(world.rank // 3), sample=True)
     barrier(world)  # which leaves the cores to those that still train
-    part = world.Split((0, 0, 1, 2)[world.rank])
+    pair = world.Split(world.rank // 2)
     if world.rank < 2:
-        train(directory, part, sample=True)
-    elif world.rank == 2:
-        train(directory, part, sample=True, plain=True)
+        train(directory, pair, sample=True)
     barrier(world)
 
 
@@ -129,9 +119,7 @@ if __name__ == "__main__":
     compile_quickly = partial(compile_stage, backend="aot_eager")
     stage_module.compile_stage = compile_quickly  # type: ignore[attr-defined]
     directory, world = Path(sys.argv[1]) / sys.argv[2], MPI.COMM_WORLD
-    if sys.argv[2] == "sample" and world.size == 4:
-        train_sample_on_four_and_fewer(directory, world)
+    if sys.argv[2] == "sample":
+        train_sample(directory, world)
     else:
-        train(directory, world, sample=sys.argv[2] == "sample")
-        if world.size == 1:
-            train(directory, world, sample=False, plain=True)
+        train(directory, world, sample=False)
