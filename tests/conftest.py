@@ -178,13 +178,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(partial(shutil.rmtree, os.environ[SHARED]))
 
 
-def warm_server(name: str, *files: Path) -> str:
+def warm_server(name: str, *modules: str) -> str:
     """A Python whose ``-m MODULE`` is a fork of one that has loaded torch, see tests/warm.
 
     The first process of a run that asks for it starts it.
 
     Args:
-        files: modules whose work is done for all that is started in this way.
+        modules: of tests/equality, whose work is done for all that is started in this way.
     """
     folder = Path(os.environ[SHARED], name)
     python, launcher = folder / "python", Path(sys.prefix) / "bin" / "mpiexec"
@@ -197,7 +197,7 @@ def warm_server(name: str, *files: Path) -> str:
             if launcher.exists():  # jobs look for it beside Python
                 (folder / "mpiexec").write_text(f'#!/bin/sh\nexec {quote(str(launcher))} "$@"\n')
                 (folder / "mpiexec").chmod(0o755)
-            command = [sys.executable, WARM / "server.py", folder, *files]
+            command = [sys.executable, WARM / "server.py", folder, *modules]
             server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
             STARTED.append(server)
             assert server.stdout is not None
@@ -221,7 +221,7 @@ def warm_python() -> str:
 
 @pytest.fixture(scope="session")
 def warm_python_of() -> Callable[..., str]:
-    """``warm_python_of(name, *files)``: see :func:`warm_server`."""
+    """``warm_python_of(name, *modules)``: see :func:`warm_server`."""
     return warm_server
 
 

@@ -1,14 +1,13 @@
 """A Python that has imported what takes long, and forks for every program it is asked to be.
 
 Importing torch and what captures models takes a rank longer than most tests train. The tests
-therefore start this once, as ``server.py FOLDER [FILE]``, and their ranks through client.py, which
-is ``FOLDER/python``: MPI starts clients, and the process of each rank is forked from here, with all
-that the file, a module, has made. It ends with the tests.
+therefore start this once, as ``server.py FOLDER [MODULE]``, and their ranks through client.py,
+which is ``FOLDER/python``: MPI starts clients, and the process of each rank is forked from here,
+with all that the module, of tests/equality, has made. It ends with the tests.
 """
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
 import multiprocessing
@@ -21,41 +20,30 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import mpi4py
 import numpy as np
 
-EQUALITY = Path(__file__).parents[1] / "equality"
-LOADED = (
+from pipectl.jobs import profiles
+from pipectl.link import RowTimes
+
+LOADED = [
     *("pipectl.cli", "pipectl.jobs.in_job", "pipectl.jobs.planning", "pipectl.jobs.prepare"),
     *("pipectl.jobs.submit", "pipectl.profiler.job", "pipectl.rehearsal"),
-    "pipectl.runtime.worker",
-)
-"""Nothing that starts a thread, which a fork would lack."""
-LEVELS = ("single", "funneled", "serialized", "multiple")
+]
 
 
-def load(*files: Path) -> None:
-    mpi4py.rc.initialize = False  # not before the fork
+def load(*modules: str) -> None:
+    """Nothing of it starts MPI or a thread, which a fork would lack."""
     for name in LOADED:
         importlib.import_module(name)
     # Profiles have the same times of rows: two ranks would measure them for seconds.
-    rows = importlib.import_module("pipectl.jobs.profiles")
-    times = rows.RowTimes(compute=5e-5, begin=1e-3, end=1e-3)
-    rows.user_cache = lambda _: None  # type: ignore[attr-defined]
-    rows.measure_rows = lambda *_: (times, "")  # type: ignore[attr-defined]
-    # Ranks that do measure them train a small model for a moment.
-    probe: Any = importlib.import_module("pipectl.runtime.row_probe")
-    probe.MAX_STEPS, probe._BLOCKS = 3, 1
-    sys.path.insert(1, str(EQUALITY))
-    from cell_jobs import captured
-
-    for model in ("gpt", "cnn"):  # what torch makes at its first export, all forks then have
-        captured(model, plain=False)
-    for file in files:
-        importlib.import_module(file.stem)
-    sys.path.remove(str(EQUALITY))
+    vars(profiles)["measure_rows"] = lambda *_: (RowTimes(compute=5e-5, begin=1e-3, end=1e-3), "")
+    vars(profiles)["user_cache"] = lambda _: None
+    sys.path.insert(1, str(Path(__file__).parents[1] / "equality"))
+    importlib.import_module("cell_jobs").captured("gpt", plain=False)  # the first takes long
+    for name in modules:
+        importlib.import_module(name)
+    del sys.path[1]
     gc.freeze()  # what is loaded is shared with the forks for as long as nobody writes to it
 
 
@@ -109,25 +97,7 @@ def become(client: Path, files: list[int], python: str) -> None:
     random.seed()
     np.random.seed()
     sys.argv = [module, *words]
-    if module == "mpi4py":
-        run_with_mpi()
-    else:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def run_with_mpi() -> None:
-    """MPI is started, and ended or aborted, as by importing it under ``-m mpi4py``."""
-    from mpi4py import MPI
-
-    level = os.environ.get("MPI4PY_RC_THREAD_LEVEL", LEVELS[-1])
-    MPI.Init_thread(LEVELS.index(level))  # MPI.THREAD_SINGLE and so on
-    try:
-        runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
-    except SystemExit as stop:
-        if not stop.code:
-            atexit.register(MPI.Finalize)
-        raise  # mpi4py aborts
-    atexit.register(MPI.Finalize)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def fork_instead_of_spawning() -> None:
@@ -142,8 +112,8 @@ def fork_instead_of_spawning() -> None:
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
-def main(folder: Path, *files: Path) -> None:
-    load(*files)
+def main(folder: Path, *modules: str) -> None:
+    load(*modules)
     tests = os.pidfd_open(int(os.environ["PIPECTL_TESTS_PID"]))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "socket"))
@@ -165,4 +135,4 @@ def main(folder: Path, *files: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
