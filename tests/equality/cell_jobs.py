@@ -91,13 +91,9 @@ class Captured:
         return self.job
 
 
+@cache
 def captured(model: str, *, plain: bool) -> Captured:
     """A model for training and evaluation; the first weights are those of the spec's seed."""
-    return _captured(model, plain and MODELS[model].factory != "cnn")  # which drops nothing
-
-
-@cache
-def _captured(model: str, plain: bool) -> Captured:
     with tempfile.TemporaryDirectory() as folder:
         cell = Cell(model, "gpipe", "divisible", plain=plain)
         (Path(folder) / "job.yaml").write_text(spec_text(cell))

@@ -41,18 +41,21 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, ranks:
     lanes = sorted(Cut(graph, stage_of, training=True).lanes)
     nodes = [tuple(n for n, s in stage_of.items() if s == stage) for stage in range(stages)]
     size = -(-batch_size // micro_batches)
-    schedule = PLANNED_AS.get(cell.schedule, cell.schedule)
+    fields = dict(MEMORY.get(cell.memory, {}))
+    if cell.schedule == "gpipe-inputs":
+        fields["recompute"] = True
+    at = places(cell.schedule, stages, ranks)
     plan = Plan(
         name=str(cell),
         fingerprint=graph.fingerprint,
-        schedule=schedule,
-        warm_up=warm_up_of(cell.schedule, stages, -(-batch_size // size), ranks),
+        schedule=PLANNED_AS.get(cell.schedule, cell.schedule),
+        warm_up=warm_up_of(cell.schedule, -(-batch_size // size), ranks, at),
         batch_size=batch_size,
         micro_batch_size=size,
         micro_batches=-(-batch_size // size),
         stages=tuple(
-            Stage(nodes[stage], (rank,), COST, **MEMORY.get(cell.memory, {}))
-            for stage, rank in enumerate(places(cell.schedule, stages, ranks))
+            Stage(nodes[stage], (rank,), COST, backward_ranks=tuple(backward), **fields)
+            for stage, (rank, *backward) in enumerate(at)
         ),
         transfers=tuple(Transfer(*lane, size_bytes=1) for lane in lanes),
         node_of_rank=(0,) * ranks,
@@ -61,23 +64,30 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Cell, ranks:
     if cell.schedule in OWN:
         listed = folded(ranks, micro_batches, falling=OWN[cell.schedule])
         plan = replace(plan, actions=listed.text, warm_up=listed.warm_up)
-    if cell.schedule in APART and ranks > 1:
-        plan = apart(plan, recompute=cell.schedule == "gpipe-inputs")
-    if cell.schedule in PAIRED:
-        plan = paired(plan, ranks)
-    if "blocks" in cell.memory:
-        plan = in_blocks(plan, graph)
-    return plan
+    return in_blocks(plan, graph) if "blocks" in cell.memory else plan
 
 
-def apart(plan: Plan, *, recompute: bool) -> Plan:
-    """Every backward on the rank behind that of its forward."""
-    ranks = [(stage.ranks[0] + 1) % plan.ranks for stage in plan.stages]
-    stages = (
-        replace(stage, backward_ranks=(rank,), recompute=recompute)
-        for stage, rank in zip(plan.stages, ranks, strict=True)
-    )
-    return replace(plan, stages=tuple(stages))
+def places(schedule: str, stages: int, ranks: int) -> list[tuple[int, ...]]:
+    """The rank of every stage, and another one if that has its backward."""
+    if schedule in V_SHAPED:
+        return [(rank,) for rank in (*range(ranks), *reversed(range(ranks)))]
+    if schedule in PAIRED:
+        return [tuple(range(ranks)[2 * stage :][:2]) for stage in range(stages)]
+    if schedule in APART and ranks > 1:
+        return [(stage % ranks, (stage + 1) % ranks) for stage in range(stages)]
+    return [(stage % ranks,) for stage in range(stages)]
+
+
+def warm_up_of(
+    schedule: str, micro_batches: int, ranks: int, at: list[tuple[int, ...]]
+) -> tuple[int, ...]:
+    if schedule == DEEPER:
+        return policy_b(len(at), micro_batches)
+    planned = "gpipe" if schedule in OWN else PLANNED_AS.get(schedule, schedule)
+    if schedule in PAIRED:
+        apart = [len(both) == 2 for both in at]
+        return default_warm_up(planned, len(at), micro_batches, apart=apart)
+    return default_warm_up(planned, len(at), micro_batches, ranks=ranks)
 
 
 def in_blocks(plan: Plan, graph: CapturedGraph) -> Plan:
@@ -91,33 +101,6 @@ def in_blocks(plan: Plan, graph: CapturedGraph) -> Plan:
         firsts = tuple(stage.nodes[place] for place in chosen)
         stages.append(replace(stage, blocks=Blocks(firsts, 1.0, 1.0, 2.0, 0, 0)))
     return replace(plan, stages=tuple(stages))
-
-
-def paired(plan: Plan, ranks: int) -> Plan:
-    """Two ranks for every stage, but for the last if there are too few."""
-    firsts = [2 * index for index in range(len(plan.stages))]
-    alone = [first + 1 < ranks for first in firsts]
-    stages = (
-        replace(stage, ranks=(first,), backward_ranks=(first + 1,) if two else ())
-        for stage, first, two in zip(plan.stages, firsts, alone, strict=True)
-    )
-    warm_up = default_warm_up(plan.schedule, len(alone), plan.micro_batches, apart=alone)
-    nodes = plan.node_of_rank[:1] * ranks
-    return replace(plan, stages=tuple(stages), warm_up=warm_up, node_of_rank=nodes)
-
-
-def warm_up_of(schedule: str, stages: int, micro_batches: int, ranks: int) -> tuple[int, ...]:
-    if schedule == DEEPER:
-        return policy_b(stages, micro_batches)
-    planned = "gpipe" if schedule in OWN else PLANNED_AS.get(schedule, schedule)
-    return default_warm_up(planned, stages, micro_batches, ranks=ranks)
-
-
-def places(schedule: str, stages: int, ranks: int) -> list[int]:
-    """The rank of every stage."""
-    if schedule in V_SHAPED:
-        return [*range(ranks), *reversed(range(ranks))]
-    return [stage % ranks for stage in range(stages)]
 
 
 def folded(ranks: int, micro_batches: int, *, falling: bool) -> Listed:
