@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from pipectl.batch import Array, JobRequest, Template, get_scheduler
 from pipectl.batch.script import render_variables
+from pipectl.runs import RunDirectory
 from pipectl.spec.models import Checkpoint, Environment, Launch, Pbs, Resources, Slurm
 
 T = TypeVar("T")
@@ -71,32 +72,36 @@ def lists_as_tuples(value):
 
 def write_script(request: JobRequest, *command: str, scheduler: str = "local") -> Path:
     """The script of a job whose launcher starts a command once, without MPI."""
-    directory = request.run_directory
-    for folder in (directory / "logs", directory / "errors"):
+    run = RunDirectory(request.run_directory)
+    for folder in (run.logs, run.errors):
         folder.mkdir(parents=True, exist_ok=True)
-    launcher, script = directory / "mpiexec", directory / "job.sh"
+    launcher = run.path / "mpiexec"
     launcher.write_text('#!/bin/bash\nshift 2\nexec "$@"\n')
     launcher.chmod(0o755)
     request = change(request, command=command, mpiexec=str(launcher))
-    script.write_text(get_scheduler(scheduler).render(request))
-    (directory / "variables.sh").write_text(render_variables(request))
-    return script
+    run.script.write_text(get_scheduler(scheduler).render(request))
+    run.variables.write_text(render_variables(request))
+    return run.script
 
 
-def start(request: JobRequest, *command: str) -> subprocess.Popen[str]:
-    """A local job that runs a command, as a process of this one."""
-    script = ["bash", str(write_script(request, *command))]
+def start(request: JobRequest, *command: str, scheduler: str = "local") -> subprocess.Popen[str]:
+    """A job that runs a command, as a process of this one."""
+    script = ["bash", str(write_script(request, *command, scheduler=scheduler))]
     streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(script, text=True, **streams)
 
 
-def run(request: JobRequest, *command: str) -> tuple[int, str]:
-    """The exit code and the output of a local job."""
-    process = start(request, *command)
+def end(process: subprocess.Popen[str], request: JobRequest) -> tuple[int, str]:
+    """The exit code and the output of a job."""
     output, _ = process.communicate(timeout=60)
-    exit_code = (request.run_directory / "exit_code").read_text()
+    exit_code = RunDirectory(request.run_directory).exit_code.read_text()
     assert exit_code == f"{process.returncode}\n"
     return process.returncode, output
+
+
+def run(request: JobRequest, *command: str, scheduler: str = "local") -> tuple[int, str]:
+    """The exit code and the output of a job that runs a command."""
+    return end(start(request, *command, scheduler=scheduler), request)
 
 
 def wait_until(condition: Callable[[], T], timeout_s: float = 60.0, pause_s: float = 0.02) -> T:

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from datetime import datetime
 from getpass import getuser
 from pathlib import Path
 
@@ -20,7 +21,7 @@ SAYS = re.compile(r"(\w+)(?: \[(\d+)\])? (says|fails with|as in|hangs) ?(.*)")
 SCRIPT = Path("/runs/job.sh")
 COMMANDS = {
     "slurm": ("sbatch", "squeue", "sacct", "scancel", "sinfo"),
-    "pbs": ("qsub", "qstat", "qselect", "qdel"),
+    "pbs": ("qsub", "qstat", "qselect", "qdel", "pbsnodes"),
 }
 HIDDEN = {
     "slurm": {"SBATCH_PARTITION", "SLURM_JOB_ID", "SLURM_NTASKS", "SQUEUE_PARTITION"},
@@ -31,9 +32,9 @@ HIDDEN = {
 def described(job_id, job):
     """Times of PBS are local."""
     words = [job_id, job.state, "" if job.exit_code is None else f"code {job.exit_code}", job.nodes]
-    is_local = "." in job_id
     for word, time in (("from", job.start), ("to", job.end)):
-        words.append("" if time is None else f"{word} {'then' if is_local else int(time)}")
+        if time is not None:
+            words.append(f"{word} {datetime.fromtimestamp(time) if '.' in job_id else int(time)}")
     return " ".join(word for word in [*words, f"({job.reason})"] if word and word != "()")
 
 
@@ -132,7 +133,7 @@ def test_no_variable_overrules_a_submission_and_a_missing_command_is_named(
 
 
 def test_undecodable_output_is_shown_as_it_can_be():
-    assert process.run(["bash", "-c", "printf 'a\\377b'"], cure="-").stdout == "a\ufffdb"
+    assert process.run(["/bin/bash", "-c", "printf 'a\\377b'"], cure="-").stdout == "a\ufffdb"
 
 
 def meaning(said):

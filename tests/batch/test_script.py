@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from job_requests import change, fields, run, start, wait_until, write_script
+from job_requests import change, end, fields, run, start, wait_until, write_script
 
 from pipectl.batch import Array, Template, get_scheduler
 from pipectl.batch.script import render_variables
@@ -45,10 +45,9 @@ def test_how_jobs_end(make_request, case):
         if "signal" in case:
             wait_until((request.run_directory / "ready").exists)
             process.send_signal(signal.Signals[f"SIG{case['signal']}"])
-        output, _ = process.communicate(timeout=60)
-        assert (output, process.returncode) == (case.get("output", output), case["code"])
-        assert "launched" not in output or case["code"] in {0, 75}
-        assert (request.run_directory / "exit_code").read_text() == f"{case['code']}\n"
+        code, output = end(process, request)
+        assert (code, output) == (case["code"], case.get("output", output))
+        assert "launched" not in output or code in {0, 75}
 
 
 def test_an_old_exit_code_is_removed_and_commands_at_the_end_see_the_new_one(make_request):
@@ -82,11 +81,12 @@ def test_ranks_see_the_variables_of_the_job_and_the_script_does_not(make_request
     variables = {"child": "1", "code": "1", "attempt": "1", "OMP_NUM_THREADS": "5"}
     request = make_request(cpus_per_task=4, progress="core", variables=variables)
     shown = "$OMP_NUM_THREADS $MKL_NUM_THREADS $PYTHONUNBUFFERED $child$code$attempt"
-    command = ("bash", "-c", f'echo "{shown} $PIPECTL_RUN_DIRECTORY"; pwd; exit 5')
-    code, output = run(request, *command)
-    directory = str(request.run_directory)
-    assert (code, output.splitlines()) == (5, [f"5 3 1 111 {directory}", directory])
-    assert (request.run_directory / "attempt").read_text() == "1\n"
+    own = f"${ATTEMPT} ${RUN_VARIABLE} ${SCRIPT}"
+    process = start(request, "bash", "-c", f'echo "{shown} {own}"; pwd; exit 5')
+    code, output = end(process, request)
+    directory = request.run_directory
+    assert (code, output) == (5, f"5 3 1 111 1 {directory} {process.pid}\n{directory}\n")
+    assert RunDirectory(directory).attempt.read_text() == "1\n"
 
 
 def test_variables_are_in_a_file_without_which_the_job_does_not_run(make_request):
@@ -202,9 +202,7 @@ def test_termination_before_the_setup_is_no_success(make_request):
     wait_until(reads)
     process.terminate()
     os.close(writers[0])
-    process.communicate(timeout=60)
-    assert process.returncode == 143
-    assert (request.run_directory / "exit_code").read_text() == "143\n"
+    assert end(process, request)[0] == 143
 
 
 SITE = Template(
@@ -280,18 +278,47 @@ def test_python_of_the_container_runs_with_the_same_words(make_request, tmp_path
     assert run(request, *own) == (0, 2 * f"{once}[\"it's\", 'a b']\n")
 
 
-def test_names_in_the_templates_are_those_that_python_reads(make_request):
-    request = make_request(checkpoint=Checkpoint(max_requeues=1), variables={"A": "1"})
-    text = "".join(get_scheduler(name).render(request) for name in ("local", "pbs"))
-    for name in (ATTEMPT, RUN_VARIABLE, SCRIPT):
-        assert f"export {name}=" in text
-    run = RunDirectory(Path("x"))
-    for path in (run.requeue_error, run.variables):
-        assert f'"${RUN_VARIABLE}/{path.name}"' in text
-    for path in (run.exit_code, run.attempt, run.resubmitted):
-        assert f"write_file {path.name} " in text
-
-
 def test_jinja_is_imported_only_to_render():
     code = "import sys, pipectl.batch, pipectl.jobs.state; sys.exit('jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+WAITS = "until [[ -e stop ]]; do sleep 0.05; done; : >stopped"
+
+
+def test_a_job_of_pbs_stops_before_the_walltime_and_submits_itself_again_if_the_site_lets_it(
+    pbs, make_request
+):
+    request = make_request(walltime=1, checkpoint=Checkpoint(max_requeues=1))
+    directory = RunDirectory(request.run_directory)
+    pbs.answer("qsub", stderr="qsub: Bad UID for job execution\n", rc=15)
+    assert run(request, "bash", "-c", WAITS, scheduler="pbs")[0] == 75
+    log = directory.job_log.read_text()
+    assert "qsub: Bad UID for job execution\npipectl: this job may not submit another" in log
+    assert directory.requeue_error.read_text() == "qsub: Bad UID for job execution\n"
+    assert not directory.resubmitted.exists()
+    pbs.answer("qsub", "12.vm\n")
+    directory.attempt.unlink()
+    for attempt in (1, 2):
+        assert run(request, "bash", "-c", WAITS, scheduler="pbs")[0] == 75
+        assert pbs.calls("qsub")[1:] == [["-C", "#PBS", str(directory.script)]], attempt
+    assert directory.resubmitted.read_text() == "12.vm\n"
+
+
+def test_a_job_of_pbs_that_is_deleted_does_not_come_back(pbs, make_request):
+    request = make_request(checkpoint=Checkpoint(max_requeues=1))
+    rank = "trap '' TERM; : >begun; until [[ -s stop ]]; do sleep 0.05; done; : >stopped"
+    job = start(request, "bash", "-c", rank, scheduler="pbs")
+    wait_until((request.run_directory / "begun").exists)
+    job.terminate()
+    assert end(job, request)[0] == 75
+    assert pbs.calls("qsub") == []
+
+
+def test_other_nodes_of_pbs_are_reached_by_the_task_manager(pbs, make_request):
+    pbs.answer("pbs_tmrsh")
+    rank = '"$HYDRA_LAUNCHER_EXEC" -x -q n2 "echo \'a  b\'" c; echo "$HYDRA_LAUNCHER"'
+    request = make_request(nodes=2)
+    assert run(request, "bash", "-c", rank, scheduler="pbs")[0] == 0
+    assert RunDirectory(request.run_directory).job_log.read_text() == "ssh\n"
+    assert pbs.calls("pbs_tmrsh") == [["n2", "/bin/bash", "-c", "echo 'a  b' c"]]
