@@ -263,6 +263,7 @@ def function(given) -> int:
         ("return given or 5", 1, "given or 5|: given"),
         ("while given > 0:\n    return given", 1, "may end without a result"),
         ("for _ in range(given):\n    pass\nelse:\n    given = 0\nreturn given", 1, "have no else"),
+        ("for each in given:\n    return 1\nreturn 0", np.zeros(3), "over ranges and tuples"),
         ("return +given", 1, "do not compute this"),
         ("return given**2", 1, "do not compute this with an? int"),
         ("return given // 2", 3.0, "do not compute this with an? float"),

@@ -278,6 +278,8 @@ def test_seeds_are_64_bit_differ_by_every_part_and_are_the_same_in_every_release
     assert len(seeds) == 4  # 12 and "12", and 2 and "2", read alike
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert seed_of(0, 1, 2) == 16458573689347739231
+    seed_operator(1, 2)
+    assert torch.default_generator.initial_seed() == 2185194620014831856
 
 
 def test_what_drops_nothing_draws_nothing(job_of) -> None:
