@@ -9,6 +9,7 @@ import pytest
 from formats import with_tables
 from job_requests import make_request
 from pages import CHECKOUT, PAGES, blocks
+from spec_reference import reference_markdown
 from typer import Context
 from typer.main import get_command
 
@@ -18,6 +19,7 @@ from pipectl.cli import app
 from pipectl.cli.app import INTERRUPTED
 from pipectl.cluster import Cluster
 from pipectl.profile import Profile
+from pipectl.spec.schema import json_schema, properties
 
 DOCS = CHECKOUT / "docs"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -89,6 +91,20 @@ def test_examples_of_files_are_accepted():
     profile = Profile.from_json(json.loads(examples["profile"]))
     assert (len(profile.operators), profile.assumptions) == (2, ())
     assert Cluster.from_json(json.loads(examples["cluster"])).ranks == 4
+
+
+def test_the_schema_and_the_reference_are_made_from_the_models_and_explain_every_key(snapshot):
+    page = DOCS / "spec-reference.md"
+    text = reference_markdown(page.read_text("utf-8"))
+    snapshot(page, text)
+    schema = json_schema()
+    written = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    snapshot(CHECKOUT / "configs" / "job.schema.json", written)
+    for section in (schema, *schema["$defs"].values()):
+        for name in properties(section):
+            rows = re.findall(rf"^\| `{name}` \| .+ \| .* \| (.*) \|$", text, re.MULTILINE)
+            assert rows, f"{name} is not in the reference"
+            assert all(rows), f"{name} has no meaning"
 
 
 @pytest.mark.parametrize("name", ["formats.md", "json.md"])

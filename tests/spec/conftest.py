@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipectl.spec import load
+from pipectl.spec import SpecFile
 from pipectl.spec.document import read_text, resolve
 from pipectl.spec.schema import json_schema
 
@@ -28,16 +28,24 @@ def minimal():
 
 
 @pytest.fixture
-def read(tmp_path, monkeypatch):
-    """Load a text as ``job.yaml`` of the current directory, without site files."""
+def spec_file(tmp_path, monkeypatch):
+    """A text as ``job.yaml`` of the current directory, above two site files."""
     monkeypatch.chdir(tmp_path)
 
-    def load_text(text, *overrides):
-        content = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-        Path("job.yaml").write_bytes(content)
-        return load(Path("job.yaml"), overrides, sites=())
+    def read_file(text, *overrides, machine="", user=""):
+        Path("job.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+        sites = {Path("machine.yaml"): machine, Path("user.yaml"): user}
+        for path, content in sites.items():
+            path.write_text(content)
+        return SpecFile.read(Path("job.yaml"), overrides, [*sites])
 
-    return load_text
+    return read_file
+
+
+@pytest.fixture
+def read(spec_file):
+    """Load such a text."""
+    return lambda text, *overrides: spec_file(text, *overrides).spec()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import SpecError
-from pipectl.spec import JobSpec, SpecFile, dump, load, site_files
+from pipectl.spec import JobSpec, dump, load, site_files
 
 SHORT = """\
 {version: 1, name: demo, model: a:model, loss: a:loss, data: a:data, optimizer: a:optimizer,
@@ -16,14 +16,11 @@ SHORT = """\
 
 
 @pytest.fixture
-def layered(tmp_path, minimal, monkeypatch):
+def layered(spec_file, minimal):
     """Read the minimal spec with additions above two site files, beside it."""
-    monkeypatch.chdir(tmp_path)
 
     def read_layers(machine="", user="", job="", *overrides):
-        for name, text in (("machine", machine), ("user", user), ("job", minimal + job)):
-            Path(f"{name}.yaml").write_text(text, encoding="utf-8")
-        return SpecFile.read(Path("job.yaml"), overrides, [Path("machine.yaml"), Path("user.yaml")])
+        return spec_file(minimal + job, *overrides, machine=machine, user=user)
 
     return read_layers
 

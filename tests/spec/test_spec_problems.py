@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import SpecError, UsageError
-from pipectl.spec import SpecFile, load
+from pipectl.spec import load
 
 WRONG_SPECS = Path(__file__).with_name("wrong_specs.txt")
 """Blocks of lines: what is added to the minimal spec (``~``: in place of the line of that key,
@@ -47,20 +47,20 @@ class Sgd:
 
 
 @pytest.fixture
-def problems(tmp_path, monkeypatch):
-    """What is wrong with a text, names and arguments in user code and points of a sweep included."""
-    monkeypatch.chdir(tmp_path)
+def problems(spec_file, tmp_path):
+    """What is wrong with a text, names and arguments in user code and points of a sweep included;
+    of overrides that are none, with the cure."""
     for name, code in CODE.items():
         Path(name).write_text(code)
 
     def check(text, *overrides, site=""):
-        Path("job.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-        Path("site.yaml").write_text(site)
         try:
-            file = SpecFile.read(Path("job.yaml"), overrides, [Path("site.yaml")])
+            file = spec_file(text, *overrides, user=site)
             file.points(file.spec(check_names=True))
-        except (SpecError, UsageError) as error:
+        except SpecError as error:
             return str(error.message).replace(str(tmp_path), "/home/me").split("\n")
+        except UsageError as error:
+            return [f"{error.message} ({error.cure})"]
         return []
 
     return check
@@ -92,35 +92,23 @@ def test_the_problems_of_wrong_specs(problems, by_schema, minimal, snapshot):
     snapshot(WRONG_SPECS, "\n\n".join(blocks) + "\n")
 
 
+HOW = " (write --set KEY=VALUE, such as --set pipeline.stages=4)"
+
+
 @pytest.mark.parametrize(
     ("text", "override", "message"),
     [
         ("pipeline:\n\tstages: 2", None, "job.yaml:8:1: not valid YAML: a tab cannot indent or start a value; use spaces"),
         ("output: {directory: a\x01}", None, "job.yaml:7:22: contains the unprintable character U+0001; remove it"),
         ("sweep: {points: [{? a" + ".a" * 5000 + " : 1}]}", None, f"job.yaml:7:10025: sweep.points[0].a{'.a' * 48}...: must be a key such as training.seed"),
-        ("", "name=\x1b", "--set name: contains the unprintable character U+001B; remove it"),
-        ("", "\x1b", "--set \\x1b: there is no '='"),
-        ("", "a" + ".a" * 5000 + "=1", f"--set a{'.a' * 48}...: there is no such key"),
+        ("", "name=\x1b", "--set name: contains the unprintable character U+001B; remove it (quote the value as YAML does)"),
+        ("", "\x1b", "--set \\x1b: there is no '='" + HOW),
+        ("", "a" + ".a" * 5000 + "=1", f"--set a{'.a' * 48}...: there is no such key{HOW}"),
     ],
     ids=range(6),
 )  # fmt: skip
 def test_messages_are_printable_and_short(problems, minimal, text, override, message):
     assert problems(minimal + text, *filter(None, [override])) == [message]
-
-
-@pytest.mark.parametrize(
-    ("override", "cure"),
-    [
-        ("pipeline.stages", "write --set KEY=VALUE, such as --set pipeline.stages=4"),
-        ("launch.args=[", "quote the value as YAML does"),
-    ],
-)
-def test_what_is_no_override_has_a_cure(read, minimal, override, cure):
-    with pytest.raises(UsageError) as caught:
-        read(minimal, override)
-    assert caught.value.cure == cure
-    with pytest.raises(SpecError, match="empty"):
-        read("", override)
 
 
 @pytest.mark.parametrize(

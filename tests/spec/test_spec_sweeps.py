@@ -8,13 +8,11 @@ from pipectl.spec import SpecFile, dump, load
 
 
 @pytest.fixture
-def points(tmp_path, monkeypatch, minimal):
+def points(spec_file, minimal):
     """The points of the minimal job with a text from line 7 on."""
-    monkeypatch.chdir(tmp_path)
 
     def read(text, *overrides):
-        Path("job.yaml").write_text(minimal + text)
-        file = SpecFile.read(Path("job.yaml"), overrides, ())
+        file = spec_file(minimal + text, *overrides)
         return file.points(file.spec())
 
     return read
