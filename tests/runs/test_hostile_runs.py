@@ -78,6 +78,7 @@ def everything_loaded():
     for package in (pipectl.batch, pipectl.cli, pipectl.jobs):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             import_module(module.name)
+    import_module("pipectl.runtime.checkpoint.export")
     for encoding in ("ascii", "utf-8-sig"):
         codecs.lookup(encoding)
 
@@ -135,6 +136,24 @@ def state_of(*places):
     return found
 
 
+JOB = """\
+version: 1
+name: demo
+model: {factory: "MODEL:build"}
+loss: {factory: "torch.nn:MSELoss"}
+data: {factory: "MODEL:data"}
+training: {steps: 4, batch_size: 8}
+resources: {nodes: 1, tasks_per_node: 2}
+site_defaults: false
+"""
+
+
+@pytest.fixture
+def code(place):
+    """A module with the names of the job, which makes a directory when it runs."""
+    return f"import os\nos.mkdir({str(place.mine / 'ran')!r})\nbuild = data = None\n"
+
+
 LOOKING = [
     ("status", "-d", "theirs"),
     ("status", "-d", "theirs", "--json"),
@@ -143,6 +162,7 @@ LOOKING = [
     ("logs", "last", "--script", "-d", "theirs"),
     ("report", "last", "-d", "theirs", "-o", "/dev/null"),
     ("report", "last", "-d", "theirs"),
+    ("export", "last", "-d", "theirs", "-o", "w"),
 ]
 SPOIL = {
     "links to mine": lambda path, mine: path.symlink_to(mine / ".bashrc"),
@@ -154,18 +174,29 @@ SPOIL = {
 }
 
 
+SHARD = {"file": "rank-0000.safetensors", "bytes": 0, "sha256": "0", "names": ["w"]}
+MANIFEST = {"version": 1, "step": 4, "micro_batch_size": 1, "updates": 4, "shards": [SHARD]}
+
+
 @pytest.mark.parametrize("kind", SPOIL)
-def test_looking_at_runs_of_others_writes_nothing_and_ends(place, kind):
+def test_looking_at_runs_of_others_and_exporting_their_weights_writes_and_runs_nothing_and_ends(
+    place, code, kind
+):
     """Whatever is in place of the files that commands read, or may write."""
 
     def spoil(run):
-        base = run.path.parent
+        base, checkpoint = run.path.parent, run.checkpoints / "step-000004"
         (base / ".cache").mkdir()
+        (run.path / "model.py").write_text(code)
+        run.job.write_text(JOB.replace("MODEL", str(run.path / "model.py")))
+        checkpoint.mkdir()
+        manifest = {**MANIFEST, "training": [], "aliases": {}}
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
         logs = [run.job_log, run.logs / "late-1-0.log"]
         for path in (
             run.lock, run.exit_code, run.heartbeat, run.resubmitted, run.metrics, run.script,
             run.plan, run.profile, run.attempt, run.error_of(0), run.trace / "step-000001.json",
-            base / ".cache/readings.cache", base / "demo.profile.json",
+            base / ".cache/readings.cache", base / "demo.profile.json", checkpoint / SHARD["file"],
             *(logs if "files" not in kind else []),
         ):  # fmt: skip
             path.unlink(missing_ok=True)
@@ -180,6 +211,7 @@ def test_looking_at_runs_of_others_writes_nothing_and_ends(place, kind):
         words = [str(place.theirs) if word == "theirs" else word for word in arguments]
         found = as_user(place.us, command(*words))
         assert "fault of pipectl" not in found.err, words
+        assert found.code == 3 or "export" not in words, found
     assert state_of(place.mine, place.theirs) == before
 
 
@@ -317,18 +349,6 @@ def test_names_that_mean_something_to_a_shell_or_terminal_are_no_runs(tmp_path):
     assert list_sweeps(tmp_path) == []
 
 
-JOB = """\
-version: 1
-name: demo
-model: {factory: "MODEL:build"}
-loss: {factory: "torch.nn:MSELoss"}
-data: {factory: "MODEL:data"}
-training: {steps: 4, batch_size: 8}
-resources: {nodes: 1, tasks_per_node: 2}
-site_defaults: false
-"""
-
-
 def put(user, path, text):
     """A file of a user that everybody may read."""
 
@@ -339,12 +359,6 @@ def put(user, path, text):
         return path
 
     return as_user(user, write)
-
-
-@pytest.fixture
-def code(place):
-    """A module with the names of the job, which makes a directory when it runs."""
-    return f"import os\nos.mkdir({str(place.mine / 'ran')!r})\nbuild = data = None\n"
 
 
 def test_no_code_of_others_runs_without_a_word(place, code):
@@ -383,25 +397,3 @@ def test_files_modules_and_packages_of_others_run_with_a_word_or_not_at_all(plac
     found = as_user(place.us, command("submit", str(job), "--dry-run", "--scheduler", "slurm"))
     assert f"warning: {who}; its code runs as you" in found.err
     assert not (place.mine / "ran").exists()
-
-
-def test_export_takes_weights_of_others_and_runs_nothing(place, code):
-    def spoil(run):
-        model = run.path / "model.py"
-        model.write_text(code)
-        run.job.write_text(JOB.replace("MODEL", str(model)))
-        checkpoint = run.checkpoints / "step-000004"
-        checkpoint.mkdir()
-        os.mkfifo(checkpoint / "rank-0000.safetensors")
-        shard = {"file": "rank-0000.safetensors", "bytes": 0, "sha256": "0", "names": ["w"]}
-        document = {"version": 1, "step": 4, "micro_batch_size": 1, "updates": 4}
-        document |= {"shards": [shard], "training": [], "aliases": {}}
-        (checkpoint / "manifest.json").write_text(json.dumps(document))
-
-    import_module("pipectl.runtime.checkpoint.export")
-    their_run(place, spoil)
-    before = state_of(place.theirs)
-    found = as_user(place.us, command("export", "last", "-d", str(place.theirs), "-o", "w"))
-    assert found.code == 3, found
-    assert not (place.mine / "ran").exists()
-    assert state_of(place.theirs) == before

@@ -7,13 +7,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from job_requests import wait_until
 
 from pipectl.batch import JobState
 from pipectl.batch.slurm import SlurmScheduler
@@ -105,13 +105,12 @@ def wait_for(lab):
 
     def wait(job_id, *states, timeout_s=180.0):
         wanted = states or tuple(state for state in JobState if state.final)
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            status = SlurmScheduler().query([job_id])[job_id]
-            if status.state in wanted:
-                return status
-            time.sleep(0.1)
-        raise AssertionError(f"job {job_id} is {status}, not one of {wanted}")
+
+        def status():
+            found = SlurmScheduler().query([job_id])[job_id]
+            return found if found.state in wanted else None
+
+        return wait_until(status, timeout_s, 0.1)
 
     return wait
 
