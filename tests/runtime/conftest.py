@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import outcome
 import pytest
-import torch
 import yaml
 
-from pipectl.runs import RunDirectory, checkpoints
-from pipectl.runtime import checkpoint
+from pipectl.runs import RunDirectory
 from pipectl.spec import JobSpec, load
 
 PARTS = Path(__file__).with_name("job_parts.py")
@@ -70,12 +69,8 @@ def trained_alone(make_run: Callable[..., RunDirectory], train) -> RunDirectory:
 def different() -> Callable[[RunDirectory, RunDirectory], list[str]]:
     """``different(run, other)``: what differs in the weights of their newest checkpoints."""
 
-    def compare(run: RunDirectory, other: RunDirectory) -> list[str]:
-        one, two = (checkpoints(each.checkpoints)[0] for each in (run, other))
-        assert one.name == two.name
-        first, second = checkpoint.load(one), checkpoint.load(two)
-        assert first.keys() == second.keys()
-        return [name for name in first if not torch.equal(first[name], second[name])]
+    def compare(*runs: RunDirectory) -> list[str]:
+        return outcome.different(*(outcome.weights(run.path) for run in runs))
 
     return compare
 
