@@ -6,91 +6,66 @@ from pipectl.spec import references
 from pipectl.spec.references import parse, user_sources
 
 FACTORIES = ("./model.py:build", "mine.model:build", "theirs:f", "torch.nn:MSELoss")
+BESIDE_THE_JOB = {
+    "model": "import layers, a\nimport os, torch, no_such\nfrom nets.big import Big\n"
+    "from src.models.gpt import Gpt\nimport broken\n",
+    "layers": "from blocks import Block\n",
+    "blocks": "def f():\n    import inner.deep as d\n",
+    "inner/deep": "",
+    # Packages and relative imports.
+    "nets/__init__": "from . import common\n",
+    "nets/big": "from .parts import (\n    attention,\n)\nfrom ..nets import extra\n",
+    "nets/common": "",
+    "nets/extra": "",
+    "nets/parts/__init__": "",
+    "nets/parts/attention": "from ..common import x\n",
+    # Packages that are directories alone.
+    "src/models/gpt": "from . import blocks",
+    "src/models/blocks": "",
+    # A cycle.
+    "a": "import b, model",
+    "b": "import a",
+    # What is no Python imports nothing.
+    "broken": "import unused\nthis is no python",
+    "unused": "",
+    "nets/unused": "",
+    "src/models/unused": "",
+}
+ON_THE_SEARCH_PATH = {
+    "model": "import shared.mine, shared.theirs, whole.part, whole.inner.part\nimport same, json",
+    "work/mine/__init__": "",
+    "work/mine/data": "",
+    "work/mine/model": "from mine import data",
+    "site-packages/theirs": "",
+    # Directories of one name are one package unless one has its own file.
+    "site-packages/shared/theirs": "",
+    "work/shared/mine": "",
+    "whole/part": "",
+    "work/whole/__init__": "",
+    "work/whole/inner/part": "",
+    # Libraries hide what stands behind them.
+    "work/same": "",
+    "json": "",
+    "site-packages/same": "",
+    "site-packages/json": "",
+}
 
 
 @pytest.mark.parametrize(
     ("files", "found"),
     [
-        pytest.param(
-            {
-                "model": "import layers\nimport os, torch, no_such\n",
-                "layers": "from blocks import Block\n",
-                "blocks": "def f():\n    import inner.deep as d\n",
-                "inner/deep": "",
-                "unused": "",
-            },
-            "blocks inner/deep layers",
-            id="modules",
+        (
+            BESIDE_THE_JOB,
+            "model layers blocks inner/deep nets/__init__ nets/big nets/common nets/extra "
+            "nets/parts/__init__ nets/parts/attention src/models/gpt src/models/blocks a b broken",
         ),
-        pytest.param(
-            {
-                "model": "from nets.big import Big\n",
-                "nets/__init__": "from . import common\n",
-                "nets/big": "from .parts import (\n    attention,\n)\nfrom ..nets import extra\n",
-                "nets/common": "",
-                "nets/extra": "",
-                "nets/unused": "",
-                "nets/parts/__init__": "",
-                "nets/parts/attention": "from ..common import x\n",
-            },
-            "nets/__init__ nets/big nets/common nets/extra nets/parts/__init__ "
-            "nets/parts/attention",
-            id="packages and relative imports",
-        ),
-        pytest.param(
-            {
-                "model": "from src.models.gpt import Gpt",
-                "src/models/gpt": "from . import blocks",
-                "src/models/blocks": "",
-                "src/models/unused": "",
-            },
-            "src/models/blocks src/models/gpt",
-            id="packages that are directories alone",
-        ),
-        pytest.param(
-            {"model": "import a", "a": "import b, model", "b": "import a"},
-            "a b model",
-            id="a cycle",
-        ),
-        pytest.param(
-            {"model": "import broken", "broken": "import other\nthis is no python"},
-            "broken",
-            id="no Python",
-        ),
-        pytest.param(
-            {
-                "model": "import shared.mine, shared.theirs, whole.part, whole.inner.part",
-                "site-packages/shared/theirs": "",
-                "work/shared/mine": "",
-                "whole/part": "",
-                "work/whole/__init__": "",
-                "work/whole/inner/part": "",
-            },
-            "work/shared/mine work/whole/__init__ work/whole/inner/part",
-            id="directories of one name are one package unless one has its own file",
-        ),
-        pytest.param(
-            {
-                "work/mine/__init__": "",
-                "work/mine/data": "",
-                "work/mine/model": "from mine import data",
-                "site-packages/theirs": "",
-            },
-            "work/mine/__init__ work/mine/data work/mine/model",
-            id="modules along the search path",
-        ),
-        pytest.param(
-            {
-                "model": "import same, json",
-                "work/same": "",
-                "json": "",
-                "site-packages/same": "",
-                "site-packages/json": "",
-            },
-            "",
-            id="libraries hide what stands behind them",
+        (
+            ON_THE_SEARCH_PATH,
+            "work/mine/__init__ work/mine/data work/mine/model work/shared/mine "
+            "work/whole/__init__ work/whole/inner/part",
         ),
     ],
+    ids=["beside the job", "on the search path"],
 )
 def test_which_files_stand_behind_a_factory(tmp_path, monkeypatch, files, found):
     for name, text in files.items():
