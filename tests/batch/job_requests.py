@@ -71,14 +71,15 @@ def lists_as_tuples(value):
 
 
 def write_script(request: JobRequest, *command: str, scheduler: str = "local") -> Path:
-    """The script of a job whose launcher starts a command once, without MPI."""
+    """The script of a job; with a command, its launcher starts that once, without MPI."""
     run = RunDirectory(request.run_directory)
     for folder in (run.logs, run.errors):
         folder.mkdir(parents=True, exist_ok=True)
-    launcher = run.path / "mpiexec"
-    launcher.write_text('#!/bin/bash\nshift 2\nexec "$@"\n')
-    launcher.chmod(0o755)
-    request = change(request, command=command, mpiexec=str(launcher))
+    if command:
+        launcher = run.path / "mpiexec"
+        launcher.write_text('#!/bin/bash\nshift 2\nexec "$@"\n')
+        launcher.chmod(0o755)
+        request = change(request, command=command, mpiexec=str(launcher))
     run.script.write_text(get_scheduler(scheduler).render(request))
     run.variables.write_text(render_variables(request))
     return run.script

@@ -31,6 +31,7 @@ SMALLER = {"layers": 2, "megabytes": 0.3, "windows": 16}
 _BLOCK = re.compile(r"^( *)```(sh|console)(?: (\w+))?\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _ON_A_TERMINAL = re.compile(r"pipectl .*(--watch|-w\b)")
 _TERMINAL_S = 4
+"""After which Ctrl-C ends a view."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ def _line(line: str) -> str:
     if "fails" in comment:
         return f"if {command}; then echo 'did not fail' >&2; exit 1; fi"
     if _ON_A_TERMINAL.search(command):
-        program = [sys.executable, str(Path(__file__).with_name("terminal.py")), str(_TERMINAL_S)]
-        return command.replace("pipectl", f"{shlex.join(program)} pipectl", 1)
+        ended = shlex.quote(f"/usr/bin/timeout --foreground -s INT {_TERMINAL_S} {command}")
+        return f"/usr/bin/script -qec {ended} /dev/null || [[ $? == 124 ]]"
     return line
 
 

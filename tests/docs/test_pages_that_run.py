@@ -24,7 +24,7 @@ SHORTER = {
     "pipectl submit job.yaml": "{} --set training.steps=20 --set evaluation.every=20",
 }
 """Commands that do the same with less: measure for a shorter time, train a smaller model."""
-CONTROL = re.compile(r"\x1b\[[^A-Za-z]*[A-Za-z]|\^C")  # of what draws on a terminal
+CONTROL = re.compile(r"\x1b\[[^A-Za-z]*[A-Za-z]")  # of what draws on a terminal
 DEPENDS_ON_TIMES = (
     *("bottleneck:", "it waits:", "faster:", "sum gradients", "search:", "per step"),
     *("waiting", "stage "),

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_requests import change, make_request, wait_until
+from job_requests import change, make_request, wait_until, write_script
 
 from pipectl.batch import JobRequest, JobState, Template
 from pipectl.batch.launchers import kind_of
-from pipectl.batch.script import render_variables
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import SchedulerError
 from pipectl.runs import RunDirectory, read_errors, read_exit_code
@@ -48,12 +47,9 @@ def request_of(lab, tmp_path):
 
 
 def submit(request: JobRequest, tick_s: float = 5) -> str:
-    run = RunDirectory(request.run_directory)
-    for folder in (run.logs, run.errors):
-        folder.mkdir(parents=True, exist_ok=True)
-    run.script.write_text(SLURM.render(request).replace("tick_s=5", f"tick_s={tick_s}"))
-    run.variables.write_text(render_variables(request))
-    return SLURM.submit(run.script, request)
+    script = write_script(request, scheduler="slurm")
+    script.write_text(script.read_text().replace("tick_s=5", f"tick_s={tick_s}"))
+    return SLURM.submit(script, request)
 
 
 def ask(*command: str) -> str:
