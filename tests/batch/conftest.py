@@ -11,13 +11,8 @@ from fakes import DATA, FakeCommands
 @pytest.fixture
 def pbs(tmp_path, monkeypatch):
     """Programs that hide all others but those of the system."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    fake = FakeCommands(folder, DATA / "pbs")
-    for command in ("qsub", "qstat"):
-        fake.answer(command)
-    return fake
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    return FakeCommands(tmp_path / "bin", "pbs")
 
 
 @pytest.fixture

@@ -18,15 +18,20 @@ exit "$(cat "$here/$name.rc")"
 """
 
 
+COMMANDS = {
+    "slurm": ("sbatch", "squeue", "sacct", "scancel", "sinfo"),
+    "pbs": ("qsub", "qstat", "qselect", "qdel", "pbsnodes"),
+}
+
+
 class FakeCommands:
-    """The commands of a batch system as scripts in one folder on PATH.
+    """The commands of a batch system as scripts in a new folder; at first they say nothing."""
 
-    Args:
-        samples: folder of their recorded outputs.
-    """
-
-    def __init__(self, folder, samples):
-        self.folder, self._samples = folder, samples
+    def __init__(self, folder, system):
+        folder.mkdir()
+        self.folder, self.names, self._samples = folder, COMMANDS[system], DATA / system
+        for name in self.names:
+            self.answer(name)
 
     def answer(self, command, stdout="", stderr="", rc=0):
         for stream, text in (("stdout", stdout), ("stderr", stderr), ("rc", str(rc))):

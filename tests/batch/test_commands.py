@@ -7,7 +7,7 @@ from getpass import getuser
 from pathlib import Path
 
 import pytest
-from fakes import DATA, FakeCommands
+from fakes import FakeCommands
 from job_requests import check_table
 
 from pipectl.batch import JobState, get_scheduler, process
@@ -19,10 +19,6 @@ HERE = Path(__file__).parent
 SCENE = re.compile(r"(slurm|pbs): .*")
 SAYS = re.compile(r"(\w+)(?: \[(\d+)\])? (says|fails with|as in|hangs) ?(.*)")
 SCRIPT = Path("/runs/job.sh")
-COMMANDS = {
-    "slurm": ("sbatch", "squeue", "sacct", "scancel", "sinfo"),
-    "pbs": ("qsub", "qstat", "qselect", "qdel", "pbsnodes"),
-}
 HIDDEN = {
     "slurm": {"SBATCH_PARTITION", "SLURM_JOB_ID", "SLURM_NTASKS", "SQUEUE_PARTITION"},
     "pbs": {"PBS_DPREFIX", "PBS_JOBID"},
@@ -42,11 +38,8 @@ class Scene:
     """A scheduler, and the commands of its batch system."""
 
     def __init__(self, system, folder, make_request):
-        folder.mkdir()
         self.scheduler, self.make_request = get_scheduler(system), make_request
-        self.fake, self.commands = FakeCommands(folder, DATA / system), COMMANDS[system]
-        for command in self.commands:
-            self.fake.answer(command)
+        self.fake = FakeCommands(folder, system)
 
     def prepare(self, command, code, how, text):
         (self.fake.folder / f"{command}.hang").unlink(missing_ok=True)
@@ -81,7 +74,7 @@ class Scene:
 
     def ask(self, question):
         """The answer or the error, and what was run."""
-        before = {command: len(self.fake.calls(command)) for command in self.commands}
+        before = {command: len(self.fake.calls(command)) for command in self.fake.names}
         try:
             yield from self.answer(question)
         except SchedulerError as error:
