@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipectl.errors import DataFileError, UsageError
-from pipectl.files import make_directory, make_directory_of, read_json, write_json, write_text
+from pipectl.files import make_directory, make_directory_of, read_json, write_text
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,6 @@ def test_a_directory_that_cannot_be_made_or_written_is_named_with_the_reason(tmp
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
     with pytest.raises(UsageError, match="inner: cannot be written: Read-only file system"):
         make_directory(tmp_path / "inner")
-
-
-def test_json_comes_back_as_it_was_written(tmp_path):
-    value = {"a": [1, 2.5, None, "ä"], "b": {}}
-    write_json(tmp_path / "x", value)
-    assert read_json(tmp_path / "x", cure="write it") == value
 
 
 @pytest.mark.parametrize(

@@ -54,14 +54,6 @@ def test_what_is_no_duration_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "00:00:00"), (3661, "01:01:01"), (360_000, "100:00:00")]
-)
-def test_a_clock_has_two_digits_or_more(seconds, text):
-    assert units.format_clock(seconds) == text
-    assert units.parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize(
     ("seconds", "text"),
     [
         (0.0, "0.00 us"), (2e-6, "2.00 us"), (0.0123, "12.3 ms"), (1.25, "1.25 s"),
