@@ -43,6 +43,7 @@ from pipectl.units import format_bytes
 RANKS, MICRO_BATCHES, SAMPLES = 2, 16, 4
 """Of the trained job; samples of a micro-batch."""
 STEPS, ROUNDS = 6, 3
+"""Of the first way; others train as many samples."""
 GPIPE = PlanRequest(
     "gpt",
     MICRO_BATCHES * SAMPLES,
@@ -86,7 +87,8 @@ def train(
 def train_plan(folder: Path, profile: Profile, plan: Plan) -> Mapping[str, Any]:
     """What ``status`` says of a job with this plan, which no spec may ask for."""
     run = RunDirectory.create(folder / "runs", plan.schedule, 0.0)
-    changes = [f"training.steps={STEPS}", f"training.batch_size={plan.batch_size}"]
+    steps = STEPS * load(folder / "job.yaml").training.batch_size // plan.batch_size
+    changes = [f"training.steps={steps}", f"training.batch_size={plan.batch_size}"]
     run.job.write_text(dump(load(folder / "job.yaml", changes)))
     profile.save(run.profile)
     plan.save(run.plan)
