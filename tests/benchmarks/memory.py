@@ -11,6 +11,7 @@ forward time``. Accelerators, PipeDream and PipeFB are on
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import tempfile
@@ -24,7 +25,6 @@ from jobs import (
     cluster_of,
     gpt,
     peak_of,
-    pipectl,
     print_table,
     profiled,
     run_ranks,
@@ -36,7 +36,7 @@ from pipectl.jobs.job import TIGHT_HEAP
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
-from pipectl.runs import RunDirectory
+from pipectl.runs import RunDirectory, read_metrics
 from pipectl.spec import dump, load
 from pipectl.units import format_bytes
 
@@ -61,8 +61,8 @@ WAYS = {
 }
 SMALL = PlanRequest("gpt", 32, micro_batches=8, stages=4, offload_to=OffloadTarget.DISK)
 """Of the jobs of the thesis."""
-Runs = Mapping[str, Sequence[Mapping[str, Any]]]
-"""What ``status`` says of jobs, by their way to save memory."""
+Runs = Mapping[str, Sequence[tuple[int, float]]]
+"""Peak of the fullest rank and median step of every job, by its way to save memory."""
 
 
 def train(
@@ -84,8 +84,8 @@ def train(
     return plans, {way: [turn[way] for turn in turns] for way in plans}
 
 
-def train_plan(folder: Path, profile: Profile, plan: Plan) -> Mapping[str, Any]:
-    """What ``status`` says of a job with this plan, which no spec may ask for."""
+def train_plan(folder: Path, profile: Profile, plan: Plan) -> tuple[int, float]:
+    """Peak and step of a job with this plan, which no spec may ask for."""
     run = RunDirectory.create(folder / "runs", plan.schedule, 0.0)
     steps = STEPS * load(folder / "job.yaml").training.batch_size // plan.batch_size
     changes = [f"training.steps={steps}", f"training.batch_size={plan.batch_size}"]
@@ -94,7 +94,9 @@ def train_plan(folder: Path, profile: Profile, plan: Plan) -> Mapping[str, Any]:
     plan.save(run.plan)
     offloads = any(stage.offload for stage in plan.stages)
     run_ranks("pipectl.runtime.worker", run, plan.ranks, TIGHT_HEAP if offloads else NOTHING)
-    return pipectl(folder, "status", str(run.path))
+    ranks = json.loads(run.heartbeat.read_text())["ranks"]
+    steps_s = [line.step_time_s for line in read_metrics(run) if line.step_time_s is not None]
+    return max(rank["peak_bytes"] for rank in ranks), statistics.median(steps_s)
 
 
 def comparison(
@@ -104,8 +106,7 @@ def comparison(
 
     def measured(way: str) -> tuple[float, float]:
         assert runs is not None
-        peaks = [max(peak["measured_bytes"] for peak in run["peaks"]) for run in runs[way]]
-        steps_s = [run["step_time_s"] for run in runs[way]]
+        peaks, steps_s = zip(*runs[way], strict=True)
         return statistics.median(peaks), plans[way].batch_size / statistics.median(steps_s)
 
     def predicted(way: str) -> tuple[float, float]:
