@@ -49,8 +49,6 @@ VALUES = st.sampled_from(
      2**63, 10**400, [], {}, [[]], [None], [0], ["x"], {"x": {}}, {"": 0}, DEEP]
 )  # fmt: skip
 ACTIONS = st.sampled_from(["delete", "double", "retype", "swap", "rename", "scale"])
-TEXTS = st.sampled_from(["whole", "whole", "whole", "cut", "bytes", "utf-16", "latin", "nested",
-                         "digits", "twice", "bom", "empty"])  # fmt: skip
 
 
 def places(document: Any) -> list[tuple[Any, Any]]:
@@ -87,22 +85,21 @@ def change(document: Any, draw: Callable[..., Any]) -> None:
 
 
 def damage(text: str, draw: Callable[..., Any]) -> bytes:
-    """Damage the bytes of a text."""
-    how, place = draw(TEXTS), draw(st.integers(0, len(text)))
-    octets = text.encode("utf-8", "surrogatepass")
-    if how == "cut":
-        return octets[:place]
-    if how == "bytes":
-        return octets[:place] + draw(st.binary(max_size=6)) + octets[place:]
-    if how == "nested":
-        return octets[:place] + b"[" * 100_000
-    if how == "digits":
-        return octets[:place] + b"9" * 5000 + octets[place:]
-    if how == "twice":
-        return octets + octets
-    if how in ("utf-16", "latin"):
-        return text.encode({"latin": "latin-1"}.get(how, how), "replace")
-    return {"bom": b"\xef\xbb\xbf" + octets, "empty": b""}.get(how, octets)
+    """Damage the bytes of a text, or leave them as they are."""
+    octets, place = text.encode("utf-8", "surrogatepass"), draw(st.integers(0, len(text)))
+    begin, end = octets[:place], octets[place:]
+    damaged = [
+        b"",
+        begin,
+        begin + draw(st.binary(max_size=6)) + end,
+        begin + b"9" * 5000 + end,
+        begin + b"[" * 100_000,
+        octets * 2,
+        b"\xef\xbb\xbf" + octets,
+        text.encode("utf-16", "replace"),
+        text.encode("latin-1", "replace"),
+    ]
+    return draw(st.sampled_from([octets, octets, octets, *damaged]))
 
 
 NODES = [
