@@ -1,6 +1,6 @@
 """The resident memory of a rank: which part the reported peak counts, and what it keeps.
 
-Started as a program with a name of its functions, it prints what such a rank holds, in bytes.
+Started as a program with the name of a function, it is such a rank.
 """
 
 import os
@@ -27,37 +27,40 @@ def resident() -> int:
     return psutil.Process().memory_info().rss
 
 
-def with_a_copy() -> None:
-    """Its peak while a copy is made, beside it, after it, and with what is larger then."""
+def a_copy_for_a_checkpoint_does_not_count() -> None:
+    """While it is made, beside it, behind it, and where more is needed later."""
     device = CpuDevice()
     first = device.peak_bytes()
-    copy = torch.ones(2**26)
+
+    def peak() -> float:
+        return (device.peak_bytes() - first) / MIB
+
+    copy = torch.ones(2**26)  # of 256 MiB
     device.begin_copy(copy.nbytes)
-    during = device.peak_bytes()
+    assert peak() < 8
     kept = [torch.ones(2**24)]
-    beside = device.peak_bytes()
+    assert peak() == pytest.approx(64, abs=8)
     del copy
     device.end_copy()
-    after = device.peak_bytes()
+    assert peak() < 72
     kept.append(torch.ones(2**25))
-    print(during - first, beside - first, after - first, device.peak_bytes() - first)
+    assert peak() == pytest.approx(192, abs=16)
 
 
-def with_dropped_parameters() -> None:
-    """What it keeps of its own parameters and those of others, and what a step adds."""
+def parameters_of_other_ranks_return_to_the_system_and_memory_of_steps_stays() -> None:
     return_freed_memory()
     first = resident()
     rows = [(torch.ones(2**18), torch.ones(2**18), torch.ones(8)) for _ in range(64)]
     keep_freed_memory()
     rows = [(own, small) for own, _, small in rows]
     after_drop = resident()
+    assert after_drop - first == pytest.approx(64 * MIB, abs=16 * MIB)
     gradients = [torch.ones(2**18) for _ in range(64)]
     del gradients
-    print(after_drop - first, resident() - after_drop)
+    assert resident() - after_drop > 48 * MIB
 
 
-def with_micro_batches_that_leave() -> None:
-    """What a micro-batch saves, and how much the process grows over many of them."""
+def a_rank_does_not_grow_while_micro_batches_leave() -> None:
     settle_process(1)
     weights = [torch.randn(256, 1024, requires_grad=True) for _ in range(4)]
     with tempfile.TemporaryDirectory() as folder:
@@ -72,8 +75,10 @@ def with_micro_batches_that_leave() -> None:
             away[-1].move(Kind.OFFLOAD_WAIT)
             if micro_batch == FEW:
                 before = resident()
-        print(saved, resident() - before)
+        grown = resident() - before
         mover.close()
+    assert saved > 8 * MIB
+    assert grown < saved / 2
 
 
 def loss(weights: list[torch.Tensor]) -> torch.Tensor:
@@ -84,29 +89,18 @@ def loss(weights: list[torch.Tensor]) -> torch.Tensor:
     return x.sum()
 
 
-def measure(what: str, environment: dict[str, str] | None = None) -> list[int]:
-    command, environment = [sys.executable, __file__, what], {**os.environ, **(environment or {})}
-    return [*map(int, subprocess.check_output(command, env=environment, text=True).split())]
-
-
-def test_a_copy_for_a_checkpoint_does_not_count() -> None:
-    during, beside, after, with_large = measure("with_a_copy")
-    assert during < 8 * MIB
-    assert beside == pytest.approx(64 * MIB, abs=8 * MIB)
-    assert after < 72 * MIB
-    assert with_large == pytest.approx(192 * MIB, abs=16 * MIB)  # the copy has 256 MiB
-
-
-def test_parameters_of_other_ranks_return_to_the_system_and_memory_of_steps_stays() -> None:
-    kept, added = measure("with_dropped_parameters")
-    assert kept == pytest.approx(64 * MIB, abs=16 * MIB)
-    assert added > 48 * MIB
-
-
-def test_a_rank_does_not_grow_while_micro_batches_leave() -> None:
-    saved, grown = measure("with_micro_batches_that_leave", TIGHT_HEAP)
-    assert saved > 8 * MIB
-    assert grown < saved / 2
+@pytest.mark.parametrize(
+    ("rank", "environment"),
+    [
+        (a_copy_for_a_checkpoint_does_not_count, {}),
+        (parameters_of_other_ranks_return_to_the_system_and_memory_of_steps_stays, {}),
+        (a_rank_does_not_grow_while_micro_batches_leave, TIGHT_HEAP),
+    ],
+)
+def test_the_memory_of_a_rank_is_what_is_counted_on(rank, environment) -> None:
+    command, variables = [sys.executable, __file__, rank.__name__], {**os.environ, **environment}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 if __name__ == "__main__":
