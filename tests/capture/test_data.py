@@ -425,6 +425,7 @@ def test_the_graph_of_a_length_gives_what_the_model_gives_or_a_length_is_refused
 
 # Batches by name: tensors and numbers are the graph's, all else is nobody's
 
+CAPTURED = "but the model was captured with [samples, 6] of torch.float32"
 DIFFERS = "a batch differs from the training batch that was captured"
 
 
@@ -482,6 +483,24 @@ def test_other_tensors_or_numbers_are_refused(
         with pytest.raises(CaptureError) as raised:
             by_name(described.training_graph(4), (inputs, {**targets, **change}), training=training)
         assert raised.value.message == f"{section}: {DIFFERS}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:3], "of a micro-batch has 3 samples, not 4"),
+        (lambda x: x[:, :5], f"of a batch is [4, 5] of torch.float32, {CAPTURED}"),
+        (lambda x: x.double(), f"of a batch is [4, 6] of torch.float64, {CAPTURED}"),
+    ],
+    ids=["fewer samples", "other shape", "other type"],
+)
+def test_batches_of_another_form_are_refused(described: Any, change: Any, message: str) -> None:
+    reader = Reader(described.training_graph(4))
+    inputs, targets = described.loader.example(4)
+    found = reader.read((change(inputs), targets))
+    with pytest.raises(CaptureError) as raised:
+        reader.check(found, 4, ["inputs"], is_whole=True)
+    assert raised.value.message == f"data: 'inputs' {message}"
 
 
 def marked() -> list[Any]:
