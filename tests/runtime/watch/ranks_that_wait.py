@@ -98,23 +98,16 @@ def happen(what: str, directory: RunDirectory) -> None:
 
 def end_children() -> None:
     """Children that end at once, in the midst of their work, by a crash: none is the rank's end."""
-    told, tells = os.pipe()
     fork = multiprocessing.get_context("fork").Process
-    at_once = fork(target=time.sleep, args=(60,))
-    working = fork(target=tell_and_work, args=(tells,))
-    crashing = fork(target=ctypes.string_at, args=(0,))
-    for child in (at_once, working, crashing):
+    for pause_s in (0.0, 2 * PAUSE_S):
+        child = fork(target=time.sleep, args=(60,))
         child.start()
-        if child is working:
-            os.read(told, 1)
-        if child is not crashing:
-            child.terminate()
+        time.sleep(pause_s)
+        child.terminate()
         child.join()
-
-
-def tell_and_work(pipe: int) -> None:
-    os.write(pipe, b".")
-    time.sleep(60)
+    child = fork(target=ctypes.string_at, args=(0,))
+    child.start()
+    child.join()
 
 
 def wait_for(path: Path) -> None:
