@@ -10,7 +10,7 @@ from graphs import chain, hungry
 from pipectl.errors import InfeasibleError
 from pipectl.planner import PlanRequest, make_plan
 
-APART = {"backward_apart": True}
+APART, TIGHT = {"backward_apart": True}, {"memory_limit_bytes": 10_000}
 
 
 @pytest.mark.parametrize(
@@ -32,21 +32,14 @@ APART = {"backward_apart": True}
         ({"backward_apart": True, "stages": 2}, "all backwards on other ranks|4 ranks in all"),
         ({"ranks": 1, **APART, "schedule": "pipedream"}, "2 ranks in all, and the job has 1"),
         ({"ranks": 1, **APART}, "all backwards on other ranks"),
+        ({"schedule": "interleaved", **TIGHT}, "interleaved needs .* more than the memory limit"),
+        ({"schedule": "pipedream", **TIGHT}, "pipedream needs .* more than the memory limit"),
     ],
 )
 def test_what_cannot_be_is_refused(asked, words) -> None:
     cluster = cluster_of(asked.pop("ranks", 2))
     with pytest.raises(InfeasibleError, match=words):
         planned(chain(12), cluster, **asked)
-
-
-@pytest.mark.parametrize("schedule", ["interleaved", "pipedream"])
-@pytest.mark.parametrize("where", ["job", "device"])
-def test_what_does_not_fit_is_refused_with_what_is_missing(schedule, where) -> None:
-    given = {"memory_limit_bytes": 10_000} if where == "job" else {}
-    cluster = cluster_of(2, memory_bytes=10_000 if where == "device" else None)
-    with pytest.raises(InfeasibleError, match=f"{schedule} needs .* more than the memory limit"):
-        planned(chain(12), cluster, schedule=schedule, **given)
 
 
 def refusal(profile, cluster=None, **asked):

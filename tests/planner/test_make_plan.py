@@ -58,6 +58,8 @@ print(plan.stages, plan.transfers, plan.prediction)
         ({"schedule": "gpipe"}, SLOW, (8, 8, 8, 8)),
         ({"warm_up": (5, 2)}, SLOW, (5, 2)),
         ({"warm_up": (5, 2), "micro_batches": 4}, SLOW, (4, 2)),
+        ({"warm_up": (5, 2), "schedule": "zb-h1"}, SLOW, (5, 2)),
+        ({"schedule": "zb-h1"}, Link(1e-3, 1e11), (7, 5, 3, 1)),
         ({"micro_batches": 16}, Link(1e-6, 1e11), (4, 3, 2, 1)),  # deeper gains less than 0.1 %
         ({"micro_batches": 16}, Link(1e-5, 1e11), (7, 5, 3, 1)),  # and here more
         ({"micro_batches": 16}, Link(2e-3, 1e9), (7, 5, 3, 1)),

@@ -60,13 +60,6 @@ def test_split_backwards_cost_what_is_assumed_of_them() -> None:
         assert stage.cost.deferred_bytes == pytest.approx(kept * scale, abs=1)
 
 
-def test_zb_h1_has_the_warm_up_asked_for_or_a_deeper_one_if_messages_are_slow() -> None:
-    assert planned(chain(12), cluster_of(2), schedule="zb-h1", warm_up=(5, 2)).warm_up == (5, 2)
-    slow = cluster_of(4, within=Link(1e-3, 1e11))
-    plan = planned(chain(16), slow, 32, schedule="zb-h1", micro_batches=8)
-    assert plan.warm_up == (7, 5, 3, 1)
-
-
 @pytest.mark.parametrize("speeds", [(3.0, 1.0), (1.0, 3.0)])
 @pytest.mark.parametrize(
     "asked",

@@ -96,29 +96,26 @@ def test_the_first_nodes_and_ranks_are_kept_the_last_node_is_repeated_and_known_
     assert [node.device.memory_bytes for node in grown.nodes] == [15, None]
 
 
-def test_a_given_bandwidth_replaces_what_was_measured_and_is_no_assumption():
-    given = with_bandwidth(FAR, 5e8)
-    for link in (given.between_nodes, given.between_switches):
-        assert link.transfer_s(5e8) == pytest.approx(1 + 1e-4)
-    assert given.allreduce == (), "sums follow from the links"
-    assert given.assumptions == ()
+def both(cluster):
+    """The links between nodes and between switches."""
+    return cluster.between_nodes, cluster.between_switches
 
 
-def test_slower_links_take_a_multiple_of_the_time_for_every_message_and_sum():
-    slower, free = with_slower_links(FAR, 3.0), with_slower_links(FAR, 0.0)
+def test_links_have_the_given_bandwidth_or_are_slower_or_faster_for_messages_and_sums():
+    given, slower, free, faster = (
+        with_bandwidth(FAR, 5e8),
+        with_slower_links(FAR, 3.0),
+        with_slower_links(FAR, 0.0),
+        with_faster_links(FAR, 2.0),
+    )
     for size in (0, 1, 1000, 10**6, 10**8):
-        for link in (slower.between_nodes, slower.between_switches):
-            assert link.transfer_s(size) == pytest.approx(3 * MEASURED.transfer_s(size))
+        expected = pytest.approx([3 * MEASURED.transfer_s(size)] * 2)
+        assert [link.transfer_s(size) for link in both(slower)] == expected
+    for size, faster_s in ((1, 1e-4), (10**6, 6e-4), (10**6 + 10**9, 6e-4 + 0.5)):
+        assert [link.transfer_s(size) for link in both(faster)] == pytest.approx([faster_s] * 2)
+    assert [link.transfer_s(5e8) for link in both(given)] == pytest.approx([1 + 1e-4] * 2)
+    assert max(link.transfer_s(10**9) for link in both(free)) < 1e-8
     assert slower.allreduce == ((2, 1, pytest.approx(3e-3)), (2, 10**6, pytest.approx(15e-3)))
-    assert free.between_nodes.transfer_s(10**9) < 1e-8
-    assert free.between_switches.transfer_s(10**9) < 1e-8
-    assert reduction_s(free, free.node_of_rank, (0, 1), 10**6) < 1e-8
-
-
-def test_faster_links_keep_their_latency():
-    faster = with_faster_links(FAR, 2.0)
-    for link in (faster.between_nodes, faster.between_switches):
-        assert link.transfer_s(1) == pytest.approx(1e-4)
-        assert link.transfer_s(10**6) == pytest.approx(6e-4)
-        assert link.transfer_s(10**6 + 10**9) == pytest.approx(6e-4 + 0.5)
     assert faster.allreduce == ((2, 1, 1e-3), (2, 10**6, pytest.approx(3e-3)))
+    assert (given.allreduce, given.assumptions) == ((), ()), "what is given is no assumption"
+    assert reduction_s(free, free.node_of_rank, (0, 1), 10**6) < 1e-8

@@ -46,12 +46,12 @@ def test_every_row_has_the_time_that_it_took_and_a_step_what_no_row_has():
     assert found.agree == pytest.approx(0.4 * MS)
     # 6.9 ms in all, from its first to its last row 6.6, and an update of 0.3
     assert found.end == pytest.approx(0.5 * MS)
-
-
-def test_what_large_messages_add_between_rows_counts_as_receiving_them():
+    # what large messages add between rows counts as receiving them
     found = row_times_of([measured(1000), measured(9000, gap=0.06)])
     assert found.compute == pytest.approx(0.02 * MS)
     assert dict(found.receive_wait)[9000] == pytest.approx(0.07 * MS)
+    nothing = row_times_of([])
+    assert (nothing.send_start, nothing.end) == ((), 0.0)
 
 
 def test_of_messages_that_nobody_had_sent_before_the_quickest_count():
@@ -62,8 +62,3 @@ def test_of_messages_that_nobody_had_sent_before_the_quickest_count():
     ]
     steps = Steps(channels(10), [Timeline(each, 2) for each in events], [6.9 * MS] * 3)
     assert dict(row_times_of([steps]).receive_wait)[10] == pytest.approx(1.85 * MS)
-
-
-def test_nothing_recorded_takes_no_time():
-    assert row_times_of([]).send_start == ()
-    assert row_times_of([]).end == 0.0

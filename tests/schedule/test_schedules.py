@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from checked_plans import cluster_of
 from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import FLUSHED, apart
 from validator import validate
 
-from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind
 from pipectl.link import Link
@@ -60,8 +60,7 @@ def computed(plan):
 
 
 def one_node(ranks, latency_s=0.0):
-    link = Link(latency_s, 1e30)
-    return Cluster("c", "test", (Node("n", ranks, ranks, Device("cpu")),), link, link)
+    return cluster_of(ranks, within=Link(latency_s, 1e30))
 
 
 def drawing(plan, programs, *, by="stage", steps=1, indent=4):

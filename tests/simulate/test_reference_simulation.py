@@ -47,7 +47,7 @@ def random_cluster(draw, sizes):
             Device(
                 "cpu",
                 draw.uniform(0.5, 2),
-                host_link=draw.choice([None, random_link(draw)]),
+                host_link=draw.choice([None, *(random_link(draw) for _ in range(4))]),
                 rows=draw.choice([None, random_rows(draw)]),
             ),
             switch=draw.choice(["a", "b"]),

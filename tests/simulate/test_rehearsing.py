@@ -1,8 +1,8 @@
 import dataclasses
 
 import pytest
+from checked_plans import cluster_of
 
-from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import ScheduleError
 from pipectl.link import Link
 from pipectl.plan import StageCost
@@ -13,8 +13,8 @@ from pipectl.simulate.rehearsing import as_rehearsed, rehearsal_of
 
 
 def cluster(cores):
-    node = Node("n", 4, cores, Device("cpu", speed=2.0))
-    return Cluster("c", "test", (node,), Link(0.0, 1e9, duplex=False), Link(0.0, 1e6))
+    links = {"within": Link(0.0, 1e9, duplex=False), "between": Link(0.0, 1e6)}
+    return cluster_of(4, cores=cores, speeds=(2.0,), **links)
 
 
 def cost(scale):
@@ -39,21 +39,16 @@ def test_waits_are_what_the_simulator_counts_without_shared_cores_and_links(pipe
     assert found.predicted_s < simulate(plan, cluster(1)).step_time_s
 
 
-def test_long_computations_are_not_stretched_and_short_ones_are(pipeline):
+def test_short_computations_are_stretched_and_ranks_that_share_cores_send_less(pipeline):
+    short, large = plan_of(pipeline, 0.001), plan_of(pipeline, size_bytes=2**34)
     assert rehearsal_of(plan_of(pipeline), cluster(4), 1.0).stretch == 1.0
-    found = rehearsal_of(plan_of(pipeline, 0.001), cluster(4), 1.0)
+    found, crowded = (rehearsal_of(short, cluster(4), each) for each in (1.0, 64.0))
     average_s = (8 * 3 * 0.001) / (8 * 2) / 2
     assert 0.020 <= found.stretch * average_s < 0.024
-    crowded = rehearsal_of(plan_of(pipeline, 0.001), cluster(4), 64.0)
     assert crowded.stretch * average_s >= 10 * crowded.pause_s
     assert crowded.pause_s > found.pause_s
-
-
-def test_ranks_that_share_cores_send_less(pipeline):
-    plan = plan_of(pipeline, size_bytes=2**34)
-    alone = rehearsal_of(plan, cluster(4), 1.0)
+    alone, crowded = (rehearsal_of(large, cluster(4), each) for each in (1.0, 32.0))
     assert alone.message_share == 2**30 / 2**34  # no message above 1 GiB
-    crowded = rehearsal_of(plan, cluster(4), 32.0)
     bytes_per_s = 48 * 2**34 * crowded.message_share / (crowded.predicted_s * crowded.stretch)
     assert bytes_per_s == pytest.approx(256 * 2**20 * 4 / 32, rel=0.01)
 

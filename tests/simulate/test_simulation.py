@@ -1,4 +1,4 @@
-"""Simulated steps, and the times of sums, by hand; for all else see the reference simulation."""
+"""Simulated steps, sums and peaks by hand; for all else see the reference simulation."""
 
 import dataclasses
 import json
@@ -6,17 +6,18 @@ import random
 
 import numpy as np
 import pytest
+from checked_plans import cluster_of
 
-from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import MismatchError, ScheduleError
 from pipectl.graph import BUCKET_BYTES
 from pipectl.link import Link
-from pipectl.plan import StageCost
+from pipectl.plan import Prediction, StageCost, StagePeaks
 from pipectl.planner.bounds import least_step_s
 from pipectl.schedule import lower
 from pipectl.schedule.actions import COMPUTE_KINDS, Actions
 from pipectl.schedule.registry import SCHEDULES, default_ranks
 from pipectl.simulate import simulate
+from pipectl.simulate.memory import copy_bytes, room_bytes
 from pipectl.simulate.network import reduction_s, way_between, way_latency_s
 from pipectl.simulate.simulation import Machine
 from pipectl.timeline import Timeline
@@ -26,14 +27,12 @@ WITHIN, BETWEEN = Link(0.25, 100.0), Link(1.0, 10.0)
 
 
 def cluster(ranks, within=FREE):
-    node = Node("n", ranks, ranks, Device("cpu"))
-    return Cluster("c", "test", (node,), within_node=within, between_nodes=FREE)
+    return cluster_of(ranks, within=within)
 
 
 def two_nodes(**changes):
     """Of two ranks each."""
-    nodes = tuple(Node(f"n{index}", 2, 2, Device("cpu")) for index in range(2))
-    return dataclasses.replace(Cluster("c", "test", nodes, WITHIN, BETWEEN), **changes)
+    return dataclasses.replace(cluster_of(2, 2, within=WITHIN, between=BETWEEN), **changes)
 
 
 def cost(forward_s, backward_s, update_s=0.0):
@@ -124,6 +123,24 @@ def test_programs_may_have_fewer_micro_batches(pipeline):
     assert simulate(plan, cluster(2), programs).step_time_s == pytest.approx(9)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "between", "sum_s"),
+    [
+        ((0, 1, 2, 3), {}, 2 * (1.0 + 4 * 100 / 10)),
+        # each rank sends all three
+        ((0, 1, 2, 3), {"shared": False}, 2 * (1.0 + 2 * 100 / 10 + 100 / 100)),
+        # all that a node sends
+        ((0, 1, 2, 3), {"shared": False, "interface": True}, 2 * (1.0 + 4 * 100 / 10)),
+        ((0, 1), {}, 2 * (0.25 + 2)),
+        ((1,), {}, 0.0),
+    ],
+)
+def test_all_replicas_send_each_other_their_parts_in_two_rounds(ranks, between, sum_s):
+    """Between the nodes, four messages of a part share the link in each direction."""
+    machines = two_nodes(between_nodes=dataclasses.replace(BETWEEN, **between))
+    assert reduction_s(machines, (0, 0, 1, 1), ranks, 400) == pytest.approx(sum_s)
+
+
 def test_every_bucket_is_a_message_of_its_own():
     timings = ((1, 1.0), (2**20, 1.0), (2**21, 2.0))
     link = dataclasses.replace(BETWEEN, timings=timings, latency_s=0.5)
@@ -147,3 +164,38 @@ def test_links_with_equal_figures_are_two():
     assert way_latency_s(way_between(apart, (0, 1), 0, 1)) == 1.0 + 1.0
     one = two_nodes(between_nodes=dataclasses.replace(BETWEEN, interface=True))
     assert way_latency_s(way_between(one, (0, 1), 0, 1)) == 1.0
+
+
+# Peaks of memory; for a ledger see test_random_plans.py
+
+HELD = StageCost(1.0, 2.0, 0.0, parameter_bytes=100, optimizer_bytes=50, saved_bytes=10)
+RESIDENT, GRADIENTS, PROCESS = 100 + 50, 100, 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({"peaks": StagePeaks(300, 40, 120, 60)}, GRADIENTS + 300),
+        ({"peaks": StagePeaks(30, 400, 120, 60)}, GRADIENTS + 10 + 400),
+        ({"peaks": StagePeaks(30, 40, 700, 60)}, 10 + 700),
+        ({"peaks": StagePeaks(30, 40, 120, 600)}, GRADIENTS + 600),
+        ({"gradient_bytes": 0, "buffer_bytes": 5}, 5 + 10),
+    ],
+)
+def test_what_an_action_allocates_for_itself_counts_while_it_runs(pipeline, changes, most):
+    """Frozen parameters have no gradient, and buffers stay."""
+    plan = pipeline(1, 2, costs=[dataclasses.replace(HELD, **changes)], warm_up=[1])
+    found = simulate(plan, cluster(1), process_baseline_bytes=PROCESS)
+    assert found.prediction.peak_memory_bytes == (PROCESS + RESIDENT + most,)
+
+
+@pytest.mark.parametrize(
+    ("limit", "room", "copies"), [(64, 49, 40), (16, 1, 0), (10, 0, 0), (None, None, 40)]
+)
+def test_a_checkpoint_is_copied_if_a_rank_has_room_for_all_of_it(pipeline, limit, room, copies):
+    plan = dataclasses.replace(
+        pipeline(1, 4, costs=[dataclasses.replace(HELD, parameter_bytes=40, optimizer_bytes=0)]),
+        prediction=Prediction(1.0, 0.0, (1.0,), (15,)),
+    )
+    assert room_bytes(plan, 0, limit) == room
+    assert copy_bytes(plan, 0, limit) == copies

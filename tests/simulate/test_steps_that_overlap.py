@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from checked_plans import cluster_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import apart, overlapping_plans
 from validator import validate
 
-from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.plan import StageCost, StagePeaks
 from pipectl.schedule import Kind, lower, lower_stretch
@@ -29,9 +29,8 @@ UNEQUAL = [
 
 
 def simulated(plan, latency_s=0.0, bandwidth_bytes_per_s=1e12):
-    node = Node("n", plan.ranks, plan.ranks, Device("cpu"))
     link = Link(latency_s, bandwidth_bytes_per_s)
-    return simulate(plan, Cluster("c", "test", (node,), link, link))
+    return simulate(plan, cluster_of(plan.ranks, within=link))
 
 
 @settings(max_examples=100)
