@@ -43,6 +43,11 @@ SKIPPING = {
     "training": {"steps": 6, "batch_size": 4, "on_nonfinite": "skip"},
 }
 """A buffer that the first forward left as it was is restored, too."""
+IGNORING = {
+    **of("Overflowing", "Marked"),
+    "training": {"steps": 2, "batch_size": 4, "on_nonfinite": "ignore"},
+}
+"""The gradient of one parameter is infinite in the last step."""
 UNEQUAL = {
     **of("Model", "Counted"),
     "loss": f"{PARTS}:counted_loss",
@@ -65,6 +70,7 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "steps left out": (1, SKIPPING, 0.0),
     "steps left out on all ranks": (2, SKIPPING, 0.0),
     "steps left out on all replicas": (2, {**SKIPPING, "pipeline": SHARDED}, 0.03),
+    "a step that is taken whatever it is": (2, IGNORING, 0.0),
     "draws of a collate_fn for a split micro-batch": (2, of("Model", "Shifted"), 1e-5),
 }
 """Ranks, job, and by how much results may differ: replicas add in another order, and average means
