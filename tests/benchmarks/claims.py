@@ -1,7 +1,8 @@
 """The claims of the papers that pipectl builds on, and what it shows for each. Prints a page.
 
-    PIPECTL_WORKLOADS=DIRECTORY PIPECTL_GROUND_TRUTH=DIRECTORY \\
-        python tests/benchmarks/claims.py [SECTION ...] > docs/claims.md
+    export PIPECTL_WORKLOADS=DIRECTORY PIPECTL_GROUND_TRUTH=DIRECTORY
+    python tests/benchmarks/claims.py > docs/claims.md
+    python tests/benchmarks/claims.py networks nodes    # these sections only
 
 Plans are simulated, unless the page says that they were rehearsed or trained over real ranks. The
 profiles of the convolutional networks are those of ``planner_cnns.py``.
@@ -76,14 +77,17 @@ their times follow from the roofline of one accelerator.
 
 def main() -> None:
     """Print the page, or the sections that are named; how long each takes goes to stderr."""
-    print(OPENING)
     sections = (
         *(dapple_plans, one_f_one_b_and_gpipe, largest_models, bubbles),
         *(networks, offload_and_pipefb, nodes, published_steps),
     )
-    for section in sections:
-        if sys.argv[1:] and section.__name__ not in sys.argv[1:]:
-            continue
+    by_name = {section.__name__: section for section in sections}
+    if unknown := set(sys.argv[1:]) - set(by_name):
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}; sections: {', '.join(by_name)}")
+    if missing := {"PIPECTL_WORKLOADS", "PIPECTL_GROUND_TRUTH"} - set(os.environ):
+        sys.exit(f"set {' and '.join(sorted(missing))}")
+    print(OPENING)
+    for section in [by_name[name] for name in sys.argv[1:]] or sections:
         started_s = perf_counter()
         for line in section():
             print(line, flush=True)

@@ -152,7 +152,7 @@ def main(words: Sequence[str]) -> int:
             code = run_tests(fault.tests, LIMIT_S, compiles=not fault.is_compiled)
         is_caught = code in (FAILED, NOT_COLLECTED, None)
         survivors += not is_caught
-        word = "caught" if is_caught else "SURVIVED"
+        word = "HANGS" if code is None else "caught" if is_caught else "SURVIVED"
         print(f"{word:8} {time.monotonic() - start:5.1f} s  {fault}", flush=True)
     print(f"{len(faults) - survivors} of {len(faults)} faults caught")
     return 1 if survivors else 0
