@@ -174,9 +174,23 @@ echo '{"attempt":1,"step":1,"steps":4,"time":0,"loss":2.5,"step_time_s":0.1}' > 
 BEAT = '{"version":1,"state":"training","step":1,"steps":4,"time":1,"ranks":[]}'
 
 
-def test_wait_follows_a_local_run_to_its_end(cli, profile, mpiexec, only_run):
-    mpiexec(f"{LOCAL_JOB}echo '{BEAT}' > $run/heartbeat.json; sleep 2.5")
-    result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
+def test_wait_follows_a_local_run_to_its_end(cli, profile, mpiexec, monkeypatch, only_run):
+    """It ends after it was looked at while it was training."""
+    looks = 0
+
+    def sleep(_seconds):
+        nonlocal looks
+        beat = only_run() / "heartbeat.json"
+        looks += beat.exists() and beat.read_text().endswith("}\n")
+        if looks == 2:
+            (only_run() / "go").touch()
+        time.sleep(0.05)
+
+    beat = f"echo '{BEAT}' > $run/heartbeat.json"
+    mpiexec(f"{LOCAL_JOB}{beat}; while [ ! -e $run/go ]; do sleep 0.05; done")
+    with monkeypatch.context() as patch:
+        patch.setattr("pipectl.jobs.state.time", SimpleNamespace(time=time.time, sleep=sleep))
+        result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
     assert result.code == 0
     assert f"{only_run().name}  COMPLETED  local job " in result.out
     assert "  loss          2.5 at first, 2.5 now\n" in result.out

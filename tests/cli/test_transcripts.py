@@ -51,7 +51,7 @@ def bash(script: str, text: str = "") -> tuple[str, int]:
 
 @pytest.fixture
 def shell(cli, place, monkeypatch):
-    """``shell("pipectl status | head -1")``: what is printed there."""
+    """``shell("pipectl status | head -1")``: what is printed, and the exit code of pipectl."""
 
     def run(command):
         if command.startswith("cd "):

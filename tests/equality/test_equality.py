@@ -35,7 +35,6 @@ from pipectl.spec import JobSpec, load
 Trained = Callable[[int, Cell], Path]
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(2000)]
 TWO = shared("gpt", 2)
-OF_TWO = (TWO.way, TWO.reference)
 
 
 def all_cells(chosen: Callable[[Cell], bool]) -> pytest.MarkDecorator:
@@ -54,6 +53,11 @@ def all_cells(chosen: Callable[[Cell], bool]) -> pytest.MarkDecorator:
             if chosen(cell) and (cell, ranks) != (cell.reference, 1)
         ],
     )
+
+
+def adds_as_two(cell: Cell) -> bool:
+    """Whether every stage has two replicas, which have the same terms to add as those of TWO."""
+    return {*cell.replicas} == {2} and (cell.way, cell.reference) == (TWO.way, TWO.reference)
 
 
 def cells_of(kind: Kind) -> pytest.MarkDecorator:
@@ -149,7 +153,7 @@ def test_replicas_equal_one_rank_within_rounding(trained: Trained, cell: Cell, r
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=rel)
 
 
-@all_cells(lambda cell: {*cell.replicas} == {2} and (cell.way, cell.reference) == OF_TWO)
+@all_cells(adds_as_two)
 def test_equal_replicas_give_the_same_bits_in_every_plan(
     trained: Trained, cell: Cell, ranks: int
 ) -> None:

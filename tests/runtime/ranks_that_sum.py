@@ -29,14 +29,15 @@ def gradient(name: str, rank: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(SIZES[name], generator=generator).to(dtype)
 
 
-def check_sums(wire: Wire, dtype: torch.dtype) -> None:
+def check_sums(wire: Wire, dtype: torch.dtype, owners: dict[str, int]) -> None:
     """Every replica has the sum in float32 by rising replica, after the second of two sums.
 
-    Sums begin within the last backward, before all are started, and within no earlier one.
+    Sums begin within the last backward, before all are started, and within no earlier one. The sums
+    of leaves with an owner are on this replica alone, and all get what it makes of the leaf.
     """
     leaves = {name: torch.zeros(n, dtype=dtype).requires_grad_() for name, n in SIZES.items()}
     unused = torch.zeros(3, dtype=dtype).requires_grad_()
-    buckets = StageReduction(wire, {**leaves, "unused": unused}, bucket_bytes=32)  # a few numbers
+    buckets = StageReduction(wire, {**leaves, "unused": unused}, owners, bucket_bytes=32)
     for is_last in (False, True, False, True):
         if is_last:
             buckets.arm()
@@ -49,9 +50,18 @@ def check_sums(wire: Wire, dtype: torch.dtype) -> None:
             buckets.start()
             buckets.finish()
     assert unused.grad is None
-    for name in SIZES:
+    sums = {}
+    for name, leaf in leaves.items():
         parts = [gradient(name, rank, dtype).float() for rank in range(wire.size)]
-        assert torch.equal(leaves[name].grad, reduce(torch.add, parts).to(dtype)), name
+        sums[name] = reduce(torch.add, parts).to(dtype)
+        if owners.get(name, wire.rank) != wire.rank:
+            assert leaf.grad is None
+            continue
+        assert torch.equal(leaf.grad, sums[name]), name
+        with torch.no_grad():
+            leaf += leaf.grad
+    buckets.share()
+    assert all(torch.equal(leaf, sums[name]) for name, leaf in leaves.items())
 
 
 def check_buffers(world: MPI.Intracomm, progress: Progress) -> None:
@@ -106,5 +116,6 @@ if __name__ == "__main__":
     with Progress(sys.argv[1]) as progress:
         wire = Wire(MPI.COMM_WORLD.Dup(), CpuDevice(), progress)
         for dtype in (torch.float32, torch.bfloat16):
-            check_sums(wire, dtype)
+            check_sums(wire, dtype, {})
+            check_sums(wire, dtype, {"a": 0, "b": 1})
         check_buffers(MPI.COMM_WORLD, progress)

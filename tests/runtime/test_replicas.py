@@ -84,7 +84,7 @@ def test_a_sum_holds_what_the_memory_account_says(replicas: int) -> None:
 
 
 class Awaited:
-    """The messages of one replica of two, whose other answers with what it got when it may."""
+    """The messages of one of two replicas; none of them ends until ``answers`` is set."""
 
     rank, size = 0, 2
 

@@ -1,4 +1,4 @@
-"""The lab's own scripts, and the commands of both READMEs that need one."""
+"""The lab's own scripts, and the commands of its README."""
 
 import os
 import shutil
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pages import CHECKOUT, PAGES, bash, directory_of_a_reader, script, shortened
+from pages import CHECKOUT, bash, directory_of_a_reader, script, shortened
 
 LAB = CHECKOUT / "slurm" / "lab"
-TO_RUN = [page for page in PAGES if page.name == "README.md" and script(page, "lab")]
+README = CHECKOUT / "slurm" / "README.md"
 
 
 def up(**environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,8 +58,7 @@ def test_down_stops_no_stranger(tmp_path):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", TO_RUN, ids=lambda page: page.name)
-def test_commands_of_pages_run(page, lab, free_ports, tmp_path, warm_python, monkeypatch):
+def test_commands_of_the_readme_run(lab, free_ports, tmp_path, warm_python, monkeypatch):
     """In a checkout, as far as a reader uses it, with another lab."""
     state = Path(f"{lab}-2")
     monkeypatch.setenv("PIPECTL_LAB", str(state))
@@ -69,7 +68,7 @@ def test_commands_of_pages_run(page, lab, free_ports, tmp_path, warm_python, mon
     bash("pipectl init . --yes --scheduler local", tmp_path)
     shortened(tmp_path / "job.yaml", tmp_path / "job.yaml", launch={"scheduler": "slurm"})
     try:
-        bash(script(page, "lab"), tmp_path, "/usr/sbin", "/usr/bin", "/bin")
+        bash(script(README, "lab"), tmp_path, "/usr/sbin", "/usr/bin", "/bin")
     finally:
         subprocess.run([LAB / "down"], check=True, timeout=180)
         shutil.rmtree(state, ignore_errors=True)
