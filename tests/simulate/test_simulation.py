@@ -158,6 +158,17 @@ def test_measured_sums_count_where_as_many_ranks_are_spread_alike():
     assert reduction_s(measured, nodes, (0, 1, 2, 3), 50) == pytest.approx(50.0)
 
 
+@pytest.mark.parametrize(("duplex", "step_s"), [(True, 20.5), (False, 21.0)])
+def test_copies_to_and_from_the_host_share_a_link_that_is_not_duplex(pipeline, duplex, step_s):
+    """That of micro-batch 3 to the host begins after that of 1 from there, and ends later."""
+    plan = pipeline(1, 5, warm_up=(3,), costs=[StageCost(1.0, 2.0, 0.0, 0, 0, saved_bytes=250)])
+    stage = dataclasses.replace(plan.stages[0], offload=True)
+    link = Link(0.0, 100.0, duplex=duplex)
+    machine = cluster_of(1, host_link=link)
+    found = simulate(dataclasses.replace(plan, stages=(stage,)), machine)
+    assert found.step_time_s == pytest.approx(step_s)
+
+
 def test_links_with_equal_figures_are_two():
     nodes = [dataclasses.replace(two_nodes().nodes[0], switch=name) for name in ("a", "b")]
     apart = two_nodes(nodes=tuple(nodes), between_switches=dataclasses.replace(BETWEEN))
