@@ -16,6 +16,7 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "schedule"))
 from gate_corpus import BASELINE, Case, cases
 
 from pipectl.errors import InfeasibleError
