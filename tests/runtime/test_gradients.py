@@ -1,4 +1,4 @@
-"""Gradients at the end of a step: sums, clipping and loss scales as torch has them."""
+"""Gradients at the end of a step: clipping and loss scales as torch has them."""
 
 from __future__ import annotations
 
