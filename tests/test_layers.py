@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -72,6 +73,22 @@ def test_the_page_on_the_architecture_has_the_table(snapshot):
 
 def test_no_parts_of_a_layer_import_each_other_in_a_circle():
     stacked()
+
+
+HASHES = {"capture/python_state.py", "schedule/actions.py"}
+"""Where the hash of an object never leaves the process."""
+
+
+def test_no_file_hashes_what_may_meet_another_process():
+    """``hash`` of equal values differs from process to process, also of None and of a range."""
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    calls = {
+        name
+        for name, path in files.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hash"
+    }
+    assert calls <= HASHES, "take a digest of hashlib"
 
 
 def test_every_part_of_the_package_has_a_layer():

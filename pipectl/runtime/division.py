@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import blake2b
 
 import numpy as np
 from mpi4py import MPI
@@ -83,7 +84,7 @@ def _micro_batches(batches: Sequence[Samples], size: int) -> list[Rows]:
 def _agreed(section: str, loader: Loader, communicator: MPI.Comm) -> list[Samples]:
     """The batches of the first epoch, after a check that all ranks have the same."""
     batches = loader.epoch(0)
-    found = gather_all(communicator, (loader.samples, hash(tuple(batches))))
+    found = gather_all(communicator, (loader.samples, _digest(batches)))
     counts = sorted({samples for samples, _ in found}, key=str)
     if len(set(found)) > 1:
         what = f"numbers of samples: {counts}" if len(counts) > 1 else "lengths of samples"
@@ -92,6 +93,12 @@ def _agreed(section: str, loader: Loader, communicator: MPI.Comm) -> list[Sample
             cure="check that all nodes see the same files",
         )
     return batches
+
+
+def _digest(batches: Sequence[Samples]) -> bytes:
+    """Equal for equal batches in every process, which Python's ``hash`` is not."""
+    rows = [(b.positions.start, b.positions.stop, b.length, b.tokens) for b in batches]
+    return blake2b(np.array(rows, np.int64).tobytes()).digest()
 
 
 class Batches:
