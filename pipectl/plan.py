@@ -55,7 +55,7 @@ class StageCost:
     Args:
         forward_s, backward_s: forward and backward of a micro-batch with all its samples.
         update_s: optimizer step, once per step.
-        parameter_bytes: parameters.
+        parameter_bytes: all parameters, frozen ones as well.
         optimizer_bytes: optimizer state; with ``shard_optimizer``, the part of one replica.
         saved_bytes: kept per micro-batch from forward to backward, without recomputation.
         input_bytes: the part of ``saved_bytes`` from which recomputation starts.
@@ -65,6 +65,7 @@ class StageCost:
         weight_s: weight half of a split backward, a part of ``backward_s``; None: half of it.
         deferred_bytes: kept per micro-batch between these halves; None: as ``saved_bytes``.
         flops: floating-point operations of forward and backward; None if unknown.
+        trained_bytes: parameters that an update changes; None: ``parameter_bytes``.
     """
 
     forward_s: float
@@ -80,6 +81,12 @@ class StageCost:
     weight_s: float | None = None
     deferred_bytes: int | None = None
     flops: int | None = None
+    trained_bytes: int | None = None
+
+    @property
+    def changed_bytes(self) -> int:
+        """Bytes of the parameters that an update changes."""
+        return self.parameter_bytes if self.trained_bytes is None else self.trained_bytes
 
     @property
     def halves_s(self) -> tuple[float, float]:

@@ -142,12 +142,6 @@ class Operator:
         names = {name for name, _ in self.parameters}
         return tuple(pair for pair in self.allocations.gradients if pair[0] in names)
 
-    @cached_property
-    def trained_parameters(self) -> tuple[tuple[str, int], ...]:
-        """(name, bytes) of its parameters that are trained."""
-        names = {name for name, _ in self.parameter_gradients}
-        return tuple(pair for pair in self.parameters if pair[0] in names)
-
     def scaled(self, forward: float, backward: float) -> Operator:
         """Return the operator with its forward and backward times multiplied by these factors."""
 
@@ -371,6 +365,18 @@ class Profile(DataFile):
         for source, target in self.edge_indices:
             readers[source].append(target)
         return tuple(tuple(sorted(each)) for each in readers)
+
+    @cached_property
+    def trained_parameters(self) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """(name, bytes) of the parameters of each operator that are trained.
+
+        A parameter is trained if any operator computes a gradient of it: whoever else uses it
+        updates a copy of its own.
+        """
+        names = {name for each in self.operators for name, _ in each.parameter_gradients}
+        return tuple(
+            tuple(pair for pair in each.parameters if pair[0] in names) for each in self.operators
+        )
 
     @cached_property
     def has_several_sizes(self) -> bool:

@@ -335,7 +335,8 @@ class Problem:
             return costs
         shared = []
         memory = self.footprint(partition).memory
-        state = self.profile.optimizer_cost.state_bytes_per_parameter_byte
+        optimizer = self.profile.optimizer_cost
+        state = optimizer.state_bytes_per_parameter_byte
         for stage, (cost, count) in enumerate(zip(costs, replicas, strict=True)):
             if choice.replication is Replication.SPLIT:
                 samples = ceil(size / count)
@@ -349,7 +350,8 @@ class Problem:
                     peaks=part.peaks,
                 )
             if self.request.shard_optimizer:
-                updated = ceil(state * memory[stage].updated_bytes(count))
-                cost = replace(cost, optimizer_bytes=updated)
+                updated = memory[stage].updated_bytes(count)
+                update_s = optimizer.step_s_per_byte * updated
+                cost = replace(cost, optimizer_bytes=ceil(state * updated), update_s=update_s)
             shared.append(cost)
         return shared

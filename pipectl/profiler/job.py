@@ -204,7 +204,9 @@ class _Profiling:
         saved_bytes = sum(dict(pair for one in measured.values() for pair in one.saved).values())
         # Bytes that every operator touches, about: parameters, gradients and what it keeps.
         working_set = {
-            name: 2.0 * one.parameter_bytes + sum(size for _, size in one.saved)
+            name: float(
+                sum(size for _, size in (*one.parameters, *one.parameter_gradients, *one.saved))
+            )
             for name, one in measured.items()
         }
         times: dict[int, OperatorTimes] = {}

@@ -264,7 +264,7 @@ def _channels_within(plan: Plan, kind: TransferKind) -> Iterator[Channel]:
             if kind is TransferKind.SAVED:
                 yield Channel(kind, index, index, *ends, stage.kept_bytes, replica, replica)
             else:
-                size, back = stage.cost.parameter_bytes, ends[::-1]
+                size, back = stage.cost.changed_bytes, ends[::-1]
                 yield Channel(kind, index, index, *back, size, replica, replica)
 
 

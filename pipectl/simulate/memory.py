@@ -227,7 +227,7 @@ def _versions(plan: Plan, programs: Sequence[Actions]) -> Floats:
         made = np.searchsorted(updates, backward) - rows.column("weight_version")[backward]
         for version, row in dict(zip(made.tolist(), backward.tolist(), strict=True)).items():
             if version < len(updates) and row > updates[version]:
-                size = plan.stages[rows.column("stage")[row]].cost.parameter_bytes
+                size = plan.stages[rows.column("stage")[row]].cost.changed_bytes
                 changes[updates[version], 0] += size
                 changes[row, 1] += size
     return np.concatenate(versions)

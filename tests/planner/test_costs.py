@@ -79,6 +79,16 @@ def test_a_stage_that_stays_in_the_cache_is_faster(cache_bytes, time_s) -> None:
 # What is alive in every operator, forward and backward
 
 
+def test_a_stage_touches_the_gradients_of_trained_parameters_only() -> None:
+    """It touches 1000 bytes if its weight is trained, 800 if not: then a cache is large enough."""
+    held = {"saved": (("a", 600),), "parameters": (("w", 200),), "cached": {8: (1.0, 1.0)}}
+    frozen = {"memory": OperatorMemory(600, "a", 600, 0, ())}
+    for changes, time_s in (({}, 2.0), (frozen, 1.0)):
+        profile = chain(1, forward_s=3.0, backward_s=0.0, **held, **changes)
+        (cost,) = costs(replace(profile, stage=StageOverhead(cache_bytes=800)), [[0]])
+        assert cost.forward_s == pytest.approx(time_s, rel=0.01)
+
+
 def peaks(profile, stages, size=8):
     return [cost.peaks for cost in costs(with_state(profile), stages, size)]
 
@@ -166,6 +176,21 @@ def test_gradients_are_of_every_use_and_not_of_frozen_parameters() -> None:
     memory = OperatorMemory(1000, "n0", 1000, 0, (), (("table", 7),))
     (cost,) = costs(chain(1, memory=memory), [[0]])
     assert (cost.gradient_bytes, cost.optimizer_bytes, cost.buffer_bytes) == (0, 0, 7)
+    assert (cost.update_s, cost.parameter_bytes, cost.changed_bytes) == (0.0, 100, 0)
+
+
+def test_every_use_of_a_parameter_is_updated_if_one_of_them_has_a_gradient() -> None:
+    """The second stage reads a weight without a gradient of its own that the first one trains."""
+    trained, read = (
+        OperatorMemory(1000, f"n{index}", 1000, 0, gradients)
+        for index, gradients in enumerate([(("w", 100),), ()])
+    )
+    each = [{"parameters": (("w", 100),), "memory": memory} for memory in (trained, read)]
+    first, second = costs(chain(each), [[0], [1]])
+    assert (first.gradient_bytes, second.gradient_bytes) == (100, 0)
+    for cost in (first, second):
+        assert (cost.update_s, cost.optimizer_bytes) == (pytest.approx(100e-9), 200)
+    assert second.peaks.update_bytes == 2 * 100  # the gradient from the first, and its sum
 
 
 def test_temporaries_of_a_step() -> None:
@@ -248,10 +273,12 @@ def sums_by_hand(profile, stage_of, members):
         ]
         for name, kind in arriving.items()
     }
-    once = {"parameter_bytes": "parameters", "trained_bytes": "trained_parameters"}
-    for name, field in once.items():
-        pairs = [dict(p for each in own for p in getattr(each, field)) for own in inside]
-        found[name] = [sum(sizes.values()) for sizes in pairs]
+    held = [dict(p for each in own for p in each.parameters) for own in inside]
+    trained = {name for each in profile.operators for name, _ in each.parameter_gradients}
+    found["parameter_bytes"] = [sum(sizes.values()) for sizes in held]
+    found["trained_bytes"] = [
+        sum(size for name, size in sizes.items() if name in trained) for sizes in held
+    ]
     found["gradient_bytes"] = [
         sum(size for each in own for _, size in each.parameter_gradients) for own in inside
     ]

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 from checked_plans import FAST, after, cluster_of, planned
 from graphs import chain, hungry
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipectl.errors import InfeasibleError
 from pipectl.link import Link
@@ -109,6 +111,42 @@ def test_frozen_parameters_have_neither_gradients_nor_state(replicas) -> None:
         each[i] |= {"parameters": ((f"p{i}", 10**6),), "forward_s": 1e-6, "backward_s": 1e-6}
     asked = {"stages": 3, "replicas": replicas, "memory_limit_bytes": 1_200_000}
     assert planned(chain(each), nodes_of(3), 16, **asked)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    frozen=st.sets(st.integers(0, 5)),
+    size=st.integers(0, 10**9),
+    replicas=st.sampled_from([1, 2, None]),
+    shard=st.booleans(),
+)
+def test_the_size_of_frozen_parameters_changes_no_step(frozen, size, replicas, shard) -> None:
+    """Neither their update nor a sum of their gradients takes time."""
+    steps = []
+    for bytes_ in (0, size):
+        each = []
+        for i in range(6):
+            gradients = () if i in frozen else ((f"p{i}", 10**6),)
+            each.append(
+                {
+                    "memory": OperatorMemory(1000, f"n{i}", 1000, 1000, gradients),
+                    "parameters": ((f"p{i}", bytes_ if i in frozen else 10**6),),
+                }
+            )
+        asked = {"replicas": replicas, "shard_optimizer": shard}
+        plan = planned(chain(each), nodes_of(4), 16, **asked)
+        assert plan.search.step_lower_bound_s <= plan.predicted_step_s * (1 + 1e-9)
+        steps.append(plan.predicted_step_s)
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize(("sizes", "most"), [([100] * 4, 200), ([700, 100, 100], 700)])
+def test_a_replica_updates_only_what_it_owns(sizes, most) -> None:
+    request = PlanRequest("job", 16, replicas=2, shard_optimizer=True)
+    layout = Layout(((1 << len(sizes)) - 1,), ((0, 1),))
+    choice = Choice(layout, 4, ONE_F_ONE_B.name, (1,))
+    (stage,) = Problem(owning(*sizes), nodes_of(2), request).plan(choice).stages
+    assert stage.cost.update_s == pytest.approx(most * 1e-9)
 
 
 def test_a_search_that_is_cut_short_returns_its_best() -> None:

@@ -62,6 +62,8 @@ def test_as_many_versions_are_kept_as_are_asked_for(pipeline, schedule, micro_ba
     ("schedule", "micro_batches", "figures", "peaks"),
     [
         ("pipedream", 1, [{}] * 4, [5900 + versions * 1010 for versions in (4, 3, 2, 1)]),
+        # Frozen parameters have one version.
+        ("pipedream", 1, [{"trained_bytes": 600}] * 4, [6300 + n * 610 for n in (4, 3, 2, 1)]),
         ("pipedream-2bw", 4, [{}] * 4, [7940, 7930, 7920, 7910]),
         # A rank whose steps do not wait needs the second version for its update alone.
         ("pipedream-2bw", 2, [{}], [7910]),
@@ -114,8 +116,8 @@ def test_smaller_last_micro_batches_count_in_every_step(pipeline):
 
 @pytest.mark.parametrize(("weights_s", "step_s"), [(0.0, 1.0), (0.3, 1.0), (0.9, 1.0), (1.5, 1.5)])
 def test_weights_travel_during_a_forward_or_set_the_pace(pipeline, weights_s, step_s):
-    """Every version is a message of its own."""
-    cost = StageCost(1.0, 1.0, 0.0, round(1000 * weights_s), 0, 0)
+    """Every version is a message of its own, of the parameters that an update changes."""
+    cost = StageCost(1.0, 1.0, 0.0, 9000, 0, 0, trained_bytes=round(1000 * weights_s))
     plan = apart(pipeline(2, 1, schedule="pipedream", costs=[cost] * 2), (True, True))
     found = simulated(plan, bandwidth_bytes_per_s=1000)
     assert found.step_time_s == pytest.approx(step_s)

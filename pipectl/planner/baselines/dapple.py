@@ -140,7 +140,7 @@ class _Planner:
         self._links = links
         self._micro_batches = work.micro_batches
         self._times = self._prefixes.time_s.tolist()
-        self._held = self._prefixes.parameter_bytes.tolist()
+        self._held = self._prefixes.trained_bytes.tolist()
         self._sizes_out = self._prefixes.output_bytes.tolist()
         # Seconds per byte of large messages and reductions.
         self._message_rate, self._reduce_rate = cache(self._moves), cache(self._sums)

@@ -186,7 +186,7 @@ def _level(
     straight: bool,
 ) -> _Level:
     """Solve a level of up to ``count`` groups of ``inner`` devices each."""
-    weights = np.maximum(prefixes.parameter_bytes[None, :] - prefixes.parameter_bytes[:, None], 0)
+    weights = np.maximum(prefixes.trained_bytes[None, :] - prefixes.trained_bytes[:, None], 0)
     single = [
         (times + 4 * (m - 1) * weights / (bandwidth * m) / inner) / m
         if m == 1 or not straight

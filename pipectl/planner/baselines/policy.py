@@ -23,7 +23,7 @@ from pipectl.planner.costs.links import Links
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import CutSpace, Partition, prefix_downsets
 from pipectl.planner.partition.layout import Ranks, consecutive
-from pipectl.profile import Profile
+from pipectl.profile import Operator, Profile
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,13 @@ class Prefixes:
     Args:
         time_s: forward and backward.
         parameter_bytes: bytes of parameters.
+        trained_bytes: of those that are trained, whose gradients replicas sum.
         output_bytes: values that are read after the state.
     """
 
     time_s: Floats
     parameter_bytes: Floats
+    trained_bytes: Floats
     output_bytes: Floats
 
     @classmethod
@@ -96,8 +98,16 @@ class Prefixes:
         return cls(
             members @ np.array([o.forward_s + o.backward_s for o in operators]) * scale,
             members @ np.array([float(o.parameter_bytes) for o in operators]),
+            members @ np.array([trained_bytes(o) for o in operators]),
             crossing @ np.array([float(o.output_bytes) for o in operators]) * scale,
         )
+
+
+def trained_bytes(operator: Operator) -> float:
+    """The bytes of an operator's parameters without those of which it computes no gradient."""
+    trained = {name for name, _ in operator.parameter_gradients}
+    frozen = sum(size for name, size in operator.parameters if name not in trained)
+    return float(operator.parameter_bytes - frozen)
 
 
 def chain_states(profile: Profile) -> CutSpace:

@@ -81,8 +81,8 @@ class Sums:
 
     Args:
         stage_of: of every operator; shape [partitions, operators].
-        parameter_bytes, trained_bytes: of every stage: of its parameters, and of those with
-            gradients; as all others, of shape [partitions, stages].
+        parameter_bytes, trained_bytes: of every stage: of its parameters, and of those that an
+            update changes; as all others, of shape [partitions, stages].
         gradient_bytes: of its parameters; a parameter that several operators use has one per use.
         saved_bytes: from forward to backward of one micro-batch, with received and sent values,
             because a backward needs both.
@@ -112,7 +112,7 @@ class StageMemory:
 
     Args:
         levels: None if the profile does not say what operators allocate.
-        trained: parameters with a gradient by full name, in the optimizer's order.
+        trained: parameters that an update changes by full name, in the optimizer's order.
         owned: trained parameters that only one operator of the model uses.
         buffers: buffers.
         shared: for parameters with several uses: bytes of the parameters, of their uses in this
@@ -254,7 +254,8 @@ class Footprints:
         self._shared_uses = {name: count for name, count in uses.items() if count > 1}
         self._known: dict[tuple[tuple[int, ...], frozenset[str]], StageMemory] = {}
         self._parameters = _Held(operator.parameters for operator in operators)
-        self._trained = _Held(operator.trained_parameters for operator in operators)
+        self._trained = _Held(profile.trained_parameters)
+        self._trained_names = {name for each in profile.trained_parameters for name, _ in each}
         storages = dict.fromkeys(own.storage for own in memory)
         number = {name: number for number, name in enumerate(storages)}
         self._saved = _Held((operator.saved for operator in operators), number)
@@ -414,8 +415,9 @@ class Footprints:
         buffers = dict(pair for index in inside for pair in self._memory[index].buffers)
         gradients = Counter(name for index in inside for name, _ in self._gradients[index])
         sizes = dict(pair for operator in operators for pair in operator.parameters)
-        trained = {name: size for name, size in sizes.items() if name in gradients}
-        here = {name: count for name, count in gradients.items() if name in shared}
+        trained = {name: size for name, size in sizes.items() if name in self._trained_names}
+        uses = (name for operator in operators for name, _ in operator.parameters)
+        here = Counter(name for name in uses if name in shared and name in trained)
         elsewhere = (trained[name] * (shared[name] - count) for name, count in here.items())
         self._known[key] = StageMemory(
             levels=self._levels(inside, operators, crossing) if self._measured else None,
@@ -424,7 +426,7 @@ class Footprints:
             buffers=sum(buffers.values()),
             shared=(
                 sum(trained[name] for name in here),
-                sum(trained[name] * count for name, count in here.items()),
+                sum(trained[name] * gradients[name] for name in here),
                 max(elsewhere, default=0),
             ),
         )

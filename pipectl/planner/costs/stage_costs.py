@@ -135,7 +135,7 @@ def stage_costs(
             StageCost(
                 forward_s=forward_s[stage],
                 backward_s=backward_s[stage],
-                update_s=optimizer.step_s_per_byte * parameters[stage],
+                update_s=optimizer.step_s_per_byte * trained[stage],
                 parameter_bytes=parameters[stage],
                 optimizer_bytes=ceil(state * trained[stage]),
                 saved_bytes=ceil(saved[stage] * scale),
@@ -144,6 +144,7 @@ def stage_costs(
                 input_bytes=ceil(received[stage] * scale),
                 peaks=memory.peaks(scale, profile.optimizer),
                 flops=None if None in counts else round(sum(n or 0 for n in counts) * scale),
+                trained_bytes=None if trained[stage] == parameters[stage] else trained[stage],
             )
         )
     return tuple(costs)
@@ -162,7 +163,7 @@ def stage_times(sums: Sums, times: Times, scale: float, overhead: StageOverhead)
     place = sums.stage_of + stages * np.arange(partitions)[:, None]
     part: Floats = np.ones(1)  # of the way from cached to uncached times
     if overhead.cache_bytes:
-        touched = 2 * sums.parameter_bytes + sums.saved_bytes * scale
+        touched = sums.parameter_bytes + sums.trained_bytes + sums.saved_bytes * scale
         part = np.clip(2 * (touched / overhead.cache_bytes - 1), 0.0, 1.0).ravel()[place]
     times_s = np.zeros((2, *shape))
     for kind, (cached, uncached) in enumerate(zip(*times, strict=True)):

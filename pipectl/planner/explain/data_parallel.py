@@ -128,4 +128,4 @@ def _whole(
 
 
 def _gradient_bytes(profile: Profile) -> int:
-    return sum(dict(pair for each in profile.operators for pair in each.parameters).values())
+    return sum(dict(pair for pairs in profile.trained_parameters for pair in pairs).values())

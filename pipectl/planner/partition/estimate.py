@@ -197,8 +197,9 @@ class Estimator:
         stages["forward_s"] = forward_s * slowness + after_s
         stages["backward_s"] = np.where(backward_s > 0, backward_s * slowness + after_s, 0.0)
         stages["reduce_s"] = groups.reduce_s(group, sums.gradient_bytes[cut].astype(np.float64))
-        update_s = profile.optimizer_cost.step_s_per_byte * sums.parameter_bytes
-        stages["update_s"] = update_s[cut] * slowness
+        update_s = profile.optimizer_cost.step_s_per_byte * sums.trained_bytes
+        shared = replicas if self._request.shard_optimizer else 1.0
+        stages["update_s"] = update_s[cut] * slowness / shared
         ways = np.zeros(len(source), dtype=WAY)
         ways["source"], ways["target"] = source, target
         hold_s, late_s = self.links.hold_s(sizes, last_share), self.links.late_s()

@@ -52,11 +52,12 @@ Check = Callable[[], None]
 
 
 SUMS = record(
-    floats="parameter_bytes summed_bytes state_bytes saved_bytes activation_bytes gradient_bytes"
+    floats="parameter_bytes trained_bytes summed_bytes state_bytes saved_bytes activation_bytes "
+    "gradient_bytes"
 )
-"""Bytes per downset: parameters, their gradients and the optimizer's state; values kept for the
-backward of a micro-batch, besides those that enter the stage; activations that cross a cut at the
-downset, and gradients that return."""
+"""Bytes per downset: parameters, those that an update changes, their gradients and the optimizer's
+state; values kept for the backward of a micro-batch, besides those that enter the stage;
+activations that cross a cut at the downset, and gradients that return."""
 
 
 class CostTable(NamedTuple):
@@ -105,9 +106,15 @@ def cost_table(
     inside = [[operators[index] for index in block.operators] for block in graph.blocks]
     sums = np.zeros(len(space), dtype=SUMS)
     sums["parameter_bytes"] = space.sums(_first_uses(block.parameters for block in graph.blocks))
-    trained = (dict(pair for each in block for pair in each.trained_parameters) for block in inside)
+    trained = profile.trained_parameters
+    sums["trained_bytes"] = space.sums(
+        _first_uses(
+            dict(pair for index in block.operators for pair in trained[index])
+            for block in graph.blocks
+        )
+    )
     state = profile.optimizer_cost.state_bytes_per_parameter_byte
-    sums["state_bytes"] = state * space.sums(_first_uses(trained))
+    sums["state_bytes"] = state * sums["trained_bytes"]
     sums["summed_bytes"] = space.sums(
         [sum(size for each in block for _, size in each.parameter_gradients) for block in inside]
     )
@@ -434,7 +441,8 @@ def _stage(start: Any, end: Any, goal: Goal, cache_bytes: float) -> _Stage:
     summed = end.summed_bytes - start.summed_bytes
     share = 1.0
     if cache_bytes > 0.0:
-        size = 2.0 * parameters + touched + goal.entering * start.activation_bytes
+        size = parameters + end.trained_bytes - start.trained_bytes
+        size += touched + goal.entering * start.activation_bytes
         share = min(1.0, max(0.0, 2.0 * (size / cache_bytes - 1.0)))
     return _Stage(
         share,
