@@ -25,6 +25,8 @@ from pipectl.runs import (
     TRAINING,
     Heartbeat,
     Measured,
+    Metrics,
+    MetricsLine,
     RankBeat,
     Record,
     RunDirectory,
@@ -86,6 +88,7 @@ class RunStatus:
         errors: failures, the first one first.
         restarts: number of times that the job was started again.
         query_error: why the batch system could not be asked; None if it answered.
+        metrics: for curves; None if they were not read.
     """
 
     run: RunDirectory
@@ -98,6 +101,12 @@ class RunStatus:
     errors: Sequence[ErrorReport]
     restarts: int = 0
     query_error: str | None = None
+    metrics: Metrics | None = None
+
+    @property
+    def curve(self) -> list[MetricsLine]:
+        """Lines of its metrics for curves by step; see :meth:`pipectl.runs.Metrics.curve`."""
+        return [] if self.metrics is None else self.metrics.curve()
 
     @property
     def failure(self) -> ErrorReport | None:
@@ -225,8 +234,9 @@ def get_statuses(runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
 class Poller:
     """The state of runs that are watched.
 
-    The files of jobs are read every time. Batch systems serve many users: they are asked at once
-    about jobs that are new or have written their exit code, and else less and less often.
+    The files of jobs are read every time, metrics from where the last reading ended. Batch systems
+    serve many users: they are asked at once about jobs that are new or have written their exit
+    code, and else less and less often.
 
     Args:
         clock: clock in seconds, with any origin.
@@ -235,6 +245,7 @@ class Poller:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._queries: dict[str, _Query] = {}
+        self._metrics: dict[RunDirectory, Metrics] = {}
 
     def get_statuses(self, runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
         """The states now; answers of a batch system may be up to a minute old."""
@@ -253,11 +264,12 @@ class Poller:
         if newer != records:
             records = newer
             answers = self._query(records, now, timeout_s)
+        self._metrics = {run: self._metrics.get(run) or Metrics(run.metrics) for run in runs}
         statuses = []
         for run in runs:
             heartbeat = read_heartbeat(run)  # after the question, as all files
             record = records.get(run)
-            measured = read_measured(run, record, heartbeat)
+            measured = read_measured(run, record, heartbeat, self._metrics[run])
             answer = answers.get(record.scheduler if record else "", Answer({}))
             if record is None:
                 job = JobStatus(JobState.UNKNOWN, reason=damage[run], source="none")
@@ -276,6 +288,7 @@ class Poller:
                     errors=read_errors(run),
                     restarts=max(0, heartbeat.attempt - 1) if heartbeat else 0,
                     query_error=answer.error,
+                    metrics=self._metrics[run],
                 )
             )
         return statuses

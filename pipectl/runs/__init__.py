@@ -19,23 +19,24 @@ from pipectl.runs.directory import (
     step_of,
     sweep_of,
 )
-from pipectl.runs.readers import (
+from pipectl.runs.logs import Line, Log, Logs
+from pipectl.runs.metrics import (
     WARM_UP_STEPS,
-    Heartbeat,
-    Line,
-    Log,
-    Logs,
     Measured,
+    Metrics,
     MetricsLine,
     NotFinite,
+    read_measured,
+    read_metrics,
+)
+from pipectl.runs.readers import (
+    Heartbeat,
     RankBeat,
     last_checkpoint,
     measured_steps,
     read_errors,
     read_exit_code,
     read_heartbeat,
-    read_measured,
-    read_metrics,
     read_requeue_error,
     read_stall,
     read_starts,
@@ -44,8 +45,8 @@ from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, S
 
 __all__ = [
     "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "TRAINING", "WARM_UP_STEPS",
-    "Event", "Heartbeat", "Line", "Log", "Logs", "Measured", "MetricsLine", "NotFinite",
-    "RankBeat", "Record", "RunDirectory", "Setting", "SweepDirectory", "checkpoints",
+    "Event", "Heartbeat", "Line", "Log", "Logs", "Measured", "Metrics", "MetricsLine",
+    "NotFinite", "RankBeat", "Record", "RunDirectory", "Setting", "SweepDirectory", "checkpoints",
     "find", "find_run", "find_runs", "is_job_id", "last_checkpoint", "list_runs",
     "list_sweeps", "locked", "measured_steps", "name_in_shell", "read_errors", "read_exit_code",
     "read_heartbeat", "read_measured", "read_metrics", "read_requeue_error", "read_stall",

@@ -1,6 +1,7 @@
 """The state of runs: the verdict from four sources, in verdicts.txt, and how often batch systems
 are asked by somebody who watches."""
 
+import json
 import subprocess
 import time
 from pathlib import Path
@@ -84,6 +85,17 @@ def run(tmp_path):
         return made
 
     return make
+
+
+def test_a_run_that_is_watched_is_not_read_again(run, schedulers):
+    poller, one = Poller(lambda: 0.0), run("7")
+    for step in range(1, 4):
+        with one.metrics.open("a") as stream:
+            stream.write(json.dumps({"attempt": 1, "step": step, "loss": 3 / step}) + "\n")
+        (found,) = poller.get_statuses([one], NOW)
+        assert (found.measured.step, found.measured.last_loss) == (step, 3 / step)
+        assert found.metrics.bytes_read == one.metrics.stat().st_size
+        assert [line.loss for line in found.curve] == [3 / each for each in range(1, step + 1)]
 
 
 def test_questions_and_searches_become_rare_and_a_new_job_is_asked_about_at_once(run, schedulers):

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from pipectl.runs import (
     Line,
     Log,
     Logs,
+    Metrics,
     MetricsLine,
     RankBeat,
     Record,
@@ -30,7 +32,7 @@ from pipectl.runs import (
     read_measured,
     read_metrics,
 )
-from pipectl.runs.readers import merge_attempts, sum_up
+from pipectl.runs.metrics import merge_attempts, sum_up
 
 HERE = Path(__file__).parent
 RECORD = Record("gpt", "slurm", "7f3a9c", 1795228138.5, ranks=8, nodes=2, steps=500)
@@ -142,26 +144,103 @@ def test_figures_of_a_long_run_are_those_of_all_lines_and_of_its_last_attempt(ru
             fault = {"loss_of_micro_batch": step % 3}
             lines.append(json.dumps({"attempt": 1, "step": step, "not_finite": fault}))
     run.metrics.write_text("\n".join(lines) + "\n")
-    found, every = read_metrics(run, whole=False), read_metrics(run)
+    found, every = Metrics(run.metrics).lines(), read_metrics(run)
     assert len(found) < len(every) / 5
     assert sum_up(found) == sum_up(every)
     assert sum_up(found).not_finite == (7, 9_000, 9_001, STEPS - 1)
     second = [step_line(step, 2, loss=7.0) for step in range(STEPS - 10_000, STEPS - 100)]
     run.metrics.write_text("\n".join([*lines, *second]) + "\n")
-    last = sum_up(read_metrics(run, whole=False))
+    last = sum_up(Metrics(run.metrics).lines())
     assert (last.step, last.last_loss, last.first_loss) == (STEPS - 101, 7.0, 3.0)
     assert last.not_finite == sum_up(read_metrics(run)).not_finite == (7, 9_000, 9_001)
 
 
 def test_a_resumed_run_is_at_the_step_that_it_goes_on_from(run):
-    assert read_metrics(run, whole=False) == []
+    assert Metrics(run.metrics).lines() == []
     run.metrics.write_text("\n".join(step_line(step) for step in range(1, 21)) + '\n{"torn')
-    assert read_metrics(run, whole=False) == read_metrics(run) != [], "as the file is short"
+    assert Metrics(run.metrics).lines() == read_metrics(run) != [], "as the file is short"
     Heartbeat("training", 20, STEPS).save(run.heartbeat)
     assert read_measured(run, None, read_heartbeat(run)).step == 20
     Heartbeat("training", 10, STEPS, attempt=2).save(run.heartbeat)
     measured = read_measured(run, None, read_heartbeat(run))
     assert (measured.step, measured.last_loss) == (10, 3 / 20)
+
+
+def test_metrics_are_read_from_where_the_last_reading_ended(run):
+    """Also if the last line was half written; a file in place of another is read from its begin."""
+    metrics = Metrics(run.metrics)
+    assert metrics.lines() == []
+    run.metrics.write_text("\n".join(step_line(step) for step in range(1, STEPS)) + "\n")
+    before = metrics.lines()
+    size = metrics.bytes_read
+    assert before[-1].step == STEPS - 1
+    assert size == run.metrics.stat().st_size
+    assert (metrics.lines(), metrics.bytes_read) == (before, size), "nothing is new"
+    text = step_line(STEPS)
+    with run.metrics.open("a") as stream:
+        stream.write(text[:20])
+    assert metrics.lines() == before
+    with run.metrics.open("a") as stream:
+        stream.write(f"{text[20:]}\n{step_line(STEPS - 9, 2)}\n")
+    assert [line.step for line in metrics.lines()[-2:]] == [STEPS - 10, STEPS - 9]
+    assert metrics.bytes_read == run.metrics.stat().st_size
+    assert metrics.curve()[-1].step == STEPS - 9
+    for text in (step_line(1, 3), "\n".join(step_line(step, 3) for step in range(2, STEPS + 99))):
+        run.metrics.write_text(f"{text}\n")  # first shorter, then longer than what was read
+        assert {line.attempt for line in metrics.lines()} == {3}
+    other = run.path / "other"
+    other.write_text(step_line(7, 4) + "\n")
+    other.rename(run.metrics)
+    assert [line.step for line in metrics.lines()] == [7]
+    run.metrics.unlink()
+    assert metrics.lines() == metrics.curve() == []
+
+
+def test_a_file_of_any_size_shows_its_begin_and_its_end_and_a_curve(run, monkeypatch):
+    monkeypatch.setattr("pipectl.runs.metrics._CHUNK", 1 << 14)
+    monkeypatch.setattr("pipectl.runs.metrics._MAX_BYTES", 1 << 17)
+    evaluation = json.dumps({"attempt": 1, "step": STEPS, "evaluation": {"loss": 0.5}})
+    lines = [*(step_line(step) for step in range(1, STEPS + 1)), evaluation]
+    run.metrics.write_text("\n".join(lines) + "\n")
+    metrics = Metrics(run.metrics)
+    measured = sum_up(metrics.lines())
+    assert metrics.bytes_read == (1 << 17) + (1 << 14) < run.metrics.stat().st_size / 20
+    assert (measured.step, measured.first_loss, measured.last_loss) == (STEPS, 3.0, 3 / STEPS)
+    assert measured.evaluation == {"loss": 0.5}
+    assert measured.step_time_s == 0.5
+    steps = [line.step for line in metrics.curve()]
+    assert (steps[0], steps[-1]) == (1, STEPS)
+
+
+def test_a_curve_has_all_steps_of_a_short_run_and_some_of_a_long_one(run, monkeypatch):
+    monkeypatch.setattr("pipectl.runs.metrics._MAX_CURVE", 200)
+    metrics = Metrics(run.metrics)
+    for count in (100, 3000):
+        run.metrics.write_text("\n".join(step_line(step) for step in range(1, count + 1)) + "\n")
+        metrics.lines()
+        steps = [line.step for line in metrics.curve()]
+        assert steps[-1] == count
+        if count == 100:
+            assert steps == [*range(1, 101)]
+    assert len(steps) < 300
+    assert max(b - a for a, b in pairwise(steps)) < 40, "they are spread over the run"
+
+
+def test_metrics_that_no_job_writes_are_harmless(run):
+    metrics = Metrics(run.metrics)
+    deep = b'{"attempt": 1, "step": ' + b"[" * 100_000
+    for text in (b"\0" * (3 << 20), deep + b"\n", b"\n" * 5000, b'{"evaluation"\n' * 5000):
+        run.metrics.write_bytes(text)
+        assert metrics.lines() == metrics.curve() == []
+        with run.metrics.open("ab") as stream:
+            stream.write(f"\n{step_line(8)}\n".encode())
+        assert [line.step for line in metrics.lines()] == [8]
+    run.metrics.unlink()
+    run.metrics.symlink_to("/dev/zero")
+    assert metrics.lines() == []
+    run.metrics.unlink()
+    os.mkfifo(run.metrics)
+    assert metrics.lines() == []
 
 
 def test_what_is_damaged_in_a_heartbeat_hides_nothing_else(run):
@@ -227,12 +306,50 @@ def test_a_line_that_grows_is_read_once_and_whole_and_a_log_that_was_cut_from_it
 
 
 def test_long_logs_are_read_piece_by_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipectl.runs.readers._CHUNK", 7)
-    monkeypatch.setattr("pipectl.runs.readers._MAX_LINE", 20)
+    monkeypatch.setattr("pipectl.runs.logs._CHUNK", 7)
+    monkeypatch.setattr("pipectl.runs.logs._MAX_LINE", 20)
     path = tmp_path / "node-n1.log"
     path.write_text("".join(f"[{rank}] {'x' * rank}\n" for rank in range(10)) + "y" * 50)
     lines = list(Log(path).read_lines(to_the_end=True))
     assert [line.rank for line in lines] == [*range(10), None, None, None]
+
+
+@pytest.mark.parametrize("window", [1, 16, 1 << 16])
+def test_the_last_lines_of_logs_are_those_of_a_reading_of_everything(run, monkeypatch, window):
+    monkeypatch.setattr("pipectl.runs.logs._WINDOW", window)
+    node = run.logs / "node-n1.log"
+    node.write_text("".join(f"[{number % 3}] line {number}\n" for number in range(100)))
+    run.job_log.write_text("first\n\nsecond\nthi")
+
+    def last(count, *, rank=None, to_the_end=True):
+        logs = Logs(run)
+        found = logs.read_last_lines(
+            count, lambda line: rank is None or line.rank == rank, to_the_end=to_the_end
+        )
+        assert list(logs.read_lines()) == []
+        return [line.text for line in found]
+
+    every = [line.text for line in Logs(run).read_lines(to_the_end=True)]
+    for count in (0, 1, 2, 4, 5, 50, 1000):
+        assert last(count) == (every[-count:] if count else [])
+    of_rank = [text for text in every if text.startswith("[2]")]
+    assert last(3, rank=2) == of_rank[-3:]
+    assert last(1000, rank=2) == of_rank
+    assert last(5, rank=7) == []
+    assert last(2, to_the_end=False) == ["", "second"]
+
+
+def test_new_lines_follow_the_last_ones_and_a_huge_log_is_not_read(run):
+    with run.job_log.open("wb") as file:
+        file.seek(1 << 40)  # a hole: reading it would take minutes
+        file.write(b"\nlast\nbeg")
+    logs = Logs(run)
+    assert [line.text for line in logs.read_last_lines(1, lambda _: True)] == ["last"]
+    with run.job_log.open("a") as file:
+        file.write("in\n")
+    assert [line.text for line in logs.read_lines()] == ["begin"]
+    (bar,) = Log(run.job_log).read_last_lines(1, lambda _: True)
+    assert bar.text == "begin"
 
 
 def test_logs_of_ranks_come_before_that_of_the_job_by_their_numbers(tmp_path):

@@ -77,21 +77,30 @@ def _print_logs(
     _check_ranks(run, ranks)
     logs, unknown, printed = Logs(run), None, 0
 
-    def show(lines: Iterable[Line], tail: int | None = None) -> None:
+    def is_wanted(line: Line) -> bool:
+        return not ranks or line.rank in ranks
+
+    def show(lines: Iterable[Line]) -> None:
         nonlocal printed
-        matches = (line for line in lines if not ranks or line.rank in ranks)
-        for line in matches if tail is None else deque(matches, tail):
+        for line in filter(is_wanted, lines):
             sys.stdout.write(f"{printable(line.text)}\n")
             printed += 1
         sys.stdout.flush()
 
     if follow:
-        show(logs.read_lines(), tail)
+        show(logs.read_lines() if tail is None else logs.read_last_lines(tail, is_wanted))
         unknown, tail = _follow(run, logs, show), None
-    last_lines = list(logs.read_lines(to_the_end=True))
-    for error in read_errors(run) if ranks else ():  # they are in the job's log, not in a rank's
-        last_lines += [Line(error.rank, text) for text in error.text.splitlines()]
-    show(last_lines, tail)
+    errors = [  # they are in the job's log, not in a rank's
+        Line(error.rank, text)
+        for error in (read_errors(run) if ranks else ())
+        for text in error.text.splitlines()
+    ]
+    if tail is None:
+        show(logs.read_lines(to_the_end=True))
+        show(errors)
+    else:
+        last_lines = logs.read_last_lines(tail, is_wanted, to_the_end=True)
+        show(deque([*last_lines, *filter(is_wanted, errors)], tail))
     if not printed and tail != 0:
         who = f"rank {', '.join(map(str, sorted(ranks)))}" if ranks else "the run"
         note(f"{run.name}: {who} has printed nothing; see: pipectl status {name_in_shell(run)}")

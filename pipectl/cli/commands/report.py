@@ -41,7 +41,7 @@ from pipectl.report.comparison import (
 )
 from pipectl.report.gantt import gantt_svg
 from pipectl.report.perfetto import chrome_trace
-from pipectl.runs import RunDirectory, find_run, read_metrics
+from pipectl.runs import RunDirectory, find_run
 from pipectl.timeline import Timeline
 from pipectl.units import format_bytes, format_time
 
@@ -119,7 +119,7 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
             raise
         with suppress(PipectlError):
             timelines = {"predicted": Timeline.load(run.predicted)}
-    lines = read_metrics(run)
+    lines = status.curve
     evaluated = [(line.step, (line.evaluation or {}).get("loss")) for line in lines]
     curves = {
         "loss": {

@@ -30,7 +30,6 @@ from pipectl.runs import (
     last_checkpoint,
     name_in_shell,
     read_heartbeat,
-    read_metrics,
     step_of,
 )
 from pipectl.units import format_bytes, format_time, plural
@@ -105,7 +104,7 @@ def draw_runs(
 
             difference = divide_last_step(status.run)
         return Fitted(lambda width: Group(*run_lines(status, width, difference)))
-    losses = [line.loss for line in read_metrics(status.run) if line.loss is not None]
+    losses = [line.loss for line in status.curve if line.loss is not None]
 
     def draw_screen(width: int) -> RenderableType:
         parts: list[RenderableType] = [*run_lines(status, width, files=False)]

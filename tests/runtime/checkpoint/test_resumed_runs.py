@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from pipectl.errors import MismatchError
 from pipectl.runs import RunDirectory, checkpoints, read_errors, read_heartbeat, read_metrics
-from pipectl.runs.readers import sum_up
+from pipectl.runs.metrics import sum_up
 from pipectl.runtime import checkpoint
 from pipectl.runtime.stopping import count_without_improvement
 from pipectl.runtime.worker import run as work_here

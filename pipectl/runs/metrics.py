@@ -1,0 +1,370 @@
+"""``metrics.jsonl``: a line per training step and evaluation, and the figures made of them.
+
+It can be read at any time, also after a crash: lines that are cut or damaged are skipped, and
+fields of a wrong type count as missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
+from math import inf
+from operator import attrgetter
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+from pipectl.fields import FieldError, LenientFields, read_value
+from pipectl.files import open_regular, read_limited
+from pipectl.runs.directory import RunDirectory
+from pipectl.runs.readers import Heartbeat
+from pipectl.runs.record import PROFILING, Record
+
+WARM_UP_STEPS = 3
+"""Number of first steps, which are slower; their times are left out if there are others."""
+_EDGE = 40
+"""Lines read at either end of a long file."""
+_MAX_BYTES, _CHUNK, _MAX_LINE = 1 << 28, 1 << 20, 1 << 20
+_BEGIN = 256
+"""Bytes that tell a file from the one that was there before, and an attempt from another."""
+_MAX_RARE = {b'"evaluation"': 1000, b'"not_finite"': 10_000}
+"""Maximum lines that are kept, by the key that tells them from those of training steps."""
+_MAX_STARTS = 1000
+_MAX_CURVE = 2000
+
+
+def _to_finite(value: Any) -> float:
+    """Convert to a finite number, which may be negative."""
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise FieldError("must be a finite number")
+    return float(value)
+
+
+def _to_figures(value: Any) -> dict[str, float | None]:
+    figures: dict[str, float | None] = {}
+    for name, figure in read_value(Mapping[str, Any], value).items():
+        with suppress(FieldError):
+            figures[name] = None if figure is None else _to_finite(figure)
+    return figures
+
+
+def _to_text(value: Any) -> str:
+    text: str = read_value(str, value)
+    return text.encode(errors="replace").decode()
+
+
+Finite = Annotated[float, _to_finite]
+Words = Annotated[str, _to_text]
+
+
+@dataclass(frozen=True)
+class NotFinite(LenientFields):
+    """What was not finite in a step: the loss of a micro-batch, or a gradient in a stage."""
+
+    loss_of_micro_batch: int | None = None
+    gradient_of: Words | None = None
+    stage: int | None = None
+
+    def __str__(self) -> str:
+        if self.loss_of_micro_batch is not None:
+            return f"the loss of micro-batch {self.loss_of_micro_batch}"
+        return f"the gradient of {self.gradient_of!r} in stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class MetricsLine(LenientFields):
+    """A line of ``metrics.jsonl``: of a training step, an evaluation, or a step's ``not_finite``.
+
+    Args:
+        attempt: number of the job's start, from 1.
+        steps: number of steps of the run.
+        loss: None if it is not finite.
+        gradient_norm: None if gradients are not clipped.
+        skipped: whether gradients overflowed in float16, so that nothing was updated.
+        late_s: largest delay of a rank; of rehearsals only.
+        early_stop: why training ended after this evaluation; empty if it did not.
+    """
+
+    attempt: int
+    step: int
+    steps: int | None = None
+    time: Finite | None = None
+    loss: Finite | None = None
+    step_time_s: Finite | None = None
+    samples_per_s: Finite | None = None
+    tokens_per_s: Finite | None = None
+    learning_rate: Finite | None = None
+    gradient_norm: Finite | None = None
+    loss_scale: Finite | None = None
+    skipped: bool | None = None
+    late_s: Finite | None = None
+    evaluation: Annotated[Mapping[str, float | None], _to_figures] | None = None
+    early_stop: Words = ""
+    not_finite: NotFinite | None = None
+
+    @property
+    def is_step(self) -> bool:
+        """Whether the line has the figures of a training step."""
+        is_other = self.evaluation is not None or self.not_finite is not None
+        return not is_other and (self.loss is not None or self.step_time_s is not None)
+
+
+def read_metrics(run: RunDirectory) -> list[MetricsLine]:
+    """Return all lines of ``metrics.jsonl``, see :func:`merge_attempts`; bad lines are skipped.
+
+    :class:`Metrics` reads long files faster.
+    """
+    try:
+        texts = read_limited(run.metrics, _MAX_BYTES).split(b"\n")
+    except OSError:
+        return []
+    return merge_attempts(filter(None, map(_parse, texts)))
+
+
+def _parse(text: bytes) -> MetricsLine | None:
+    """Return a line; None if it is cut or damaged."""
+    try:
+        line: MetricsLine = read_value(MetricsLine, json.loads(text.decode("utf-8", "replace")))
+    except (ValueError, RecursionError):  # a FieldError is a ValueError
+        return None
+    return line
+
+
+_Parsed = dict[bytes, MetricsLine | None]
+"""Lines by their text; None if they are damaged."""
+
+
+class Metrics:
+    """A growing ``metrics.jsonl``, which is read from where the last reading ended.
+
+    Memory is bounded: of a long file, only those lines are kept that its figures depend on, which
+    are the first and last ones, the first of an attempt, those not of a training step, and every
+    n-th for a curve. The first reading of a file of more than 256 MiB takes in its begin and its
+    last 256 MiB.
+
+    Attributes:
+        bytes_read: bytes that were read so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.bytes_read = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin again, with another file."""
+        self._offset, self._begin, self._rest = 0, b"", b""
+        self._inode: int | None = None
+        self._attempt = b""  # what the last line begins with: its attempt
+        self._first: list[bytes] = []
+        self._last = deque[bytes](maxlen=_EDGE)
+        self._starts = deque[bytes](maxlen=_MAX_STARTS)
+        self._rare = {key: deque[bytes](maxlen=count) for key, count in _MAX_RARE.items()}
+        self._curve: list[bytes] = []
+        self._curve_step, self._curve_at = 0, 0  # bytes between its lines, and where the next is
+        self._parsed_lines: _Parsed = {}
+        self._parsed_curve: _Parsed = {}
+        self._merged: list[MetricsLine] | None = None
+
+    def lines(self) -> list[MetricsLine]:
+        """Read what is new, and return the lines of which :func:`sum_up` makes the figures."""
+        self._read()
+        if self._merged is None:
+            self._parsed_lines, self._merged = self._merge(self._parsed_lines, self._first)
+        return self._merged
+
+    def curve(self) -> list[MetricsLine]:
+        """Return lines for curves by step: all that were read, or of many every n-th."""
+        self._parsed_curve, lines = self._merge(self._parsed_curve, self._curve)
+        return lines
+
+    def _merge(self, parsed: _Parsed, texts: Iterable[bytes]) -> tuple[_Parsed, list[MetricsLine]]:
+        """Parse lines that are not among ``parsed``; returns all that are, and merges attempts."""
+        rare = chain.from_iterable(self._rare.values())
+        every = chain(self._starts, rare, texts, self._last, [self._rest])
+        parsed = {text: parsed[text] if text in parsed else _parse(text) for text in every}
+        return parsed, merge_attempts(filter(None, parsed.values()))
+
+    def _read(self) -> None:
+        try:
+            handle = open_regular(self._path)
+        except OSError:
+            self._forget()
+            return
+        with os.fdopen(handle, "rb", buffering=0) as file:
+            status, begin = os.fstat(handle), os.pread(handle, _BEGIN, 0)
+            is_same = status.st_ino == self._inode and status.st_size >= self._offset
+            if not (is_same and begin.startswith(self._begin)):
+                self._forget()
+            self._inode, self._begin = status.st_ino, begin
+            # Not what is written meanwhile, else a fast writer would keep this process.
+            while (left := status.st_size - self._offset) > 0:
+                if left > _MAX_BYTES and self._offset:
+                    self._offset, self._rest, left = status.st_size - _MAX_BYTES, b"", _MAX_BYTES
+                file.seek(self._offset)
+                text = file.read(min(left, _CHUNK))
+                if not text:
+                    break
+                self._offset += len(text)
+                self.bytes_read += len(text)
+                self._take(self._rest + text)
+
+    def _take(self, text: bytes) -> None:
+        """Take in text from the begin of a line on; an incomplete last line is kept for later."""
+        self._merged = None
+        end = text.rfind(b"\n") + 1
+        whole, self._rest = text[:end], text[end:][:_MAX_LINE]
+        if not whole:
+            return
+        last = whole[whole.rfind(b"\n", 0, -1) + 1 :]
+        if len(self._first) < _EDGE or not _attempt_of(whole) == _attempt_of(last) == self._attempt:
+            for line in whole[:-1].split(b"\n"):
+                if len(self._first) < _EDGE:
+                    self._first.append(line)
+                if (attempt := _attempt_of(line)) != self._attempt:
+                    self._attempt = attempt
+                    self._starts.append(line)
+        for key, lines in self._rare.items():
+            at = whole.find(key)
+            while at >= 0:
+                line, stop = _line_around(whole, at)
+                if not line.partition(key)[2].lstrip(b": ").startswith(b"null"):
+                    lines.append(line)
+                at = whole.find(key, stop)
+        self._last.extend(whole[:-1].rsplit(b"\n", _EDGE)[-_EDGE:])
+        self._extend_curve(whole, self._offset - len(text))
+
+    def _extend_curve(self, whole: bytes, begin: int) -> None:
+        """Add every n-th of whole lines, which begin at a place of the file, to the curve."""
+        while self._curve_at < begin + len(whole):
+            line, stop = _line_around(whole, max(0, self._curve_at - begin))
+            self._curve.append(line)
+            self._curve_at = max(begin + stop + 1, self._curve_at + self._curve_step)
+        while len(self._curve) > _MAX_CURVE:
+            self._curve = self._curve[::2]
+            self._curve_step = max(2 * self._curve_step, 2 * len(self._curve[-1]))
+
+
+def _attempt_of(text: bytes) -> bytes:
+    """Return the begin of a line up to its attempt, without parsing it."""
+    return text[:_BEGIN].partition(b",")[0]
+
+
+def _line_around(text: bytes, at: int) -> tuple[bytes, int]:
+    """Return the line that contains a place of a text, and where it ends."""
+    stop = text.find(b"\n", at)
+    return text[text.rfind(b"\n", 0, at) + 1 : stop], stop
+
+
+def merge_attempts(lines: Iterable[MetricsLine]) -> list[MetricsLine]:
+    """Return the lines by step: of training, of what was not finite, of the evaluation.
+
+    If an attempt repeats steps of an earlier one, it replaces that one's lines from its first step.
+    One that begins with an evaluation leaves the step before it.
+    """
+
+    def position(line: MetricsLine) -> tuple[float, bool]:
+        return line.step, bool(line.evaluation)
+
+    kept: dict[tuple[int, int], MetricsLine] = {}
+    end, of_attempt = (inf, False), attrgetter("attempt")
+    for _, group in groupby(sorted(lines, key=of_attempt, reverse=True), key=of_attempt):
+        attempt = list(group)
+        for line in attempt:
+            if position(line) < end and (line.is_step or line.evaluation or line.not_finite):
+                kind = 0 if line.is_step else 2 if line.not_finite is None else 1
+                kept[line.step, kind] = line
+        end = min(end, *map(position, attempt))
+    return [kept[key] for key in sorted(kept)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of a run; None if they are not known yet.
+
+    Args:
+        first_loss, last_loss: losses of the first and last recorded steps.
+        samples_per_s, tokens_per_s, step_time_s: medians without the first steps.
+        evaluation: metrics of the last evaluation, after ``evaluation_step``.
+        early_stop: why training ended after that evaluation; empty if it did not.
+        not_finite: steps whose loss or gradients were not finite.
+        fault: what was not finite in the last such step, e.g. ``the loss of micro-batch 2``.
+    """
+
+    step: int = 0
+    steps: int | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    step_time_s: float | None = None
+    evaluation_step: int | None = None
+    evaluation: Mapping[str, float | None] = field(default_factory=dict)
+    early_stop: str = ""
+    not_finite: tuple[int, ...] = ()
+    fault: str = ""
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Time of the remaining steps at the measured step time."""
+        if self.step_time_s is None or self.steps is None:
+            return None
+        return (self.steps - self.step) * self.step_time_s
+
+
+def sum_up(lines: Sequence[MetricsLine]) -> Measured:
+    """Summarise the lines that :func:`read_metrics` returns."""
+    steps = [line for line in lines if line.is_step]
+    last = steps[-1] if steps else MetricsLine(0, 0)
+    evaluation = next((line for line in reversed(lines) if line.evaluation is not None), None)
+    faults = [line for line in lines if line.not_finite is not None]
+    return Measured(
+        step=last.step,
+        steps=last.steps,
+        first_loss=steps[0].loss if steps else None,
+        last_loss=last.loss,
+        samples_per_s=_usual(line.samples_per_s for line in steps),
+        tokens_per_s=_usual(line.tokens_per_s for line in steps),
+        step_time_s=_usual(line.step_time_s for line in steps),
+        evaluation_step=evaluation.step if evaluation else None,
+        evaluation=(evaluation and evaluation.evaluation) or {},
+        early_stop=evaluation.early_stop if evaluation else "",
+        not_finite=tuple(line.step for line in faults),
+        fault=str(faults[-1].not_finite) if faults else "",
+    )
+
+
+def _usual(figures: Iterable[float | None]) -> float | None:
+    """The median of the figures of steps, without the first ones."""
+    known = [each for each in figures if each]
+    return median(known[min(WARM_UP_STEPS, len(known) - 1) :]) if known else None
+
+
+def read_measured(
+    run: RunDirectory,
+    record: Record | None,
+    heartbeat: Heartbeat | None,
+    metrics: Metrics | None = None,
+) -> Measured:
+    """Return the figures of a run; steps are percent if the run only profiles.
+
+    Args:
+        heartbeat: the last one; None before the first.
+        metrics: those of the run, which were read before; None to read them from the begin.
+    """
+    heartbeat = heartbeat or Heartbeat()
+    if record is None or record.kind != PROFILING:
+        lines = (metrics or Metrics(run.metrics)).lines()
+        measured = sum_up(lines)
+        # After a resume, training goes on from a checkpoint, often of an earlier step.
+        before = max((line.attempt for line in lines if line.is_step), default=heartbeat.attempt)
+        if heartbeat.step and before < heartbeat.attempt:
+            measured = replace(measured, step=heartbeat.step, steps=heartbeat.steps)
+        return measured
+    return Measured(step=heartbeat.step or 0, steps=record.steps)
