@@ -1,14 +1,15 @@
 """The event loop: executes the rows of all ranks in the order of time (compiled).
 
-:mod:`pipectl.simulate.tables` describes the tables. The queue holds (time, number, rank or pool of
-cores). Numbers ascend, so simultaneous events are processed in the order in which they were
-scheduled.
+:mod:`pipectl.simulate.tables` describes the tables. The queue holds (time, number, and what goes
+on: a rank, a pool of cores or a sum in pieces). Numbers ascend, so simultaneous events are
+processed in the order in which they were scheduled.
 
 Each part of a way carries one transfer at a time, in the order in which they were ready, for a time
 that depends on the part's link and the bytes. A transfer starts on a part when it has started on
 the previous part and the part is free. It is over one latency after all parts have carried it.
 Parts work at the same time, like switches, and a fast part that waits for a slow one is free for
-other transfers.
+other transfers. A sum of gradients moves in pieces, each when all parts have carried the one
+before; it starts on every part that is free, because its messages take many ways.
 
 On nodes with fewer cores than ranks, n computing ranks each run at min(1, cores / n). Work is
 measured on a virtual clock that runs at this rate, so a change of n moves the clock, not the end of
@@ -47,6 +48,9 @@ def advance(tables: Tables, events: int) -> int:
         now, number, item = queue[0].time, queue[0].number, queue[0].target
         drop_first(queue, 0, clock.queued)
         clock.queued -= 1
+        if item >= count + len(pools):
+            _move(tables, item - count - len(pools), 0, 0, now)
+            continue
         if item >= count:
             pool = item - count
             if pools[pool].alarm != number:
@@ -197,18 +201,36 @@ def _wait(transfer: Any, ranks: Records, number: int) -> None:
 def _start(tables: Tables, position: int, number: int, now: float) -> None:
     """Start a transfer; it moves when all of its ends have started it."""
     stream, row = tables.streams[number], tables.rows[position]
-    transfer = tables.transfers[stream.first + 1 + row[MICRO_BATCH]]
+    which = 1 + row[MICRO_BATCH]
+    transfer = tables.transfers[stream.first + which]
     transfer.started += 1
-    if transfer.started < stream.starters:
-        return
+    if transfer.started == stream.starters:
+        transfer.moved_at = now
+        _move(tables, number, which, row[SIZE], now)
+
+
+@compiled
+def _move(tables: Tables, number: int, which: int, size: int, now: float) -> None:
+    """Move the next piece of a transfer; its last one lets those go on that wait.
+
+    Args:
+        number: of the stream.
+        which: of its transfers.
+        size: of the row.
+    """
+    stream = tables.streams[number]
+    transfer = tables.transfers[stream.first + which]
     begun, end = now, now
     for place in range(stream.way, stream.end):
         queue = tables.queues[place]
-        begun = max(begun, tables.free_at[queue])
-        over = begun + tables.hold_s[place, row[SIZE]]
+        begun = max(now if stream.at_once else begun, tables.free_at[queue])
+        over = begun + tables.hold_s[place, size]
         tables.free_at[queue] = over
         end = max(end, over)
-    transfer.moved_at = now
+    transfer.left -= 1
+    if transfer.left > 0:
+        _foresee(tables.queue, tables.clock[0], end, len(tables.ranks) + len(tables.pools) + number)
+        return
     transfer.over_at = end + stream.latency_s
     last = transfer.waiting
     if last >= 0:

@@ -150,7 +150,7 @@ def _message_share(
 
 def _passage(stream: Stream) -> Passage:
     """Return the time of a full micro-batch; the parts of its way carry it at the same time."""
-    hold_s = max((link.hold_s(stream.size_bytes) for _, link in stream.way), default=0.0)
+    hold_s = stream.pieces * max(stream.holds_s(1.0), default=0.0)
     return Passage(stream.size_bytes, hold_s, stream.latency_s)
 
 

@@ -12,7 +12,7 @@ The model:
   (:mod:`pipectl.simulate.network`, :mod:`pipectl.simulate.events`).
 - Copies to and from host memory run one after another in each direction.
 - Gradients are summed over the replicas of a stage when all replicas have started the sum, while
-  they continue to compute. Sums share no link (:mod:`pipectl.simulate.network`).
+  they continue to compute, over the same links as messages (:mod:`pipectl.simulate.network`).
 - Ranks of a node share its cores evenly while more ranks compute than there are cores.
 - At UPDATE all ranks meet if the plan says so, then each rank updates its stages. If they do not
   meet, a rank begins its next step while others end theirs, and the step time is from step to step:
@@ -333,7 +333,8 @@ def _new_tables(
     ranks["position"], ranks["since"] = ranks["first"], -1.0
     rows = ranks["end"] - ranks["first"]
     alarms = 2 * int(rows[ranks["pool"] >= 0].sum())  # at the start and the end of computations
-    queue = np.zeros(len(ranks) + alarms, dtype=EVENT)
+    in_pieces = int((network.transfers["left"] > 1).sum())
+    queue = np.zeros(len(ranks) + alarms + in_pieces, dtype=EVENT)
     queue["target"][: len(ranks)] = np.arange(len(ranks))
     queue["number"][: len(ranks)] = 1 + np.arange(len(ranks))
     clock = np.zeros(1, dtype=CLOCK)

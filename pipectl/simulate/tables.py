@@ -46,12 +46,13 @@ RANK = record(
 - ``has_computed``: whether it has begun a computation; ``idle_s``: seconds that it waited before
   that, until its messages moved; ``ended_s``: end of its last row.
 """
-STREAM_OF = record("first starters way end", "latency_s")
+STREAM_OF = record("first starters way end at_once", "latency_s")
 """Of each stream: its first transfer, the number of rows that must start a transfer before it
-moves, the range of the parts of its way, and its latency."""
-TRANSFER = record("started waiting", "moved_at over_at")
+moves, the range of the parts of its way, whether these carry it independently, and its latency."""
+TRANSFER = record("started waiting left", "moved_at over_at")
 """Of each transfer: the number of rows that have started it, the last rank that waits for it (-1 if
-none does), its start and its end (infinite until it moves)."""
+none does), the pieces that have not moved yet, its start and its end (infinite until its last piece
+moves)."""
 POOL = record("start cores busy alarm", "clock time")
 """Of each pool of cores: the start of its heap of work, the number of cores, the number of ranks
 that compute, the number of its valid event, its virtual clock, and when that was set."""
@@ -101,7 +102,8 @@ class Network(NamedTuple):
 
     Args:
         queues: queue of each part of a way; parts with the same queue take turns.
-        hold_s: how long a transfer holds each part, by the size of its row; shape [parts, sizes].
+        hold_s: how long a piece of a transfer holds each part, by the size of its row; shape
+            [parts, sizes].
     """
 
     streams: Records
@@ -119,8 +121,8 @@ class Tables(NamedTuple):
         message_s: seconds of the rows of messages for a full micro-batch, by kind and stream; no
             columns if no rank has row times.
         free_at: when each queue of the network is free.
-        queue: heap of events of ranks and (higher targets) pools; void alarms stay until their
-            time.
+        queue: heap of events of ranks and (higher targets) pools, then streams whose next piece can
+            move; void alarms stay until their time.
         work: heaps of the ranks that compute on each pool.
         clock: one record.
         records: empty if nothing is recorded.

@@ -85,6 +85,25 @@ def test_estimates_are_what_is_simulated_if_messages_are_short(batch, latency_s,
         assert step_s == pytest.approx(found.step_time_s, rel=1e-8)
 
 
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("interface", [True, False])
+@pytest.mark.parametrize("sizes", [(10**6,) * 4, (10**5, 10**7, 10**6, 10**7)])
+def test_estimates_know_that_sums_share_links(sizes, interface, together) -> None:
+    """Four stages have two replicas each, on two nodes."""
+    each = [{"parameters": ((f"p{i}", size),), "backward_s": 4e-3} for i, size in enumerate(sizes)]
+    profile = replace(chain(each), optimizer=None)
+    between = Link(0.0, 1e8, interface=interface)
+    cluster = cluster_of(4, 4, within=Link(0.0, 1e12), between=between)
+    problem = Problem(profile, cluster, PlanRequest("job", 32, updates_together=together))
+    layout = Layout((1, 2, 4, 8), ((0, 4), (1, 5), (2, 6), (3, 7)))
+    for name, warm_up in open_orders(problem.request, 4, 4):
+        ((step_s,),) = problem.estimator.steps_s([layout], 8, [warm_up])
+        choice = Choice(layout, 8, name, warm_up, Replication.SPLIT)
+        simulated_s = simulate(problem.plan(choice), cluster).step_time_s
+        assert simulated_s == pytest.approx(step_s, rel=0.02)
+        assert simulated_s >= sum(sizes) / 1e8
+
+
 @settings(max_examples=25, derandomize=True, deadline=None)
 @given(
     data=st.data(),

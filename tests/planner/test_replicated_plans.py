@@ -1,6 +1,7 @@
 """Plans with replicated stages: who gets replicas, what they hold, and what the search rests on."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from checked_plans import FAST, after, cluster_of, planned
@@ -19,6 +20,7 @@ from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.profile import OperatorMemory, OptimizerCost
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
+from pipectl.simulate import simulate
 
 LINK, FAR = Link(1e-5, 1e9), Link(1e-3, 1e6)
 
@@ -207,6 +209,28 @@ def test_all_replicas_keep_the_state_of_parameters_with_several_uses() -> None:
     tied = [replace(o, parameters=(*o.parameters, ("tied", 1000))) for o in profile.operators[:2]]
     profile = replace(profile, operators=(*tied, profile.operators[2]))
     assert state_bytes(profile, Layout((0b011, 0b100), ((0, 1), (2, 3)))) == [6 * 1100, 6 * 100]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_replicas_are_not_put_across_a_link_that_all_sums_share(seed) -> None:
+    """Sums over the one link between two nodes take longer than the activations that pass it."""
+    draw = Random(seed)
+    each = []
+    for i in range(8):
+        sent = draw.randint(10**6, 10**7)
+        held = {"parameters": ((f"p{i}", draw.randint(5, 9) * 10**7),), "saved": ((f"n{i}", sent),)}
+        each.append({**held, "output_bytes": sent, "gradient_bytes": sent})
+    profile = chain(each, forward_s=1e-2, backward_s=2e-2)
+    cluster = cluster_of(4, 4, within=Link(1e-5, 2e10), between=Link(1e-5, 1e9))
+    plan = planned(profile, cluster, stages=4, replicas=2)
+    nodes = [{cluster.node_of_rank[rank] for rank in stage.ranks} for stage in plan.stages]
+    assert [len(each) for each in nodes] == [1] * 4
+    across = tuple((stage, stage + 4) for stage in range(4))
+    copies = zip(plan.stages, across, strict=True)
+    other = replace(plan, stages=tuple(replace(stage, ranks=ranks) for stage, ranks in copies))
+    gradient_bytes = sum(stage.cost.accumulated_bytes for stage in plan.stages)
+    assert simulate(other, cluster).step_time_s >= gradient_bytes / 1e9
+    assert plan.predicted_step_s < simulate(other, cluster).step_time_s
 
 
 def test_messages_between_replicas_pass_all_links_between_them() -> None:

@@ -6,10 +6,12 @@ the descriptions in docs/formats.md and the docstrings, not the code.
 
 from collections import Counter
 from itertools import permutations
+from math import ceil
 
 from pipectl.cluster import ASSUMED_HOST
 from pipectl.link import RowTimes, seconds_of
 from pipectl.schedule import Kind, channels
+from pipectl.simulate import network
 
 TINY = 1e-9
 STARTS = {Kind.SEND_START, Kind.RECEIVE_START, Kind.REDUCE_START, Kind.OFFLOAD_START}
@@ -25,6 +27,7 @@ class Reference:
         self.begun = {}  # transfer -> number of rows that started it
         self.over = {}  # transfer -> time
         self.free = {}  # part of a way -> time
+        self.moving = {}  # sum -> its pieces left, when the next can move, what one holds, latency
         self.busy = [0.0] * plan.ranks
         self.now, self.met_at = 0.0, None
         self.until = {}  # rank -> when the row of a message, or what follows one, is over
@@ -35,7 +38,7 @@ class Reference:
 
     def run(self):
         while True:
-            while any(self.step(rank) for rank in range(self.plan.ranks)):
+            while any(self.step(rank) for rank in range(self.plan.ranks)) or self.move():
                 pass
             if not any(self.todo):
                 return self.now
@@ -148,7 +151,7 @@ class Reference:
         stage = self.plan.stages[action.stage]
         if name[0] == "sum":
             if self.begun[name] == stage.replicas:
-                self.over[name] = self.now + self.sum_s(stage)
+                self.begin_sum(name, stage)
         elif name[0] == "message":
             channel = channels(self.plan)[action.channel]
             if self.begun[name] == 2:
@@ -192,17 +195,23 @@ class Reference:
         """Parts carry a transfer in turn, each from when the one before has begun."""
         begin = end = self.now
         for part, link in way:
-            self.tied |= abs(self.last.get(part, -1.0) - self.now) <= TINY
-            self.last[part] = self.now
-            begin = max(begin, self.free.get(part, 0.0))
-            self.free[part] = begin + link.hold_s(size)
+            begin = self.hold(part, link.hold_s(size), begin)
             end = max(end, self.free[part])
         return end + self.latency(way)
 
-    def sum_s(self, stage):
+    def hold(self, part, hold_s, begin):
+        """Let a part carry something as soon as it can; returns when it begins."""
+        self.tied |= abs(self.last.get(part, -1.0) - self.now) <= TINY
+        self.last[part] = self.now
+        begin = max(begin, self.free.get(part, 0.0))
+        self.free[part] = begin + hold_s
+        return begin
+
+    def begin_sum(self, name, stage):
         """Two rounds in which every replica sends a part to every other; the busiest one counts."""
         ranks = stage.updating_ranks
-        size = stage.cost.accumulated_bytes / len(ranks)
+        buckets = max(1, ceil(stage.cost.accumulated_bytes / vars(network)["BUCKET_BYTES"]))
+        size = stage.cost.accumulated_bytes / buckets / len(ranks)
         busy_s, latencies = Counter(), [0.0]
         for source, target in permutations(ranks, 2):
             way = self.way(source, target)
@@ -214,7 +223,26 @@ class Reference:
                 for part, link in way:
                     if link.shared or link.interface:
                         busy_s[part] += link.hold_s(size)
-        return 2 * (max(latencies) + max(busy_s.values()))
+        summing = [other.updating_ranks for other in self.plan.stages if other.replicas > 1]
+        several = [rank for rank in ranks if sum(rank in each for each in summing) > 1]
+        private = {part for part in busy_s if part[1] in ("out", "in", "any")}
+        held = {part: s for part, s in busy_s.items() if part not in private or part[0] in several}
+        pieces = min(network.MAX_PIECES, buckets)
+        parts = {part: 2 * buckets * s / pieces for part, s in held.items()}
+        parts[name] = 2 * buckets * max(busy_s.values()) / pieces
+        self.moving[name] = pieces, self.now, parts, 2 * max(latencies)
+
+    def move(self):
+        """Move the pieces of sums that can; whether there were any."""
+        ready = [name for name, (_, at, *_) in self.moving.items() if at <= self.now + TINY]
+        for name in ready:
+            left, _, parts, latency_s = self.moving.pop(name)
+            end = max(self.hold(part, hold_s, self.now) + hold_s for part, hold_s in parts.items())
+            if left > 1:
+                self.moving[name] = left - 1, end, parts, latency_s
+            else:
+                self.over[name] = end + latency_s
+        return bool(ready)
 
     def advance(self):
         """To the next end of a computation or a transfer."""
@@ -226,6 +254,7 @@ class Reference:
         ends = [self.now + self.left[rank] / rates[rank] for rank in self.left]
         ends += [time for time in self.over.values() if time > self.now + TINY]
         ends += [time for time in self.until.values() if time > self.now + TINY]
+        ends += [at for _, at, *_ in self.moving.values()]
         ends += [self.met_at] if self.met_at is not None and self.met_at > self.now + TINY else []
         step = min(ends) - self.now
         for rank, rate in rates.items():

@@ -16,7 +16,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link, RowTimes
 from pipectl.plan import StageCost
 from pipectl.schedule import lower
-from pipectl.simulate import simulate, simulation
+from pipectl.simulate import network, simulate, simulation
 
 
 def random_link(draw, *, between=False):
@@ -83,6 +83,17 @@ def random_case(plan, draw):
         node_of_rank=tuple(node for node, size in enumerate(sizes) for _ in range(size)),
     )
     return plan, random_cluster(draw, sizes)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_buckets():
+    """The sums of gradients move in several pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "BUCKET_BYTES", 60)
+        patch.setattr(network, "MAX_PIECES", 3)
+        network._exchange.cache_clear()
+        yield
+    network._exchange.cache_clear()
 
 
 @settings(max_examples=200, deadline=None)

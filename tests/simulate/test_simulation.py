@@ -3,22 +3,29 @@
 import dataclasses
 import json
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 from checked_plans import cluster_of
 
 from pipectl.errors import MismatchError, ScheduleError
-from pipectl.graph import BUCKET_BYTES
+from pipectl.graph import BUCKET_BYTES, TransferKind
 from pipectl.link import Link
-from pipectl.plan import Prediction, StageCost, StagePeaks
+from pipectl.plan import Prediction, StageCost, StagePeaks, Transfer
 from pipectl.planner.bounds import least_step_s
 from pipectl.schedule import lower
 from pipectl.schedule.actions import COMPUTE_KINDS, Actions
 from pipectl.schedule.registry import SCHEDULES, default_ranks
 from pipectl.simulate import simulate
 from pipectl.simulate.memory import copy_bytes, room_bytes
-from pipectl.simulate.network import reduction_s, way_between, way_latency_s
+from pipectl.simulate.network import (
+    SIDES,
+    exchange_of,
+    reduction_s,
+    way_between,
+    way_latency_s,
+)
 from pipectl.simulate.simulation import Machine
 from pipectl.timeline import Timeline
 
@@ -156,6 +163,106 @@ def test_measured_sums_count_where_as_many_ranks_are_spread_alike():
     assert reduction_s(measured, nodes, (2, 3), 300) == pytest.approx(4.0)
     assert reduction_s(measured, nodes, (1, 2), 300) == reduction_s(two_nodes(), nodes, (1, 2), 300)
     assert reduction_s(measured, nodes, (0, 1, 2, 3), 50) == pytest.approx(50.0)
+
+
+def summing(pipeline, stages, sum_bytes, **link):
+    """Stages of 1 s whose replicas are on two nodes, and sum so many bytes together."""
+    figures = StageCost(0.0, 1.0, 0.0, sum_bytes // stages, 0, 0)
+    plan = pipeline(stages, 1, costs=[figures] * stages)
+    each = [(stage, stages + stage) for stage in range(stages)]
+    copies = [
+        dataclasses.replace(stage, ranks=ranks)
+        for stage, ranks in zip(plan.stages, each, strict=True)
+    ]
+    nodes = (0,) * stages + (1,) * stages
+    plan = dataclasses.replace(plan, stages=tuple(copies), transfers=(), node_of_rank=nodes)
+    between = Link(0.0, 1e6, **link)
+    return plan, cluster_of(stages, stages, within=FREE, between=between)
+
+
+@pytest.mark.parametrize(
+    ("link", "seconds"),
+    [
+        ({}, [40] * 4),
+        ({"duplex": False}, [80] * 4),
+        ({"shared": False}, [40, 20, 10, 5]),
+        ({"shared": False, "interface": True}, [40] * 4),
+    ],
+)
+def test_sums_of_several_stages_share_the_links_between_nodes(pipeline, link, seconds):
+    """As many bytes take as long, however many stages have them; pairs of ranks have own links."""
+    for stages, time_s in zip((1, 2, 4, 8), seconds, strict=True):
+        found = simulate(*summing(pipeline, stages, 40_000_000, **link))
+        assert found.step_time_s == pytest.approx(1.0 + time_s), stages
+
+
+@pytest.mark.parametrize(
+    ("measured", "step_s"),
+    [
+        pytest.param((), 1 + 40, id="sent over the link one after another"),
+        pytest.param(((2, 20_000_000, 100.0),), 2 + 100, id="mostly the ranks' own work"),
+        pytest.param(((2, 20_000_000, 5.0),), 1 + 10, id="measured to be quicker than messages"),
+    ],
+)
+@pytest.mark.parametrize("shared", [True, False])
+def test_sums_of_two_stages_of_a_rank_take_turns(pipeline, measured, step_s, shared):
+    """Two ranks on two nodes have both stages; the second one's gradients are there at 1 s."""
+    plan, machine = summing(pipeline, 2, 40_000_000, shared=shared)
+    stages = tuple(dataclasses.replace(stage, ranks=(0, 1)) for stage in plan.stages)
+    plan = dataclasses.replace(plan, stages=stages, node_of_rank=(0, 1))
+    machine = cluster_of(1, 1, within=FREE, between=machine.between_nodes)
+    machine = dataclasses.replace(machine, allreduce=measured)
+    assert simulate(plan, machine).step_time_s == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sums_take_at_least_their_bytes_on_every_link_and_at_most_each_after_the_other(
+    pipeline, seed
+):
+    """Stages of 1 s with random replicas on three nodes, and bytes up to three dozen buckets."""
+    draw, stages = random.Random(seed), 4
+    ranks = [3 * stage + place for stage in range(stages) for place in range(3)]
+    draw.shuffle(ranks)
+    own = [tuple(sorted(ranks[3 * at : 3 * at + draw.randint(2, 3)])) for at in range(stages)]
+    sizes = [draw.randint(1, 36 * BUCKET_BYTES) for _ in own]
+    costs = [StageCost(0.0, 1.0, 0.0, size, 0, 0) for size in sizes]
+    plan = pipeline(stages, 1, costs=costs)
+    copies = zip(plan.stages, own, strict=True)
+    plan = dataclasses.replace(
+        plan,
+        stages=tuple(dataclasses.replace(stage, ranks=each) for stage, each in copies),
+        transfers=(),
+        node_of_rank=(0,) * 4 + (1,) * 4 + (2,) * 4,
+    )
+    link = {name: draw.random() < 0.5 for name in ("duplex", "shared", "interface")}
+    machine = cluster_of(4, 4, 4, within=WITHIN, between=Link(0.1, 1e6, **link))
+    found = simulate(plan, machine)
+    busy_s, alone_s = Counter(), 0.0
+    for each, size in zip(own, sizes, strict=True):
+        alone = exchange_of(machine, plan.node_of_rank, each, size)
+        alone_s += alone.latency_s + alone.longest_s
+        busy_s.update({part: s for part, s in alone.busy_s.items() if part[0] not in SIDES})
+    assert found.step_time_s >= 1.0 + max(busy_s.values(), default=0.0) * (1 - 1e-9)
+    assert found.step_time_s <= (1.0 + alone_s) * (1 + 1e-9)
+    assert found.step_time_s >= least_step_s(plan, machine)
+
+
+def test_a_message_waits_for_a_piece_of_a_sum_and_not_for_all_of_it(pipeline):
+    """The second of two stages sums 16 buckets over the link that brings back its gradient."""
+    figures = StageCost(0.0, 1.0, 0.0, 16 * BUCKET_BYTES, 0, 0, gradient_bytes=16 * BUCKET_BYTES)
+    plan = pipeline(2, 1, costs=[figures] * 2)
+    stages = [
+        dataclasses.replace(stage, ranks=ranks)
+        for stage, ranks in zip(plan.stages, ((0,), (1, 2)), strict=True)
+    ]
+    back = Transfer(TransferKind.GRADIENT, 1, 0, 1000)
+    changes = {"stages": tuple(stages), "transfers": (back,), "node_of_rank": (0, 1, 2)}
+    plan = dataclasses.replace(plan, **changes)
+    machine = cluster_of(1, 1, 1, within=FREE, between=Link(0.0, BUCKET_BYTES, interface=True))
+    found = simulate(plan, machine)
+    (backward,) = (e for e in found.timeline.of_rank(0) if e.kind == "backward")
+    assert 1.0 < backward.start_s <= 1.0 + 2.0
+    assert found.step_time_s == pytest.approx(1.0 + 16, rel=0.01)
 
 
 @pytest.mark.parametrize(("duplex", "step_s"), [(True, 20.5), (False, 21.0)])

@@ -14,13 +14,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipectl.arrays import Floats, Integers, unique
+from pipectl.arrays import Floats, Integers, Records, record, unique
 from pipectl.cluster import Cluster
 from pipectl.link import Link
-from pipectl.simulate.network import reduction_s, way_between, way_latency_s
+from pipectl.simulate.network import (
+    Place,
+    exchange_of,
+    held_by,
+    reduction_s,
+    way_between,
+    way_latency_s,
+)
 
 REFERENCE_BYTES = 2**20
 """Size of the message that gives a link's time per byte."""
+MAX_PARTS = 16
+"""Maximum number of shared links of a sum, the busiest, on which it waits for others. Sums that go
+between the same nodes have the same ones."""
+HELD = record("part", "s_per_byte")
+"""A shared link that a sum holds, and for how long; -1 if there are fewer."""
 Replicas = tuple[int, ...]
 """The ranks of the replicas of a stage."""
 
@@ -105,6 +117,12 @@ class Links:
         none_s = self.reduce_s(0.0, ranks)
         return none_s, (self.reduce_s(REFERENCE_BYTES, ranks) - none_s) / REFERENCE_BYTES
 
+    def held(self, ranks: Sequence[int]) -> dict[Place, float]:
+        """Seconds per byte in which a sum holds shared links."""
+        alone = exchange_of(self.cluster, self.node_of_rank, ranks, REFERENCE_BYTES)
+        parts = held_by(alone, {})
+        return {part: busy_s / REFERENCE_BYTES for part, busy_s in parts.items()}
+
     def _describe(self, senders: Replicas, receivers: Replicas) -> _Class:
         loads: dict[object, tuple[int, list[float]]] = {}
         late_s = 0.0
@@ -167,6 +185,8 @@ class RankGroups:
         self._numbers: dict[Replicas, int] = {}
         self._classes = np.full((8, 8), -1, dtype=np.int64)
         self._reductions: dict[int, tuple[float, float]] = {}
+        self._parts: dict[Place, int] = {}
+        self._held = np.zeros((0, MAX_PARTS), dtype=HELD)
         self.sizes = self.slowness = self.limits_bytes = self.after_s = np.zeros(0)
         self.on_nodes: Floats = np.zeros((0, 0))
 
@@ -206,6 +226,28 @@ class RankGroups:
         rates = np.array([self._reductions.get(n, (0.0, 0.0)) for n in range(len(known))])
         sum_s: Floats = rates[groups, 0] + size_bytes * rates[groups, 1]
         return np.where(size_bytes > 0, sum_s, 0.0)
+
+    def held(self) -> Records:
+        """The shared links that the sums of groups hold; shape [groups, MAX_PARTS]."""
+        groups, known = list(self._numbers), len(self._held)
+        if known < len(groups):
+            rows = np.zeros((len(groups) - known, MAX_PARTS), dtype=HELD)
+            rows["part"] = -1
+            for row, ranks in zip(rows, groups[known:], strict=True):
+                parts = self._links.held(ranks) if len(ranks) > 1 else {}
+                numbered = [
+                    (self._parts.setdefault(part, len(self._parts)), rate)
+                    for part, rate in parts.items()
+                ]
+                busiest = sorted(numbered, key=lambda each: (-each[1], each[0]))[:MAX_PARTS]
+                row[: len(busiest)] = busiest
+            self._held = np.concatenate([self._held, rows])
+        return self._held
+
+    @property
+    def parts(self) -> int:
+        """Number of shared links that :meth:`held` has numbered."""
+        return len(self._parts)
 
     def _describe(self) -> None:
         cluster, groups, limit = self._links.cluster, list(self._numbers), self._limit_bytes

@@ -6,8 +6,9 @@ messages that overlap with computation cost nothing, however long they take.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from pipectl.planner.explain.what_if import with_slower_links
 from pipectl.schedule import Channel, channels, is_unflushed, messages
 from pipectl.schedule.actions import COMPUTE_KINDS
 from pipectl.simulate import Simulation, simulate
-from pipectl.simulate.network import way_between
+from pipectl.simulate.network import Place, way_between
 from pipectl.timeline import Timeline
 
 End = int | str | None
@@ -134,8 +135,8 @@ def busiest_link(plan: Plan, cluster: Cluster) -> LinkLoad | None:
 
     Messages take the same routes as in the simulator.
     """
-    busy: dict[Hashable, tuple[float, float]] = {}
-    links: dict[Hashable, Link] = {}
+    busy: dict[Place, tuple[float, float]] = {}
+    links: dict[Place, Link] = {}
     for channel in channels(plan):
         if channel.is_local:
             continue
@@ -165,9 +166,8 @@ def _sizes(plan: Plan, channel: Channel) -> Iterator[tuple[float, int]]:
         yield channel.size_bytes * float(part), int(number)
 
 
-def _ends(key: Hashable, link: Link) -> tuple[str, End, End]:
+def _ends(key: tuple[Any, ...], link: Link) -> tuple[str, End, End]:
     """What a part of a route connects; see :func:`pipectl.simulate.network.way_between`."""
-    assert isinstance(key, tuple)
     where, ends, *side = key
     kind = _KINDS[where]
     if side:

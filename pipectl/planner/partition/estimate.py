@@ -1,11 +1,11 @@
 """Estimates of the simulated step of many layouts, to order candidates and to stop early.
 
 The estimate of a layout is its time by :mod:`pipectl.planner.partition.recurrence`, from the exact
-routes of its values. Messages of different pairs of stages do not wait for each other: the estimate
-equals the simulation unless links are shared or messages take longer than computations, and with
-one replica per stage it is a lower bound. Of the overheads of ranks, only those after every forward
-and backward count. Work per node is limited by its cores. Replicas are taken to split every
-micro-batch.
+routes of its values. Messages of different pairs of stages do not wait for each other, and sums of
+gradients only for each other: the estimate equals the simulation unless messages share links or
+take longer than computations, and with one replica per stage it is a lower bound. Of the overheads
+of ranks, only those after every forward and backward count. Work per node is limited by its cores.
+Replicas are taken to split every micro-batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipectl.planner.graph.blocks import BlockGraph, membership
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.programme import ROUNDING_BYTES
-from pipectl.planner.partition.recurrence import STAGE, WAY, step_s
+from pipectl.planner.partition.recurrence import STAGE, WAY, run, step_s, sum_gradients
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
 
@@ -49,6 +49,8 @@ class Pipelines(NamedTuple):
         first: start of activations and gradients of partition p, at 2 p and 2 p + 1.
         cut: partition of every pipeline.
         class_of: class of the border between two groups; shape [groups, groups].
+        held: shared links that the sums of groups hold; shape [groups, MAX_PARTS].
+        free_at: scratch space for when each of these is free.
     """
 
     stages: Records
@@ -58,6 +60,8 @@ class Pipelines(NamedTuple):
     first: Integers
     cut: Integers
     class_of: Integers
+    held: Records
+    free_at: Floats
 
 
 class Estimator:
@@ -196,14 +200,16 @@ class Estimator:
         stages["group"] = group
         stages["forward_s"] = forward_s * slowness + after_s
         stages["backward_s"] = np.where(backward_s > 0, backward_s * slowness + after_s, 0.0)
-        stages["reduce_s"] = groups.reduce_s(group, sums.gradient_bytes[cut].astype(np.float64))
+        stages["summed_bytes"] = sums.gradient_bytes[cut]
+        stages["reduce_s"] = groups.reduce_s(group, stages["summed_bytes"])
         update_s = profile.optimizer_cost.step_s_per_byte * sums.trained_bytes
         shared = replicas if self._request.shard_optimizer else 1.0
         stages["update_s"] = update_s[cut] * slowness / shared
         ways = np.zeros(len(source), dtype=WAY)
         ways["source"], ways["target"] = source, target
         hold_s, late_s = self.links.hold_s(sizes, last_share), self.links.late_s()
-        return Pipelines(stages, ways, hold_s, late_s, first, cut, class_of)
+        held, free_at = groups.held(), np.zeros(groups.parts)
+        return Pipelines(stages, ways, hold_s, late_s, first, cut, class_of, held, free_at)
 
     def _work_s(self, stages: Records, work: Floats) -> Floats:
         """Seconds of work of each pipeline's busiest stage, or node per core, with the update."""
@@ -246,7 +252,7 @@ def step_times(
         begin, end: range of pipelines.
         room: scratch space for the messages of one pipeline in both directions; shape
             [2, messages].
-        back: scratch space; see :func:`pipectl.planner.partition.recurrence.step_s`.
+        back: scratch space; see :func:`pipectl.planner.partition.recurrence.run`.
         steps_s: shape [pipelines, orders].
     """
     for row in range(begin, end):
@@ -257,9 +263,9 @@ def step_times(
         _place(pipelines, stages, second, behind)
         for order in range(len(warm_ups)):
             warm_up = warm_ups[order]
-            steps_s[row, order] = step_s(
-                stages, ahead, behind, warm_up, back, micro_batches, last_share, together
-            )
+            run(stages, ahead, behind, warm_up, back, micro_batches, last_share)
+            sum_gradients(stages, pipelines.held, pipelines.free_at)
+            steps_s[row, order] = step_s(stages, together)
 
 
 @compiled

@@ -31,13 +31,14 @@ SAME = 1e-13
 """Advances count as equal if their difference is below this share of the time."""
 
 STAGE = record(
-    "group depth ahead behind", "forward_s backward_s reduce_s update_s end arrived idle before"
+    "group depth ahead behind",
+    "forward_s backward_s reduce_s update_s summed_bytes end arrived idle before",
 )
 """Per stage, in order:
 
 - ``group`` of ranks, for :mod:`pipectl.planner.partition.estimate`;
 - seconds of one full micro-batch, shared by the replicas; of the sum of gradients after the last
-  backward; of the update.
+  backward; of the update; and the bytes of the sum.
 
 The rest is filled in: ``depth``, forwards before the first backward; ``ahead`` and ``behind``, its
 first message in either direction; the ``end`` of its last action, and that one turn ``before``; the
@@ -55,7 +56,7 @@ The rest is filled in: the time at which the link is free, and that one turn ``b
 
 
 @compiled
-def step_s(
+def run(
     stages: Records,
     ahead: Records,
     behind: Records,
@@ -63,9 +64,8 @@ def step_s(
     back: Floats,
     micro_batches: int,
     last_share: float,
-    together: bool,
-) -> float:
-    """Time of a step.
+) -> None:
+    """Fill in the ends of all stages.
 
     Args:
         ahead, behind: activations to later stages, and gradients to earlier ones.
@@ -73,7 +73,6 @@ def step_s(
         back: scratch space for the arrival of the gradients of every stage, in a ring over
             micro-batches of first depth + 1 entries; shape [stages, at least as many].
         last_share: size of the last micro-batch relative to the others.
-        together: whether updates begin when the last stage is ready.
     """
     last, ring = micro_batches - 1, min(max(warm_up[0], 1), micro_batches) + 1
     _begin(stages, ahead, behind, warm_up, micro_batches)
@@ -91,12 +90,47 @@ def step_s(
             if steady > ring:
                 turn += _skip(last - 1 - turn, ring, advance_s, stages, ahead, behind, back)
         turn += 1
+
+
+@compiled
+def sum_gradients(stages: Records, held: Records, free_at: Floats) -> None:
+    """Move the ends of all stages behind their sums of gradients.
+
+    Sums that share a link take it one after another, the last stage's first, which usually ends
+    first. So the last of them ends when it would if they took it in turns.
+
+    Args:
+        held: shared links by group of ranks.
+        free_at: scratch space for every shared link.
+    """
+    for part in range(len(free_at)):
+        free_at[part] = 0.0
+    for number in range(len(stages) - 1, -1, -1):
+        stage = stages[number]
+        end = stage.end + stage.reduce_s
+        if stage.reduce_s > 0.0:
+            for place in range(held.shape[1]):
+                link = held[stage.group, place]
+                if link.part >= 0:
+                    begun = max(stage.end, free_at[link.part])
+                    free_at[link.part] = begun + link.s_per_byte * stage.summed_bytes
+                    end = max(end, free_at[link.part])
+        stage.end = end
+
+
+@compiled
+def step_s(stages: Records, together: bool) -> float:
+    """Time of a step.
+
+    Args:
+        stages: with their ends.
+        together: whether updates begin when the last stage is ready.
+    """
     ready_s = update_s = alone_s = 0.0
     for number in range(len(stages)):
         stage = stages[number]
-        end_s = stage.end + stage.reduce_s
-        ready_s, update_s = max(ready_s, end_s), max(update_s, stage.update_s)
-        alone_s = max(alone_s, end_s + stage.update_s - stage.idle)
+        ready_s, update_s = max(ready_s, stage.end), max(update_s, stage.update_s)
+        alone_s = max(alone_s, stage.end + stage.update_s - stage.idle)
     return ready_s + update_s if together else alone_s
 
 
