@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from pipectl.capture.sources import KeptLoader, import_from_snapshot
 from pipectl.errors import CaptureError, WorkerError, lacks_memory
 from pipectl.faults import user_line
 from pipectl.spec import references
+from pipectl.spec.code import is_source
 from pipectl.units import did_you_mean
 
 _USER = "pipectl_user_"
@@ -32,6 +34,7 @@ def find(factory: str) -> Callable[..., Any]:
     """
     reference = references.parse(factory)
     attribute = reference.attribute
+    import_from_snapshot()
     if reference.file is not None:
         module = _import_file(reference.file, factory)
     else:
@@ -125,11 +128,11 @@ def _import_file(path: Path, factory: str) -> ModuleType:
     name = f"{_USER}{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
-    if not path.is_file():
+    if not is_source(path):
         raise CaptureError(
             f"{factory}: no such file", cure="the path in the spec is relative to the spec file"
         )
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=KeptLoader.of(name, path))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

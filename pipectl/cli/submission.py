@@ -85,6 +85,8 @@ class _MoreJson(TypedDict, total=False):
     from_step: int
     planned_anew: bool
     changes: Mapping[str, tuple[Any, Any]]
+    changed_files: list[str]
+    has_own_code: bool
 
 
 class SubmissionJson(_MoreJson):
@@ -99,6 +101,8 @@ class SubmissionJson(_MoreJson):
         from_step: of a resumed run: step of the checkpoint that it starts from.
         planned_anew: of a resumed run: whether it has a new plan.
         changes: of a resumed run: keys of the job with the value so far and the new one.
+        changed_files: of a resumed run: its files that have changed since it was submitted.
+        has_own_code: of a resumed run: whether it goes on with the code that it was submitted with.
     """
 
     run: str

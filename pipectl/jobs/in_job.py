@@ -28,6 +28,7 @@ from pipectl.jobs import profiles
 from pipectl.jobs.job import PERCENT, move_to
 from pipectl.jobs.prepare import join_rows, plan_path, profile_path, read_plan, read_profile
 from pipectl.runs import ATTEMPT, Heartbeat, Record, RunDirectory, last_checkpoint
+from pipectl.runs.code import using_code_of
 from pipectl.spec import load
 from pipectl.units import printable
 
@@ -118,17 +119,18 @@ def main(arguments: Sequence[str]) -> int:
     values = parser.parse_args(arguments)
     run: RunDirectory = values.run
     try:
-        if values.output is None:
-            profile_and_plan(run)
-        else:  # measure the model, and nothing else
-            progress = progress_of(run, PERCENT, measures_only=True)
-            progress(0, 0, "capturing")
-            spec = move_to(run, load(run.job))
-            profile = profiles.measure(
-                spec, run.profile, progress, values.effort, again=values.again
-            )
-            profile.save(values.output)
-            Heartbeat("profiled", PERCENT, PERCENT, _attempt()).save(run.heartbeat)
+        with using_code_of(run):
+            if values.output is None:
+                profile_and_plan(run)
+            else:  # measure the model, and nothing else
+                progress = progress_of(run, PERCENT, measures_only=True)
+                progress(0, 0, "capturing")
+                spec = move_to(run, load(run.job))
+                profile = profiles.measure(
+                    spec, run.profile, progress, values.effort, again=values.again
+                )
+                profile.save(values.output)
+                Heartbeat("profiled", PERCENT, PERCENT, _attempt()).save(run.heartbeat)
     except Exception as raised:
         error = with_details(raised, run.preparation_error)
         report = ErrorReport.of(error, action="PREPARE")

@@ -21,6 +21,7 @@ from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
 from pipectl.files import fault_of_owner, read_limited
 from pipectl.runs import TRAINING, RunDirectory, SweepDirectory, read_starts, stem_of
+from pipectl.runs.code import Code
 from pipectl.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class Job:
         plans_in_job: whether the job profiles and plans in its allocation before it trains.
         is_profiled_now: whether the profile was measured, or found in the cache, by this process.
         rehearsal: None unless the job rehearses its plan.
+        code: the user's code that it runs; None to read it at submission.
+        keeps_code: whether the run gets copies of the code, and a record of the environment.
     """
 
     spec: JobSpec
@@ -94,6 +97,8 @@ class Job:
     plans_in_job: bool = False
     is_profiled_now: bool = False
     rehearsal: Rehearsal | None = None
+    code: Code | None = None
+    keeps_code: bool = True
 
     @property
     def name(self) -> str:

@@ -85,7 +85,7 @@ def make_measuring_job(
             resources={"nodes": 1},
         )
     task = replace(task, kind=PROFILING, steps=PERCENT, output=output.parent)
-    return make_job(spec, scheduler, task)
+    return replace(make_job(spec, scheduler, task), keeps_code=not links)
 
 
 def plan_rehearsal(
@@ -138,6 +138,7 @@ def plan_rehearsal(
         cluster_warning=planned.cluster_warning,
         plan=plan,
         rehearsal=rehearsal,
+        keeps_code=False,
     )
     return job, rehearsal
 

@@ -21,7 +21,9 @@ from pipectl.batch.launchers import MpiChoice
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.jobs.job import Job, make_job, render
+from pipectl.runs.code import Code
 from pipectl.spec import JobSpec, Point, links_key, plan_key, profile_key
+from pipectl.spec.code import Snapshot, using
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
@@ -100,6 +102,28 @@ def prepare(
         MismatchError: the profile is imported, or the plan asks for what cannot be run.
         InfeasibleError: no plan fits.
     """
+    # Measuring takes minutes, in which the user may edit the code: it is read once.
+    snapshot, codes = Snapshot(), list[Code]()
+    for own in [spec, *(point.spec for point in points)]:
+        with using(snapshot):
+            codes.append(Code.of(own))
+        snapshot |= codes[-1].sources
+    with using(snapshot):
+        jobs = _make_jobs(spec, scheduler, points, profile)
+        own_codes = codes[1:] or codes
+        jobs = [replace(job, code=code) for job, code in zip(jobs, own_codes, strict=True)]
+        if profile is None:
+            # All profiles come first: the memory of a measuring process counts as memory of a rank,
+            # and the planner is large.
+            jobs = _add_profiles(jobs, profile_key(spec), progress, make_missing, must_run)
+        return _add_plans(jobs, spec, progress, make_missing, must_run)
+
+
+def _make_jobs(
+    spec: JobSpec, scheduler: str, points: Sequence[Point], profile: Profile | None
+) -> list[Job]:
+    """The job, or the jobs of a sweep, with their clusters, and with this profile if there is
+    one."""
     jobs: list[Job] = []
     launches: dict[str, MpiChoice] = {}
     for point in points or (None,):
@@ -110,11 +134,7 @@ def prepare(
             cluster, _, warning = find_cluster(own, scheduler)
         jobs.append(replace(job, cluster=cluster, cluster_warning=warning, profile=profile))
         launches[settings] = job.mpi
-    if profile is None:
-        # All profiles come first: the memory of a measuring process counts as memory of a rank,
-        # and the planner is large.
-        jobs = _add_profiles(jobs, profile_key(spec), progress, make_missing, must_run)
-    return _add_plans(jobs, spec, progress, make_missing, must_run)
+    return jobs
 
 
 def _add_profiles(

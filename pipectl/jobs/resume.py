@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipectl.batch import JobState
 from pipectl.cluster import Cluster
@@ -31,10 +31,30 @@ from pipectl.runs import (
     read_measured,
     read_starts,
 )
+from pipectl.runs.code import Code, new_copies, read_snapshot
+from pipectl.runs.kept_code import read_code
 from pipectl.spec import SpecFile, load, profile_key
+from pipectl.spec.code import using
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
+
+
+class Resumption(NamedTuple):
+    """A run that was submitted again.
+
+    Args:
+        replanned: whether the plan has changed.
+        changes: old and new value of every key of the job that has changed.
+        changed_files: files of the job that have changed since it was submitted.
+        has_own_code: whether it goes on with the code that it has kept.
+    """
+
+    submission: Submission
+    replanned: bool
+    changes: dict[str, tuple[Any, Any]]
+    changed_files: tuple[str, ...]
+    has_own_code: bool
 
 
 def resume(
@@ -44,7 +64,8 @@ def resume(
     *,
     force: bool = False,
     trust_owner: bool = False,
-) -> tuple[Submission, bool, dict[str, tuple[Any, Any]]]:
+    with_changed_code: bool = False,
+) -> Resumption:
     """Submit a run again, in its own directory.
 
     Args:
@@ -52,10 +73,7 @@ def resume(
             number of micro-batches changes only if they set it, because results depend on it.
         force: resume even if it is unknown whether the run has ended.
         trust_owner: run code that another user could have written.
-
-    Returns:
-        The submission, whether the plan has changed, and the old and new value of every key of the
-        job that has changed.
+        with_changed_code: take the code as it is now, not as the run has kept it.
 
     Raises:
         UsageError: the run still waits or runs, is not a training, or its code is not only ours; or
@@ -74,19 +92,29 @@ def resume(
         file = SpecFile.read(run.job, overrides)
         if not trust_owner:
             refuse_code_of_others(file.spec(check_files=False), run.job)
-        before, spec = load(run.job), file.spec()
-        if state is JobState.COMPLETED:
-            _check_incomplete(run, record, before, spec)
-        _check_unchanged(run, record, before, spec)
-        plan = Plan.load(run.plan) if run.plan.exists() else None
-        cluster, _, warning = find_cluster(move_to(run, spec), record.scheduler)
-        job = make_job(spec, record.scheduler)
-        job = replace(job, cluster=cluster, cluster_warning=warning, plans_in_job=True)
-        if plan is not None:
-            job = _plan_again(run, before, job, cluster, overrides, plan)
-        replanned = job.plan != plan
-        submission = _hand_over_again(run, job, record, now, replanned=replanned)
-        return submission, replanned, _changes(before, spec)
+        kept = read_code(run)
+        changed = tuple(each.path for each in kept.changed()) if kept else ()
+        with using(None if with_changed_code else read_snapshot(run)):
+            code = replace(Code.of(file.spec()), before=None if with_changed_code else kept)
+        # Files that only the changed job needs are taken as they are now.
+        with using(code.sources):
+            before, spec = load(run.job), file.spec()
+            if state is JobState.COMPLETED:
+                _check_incomplete(run, record, before, spec)
+            _check_unchanged(run, record, before, spec)
+            plan = Plan.load(run.plan) if run.plan.exists() else None
+            cluster, _, warning = find_cluster(move_to(run, spec), record.scheduler)
+            job = make_job(spec, record.scheduler)
+            job = replace(
+                job, cluster=cluster, cluster_warning=warning, plans_in_job=True, code=code
+            )
+            if plan is not None:
+                job = _plan_again(run, before, job, cluster, overrides, plan)
+            replanned = job.plan != plan
+            what = "resumed with changed code" if with_changed_code and changed else "resumed"
+            submission = _hand_over_again(run, job, record, now, what, replanned=replanned)
+        own_code = kept is not None and not with_changed_code
+        return Resumption(submission, replanned, _changes(before, spec), changed, own_code)
 
 
 def _changes(before: JobSpec, after: JobSpec) -> dict[str, tuple[Any, Any]]:
@@ -198,16 +226,21 @@ def _plan_again(
 
 
 def _hand_over_again(
-    run: RunDirectory, job: Job, record: Record, now: float, *, replanned: bool
+    run: RunDirectory, job: Job, record: Record, now: float, what: str, *, replanned: bool
 ) -> Submission:
-    """Submit the run without the reports of its earlier start; on failure, restore them."""
+    """Submit the run without the reports of its earlier start; on failure, restore them.
+
+    Args:
+        what: is done, for the history.
+    """
     starts = read_starts(run)
-    record = record.with_state(now, "submitting", detail="resumed")
+    record = record.with_state(now, "submitting", detail=what)
     new = Submission.new(
         run, job, now, name=record.name, history=record.history, sweep=record.sweep
     )
     # Reports of the earlier start say nothing about the run while it waits.
     reports = [run.exit_code, run.resubmitted, run.stopped_marker, run.requeue_error, run.heartbeat]
+    reports.append(run.changed_code)
     reports += run.errors.glob("*.json")
     moved = {path: run.errors_before(starts) / path.name for path in reports if path.exists()}
     if replanned:  # recorded steps are of the earlier plan
@@ -216,9 +249,10 @@ def _hand_over_again(
         moved |= {path: run.trace_before(starts) / path.name for path in of_plan if path.exists()}
     rewritten = (
         run.job, run.template, run.cluster, run.profile, run.plan, run.predicted, run.script,
-        run.variables, run.record,
+        run.variables, run.record, run.code_file, run.environment,
     )  # fmt: skip
-    with Rollback(rewritten=rewritten, moved=moved) as rollback:
+    created = (new_copies(run),)
+    with Rollback(created=created, rewritten=rewritten, moved=moved) as rollback:
         for path, place in moved.items():
             make_directory(place.parent)
             path.replace(place)

@@ -37,6 +37,7 @@ from pipectl.runs import (
     read_requeue_error,
     read_stall,
 )
+from pipectl.runs.kept_code import KeptCode, KeptFile, read_code
 from pipectl.units import format_time
 
 _SHORT_TIMEOUT_S = 10.0
@@ -117,6 +118,21 @@ class RunStatus:
     def stalled(self) -> str:
         """Which ranks wait for which, if no rank has made progress for long; else empty."""
         return read_stall(self.run) if self.job.state.alive else ""
+
+    @property
+    def code(self) -> KeptCode | None:
+        """The code that the run keeps; None if it keeps none."""
+        with suppress(PipectlError, OSError):
+            return read_code(self.run)
+        return None
+
+    @property
+    def changed_files(self) -> list[KeptFile]:
+        """The user's files that have changed since the submission, of a run that may go on."""
+        code = self.code
+        if code is None or self.job.state is JobState.COMPLETED:
+            return []
+        return code.changed(thorough=False)
 
     @property
     def predicted_step_s(self) -> float | None:

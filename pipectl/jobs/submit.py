@@ -20,6 +20,7 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import make_private_directory, write_text
+from pipectl.jobs.environment import describe_environment, find_repository
 from pipectl.jobs.job import Job, change
 from pipectl.jobs.recover import refuse_duplicate
 from pipectl.jobs.state import get_statuses
@@ -33,10 +34,14 @@ from pipectl.runs import (
     name_in_shell,
     sweep_of,
 )
+from pipectl.runs.code import Code, keep
+from pipectl.runs.kept_code import Repository
 from pipectl.spec import dump
 
 _PRIVATE = 0o600
 """Mode of files that may contain keys and tokens."""
+Environment = tuple[Repository | None, str]
+"""The repository of user code, and the text of ``environment.txt``."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +212,11 @@ def hand_over(
     scheduler = get_scheduler(submissions[0].record.scheduler)
     # By the identity of the plan. Runs without one share None, which copies nothing.
     first_runs: dict[int, RunDirectory] = {}
+    environments: dict[Path | None, Environment] = {}
     for submission in submissions:
         text = scheduler.render(submission.request)
         first_run = first_runs.setdefault(id(submission.job.plan), submission.run)
-        _write_files(submission, text, first_run)
+        _write_files(submission, text, first_run, environments)
     script, request = submissions[0].run.script, submissions[0].request
     if array is not None:
         script, request = array[0].script, array[1]
@@ -228,11 +234,18 @@ def hand_over(
     return tuple(submitted)
 
 
-def _write_files(submission: Submission, script: str, first_run: RunDirectory) -> None:
+def _write_files(
+    submission: Submission,
+    script: str,
+    first_run: RunDirectory,
+    environments: dict[Path | None, Environment],
+) -> None:
     """Write the files of a run, the record last.
 
     Args:
         first_run: first run with the same plan, whose files of the plan are copied.
+        environments: repository and text of ``environment.txt`` by directory of the code, of runs
+            that are submitted together.
     """
     run, job, request = submission.run, submission.job, submission.request
     profile, plan, cluster = job.profile, job.plan, job.cluster
@@ -256,12 +269,28 @@ def _write_files(submission: Submission, script: str, first_run: RunDirectory) -
             write_plan(run, plan, cluster)
     if job.rehearsal is not None:
         job.rehearsal.save(run.rehearsal)
+    if job.keeps_code:
+        _keep_code(submission, environments)
     write_text(run.script, script, mode=0o700)
     if request.environment.variables:
         write_text(run.variables, render_variables(request), mode=_PRIVATE)
     else:
         run.variables.unlink(missing_ok=True)
     submission.record.save(run.record)
+
+
+def _keep_code(submission: Submission, environments: dict[Path | None, Environment]) -> None:
+    """Write the code that a run keeps, and the environment unless it goes on with earlier code."""
+    run, job = submission.run, submission.job
+    code = job.code or Code.of(job.spec)
+    directory, repository = code.directory, None
+    if code.before is None:
+        if directory not in environments:
+            repository, why = find_repository(directory)
+            environments[directory] = repository, describe_environment(repository, why)
+        repository, text = environments[directory]
+        write_text(run.environment, text, mode=_PRIVATE)
+    keep(run, code, submission.request.earlier_starts + 1, repository)
 
 
 def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from pipectl.capture import CapturedJob
 from pipectl.profiler.bench import Bench, Subject, single_stage
 from pipectl.runtime.device import CpuDevice, settle_process
 from pipectl.spec import JobSpec
+from pipectl.spec.code import Snapshot, active, using
 
 _MAX_RANKS_PER_CORE = 2
 """While measuring; further ranks on a core would take longer and change little."""
@@ -48,7 +49,9 @@ class Neighbours:
         self._ready = [context.Event() for _ in range(self.count)]
         self._processes: list[BaseProcess] = [
             context.Process(
-                target=_compute, args=(spec, size, place, ready, self._stop), daemon=True
+                target=_compute,
+                args=(spec, size, place, ready, self._stop, active()),
+                daemon=True,
             )
             for place, ready in enumerate(self._ready)
         ]
@@ -126,13 +129,16 @@ def has_room(job: CapturedJob, place: int) -> bool:
     return (place + 2) * gradients <= int(psutil.virtual_memory().available)
 
 
-def _compute(spec: JobSpec, size: int, place: int, ready: Event, stop: Event) -> None:
+def _compute(
+    spec: JobSpec, size: int, place: int, ready: Event, stop: Event, code: Snapshot | None
+) -> None:
     """Train until told to stop, or until the measuring process has ended.
 
     It prints nothing: what fails here also fails in the measuring process, which tells the user.
 
     Args:
         place: among the neighbours; if memory is short, the first ones compute.
+        code: that the measuring process uses.
     """
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
@@ -143,11 +149,12 @@ def _compute(spec: JobSpec, size: int, place: int, ready: Event, stop: Event) ->
     settle_process(spec.threads)
     measuring = multiprocessing.parent_process()
     assert measuring is not None
-    job = CapturedJob(spec)
-    if not has_room(job, place):
-        return
-    subject = Subject.of(job, size, CpuDevice())
-    bench = Bench(subject, single_stage(subject.graph))
-    ready.set()
-    while not stop.is_set() and measuring.is_alive():
-        bench.run(0)
+    with using(code):
+        job = CapturedJob(spec)
+        if not has_room(job, place):
+            return
+        subject = Subject.of(job, size, CpuDevice())
+        bench = Bench(subject, single_stage(subject.graph))
+        ready.set()
+        while not stop.is_set() and measuring.is_alive():
+            bench.run(0)

@@ -92,6 +92,10 @@ class RunDirectory(Directory):
     watch = File("watch")  # one file per node, written by its watcher
     trace = File("trace")  # predicted and measured timelines
     predicted = File("trace/predicted.json")  # predicted timeline of a step
+    code = File("code")  # the user's sources as they were at submission
+    code_file = File("code.json")  # where they were, and their digests
+    changed_code = File("changed_code")  # files that the job used though they had changed
+    environment = File("environment.txt")  # Python, packages and git commit at submission
     rehearsal = File("rehearsal.json")  # waiting times of the ranks of a rehearsal
     checkpoints = File("checkpoints")  # one folder per saved step
 

@@ -7,15 +7,21 @@ its place to a file of its own in the run directory.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
+import psutil
 import torch
 from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
 from pipectl.cluster import Cluster
+from pipectl.errors import UsageError
+from pipectl.files import write_text
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import ATTEMPT, Heartbeat, RunDirectory
+from pipectl.runs.code import using_code_of
+from pipectl.runs.kept_code import changed_modules, read_code
 from pipectl.runtime.agreement import (
     check_accelerators,
     check_alike,
@@ -48,6 +54,11 @@ def run(directory: RunDirectory, communicator: MPI.Comm, board: Board) -> None:
         PipectlError: the files or the processes do not match, or user code fails.
     """
     board.phase("reading the plan")
+    with using_code_of(directory):
+        _run(directory, communicator, board)
+
+
+def _run(directory: RunDirectory, communicator: MPI.Comm, board: Board) -> None:
     spec, plan = load(directory.job), Plan.load(directory.plan)
     profile = Profile.load(directory.profile)
     board.phase("meeting the other ranks")
@@ -109,7 +120,29 @@ def _train(
     with choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress:
         setup = Setup(communicator, job, plan, device, board, progress, stored)
         keep_freed_memory()
+        if rank == 0:
+            _report_changed_code(directory)
         Trainer(setup, directory, attempt, cluster, messages, stored).train()
+
+
+def _report_changed_code(directory: RunDirectory) -> None:
+    """Say which files of the user have changed since the submission, for the log and `status`."""
+    kept = read_code(directory)
+    if kept is None:
+        return
+    changed = kept.changed()
+    used = [file.path for file in changed if file.copy is None]
+    used += changed_modules(kept, psutil.Process().create_time())
+    with suppress(OSError, UsageError):
+        directory.changed_code.unlink(missing_ok=True)
+        if used:
+            write_text(directory.changed_code, "".join(f"{path}\n" for path in used))
+    for file in changed:
+        if file.copy is not None:
+            copy = directory.code / file.copy
+            say(f"{file.path} has changed since the submission; the job uses its copy {copy}")
+    for path in used:
+        warn(f"{path} has changed since the submission, and the job uses it as it is now")
 
 
 def _device(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> Device:

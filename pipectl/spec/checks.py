@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipectl.cluster import MAX_RANKS, TOO_MANY_RANKS
 from pipectl.directives import GPUS, PBS_GPUS, QSUB, SBATCH, fault_of_option, options_of
 from pipectl.spec import models
+from pipectl.spec.code import is_source
 from pipectl.spec.document import MAX_DEPTH, escape, resolve
 from pipectl.spec.references import faults_of_use, parse
 
@@ -142,7 +143,7 @@ def check_code(
     for path, file in files:
         or_directory = path == ("model", "weights")
         with suppress(OSError):  # a name that no file can have
-            if file.is_file() or (or_directory and file.is_dir()):
+            if is_source(file) or (or_directory and file.is_dir()):
                 continue
         yield path, f"no such file{' or directory' * or_directory}: {file}"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipectl.directives import SYNTAXES, options_of
+from pipectl.spec.code import read_source
 from pipectl.spec.models import JobSpec
 from pipectl.spec.references import user_sources
 
@@ -92,7 +93,7 @@ def _profiled(spec: JobSpec) -> Any:
 def _content(path: Path) -> str | None:
     """Hash of a file; None if it cannot be read, which loading or capture will report."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_source(path)).hexdigest()
     except OSError:
         return None
 

@@ -21,6 +21,7 @@ from importlib.util import decode_source, find_spec
 from pathlib import Path
 from symtable import symtable
 
+from pipectl.spec.code import active, read_source
 from pipectl.units import did_you_mean
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -145,7 +146,9 @@ def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
         top = name.partition(".")[0]
         if name in sources or top in sys.stdlib_module_names or top == "pipectl":
             continue
-        file = _file_of(_find(name, search))
+        snapshot = active()
+        file = None if snapshot is None else snapshot.find(name, search)
+        file = file or _file_of(_find(name, search))
         if file is None or file.is_dir() or any(part in _LIBRARY for part in file.parts):
             continue
         if not file.is_relative_to(sysconfig.get_path("stdlib")):
@@ -232,7 +235,7 @@ class _Module:
         if file is None or file.suffix != ".py" or depth > _MAX_DEPTH:
             return None
         try:
-            code = decode_source(file.read_bytes())
+            code = decode_source(read_source(file))
             return cls(file, code, ast.parse(code, str(file)), search, depth)
         except SyntaxError:
             raise
@@ -336,7 +339,7 @@ def _file_of(spec: ModuleSpec | None) -> Path | None:
 def _imports(name: str, path: Path) -> Iterator[str]:
     """Dotted names that a file may import; none if it cannot be read or parsed."""
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(read_source(path))
     except _UNPARSABLE:
         return
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from traceback import format_exception
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +20,9 @@ from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call, find
 from pipectl.capture.refusals import refuse_overlaps
 from pipectl.errors import CaptureError, SpecError
+from pipectl.runs.code import Code
 from pipectl.spec import SpecFile, dump, load, profile_key
+from pipectl.spec.code import using
 from pipectl.spec.references import parse
 
 MODELS = Path(__file__).with_name("models.py")
@@ -415,3 +419,49 @@ def test_neighbours_in_one_memory_do_not_overlap(kind: str) -> None:
 def test_any_byte_in_common_counts(kind: str) -> None:
     with pytest.raises(CaptureError, match="a and b share memory"):
         refuse_overlaps(OVERLAPPING[kind])
+
+
+def test_a_module_has_the_content_of_the_snapshot_and_the_path_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    package = tmp_path / "kept_nets"
+    package.mkdir()
+    (tmp_path / "own.py").write_text(
+        "from pathlib import Path\nimport kept_helper\nfrom kept_nets.inner import width\n"
+        "def build():\n"
+        "    from kept_nets import late\n"
+        "    text = (Path(__file__).parent / 'size.txt').read_text()\n"
+        "    return [kept_helper.A, width(), late.A, int(text)]\n"
+        "def fail():\n    raise ValueError('as submitted')\n"
+    )
+    (tmp_path / "kept_helper.py").write_text("A = 1\n")
+    (package / "__init__.py").write_text("")
+    (package / "inner.py").write_text("from . import late\ndef width(): return late.A + 1\n")
+    (package / "late.py").write_text("A = 2\n")
+    (tmp_path / "size.txt").write_text("1")
+    job = tmp_path / "job.yaml"
+    own = "./own.py:build"
+    job.write_text(
+        f'model: "{own}"\nloss: model\ndata: "{own}"\ntraining: {{steps: 1, batch_size: 1}}\n'
+        "site_defaults: false\n"
+    )
+    sources = Code.of(load(job)).sources
+    for path in (*tmp_path.glob("*.py"), *package.glob("*.py")):
+        path.write_text("A = 100\n" * 9)
+    (package / "late.py").unlink()
+    (tmp_path / "kept_helper").mkdir()  # hides kept_helper.py from Python
+    (tmp_path / "kept_helper/__init__.py").write_text("A = 100\n")
+    (tmp_path / "size.txt").write_text("7")
+    with using(sources):
+        build = found(own, tmp_path)
+        assert build() == [1, 3, 2, 7]
+        assert build.__globals__["__file__"] == str(tmp_path / "own.py")
+        assert inspect.getsource(build).splitlines()[1] == "    from kept_nets import late"
+        with pytest.raises(CaptureError, match=r"as submitted \(at .*/own\.py:9\)") as raised:
+            call(found("./own.py:fail", tmp_path), "model")
+        assert "raise ValueError('as submitted')" in "".join(format_exception(raised.value))
+    assert [*tmp_path.rglob("*.pyc")] == []
+    for name in ("kept_helper", "kept_nets", "kept_nets.inner", "kept_nets.late"):
+        assert sys.modules.pop(name).__file__

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -32,6 +33,7 @@ from pipectl.runs import (
     read_heartbeat,
     step_of,
 )
+from pipectl.runs.kept_code import read_changed_code
 from pipectl.units import format_bytes, format_time, plural
 
 _STYLES = {
@@ -165,6 +167,20 @@ def _failure(status: RunStatus) -> Iterator[Fact]:
         yield "expected", f"to start {datetime.fromtimestamp(job.start):%Y-%m-%d %H:%M}", ""
     if stalled := status.stalled:
         yield "stalled", stalled, "red"
+    if used := read_changed_code(status.run):
+        names = ", ".join(short_path(Path(path)) for path in used)
+        yield (
+            "changed code",
+            f"since the submission, and used as it was at the start: {names}",
+            "red",
+        )
+    more = "; `resume --with-changed-code` takes the files" if status.can_go_on else ""
+    if own := [short_path(Path(each.path)) for each in status.changed_files if each.copy]:
+        yield (
+            "code",
+            f"{', '.join(own)} changed since; the run keeps its own copies{more}",
+            "yellow",
+        )
 
 
 def _progress(status: RunStatus) -> Iterator[Fact]:

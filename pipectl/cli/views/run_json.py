@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import RunDirectory, SweepDirectory
+from pipectl.runs.kept_code import read_changed_code
 
 Subject = RunDirectory | SweepDirectory | None
 """One run, a sweep, or a list of runs."""
@@ -46,6 +47,11 @@ class RunJson(TypedDict):
         ranks: of each rank, what the heartbeat says.
         peaks: of each ``rank``, ``measured_bytes`` and ``predicted_bytes``.
         error: ``where`` the first failure was, and its ``message``; null if there was none.
+        commit, uncommitted: git commit of the code at submission, and files that differed from it;
+            null if it was in no repository.
+        changed_files: files of the job that have changed since the submission; empty once the run
+            is complete.
+        used_changed_files: those of which the run has no copy, as they were when it started.
     """
 
     run: str
@@ -83,12 +89,18 @@ class RunJson(TypedDict):
     ranks: list[dict[str, Any]]
     peaks: list[dict[str, Any]]
     error: dict[str, str] | None
+    commit: str | None
+    uncommitted: list[str] | None
+    changed_files: list[str]
+    used_changed_files: list[str]
 
 
 def run_json(status: RunStatus) -> RunJson:
     """Everything about one run, for ``--json``."""
     so_far, job, record, failure = status.measured, status.job, status.record, status.failure
     sweep = None if record is None else record.sweep
+    code = status.code
+    repository = None if code is None else code.repository
     return {
         "run": status.run.name,
         "directory": str(status.run.path),
@@ -125,6 +137,10 @@ def run_json(status: RunStatus) -> RunJson:
         "ranks": [vars(rank) for rank in status.ranks],
         "peaks": [peak._asdict() for peak in status.peaks],
         "error": None if failure is None else {"where": failure.where, "message": failure.what},
+        "commit": None if repository is None else repository.commit,
+        "uncommitted": None if repository is None else list(repository.changed),
+        "changed_files": [file.path for file in status.changed_files],
+        "used_changed_files": read_changed_code(status.run),
     }
 
 

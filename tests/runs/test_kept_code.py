@@ -1,0 +1,207 @@
+"""The code that a run keeps: what is copied, what has changed, and what is refused."""
+
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipectl.batch import process
+from pipectl.errors import DataFileError, SchedulerError
+from pipectl.jobs.environment import describe_environment, find_repository
+from pipectl.runs import RunDirectory, code
+from pipectl.runs.code import Code, keep, read_snapshot, using_code_of
+from pipectl.runs.kept_code import read_code
+from pipectl.spec import load, profile_key
+from pipectl.spec.code import is_source, read_source
+
+JOB = """\
+version: 1
+model: {factory: "./model.py:build", kwargs: {config: ./net.json, size: 3}}
+loss: nets.losses:own
+data: {factory: "./data/sets.py:data"}
+callbacks: {note: "json:dumps"}
+training: {steps: 4, batch_size: 8}
+site_defaults: false
+"""
+FILES = {
+    "model.py": "from nets import layers\nimport json, helper\ndef build(config, size): ...\n",
+    "helper.py": "A = 1\n",
+    "unused.py": "",
+    "nets/__init__.py": "",
+    "nets/layers.py": "from . import blocks\n",
+    "nets/blocks.py": "",
+    "nets/losses.py": "def own(x, y): ...\n",
+    "data/sets.py": "import helper\ndef data(): ...\n",
+    "data/helper.py": "B = 1\n",
+    "net.json": "{}",
+}
+COPIED = {*FILES} - {"unused.py", "net.json"}
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job with code in files, in packages, and with modules of one name."""
+    for name, text in FILES.items():
+        path = tmp_path / "job" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    path = tmp_path / "job/job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path, job):
+    """A run that has kept the code of the job."""
+    run = RunDirectory.create(tmp_path / "runs", "tiny", 0.0)
+    keep(run, Code.of(load(job)), 1, None)
+    return run
+
+
+def names(files, job):
+    return {str(Path(file).relative_to(job.parent)) for file in files}
+
+
+def test_every_source_is_copied_as_it_was_for_its_owner_alone(run, job):
+    copies = {path for path in run.code.rglob("*") if path.is_file()}
+    assert {str(path.relative_to(run.code / "1")) for path in copies} == COPIED
+    assert {(run.code / "1" / name).read_text() == FILES[name] for name in COPIED} == {True}
+    assert {path.stat().st_mode & 0o077 for path in (run.code, *run.code.rglob("*"))} == {0}
+
+
+def test_a_run_reads_its_copies_whatever_becomes_of_the_files(run, job):
+    key = profile_key(load(job))
+    (job.parent / "helper.py").write_text("A = 2\n")
+    (job.parent / "nets/blocks.py").unlink()
+    (job.parent / "data/sets.py").unlink()
+    with using_code_of(run):
+        assert read_source(job.parent / "helper.py") == b"A = 1\n"
+        assert is_source(job.parent / "data/sets.py")
+        assert profile_key(load(job)) == key
+        assert Code.of(load(job)).sources.contents == read_snapshot(run).contents
+    assert read_source(job.parent / "helper.py") == b"A = 2\n"
+    (job.parent / "data/sets.py").write_text(FILES["data/sets.py"])
+    assert profile_key(load(job)) != key
+
+
+def test_the_files_that_have_changed_are_named_with_those_of_keyword_arguments(run, job):
+    assert read_code(run).changed() == []
+    (job.parent / "helper.py").write_text("A = 2\n")
+    (job.parent / "nets/blocks.py").unlink()
+    (job.parent / "unused.py").write_text("A = 1\n")
+    (job.parent / "net.json").write_text("{ }")
+    for thorough in (False, True):
+        changed = read_code(run).changed(thorough=thorough)
+        assert names([file.path for file in changed if file.copy], job) == {
+            "helper.py",
+            "nets/blocks.py",
+        }
+        assert names([file.path for file in changed if not file.copy], job) == {"net.json"}
+
+
+def test_an_edit_before_the_copies_were_written_counts_as_a_change(run, job):
+    earlier = Code.of(load(job))
+    (job.parent / "helper.py").write_text("A = 2\n")
+    other = RunDirectory.create(run.path.parent, "tiny", 0.0)
+    keep(other, earlier, 1, None)
+    changed = read_code(other).changed(thorough=False)
+    assert names([file.path for file in changed], job) == {"helper.py"}
+
+
+def test_what_was_kept_before_stays_and_new_files_join_it(run, job):
+    (job.parent / "helper.py").write_text("A = 2\n")
+    with using_code_of(run):
+        again = replace(Code.of(load(job)), before=read_code(run))
+        keep(run, again, 2, None)
+        assert [path.name for path in run.code.iterdir()] == ["1"]
+        more = load(job, ["callbacks.mine=./unused.py:tell"])
+        keep(run, replace(Code.of(more), before=read_code(run)), 2, None)
+    assert (run.code / "2/unused.py").exists()
+    snapshot = read_snapshot(run)
+    assert snapshot.contents[job.parent / "helper.py"] == b"A = 1\n"
+    assert job.parent / "unused.py" in snapshot.contents
+    assert names([file.path for file in read_code(run).changed()], job) == {"helper.py"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("MAX_FILES", 2), ("MAX_BYTES", 100)])
+def test_what_is_too_much_to_copy_is_watched(tmp_path, job, monkeypatch, name, value):
+    monkeypatch.setattr(code, name, value)
+    run = RunDirectory.create(tmp_path / "runs", "tiny", 0.0)
+    keep(run, Code.of(load(job)), 1, None)
+    files = {file.path: file.copy for file in read_code(run).files}
+    assert names(files, job) == {*COPIED, "net.json"}
+    assert None in files.values()
+    assert 0 < len([copy for copy in files.values() if copy]) < len(COPIED)
+
+
+def damage(run):
+    (run.code / "1/helper.py").write_text("A = 3\n")
+
+
+def leave_the_directory(run):
+    (run.path / "other.py").write_text("")
+    document = json.loads(run.code_file.read_text())
+    document["files"][0]["copy"] = "../other.py"
+    run.code_file.write_text(json.dumps(document))
+
+
+WRONG = [
+    (damage, "has changed since it was kept"),
+    (lambda run: (run.code / "1/helper.py").unlink(), "No such file"),
+    (lambda run: run.code.chmod(0o777), "can be changed by everybody"),
+    (lambda run: run.path.chmod(0o777), "can be changed by everybody"),
+    (leave_the_directory, "a path within the directory"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "fault"), WRONG)
+def test_code_that_is_not_as_it_was_kept_or_may_be_of_others_is_refused(run, spoil, fault):
+    spoil(run)
+    with pytest.raises(DataFileError, match=fault) as raised:
+        read_snapshot(run)
+    assert raised.value.cure
+
+
+def test_code_in_the_directory_of_another_user_is_refused(run, monkeypatch):
+    monkeypatch.setattr(code, "fault_of_owner", lambda *_, **__: "belongs to mallory")
+    with pytest.raises(DataFileError, match="belongs to mallory, so the code in it is not used"):
+        read_snapshot(run)
+
+
+def test_a_run_without_code_sees_the_files(run, job):
+    run.code_file.unlink()
+    with using_code_of(run) as snapshot:
+        assert snapshot is None
+        assert read_source(job.parent / "helper.py") == b"A = 1\n"
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_the_environment_names_commit_changed_files_and_packages(job, monkeypatch):
+    top = job.parent
+    repository, why = find_repository(top)
+    assert repository is None
+    assert "not a git repository" in describe_environment(repository, why)
+
+    def git(*words):
+        own = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(top), *own, *words], check=True, capture_output=True)
+
+    git("init")
+    git("add", "model.py", "helper.py", "nets")
+    git("commit", "-m", "first")
+    (top / "helper.py").write_text("A = 2\n")
+    repository, _ = find_repository(top / "nets")
+    assert len(repository.commit) == 40
+    assert {"helper.py", "data/"} <= {*repository.changed}
+    text = describe_environment(repository, "")
+    assert f"commit: {repository.commit}\n" in text
+    assert "\ntorch==" in text
+
+    def absent(*_, **__):
+        raise SchedulerError("git: No such file or directory", cure="")
+
+    monkeypatch.setattr(process, "run", absent)
+    assert find_repository(top) == (None, "git: No such file or directory")
