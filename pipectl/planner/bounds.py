@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import ceil, inf
+from math import ceil, floor, inf
 from operator import attrgetter
 
 from pipectl.cluster import Cluster
 from pipectl.graph import TransferKind
-from pipectl.plan import Plan, Search, Stage
+from pipectl.plan import Plan, Replication, Search, Stage
 from pipectl.planner.graph.blocks import BlockGraph, bits
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes
@@ -70,15 +70,15 @@ def least_step_s(plan: Plan, cluster: Cluster) -> float:
 
     A rank waits until a micro-batch has passed the stages before its first, and its last gradient
     has to return through them. Weight halves of split backwards may run meanwhile, or, if ranks do
-    not update together, in the next step of the first stage. Replicas are taken to share their
-    stage's work in proportion to their speeds.
+    not update together, in the next step of the first stage. The busiest replica of a stage is
+    taken to have its share by speed, and for the work of nodes each to have the least it may get.
     """
     share, ranks = plan.batch_size / plan.micro_batch_size, range(plan.ranks)
     speeds = [cluster.device(rank).speed for rank in ranks]
     times_s = [_times_s(stage, speeds) for stage in plan.stages]
     through_s = _through_s(plan, times_s)
     first_s, last_s = ([inf] * plan.ranks for _ in range(2))
-    loads, weights, updates = ([0.0] * plan.ranks for _ in range(3))
+    loads, least, weights, updates = ([0.0] * plan.ranks for _ in range(4))
     for stage, (before_s, after_s), (forward_s, backward_s, weight_s) in zip(
         plan.stages, through_s, times_s, strict=True
     ):
@@ -87,6 +87,12 @@ def least_step_s(plan: Plan, cluster: Cluster) -> float:
                 loads[rank] += time_s * share
                 first_s[rank] = min(first_s[rank], before_s)
                 last_s[rank] = min(last_s[rank], after_s)
+        for own_ranks, work_s in (
+            (stage.ranks, stage.cost.forward_s),
+            (stage.updating_ranks, stage.cost.backward_s),
+        ):
+            for rank in own_ranks:
+                least[rank] += work_s * _least_share(plan, len(own_ranks)) / speeds[rank]
         for rank in stage.updating_ranks:
             weights[rank] += weight_s * share
             if not plan.shard_optimizer:
@@ -102,9 +108,19 @@ def least_step_s(plan: Plan, cluster: Cluster) -> float:
     )
     nodes = [0.0] * len(cluster.nodes)
     for rank in ranks:
-        nodes[cluster.node_of_rank[rank]] += loads[rank]
+        nodes[cluster.node_of_rank[rank]] += least[rank]
     per_core = (load_s / node.cores for load_s, node in zip(nodes, cluster.nodes, strict=True))
     return max(busiest_s, *per_core) + (0.0 if is_unflushed(plan) else max(updates))
+
+
+def _least_share(plan: Plan, replicas: int) -> float:
+    """The least that one of so many replicas computes in a step, in full micro-batches."""
+    if replicas == 1:
+        return plan.batch_size / plan.micro_batch_size
+    shares, size = plan.micro_batch_shares, plan.micro_batch_size
+    if plan.replication is Replication.SPLIT:
+        return sum(floor(round(share * size) / replicas) for share in shares) / size
+    return sum(sorted(shares)[: len(shares) // replicas])
 
 
 def _times_s(stage: Stage, speeds: Sequence[float]) -> tuple[float, float, float]:

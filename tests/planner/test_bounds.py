@@ -85,6 +85,20 @@ def test_estimates_are_what_is_simulated_if_messages_are_short(batch, latency_s,
         assert step_s == pytest.approx(found.step_time_s, rel=1e-8)
 
 
+@pytest.mark.parametrize("replication", list(Replication))
+@pytest.mark.parametrize("speeds", [(1.0,), (1.0, 4.0)])
+@pytest.mark.parametrize("batch", [8, 11, 16, 24])
+def test_no_node_is_charged_work_that_its_replicas_do_not_get(batch, speeds, replication) -> None:
+    """Three replicas, two of them on one core, share micro-batches that three do not divide."""
+    cluster = cluster_of(1, 2, cores=1, speeds=speeds, within=Link(0.0, 1e12))
+    problem = Problem(chain(4), cluster, PlanRequest("job", batch, replicas=3))
+    layout = Layout((0b1111,), ((0, 1, 2),))
+    for size in (1, 4, 8):
+        choice = Choice(layout, size, ONE_F_ONE_B.name, (1,), replication)
+        plan = problem.plan(choice)
+        assert least_step_s(plan, cluster) <= simulate(plan, cluster).step_time_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("interface", [True, False])
 @pytest.mark.parametrize("sizes", [(10**6,) * 4, (10**5, 10**7, 10**6, 10**7)])
