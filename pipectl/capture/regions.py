@@ -110,11 +110,6 @@ class Switch:
         self._region = region
 
 
-def switches_region(target: Any) -> bool:
-    """Return whether a call in the graph of a stage enters or leaves a region."""
-    return target is ExitStack.close or getattr(target, "__func__", None) is Region.enter
-
-
 def mark_regions(module: fx.GraphModule, signature: Any, passes: list[Any]) -> tuple[Any, Any]:
     """Store the region of every operator in the operator, and remove torch's marks.
 

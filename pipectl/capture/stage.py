@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -171,6 +172,19 @@ def evaluation_stages(
     return stage_of
 
 
+class Pass(IntEnum):
+    """What makes or changes the code of a stage, in the order in which this happens.
+
+    Every pass may be left out but the first. What :data:`MARK` adds between operators runs in the
+    stage's own time: ticks of messages, and the marks of a measurement.
+    """
+
+    BUILD = 0
+    SPLIT = 1
+    COMPILE = 2
+    MARK = 3
+
+
 @dataclass(frozen=True, eq=False)
 class StageCode:
     """A stage as a function.
@@ -184,6 +198,7 @@ class StageCode:
         received: slots that it reads.
         results: slots that it returns: values that leave the stage, and each remote use of a value
             whose gradients come back separately for each use.
+        last: the last pass that the code went through.
     """
 
     module: Callable[..., tuple[Tensor, ...]]
@@ -191,6 +206,25 @@ class StageCode:
     inputs: tuple[str, ...]
     received: tuple[Slot, ...]
     results: tuple[Slot, ...]
+    last: Pass = Pass.BUILD
+
+    def operators(self, before: Pass) -> fx.GraphModule:
+        """Return the operators, for a pass that is to change them.
+
+        Raises:
+            ValueError: the code went through this pass or a later one, or has no operators any
+                more: it is compiled.
+        """
+        if self.last >= before or not isinstance(self.module, fx.GraphModule):
+            raise ValueError(
+                f"code of a stage: {before.name} cannot follow {self.last.name}; the order is "
+                f"{', '.join(each.name for each in Pass)}, and nothing follows COMPILE"
+            )
+        return self.module
+
+    def after(self, last: Pass, module: Callable[..., tuple[Tensor, ...]]) -> StageCode:
+        """Return the code that a pass has made of this one."""
+        return replace(self, module=module, last=last)
 
 
 _CPU = torch.device("cpu")

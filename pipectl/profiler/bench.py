@@ -26,7 +26,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, pairwise, repeat
 from statistics import median
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from pipectl.capture import CapturedGraph, CapturedJob, Cut, Slot
 from pipectl.capture.batch import by_name, copy_written_inputs
 from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.slices import Rows
-from pipectl.capture.stage import StageCode
+from pipectl.capture.stage import Pass, StageCode
 from pipectl.graph import TransferKind
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.profiler.effort import Rounds
@@ -87,8 +87,7 @@ class MarkedCode:
         self._begins, self._nodes = begins, nodes = list[float](), list[int]()
         self._turns: list[tuple[int, float]] = []
         self._roots: list[Any] = []
-        module = code.module
-        assert isinstance(module, fx.GraphModule), "the code has marks already"
+        module = code.operators(Pass.MARK)
         owner_of: dict[fx.Node, str] = {}  # a seed's is the next operator, a fork's the one before
         waiting: list[fx.Node] = []
         for node in module.graph.nodes:
@@ -285,7 +284,7 @@ class Bench:
             operators = self.cut.graph.position
             self._marked[index] = MarkedCode(plain, operators, self._clock, cost)
         marked = self._marked[index]
-        code.stage = replace(plain, module=marked)
+        code.stage = plain.after(Pass.MARK, marked)
         self._forward(index, self._batch(index))
         code.stage = plain
         marked.watch_backward()

@@ -320,7 +320,8 @@ class Segment:
         """Defer the gradients of weights of every backward to :meth:`finish_backward`."""
         self._splits = True
         for code in self.codes.values():
-            split_backwards(code.stage, code.cut.graph.states, lambda: self._weight_half)
+            states = code.cut.graph.states
+            code.stage = split_backwards(code.stage, states, lambda: self._weight_half)
 
 
 class Stage:
@@ -487,8 +488,7 @@ class Stage:
         """Call ``advance`` between operators, in forward and backward."""
         for segment in (*self.segments, self._evaluation):
             for code in segment.codes.values():
-                assert isinstance(code.stage.module, fx.GraphModule)
-                insert_ticks(code.stage.module, advance)
+                code.stage = insert_ticks(code.stage, advance)
 
     def keep_versions(self, kept: int) -> None:
         """From now on, forwards can use the weights of up to ``kept`` - 1 updates ago."""

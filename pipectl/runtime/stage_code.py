@@ -1,4 +1,8 @@
-"""Changes to the code of a stage: backwards in two halves, ticks, and compilation.
+"""Changes to the code of a stage: backwards in two halves, compilation, and ticks, in this order.
+
+Every change is a pass (:class:`~pipectl.capture.stage.Pass`) that knows what the earlier ones have
+left in the code: the compiler does not look into what is not an operator. A pass refuses code that
+it cannot follow.
 
 *Halves*: gradients of values first, gradients of weights later. Operators that multiply by weights
 (linear layers, convolutions, products of matrices) become a :class:`_Split`. Its forward builds the
@@ -14,17 +18,18 @@ embeddings would gain little from a second one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipectl.capture.graph import State
 from pipectl.capture.randomness import SEEDERS
-from pipectl.capture.regions import switches_region
-from pipectl.capture.stage import StageCode
+from pipectl.capture.stage import Pass, StageCode, fork_uses
 from pipectl.errors import CaptureError
 from pipectl.runtime.saved_tensors import gradients_of, run_backward
 
@@ -78,15 +83,14 @@ class WeightHalf:
 
 def split_backwards(
     code: StageCode, states: Mapping[str, State], current: Callable[[], WeightHalf]
-) -> None:
-    """Make the operators of a stage's code defer the gradients of their weights.
+) -> StageCode:
+    """Make the operators of a stage's code defer the gradients of their weights; changes the code.
 
     Args:
         states: of the captured graph, by placeholder.
         current: returns the weight half of the micro-batch whose forward runs.
     """
-    module = code.module
-    assert isinstance(module, fx.GraphModule)
+    module = code.operators(Pass.SPLIT)
     _, *arguments = module.graph.find_nodes(op="placeholder")
     bound = zip(code.states, arguments, strict=False)
     parameters = [node for slot, node in bound if states[slot.value].kind == "parameter"]
@@ -99,6 +103,7 @@ def split_backwards(
             node.target = _Splitting(node.target, places, current)
             node.args = (leaves, *node.args)
     module.recompile()
+    return code.after(Pass.SPLIT, module)
 
 
 def _weights(parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -204,8 +209,9 @@ TICK_EVERY = 4
 """Operators between two ticks."""
 
 
-def insert_ticks(module: fx.GraphModule, advance: Callable[[], None]) -> None:
-    """Call ``advance`` after every few operators of a stage's code, and in their backward.
+def insert_ticks(code: StageCode, advance: Callable[[], None]) -> StageCode:
+    """Call ``advance`` after every few operators of a stage's code, and in their backward; changes
+    the code.
 
     Neither uses a tensor, so no bit changes. Backwards on accelerators have no ticks: autograd runs
     them in threads of its own, from which MPI may not allow calls.
@@ -218,48 +224,57 @@ def insert_ticks(module: fx.GraphModule, advance: Callable[[], None]) -> None:
         if value.grad_fn is not None and torch.is_grad_enabled():
             value.grad_fn.register_prehook(lambda _: advance())
 
+    module = code.operators(Pass.MARK)
     operators = [node for node in module.graph.nodes if node.op == "call_function"]
     for node in operators[TICK_EVERY - 1 :: TICK_EVERY]:
         with module.graph.inserting_after(node):
             module.graph.call_function(tick, (node,))
     module.recompile()
+    return code.after(Pass.MARK, module)
 
 
 def compile_stage(code: StageCode, backend: Backend = "inductor") -> StageCode:
     """The same code, compiled at its first call, for the sizes that it is called with.
 
-    Random operators, and what seeds them, run uncompiled between compiled pieces: a compiler's own
-    dropout draws other masks than the operator. So does what begins and ends an autocast inside the
-    model, which the compiler cannot follow. All else may be fused, so sums are rounded in another
-    order, and results agree only within a tolerance.
+    Operators may be fused, so sums are rounded in another order, and results agree only within a
+    tolerance. Random operators, and what seeds them, run uncompiled between compiled pieces: a
+    compiler's own dropout draws other masks than the operator. So does all that is no operator of
+    torch: a submodule that is kept whole, what begins and ends an autocast inside the model, and
+    an operator with a split backward. Each has a state that a compiler would take for a constant
+    (the weight half of the first micro-batch, for example).
 
     Args:
         backend: of ``torch.compile``, or a name of one.
 
     The first call raises CaptureError if nothing can be compiled.
     """
-    return replace(code, module=_Compiled(code, backend))
+    return code.after(Pass.COMPILE, _Compiled(code.operators(Pass.COMPILE), backend))
+
+
+def _is_followed(target: Any) -> bool:
+    """Whether a compiler knows all that a call in the code of a stage depends on."""
+    known = isinstance(target, OpOverload | HigherOrderOperator | BuiltinFunctionType)
+    return known or target is fork_uses
 
 
 class _Compiled:
     """A compiled stage. The seed bypasses the compiler, which would recompile for each seed."""
 
-    def __init__(self, code: StageCode, backend: Backend) -> None:
-        assert isinstance(code.module, fx.GraphModule)
+    def __init__(self, module: fx.GraphModule, backend: Backend) -> None:
         self._seed = 0
         graph = fx.Graph()
-        graph.output(graph.graph_copy(code.module.graph, {}))
-        drawing = False
-        for node in graph.nodes:
-            seeds = node.op == "call_function" and node.target in SEEDERS
+        graph.output(graph.graph_copy(module.graph, {}))
+        draws = False
+        for node in [node for node in graph.nodes if node.op == "call_function"]:
+            seeds = node.target in SEEDERS
             if seeds:
                 node.target = self._seeding(node.target, node.args[1])
                 node.args = ()
-            elif drawing or switches_region(node.target):
+            elif draws or not _is_followed(node.target):
                 node.target = _uncompiled(node.target)
-            drawing = seeds
+            draws = seeds
         graph.erase_node(next(iter(graph.nodes)))
-        module = fx.GraphModule(code.module, graph)
+        module = fx.GraphModule(module, graph)
         self._run = torch.compile(module, backend=backend, dynamic=False)
 
     def __call__(self, seed: int, *arguments: Any) -> tuple[Tensor, ...]:

@@ -57,6 +57,7 @@ MODELS = {
     "cnn_bf16": images("cnn", "SpoiltImages", precision="bf16", on_nonfinite="skip"),
     "gpt_float16": tokens("gpt", training=FLOAT16),
     "cnn_float16": images("cnn", **FLOAT16),
+    "gated": images("gated"),
     "own_precision": tokens("own_precision"),
     "gpt_buckets": tokens(
         "gpt",
@@ -109,7 +110,7 @@ def spec_text(cell: Cell) -> str:
     model = MODELS[cell.model]
     batch_size, micro_batches = BATCHES[cell.batch]
     optimizer: dict[str, Any] = {"factory": "torch.optim:AdamW", "kwargs": {"lr": 0.003}}
-    if cell.replicas or (cell.plain and cell.model == "tied"):
+    if cell.replicas or cell.compiled or (cell.plain and cell.model == "tied"):
         # Where sums are rounded, Adam moves a weight by the full rate whatever a tiny gradient is.
         optimizer = {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.1}}
     steps, clip, every, drop_last = MORE_STEPS.get(cell.model, STEPS), 0.5, None, False

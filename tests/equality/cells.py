@@ -52,6 +52,8 @@ MODELS = ("tied", "cnn", "dense")
 them, and skips across many cuts."""
 VARIANTS = ("gpt", "frozen", "gpt_bf16", "cnn_bf16", "gpt_float16", "cnn_float16", "own_precision")
 """Models that are like others but for one thing."""
+COMPILED = "gated"
+"""The model of stages that torch.compile compiles; one of its layers is kept whole."""
 BUCKETS = "gpt_buckets"
 """The model whose batches have several lengths."""
 
@@ -63,6 +65,7 @@ class Kind(Enum):
     REORDERED = "one rank, but gradients are added in another order"
     STALE = "a simulation of its staleness"
     REPLICAS = "one rank, within rounding"
+    COMPILED = "one rank without a compiler, within rounding"
     PLAIN = "a loop in plain PyTorch"
 
 
@@ -91,8 +94,8 @@ class Cell:
         parts = [self.model, self.schedule, self.batch, self.memory]
         if self.replicas:
             parts += ["x".join(map(str, self.replicas)), self.way]
-            parts += ["sharded" * self.shard, "compiled" * self.compiled]
-        parts.append("plain" * self.plain)
+            parts.append("sharded" * self.shard)
+        parts += ["compiled" * self.compiled, "plain" * self.plain]
         return "-".join(filter(None, parts))
 
     @property
@@ -101,6 +104,8 @@ class Cell:
             return Kind.PLAIN
         if self.replicas:
             return Kind.REPLICAS
+        if self.compiled:
+            return Kind.COMPILED
         if self.schedule in OVERLAPPING:
             return Kind.STALE
         return Kind.REORDERED if OWN.get(self.schedule) else Kind.SAME
@@ -108,7 +113,7 @@ class Cell:
     @property
     def reference(self) -> Cell | None:
         """What it equals, trained on one rank."""
-        if self.kind is Kind.REPLICAS:
+        if self.kind in (Kind.REPLICAS, Kind.COMPILED):
             return shared(self.model, 1, batch=self.batch)
         if self.kind in (Kind.SAME, Kind.REORDERED):
             return Cell(self.model, "gpipe", self.batch)
@@ -169,7 +174,10 @@ def every_cell(ranks: int) -> dict[str, Cell]:
     found = [*_with_memory(ranks)]
     if ranks <= 4:
         found += [*_variants(ranks), *_unflushed(ranks), *_buckets(ranks)]
-    for cell in (*SHARED, *FURTHER_SHARED):
+    if ranks == 2:
+        found += _compiled()
+    references = [*SHARED, *FURTHER_SHARED, *_compiled()]
+    for cell in references if ranks == 1 else (*SHARED, *FURTHER_SHARED):
         if ranks in (1, sum(cell.replicas)):
             found.append(cell.reference if ranks == 1 else cell)
     if ranks == 1:
@@ -205,6 +213,15 @@ def _variants(ranks: int) -> Iterator[Cell]:
         yield Cell("gpt_float16", "1f1b-apart", "few")
     for schedule in OWN:
         yield Cell("tied", schedule, "divisible")
+
+
+def _compiled() -> Iterator[Cell]:
+    """On two ranks: every schedule that flushes, and every use of memory."""
+    for schedule in (*SCHEDULES, *CHUNKED, "gpipe-inputs"):
+        yield Cell(COMPILED, schedule, BATCH, compiled=True)
+    for memory, schedule in product(MEMORY, ("1f1b", "zb-h1", "zb-v")):
+        if memory not in ONLY_1F1B or schedule == "1f1b":
+            yield Cell(COMPILED, schedule, BATCH, memory, compiled=True)
 
 
 def _unflushed(ranks: int) -> Iterator[Cell]:
@@ -247,6 +264,8 @@ SAMPLE = {
         cnn-1f1b-smaller_last-recompute_disk cnn-dualpipev-smaller_last
         dense-v-half-smaller_last-disk
         frozen-zb-h1-smaller_last gpt_buckets-1f1b-apart-smaller_last gpt-pipedream-few-disk
+        gated-zb-h1-smaller_last-compiled gated-zb-v-smaller_last-recompute-compiled
+        gated-1f1b-smaller_last-host-compiled
         """,
     3: """
         tied-gpipe-inputs-smaller_last tied-zb-h1-smaller_last tied-folded-divisible
@@ -282,8 +301,8 @@ SAMPLE = {
     8: "",
 }
 """Cells by number of ranks: every schedule and every use of memory with a model that has skips and
-with one that has tied weights, every other model in the schedules that treat it differently, and
-every kind of batch."""
+with one that has tied weights, every other model in the schedules that treat it differently,
+every kind of batch, and a compiler with whole and split backwards."""
 
 
 @cache

@@ -140,6 +140,28 @@ class OwnPrecision(nn.Module):
         return self.gpt.head(self.gpt.norm(x)) + self.gpt.positions.weight.mean()
 
 
+class Gate(nn.Linear):
+    """Branches on values, so it is kept whole, and draws random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return F.dropout(y if float(x.detach().sum()) > 0 else -y, 0.25, self.training)
+
+
+def gated(dropout: float = 0.1) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 16),
+        nn.Tanh(),
+        nn.Linear(16, 16),
+        Gate(16, 16),
+        nn.Dropout(dropout),
+        nn.Linear(16, 16),
+        nn.Tanh(),
+        nn.Linear(16, 10),
+    )
+
+
 class Frozen(nn.Module):
     """Frozen weights, weights that no gradient reaches, and weights that are not used at all."""
 

@@ -153,6 +153,16 @@ def test_replicas_equal_one_rank_within_rounding(trained: Trained, cell: Cell, r
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=rel)
 
 
+@cells_of(Kind.COMPILED)
+def test_compiled_stages_equal_one_rank_within_rounding(
+    trained: Trained, cell: Cell, ranks: int
+) -> None:
+    """The backend keeps the operators, but not the order of all sums."""
+    run, reference = trained(ranks, cell), trained(1, cell.reference)
+    assert_weights_are_close(weights(run), weights(reference), 2e-6)
+    assert figures(run) == pytest.approx(figures(reference), rel=2e-5)
+
+
 @all_cells(adds_as_two)
 def test_equal_replicas_give_the_same_bits_in_every_plan(
     trained: Trained, cell: Cell, ranks: int

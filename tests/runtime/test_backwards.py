@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob, Cut, Slot
 from pipectl.capture.slices import Rows
-from pipectl.capture.stage import StageCode
+from pipectl.capture.stage import Pass, StageCode
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.planner.costs import stage_costs
 from pipectl.runtime import pipefb
@@ -139,6 +139,35 @@ class Dropping(nn.Sequential):
         with torch.autocast("cpu", torch.bfloat16):
             half = F.linear(x, self[0].weight)
         return super().forward(x + half[:, :6]).sin().view(-1, 3, 4)
+
+
+class Gate(nn.Linear):
+    """Cannot be exported, draws random numbers, and uses another autocast than the model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = super().forward(x)
+        return F.dropout(y.float() if float(x.detach().sum()) > 0 else -y.float(), 0.25)
+
+
+class Kept(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.Tanh(), Gate(8, 8), nn.Tanh(), nn.Linear(8, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(-1, 3, 4)
+
+
+class Twice(nn.Module):
+    """Uses one matrix on both sides of what may be a border."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.head = nn.Parameter(torch.randn(6, 6) / 2), nn.Linear(6, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.matrix)
+        return self.head(torch.tanh(F.linear(x, self.matrix))).view(-1, 3, 4)
 
 
 @pytest.fixture(scope="module")
@@ -322,6 +351,47 @@ def test_compiled_stages_agree_within_rounding_and_a_new_seed_compiles_nothing_a
     assert found["step 0 loss 0"] != found["step 1 loss 0"]
     for name, tensor in whole.items():
         torch.testing.assert_close(found[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("model", "how"),
+    [
+        ("Products", "in halves"),
+        ("Dropping,bf16", "in halves, again"),
+        ("Twice", "in halves"),
+        ("Kept", "again"),
+        ("Kept", "in halves"),
+        ("Kept", "apart, again"),
+    ],
+)
+def test_compiled_code_trains_what_its_operators_train(capture, monkeypatch, model, how):
+    """The backend of this test keeps the operators, so only the order of some sums differs."""
+    quickly = partial(compile_stage, backend="aot_eager")
+    monkeypatch.setattr("pipectl.runtime.stage.compile_stage", quickly)
+    kind, again = InHalves if "halves" in how else Stages, "again" in how
+    job = capture(*model.split(","))
+    plain, stages = (
+        stages_of(job, 2, kind, recompute=again, apart="apart" in how) for _ in range(2)
+    )
+    for stage in {*stages.forwards, *stages.backwards}:
+        stage.compile()
+    expected, found = trained(job, plain), trained(job, stages)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_passes_follow_each_other_in_one_order_and_none_follows_a_compiler(capture) -> None:
+    (stage,) = stages_of(capture("Placed"), 1).forwards
+    code = next(iter(stage.segments[0].codes.values()))
+    stage.split_backwards()
+    assert code.stage.last is Pass.SPLIT
+    with pytest.raises(ValueError, match="SPLIT cannot follow SPLIT"):
+        stage.split_backwards()
+    stage.compile()
+    for change in (stage.split_backwards, stage.compile, partial(stage.let_advance, print)):
+        with pytest.raises(ValueError, match=r"cannot follow COMPILE; the order is BUILD, SPLIT"):
+            change()
 
 
 def test_weights_are_copied_only_where_an_older_version_waits():
