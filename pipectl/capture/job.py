@@ -345,12 +345,13 @@ class Traits:
 
     Args:
         random: operators that draw random numbers.
-        shared: trained parameters that several operators use, by their names in the user's model.
+        shared: trained parameters that several operators use, by their names in the user's model,
+            with the number of these operators.
         half: whether some operators run in half precision by an autocast inside the model.
     """
 
     random: tuple[str, ...]
-    shared: tuple[str, ...]
+    shared: Mapping[str, int]
     half: bool
 
 
@@ -362,14 +363,14 @@ def find_traits(spec: JobSpec, batch: int) -> Traits:
     """
     job = CapturedJob(spec)
     graph = job.training_graph(batch)
-    shared = [
-        own_name(state.name)
+    shared = {
+        own_name(state.name): len(uses)
         for placeholder, state in graph.states.items()
-        if uses_of_parameter(graph, placeholder) and job.states[state.name].requires_grad
-    ]
+        if (uses := uses_of_parameter(graph, placeholder)) and job.states[state.name].requires_grad
+    }
     random = [node.name for node in graph.operators if is_random(node, graph.root)]
     autocasts = (setting for node in graph.operators for setting in region_of(node).autocasts)
-    return Traits(tuple(random), tuple(shared), any(setting.enabled for setting in autocasts))
+    return Traits(tuple(random), shared, any(setting.enabled for setting in autocasts))
 
 
 def assign_groups(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -> dict[str, int]:

@@ -6,6 +6,7 @@ numbers, because a plain loop draws others, and another plan if no process can h
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -100,16 +101,26 @@ def verify(
         traits = find_traits(spec, plan.micro_batch_size)
         reference = choose_reference(spec, plan, pipeline.profile, traits, two_plans=two_plans)
         notes, tolerance = expect(spec, traits, plan, reference.reason)
+        shared = {} if traits.random else traits.shared
+        plain_steps = None
+        if reference.job is None and shared and not tolerance:  # before the optimizer is chosen
+            progress(0, 0, "training in one process")
+            plain_steps = directory / "plain"
+            joint = _train_plainly(spec, plan.micro_batch_size, plain_steps, shared)
+            notes, tolerance = expect(spec, traits, plan, reference.reason, joint)
         changes: dict[str, object] = {}
         if tolerance:  # small differences must not become large ones
             sgd = Optimizer(factory="torch.optim:SGD", kwargs={"lr": 0.1})
             changes = {"optimizer": sgd, "lr_scheduler": None}
             spec = spec.model_copy(update=changes)
+            plain_steps = None
         ours = Trained.of_run(_train(pipeline, changes, progress))
         if reference.job is None:
-            progress(0, 0, "training in one process")
-            _train_plainly(spec, plan.micro_batch_size, directory / "plain")
-            theirs = Trained.of_process(directory / "plain")
+            if plain_steps is None:
+                progress(0, 0, "training in one process")
+                plain_steps = directory / "plain-sgd"
+                _train_plainly(spec, plan.micro_batch_size, plain_steps, shared)
+            theirs = Trained.of_process(plain_steps)
         else:
             theirs = Trained.of_run(_train(reference.job, changes, progress))
         weights = FirstWeights(spec)
@@ -291,18 +302,32 @@ def _train(job: Job, changes: Mapping[str, object], progress: Progress) -> RunDi
         raise
 
 
-def _train_plainly(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
-    """Train in one plain process, which writes the weights to a new directory."""
+def _train_plainly(
+    spec: JobSpec, micro_batch_size: int, directory: Path, shared: Mapping[str, int]
+) -> list[str]:
+    """Train in one plain process, which writes the weights to a new directory.
+
+    Args:
+        shared: as in :class:`~pipectl.capture.job.Traits`.
+
+    Returns:
+        Names of the shared parameters whose gradients are added in another order than a pipeline's.
+    """
+    from pipectl.runtime.plain import LOSSES
+
     directory.mkdir()
     job = directory / "job.yaml"
     job.write_text(dump(spec), encoding="utf-8")
     size = str(micro_batch_size)
-    command = [sys.executable, "-m", "pipectl.runtime.plain", str(job), size, str(directory)]
+    module = [sys.executable, "-m", "pipectl.runtime.plain"]
+    command = [*module, str(job), size, str(directory), json.dumps(shared)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environment |= spec.environment.variables
     done = process.run(command, cure="", env=environment, timeout_s=inf)
     if done.returncode:
         raise WorkerError(f"the plain process failed: {done.message}")
+    joint: list[str] = json.loads((directory / LOSSES).read_text("utf-8"))["joint"]
+    return joint
 
 
 def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[str]:
@@ -338,13 +363,16 @@ def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[st
     ]
 
 
-def expect(spec: JobSpec, traits: Traits, plan: Plan, reason: str) -> tuple[tuple[str, ...], float]:
+def expect(
+    spec: JobSpec, traits: Traits, plan: Plan, reason: str, joint: Sequence[str] = ()
+) -> tuple[tuple[str, ...], float]:
     """Notes and tolerance for the comparison with one process, or with another plan.
 
     On CPUs, plans without replicas are equal to the bit.
 
     Args:
         reason: why another plan is the reference; empty if one process is.
+        joint: parameters with several uses whose gradients one process adds in another order.
     """
 
     def some(names: Sequence[str]) -> str:
@@ -358,8 +386,8 @@ def expect(spec: JobSpec, traits: Traits, plan: Plan, reason: str) -> tuple[tupl
             f"{some(traits.random)}: random numbers, of which a plain loop draws others; "
             "compared with one rank instead"
         )
-    elif traits.shared:
-        inexact.append(f"{some(traits.shared)}: used several times, and added in another order")
+    elif joint:
+        inexact.append(f"{some(joint)}: used several times, and added in another order")
     if _has_replicas(plan):
         inexact.append(
             "replicas add up gradients in another order (buffers they average are not compared)"

@@ -25,6 +25,7 @@ from pipectl.capture.factories import call, call_in_training
 from pipectl.capture.refusals import has_hooks, refuse_parameter_hooks
 from pipectl.capture.step import own_name
 from pipectl.capture.tensor_file import CODES
+from pipectl.capture.tensors import storage_of, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.plan import Plan
 from pipectl.runtime.device import release_freed_memory
@@ -74,14 +75,16 @@ class Updater:
 
         Raises:
             WorkerError: the optimizer or the schedule raises.
-            CaptureError: a checkpoint could not hold the optimizer's state: raised at the first
-                update, not when the training is saved.
+            CaptureError: at the first update: a checkpoint could not hold the optimizer's state, or
+                the optimizer trains other tensors than the model's parameters.
         """
         if self.optimizer is not None:
             before = None if self._has_stepped else of_groups(self.optimizer)
+            forms = {} if before is None else _forms(self.parameters)
             call_in_training(self.optimizer.step, "optimizer")
             if before is not None:
                 refuse_changes(self.optimizer, before)
+                refuse_other_tensors(self.optimizer, self.parameters, forms)
                 take(self.optimizer, self.parameters)
         self.skip()
         if not self._has_stepped:  # later steps use other parts of the heap
@@ -314,6 +317,53 @@ def refuse_changes(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]
             )
 
 
+def _forms(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[object, ...]]:
+    """What an optimizer may not change of parameters."""
+    items = parameters.items()
+    return {name: (p.dtype, p.shape, p.device, p.requires_grad) for name, p in items}
+
+
+def refuse_other_tensors(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    before: Mapping[str, tuple[object, ...]],
+) -> None:
+    """Refuse an optimizer that has replaced parameters, or keeps them in its state.
+
+    It may give parameters other memory of the same form.
+
+    Args:
+        before: forms of the parameters before the update.
+
+    Raises:
+        CaptureError: naming the first such parameter.
+    """
+    kind, own = type(optimizer).__name__, {id(each) for each in parameters.values()}
+    cure = "let it write into the parameters: parameter.add_(...) under torch.no_grad()"
+    if any(id(each) not in own for group in optimizer.param_groups for each in group["params"]):
+        raise CaptureError(
+            f"optimizer: {kind} has put other tensors into its parameter groups, and would train "
+            "these instead of the model's parameters",
+            cure=cure,
+        )
+    changed = [name for name, form in _forms(parameters).items() if form != before[name]]
+    if changed:
+        raise CaptureError(
+            f"optimizer: {kind} has replaced {own_name(changed[0])!r} by a tensor of another type, "
+            "size or device, or without a gradient",
+            cure=cure,
+        )
+    memories = {storage_of(each): name for name, each in parameters.items() if each.numel()}
+    for state in optimizer.state.values():
+        for tensor in tensors_in([*state.values()]):
+            if tensor.numel() and storage_of(tensor) in memories:
+                raise CaptureError(
+                    f"optimizer: {kind} keeps {own_name(memories[storage_of(tensor)])!r} itself in "
+                    "its state, which would be another tensor after a checkpoint",
+                    cure="keep a copy in the state: parameter.detach().clone()",
+                )
+
+
 def _mark(value: Any) -> Any:
     """A value that shows a later change, read without waiting for a device."""
     if isinstance(value, Tensor):
@@ -408,6 +458,26 @@ def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
                 )
 
 
+def refuse_own_memory(job: CapturedJob, device: torch.device) -> None:
+    """Raise if the optimizer does not follow a parameter that gets other memory between updates.
+
+    That happens if older weights are kept. An optimizer that keeps views of the memory (a flat
+    vector of all parameters, say) would go on writing into the older weights.
+
+    Raises:
+        CaptureError: some update differs.
+    """
+    names = _sample(job)
+    moving, staying = _updates(job, names, device, moves=True), _updates(job, names, device)
+    if any(not torch.equal(moving[name], staying[name]) for name in moving.keys() & staying.keys()):
+        raise CaptureError(
+            f"optimizer: {job.spec.optimizer.factory} keeps the memory of parameters, and writes "
+            "there after they have moved to other memory, as with this schedule",
+            cure="let it read parameters from its param_groups in every step, or use a schedule "
+            "that flushes",
+        )
+
+
 def _sample(job: CapturedJob) -> dict[str, tuple[int, ...]]:
     groups = job.parameter_groups()
     kinds: dict[tuple[int, int], int] = {}
@@ -423,9 +493,17 @@ def _sample(job: CapturedJob) -> dict[str, tuple[int, ...]]:
 
 
 def _updates(
-    job: CapturedJob, shapes: Mapping[str, tuple[int, ...]], device: torch.device
+    job: CapturedJob,
+    shapes: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    *,
+    moves: bool = False,
 ) -> dict[str, Tensor]:
-    """The change of each parameter by some steps; empty if the optimizer fails."""
+    """The change of each parameter by some steps; empty if the optimizer fails.
+
+    Args:
+        moves: whether parameters get other memory before every step.
+    """
     generators = {
         name: torch.Generator().manual_seed(len(name) + sum(name.encode())) for name in shapes
     }
@@ -444,6 +522,8 @@ def _updates(
                 for name, parameter in parameters.items():
                     scale = 10 ** torch.randn((), generator=generators[name]).item()
                     parameter.grad = scale * draw(name)
+                    if moves:
+                        parameter.data = parameter.data.clone()
                 optimizer.step()
         except Exception:  # it may need other shapes; the real parameters will show errors
             return {}

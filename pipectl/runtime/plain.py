@@ -1,15 +1,22 @@
 """The same training without a pipeline: what a user would write, as a reference for ``verify``.
 
-Started as ``python -m pipectl.runtime.plain JOB.yaml MICRO_BATCH_SIZE DIRECTORY``. The model is the
-user's, not the captured graph, and MPI is not used; only the order of the data, the micro-batches
-and the seeds are those of the pipeline.
+Started as ``python -m pipectl.runtime.plain JOB.yaml MICRO_BATCH_SIZE DIRECTORY [USES]``. The model
+is the user's, not the captured graph, and MPI is not used; only the order of the data, the
+micro-batches and the seeds are those of the pipeline.
+
+Autograd adds up the gradients of a parameter with several uses micro-batch by micro-batch, a
+pipeline use by use. Optimizers such as Adam turn this difference in rounding into whole steps, so
+the gradients of the uses are added in the pipeline's order here too. USES is the JSON of the
+parameters with several uses, with the number of uses of each.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
@@ -39,18 +47,26 @@ from pipectl.files import write_json
 from pipectl.runtime.device import choose_device, settle_process
 from pipectl.runtime.gradients import gradient_norms, not_finite, refuse_half_parameters
 from pipectl.runtime.optimizer import Updater, make_updater
+from pipectl.runtime.pipefb import nodes_behind
 from pipectl.runtime.saved_tensors import run_backward
 from pipectl.spec import JobSpec, load
 from pipectl.units import printable
 
 LOSSES = "losses.json"
+_CAST = "ToCopyBackward0"
+"""Autograd's node of a cast, of which autocast makes one for all uses of a parameter."""
 _EXTRA = "_extra_state"
 """Torch's key for a module's own extra part of a state dict."""
 Batch = tuple[Any, Any]
 
 
-def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
+def train(
+    spec: JobSpec, micro_batch_size: int, directory: Path, uses: Mapping[str, int] | None = None
+) -> None:
     """Train all steps; writes ``losses.json`` and the weights after every step.
+
+    Args:
+        uses: of the parameters that several operators use, by their names in the user's model.
 
     Raises:
         CaptureError: user code fails.
@@ -68,6 +84,8 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
     # Torch's loss scaler does nothing except in float16.
     interval = scale.growth_interval
     scaler = GradScaler(device.type, scale.initial, growth_interval=interval, enabled=is_scaled)
+    own = {own_name(name): parameter for name, parameter in parameters.items()}
+    separate = SeparateUses({own[name]: count for name, count in (uses or {}).items()})
     losses = []
     skips = spec.training.on_nonfinite == "skip"
     weigh = job.weight()
@@ -77,7 +95,7 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
         else:
             shares = sample_shares(sizes)
         before = {name: buffer.clone() for name, buffer in job.step.named_buffers() if skips}
-        step_losses = _accumulate(job, batches, shares, scaler, device)
+        step_losses = _accumulate(job, batches, shares, scaler, device, separate)
         losses.append(weighted_loss(step_losses, shares))
         faulty = skips and (
             first_undefined(step_losses, shares) is not None
@@ -89,7 +107,75 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
         if updater.watches:
             updater.watch(_evaluate(job, micro_batch_size, device))
         save_file(_weights(job), weights_file(directory, step))
-    write_json(directory / LOSSES, {"losses": losses})
+    joint = [name for name, each in own.items() if each in separate.joint]
+    write_json(directory / LOSSES, {"losses": losses, "joint": joint})
+
+
+class SeparateUses:
+    """The gradients of parameters with several uses, added use by use.
+
+    Args:
+        counts: the number of uses of each.
+
+    Attributes:
+        joint: those whose uses autograd's graph does not tell apart; their gradients stay as
+            autograd has added them.
+    """
+
+    def __init__(self, counts: Mapping[Tensor, int]) -> None:
+        self._counts = counts
+        self._sums: dict[Tensor, dict[int, Tensor]] = {}
+        self.joint: set[Tensor] = set()
+
+    def watch(self, loss: Tensor) -> None:
+        """Before the backward of a micro-batch: note the gradient of each use."""
+        if not self._counts:
+            return
+        assert loss.grad_fn is not None
+        nodes = nodes_behind([get_gradient_edge(loss)])
+        readers: dict[Node, dict[Node, list[int]]] = {}
+        for node in nodes:
+            for index, (after, _) in enumerate(node.next_functions):
+                if after is not None:
+                    readers.setdefault(after, {}).setdefault(node, []).append(index)
+        for leaf in [node for node in nodes if hasattr(node, "variable")]:
+            parameter, uses = leaf.variable, readers.get(leaf, {})
+            if parameter not in self._counts:
+                continue
+            if [node.name() for node in uses] == [_CAST]:
+                uses = readers.get(next(iter(uses)), {})
+            if len(uses) != self._counts[parameter]:
+                self.joint.add(parameter)
+                continue
+            in_order = sorted(uses, key=lambda node: node._sequence_nr())
+            for number, node in enumerate(in_order):
+                node.register_hook(partial(self._add, parameter, number, uses[node]))
+
+    def replace_gradients(self) -> None:
+        """After the last backward of a step: give the parameters the sums of their uses."""
+        for parameter, sums in self._sums.items():
+            if parameter not in self.joint:
+                total: Tensor | None = None
+                for _, gradient in sorted(sums.items()):
+                    total = gradient if total is None else total + gradient
+                parameter.grad = total
+        self._sums.clear()
+
+    def _add(
+        self,
+        parameter: Tensor,
+        number: int,
+        indices: Sequence[int],
+        gradients: Sequence[Tensor | None],
+        _: Any,
+    ) -> None:
+        """Hook: the gradients that a node has computed for its inputs."""
+        sums = self._sums.setdefault(parameter, {})
+        parts = [gradients[index] for index in indices]
+        found = [part.detach().to(parameter.dtype) for part in parts if part is not None]
+        if found:
+            gradient = sum(found[1:], found[0])
+            sums[number] = sums[number] + gradient if number in sums else gradient.clone()
 
 
 def _update(
@@ -193,6 +279,7 @@ def _accumulate(
     shares: Sequence[float],
     scaler: GradScaler,
     device: torch.device,
+    separate: SeparateUses,
 ) -> list[Tensor]:
     losses = []
     parameters = list(job.step.parameters())
@@ -201,16 +288,19 @@ def _accumulate(
         with arithmetic(job.spec.training.precision, device):
             loss = job.step(inputs, targets)
         scaled = scaler.scale(loss * share)
+        separate.watch(scaled)
         run_backward([scaled], [torch.ones_like(scaled)], parameters)
         losses.append(loss.detach())
+    separate.replace_gradients()
     return losses
 
 
 def main(arguments: Sequence[str]) -> int:
     """Entry point; returns the exit code of a command."""
-    job, micro_batch_size, directory = arguments
+    job, micro_batch_size, directory, *uses = arguments
+    known = json.loads(uses[0]) if uses else {}
     try:
-        train(load(Path(job)), int(micro_batch_size), Path(directory))
+        train(load(Path(job)), int(micro_batch_size), Path(directory), known)
     except PipectlError as error:
         sys.stderr.write(printable(f"{error}\n"))
         return error.exit_code

@@ -504,6 +504,11 @@ class Stage:
         yield
         self.versions.after_update()
 
+    def follow_parameters(self) -> None:
+        """Follow an optimizer that may have given parameters other memory (``p.data = ...``)."""
+        for slot, use in self.uses.items():
+            use.data = self.parameters[slot.value].data
+
     def forget(self) -> None:
         """Drop gradients and unfinished micro-batches."""
         for segment in self.segments:

@@ -322,6 +322,7 @@ class StepEnd:
         self._trained_of = {i: _trained(stage.parameters) for i, stage in stages.items()}
         self.owned_parameters = {n: p for n, p in trained.items() if n in setup.saved}
         self.updater = make_updater(job, self.updated)
+        self._follow_parameters()  # it may have moved them into one vector
         self.loss_scale = (
             LossScale(self.training.loss_scale, trained)
             if self.training.precision == "float16"
@@ -389,6 +390,7 @@ class StepEnd:
             run.recording.met()
         self.updater.step()
         self._replicas.share_parameters()
+        self._follow_parameters()
         return Outcome(rate, norm, skipped=False)
 
     def settle(self, *, at_once: bool = False) -> None:
@@ -440,6 +442,10 @@ class StepEnd:
         own = {name: norm for name, norm in norms.items() if name in self.owned_parameters}
         answer = GO_ON if overlaps else self._answer()
         self._vote.cast(step, fault, origin, overflow=overflow, norms=own, answer=answer)
+
+    def _follow_parameters(self) -> None:
+        for stage in self.stages.values():
+            stage.follow_parameters()
 
     def _is_faulty(self, result: Result, *, together: bool) -> bool:
         """Whether a step is to be skipped; raises if the training is to stop instead.

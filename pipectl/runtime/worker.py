@@ -34,7 +34,7 @@ from pipectl.runtime.checkpoint import newest
 from pipectl.runtime.device import Device, choose_device, keep_freed_memory, return_freed_memory
 from pipectl.runtime.nodes import check_supported, check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
-from pipectl.runtime.optimizer import divides, refuse_coupled_updates
+from pipectl.runtime.optimizer import divides, refuse_coupled_updates, refuse_own_memory
 from pipectl.runtime.process import run_rank, say, warn
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stopping import stop_on_signals
@@ -42,6 +42,7 @@ from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Circumstances, choose_progress, gpu_aware
 from pipectl.runtime.waiting import broadcast, choose_spin
 from pipectl.runtime.watching import watched
+from pipectl.schedule import is_unflushed
 from pipectl.spec import JobSpec, load
 from pipectl.units import plural
 from pipectl.watch.board import Board
@@ -108,6 +109,8 @@ def _train(
     choice = choose_progress(communicator, spec.launch.progress, circumstances)
     if divides(plan):
         refuse_coupled_updates(job, device.torch_device)
+    if is_unflushed(plan):
+        refuse_own_memory(job, device.torch_device)
     messages = {"route": device.route, "progress": choice.mode, "why": choice.why}
     if rank == 0:
         batch = spec.training.batch_size

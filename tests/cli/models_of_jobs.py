@@ -25,6 +25,30 @@ def dropping():
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2))
 
 
+class Tied(nn.Module):
+    """One matrix is used three times, twice by the same module."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight, self.head = self.first.weight, nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(torch.tanh(self.first(x))))
+        return self.head(torch.tanh(self.second(x)))
+
+
+class Moving(torch.optim.AdamW):
+    """Gives parameters and gradients other memory in every step."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data.clone()
+                parameter.grad = parameter.grad.clone()
+        super().step(closure)
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()

@@ -14,7 +14,12 @@ from torch import nn
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError, WorkerError
-from pipectl.runtime.optimizer import Updater, make_updater, refuse_coupled_updates
+from pipectl.runtime.optimizer import (
+    Updater,
+    make_updater,
+    refuse_coupled_updates,
+    refuse_own_memory,
+)
 
 HERE = Path(__file__)
 PARTS = HERE.with_name("job_parts.py")
@@ -59,6 +64,39 @@ class Counting(torch.optim.SGD):
         super().step(closure)
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
+
+
+class Replacing(torch.optim.SGD):
+    """Trains copies; parameters in half precision; or what it keeps in its state."""
+
+    def __init__(self, parameters: Any, how: str) -> None:
+        super().__init__(parameters)
+        self.how, group = how, self.param_groups[0]
+        if how == "copies":
+            group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if self.how == "half":
+                parameter.data = parameter.data.half()
+            elif self.how == "state":
+                self.state[parameter]["kept"] = parameter.data
+
+
+class Flat(torch.optim.SGD):
+    """Moves all parameters into one vector, of which it keeps the parts."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, lr)
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.vector, self.parts = torch.cat([p.detach().reshape(-1) for p in every]), []
+        for part, p in zip(self.vector.split([p.numel() for p in every]), every, strict=True):
+            p.data = part.view(p.shape)
+            self.parts.append((p, p.data))
+
+    def step(self, closure: Any = None) -> None:
+        for parameter, part in self.parts:
+            part -= 0.1 * parameter.grad
 
 
 class Keeping(torch.optim.SGD):
@@ -181,6 +219,9 @@ NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.eve
         ("Counting", {}, "Counting keeps 'k' in its parameter groups"),
         ("Keeping", {"kwargs": {"kept": "set"}}, "the state of 0.weight/kept is a set, which"),
         ("Keeping", {"kwargs": {"kept": "complex"}}, "kept is a Tensor of torch.complex128"),
+        ("Replacing", {"kwargs": {"how": "copies"}}, "put other tensors into its parameter groups"),
+        ("Replacing", {"kwargs": {"how": "half"}}, "replaced '0.weight' by a tensor of another"),
+        ("Replacing", {"kwargs": {"how": "state"}}, "keeps '0.weight' itself in its state"),
         ("AdamW", {"lr_scheduler": f"{HERE}:failing"}, r"^lr_scheduler: raised KeyError: 1 \(at "),
         ("AdamW", {"lr_scheduler": PLATEAU}, NEEDS_EVALUATIONS),
         ("AdamW", {"lr_scheduler": PLATEAU, "evaluation": HELD_OUT}, NEEDS_EVALUATIONS),
@@ -222,6 +263,15 @@ def test_optimizers_of_torch_may_be_shared_out_and_keep_nothing_in_their_groups(
         refuse_coupled_updates(made, torch.device("cpu"))
         if not way:
             assert first_step_of(made).updates == 1
+
+
+def test_an_optimizer_that_keeps_the_memory_of_parameters_has_no_older_weights(job: Maker) -> None:
+    for name in ("AdamW", "Keeping"):
+        kwargs = {"kept": "complex"} if name == "Keeping" else {}
+        refuse_own_memory(job(name, kwargs), torch.device("cpu"))
+    with pytest.raises(CaptureError, match=r":Flat keeps the memory of parameters"):
+        refuse_own_memory(job("Flat"), torch.device("cpu"))
+    assert first_step_of(job("Flat")).updates == 1
 
 
 @pytest.mark.parametrize("kind", ["all", "groups", "noise"])
