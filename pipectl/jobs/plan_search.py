@@ -116,8 +116,8 @@ class AnswerJson(TypedDict):
         predicted: the prediction of ``plan.json``.
         range_s: shortest and longest step if links are assumed and that makes a difference; else
             null.
-        cannot_run: what in the plan the ranks cannot do: a backward on another rank together with
-            replicas or split backwards.
+        cannot_run: what in the plan does not go together, so that no ranks can run it, such as a
+            backward on another rank and replicas.
         without_pipeline: ``single_rank`` and ``data_parallel``, each with ``step_time_s``, null if
             it does not fit; ``data_parallel_reason``, if there is no estimate;
             ``pipeline_is_worth_it``. Null if planning was interrupted.

@@ -38,10 +38,12 @@ from pipectl.planner.graph.imported import folded, prepared
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, find_run
 from pipectl.schedule import NAMES
+from pipectl.schedule.combinations import APART, BLOCKS, Part, go_together
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.registry import make_listed, read_listed
 from pipectl.simulate import simulate
 from pipectl.spec import JobSpec, SpecFile, load
+from pipectl.spec.checks import features_of
 
 if TYPE_CHECKING:
     from pipectl.profiler.effort import Progress
@@ -323,9 +325,11 @@ def make_plan_request(
     ):
         offload = False  # it is unknown whether it pays
     backward_apart = None if pipeline.backward is None else pipeline.backward == "apart"
-    if spec.training.compile and pipeline.recompute != "all":
-        # Compiled stages have no backward on other ranks unless the job asks for it.
-        backward_apart = backward_apart or False
+    asked: set[Part] = {*features_of(pipeline, spec.training)}
+    if backward_apart is None and not go_together({*asked, APART}):
+        backward_apart = False
+    if blocks is None and not go_together({*asked, BLOCKS}):
+        blocks = False
     return PlanRequest(
         name=spec.name,
         batch_size=spec.training.batch_size,

@@ -41,6 +41,7 @@ from pipectl.planner.judge import TIE, Evaluator, preference
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import choices
 from pipectl.planner.segments import SegmentPlans
+from pipectl.schedule.combinations import APART, BLOCKS, go_together
 
 
 class Mode(NamedTuple):
@@ -148,6 +149,11 @@ class ModeSearch:
         return min(tried, key=self._evaluator.problem.excess_bytes)
 
     def _with_modes(self, plan: Plan, chosen: Sequence[Mode]) -> Plan:
+        blocks_go = [go_together((BLOCKS, APART)) or not s.backward_ranks for s in plan.stages]
+        chosen = [
+            mode._replace(segments=mode.segments and goes)
+            for mode, goes in zip(chosen, blocks_go, strict=True)
+        ]
         some = any(mode.segments for mode in chosen)
         segments = self._segment_plans.of(plan) if some else [None] * len(plan.stages)
         stages = (

@@ -33,6 +33,7 @@ from pipectl.planner.request import (
     OTHER_SCHEDULES,
     Order,
     PlanRequest,
+    choices,
     micro_batch_sizes,
     stage_counts,
 )
@@ -79,7 +80,7 @@ def named_plan(
     """
     problem = Problem(profile, cluster, request)
     cutter = Cutter(problem, CutSpace.plain(problem.graph), expired)
-    shortlist = Shortlist(problem, expired, (bool(request.offload),))
+    shortlist = Shortlist(problem, expired, choices(request.offload))
     for places, size in _pipelines(problem):
         shortlist.consider(_proposals(problem, cutter, places, size))
     closest = shortlist.closest

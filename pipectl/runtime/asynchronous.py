@@ -25,11 +25,13 @@ from pipectl.runtime.gradients import shared_uses
 from pipectl.runtime.step import Batch, Outcome, Step, StepRun
 from pipectl.runtime.steps import Steps
 from pipectl.runtime.waiting import barrier
-from pipectl.schedule import channels
+from pipectl.schedule import SCHEDULES, channels
 from pipectl.schedule.actions import EMPTY
+from pipectl.schedule.combinations import clashes, traits_of
 from pipectl.schedule.lowering import stretch
 from pipectl.schedule.unflushed import steps_apart, versions_kept
-from pipectl.spec.models import Training
+from pipectl.spec.checks import features_of
+from pipectl.spec.models import Pipeline, Training
 
 
 def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> None:
@@ -42,18 +44,9 @@ def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> N
         MismatchError: the job needs it.
         CaptureError: the model needs it.
     """
-    asked = {
-        "clip_grad_norm": training.clip_grad_norm is not None,
-        "precision: float16": training.precision == "float16",
-        "on_nonfinite: skip": training.on_nonfinite == "skip",
-    }
-    key = next((key for key, is_so in asked.items() if is_so), None)
-    if key is not None:
-        raise MismatchError(
-            f"training.{key} needs the gradients of all stages at once, and with schedule "
-            f"{schedule} no two stages update at the same time",
-            cure="leave it out, or use a synchronous schedule",
-        )
+    traits = traits_of(SCHEDULES[schedule])
+    for clash in clashes({*features_of(Pipeline(), training), *traits}):
+        raise MismatchError(f"{clash.feature.key}: {clash.fault(schedule)}", cure=clash.cure())
     if shared:
         raise CaptureError(
             f"model: {own_name(next(iter(shared)))!r} is used by several operators, "

@@ -78,13 +78,6 @@ def check_supported(plan: Plan, file: str = "plan.json") -> None:
 
 def unsupported(plan: Plan) -> list[str]:
     """The features of the plan that cannot be run, in words; empty if there are none."""
-    stages = [stage for stage in plan.stages if stage.updating_ranks != stage.ranks]
-    if not stages:
-        return []
-    from pipectl.schedule import splits_backwards  # loads all schedules
+    from pipectl.schedule.combinations import clashes_of_plan  # loads all schedules
 
-    clashes = {
-        "split backwards": splits_backwards(plan),
-        "replicas": any(stage.replicas > 1 for stage in stages),
-    }
-    return [f"{what} and a backward on other ranks" for what, found in clashes.items() if found]
+    return [clash.pair(plan.schedule) for clash in clashes_of_plan(plan)]

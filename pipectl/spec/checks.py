@@ -18,6 +18,7 @@ from pipectl.spec.document import MAX_DEPTH, escape, resolve
 from pipectl.spec.references import faults_of_use, parse
 
 if TYPE_CHECKING:
+    from pipectl.schedule.combinations import Feature
     from pipectl.schedule.order import Schedule
 
 Finding = tuple[tuple[str | int, ...], str]
@@ -181,25 +182,49 @@ def _check_ranks(pipeline: models.Pipeline, resources: models.Resources) -> Iter
         yield _STAGES, f"{placement.misfit(stages, ranks)}; {hints[placement]}"
 
 
-def _check_replicas(pipeline: models.Pipeline) -> Iterator[Finding]:
-    name, schedule, replicas = pipeline.schedule, _built_in(pipeline), pipeline.replicas
-    allows_one = name is not None and (schedule is None or not schedule.flushes)
-    if name is not None and allows_one and replicas not in (None, 1, "any"):
-        fault = f"{replicas}, but schedule {Path(name).name} allows only one"
-        yield ("pipeline", "replicas"), f"{fault}; leave it out, or use another schedule"
+def _check_combinations(pipeline: models.Pipeline, training: models.Training) -> Iterator[Finding]:
+    """Faults of settings that do not go together, or not with the schedule."""
+    present = features_of(pipeline, training)
+    if not present or (len(present) == 1 and pipeline.schedule is None):
+        return
+    from pipectl.schedule.combinations import clashes, traits_of
+
+    schedule, name = _built_in(pipeline), pipeline.schedule
+    traits = traits_of(schedule) if name is not None else ()
+    for clash in clashes({*present, *traits}):
+        fault = clash.fault(Path(name or "").name)
+        yield tuple(clash.feature.key.split(".")), f"{fault}; {clash.cure()}"
+
+
+def features_of(pipeline: models.Pipeline, training: models.Training) -> set[Feature]:
+    """What a job asks for; choices of the planner are left out."""
+    from pipectl.schedule import combinations as known
+
+    asked = {
+        known.APART: pipeline.backward == "apart",
+        known.RECOMPUTE: pipeline.recompute == "all",
+        known.BLOCKS: pipeline.recompute == "blocks",
+        known.OFFLOAD: pipeline.offload in ("host", "disk"),
+        known.WARM_UP: pipeline.warm_up is not None,
+        known.REPLICAS: pipeline.replicas not in (None, 1, "any"),
+        known.SHARD: pipeline.shard_optimizer,
+        known.MICRO_BATCHES: (pipeline.micro_batches or 1) > 1,
+        known.COMPILE: training.compile,
+        known.CLIP: training.clip_grad_norm is not None,
+        known.FLOAT16: training.precision == "float16",
+        known.SKIP: training.on_nonfinite == "skip",
+    }
+    return {feature for feature, is_asked in asked.items() if is_asked}
 
 
 def _check_warm_up(pipeline: models.Pipeline) -> Iterator[Finding]:
-    warm_up, name = pipeline.warm_up, pipeline.schedule
+    warm_up = pipeline.warm_up
     if warm_up is None:
         return
     if pipeline.stages is None:
         yield _WARM_UP, f"needs pipeline.stages: {len(warm_up)} as well"
     elif len(warm_up) != pipeline.stages:
         yield _WARM_UP, f"has length {len(warm_up)}, but pipeline.stages is {pipeline.stages}"
-    schedule = _built_in(pipeline)
-    if name is not None and (schedule is None or not schedule.chooses_warm_up):
-        yield _WARM_UP, f"has no meaning with schedule {Path(name).name}, which has one of its own"
     if any(early < late for early, late in pairwise(warm_up)):
         yield _WARM_UP, f"{list(warm_up)} must not increase from one stage to the next"
     largest, micro_batches = max(warm_up, default=0), pipeline.micro_batches
@@ -207,58 +232,19 @@ def _check_warm_up(pipeline: models.Pipeline) -> Iterator[Finding]:
         yield _WARM_UP, f"{largest} forwards, but there are {micro_batches} micro-batches"
 
 
-def _check_backward(
-    pipeline: models.Pipeline, resources: models.Resources, training: models.Training
-) -> Iterator[Finding]:
-    """Faults of ``backward: apart``, which needs two ranks per stage."""
-    if pipeline.backward != "apart":
-        return
-    ranks, replicas = 2 * (pipeline.stages or 1), pipeline.replicas
-    if ranks > resources.ranks:
+def _check_backward(pipeline: models.Pipeline, resources: models.Resources) -> Iterator[Finding]:
+    """``backward: apart`` needs two ranks per stage."""
+    ranks = 2 * (pipeline.stages or 1)
+    if pipeline.backward == "apart" and ranks > resources.ranks:
         fault = f"apart takes 2 ranks per stage: {ranks}"
         yield _BACKWARD, f"{fault}; resources give {resources.ranks}"
-    schedule = _built_in(pipeline)
-    if pipeline.schedule and (schedule is None or not schedule.allows_backward_elsewhere):
-        from pipectl.schedule import SCHEDULES
-
-        suitable = (name for name, each in SCHEDULES.items() if each.allows_backward_elsewhere)
-        fault = f"cannot be apart with schedule {Path(pipeline.schedule).name}"
-        yield _BACKWARD, f"{fault}, but with one of {', '.join(suitable)}"
-    if replicas not in (None, 1, "any"):
-        yield _BACKWARD, f"cannot be apart with {replicas} replicas per stage; leave these out"
-    if pipeline.offload in ("host", "disk"):
-        fault = "cannot be apart with offload"
-        yield _BACKWARD, f"{fault}: what is offloaded would leave the rank at once"
-    if pipeline.recompute == "blocks":
-        fault = "cannot be apart with recompute: blocks"
-        yield _BACKWARD, f"{fault}; write all, which sends only inputs"
-    elif training.compile and pipeline.recompute != "all":
-        yield _BACKWARD, "with training.compile can be apart only if recompute is all"
 
 
 def _check_batch(pipeline: models.Pipeline, training: models.Training) -> Iterator[Finding]:
-    """Faults of micro-batches, and of schedules without flushes, in which the gradients of all
-    stages never exist at the same time."""
-    micro_batches, schedule = pipeline.micro_batches or 1, _built_in(pipeline)
+    micro_batches = pipeline.micro_batches or 1
     if micro_batches > training.batch_size:
         fault = f"a batch of {training.batch_size} cannot be divided into {micro_batches}"
         yield _MICRO_BATCHES, f"{fault}; lower it or raise training.batch_size"
-    if schedule is None or schedule.staleness is None:
-        return
-    other = f", or use another schedule than {schedule.name}"
-    if training.clip_grad_norm is not None:
-        fault = "needs the gradients of all stages, which update at different times; leave it out"
-        yield ("training", "clip_grad_norm"), fault + other
-    if training.precision == "float16":
-        fault = "float16 skips a step if any stage overflows, but stages update at different times"
-        yield ("training", "precision"), f"{fault}; use bf16{other}"
-    if training.on_nonfinite == "skip":
-        fault = "skip leaves a step out on all ranks, but stages update at different times, and "
-        fault += "later steps have begun by then; use stop"
-        yield ("training", "on_nonfinite"), fault + other
-    if schedule.staleness.one_micro_batch and micro_batches > 1:
-        fault = f"{micro_batches} have no meaning with schedule {schedule.name}, which updates "
-        yield _MICRO_BATCHES, f"{fault}after each; leave it out{other}"
 
 
 def _check_buckets(data: models.Data) -> Iterator[Finding]:
@@ -407,8 +393,8 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
-    _check_ranks, _check_replicas, _check_batch, _check_buckets, _check_warm_up, _check_backward,
-    _check_progress, _check_loss, _check_evaluation, _check_options, _check_slurm_gpus,
-    _check_pbs_gpus, _check_sweep,
+    _check_ranks, _check_combinations, _check_batch, _check_buckets, _check_warm_up,
+    _check_backward, _check_progress, _check_loss, _check_evaluation, _check_options,
+    _check_slurm_gpus, _check_pbs_gpus, _check_sweep,
 )  # fmt: skip
 """Checks; the names of their parameters are the sections they need."""

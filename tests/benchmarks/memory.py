@@ -33,11 +33,12 @@ from jobs import (
 
 from pipectl.cluster import OffloadTarget
 from pipectl.jobs.job import TIGHT_HEAP
+from pipectl.jobs.planning import plan_job
 from pipectl.plan import Plan
-from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner import PlanRequest
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_metrics
-from pipectl.spec import dump, load
+from pipectl.spec import JobSpec, dump, load
 from pipectl.units import format_bytes
 
 RANKS, MICRO_BATCHES, SAMPLES = 2, 16, 4
@@ -76,20 +77,36 @@ def train(
         folder = Path(name)
         write_job(folder, parts, first.batch_size, first.stages)
         profile, cluster = profiled(folder, first.micro_batches), cluster_of(first.stages)
-        plans = {way: make_plan(profile, cluster, each) for way, each in requests.items()}
+        specs = {way: load(folder / "job.yaml", asked(each)) for way, each in requests.items()}
+        plans = {way: plan_job(spec, profile, cluster) for way, spec in specs.items()}
         turns = [
-            {way: train_plan(folder, profile, plan) for way, plan in plans.items()}
+            {way: train_plan(folder, specs[way], profile, plan) for way, plan in plans.items()}
             for _ in range(rounds)
         ]
     return plans, {way: [turn[way] for turn in turns] for way in plans}
 
 
-def train_plan(folder: Path, profile: Profile, plan: Plan) -> tuple[int, float]:
-    """Peak and step of a job with this plan, which no spec may ask for."""
+def asked(request: PlanRequest) -> list[str]:
+    """What a job sets to ask the planner for the same."""
+    settings = {
+        "training.batch_size": request.batch_size,
+        "pipeline.micro_batches": request.micro_batches,
+        "pipeline.stages": request.stages,
+        "pipeline.schedule": request.schedule,
+        "pipeline.warm_up": None if request.warm_up is None else [*request.warm_up],
+        "pipeline.recompute": "all" if request.recompute else "none",
+        "pipeline.offload": request.offload_to.value if request.offload else "none",
+        "pipeline.backward": "apart" if request.backward_apart else "together",
+    }
+    return [f"{key}={value}" for key, value in settings.items() if value is not None]
+
+
+def train_plan(folder: Path, spec: JobSpec, profile: Profile, plan: Plan) -> tuple[int, float]:
+    """Peak and step of a job with its plan."""
     run = RunDirectory.create(folder / "runs", plan.schedule, 0.0)
     steps = STEPS * load(folder / "job.yaml").training.batch_size // plan.batch_size
-    changes = [f"training.steps={steps}", f"training.batch_size={plan.batch_size}"]
-    run.job.write_text(dump(load(folder / "job.yaml", changes)))
+    training = spec.training.model_copy(update={"steps": steps})
+    run.job.write_text(dump(spec.model_copy(update={"training": training})))
     profile.save(run.profile)
     plan.save(run.plan)
     offloads = any(stage.offload for stage in plan.stages)

@@ -227,3 +227,21 @@ def test_every_stage_chooses_by_its_link(schedule, machines, within, between, ag
     if again is not None and (schedule != "pipedream-2bw" or machines == [4]):
         assert [stage.recompute for stage in plan.stages] == again
     assert plan.predicted_step_s <= least_s(plan, cluster) * (1 + TIE)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "pipedream-2bw"])
+def test_the_rank_of_the_backwards_offloads_if_what_arrives_does_not_fit(schedule) -> None:
+    """No such stage recomputes in blocks, because its forward sends only whole inputs."""
+    asked = {"schedule": schedule, "stages": 2, "micro_batches": 16, "backward_apart": True}
+
+    def peak(**more: bool) -> int:
+        plan = planned(DEEP, machine(4), 128, **asked, **more)
+        return max(plan.prediction.peak_memory_bytes)
+
+    limit = (peak() + peak(offload=True)) // 2
+    plan = planned(DEEP, machine(4, limit), 128, **asked, offload=None)
+    assert all(stage.backward_ranks for stage in plan.stages)
+    assert any(stage.offload for stage in plan.stages)
+    assert max(plan.prediction.peak_memory_bytes) <= limit
+    least = planned(DEEP, machine(4, limit), 128, **asked, recompute=None, blocks=None)
+    assert not any(stage.blocks for stage in least.stages)

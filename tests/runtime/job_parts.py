@@ -184,6 +184,14 @@ class Model(nn.Module):
         return self.head(self.layers(x)).view(-1, 3, 4)
 
 
+class Tied(Model):
+    """With one weight in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=6)
+        self.layers[5][0].weight = self.layers[0][0].weight
+
+
 class Overflowing(Model):
     """Marked samples leave its value alone and make the gradient of one parameter infinite."""
 

@@ -251,8 +251,9 @@ def test_plans_that_no_ranks_can_run_are_refused(pipeline) -> None:
     split = replace(several, replication=Replication.SPLIT)
     for refused, message in (
         (split, r"stages\[1\] has 3 replicas for the 2 samples"),
-        (replace(apart, schedule="zb-h1"), "split backwards and a backward on other ranks"),
-        (both, "replicas and a backward on other ranks"),
+        (replace(apart, schedule="zb-h1"), "backward: apart with schedule zb-h1, which splits"),
+        (replace(apart, schedule="interleaved"), "apart with schedule interleaved, which places"),
+        (both, "the plan has backward: apart with replicas; it can be simulated, but not run"),
     ):
         with pytest.raises(MismatchError, match=message):
             check_supported(refused)
