@@ -33,6 +33,7 @@ from pipectl.planner.request import (
     OTHER_SCHEDULES,
     Order,
     PlanRequest,
+    check_cuts,
     choices,
     micro_batch_sizes,
     stage_counts,
@@ -112,6 +113,8 @@ def _pipelines(problem: Problem) -> list[tuple[list[int], int]]:
     request, ranks = problem.request, problem.cluster.ranks
     if request.listed is not None:
         size = _size_of_lists(request.listed, request, problem.cluster)
+        stages = len(request.listed.rank_of_stage)
+        check_cuts(stages, len(problem.graph), "use a schedule of fewer stages")
         return [(list(request.listed.rank_of_stage), size)]
     staleness = SCHEDULES[request.schedule or ""].staleness
     if staleness is None:
@@ -411,13 +414,19 @@ def _places(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
         blocks: number that the graph has.
 
     Raises:
-        InfeasibleError: the schedule does not allow this number of stages.
+        InfeasibleError: the schedule does not allow this number of stages, or the graph cannot be
+            cut into them.
     """
     assert request.schedule is not None
     fixed, schedule = request.fixed_stages, SCHEDULES[request.schedule]
     placement, chunks = schedule.placement, schedule.stages_per_rank[0]
+    v_shaped = placement is Placement.V_SHAPED
+    other = f"set pipeline.schedule to auto: {request.schedule} has two stages or more per rank"
+    check_cuts(2 if v_shaped else 1, blocks, other)
+    if fixed is not None:
+        check_cuts(fixed, blocks, f"set pipeline.stages to {blocks} or less, or to auto")
     stages = fixed or min(chunks * ranks, blocks)
-    if fixed is None and placement is Placement.V_SHAPED:
+    if fixed is None and v_shaped:
         stages -= stages % 2
     elif fixed is None:
         stages -= stages % min(ranks, stages)

@@ -153,18 +153,27 @@ def stage_counts(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
     fixed = request.fixed_stages
     if fixed is None:
         return _thinned(min(ranks, blocks))
-    if fixed > blocks:
-        raise InfeasibleError(
-            f"no feasible plan: {fixed} stages, but the graph has {blocks - 1} possible "
-            f"cuts: at most {blocks} stages",
-            cure=f"set pipeline.stages to {blocks} or less, or to auto",
-        )
+    check_cuts(fixed, blocks, f"set pipeline.stages to {blocks} or less, or to auto")
     if fixed > ranks:
         raise InfeasibleError(
             f"no feasible plan: {fixed} stages, but only {ranks} ranks, and each stage takes one",
             cure=f"set pipeline.stages to {ranks} or less, or give {request.more_ranks}",
         )
     return [fixed]
+
+
+def check_cuts(stages: int, blocks: int, cure: str) -> None:
+    """Check that a graph can be cut into a number of stages.
+
+    Raises:
+        InfeasibleError: it has fewer blocks.
+    """
+    if stages > blocks:
+        raise InfeasibleError(
+            f"no feasible plan: {stages} stages, but the graph has {blocks - 1} possible "
+            f"cuts: at most {blocks} stages",
+            cure=cure,
+        )
 
 
 def _thinned(most: int) -> list[int]:

@@ -9,6 +9,7 @@ from graphs import chain, hungry
 
 from pipectl.errors import InfeasibleError
 from pipectl.planner import PlanRequest, make_plan
+from pipectl.schedule import SCHEDULES
 
 APART, TIGHT = {"backward_apart": True}, {"memory_limit_bytes": 10_000}
 
@@ -40,6 +41,26 @@ def test_what_cannot_be_is_refused(asked, words) -> None:
     cluster = cluster_of(asked.pop("ranks", 2))
     with pytest.raises(InfeasibleError, match=words):
         planned(chain(12), cluster, **asked)
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "gpipe"])
+def test_a_model_with_few_cuts_is_planned_or_refused_by_the_number_of_its_cuts(schedule) -> None:
+    for blocks, ranks in ((1, 2), (1, 3), (2, 3), (3, 2)):
+        profile, cluster = chain(blocks), cluster_of(ranks)
+        try:
+            plan = planned(profile, cluster, schedule=schedule)
+        except InfeasibleError as error:
+            assert f"{blocks - 1} possible cuts: at most {blocks} stages" in error.message
+            assert "pipeline.schedule to auto" in str(error.cure)
+            plan = planned(profile, cluster)
+        assert len(plan.stages) <= blocks
+        assert all(stage.nodes for stage in plan.stages)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "looped-bfs", "zb-v", "v-half", "dualpipev"])
+def test_more_stages_than_cuts_are_refused(schedule) -> None:
+    with pytest.raises(InfeasibleError, match="4 stages, but the graph has 2 possible cuts"):
+        planned(chain(3), cluster_of(2), schedule=schedule, stages=4)
 
 
 def refusal(profile, cluster=None, **asked):
