@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from inspect import signature
 from itertools import pairwise
 from math import prod
@@ -69,6 +71,8 @@ _GPU_OPTIONS = {
     "tres-per-task": "task", "gpus-per-socket": "socket",
 }  # fmt: skip
 """Options of sbatch that ask for GPUs, and the unit that each counts them for."""
+_TRACKERS = frozenset({"tensorboard", "wandb", "mlflow"})
+"""Keys of ``tracking``, which are the names of packages."""
 _PLACEHOLDER = "/path/to/"
 """Prefix of paths in recipes that users have to replace."""
 
@@ -141,12 +145,21 @@ def check_code(
             reference, list(kwargs), is_alone=is_alone, positional=positional
         ):
             yield (path if wrong is None else (*path[:-1], "kwargs", wrong)), fault
+    yield from _missing_trackers(data.get("tracking") if names and not elsewhere else None, base)
     for path, file in files:
         or_directory = path == ("model", "weights")
         with suppress(OSError):  # a name that no file can have
             if is_source(file) or (or_directory and file.is_dir()):
                 continue
         yield path, f"no such file{' or directory' * or_directory}: {file}"
+
+
+def _missing_trackers(trackers: Any, base: Path) -> Iterator[Finding]:
+    """Trackers that a job names and that are neither installed nor beside the spec."""
+    for name, options in trackers.items() if isinstance(trackers, Mapping) else ():
+        is_named = name in _TRACKERS and options is not None
+        if is_named and find_spec(name) is None and not PathFinder.find_spec(name, [str(base)]):
+            yield ("tracking", name), f"{name} is not installed; pip install {name}"
 
 
 def _built_in(pipeline: models.Pipeline) -> Schedule | None:

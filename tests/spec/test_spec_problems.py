@@ -169,3 +169,20 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch, name, message, cure):
         load(Path(name), sites=())
     assert caught.value.message == f"{name}: {message}"
     assert caught.value.cure == cure
+
+
+def test_a_tracker_that_is_not_installed_is_a_fault_where_the_job_runs_with_this_python(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("pipectl.spec.checks.find_spec", lambda _: None)
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: json:dumps\nloss: model\ndata: json:dumps\ntraining: {steps: 1, batch_size: 1}\n"
+        "tracking: {wandb: {}}\nsite_defaults: false\n"
+    )
+    with pytest.raises(SpecError, match="wandb is not installed; pip install wandb"):
+        load(path, check_names=True)
+    elsewhere = ["environment.modules=[ml]"]
+    load(path, elsewhere, check_names=True)
+    (tmp_path / "wandb.py").write_text("")
+    load(path, check_names=True)
