@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import PathFinder
@@ -17,7 +18,7 @@ from pipectl.directives import GPUS, PBS_GPUS, QSUB, SBATCH, fault_of_option, op
 from pipectl.spec import models
 from pipectl.spec.code import is_source
 from pipectl.spec.document import MAX_DEPTH, escape, resolve
-from pipectl.spec.references import faults_of_use, parse
+from pipectl.spec.references import Reference, faults_of_use, missing_imports, parse
 
 if TYPE_CHECKING:
     from pipectl.schedule.combinations import Feature
@@ -119,11 +120,9 @@ def check_code(
         names: whether to check also that functions and classes exist and take their ``kwargs``,
             those of installed packages only if the job runs with this Python.
     """
-    elsewhere = environment is None or (
-        environment.container or environment.modules or environment.setup
-        or "PYTHONPATH" in environment.variables
-    )  # fmt: skip
+    elsewhere = environment is None or _is_elsewhere(environment, data.get("launch"))
     files = [(path, base / text) for path, text in models.files_in(data)]
+    factories = dict[Reference, tuple[str | int, ...]]()
     for path, text, kwargs in models.factories_in(data):
         placeholders = ((x, y) for x, y in kwargs.items() if str(y).startswith(_PLACEHOLDER))
         for name, value in placeholders:
@@ -134,6 +133,7 @@ def check_code(
             reference = parse(text, base)
         except (OSError, ValueError):
             continue
+        factories.setdefault(reference, path)
         if reference.file is not None:
             files.append((path, reference.file))
         if not names or (elsewhere and reference.is_installed):
@@ -145,7 +145,14 @@ def check_code(
             reference, list(kwargs), is_alone=is_alone, positional=positional
         ):
             yield (path if wrong is None else (*path[:-1], "kwargs", wrong)), fault
-    yield from _missing_trackers(data.get("tracking") if names and not elsewhere else None, base)
+    if names and not elsewhere:
+        yield from _missing_trackers(data.get("tracking"), base)
+        yield from _missing_imports(factories)
+    yield from _missing_files(files)
+
+
+def _missing_files(files: Iterable[tuple[tuple[str | int, ...], Path]]) -> Iterator[Finding]:
+    """Files and directories that a job names and that do not exist."""
     for path, file in files:
         or_directory = path == ("model", "weights")
         with suppress(OSError):  # a name that no file can have
@@ -160,6 +167,21 @@ def _missing_trackers(trackers: Any, base: Path) -> Iterator[Finding]:
         is_named = name in _TRACKERS and options is not None
         if is_named and find_spec(name) is None and not PathFinder.find_spec(name, [str(base)]):
             yield ("tracking", name), f"{name} is not installed; pip install {name}"
+
+
+def _missing_imports(factories: Mapping[Reference, tuple[str | int, ...]]) -> Iterator[Finding]:
+    """Imports of user code that this Python, with which the job runs, does not have."""
+    for reference, file, line, name in missing_imports(factories):
+        fault = f"{file.name}:{line} imports {name}, which {sys.executable} does not have"
+        cure = f"install it there (pip install {name}), or set environment.modules or container"
+        yield factories[reference], f"{fault}; {cure}"
+
+
+def _is_elsewhere(environment: models.Environment, launch: Any) -> bool:
+    """Whether the job may run with another Python than this, or with other packages."""
+    more = environment.container, environment.modules, environment.setup
+    has_template = isinstance(launch, Mapping) and bool(launch.get("template"))
+    return any(more) or "PYTHONPATH" in environment.variables or has_template
 
 
 def _built_in(pipeline: models.Pipeline) -> Schedule | None:

@@ -143,18 +143,101 @@ def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
     sources: dict[str, Path] = {}
     while waiting:
         name = waiting.pop()
-        top = name.partition(".")[0]
-        if name in sources or top in sys.stdlib_module_names or top == "pipectl":
+        if name in sources or not _may_be_users(name):
             continue
-        snapshot = active()
-        file = None if snapshot is None else snapshot.find(name, search)
-        file = file or _file_of(_find(name, search))
-        if file is None or file.is_dir() or any(part in _LIBRARY for part in file.parts):
-            continue
-        if not file.is_relative_to(sysconfig.get_path("stdlib")):
+        file = _kept(name, search) or _file_of(_find(name, search))
+        if file is not None and _is_users(name, file):
             sources[name] = file
             waiting += _imports(name, file)
     return sources
+
+
+def _kept(name: str, search: list[str]) -> Path | None:
+    """The file of a module in the snapshot that this process uses."""
+    snapshot = active()
+    return None if snapshot is None else snapshot.find(name, search)
+
+
+def _is_users(name: str, file: Path) -> bool:
+    """Whether a module's file is the user's, not one of a library, nor a directory."""
+    if not _may_be_users(name) or file.is_dir():
+        return False
+    is_installed = any(part in _LIBRARY for part in file.parts)
+    return not is_installed and not file.is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _may_be_users(name: str) -> bool:
+    top = name.partition(".")[0]
+    return top not in sys.stdlib_module_names and top != "pipectl"
+
+
+def _is_known(top: str) -> bool:
+    """Whether this Python has a module, or says elsewhere that it has not."""
+    if top in sys.stdlib_module_names or top in ("pipectl", "torch"):
+        return True
+    try:
+        return find_spec(top) is not None
+    except (ImportError, ValueError):  # loaded, but not from a file
+        return True
+
+
+def _certain_imports(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports that run, and must succeed, whenever the statements run."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.ClassDef):
+            yield from _certain_imports(node.body)
+        elif isinstance(node, ast.Try) and not node.handlers:
+            yield from _certain_imports([*node.body, *node.finalbody])
+
+
+def _changes_search(node: ast.AST) -> bool:
+    """Whether a node may change where modules are found."""
+    if isinstance(node, ast.ImportFrom):
+        return node.module in ("sys", "site") and not node.level
+    names = ("sys.path", "sys.meta_path", "sys.path_hooks", "site.addsitedir")
+    if isinstance(node, ast.Attribute) and ast.unparse(node) in names:
+        return True
+    return isinstance(node, ast.alias) and node.name in ("sys", "site") and bool(node.asname)
+
+
+def missing_imports(references: Iterable[Reference]) -> Iterator[tuple[Reference, Path, int, str]]:
+    """Modules that loading the user's code of one spec imports for certain, and that nobody has.
+
+    Imports within functions, conditions and ``try`` statements with handlers are left out, and all
+    of them if any of the code changes how modules are found. Runs nothing.
+
+    Yields:
+        (reference, file, line, name of the outermost package), each name once.
+    """
+    references = list(references)
+    places = [*dict.fromkeys(each.search[0] for each in references if not each.is_installed)]
+    search = [*places, *_SEARCH]
+    seen, names, found = set[Path](), set[str](), list[tuple[Reference, Path, int, str]]()
+    for reference in references:
+        waiting = [(reference.module or "", reference.source)]
+        while waiting:
+            own_name, file = waiting.pop()
+            if file is None or file in seen or not _is_users(own_name, file):
+                continue
+            seen.add(file)
+            try:
+                tree = ast.parse(read_source(file))
+            except _UNPARSABLE:
+                continue
+            if any(_is_modules(node) or _changes_search(node) for node in ast.walk(tree)):
+                return
+            for node in _certain_imports(tree.body):
+                for name in _names_imported(own_name, file, node):
+                    spec = _find(name, search)
+                    waiting.append((name, _kept(name, search) or _file_of(spec)))
+                    is_absolute = "." not in name and not getattr(node, "level", 0)
+                    if is_absolute and spec is None and name not in names:
+                        names.add(name)
+                        if not (_kept(name, search) or _is_known(name)):
+                            found.append((reference, file, node.lineno, name))
+    yield from found
 
 
 def faults_of_use(
@@ -342,16 +425,22 @@ def _imports(name: str, path: Path) -> Iterator[str]:
         tree = ast.parse(read_source(path))
     except _UNPARSABLE:
         return
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _levels(alias.name)
-        elif isinstance(node, ast.ImportFrom):  # of ``from a import b``, ``a.b`` may be a module
-            outer = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
-            base = [*filter(None, outer), *filter(None, [node.module])]
-            for alias in node.names:
-                yield from _levels(".".join([*base, alias.name]))
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from _names_imported(name, path, node)
+
+
+def _names_imported(name: str, path: Path, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Dotted names that a statement in the file of a module may import."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield from _levels(alias.name)
+        return
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    outer = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+    base = [*filter(None, outer), *filter(None, [node.module])]
+    for alias in node.names:  # of ``from a import b``, ``a.b`` may be a module
+        yield from _levels(".".join([*base, alias.name]))
 
 
 def _levels(name: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 # ruff: noqa: E501 (a message is one line)
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -185,4 +186,55 @@ def test_a_tracker_that_is_not_installed_is_a_fault_where_the_job_runs_with_this
     elsewhere = ["environment.modules=[ml]"]
     load(path, elsewhere, check_names=True)
     (tmp_path / "wandb.py").write_text("")
+    load(path, check_names=True)
+
+
+NET = """
+import os.path, torch.nn as nn
+from typing import TYPE_CHECKING
+import blocks
+if TYPE_CHECKING:
+    import lacking_types
+try:
+    import lacking_choice
+except ImportError:
+    lacking_choice = None
+def build():
+    import lacking_later
+"""
+"""User code in which nothing is certain to fail."""
+
+
+@pytest.mark.parametrize("factory", ["./net.py:build", "net:build"])
+def test_a_module_that_user_code_imports_and_python_lacks_is_a_fault_before_anything_runs(
+    tmp_path, factory
+):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"model: {factory}\nloss: model\ndata: {factory}\ntraining: {{steps: 1, batch_size: 1}}\n"
+        "site_defaults: false\n"
+    )
+    (tmp_path / "net.py").write_text(NET)
+    blocks = tmp_path / "blocks.py"
+    blocks.write_text("raise SystemExit\n")
+    load(path, check_names=True)
+    blocks.write_text("from .gone import x\nclass A:\n    from lacking_part.inner import x\n")
+    with pytest.raises(SpecError) as caught:
+        load(path, check_names=True)
+    fault = f"model.factory: blocks.py:3 imports lacking_part, which {sys.executable} does not have"
+    assert str(caught.value).count("lacking") == 2  # the fault and its cure, once for both keys
+    assert fault in str(caught.value)
+    assert "pip install lacking_part" in str(caught.value)
+    load(path)
+    for elsewhere in (
+        "environment.modules=[ml]",
+        "environment.setup=[. venv/bin/activate]",
+        "environment.container=docker://ml",
+        "environment.variables={PYTHONPATH: lib}",
+    ):
+        load(path, [elsewhere], check_names=True)
+    (tmp_path / "net.py").write_text(f"import sys\nsys.path.insert(0, 'lib')\n{NET}")
+    load(path, check_names=True)
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "lacking_part").mkdir()
     load(path, check_names=True)
