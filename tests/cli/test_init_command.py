@@ -102,7 +102,9 @@ def test_a_recipe_is_copied_with_its_code(cli):
     for name in names:
         cli("init", name, "--recipe", name)
         checked = cli("check", f"{name}/{name}.yaml")
-        lines = [line.split(": ", 3) for line in checked.err.splitlines()]
+        # Packages that a recipe needs are not those that the tests need.
+        faults = [line for line in checked.err.splitlines() if "does not have" not in line]
+        lines = [line.split(": ", 3) for line in faults]
         assert [key for _, _, key, _ in lines] == PLACEHOLDERS.get(name, []), checked.err
         assert all(line[-1].endswith("recipe; write your own path") for line in lines)
     made = ("models/digits.py", "job.schema.json", "models/gpt.py")

@@ -278,3 +278,59 @@ def test_a_sweep_is_a_job_array_from_submission_to_its_end(pipectl, tmp_path, mo
     until("COMPLETED", "CANCELLED", "CANCELLED")
     for run, seed in ((first, 11), (third, 13)):
         assert f"seed: {seed}\n" in (run / "logs/job.log").read_text()
+
+
+CODE = """\
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def build():
+    return nn.Linear(4, 1)
+
+
+def data():
+    x = torch.rand(16, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def loss(outputs, targets):
+    return ((outputs - targets) ** 2).mean()
+"""
+EDITED = """\
+version: 1
+name: edited
+model: ./model.py:build
+loss: ./model.py:loss
+data: ./model.py:data
+training: {steps: 2, batch_size: 16}
+pipeline: {stages: 1, micro_batches: 2}
+resources: {walltime: 5m}
+slurm: {options: {hold: true}}
+environment: {setup: ["touch start-$SLURM_RESTART_COUNT", "until [[ -e go ]]; do sleep 0.1; done"]}
+site_defaults: false
+"""
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_job_edited_while_it_is_held_trains_the_code_it_was_submitted_with_also_when_requeued(
+    pipectl, tmp_path
+):
+    model = tmp_path / "model.py"
+    model.write_text(CODE)
+    Path("job.yaml").write_text(EDITED)
+    run = Path(pipectl("submit", "job.yaml", "--scheduler=slurm", "--json")["directory"])
+    job_id = str(pipectl("status", run.name, "--json")["job_id"])
+    model.write_text(CODE.replace(".mean()", ".mean() * 1e6"))
+    assert pipectl("status", run.name, "--json")["changed_files"] == [str(model)]
+    subprocess.run(["scontrol", "release", job_id], check=True)
+    wait_until(lambda: [*run.glob("start-*")], 120)
+    subprocess.run(["scontrol", "requeue", job_id], check=True)
+    wait_until((run / "start-1").exists, 200)
+    (run / "go").touch()
+    last = status_when(pipectl, run.name, is_over)
+    log = (run / "logs/job.log").read_text()
+    assert last["state"] == "COMPLETED", log
+    assert last["last_loss"] < 1e3
+    assert f"{model} has changed since the submission; the job uses its copy" in log
