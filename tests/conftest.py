@@ -198,7 +198,13 @@ def warm_server(name: str, *modules: str) -> str:
                 (folder / "mpiexec").write_text(f'#!/bin/sh\nexec {quote(str(launcher))} "$@"\n')
                 (folder / "mpiexec").chmod(0o755)
             command = [sys.executable, WARM / "server.py", folder, *modules]
-            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            # As the processes of a job: a fork hashes as what it was forked from.
+            server = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONHASHSEED": "0"},
+            )
             STARTED.append(server)
             assert server.stdout is not None
             assert server.stdout.readline() == b"ready\n"

@@ -65,6 +65,7 @@ class JobRequest:
         binds: host directories that the container sees under the same names.
         mpiexec: path of mpiexec; by default that of :func:`pipectl.batch.launchers.find_mpiexec`.
         after: ids of jobs that must complete first.
+        hash_seed: of Python, in all processes of the job.
         array: None for a single job. For an array, ``run_directory`` is the sweep's, the resources
             are those of each job, and ``command`` starts the runs if there is no batch system.
     """
@@ -87,6 +88,7 @@ class JobRequest:
     mpiexec: str | None = None
     after: tuple[str, ...] = ()
     template: Template | None = None
+    hash_seed: int = 0
     array: Array | None = None
 
     @property

@@ -31,6 +31,7 @@ from pipectl.cli.console import (
     replace_unprintable,
     say,
 )
+from pipectl.cli.restart import restart_for_command
 from pipectl.errors import FaultError, PipectlError, SpecError, UsageError
 from pipectl.faults import fault_of, is_ours, user_line, with_details
 from pipectl.units import printable
@@ -192,6 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     replace_unprintable()
+    if arguments is None:
+        restart_for_command(sys.argv[1:])
     gc.set_threshold(_OBJECTS)
     try:
         return _run(arguments)

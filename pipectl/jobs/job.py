@@ -20,6 +20,7 @@ from pipectl.batch.launchers import AUTO, MpiChoice, choose_mpi, find_mpiexec
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
 from pipectl.files import fault_of_owner, read_limited
+from pipectl.hash_seed import VARIABLE, hash_seed_of
 from pipectl.runs import TRAINING, RunDirectory, SweepDirectory, read_starts, stem_of
 from pipectl.runs.code import Code
 from pipectl.spec import JobSpec
@@ -123,6 +124,7 @@ class Job:
             to_disk = plan.offload_to is OffloadTarget.DISK
             offloads = to_disk and any(stage.offload for stage in plan.stages)
         variables = {**(TIGHT_HEAP if offloads else {}), **spec.environment.variables}
+        variables.pop(VARIABLE, None)  # the script exports it for all its processes
         environment = {"variables": variables}
         return JobRequest(
             name=self.name,
@@ -143,6 +145,7 @@ class Job:
             binds=_binds(spec, directory.parent, task.output),
             mpiexec=mpiexec,
             after=after,
+            hash_seed=hash_seed_of(spec.environment.variables),
         )
 
     def array_request(
@@ -190,6 +193,7 @@ def make_job(
         SpecError: the template of the job script cannot be read.
     """
     task, template = task or Task(), read_template(spec)
+    spec = with_hash_seed(spec, hash_seed_of(spec.environment.variables))
     if mpi is None:
         mpi = choose_mpi(spec.launch, spec.environment, template, alone=task.alone)
     return Job(spec, scheduler, task, template, mpi, values)
@@ -342,6 +346,15 @@ def change(spec: JobSpec, **sections: Mapping[str, object]) -> JobSpec:
         for name, values in sections.items()
     }
     return spec.model_copy(update=changed)
+
+
+def with_hash_seed(spec: JobSpec, seed: int) -> JobSpec:
+    """The spec with a hash seed among its variables, unless it has that seed without."""
+    before = spec.environment.variables
+    variables = {name: text for name, text in before.items() if name != VARIABLE}
+    if hash_seed_of(variables) != seed:
+        variables[VARIABLE] = str(seed)
+    return spec if variables == before else change(spec, environment={"variables": variables})
 
 
 def move_to(run: RunDirectory, spec: JobSpec) -> JobSpec:

@@ -12,7 +12,15 @@ from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.fields import leaves
 from pipectl.files import make_directory
-from pipectl.jobs.job import Job, choose_scheduler, make_job, move_to, refuse_code_of_others
+from pipectl.hash_seed import VARIABLE, hash_seed_of
+from pipectl.jobs.job import (
+    Job,
+    choose_scheduler,
+    make_job,
+    move_to,
+    refuse_code_of_others,
+    with_hash_seed,
+)
 from pipectl.jobs.prepare import find_cluster, is_fresh, join_rows, plan_file_key
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.jobs.state import get_status
@@ -98,7 +106,8 @@ def resume(
             code = replace(Code.of(file.spec()), before=None if with_changed_code else kept)
         # Files that only the changed job needs are taken as they are now.
         with using(code.sources):
-            before, spec = load(run.job), file.spec()
+            specs = load(run.job), file.spec()
+            before, spec = (_keep_hash_seed(each, record) for each in specs)
             if state is JobState.COMPLETED:
                 _check_incomplete(run, record, before, spec)
             _check_unchanged(run, record, before, spec)
@@ -115,6 +124,12 @@ def resume(
             submission = _hand_over_again(run, job, record, now, what, replanned=replanned)
         own_code = kept is not None and not with_changed_code
         return Resumption(submission, replanned, _changes(before, spec), changed, own_code)
+
+
+def _keep_hash_seed(spec: JobSpec, record: Record) -> JobSpec:
+    """The spec with the hash seed of the run so far, unless it sets one."""
+    kept = record.hash_seed is None or VARIABLE in spec.environment.variables
+    return spec if kept else with_hash_seed(spec, record.hash_seed or 0)
 
 
 def _changes(before: JobSpec, after: JobSpec) -> dict[str, tuple[Any, Any]]:
@@ -210,7 +225,9 @@ def _plan_again(
     like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
     same_model = is_fresh(like_before, own_profile)
     if spec.pipeline.micro_batches is None and (same_model or last_checkpoint(run) is not None):
+        kept = hash_seed_of(spec.environment.variables)
         spec = load(run.job, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])
+        spec = with_hash_seed(spec, kept)
     job = replace(job, spec=spec)
     if not same_model:
         return job

@@ -91,6 +91,7 @@ class Submission:
             kind=job.task.kind,
             sweep=sweep,
             task=task,
+            hash_seed=request.hash_seed,
         )
         return cls(run, job, request, record)
 

@@ -23,6 +23,7 @@ import psutil
 
 from pipectl.batch import LOCAL, JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
+from pipectl.hash_seed import VARIABLE, hash_seed_of
 from pipectl.jobs.cancel import cancel
 from pipectl.jobs.job import Job, change, refuse_code_of_others
 from pipectl.jobs.prepare import prepare, profile_path, read_profile
@@ -322,7 +323,8 @@ def _train_plainly(
     module = [sys.executable, "-m", "pipectl.runtime.plain"]
     command = [*module, str(job), size, str(directory), json.dumps(shared)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    environment |= spec.environment.variables
+    variables = spec.environment.variables
+    environment |= {**variables, VARIABLE: str(hash_seed_of(variables))}
     done = process.run(command, cure="", env=environment, timeout_s=inf)
     if done.returncode:
         raise WorkerError(f"the plain process failed: {done.message}")

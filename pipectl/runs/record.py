@@ -63,6 +63,7 @@ class Record(DataFile):
         job_id: id given by the scheduler; for local jobs host, pid and process start.
         state: ``submitting``, ``submitted`` or ``cancelled``: what pipectl did with the job.
         kind: ``training``, ``profile`` for a run that only measures, or ``rehearsal``.
+        hash_seed: ``PYTHONHASHSEED`` of all its processes; None if each had its own.
         sweep: None for a run outside a sweep.
         task: index in the job array with this tag; None for a single job.
     """
@@ -80,6 +81,7 @@ class Record(DataFile):
     job_id: Annotated[str, _JOB_ID] | None = None
     history: tuple[Event, ...] = ()
     kind: str = TRAINING
+    hash_seed: int | None = None
     sweep: Setting | None = None
     task: int | None = None
 

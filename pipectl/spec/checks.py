@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.cluster import MAX_RANKS, TOO_MANY_RANKS
 from pipectl.directives import GPUS, PBS_GPUS, QSUB, SBATCH, fault_of_option, options_of
+from pipectl.hash_seed import MAX_SEED, RANDOM, VARIABLE, is_seed
 from pipectl.spec import models
 from pipectl.spec.code import is_source
 from pipectl.spec.document import MAX_DEPTH, escape, resolve
@@ -383,6 +384,13 @@ def _fault_of_gpus(
     return f"{text!r} {fault}; ask for {gpus} per node{other}"
 
 
+def _check_hash_seed(environment: models.Environment) -> Iterator[Finding]:
+    seed = environment.variables.get(VARIABLE, RANDOM)
+    if seed != RANDOM and not is_seed(seed):
+        fault = f"must be a number from 0 to {MAX_SEED}, or random: Python starts with no other"
+        yield ("environment", "variables", VARIABLE), fault
+
+
 def _check_sweep(sweep: models.Sweep | None) -> Iterator[Finding]:
     """Faults of a sweep: runs without values, keys that cannot be swept, equal runs."""
     if sweep is None:
@@ -430,6 +438,6 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_combinations, _check_batch, _check_buckets, _check_warm_up,
     _check_backward, _check_progress, _check_loss, _check_evaluation, _check_options,
-    _check_slurm_gpus, _check_pbs_gpus, _check_sweep,
+    _check_slurm_gpus, _check_pbs_gpus, _check_hash_seed, _check_sweep,
 )  # fmt: skip
 """Checks; the names of their parameters are the sections they need."""

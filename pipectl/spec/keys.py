@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipectl.directives import SYNTAXES, options_of
+from pipectl.hash_seed import hash_seed_of
 from pipectl.spec.code import read_source
 from pipectl.spec.models import JobSpec
 from pipectl.spec.references import user_sources
@@ -83,6 +84,8 @@ def _profiled(spec: JobSpec) -> Any:
         load["threads"] = spec.threads
     if spec.resources.gpus_per_node:  # their number does not change times on one of them
         load["accelerators"] = True
+    if seed := hash_seed_of(spec.environment.variables):  # a model may be built from a set
+        load["hash_seed"] = seed
     training = spec.training.model_dump(include={"batch_size", "precision"})
     micro_batches = spec.pipeline.model_dump()["micro_batches"]
     modules = user_sources(reference for _, reference in named)

@@ -363,7 +363,10 @@ class Environment(types.Section):
     """Shell code put into the job script verbatim, after the modules."""
     variables: types.Variables = Field(default_factory=dict)
     """Environment variables of all ranks. They may contain secrets: they are written only to two
-    files of the run directory that nobody but its owner can read, to no script and no report."""
+    files of the run directory that nobody but its owner can read, to no script and no report.
+    `PYTHONHASHSEED` is the same in all processes of a run, so that they iterate over sets of texts
+    in one order: the number set here, else by the shell, else 0; `random` draws one for the run. A
+    resumed run keeps its number."""
     container: types.Image | None = None
     """Apptainer image in which the ranks run, relative to the spec file, or an address such as
     `docker://...`; its `python3` must have torch, mpi4py and pipectl."""

@@ -118,6 +118,7 @@ kill_if_stuck() {
 export OMP_NUM_THREADS=1
 export MKL_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
+export PYTHONHASHSEED=0
 
 with_variables() {
     exec "$@"

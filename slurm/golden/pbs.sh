@@ -162,6 +162,7 @@ cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 export OMP_NUM_THREADS=16
 export MKL_NUM_THREADS=16
 export PYTHONUNBUFFERED=1
+export PYTHONHASHSEED=0
 
 # Variables of the ranks (UCX_TLS GREETING) are in a file for its owner alone.
 with_variables() {

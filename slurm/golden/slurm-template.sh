@@ -156,6 +156,7 @@ cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 export OMP_NUM_THREADS=1
 export MKL_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
+export PYTHONHASHSEED=0
 
 with_variables() {
     exec "$@"

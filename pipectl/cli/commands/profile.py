@@ -14,6 +14,7 @@ from pipectl.batch import LOCAL, allocation
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, plain, say, say_json, short_path, show, table, warn
 from pipectl.cli.progress import profiling_progress
+from pipectl.cli.restart import restart_for_job
 from pipectl.cli.submission import describe_job, follow_or_exit, note_origin, print_submission
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
@@ -55,6 +56,8 @@ def command(
         cure = "leave --again out: links are always measured again"
         opt.refuse(context, "--again", "is not used with --links", cure=cure)
     began, spec = time.time(), load(job, overrides or (), check_names=not links)
+    if not links:
+        restart_for_job(spec, job)
     warn(warning_of_code(spec, job))
     batch_system = choose_scheduler(spec, scheduler)
     path = output_file or (cluster_path(spec) if links else profile_path(spec))

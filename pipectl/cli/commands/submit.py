@@ -13,6 +13,7 @@ import typer
 from pipectl.batch import LOCAL, get_scheduler
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
+from pipectl.cli.restart import restart_for_job
 from pipectl.cli.submission import (
     describe_job,
     follow,
@@ -85,6 +86,7 @@ def command(
     ]
     file = SpecFile.read(job, [*settings, *(overrides or ())])  # --set has precedence
     spec = file.spec(check_names=True)
+    restart_for_job(spec, job)
     points = file.points(spec)
     batch_system = choose_scheduler(spec, scheduler, must_answer=not (dry_run or test_only))
     unused = {"slurm": "--queue", "pbs": "--partition", LOCAL: "--partition --queue --account"}

@@ -10,6 +10,7 @@ from pipectl.batch import LOCAL
 from pipectl.cli import options as opt
 from pipectl.cli.console import labels, note, say_json, short_path, show, warn
 from pipectl.cli.progress import profiling_progress
+from pipectl.cli.restart import restart_for_job
 from pipectl.cli.submission import follow_or_exit, print_notes, print_submission
 from pipectl.jobs.job import warning_of_code
 from pipectl.jobs.measuring import plan_rehearsal, result_of
@@ -34,6 +35,7 @@ def command(
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
     spec = load(job, overrides or (), check_names=True)
+    restart_for_job(spec, job)
     warn(warning_of_code(spec, job))
     with profiling_progress() as progress:
         prepared, rehearsal = plan_rehearsal(spec, scheduler, progress)

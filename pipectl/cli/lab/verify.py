@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -9,7 +10,10 @@ import typer
 from pipectl.cli import options as opt
 from pipectl.cli.console import say, say_json
 from pipectl.cli.progress import progress_bar
+from pipectl.cli.restart import restart_for_job
+from pipectl.errors import PipectlError
 from pipectl.jobs.verify import verify
+from pipectl.spec import load
 
 
 def command(
@@ -23,6 +27,8 @@ def command(
     as_json: bool = opt.JSON,
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
+    with suppress(PipectlError):  # its errors are those of `verify`
+        restart_for_job(load(job, overrides or ()), job)
     with progress_bar("verifying") as progress:
         result = verify(
             job, overrides or (), ranks, steps, progress,

@@ -21,6 +21,7 @@ class RunJson(TypedDict):
         kind: ``training``, ``profile`` or ``rehearsal``.
         sweep: ``name`` of its sweep and the run's ``values``; null outside a sweep.
         scheduler, job_id, submitted_at: its batch system, and the job there.
+        hash_seed: ``PYTHONHASHSEED`` of its processes.
         state: such as ``RUNNING`` or ``FAILED``.
         reason: why it is in this state.
         source: where the state comes from: the batch system (``queue``, ``accounting``), a
@@ -61,6 +62,7 @@ class RunJson(TypedDict):
     scheduler: str | None
     job_id: str | None
     submitted_at: float | None
+    hash_seed: int | None
     state: str
     reason: str
     source: str
@@ -108,6 +110,7 @@ def run_json(status: RunStatus) -> RunJson:
         "scheduler": None if record is None else record.scheduler,
         "job_id": None if record is None else record.job_id,
         "submitted_at": None if record is None else record.submitted_at,
+        "hash_seed": None if record is None else record.hash_seed,
         "sweep": None if sweep is None else {"name": sweep.name, "values": dict(sweep.values)},
         "state": job.state.value,
         "reason": job.reason,
