@@ -253,12 +253,10 @@ class CapturedJob:
 
     def _loader(self, item: Factory, section: str) -> Loader:
         data, seed = self.spec.data, self.spec.training.seed
-        # By the factory's name, so that one for both kinds of data splits them alike; without the
-        # directory of its file, which differs between checkouts.
-        seed_everything(seed_of(seed, item.reference.portable) >> 32)
-        dataset = factories.call(
-            self.find(item), f"{section}.factory: {item.factory}", **item.kwargs
-        )
+        factory = self.find(item)  # first: a module may draw when it is imported
+        # One seed for training and held-out data, so that both factories split rows alike.
+        seed_everything(seed_of(seed, "data") >> 32)
+        dataset = factories.call(factory, f"{section}.factory: {item.factory}", **item.kwargs)
         check_dataset(dataset, section, item.factory)
         training = item is data
         return Loader(

@@ -127,6 +127,9 @@ class Data(Factory):
     """The training data: a function that returns the dataset, or the class of one.
 
     A sample is `(inputs, targets)` or a mapping; inputs go to the model (a mapping as keywords).
+    Python's, numpy's and torch's shared generators are seeded by `training.seed` before each data
+    factory, also that of `evaluation.data`: the same random split has the same parts in both, and
+    data that are only drawn are the same, too, unless they have a generator of their own.
     """
 
     workers: types.Natural = 0

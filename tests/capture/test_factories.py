@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
@@ -119,6 +120,65 @@ def test_a_raising_factory_names_the_users_deepest_line(tmp_path: Path) -> None:
     assert raised.value.message == (
         f"{name}: raised TypeError: build() got an unexpected keyword argument 'txet'"
     )
+
+
+SPLIT = """
+import random
+import numpy, torch
+from torch.utils.data import Subset, TensorDataset, random_split
+
+torch.rand(3), random.random(), numpy.random.rand()  # on import
+
+def part(name, kind):
+    rows = list(range(100))
+    if kind == "torch":
+        parts = random_split(TensorDataset(torch.eye(100), torch.eye(100)), [80, 20])
+        return parts[name == "held out"]
+    (random if kind == "random" else numpy.random).shuffle(rows)
+    rows = rows[80:] if name == "held out" else rows[:80]
+    return Subset(TensorDataset(torch.eye(100), torch.eye(100)), rows)
+
+def training(kind):
+    return part("training", kind)
+"""
+HELD_OUT = """
+from split import part
+
+class HeldOut:
+    def __new__(cls, kind):
+        return part("held out", kind)
+"""
+
+
+@pytest.mark.parametrize("kind", ["torch", "random", "numpy"])
+def test_no_row_is_in_both_parts_of_a_random_split_by_two_factories(
+    tmp_path: Path, kind: str
+) -> None:
+    """They are in files of their own, whose first import draws; the model draws as well."""
+    tmp_path.joinpath("split.py").write_text(SPLIT)
+    tmp_path.joinpath("held.py").write_text(HELD_OUT)
+    part = {"kwargs": {"kind": kind}}
+    document = {
+        "version": 1,
+        "name": "split",
+        "site_defaults": False,
+        "model": {
+            "factory": "torch.nn:Linear",
+            "kwargs": {"in_features": 100, "out_features": 100},
+        },
+        "loss": {"factory": "torch.nn:MSELoss"},
+        "data": {"factory": "./split.py:training", **part},
+        "evaluation": {"data": {"factory": "./held.py:HeldOut", **part}},
+        "training": {"steps": 1, "batch_size": 8},
+    }
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(document))
+    job = CapturedJob(load(file))
+    assert job.evaluation_loader is not None
+    loaders = (job.loader, job.evaluation_loader)
+    rows = [{int(x.argmax()) for x, _ in loader._dataset} for loader in loaders]
+    assert [len(each) for each in rows] == [80, 20]
+    assert rows[0].isdisjoint(rows[1])
 
 
 def test_arguments_may_have_any_name() -> None:
