@@ -35,6 +35,7 @@ UNKNOWN_ROWS = (
     "the ranks' own time for messages, and for the start and end of a step, was not measured and "
     "is left out"
 )
+_AGAIN = "to measure again: pipectl profile JOB.yaml --links"
 
 
 def profile_path(spec: JobSpec) -> Path:
@@ -58,7 +59,7 @@ def cluster_file_key(spec: JobSpec, scheduler: str) -> str:
     The links of a local job are those of this host.
     """
     host = socket.gethostname() if scheduler == LOCAL else ""
-    return links_key(spec, f"{scheduler} {host}")
+    return links_key(spec, scheduler, host)
 
 
 def plan_file_key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:
@@ -232,7 +233,7 @@ class ClusterChoice(NamedTuple):
 
     Args:
         file: file of the cluster; None if the cluster is assumed.
-        warning: why a measured cluster is not used; empty if there is nothing to say.
+        warning: why a measured cluster is not used, or may be out of date; else empty.
     """
 
     cluster: Cluster
@@ -273,13 +274,16 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
         return ClusterChoice(assumed)
     measured_cluster = Cluster.load(path)
     layout, expected = ([node.ranks for node in each.nodes] for each in (measured_cluster, assumed))
-    if measured_cluster.key not in (None, cluster_file_key(spec, scheduler)):
-        fault = "was measured for other resources, launch settings or machines"
+    key = measured_cluster.key
+    now = cluster_file_key(spec, scheduler)
+    if key is not None and key.partition("-")[0] != now.partition("-")[0]:
+        fault = "was measured for other nodes, ranks, launch settings or modules"
     elif measured_cluster.key is None and layout != expected:
         fault = f"describes nodes of {layout} ranks, but resources: ask for {expected}"
     else:
-        return ClusterChoice(measured_cluster, path)
-    return ClusterChoice(assumed, warning=f"{path} {fault}; it is not used")
+        warning = f"{path} was measured before environment.setup was changed; it is used; {_AGAIN}"
+        return ClusterChoice(measured_cluster, path, "" if key in (None, now) else warning)
+    return ClusterChoice(assumed, warning=f"{path} {fault}; it is not used; {_AGAIN}")
 
 
 def memory_of_this_machine() -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,28 @@ from pipectl.spec.references import user_sources
 
 _NODE_OPTIONS = {
     "slurm": (
-        "--constraint -C", "--exclude -x", "--nodefile -F", "--nodelist -w", "--reservation",
-        "--switches",
+        "--constraint -C", "--contiguous", "--distribution -m", "--exclude -x", "--exclusive",
+        "--extra-node-info -B", "--gpus -G", "--gpus-per-node", "--gpus-per-task", "--gres",
+        "--network", "--nodefile -F", "--nodelist -w", "--reservation", "--switches",
     ),
     "pbs": ("-l",),
 }  # fmt: skip
-"""Options that choose the nodes of a job, by batch system."""
+"""Options that choose the nodes of a job, and the places of ranks on them, by batch system."""
+_HARDWARE_OPTIONS = {"slurm": ("--constraint -C", "--gpus -G", "--gres"), "pbs": ("-l",)}
+"""Options that choose the kind of the nodes."""
+_AMOUNTS = re.compile(
+    r"(?:mem|pmem|vmem|pvmem|cput|pcput|file|nice|min_walltime|max_walltime)=[^:,+]*"
+)
+"""Resources of PBS that choose no nodes."""
+_MPI_VARIABLES = re.compile(
+    "(?:COLL|FI|HCOLL|HFI|HYDRA|IBV|I_MPI|LD|MPI4PY|MPICH|MPIR|MV2|MVP|NCCL|OMPI|OPAL|ORTE|PALS"
+    "|PMI|PMIX|PMI2|PRTE|PSM|PSM2|PSM3|RCCL|RDMAV|SHARP|UCC|UCX)_.*|PATH"
+)
+"""Variables that choose or configure the MPI library and what it sends through."""
 
 
 def profile_key(spec: JobSpec) -> str:
-    """Hash of what a profile depends on: user code, batch, and the load of a node."""
+    """Hash of what a profile depends on: user code, batch, kind and load of nodes, torch."""
     return _digest(_profiled(spec))
 
 
@@ -41,28 +55,57 @@ def plan_key(spec: JobSpec) -> str:
         order = _content(spec.schedule_file)
         pipeline["schedule"] = spec.schedule_file.name
     resources = spec.resources.model_dump(exclude={"walltime"})
-    together = spec.training.updates_together
-    return _digest([_profiled(spec), pipeline, resources, cluster, order, together])
+    training = [spec.training.updates_together, spec.training.compile]
+    return _digest([_profiled(spec), pipeline, resources, cluster, order, training])
 
 
-def links_key(spec: JobSpec, machine: str) -> str:
-    """Hash of what measured links depend on: the resources, how ranks are started, and on which
-    nodes.
+def links_key(spec: JobSpec, scheduler: str, host: str = "") -> str:
+    """Hash of what measured links depend on: the ranks and cores of nodes, which nodes these are,
+    how ranks are started, and the software between them.
+
+    A second hash, after a hyphen, is of what they may depend on: the lines of
+    ``environment.setup``.
 
     Args:
-        machine: names the scheduler, and the host if jobs run on it.
+        scheduler: name of the batch system; only what chooses its nodes counts.
+        host: name of this host if jobs run on it.
     """
-    resources = spec.resources.model_dump(exclude={"walltime"})
+    resources = spec.resources.model_dump(exclude={"walltime", "memory_per_node"})
     launch = spec.launch.model_dump(include={"launcher", "mpi", "bind", "args"})
-    nodes = [spec.slurm.partition, spec.pbs.queue, spec.pbs.select]
-    options = sorted(
-        (entry, text or "")
-        for system, syntax in SYNTAXES.items()
-        for name, value in getattr(spec, system).options.items()
+    environment = spec.environment
+    software = [environment.modules, environment.container]
+    variables = {
+        name: value
+        for name, value in environment.variables.items()
+        if _MPI_VARIABLES.fullmatch(name)
+    }
+    nodes = _nodes_of(spec, scheduler, _NODE_OPTIONS.get(scheduler, ()))
+    certain = _digest([scheduler, host, resources, launch, software, variables, nodes])
+    return f"{certain}-{_digest(environment.setup)}"
+
+
+def _nodes_of(spec: JobSpec, scheduler: str, options: Sequence[str]) -> Any:
+    """What chooses the nodes of a job in a batch system.
+
+    Args:
+        options: that count.
+    """
+    if scheduler not in SYNTAXES:
+        return None
+    section = getattr(spec, scheduler)
+    written = (
+        (option, _AMOUNTS.sub("", text or ""), text)
+        for name, value in section.options.items()
         for option, text in options_of(name, value)
-        if (entry := syntax.find(option, text, _NODE_OPTIONS[system]))
     )
-    return _digest([machine, resources, launch, spec.environment.model_dump(), nodes, options])
+    chosen = sorted(
+        (entry, rest)
+        for option, rest, text in written
+        if (entry := SYNTAXES[scheduler].find(option, text, options)) and bool(rest) == bool(text)
+    )
+    if scheduler == "slurm":
+        return [section.partition, chosen]
+    return [section.queue, _AMOUNTS.sub("", section.select or ""), chosen]
 
 
 def _profiled(spec: JobSpec) -> Any:
@@ -87,10 +130,14 @@ def _profiled(spec: JobSpec) -> Any:
     if seed := hash_seed_of(spec.environment.variables):  # a model may be built from a set
         load["hash_seed"] = seed
     training = spec.training.model_dump(include={"batch_size", "precision"})
+    training["clips"] = spec.training.clip_grad_norm is not None
+    # Another kind of node, or another torch; and who loads samples, whose time counts.
+    where = [_nodes_of(spec, name, options) for name, options in _HARDWARE_OPTIONS.items()]
+    where += [spec.environment.modules, spec.environment.container, spec.data.workers > 0]
     micro_batches = spec.pipeline.model_dump()["micro_batches"]
     modules = user_sources(reference for _, reference in named)
     contents = {name: _content(path) for name, path in modules.items()}
-    return [sections, training, load, micro_batches, contents]
+    return [sections, training, load, micro_batches, contents, where]
 
 
 def _content(path: Path) -> str | None:

@@ -115,7 +115,7 @@ def test_links_are_measured_shown_and_used_by_the_plan(cli, profile, links):
     assert f"cluster: {CLUSTER} ({cluster.source})" in planned.out
     assert "assumed: cluster" not in planned.out
     changed = cli("plan", "job.yaml", "--set", "resources.cpus_per_task=2")
-    assert f"{CLUSTER} was measured for other resources" in changed.err
+    assert f"{CLUSTER} was measured for other nodes, ranks, " in changed.err
     assert "assumed: cluster 'this machine'" in changed.out
 
 

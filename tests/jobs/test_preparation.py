@@ -22,7 +22,7 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
-from pipectl.spec import SpecFile, load, profile_key
+from pipectl.spec import SpecFile, load, plan_key, profile_key
 
 HERE = Path(__file__).parent
 RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"
@@ -80,10 +80,22 @@ def test_a_cluster_measured_for_other_settings_is_not_used(spec, tmp_path, snaps
 
     def use(setting):
         found = find_cluster(load(tmp_path / "job.yaml", [setting]), "slurm")
-        assert found.cluster.assumed == (found.file is None) == bool(found.warning)
+        assert found.cluster.assumed == (found.file is None) == ("it is not used" in found.warning)
         return found.warning or "used"
 
     check_table(snapshot, HERE / "settings_of_clusters.txt", use)
+
+
+def test_what_makes_a_profile_and_a_plan_out_of_date(write_job, snapshot):
+    job = write_job("resources: {nodes: 2}")
+    keys = {"profile": profile_key, "plan": plan_key}
+    before = {name: key(load(job)) for name, key in keys.items()}
+
+    def changes(setting):
+        spec = load(job, [setting], check_files=False)
+        return " ".join(name for name, key in keys.items() if key(spec) != before[name]) or "none"
+
+    check_table(snapshot, HERE / "settings_of_keys.txt", changes)
 
 
 def test_what_a_job_asks_of_the_planner(write_job, profile, snapshot):

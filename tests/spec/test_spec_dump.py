@@ -42,7 +42,7 @@ def test_a_dump_is_read_back_the_same_from_another_directory(job, tmp_path):
         again = reload(spec, tmp_path / "run.yaml")
         assert dump(again) == dump(spec)
         assert again.environment == spec.environment
-        for key_of in (profile_key, plan_key, lambda spec: links_key(spec, "slurm here")):
+        for key_of in (profile_key, plan_key, lambda spec: links_key(spec, "slurm", "here")):
             assert key_of(again) == key_of(spec)
     home = job.parent
     assert again.model.factory == f"{home}/model.py:build"
