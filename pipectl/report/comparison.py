@@ -47,8 +47,8 @@ COMPUTING, OTHERS, COMMUNICATION, SUMS, OFFLOAD, BETWEEN = (
     "computing", "waiting_for_others", "communication", "sums", "offload", "between_actions",
 )  # fmt: skip
 SPENT = {
-    COMPUTING: Use("computing", "the nodes are more or less busy than when they were profiled, or "
-                   "are other nodes; `pipectl profile --again` measures again"),
+    COMPUTING: Use("computing", "other processes may use the nodes, or did when they were "
+                   "profiled, or these are other nodes; `pipectl profile --again` measures again"),
     OTHERS: Use("waiting for other ranks", "more micro-batches, or another schedule, keep the "
                 "pipeline full for longer; the planner weighs both if the job leaves them to it "
                 "(`auto`)",

@@ -107,11 +107,20 @@ def test_a_torch_that_is_broken_or_untested(monkeypatch):
     (found,) = examine(None, HERE, "torch")
     assert (found.level, "No module named" in found.text) == ("fail", True)
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.99.0")
-    monkeypatch.setattr(doctor, "_TORCH", """print('["2.99.0", null, 0]')""")
+    monkeypatch.setattr(doctor, "_TORCH", """print('["2.99.0", null, 0, null]')""")
     first = next(examine(None, HERE, "torch"))
     assert (first.what, first.level) == ("torch", "warn")
     assert first.text.startswith("tested with torch 2.13 to ")
     assert "this is 2.99.0" in first.text
+
+
+@pytest.mark.parametrize(("kind", "built"), [("cuda", "CUDA"), ("ROCm", "ROCm"), ("xpu", "XPU")])
+def test_a_torch_for_accelerators_on_a_machine_without_one(monkeypatch, kind, built):
+    found = json.dumps(["2.13.0", "cuda" if kind == "ROCm" else kind, 0, kind])
+    monkeypatch.setattr(doctor, "_TORCH", f"print({found!r})")
+    text = of("accelerators", examine(None, HERE, "torch")).text
+    assert text.startswith(f"torch is built for {built}, but it finds no GPU on this machine")
+    assert "of kind" not in text
 
 
 @pytest.mark.mpi

@@ -42,7 +42,9 @@ _REACH = "pipectl.runtime.links.measure"
 _SELF_TEST = "pipectl.runtime.transport.gpu_aware"
 _TORCH = (
     "import json, torch; found = torch.accelerator.current_accelerator(); "
-    "print(json.dumps([torch.__version__, found and found.type, torch.accelerator.device_count()]))"
+    "kind = 'ROCm' if torch.version.hip else found and found.type; "
+    "print(json.dumps([torch.__version__, found and found.type, torch.accelerator.device_count(), "
+    "kind]))"
 )
 Level = Literal["ok", "warn", "fail"]
 
@@ -133,12 +135,17 @@ def _check_python() -> Iterator[Finding]:
 
 def _check_torch() -> Iterator[Finding]:
     """Check that torch can be imported, and how messages leave accelerators."""
-    name, kind, count = _answer([sys.executable, "-c", _TORCH])
+    name, kind, count, built_for = _answer([sys.executable, "-c", _TORCH])
     untested = untested_torch()
     cure = f"if something fails, install {tested_torch()}"
     yield assess("torch", untested or name, cure if untested else "")
     if not kind:
         yield assess("accelerators", "none: ranks compute on cores")
+        return
+    if not count:
+        built = {"cuda": "CUDA", "xpu": "XPU"}.get(built_for, built_for)
+        text = f"torch is built for {built}, but it finds no GPU on this machine"
+        yield assess("accelerators", f"{text}; login nodes usually have none")
         return
     try:  # a test message from an accelerator's memory, which may crash the process
         _output([sys.executable, "-m", "mpi4py", "-m", _SELF_TEST, kind])
