@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from math import ceil
@@ -285,6 +286,14 @@ class MeasuredOn:
     resumed: int = 0
 
 
+class Readings(StrEnum):
+    """Whether samples are the same at each reading: in all processes, in each, or never."""
+
+    SAME = "same"
+    BY_PROCESS = "by process"
+    EACH = "each"
+
+
 @dataclass(frozen=True)
 class Profile(DataFile):
     """A measured operator graph.
@@ -314,6 +323,8 @@ class Profile(DataFile):
         loading_s: time to load a micro-batch, which is part of the forwards of the operators that
             read inputs and targets first; 0 if separate processes load.
         rows: row times on the node that the profile was measured on; zero if None.
+        readings: whether all processes read the ``same`` samples (judged by a few of them), other
+            ones ``by process``, or other ones at ``each`` reading; null if unknown.
         coupled: operators, except the loss, that compute over all samples (e.g. batch norm).
     """
 
@@ -337,6 +348,7 @@ class Profile(DataFile):
     loading_s: float = 0.0
     rows: RowTimes | None = None
     coupled: tuple[str, ...] = ()
+    readings: Readings | None = None
 
     @property
     def heap_share(self) -> float:

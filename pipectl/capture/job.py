@@ -85,7 +85,7 @@ class CapturedJob:
         self.step = Step(model, loss, with_outputs=False)
         refuse_parts(self.step, name)
         refuse_parameter_hooks(self.step.named_parameters())
-        self.loader = self._loader(spec.data, "data")
+        self.loader = _loader(spec, spec.data, "data")
         self.states: dict[str, Tensor] = {
             **dict(self.step.named_parameters()),
             **dict(self.step.named_buffers()),
@@ -167,7 +167,9 @@ class CapturedJob:
     def evaluation_loader(self) -> Loader | None:
         """The held-out data, or None."""
         evaluation = self.spec.evaluation
-        return None if evaluation is None else self._loader(evaluation.data, "evaluation.data")
+        return (
+            None if evaluation is None else _loader(self.spec, evaluation.data, "evaluation.data")
+        )
 
     def check_shapes(self, batch: int) -> None:
         """Raise if batches from elsewhere in the data have other shapes than the first one.
@@ -251,26 +253,6 @@ class CapturedJob:
     def _bound(self, item: Factory, key: str) -> Any:
         return factories.bind(self.find(item), f"{key}.factory: {item.factory}", item.kwargs)
 
-    def _loader(self, item: Factory, section: str) -> Loader:
-        data, seed = self.spec.data, self.spec.training.seed
-        factory = self.find(item)  # first: a module may draw when it is imported
-        # One seed for training and held-out data, so that both factories split rows alike.
-        seed_everything(seed_of(seed, "data") >> 32)
-        dataset = factories.call(factory, f"{section}.factory: {item.factory}", **item.kwargs)
-        check_dataset(dataset, section, item.factory)
-        training = item is data
-        return Loader(
-            dataset,
-            seed=seed,
-            batch_size=self.spec.training.batch_size if training else None,
-            drop_last=training and data.drop_last,
-            workers=data.workers if training else 0,
-            shuffle=training and data.shuffle,
-            buckets=data.buckets,
-            pad=data.pad,
-            section=section,
-        )
-
     def _graph(self, loader: Loader, batch: int, length: int, *, training: bool) -> CapturedGraph:
         key = training, batch, length or loader.lengths[-1]
         if key not in self._graphs:
@@ -335,6 +317,38 @@ class CapturedJob:
             cure="let the model compute the same for every length: with sizes from the shapes of "
             "its inputs, and without an if on them",
         )
+
+
+def make_loaders(spec: JobSpec) -> tuple[Loader, Loader | None]:
+    """Return the training data and the held-out data, if there are any.
+
+    Raises:
+        CaptureError: see :class:`CapturedJob`.
+    """
+    evaluation = spec.evaluation
+    held_out = None if evaluation is None else _loader(spec, evaluation.data, "evaluation.data")
+    return _loader(spec, spec.data, "data"), held_out
+
+
+def _loader(spec: JobSpec, item: Factory, section: str) -> Loader:
+    data, seed = spec.data, spec.training.seed
+    factory = factories.find(item.factory)  # first: a module may draw when it is imported
+    # One seed for training and held-out data, so that both factories split rows alike.
+    seed_everything(seed_of(seed, "data") >> 32)
+    dataset = factories.call(factory, f"{section}.factory: {item.factory}", **item.kwargs)
+    check_dataset(dataset, section, item.factory)
+    training = item is data
+    return Loader(
+        dataset,
+        seed=seed,
+        batch_size=spec.training.batch_size if training else None,
+        drop_last=training and data.drop_last,
+        workers=data.workers if training else 0,
+        shuffle=training and data.shuffle,
+        buckets=data.buckets,
+        pad=data.pad,
+        section=section,
+    )
 
 
 @dataclass(frozen=True)

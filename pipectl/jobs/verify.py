@@ -30,6 +30,7 @@ from pipectl.jobs.prepare import prepare, profile_path, read_profile
 from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit
 from pipectl.plan import Plan
+from pipectl.profile import Readings
 from pipectl.runs import RunDirectory
 from pipectl.spec import dump, load
 from pipectl.spec.models import Optimizer
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
 
 _ROUNDING = {"float32": 1e-4, "bf16": 2e-2, "float16": 2e-2}
 """Tolerance by precision if results cannot be equal to the bit; see ``compare``."""
+_BY_PROCESS = (
+    "samples differ from process to process, so both trainings may have had others (are classes "
+    "numbered in the order of a set?)"
+)
 _CLEANUP_S = 20.0
 _PLAIN = "one plain PyTorch process"
 
@@ -99,6 +104,15 @@ def verify(
         from pipectl.runtime.compare import Trained, compare
         from pipectl.runtime.plain import FirstWeights
 
+        readings = None if pipeline.profile is None else pipeline.profile.readings
+        if readings is Readings.EACH:
+            raise UsageError(
+                "verify: the data give other samples each time they are read (drawn by a generator "
+                "of their own?), so no two trainings have the same",
+                cure="let samples depend only on their index and on the generators of random, "
+                "numpy and torch, which are seeded before each; the job itself runs: one rank "
+                "reads its data (data.read)",
+            )
         traits = find_traits(spec, plan.micro_batch_size)
         reference = choose_reference(spec, plan, pipeline.profile, traits, two_plans=two_plans)
         notes, tolerance = expect(spec, traits, plan, reference.reason)
@@ -109,6 +123,8 @@ def verify(
             plain_steps = directory / "plain"
             joint = _train_plainly(spec, plan.micro_batch_size, plain_steps, shared)
             notes, tolerance = expect(spec, traits, plan, reference.reason, joint)
+        if readings is Readings.BY_PROCESS:
+            notes = (*notes, _BY_PROCESS)
         changes: dict[str, object] = {}
         if tolerance:  # small differences must not become large ones
             sgd = Optimizer(factory="torch.optim:SGD", kwargs={"lr": 0.1})

@@ -27,6 +27,7 @@ from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours
 from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
+from pipectl.profiler.readings import NOTES, other_reader
 from pipectl.runtime.device import (
     CpuDevice,
     Device,
@@ -88,12 +89,13 @@ def profile_job(
     settle_process(spec.threads)
     sizes = measured_sizes(spec, effort)
     notify("capturing the model")
-    with Neighbours(spec, sizes[0]) as neighbours:
+    with other_reader(spec) as other, Neighbours(spec, sizes[0]) as neighbours:
         reset_resident_peak()
         job = CapturedJob(spec, notify)
         device = choose_device(spec.resources.gpus_per_node, 0)
         baseline_bytes, capture_bytes = _process_bytes(job, sizes[0], device)
         job.check_shapes(sizes[0])
+        readings = other.compare(job)
         journal = Journal() if journal is None else journal  # an empty one counts as false
         profiling = _Profiling(job, effort, sizes, progress, journal, device)
         notify("waiting for the processes on the other cores")
@@ -114,12 +116,14 @@ def profile_job(
             torch.__version__,
             neighbours.computing,
         )
+        differing = (NOTES[readings],) if readings in NOTES else ()
         return replace(
             profile,
+            readings=readings,
             process_baseline_bytes=baseline_bytes,
             capture_bytes=capture_bytes,
             device=measured_on,
-            assumptions=(*profile.assumptions, *neighbours.assumptions),
+            assumptions=(*profile.assumptions, *neighbours.assumptions, *differing),
         )
 
 

@@ -86,6 +86,7 @@ class RunDirectory(Directory):
     exit_code = File("exit_code")  # the job script's exit code, written when it ends
     metrics = File("metrics.jsonl")  # one line per step and per evaluation
     heartbeat = File("heartbeat.json")  # state and progress of the ranks
+    samples = File("samples.json")  # checksums of a few samples at the first start
     errors = File("errors")  # one file per rank that failed
     preparation_error = File("errors/prepare.json")  # why a job could not profile or plan
     job_log = File("logs/job.log")  # output of the job script, the launcher and pipectl

@@ -93,8 +93,7 @@ class AsynchronousSteps(Steps):
         refuse(self._end.training, self._plan.schedule, shared_uses(self._engine.cut))
         _check_counts(islice(loader.epoch(0), steps), self._plan)  # further epochs are like it
         if self._batches.loader is not None:
-            batches, size = islice(loader.batches(), steps), self._plan.micro_batch_size
-            self._loaded = loader.micro_batches(batches, size, done)
+            self._batches.feed.open(islice(loader.batches(), steps), done)
         for index, stage in self._end.stages.items():
             stage.keep_versions(versions_kept(self._plan, index))
 
@@ -107,7 +106,12 @@ class AsynchronousSteps(Steps):
         self._end.begin()
         rank, size = self._batches.communicator.rank, self._plan.micro_batch_size
         count, sizes = self._plan.micro_batches, [split_batch(each.size, size) for each in batches]
-        loaded: Iterator[Batch] = islice(self._loaded, len(batches) * count)
+        whole = [
+            Rows.of(samples, batch.length)
+            for batch, each in zip(batches, sizes, strict=True)
+            for samples in each
+        ]
+        loaded, meet = self._batches.take_whole(whole, batches)
         weights = [share for each in sizes for share in sample_shares(each)]
         unread: Iterator[Batch] = iter(())
         if self._batches.weigh is not None:
@@ -116,11 +120,6 @@ class AsynchronousSteps(Steps):
             if not self._batches.reads:
                 unread = loaded
         _read_weights(unread, count)
-        whole = [
-            Rows.of(samples, batch.length)
-            for batch, each in zip(batches, sizes, strict=True)
-            for samples in each
-        ]
         pieces = dict(enumerate(whole))
         step = Step(EMPTY, channels(self._plan), rank, whole, pieces=pieces)
         seed = self._batches.seed, first
@@ -132,6 +131,7 @@ class AsynchronousSteps(Steps):
         run = StepRun(
             step, weights, loaded, seed, update=update, recording=recording, per_step=count
         )
+        run.meet = meet
         parts = stretch(self._plan, rank, len(batches))
         self._engine.run(run, parts)
         self._end_recording(steps, run)

@@ -16,9 +16,10 @@ from pipectl.capture.slices import Rows
 from pipectl.capture.step import target_weight, weighted_loss
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
+from pipectl.runtime.feed import Demand, Feed, Meet, wants
 from pipectl.runtime.reduction import group_of
 from pipectl.runtime.stage import Stage
-from pipectl.runtime.step import Batch, Step, StepRun, Update, narrowed
+from pipectl.runtime.step import Batch, Step, StepRun, Update, narrowed, parts_of, pieces_of
 from pipectl.runtime.waiting import gather_all, wait
 from pipectl.schedule import plan_of_step
 
@@ -110,8 +111,11 @@ class Batches:
     Args:
         stages: of this rank, by index.
         cut: of the training graph.
+        once: whether one rank reads the data for all.
 
     Attributes:
+        feed: the training data of this rank.
+        reader: the rank that reads all data; None if each rank reads what it needs.
         loader: of the training data; None if this rank reads none.
         reads: whether a stage of this rank computes with the data; the rank may also read them for
             the weights of its losses alone.
@@ -128,24 +132,50 @@ class Batches:
         plan: Plan,
         stages: Mapping[int, Stage],
         cut: Cut,
+        *,
+        once: bool = False,
     ) -> None:
         self.communicator, self.seed = communicator, job.spec.training.seed
         self._loss_stage = cut.loss_stage
         self.weigh = job.weight() if cut.loss_stage in stages else None
         self.name = job.spec.loss.weight
-        self.reads = any(stage.reads for stage in stages.values())
+        self.reads = any(stage.reads(training=True) for stage in stages.values())
         weighing = None if self.weigh is None else cut.loss_stage
-        self._reading = [i for i, stage in stages.items() if stage.reads or i == weighing]
+        self._reading = [
+            i for i, stage in stages.items() if stage.reads(training=True) or i == weighing
+        ]
+        self._reading_of = gather_all(communicator, self._reading)
+        reads = gather_all(communicator, self.reads)
         self.loader = job.loader if self._reading else None
         self.step_for: Callable[[int, int], Step] = cache(
             lambda samples, length: self.step_of(plan_of_step(plan, samples), length)
         )
         self._load_whole = job.loader.takes_whole
+        self.reader: int | None = None
+        if once:
+            lowest = min((stage for each in self._reading_of for stage in each), default=0)
+            self.reader = plan.stages[lowest].ranks[0]
+        self._weighs = job.spec.loss.weight != "samples"
+        self._per_step = plan.micro_batches
+        self.feed = Feed(
+            communicator.Dup(),
+            job.loader,
+            plan.micro_batch_size,
+            f"data.factory: {job.spec.data.factory}",
+            self.reader,
+            wants(cut.graph, stages.values(), training=True, targets=weighing is not None),
+        )
+        self._demand_for: Callable[[int, int], Demand] = cache(
+            lambda samples, length: self._demand_of(plan_of_step(plan, samples), length)
+        )
         self._tokens_per_sample = cut.graph.tokens_per_sample
         loss_stage = plan.stages[cut.loss_stage]
         losing, seeding = loss_stage.ranks, loss_stage.updating_ranks
         self._seeded_elsewhere = seeding != losing
         ranks = (*losing, *seeding) if self._seeded_elsewhere else losing
+        late = [rank for rank in seeding if rank not in losing and not reads[rank]]
+        self._late = frozenset(rank for rank in late if self._reading_of[rank])
+        self._loss_ranks = (*losing, *self._late)
         self._group: MPI.Comm | None = None
         if communicator.rank in ranks:
             self._group = group_of(communicator, ranks, len(plan.stages))
@@ -154,6 +184,37 @@ class Batches:
         """This rank's step of a plan, with sequences of a length."""
         rank, whole = self.communicator.rank, self._load_whole
         return Step.of(plan, rank, self._reading, self._loss_stage, length=length, load_whole=whole)
+
+    def _demand_of(self, plan: Plan, length: int) -> Demand:
+        step, ranks = self.step_for(plan.batch_size, length), range(self.communicator.size)
+        needs = {
+            rank: pieces_of(plan, rank, reading, length, load_whole=self._load_whole)
+            for rank, reading in enumerate(self._reading_of)
+            if reading
+        }
+        losses = {rank: parts_of(plan, rank, self._loss_stage, length) for rank in ranks}
+        return Demand(self.communicator.rank, step.sizes, needs, losses)
+
+    def take(self, batch: Samples) -> tuple[Iterator[Batch], Meet]:
+        """This rank's pieces of the next batch; see :meth:`Feed.take`."""
+        demand = self._demand_for(batch.size, batch.length)
+        every = len(demand.sizes)
+        alone = len(demand.needs.get(self.reader or 0, ())) == every and not self._weighs
+        return self.feed.take(demand, [batch], 1 if alone else every)
+
+    def take_whole(
+        self, sizes: Sequence[Rows], batches: Sequence[Samples]
+    ) -> tuple[Iterator[Batch], Meet]:
+        """The next micro-batches of several batches, if this rank reads any.
+
+        Args:
+            sizes: of all micro-batches.
+        """
+        every = dict(enumerate(sizes))
+        needs = {rank: every for rank, reading in enumerate(self._reading_of) if reading}
+        losses = dict.fromkeys(self._loss_ranks, every)
+        demand = Demand(self.communicator.rank, sizes, needs, losses, self._late)
+        return self.feed.take(demand, batches, self._per_step if self._weighs else 1)
 
     def tokens_of(self, batch: Samples) -> int:
         """Tokens in a batch, without the padding of buckets; 0 if the model reads none."""

@@ -160,6 +160,7 @@ class Engine:
         graphs: by the shape of a micro-batch, if there are several.
 
     Attributes:
+        stages: as given.
         on_results: called with (micro-batch, stage, results) after every training forward.
         on_evaluated: called with (rows, results, targets) on the rank that computes the loss of
             an evaluation.
@@ -176,7 +177,7 @@ class Engine:
         graphs: Mapping[tuple[int, int], CapturedGraph] | None = None,
     ) -> None:
         self.cut = cut
-        self._stages = stages
+        self.stages = stages
         self._slicing = Slicing(cut.graph)
         self.reductions = dict(reductions or {})
         self._transport = transport
@@ -261,7 +262,7 @@ class Engine:
         return program[::-1]
 
     def _bind_form(self, channels: Sequence[Channel], form: Form) -> Execute:
-        kind, index, stages, reductions = form.kind, form.stage, self._stages, self.reductions
+        kind, index, stages, reductions = form.kind, form.stage, self.stages, self.reductions
         match kind:
             case Kind.FORWARD | Kind.EVALUATE:
                 return self._bind_forward(channels, form)
@@ -285,7 +286,7 @@ class Engine:
 
     def _bind_forward(self, channels: Sequence[Channel], form: Form) -> Execute:
         index, rows, trains = form.stage, form.rows, form.kind is Kind.FORWARD
-        stage, loss_slot = self._stages[index], self._loss
+        stage, loss_slot = self.stages[index], self._loss
         start, deliver = self._bind_start(stage, trains, form), self._bind_delivery(channels, form)
 
         def forward(run: StepRun, micro_batch: MicroBatch) -> None:
@@ -299,7 +300,9 @@ class Engine:
 
         def evaluate(run: StepRun, micro_batch: MicroBatch) -> None:
             on_evaluated = self.on_evaluated if index == self.cut.loss_stage else None
-            targets = None if on_evaluated is None else run.load(micro_batch.number, rows)[1]
+            targets = None
+            if run.loads or on_evaluated is not None:
+                targets = run.load(micro_batch.number, rows)[1]
             given = start(run, micro_batch)
             results = stage.evaluate(*given)
             if on_evaluated is not None:
@@ -320,6 +323,7 @@ class Engine:
             self._slicing.joined,
         )
         draws, names = stage.draws(trains, rows), stage.inputs(trains, rows)
+        has_loss = index == self.cut.loss_stage
         reader = None
         if names:
             if rows.shape not in self._readers:
@@ -335,6 +339,8 @@ class Engine:
                 micro_batch = micro_batch._replace(seed=run.seed_of(number))
             arrived = joined(run.inbox.pop((False, index, number), ()))
             known = {} if reader is None else reader.read(run.load(number, rows))
+            if has_loss:
+                run.meet(number)
             if is_last_reader:
                 run.drop(number)
             if reader is not None:
@@ -345,10 +351,13 @@ class Engine:
 
     def _bind_backward(self, channels: Sequence[Channel], form: Form) -> Execute:
         index, is_last, joined = form.stage, form.flag, self._slicing.joined
-        stage, deliver = self._stages[index], self._bind_delivery(channels, form)
+        stage, deliver = self.stages[index], self._bind_delivery(channels, form)
+        has_loss = index == self.cut.loss_stage
 
         def backward(run: StepRun, micro_batch: MicroBatch) -> None:
             number = micro_batch.number
+            if has_loss:
+                run.meet(number)
             gradients = joined(run.inbox.pop((True, index, number), ()))
             if is_last:
                 self.reductions[index].arm()
@@ -409,7 +418,7 @@ class Engine:
             run.sends[channel, number] = line.start_send(number, shape, results)
 
         def send_weights(run: StepRun, micro_batch: MicroBatch) -> None:
-            number, weights = micro_batch.number, self._stages[form.stage].weights()
+            number, weights = micro_batch.number, self.stages[form.stage].weights()
             run.sends[channel, number] = line.start_send(number, shape, weights)
 
         if lane.kind is TransferKind.WEIGHT:
@@ -434,7 +443,7 @@ class Engine:
             tensors = line.finish_receive(run.receives.pop((channel, micro_batch.number)))
             if lane.kind is TransferKind.SAVED:  # the forward may run again here
                 micro_batch = micro_batch._replace(seed=run.seed_of(micro_batch.number))
-            self._stages[form.stage].arriving(micro_batch, tensors)
+            self.stages[form.stage].arriving(micro_batch, tensors)
 
         if form.kind is Kind.RECEIVE_START:
             return start_receive

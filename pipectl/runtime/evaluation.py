@@ -20,9 +20,10 @@ from pipectl.capture.step import target_weight
 from pipectl.errors import CaptureError
 from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
+from pipectl.runtime.feed import Demand, Feed, wants
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.step import Batch, Step, StepRun
-from pipectl.runtime.waiting import broadcast
+from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.schedule import Channel, lower_evaluation
 
 
@@ -123,6 +124,7 @@ class Evaluator:
         engine: of the evaluation graph.
         ranks: the first of every stage.
         writes: names of the buffers that an evaluation writes, on all ranks.
+        reader: the rank that reads the data for all; None if each reads what it needs.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Evaluator:
         engine: Engine,
         ranks: Sequence[int],
         writes: set[str],
+        reader: int | None,
     ) -> None:
         self._communicator, self._job, self._division = communicator, job, division
         assert job.evaluation_loader is not None
@@ -144,6 +147,19 @@ class Evaluator:
         )
         self._loss_rank = ranks[engine.cut.loss_stage]
         self._metrics = job.metrics()
+        self._reads_for_all = reader == communicator.rank
+        has_loss = communicator.rank == self._loss_rank
+        mine = [engine.stages[i] for i in self._stages]
+        wanted = wants(engine.cut.graph, mine, training=False, targets=has_loss)
+        reading = gather_all(communicator, has_loss or bool(wanted))
+        every = dict(enumerate(division.evaluated))
+        needs = {rank: every for rank, reads in enumerate(reading) if reads or rank == reader}
+        losses = {self._loss_rank: every}
+        self._demand = Demand(communicator.rank, division.evaluated, needs, losses)
+        assert job.spec.evaluation is not None
+        source = f"evaluation.data.factory: {job.spec.evaluation.data.factory}"
+        size = division.evaluation_size
+        self._feed = Feed(communicator.Dup(), self._loader, size, source, reader, wanted)
         self._weigh = None
         if (weigh := job.weight()) is not None:
             self._weigh = partial(target_weight, weigh, job.spec.loss.weight)
@@ -158,7 +174,7 @@ class Evaluator:
             self._engine.on_evaluated = self._fresh_metrics().add if is_first else None
             example = partial(self._loader.example, rows.whole, length=rows.length)
             batches = iter([example()] if self._stages else ())
-            self._run([rows], batches, "layouts")
+            self._run([rows], batches, lambda _: None, "layouts")
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The loss and every metric by name, on every rank.
@@ -168,11 +184,11 @@ class Evaluator:
         """
         metrics = self._fresh_metrics()
         self._engine.on_evaluated = metrics.add
-        batches: Iterator[Batch] = iter(())
-        if self._stages:
-            size = self._division.evaluation_size
-            batches = self._loader.micro_batches(self._loader.epoch(0), size)
-        self._run(self._division.evaluated, batches, "evaluation", step)
+        planned = self._loader.epoch(0)
+        self._feed.open(planned)
+        taken = self._feed.take(self._demand, planned, ahead=1)
+        self._run(self._division.evaluated, *taken, "evaluation", step)
+        self._feed.finish()
         self._engine.board.phase("computing metrics")
         mine = metrics.result() if self._communicator.rank == self._loss_rank else {}
         return broadcast(self._communicator, mine, self._loss_rank)
@@ -180,8 +196,16 @@ class Evaluator:
     def _fresh_metrics(self) -> Metrics:
         return Metrics(self._metrics, self._job.evaluation_graph, self._weigh)
 
-    def _run(self, sizes: Sequence[Rows], batches: Iterator[Batch], *seed: int | str) -> None:
+    def _run(
+        self,
+        sizes: Sequence[Rows],
+        batches: Iterator[Batch],
+        meet: Callable[[int], None],
+        *seed: int | str,
+    ) -> None:
         rank = self._communicator.rank
         actions = lower_evaluation(self._channels, self._stages, rank, len(sizes))
         step = Step(actions, self._channels, rank, sizes, pieces=dict(enumerate(sizes)))
-        self._engine.run(StepRun(step, (), batches, (self._job.spec.training.seed, *seed)))
+        seeds = self._job.spec.training.seed, *seed
+        run = StepRun(step, (), batches, seeds, meet=meet, loads=self._reads_for_all)
+        self._engine.run(run)

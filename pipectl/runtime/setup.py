@@ -40,6 +40,7 @@ class Setup:
 
     Args:
         stored: the checkpoint from which the run resumes.
+        once: whether one rank reads the data for all.
 
     Attributes:
         stages: of this rank, by index.
@@ -61,6 +62,8 @@ class Setup:
         board: Board,
         progress: Progress | None = None,
         stored: Stored | None = None,
+        *,
+        once: bool = False,
     ) -> None:
         self._progress = progress or Progress()
         self.job, self.plan, self.communicator, self.device = job, plan, communicator, device
@@ -105,15 +108,21 @@ class Setup:
         add_lanes(cut, job.states, lanes)
         self._checks = broadcast(communicator, CHECK_VARIABLE in os.environ)
         self.training = self._engine(cut, cuts)
+        self.batches = Batches(communicator, job, plan, self.stages, cut, once=once)
         self.evaluator: Evaluator | None = None
         if job.evaluation_loader is not None:
             engine = self._engine(cuts[False, self._division.evaluation_sizes[0]], cuts)
             first_ranks = [stage.ranks[0] for stage in plan.stages]
             writes = _written_buffers(cuts, training=False)
             self.evaluator = Evaluator(
-                communicator, job, self._division, engine, first_ranks, writes
+                communicator,
+                job,
+                self._division,
+                engine,
+                first_ranks,
+                writes,
+                self.batches.reader,
             )
-        self.batches = Batches(communicator, job, plan, self.stages, cut)
         updated = self.updated_stages.values()
         self.shared_gradients = SharedGradients(
             Wire(communicator.Dup(), device, self._progress),

@@ -394,10 +394,9 @@ class Stage:
         """Names of the batch tensors this stage reads."""
         return self._inputs[training, rows]
 
-    @property
-    def reads(self) -> bool:
-        """Whether it reads the batch in training."""
-        return any(names for (training, _), names in self._inputs.items() if training)
+    def reads(self, *, training: bool) -> set[str]:
+        """Names of the batch tensors that it reads of micro-batches of any shape."""
+        return {n for key, names in self._inputs.items() if key[0] is training for n in names}
 
     def forward(
         self, micro_batch: MicroBatch, inputs: Mapping[str, Tensor], arrived: Tensors

@@ -87,14 +87,8 @@ class Step:
         Raises:
             ScheduleError: see :func:`pipectl.schedule.lower`.
         """
-        sizes, pieces = _sizes(plan, length), dict[int, Rows]()
-        for stage in reading:  # the smallest range of each micro-batch that contains all rows
-            for index, part in parts_of(plan, rank, stage, length).items():
-                known = pieces.get(index, part)
-                start, stop = min(known.start, part.start), max(known.stop, part.stop)
-                pieces[index] = part._replace(start=start, stop=stop)
-        pieces = {i: sizes[i] if load_whole else pieces[i] for i in sorted(pieces)}
-        losses = parts_of(plan, rank, loss_stage, length)
+        sizes, losses = _sizes(plan, length), parts_of(plan, rank, loss_stage, length)
+        pieces = pieces_of(plan, rank, reading, length, load_whole=load_whole)
         return cls(lower(plan, rank), channels(plan), rank, sizes, plan, pieces, losses)
 
     @property
@@ -183,6 +177,9 @@ class StepRun:
         seed: parts of the seed of random operators, the step last.
         scale: of the loss in backwards.
         update: called at every UPDATE with this run, its stage and micro-batch.
+        meet: called with every micro-batch before its loss is computed, and before the backward
+            that begins with it.
+        loads: whether every evaluation loads its micro-batch, for other ranks.
         recording: records the start and end of every row.
         per_step: micro-batches per step, if the run has several steps; they are numbered across
             steps.
@@ -203,6 +200,8 @@ class StepRun:
     seed: tuple[int | str, ...] = ()
     scale: float = 1.0
     update: Update = lambda *_: None
+    meet: Callable[[int], None] = lambda _: None
+    loads: bool = False
     recording: Recording | None = None
     per_step: int | None = None
     inbox: dict[Key, list[Piece]] = field(default_factory=dict)
@@ -258,6 +257,24 @@ def parts_of(plan: Plan, rank: int, stage: int, length: int = 0) -> dict[int, Ro
             mine = portion(plan, stage, role.replica, plan.micro_batches)
             return _rows_of(mine, _sizes(plan, length))
     return {}
+
+
+def pieces_of(
+    plan: Plan, rank: int, reading: Sequence[int], length: int = 0, *, load_whole: bool
+) -> dict[int, Rows]:
+    """What a rank loads: some rows of each micro-batch that it needs, by rising micro-batch.
+
+    Args:
+        reading, length, load_whole: see :meth:`Step.of`.
+    """
+    pieces: dict[int, Rows] = {}
+    for stage in reading:  # the smallest range of each micro-batch that contains all rows
+        for index, part in parts_of(plan, rank, stage, length).items():
+            known = pieces.get(index, part)
+            start, stop = min(known.start, part.start), max(known.stop, part.stop)
+            pieces[index] = part._replace(start=start, stop=stop)
+    sizes = _sizes(plan, length)
+    return {i: sizes[i] if load_whole else pieces[i] for i in sorted(pieces)}
 
 
 def lane_of(channel: Channel) -> Lane:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from pipectl.capture.data import Loader, Samples
 from pipectl.plan import Plan
 from pipectl.runtime.division import Batches
 from pipectl.runtime.engine import Engine
-from pipectl.runtime.step import Batch, Outcome, StepRun
+from pipectl.runtime.step import Outcome, StepRun
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
@@ -45,7 +45,6 @@ class Steps:
     ) -> None:
         self._plan, self._batches, self._engine, self._end = plan, batches, engine, end
         self._telemetry, self._tracing, self._on_update = telemetry, tracing, on_update
-        self._loaded: Iterator[Batch] = iter(())
 
     def begin(self, loader: Loader, steps: int, done: int) -> None:
         """Open the data.
@@ -112,10 +111,10 @@ class SynchronousSteps(Steps):
         """Open the data; see :class:`Steps`."""
 
         if self._batches.loader is not None:
-            self._loaded = loader.pieces(
+            self._batches.feed.open(
                 islice(loader.batches(), steps),
-                lambda batch: self._batches.step_for(batch.size, batch.length).positions,
                 done,
+                lambda batch: self._batches.step_for(batch.size, batch.length).positions,
             )
 
     def train(self, first: int, batches: Sequence[Samples]) -> None:
@@ -126,12 +125,12 @@ class SynchronousSteps(Steps):
         start = time.perf_counter()
         step = self._batches.step_for(batch.size, batch.length)
         self._engine.board.row("LOAD", -1, -1)  # at once, if weights depend on the targets
-        loaded = islice(self._loaded, len(step.pieces))
+        loaded, meet = self._batches.take(batch)
         scale = 1.0 if end.loss_scale is None else end.loss_scale.value
         run = self._batches.make_run(
             step, loaded, first, scale, update=lambda run, *_: end.run(first, run)
         )
-        run.recording = recording
+        run.recording, run.meet = recording, meet
         end.begin()
         self._engine.run(run)
         deque(loaded, maxlen=0)  # what no stage has read is not of the next step

@@ -124,6 +124,7 @@ class Trainer:
         self._train_steps()
         self._setup.board.phase("finishing")
         self._end.settle()
+        self._setup.batches.feed.finish()
         self._tracing.finish()  # even if the last checkpoint cannot be written
         self._saver.finish()
         self._telemetry.finish("stopped" if self._stopped else "done")

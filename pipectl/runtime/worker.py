@@ -14,11 +14,12 @@ import torch
 from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
+from pipectl.capture.digests import sample_digests
 from pipectl.cluster import Cluster
-from pipectl.errors import UsageError
-from pipectl.files import write_text
+from pipectl.errors import PipectlError, UsageError
+from pipectl.files import read_json, write_json, write_text
 from pipectl.plan import Plan
-from pipectl.profile import Profile
+from pipectl.profile import Profile, Readings
 from pipectl.runs import ATTEMPT, Heartbeat, RunDirectory
 from pipectl.runs.code import using_code_of
 from pipectl.runs.kept_code import changed_modules, read_code
@@ -32,6 +33,7 @@ from pipectl.runtime.agreement import (
 )
 from pipectl.runtime.checkpoint import newest
 from pipectl.runtime.device import Device, choose_device, keep_freed_memory, return_freed_memory
+from pipectl.runtime.feed import reads_once
 from pipectl.runtime.nodes import check_supported, check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
 from pipectl.runtime.optimizer import divides, refuse_coupled_updates, refuse_own_memory
@@ -100,6 +102,8 @@ def _train(
     job = CapturedJob(spec)
     board.phase("capturing the model")
     check_graph(communicator, job, plan, profile)
+    if rank == 0 and profile.readings is Readings.SAME:
+        _compare_samples(directory, job)
     if rank == 0 and (fault := misplaced(nodes, plan.node_of_rank)):
         warn(fault)
     board.phase("choosing how messages travel")
@@ -121,7 +125,8 @@ def _train(
         say(f"training {since}: {steps} of {of} on {ranks}")
     board.phase("building the stages")
     with choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress:
-        setup = Setup(communicator, job, plan, device, board, progress, stored)
+        once = reads_once(job, profile)
+        setup = Setup(communicator, job, plan, device, board, progress, stored, once=once)
         keep_freed_memory()
         if rank == 0:
             _report_changed_code(directory)
@@ -146,6 +151,21 @@ def _report_changed_code(directory: RunDirectory) -> None:
             say(f"{file.path} has changed since the submission; the job uses its copy {copy}")
     for path in used:
         warn(f"{path} has changed since the submission, and the job uses it as it is now")
+
+
+def _compare_samples(directory: RunDirectory, job: CapturedJob) -> None:
+    """Warn if samples differ from those at the first start; keep them for a later one."""
+    try:
+        found = {"digests": sample_digests(job.loader, job.evaluation_loader)}
+    except PipectlError:  # training may never come to this sample
+        return
+    if not directory.samples.exists():
+        write_json(directory.samples, found)
+    elif read_json(directory.samples, cure="remove it") != found:
+        warn(
+            "the data have changed since the run began (samples that were read then are others "
+            "now): from here on it trains on the new ones"
+        )
 
 
 def _device(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> Device:

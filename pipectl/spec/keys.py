@@ -111,7 +111,7 @@ def _nodes_of(spec: JobSpec, scheduler: str, options: Sequence[str]) -> Any:
 def _profiled(spec: JobSpec) -> Any:
     sections = spec.model_dump(
         include={"model", "loss", "data", "optimizer"},
-        exclude={"model": {"weights"}, "data": {"workers", "shuffle", "drop_last"}},
+        exclude={"model": {"weights"}, "data": {"workers", "shuffle", "drop_last", "read"}},
     )
     named = [(path, reference) for path, reference in spec.factories() if path[0] in sections]
     for path, reference in named:  # by content: the module's name, or the file's hash

@@ -137,6 +137,10 @@ class Data(Factory):
     drop_last: types.Flag = False
     """Leave out the last batch of an epoch if it is not full. Batches of iterable data are always
     full: they continue into the next epoch."""
+    read: Literal["auto", "once", "everywhere"] = "auto"
+    """Which ranks read samples, held-out ones too: each rank those that it needs (`everywhere`; a
+    sample that differs between ranks ends the run), or one rank for all (`once`). `auto` chooses
+    `once` for iterable data, and if the profile found samples that differ between processes."""
     shuffle: types.Flag = True
     """Draw a new order of samples every epoch. Iterable data keep their own order."""
     buckets: tuple[types.Count, ...] = ()

@@ -1,0 +1,83 @@
+"""Checksums of samples, by which processes compare what each of them has read."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipectl.capture.data import Loader
+from pipectl.capture.tensors import octets_of
+
+_SAMPLES = 4
+"""Of each dataset, for a comparison of processes."""
+Digests = npt.NDArray[np.uint32]
+"""One per sample."""
+
+
+def digests_of(batch: Any, samples: int) -> Digests:
+    """Return a checksum of every sample of a collated batch.
+
+    It covers the values, types and shapes of all tensors, and numbers; what no graph computes with
+    (names of files, for example) may differ. Keys of dictionaries may come in any order.
+
+    Args:
+        batch: any tree; a leaf with another first dimension than ``samples`` counts for all.
+    """
+    if isinstance(batch, tuple) and all(type(part) is Tensor for part in batch):  # most often
+        named = [(f"[{index}]", part) for index, part in enumerate(batch)]
+    else:
+        leaves = pytree.tree_flatten_with_path(batch)[0]
+        named = sorted(((pytree.keystr(place), leaf) for place, leaf in leaves), key=_name)
+    common, digests = 0, [0] * samples
+    for name, leaf in named:
+        if isinstance(leaf, Tensor):
+            head = _head(name, leaf.dtype, leaf.shape[1:])
+            octets = memoryview(
+                octets_of(leaf if leaf.layout is torch.strided else leaf.to_dense())
+            )
+            if leaf.dim() and leaf.shape[0] == samples:
+                size = len(octets) // samples
+                digests = [
+                    crc32(octets[i * size : (i + 1) * size], digest ^ head)
+                    for i, digest in enumerate(digests)
+                ]
+            else:
+                common = crc32(octets, common ^ head)
+        elif isinstance(leaf, int | float):
+            common = crc32(f"{name} {leaf!r}".encode(), common)
+    return np.array(digests, dtype=np.uint32) ^ np.uint32(common)
+
+
+def _name(leaf: tuple[str, Any]) -> str:
+    return leaf[0]
+
+
+@lru_cache(maxsize=1000)
+def _head(name: str, dtype: torch.dtype, sizes: torch.Size) -> int:
+    return crc32(f"{name} {dtype} {tuple(sizes)}".encode())
+
+
+def sample_digests(*loaders: Loader | None) -> list[list[int]]:
+    """Return checksums of a few samples of each dataset, spread over it if it is not iterable.
+
+    Raises:
+        CaptureError: a sample cannot be read.
+    """
+    found = []
+    for loader in loaders:
+        if loader is None:
+            continue
+        if (count := loader.samples) is None:
+            found.append(digests_of(loader.example(_SAMPLES), _SAMPLES).tolist())
+            continue
+        firsts = sorted({i * (count - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)})
+        batches = [loader.example(1, first) for first in firsts]
+        found.append([int(digests_of(batch, 1)[0]) for batch in batches])
+    return found

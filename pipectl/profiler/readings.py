@@ -1,0 +1,89 @@
+"""Whether the samples of a job are the same at every reading, and in every process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+
+from pipectl.capture.digests import sample_digests
+from pipectl.capture.job import CapturedJob, make_loaders
+from pipectl.errors import PipectlError
+from pipectl.profile import Readings
+from pipectl.spec import JobSpec
+from pipectl.spec.code import Snapshot, active, using
+
+_HASH_SEED = "PYTHONHASHSEED"
+_OTHER_SEEDS = ("1", "2")
+_PATIENCE_S = 60.0
+NOTES = {
+    Readings.BY_PROCESS: "samples differ from process to process (numbered in the order of a set, "
+    "or drawn by a generator of its own?): one rank reads them for all (data.read)",
+    Readings.EACH: "samples differ each time they are read (drawn by a generator of its own?): one "
+    "rank reads them for all (data.read), and no training can be repeated",
+}
+"""For the user."""
+
+
+class OtherReader:
+    """A process that reads some samples, too: it shares nothing with this one, and has another
+    hash seed.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def compare(self, job: CapturedJob) -> Readings | None:
+        """Read the same samples twice; None if they cannot be read, or the other process failed."""
+        loaders = job.loader, job.evaluation_loader
+        try:
+            mine = sample_digests(*loaders)
+            if mine != sample_digests(*loaders):
+                return Readings.EACH
+        except PipectlError:  # training may never come to this sample
+            return None
+        with suppress(EOFError, OSError):
+            if self._connection.poll(_PATIENCE_S):
+                return Readings.SAME if self._connection.recv() == mine else Readings.BY_PROCESS
+        return None
+
+
+@contextmanager
+def other_reader(spec: JobSpec) -> Iterator[OtherReader]:
+    """Start such a process, and end it."""
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_read, args=(spec, active(), sending), daemon=True)
+    seed = os.environ.get(_HASH_SEED)
+    os.environ[_HASH_SEED] = next(other for other in _OTHER_SEEDS if other != seed)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if seed is None:
+            del os.environ[_HASH_SEED]
+        else:
+            os.environ[_HASH_SEED] = seed
+    sending.close()
+    try:
+        yield OtherReader(receiving)
+    finally:
+        process.kill()
+        process.join()
+        receiving.close()
+
+
+def _read(spec: JobSpec, snapshot: Snapshot | None, sending: Connection) -> None:
+    """Read the samples; what fails here also fails in the other process, which tells the user."""
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silence, stream)
+    os.close(silence)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    with using(snapshot):
+        sending.send(sample_digests(*make_loaders(spec)))
