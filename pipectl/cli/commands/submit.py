@@ -90,7 +90,7 @@ def command(
     points = file.points(spec)
     batch_system = choose_scheduler(spec, scheduler, must_answer=not (dry_run or test_only))
     unused = {"slurm": "--queue", "pbs": "--partition", LOCAL: "--partition --queue --account"}
-    unused_options = unused[batch_system]
+    unused_options = unused.get(batch_system, "--partition --queue --account")
     if batch_system != "slurm" and gres_settings.keys() != {"resources.gpus_per_node"}:
         unused_options += " --gres"
     opt.refuse(context, unused_options, f"is not used with {batch_system}", cure="leave it out")
