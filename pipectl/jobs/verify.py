@@ -49,6 +49,11 @@ _BY_PROCESS = (
     "samples differ from process to process, so both trainings may have had others (are classes "
     "numbered in the order of a set?)"
 )
+_EVALUATIONS = (
+    "evaluation.every=1",
+    "evaluation.metrics={}",
+    "evaluation.early_stopping=null",  # both trainings take as many steps
+)
 _CLEANUP_S = 20.0
 _PLAIN = "one plain PyTorch process"
 
@@ -367,7 +372,7 @@ def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[st
         *(["launch={launcher: mpiexec}"] if spec.launch.launcher == "srun" else []),
         # Values that are not finite on both sides count as equal.
         *(["training.on_nonfinite=ignore"] if spec.training.on_nonfinite == "stop" else []),
-        *(["evaluation.every=1", "evaluation.metrics={}"] if evaluates else ["evaluation=null"]),
+        *(_EVALUATIONS if evaluates else ["evaluation=null"]),
         f"training.steps={steps}",
         f"output.directory='{directory}'",
         f"checkpoint={{every: 1, keep: {steps}}}",
@@ -377,6 +382,7 @@ def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[st
         "resources.memory_per_node=null",
         "pipeline.memory_limit=null",
         "callbacks=null",
+        "tracking=null",
         "cluster=null",
     ]
 
