@@ -203,7 +203,7 @@ def test_training_goes_on_to_the_bit_from_a_checkpoint(tmp_path, monkeypatch, na
     monkeypatch.setattr("pipectl.runtime.checkpoint.saver.gather_all", lambda *_: everyone)
     warnings: list[str] = []
     parameters, number = some_parameters(), torch.tensor(5)
-    updater = Updater(kind(parameters.values(), lr=0.1), None)
+    updater = Updater(kind(parameters.values(), lr=0.1), None, parameters=parameters)
     train(updater, parameters, range(3))
     states = {**parameters, "model.count": number, "model.scratch": number}
     writer = Saver(MPI.COMM_SELF, tmp_path, Keep(2), 1, warnings.append)
@@ -221,7 +221,7 @@ def test_training_goes_on_to_the_bit_from_a_checkpoint(tmp_path, monkeypatch, na
     numbers = {name: torch.tensor(0) for name in states.keys() - parameters.keys()}
     stored.restore_states({**again, **numbers})
     assert [*numbers.values()] == [5, 5]
-    other = Updater(kind(again.values(), lr=0.1), None)
+    other = Updater(kind(again.values(), lr=0.1), None, parameters=again)
     stored.restore_optimizer(other.optimizer, again)
     train(other, again, range(3, 6))
     assert stored.manifest.updates == 3
