@@ -85,7 +85,7 @@ class CapturedJob:
         self.step = Step(model, loss, with_outputs=False)
         refuse_parts(self.step, name)
         refuse_parameter_hooks(self.step.named_parameters())
-        self.loader = _loader(spec, spec.data, "data")
+        self.loader = training_loader(spec)
         self.states: dict[str, Tensor] = {
             **dict(self.step.named_parameters()),
             **dict(self.step.named_buffers()),
@@ -166,10 +166,7 @@ class CapturedJob:
     @cached_property
     def evaluation_loader(self) -> Loader | None:
         """The held-out data, or None."""
-        evaluation = self.spec.evaluation
-        return (
-            None if evaluation is None else _loader(self.spec, evaluation.data, "evaluation.data")
-        )
+        return evaluation_loader(self.spec)
 
     def check_shapes(self, batch: int) -> None:
         """Raise if batches from elsewhere in the data have other shapes than the first one.
@@ -319,15 +316,23 @@ class CapturedJob:
         )
 
 
-def make_loaders(spec: JobSpec) -> tuple[Loader, Loader | None]:
-    """Return the training data and the held-out data, if there are any.
+def training_loader(spec: JobSpec) -> Loader:
+    """Return the training data.
+
+    Raises:
+        CaptureError: see :class:`CapturedJob`.
+    """
+    return _loader(spec, spec.data, "data")
+
+
+def evaluation_loader(spec: JobSpec) -> Loader | None:
+    """Return the held-out data, or None.
 
     Raises:
         CaptureError: see :class:`CapturedJob`.
     """
     evaluation = spec.evaluation
-    held_out = None if evaluation is None else _loader(spec, evaluation.data, "evaluation.data")
-    return _loader(spec, spec.data, "data"), held_out
+    return None if evaluation is None else _loader(spec, evaluation.data, "evaluation.data")
 
 
 def _loader(spec: JobSpec, item: Factory, section: str) -> Loader:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,14 +119,14 @@ class RunStatus:
         """Which ranks wait for which, if no rank has made progress for long; else empty."""
         return read_stall(self.run) if self.job.state.alive else ""
 
-    @property
+    @cached_property
     def code(self) -> KeptCode | None:
         """The code that the run keeps; None if it keeps none."""
         with suppress(PipectlError, OSError):
             return read_code(self.run)
         return None
 
-    @property
+    @cached_property
     def changed_files(self) -> list[KeptFile]:
         """The user's files that have changed since the submission, of a run that may go on."""
         code = self.code

@@ -149,10 +149,11 @@ class ModeSearch:
         return min(tried, key=self._evaluator.problem.excess_bytes)
 
     def _with_modes(self, plan: Plan, chosen: Sequence[Mode]) -> Plan:
-        blocks_go = [go_together((BLOCKS, APART)) or not s.backward_ranks for s in plan.stages]
         chosen = [
-            mode._replace(segments=mode.segments and goes)
-            for mode, goes in zip(chosen, blocks_go, strict=True)
+            mode._replace(segments=False)
+            if mode.segments and stage.backward_ranks and not go_together((BLOCKS, APART))
+            else mode
+            for stage, mode in zip(plan.stages, chosen, strict=True)
         ]
         some = any(mode.segments for mode in chosen)
         segments = self._segment_plans.of(plan) if some else [None] * len(plan.stages)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-import sys
 import time
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
@@ -21,6 +19,7 @@ import psutil
 from pipectl.batch import LOCAL, allocation
 from pipectl.capture import CapturedJob
 from pipectl.profiler.bench import Bench, Subject, single_stage
+from pipectl.profiler.processes import print_nothing, start_processes
 from pipectl.runtime.device import CpuDevice, settle_process
 from pipectl.spec import JobSpec
 from pipectl.spec.code import Snapshot, active, using
@@ -57,12 +56,7 @@ class Neighbours:
         ]
 
     def __enter__(self) -> Self:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the measuring process
-        try:
-            for process in self._processes:
-                process.start()
-        finally:
-            signal.signal(signal.SIGINT, before)
+        start_processes(self._processes)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,18 +128,11 @@ def _compute(
 ) -> None:
     """Train until told to stop, or until the measuring process has ended.
 
-    It prints nothing: what fails here also fails in the measuring process, which tells the user.
-
     Args:
         place: among the neighbours; if memory is short, the first ones compute.
         code: that the measuring process uses.
     """
-    silence = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(silence, stream)
-    os.close(silence)
-    # Ends as other programs do: locks of the user's libraries would be reported as leaked.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    print_nothing()
     settle_process(spec.threads)
     measuring = multiprocessing.parent_process()
     assert measuring is not None

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 from pipectl.capture.digests import sample_digests
-from pipectl.capture.job import CapturedJob, make_loaders
+from pipectl.capture.job import CapturedJob, evaluation_loader, training_loader
 from pipectl.errors import PipectlError
+from pipectl.hash_seed import VARIABLE
 from pipectl.profile import Readings
+from pipectl.profiler.processes import print_nothing, start_processes
 from pipectl.spec import JobSpec
 from pipectl.spec.code import Snapshot, active, using
 
-_HASH_SEED = "PYTHONHASHSEED"
 _OTHER_SEEDS = ("1", "2")
 _PATIENCE_S = 60.0
 NOTES = {
@@ -58,17 +57,15 @@ def other_reader(spec: JobSpec) -> Iterator[OtherReader]:
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_read, args=(spec, active(), sending), daemon=True)
-    seed = os.environ.get(_HASH_SEED)
-    os.environ[_HASH_SEED] = next(other for other in _OTHER_SEEDS if other != seed)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process
+    seed = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = next(other for other in _OTHER_SEEDS if other != seed)
     try:
-        process.start()
+        start_processes([process])
     finally:
-        signal.signal(signal.SIGINT, before)
         if seed is None:
-            del os.environ[_HASH_SEED]
+            del os.environ[VARIABLE]
         else:
-            os.environ[_HASH_SEED] = seed
+            os.environ[VARIABLE] = seed
     sending.close()
     try:
         yield OtherReader(receiving)
@@ -79,11 +76,6 @@ def other_reader(spec: JobSpec) -> Iterator[OtherReader]:
 
 
 def _read(spec: JobSpec, snapshot: Snapshot | None, sending: Connection) -> None:
-    """Read the samples; what fails here also fails in the other process, which tells the user."""
-    silence = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(silence, stream)
-    os.close(silence)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    print_nothing()
     with using(snapshot):
-        sending.send(sample_digests(*make_loaders(spec)))
+        sending.send(sample_digests(training_loader(spec), evaluation_loader(spec)))

@@ -129,8 +129,9 @@ def keep(run: RunDirectory, code: Code, start: int, repository: Repository | Non
             files.append(earlier[path])
             continue
         with suppress(OSError):  # using it will report the error
-            size, digest = path.stat().st_size, digest_of(path)
-            files.append(KeptFile(str(path), digest, size, time_of(path, digest)))
+            status = path.stat()  # first: what changes after it is compared by content
+            size, modified = status.st_size, status.st_mtime_ns
+            files.append(KeptFile(str(path), digest_of(path), size, modified))
     if code.before is None:
         KeptCode(code.read_at, tuple(files), start, repository).save(run.code_file)
     elif tuple(files) != code.before.files:

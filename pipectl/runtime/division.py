@@ -144,8 +144,8 @@ class Batches:
         self._reading = [
             i for i, stage in stages.items() if stage.reads(training=True) or i == weighing
         ]
-        self._reading_of = gather_all(communicator, self._reading)
-        reads = gather_all(communicator, self.reads)
+        found = gather_all(communicator, (self._reading, self.reads))
+        self._reading_of = [reading for reading, _ in found]
         self.loader = job.loader if self._reading else None
         self.step_for: Callable[[int, int], Step] = cache(
             lambda samples, length: self.step_of(plan_of_step(plan, samples), length)
@@ -173,8 +173,11 @@ class Batches:
         losing, seeding = loss_stage.ranks, loss_stage.updating_ranks
         self._seeded_elsewhere = seeding != losing
         ranks = (*losing, *seeding) if self._seeded_elsewhere else losing
-        late = [rank for rank in seeding if rank not in losing and not reads[rank]]
-        self._late = frozenset(rank for rank in late if self._reading_of[rank])
+        self._late = frozenset(
+            rank
+            for rank, (reading, reads) in enumerate(found)
+            if rank in seeding and rank not in losing and reading and not reads
+        )
         self._loss_ranks = (*losing, *self._late)
         self._group: MPI.Comm | None = None
         if communicator.rank in ranks:
