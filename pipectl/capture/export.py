@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.buckets import field_of
@@ -32,6 +33,8 @@ from pipectl.capture.step import Step, own_name
 from pipectl.capture.tensors import octets_of
 from pipectl.errors import CaptureError
 
+_SAMPLES, _POSITIONS = 0, 1
+"""Dimensions of a batch that an export may leave free: the second one of padded fields only."""
 _MANY_STEPS = 2520
 """After which a count is a multiple of all up to ten, but no loop over it is too long to trace."""
 
@@ -59,12 +62,17 @@ def export_step(
     batch = (inputs, targets)
     failure: Exception | None = None
     # Some models fix a size (by a reshape to a constant, say): exported for this one.
-    choices = [_free(batch, ()), None]
+    waiting = [{_SAMPLES}, set[int]()][kept.fixed :]
     if padded and not kept.modules:
-        choices.insert(0, _free(batch, padded))
-    for free in choices[kept.fixed :]:
+        waiting.insert(0, {_SAMPLES, _POSITIONS})
+    while waiting:
+        dimensions = waiting.pop(0)
+        free = _free(batch, padded, dimensions)
         try:
             program, changes = _program(step, batch, kept, free)
+            if partly_free := _partly_free(program, batch, padded, dimensions):
+                waiting.insert(0, dimensions - partly_free)
+                continue
             if changes:
                 _refuse_carried(step, batch, kept, free, program, changes)
         except CaptureError:
@@ -123,16 +131,46 @@ def _after_many_steps(number: Entry) -> Entry:
     return number._replace(value=first + _MANY_STEPS * (number.value - first))
 
 
-def _free(batch: Any, padded: Collection[str]) -> Any:
+def _free(batch: Any, padded: Collection[str], dimensions: Collection[int]) -> Any:
     """Return the dimensions of every tensor of a batch that an export leaves free."""
 
     def of_leaf(place: pytree.KeyPath, leaf: Any) -> dict[int, Any] | None:
-        if not isinstance(leaf, Tensor) or not leaf.dim():
-            return None
-        is_padded = padded and leaf.dim() > 1 and field_of(place) in padded
-        return dict.fromkeys((0, 1) if is_padded else (0,), Dim.AUTO)
+        sizes = _sizes(place, leaf, padded)
+        return dict.fromkeys(sizes.keys() & dimensions, Dim.AUTO) or None
 
-    return pytree.tree_map_with_path(of_leaf, batch)
+    return pytree.tree_map_with_path(of_leaf, batch) if dimensions else None
+
+
+def _sizes(place: pytree.KeyPath, value: Any, padded: Collection[str]) -> dict[int, Any]:
+    """Return the sizes of a leaf of a batch that may be free, by dimension."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return {}
+    is_padded = value.dim() > 1 and field_of(place) in padded
+    return dict(enumerate(value.shape[: 1 + is_padded]))
+
+
+def _partly_free(
+    program: ExportedProgram, batch: Any, padded: Collection[str], dimensions: Collection[int]
+) -> set[int]:
+    """Return the dimensions that a program fixes in one tensor of the batch, but not in another.
+
+    A model may list the samples of one input and take their number from another. The graph holds
+    for one size then, and another export must fix it in all tensors. What nobody reads is free.
+    """
+    found: dict[int, set[bool]] = {dimension: set() for dimension in dimensions}
+    entering = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    leaves, _ = pytree.tree_flatten_with_path(batch)
+    specs = program.graph_signature.input_specs
+    inputs = [spec.arg for spec in specs if spec.kind is InputKind.USER_INPUT]
+    for (place, _), argument in zip(leaves, inputs, strict=True):
+        node = entering.get(getattr(argument, "name", ""))
+        if node is None or not node.users:
+            continue
+        for dimension, size in _sizes(place, node.meta.get("val"), padded).items():
+            if dimension in found:
+                is_free = isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+                found[dimension].add(is_free)
+    return {dimension for dimension, kinds in found.items() if len(kinds) > 1}
 
 
 def _lines(program: ExportedProgram) -> list[tuple[str, str]]:

@@ -302,9 +302,13 @@ class CapturedJob:
         if known is None or list(known.signatures) == list(graph.signatures):
             return graph
         if known.length == length:
+            cure = "choose micro_batches so that they divide the batch, and drop_last: true"
+            if not training:
+                cure = "let evaluation.data have a number of samples that is a multiple of "
+                cure += f"{known.batch_size}"
             raise CaptureError(
                 f"model: its graph for {batch} samples differs from that for {known.batch_size}",
-                cure="choose micro_batches so that they divide the batch, and drop_last: true",
+                cure=cure,
             )
         pairs = zip_longest(known.signatures, graph.signatures, fillvalue="nothing")
         one, other = next(pair for pair in pairs if pair[0] != pair[1])

@@ -80,6 +80,14 @@ class FixedBatch(Layers):
         return self.head(x.reshape(4, 2, 3).flatten(1))
 
 
+class Listing(Layers):
+    """Lists the samples of one input and takes their number from another; has its own loss."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mean = sum(self.a(x)) / len(x)
+        return cross_entropy(self.head(mean + torch.zeros(y.shape[0], 6)), y)
+
+
 class Sizes(Layers):
     """Shapes computed from the batch size."""
 

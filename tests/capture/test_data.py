@@ -397,15 +397,25 @@ class FixedLength(Padless):
         return self.head(x + torch.linspace(0, 1, int(ids.shape[1]))[:, None])
 
 
+def mean_by_length(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of targets whose length is free even if that of the inputs is not."""
+    return outputs.sum() / outputs.shape[0] / torch.ones(targets.shape[1]).sum()
+
+
 @pytest.mark.parametrize(
-    ("model", "kwargs", "count"),
-    [("Padless", {}, 1), ("FixedLength", {"limit": 12}, 3), ("FixedLength", {"limit": 10}, 0)],
+    ("model", "kwargs", "loss", "count"),
+    [
+        ("Padless", {}, f"{EQUALITY}:token_loss", 1),
+        ("FixedLength", {"limit": 12}, f"{EQUALITY}:token_loss", 3),
+        ("FixedLength", {"limit": 12}, f"{__file__}:mean_by_length", 3),
+        ("FixedLength", {"limit": 10}, f"{EQUALITY}:token_loss", 0),
+    ],
 )
 def test_the_graph_of_a_length_gives_what_the_model_gives_or_a_length_is_refused(
-    make_job: Any, run_whole: Any, model: str, kwargs: Any, count: int
+    make_job: Any, run_whole: Any, model: str, kwargs: Any, loss: str, count: int
 ) -> None:
     buckets = {"buckets": [5, 8, 12], "pad": {"inputs": 0, "targets": -100}}
-    data, loss = {"factory": f"{EQUALITY}:Sentences", **buckets}, f"{EQUALITY}:token_loss"
+    data = {"factory": f"{EQUALITY}:Sentences", **buckets}
     job = make_job(f"{__file__}:{model}", kwargs=kwargs, loss=loss, data=data)
     if not count:
         with pytest.raises(CaptureError) as raised:

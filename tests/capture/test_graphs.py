@@ -148,6 +148,23 @@ def test_one_graph_serves_every_batch_size_or_one_alone(job_of, make_job, run_wh
     assert [(each.fixed, each.batch_size) for each in graphs] == [(True, 4), (True, 8)]
 
 
+def test_a_size_that_is_fixed_in_one_input_is_fixed_in_all(make_job, run_whole) -> None:
+    held_out = {"data": {"factory": f"{MODELS}:by_keyword"}}
+    job = make_job("Listing", loss="model", data="by_keyword", evaluation=held_out)
+    graph = job.training_graph(4)
+    assert (graph.fixed, graph.batch_size) == (True, 4)
+    assert torch.equal(run_whole(job), job.step(*job.loader.example(4)))
+    multiple = "let evaluation.data have a number of samples that is a multiple of 4"
+    for graph_of, cure in (
+        (job.training_graph, "divide the batch"),
+        (job.evaluation_graph, multiple),
+    ):
+        assert graph_of(4).fixed
+        with pytest.raises(CaptureError, match=r"its graph for 3 samples differs") as caught:
+            graph_of(3)
+        assert cure in str(caught.value.cure)
+
+
 @pytest.mark.parametrize(
     ("code", "alike", "other"),
     [
