@@ -19,6 +19,8 @@ from pipectl.fields import LenientFields, Rule
 from pipectl.files import write_json, write_text
 from pipectl.units import printable
 
+LAUNCH = "LAUNCH"
+"""Action of the report of a launcher that has started no rank."""
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _LIBRARIES = (
     "site-packages",
@@ -154,11 +156,16 @@ class ErrorReport(LenientFields):
         )
 
     @property
+    def has_file(self) -> bool:
+        """Whether a rank or the preparation wrote it, not the launcher that starts them."""
+        return self.action != LAUNCH
+
+    @property
     def where(self) -> str:
         """For example ``rank 3 on n1, stage 2, BACKWARD micro-batch 5, step 17``."""
         host = f" on {self.host}" if self.host else ""
         if self.rank is None:
-            return f"preparation{host}"
+            return f"{'start' if self.action == LAUNCH else 'preparation'}{host}"
         parts = (
             "" if self.stage is None else f"stage {self.stage}",
             self.action,

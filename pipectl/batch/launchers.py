@@ -8,10 +8,12 @@ with Cray's PALS.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,6 +83,17 @@ _MPIEXECS = {
 }
 MPIEXECS = tuple(_MPIEXECS)
 """Names for ``launch.mpi`` with mpiexec: MPICH, Open MPI, Intel MPI, and PALS on Cray EX."""
+OF_JOBS = (
+    "SLURM*", "PBS_*", "PALS_*", "LSB_*", "LOADL*", "COBALT_*", "FLUX_*", "PE_HOSTFILE",
+    "HYDRA_LAUNCHER*", "HYDRA_BOOTSTRAP*", "HYDRA_RMK", "HYDRA_HOST_FILE", "HYDI_*",
+    "I_MPI_HYDRA_BOOTSTRAP*", "I_MPI_HYDRA_RMK", "I_MPI_HYDRA_HOST_FILE", "I_MPI_PMI_LIBRARY",
+    "PMI_*", "PMI2_*", "PMIX_*", "MPI_LOCAL*", "OMPI_COMM_*", "OMPI_UNIVERSE*", "OMPI_MCA_orte_*",
+    "OMPI_MCA_ess*", "PRTE_LAUNCHED",
+)  # fmt: skip
+"""Patterns of the variables by which an mpiexec or MPI finds that it runs in a job of a batch
+system, or under another launcher."""
+NOT_OF_JOBS = ("*_TMPDIR", "*_SUBMIT_DIR", "SLURM_CONF*", "SLURM_JWT", "PBS_O_*", "PMIX_MCA_*")
+"""Patterns of variables that it does not look at, but that a user's code may need."""
 _SRUN_BINDING = {"none": (), "cores": ("--cpu-bind=cores",), "numa": ("--cpu-bind=ldoms",)}
 _PMIS = {"open mpi": ("pmix",), "cray mpich": ("cray_shasta", "pmi2")}
 """Kinds of PMI of MPI libraries, the best first, by parts of their version text."""
@@ -128,6 +141,27 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
         *launch.args,
         *command,
     )
+
+
+def is_told_of_jobs(mpi: str) -> bool:
+    """Return whether a kind of mpiexec starts ranks through a batch system even on this machine:
+    PALS has no other way."""
+    return mpi == "cray"
+
+
+def local_environment(mpi: str = AUTO) -> dict[str, str]:
+    """Return the environment of an mpiexec, or of a process with MPI, for this machine alone.
+
+    In a job, such as the shell of ``srun --pty bash``, mpiexec would start the ranks through the
+    batch system, on the nodes of that job, and might wait for cores that the shell has.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if is_told_of_jobs(mpi)
+        or any(fnmatchcase(name, pattern) for pattern in NOT_OF_JOBS)
+        or not any(fnmatchcase(name, pattern) for pattern in OF_JOBS)
+    }
 
 
 def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]:

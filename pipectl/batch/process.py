@@ -57,23 +57,40 @@ def run(
         NoAnswerError: it did not finish within ``timeout_s``.
     """
     try:
-        done = subprocess.run(
+        child = subprocess.Popen(
             list(argv),
             env=env,
-            timeout=None if timeout_s == inf else timeout_s,
-            input=stdin,
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            check=False,
         )
-    except subprocess.TimeoutExpired:
-        raise NoAnswerError(
-            f"{argv[0]}: no answer within {timeout_s:.0f} s", cure="try again in a minute"
-        ) from None
     except OSError as error:
         raise SchedulerError(f"{argv[0]}: {error.strerror or error}", cure=cure) from None
-    return Completed(done.returncode, done.stdout.rstrip(), done.stderr.rstrip())
+    with child:
+        try:
+            limit_s = None if timeout_s == inf else timeout_s
+            stdout, stderr = child.communicate(stdin, limit_s)
+        except BaseException as error:
+            _end_with_descendants(child)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise NoAnswerError(
+                    f"{argv[0]}: no answer within {timeout_s:.0f} s", cure="try again in a minute"
+                ) from None
+            raise
+    return Completed(child.returncode, stdout.rstrip(), stderr.rstrip())
+
+
+def _end_with_descendants(child: subprocess.Popen[str]) -> None:
+    """Kill a child and what it has started, such as ranks, which would keep its output open."""
+    if (leader := process_state(child.pid)) is not None:
+        _kill(_with_descendants([leader]))
+    for stream in (child.stdin, child.stdout, child.stderr):
+        if stream is not None:
+            with suppress(OSError):
+                stream.close()
+    child.kill()
 
 
 def start_detached(

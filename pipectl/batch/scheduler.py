@@ -23,6 +23,8 @@ CHECKPOINTED = 75
 QUEUES_TIMEOUT_S = 20.0
 """Time limit for queries of partitions and queues, for which a user waits."""
 _MIN_WALLTIME_PER_LEAD_TIME = 4
+_START_LIMITS, _FETCH_S = 10, 3600
+"""Time for the ranks to appear, in units of ``launch.hang_after``, and to fetch an image."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,13 @@ class JobRequest:
         """Seconds from the signal to save a checkpoint to the end of the walltime."""
         limit = self.resources.walltime // _MIN_WALLTIME_PER_LEAD_TIME
         return 0 if self.checkpoint is None else min(self.checkpoint.lead_time, limit)
+
+    @property
+    def start_limit_s(self) -> int:
+        """Seconds after which a launcher without a rank is ended: more ranks start more slowly,
+        and a container may have to be fetched first."""
+        fetch_s = _FETCH_S if "://" in (self.environment.container or "") else 0
+        return _START_LIMITS * self.launch.hang_after + self.ranks + fetch_s
 
     @property
     def max_starts(self) -> int | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import process
-from pipectl.batch.launchers import launch_command
+from pipectl.batch.launchers import NOT_OF_JOBS, OF_JOBS, is_told_of_jobs, launch_command
 from pipectl.batch.scheduler import CHECKPOINTED, JobRequest, Template
 from pipectl.directives import (
     REPLACEMENTS,
@@ -50,6 +50,7 @@ def render_script(base: str, request: JobRequest, scheduler: str, **values: Any)
         InvalidInputError: a value cannot be written to a script, or the user's template is wrong.
         SchedulerError: see :func:`pipectl.batch.launchers.launch_command`.
     """
+    from markupsafe import Markup
 
     syntax = SYNTAXES.get(scheduler)  # None if the batch system reads no options in scripts
 
@@ -74,6 +75,9 @@ def render_script(base: str, request: JobRequest, scheduler: str, **values: Any)
         "checkpointed": CHECKPOINTED,
         "replacements": REPLACEMENTS,
         "sets": sets,
+        "of_jobs": Markup("|".join(OF_JOBS)),
+        "not_of_jobs": Markup("|".join(NOT_OF_JOBS)),
+        "is_told_of_jobs": is_told_of_jobs,
         **values,
     }
     script = ours.render(context)

@@ -118,6 +118,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--again", action="store_true")
     values = parser.parse_args(arguments)
     run: RunDirectory = values.run
+    with suppress(OSError):
+        run.starting.unlink(missing_ok=True)
     try:
         with using_code_of(run):
             if values.output is None:
@@ -137,6 +139,8 @@ def main(arguments: Sequence[str]) -> int:
         report.save(run.preparation_error)
         sys.stderr.write(printable(f"error: {str(error) or type(error).__name__}\n"))
         return report.exit_code
+    with suppress(PipectlError, OSError):
+        write_text(run.finished, "")  # what fails at the end of this process does not undo it
     return 0
 
 

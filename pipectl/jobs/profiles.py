@@ -23,8 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipectl
-from pipectl.batch import JobRequest, allocation, process
-from pipectl.batch.launchers import choose_mpi, launch_command
+from pipectl.batch import LOCAL, JobRequest, allocation, process
+from pipectl.batch.launchers import (
+    choose_mpi,
+    is_told_of_jobs,
+    launch_command,
+    local_environment,
+)
 from pipectl.errors import DataFileError, PipectlError, SchedulerError, UsageError
 from pipectl.faults import with_details
 from pipectl.fields import read_fields, write_value
@@ -283,7 +288,8 @@ def measure_rows(
         return None, UNKNOWN_ROWS
     if progress is not None:
         progress(0, 0, "messages between ranks")
-    if scheduler == "slurm" and launch.launcher == "srun":
+    by_srun = scheduler == "slurm" and launch.launcher == "srun"
+    if by_srun:
         one_node = (*launch.args, "--nodes=1", "--overlap")
         launch = launch.model_copy(update={"args": one_node})
     try:
@@ -297,8 +303,13 @@ def measure_rows(
                 *arguments,
                 cpus_per_task=resources.cpus_per_task,
             )
-            command = launch_command(request, scheduler)
-            result = process.run(command, cure="", timeout_s=_ROW_PATIENCE_S)
+            in_job = by_srun or is_told_of_jobs(request.launch.mpi)
+            result = process.run(
+                launch_command(request, scheduler if in_job else LOCAL),
+                cure="",
+                env=None if in_job else local_environment(),
+                timeout_s=_ROW_PATIENCE_S,
+            )
             if result.returncode:
                 raise SchedulerError(result.message.splitlines()[-1])
             document = read_json(output, cure=_CURE)

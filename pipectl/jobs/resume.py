@@ -257,7 +257,7 @@ def _hand_over_again(
     )
     # Reports of the earlier start say nothing about the run while it waits.
     reports = [run.exit_code, run.resubmitted, run.stopped_marker, run.requeue_error, run.heartbeat]
-    reports.append(run.changed_code)
+    reports += [run.changed_code, run.launch_error, run.exit_warning]
     reports += run.errors.glob("*.json")
     moved = {path: run.errors_before(starts) / path.name for path in reports if path.exists()}
     if replanned:  # recorded steps are of the earlier plan

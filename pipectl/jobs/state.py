@@ -32,6 +32,7 @@ from pipectl.runs import (
     RunDirectory,
     read_errors,
     read_exit_code,
+    read_exit_warning,
     read_heartbeat,
     read_measured,
     read_requeue_error,
@@ -118,6 +119,12 @@ class RunStatus:
     def stalled(self) -> str:
         """Which ranks wait for which, if no rank has made progress for long; else empty."""
         return read_stall(self.run) if self.job.state.alive else ""
+
+    @property
+    def warning(self) -> str:
+        """What failed after all work of a completed run was done; empty if nothing did."""
+        is_complete = self.job.state is JobState.COMPLETED
+        return read_exit_warning(self.run) if is_complete else ""
 
     @cached_property
     def code(self) -> KeptCode | None:

@@ -36,6 +36,7 @@ from pipectl.runs.readers import (
     measured_steps,
     read_errors,
     read_exit_code,
+    read_exit_warning,
     read_heartbeat,
     read_requeue_error,
     read_stall,
@@ -49,6 +50,6 @@ __all__ = [
     "NotFinite", "RankBeat", "Record", "RunDirectory", "Setting", "SweepDirectory", "checkpoints",
     "find", "find_run", "find_runs", "is_job_id", "last_checkpoint", "list_runs",
     "list_sweeps", "locked", "measured_steps", "name_in_shell", "read_errors", "read_exit_code",
-    "read_heartbeat", "read_measured", "read_metrics", "read_requeue_error", "read_stall",
-    "read_starts", "runs_directory", "stem_of", "step_of", "sweep_of",
+    "read_exit_warning", "read_heartbeat", "read_measured", "read_metrics", "read_requeue_error",
+    "read_stall", "read_starts", "runs_directory", "stem_of", "step_of", "sweep_of",
 ]  # fmt: skip

@@ -82,6 +82,10 @@ class RunDirectory(Directory):
     stopped_marker = File("stopped")  # written by the ranks when they have done so
     resubmitted = File("resubmitted")  # job id under which the job script submitted itself again
     requeue_error = File("requeue_error")  # why the job script could not requeue the job
+    starting = File("starting")  # there until what the job script has started begins its work
+    finished = File("finished")  # the ranks have done and saved all their work
+    launch_error = File("launch_error")  # what was printed by a launcher that started no rank
+    exit_warning = File("exit_warning")  # what failed after all work was done
     attempt = File("attempt")  # number of starts of the job script
     exit_code = File("exit_code")  # the job script's exit code, written when it ends
     metrics = File("metrics.jsonl")  # one line per step and per evaluation

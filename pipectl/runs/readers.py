@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pipectl.errors import DataFileError
-from pipectl.faults import ErrorReport
+from pipectl.faults import LAUNCH, ErrorReport
 from pipectl.fields import VERSION, DataFile, LenientFields, Rule, read_value
 from pipectl.files import read_json, read_limited
 from pipectl.runs.directory import RunDirectory, checkpoints
 from pipectl.units import printable
 
 _MAX_REPORT_BYTES, _MAX_DIGITS = 2**24, 100
+_TELLING = re.compile(
+    r"error|fail|fatal|not found|no such|cannot|can't|unable|denied|refused|expired|invalid|abort"
+    r"|killed|not enough|disabled|no space|limit",
+    re.IGNORECASE,
+)
+_NOISE = re.compile(
+    r"[-=+*#\s]*$|\[mpiexec\S*\] (HYD|send_hdr|ui_cmd|main )|.*job\.sh: line \d+: +\d+ |pipectl: "
+)
+"""Lines that do not say why a launcher failed, but that it is being ended."""
+_MAX_LINES = 3
+_MORE_TIME = "see the log; launch.hang_after allows more time: ten times that, and 1 s per rank"
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,40 @@ def read_errors(run: RunDirectory) -> list[ErrorReport]:
         with suppress(DataFileError):
             document = read_json(path, cure="", limit=_MAX_REPORT_BYTES)
             errors.append(read_value(ErrorReport, document))
+    if not errors and (error := _read_launch_error(run)) is not None:
+        errors = [error]
     return sorted(errors, key=lambda error: (error.rank is not None, error.time))
+
+
+def _read_launch_error(run: RunDirectory) -> ErrorReport | None:
+    """Return why no rank has begun, in the words of the launcher; None if one has.
+
+    The job script writes the node, its exit code and, if it ended the launcher itself, the seconds
+    that it waited for a rank; then what was printed.
+    """
+    try:
+        text = read_limited(run.launch_error, _MAX_REPORT_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
+    node, numbers, *printed = [*text.splitlines(), "", ""]
+    code, *waited_s = numbers.split()
+    what = f"no rank has begun: exit code {code}"
+    if waited_s:
+        what = f"no rank has begun in {waited_s[0]} s, so the launcher was ended"
+    words = "\n".join(_telling(printed))
+    return ErrorReport(
+        printable(f"{what}\n{words}" if words else what),
+        action=LAUNCH,
+        host=printable(node),
+        cure=_MORE_TIME if waited_s else None,
+    )
+
+
+def _telling(printed: Iterable[str]) -> list[str]:
+    """Return the few lines that say what went wrong: the first ones with a word for it."""
+    lines = list(dict.fromkeys(line.strip() for line in printed if not _NOISE.match(line)))
+    telling = [line for line in lines if _TELLING.search(line)]
+    return (telling or lines[-_MAX_LINES:])[:_MAX_LINES]
 
 
 def read_stall(run: RunDirectory) -> str:
@@ -122,10 +166,19 @@ def _read_number(path: Path) -> int | None:
         return None
 
 
+def read_exit_warning(run: RunDirectory) -> str:
+    """Return what failed after all work was done; empty if nothing did."""
+    return _last_line(run.exit_warning)
+
+
 def read_requeue_error(run: RunDirectory) -> str:
     """Return why the batch system did not requeue the job; empty if it did."""
+    return _last_line(run.requeue_error)
+
+
+def _last_line(path: Path) -> str:
     try:
-        text = read_limited(run.requeue_error, _MAX_REPORT_BYTES).decode("utf-8", "replace")
+        text = read_limited(path, _MAX_REPORT_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
     return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")

@@ -22,10 +22,10 @@ from mpi4py import MPI
 
 from pipectl.errors import LESS_MEMORY, FaultError, PipectlError, lacks_memory
 from pipectl.faults import ErrorReport, with_details
-from pipectl.files import write_log
+from pipectl.files import write_log, write_text
 from pipectl.runs import RUN_VARIABLE, RunDirectory
 from pipectl.runtime.nodes import node_name
-from pipectl.runtime.waiting import tell_of_waits
+from pipectl.runtime.waiting import barrier, tell_of_waits
 from pipectl.units import printable
 from pipectl.watch.board import Board
 
@@ -142,6 +142,7 @@ def run_rank(work: Work, description: str | None) -> None:
     directory = RunDirectory(parser.parse_args().run)
     communicator, code = MPI.COMM_WORLD, None
     rank = communicator.rank
+    begin(directory, rank)
     with own_log(rank, communicator.size):
         board = Board()
         board.phase("starting")
@@ -154,8 +155,26 @@ def run_rank(work: Work, description: str | None) -> None:
             stage = None if now.stage < 0 else now.stage
             report(directory, rank, error, action=now.action, stage=stage, step=now.step)
             code = error.exit_code if isinstance(error, PipectlError) else 1
+        else:
+            finish(directory, communicator)
     if code is not None:
         sys.exit(code)
+
+
+def begin(directory: RunDirectory, rank: int) -> None:
+    """Tell the job script that the ranks have begun. A file is removed, as disks may be full."""
+    if rank == 0:
+        with suppress(OSError):
+            directory.starting.unlink(missing_ok=True)
+
+
+def finish(directory: RunDirectory, communicator: MPI.Intracomm) -> None:
+    """Tell the job script that all ranks have done their work: a failure from now on, such as one
+    of a library at the end of the process, does not undo it. Collective."""
+    with suppress(MPI.Exception, PipectlError, OSError):  # another rank may have ended already
+        barrier(communicator)
+        if communicator.rank == 0:
+            write_text(directory.finished, "")
 
 
 def warn(text: str) -> None:

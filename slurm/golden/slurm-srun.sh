@@ -30,9 +30,10 @@ write_file() {
     (umask 077 && echo "$2" >"$PIPECTL_RUN_DIRECTORY/$1.tmp") &&
         mv -f "$PIPECTL_RUN_DIRECTORY/$1.tmp" "$PIPECTL_RUN_DIRECTORY/$1"
 }
-rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped,requeue_error}
+rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
 finish() {
     local code=$?
+    rm -f "$PIPECTL_RUN_DIRECTORY/starting"
     write_file exit_code "$code"
 }
 trap finish EXIT
@@ -81,9 +82,34 @@ set_traps() {
 }
 set_traps
 run() {
+    begin
     "$@" &
     child=$!
     await
+    settle "$?"
+}
+# What a command starts removes the file `starting`, and makes `finished` when its work is done.
+begin() {
+    write_file starting ''
+    rm -f "$PIPECTL_RUN_DIRECTORY/finished"
+    log_bytes=$(stat -Lc %s "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null) || log_bytes=0
+}
+# The exit code of a command, given that of its process: a process that fails while it ends does
+# not undo its work. If the work never began, the output of the command says why.
+settle() {
+    local code=$1 waited_s=
+    [[ -r "$PIPECTL_RUN_DIRECTORY/starting" ]] && read -r waited_s <"$PIPECTL_RUN_DIRECTORY/starting"
+    if ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]]; then
+        write_file exit_warning "all work was done and saved; then a process failed while it ended (exit code $code)"
+        echo "pipectl: $(<"$PIPECTL_RUN_DIRECTORY/exit_warning")" >&2
+        code=0
+    elif ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" && (-z $signal_code || $waited_s) ]]; then
+        write_file launch_error "${SLURMD_NODENAME:-$HOSTNAME}"$'\n'"$code $waited_s"$'\n'"$(
+            tail -c "+$((log_bytes + 1))" "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null |
+                head -c 16384 | tr -d '\0'
+        )"
+    fi
+    return "$code"
 }
 # Waits for the command, and returns its exit code.
 await() {
@@ -114,34 +140,50 @@ await() {
 
 run_ranks() {
     local code
+    begin
     (
         trap '' USR1 USR2 # ranks survive these, but not all launchers
         with_variables "$@"
     ) &
     child=$!
-    kill_if_stuck "$child" &
+    guard "$child" &
     helpers+=("$!")
     disown "$!"
     await
     code=$?
     kill -s KILL "${helpers[@]}" 2>/dev/null
-    return "$code"
+    settle "$code"
 }
-# A launcher may wait forever for a node that does not answer: it is killed if it still runs after
-# `patience` looks since a rank has reported an error.
+# A launcher may wait forever for a node that does not answer. It is ended if it still runs after
+# `patience` looks since a rank has reported an error, after `start_looks` looks without a rank, or
+# after `end_looks` looks since all ranks are done.
 tick_s=5
 patience=12
-kill_if_stuck() {
+start_limit_s=304
+start_looks=60
+end_looks=60
+guard() {
     trap '' TERM INT USR1 USR2
     trap - EXIT
+    local why=
     while kill -s 0 "$1" 2>/dev/null; do
         if ((patience == 0)); then
-            echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
+            echo "pipectl: $why, and the launcher has not ended: it is killed" >&2
             kill -s KILL "$1" 2>/dev/null # last, because the script then kills this function
             return
         fi
         read -rt "$tick_s" <> <(:) # sleeps, without a process that would outlive the script
-        compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null && ((patience--))
+        if [[ $why ]] || compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null; then
+            : "${why:=a rank failed}"
+            ((patience--))
+        elif [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && ((--start_looks == 0)); then
+            why="no rank has appeared in $start_limit_s s" patience=2
+            write_file starting "$start_limit_s"
+            kill -s TERM "$1" 2>/dev/null
+        elif [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]] && ((--end_looks == 0)); then
+            why='all ranks are done' patience=2
+            kill -s TERM "$1" 2>/dev/null
+        fi
     done
 }
 

@@ -21,9 +21,10 @@ write_file() {
     (umask 077 && echo "$2" >"$PIPECTL_RUN_DIRECTORY/$1.tmp") &&
         mv -f "$PIPECTL_RUN_DIRECTORY/$1.tmp" "$PIPECTL_RUN_DIRECTORY/$1"
 }
-rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped,requeue_error}
+rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
 finish() {
     local code=$?
+    rm -f "$PIPECTL_RUN_DIRECTORY/starting"
     write_file exit_code "$code"
     rm -rf "${scratch-}"
 
@@ -79,9 +80,34 @@ set_traps() {
 }
 set_traps
 run() {
+    begin
     "$@" &
     child=$!
     await
+    settle "$?"
+}
+# What a command starts removes the file `starting`, and makes `finished` when its work is done.
+begin() {
+    write_file starting ''
+    rm -f "$PIPECTL_RUN_DIRECTORY/finished"
+    log_bytes=$(stat -Lc %s "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null) || log_bytes=0
+}
+# The exit code of a command, given that of its process: a process that fails while it ends does
+# not undo its work. If the work never began, the output of the command says why.
+settle() {
+    local code=$1 waited_s=
+    [[ -r "$PIPECTL_RUN_DIRECTORY/starting" ]] && read -r waited_s <"$PIPECTL_RUN_DIRECTORY/starting"
+    if ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]]; then
+        write_file exit_warning "all work was done and saved; then a process failed while it ended (exit code $code)"
+        echo "pipectl: $(<"$PIPECTL_RUN_DIRECTORY/exit_warning")" >&2
+        code=0
+    elif ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" && (-z $signal_code || $waited_s) ]]; then
+        write_file launch_error "${SLURMD_NODENAME:-$HOSTNAME}"$'\n'"$code $waited_s"$'\n'"$(
+            tail -c "+$((log_bytes + 1))" "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null |
+                head -c 16384 | tr -d '\0'
+        )"
+    fi
+    return "$code"
 }
 # Waits for the command, and returns its exit code.
 await() {
@@ -112,34 +138,50 @@ await() {
 
 run_ranks() {
     local code
+    begin
     (
         trap '' USR1 USR2 # ranks survive these, but not all launchers
         with_variables "$@"
     ) &
     child=$!
-    kill_if_stuck "$child" &
+    guard "$child" &
     helpers+=("$!")
     disown "$!"
     await
     code=$?
     kill -s KILL "${helpers[@]}" 2>/dev/null
-    return "$code"
+    settle "$code"
 }
-# A launcher may wait forever for a node that does not answer: it is killed if it still runs after
-# `patience` looks since a rank has reported an error.
+# A launcher may wait forever for a node that does not answer. It is ended if it still runs after
+# `patience` looks since a rank has reported an error, after `start_looks` looks without a rank, or
+# after `end_looks` looks since all ranks are done.
 tick_s=5
 patience=12
-kill_if_stuck() {
+start_limit_s=304
+start_looks=60
+end_looks=60
+guard() {
     trap '' TERM INT USR1 USR2
     trap - EXIT
+    local why=
     while kill -s 0 "$1" 2>/dev/null; do
         if ((patience == 0)); then
-            echo "pipectl: a rank failed, and the launcher has not ended: it is killed" >&2
+            echo "pipectl: $why, and the launcher has not ended: it is killed" >&2
             kill -s KILL "$1" 2>/dev/null # last, because the script then kills this function
             return
         fi
         read -rt "$tick_s" <> <(:) # sleeps, without a process that would outlive the script
-        compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null && ((patience--))
+        if [[ $why ]] || compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null; then
+            : "${why:=a rank failed}"
+            ((patience--))
+        elif [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && ((--start_looks == 0)); then
+            why="no rank has appeared in $start_limit_s s" patience=2
+            write_file starting "$start_limit_s"
+            kill -s TERM "$1" 2>/dev/null
+        elif [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]] && ((--end_looks == 0)); then
+            why='all ranks are done' patience=2
+            kill -s TERM "$1" 2>/dev/null
+        fi
     done
 }
 
@@ -162,13 +204,31 @@ with_variables() {
     exec "$@"
 }
 
+# The number of an array's last job is that of the array, by which all would start again.
+job_id=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+# Slurm sends TERM when it preempts a job, as when the job is cancelled. It requeues the job only if
+# that lives until the end of its time of grace.
+is_preempted() {
+    local found preempted_at
+    found=$(SLURM_TIME_FORMAT=standard scontrol show job "$job_id") || return 1
+    [[ $found =~ PreemptTime=([0-9T:-]+) ]] && preempted_at=${BASH_REMATCH[1]} &&
+        [[ $found =~ StartTime=([0-9T:-]+) && ! $preempted_at < ${BASH_REMATCH[1]} ]]
+}
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 export SLURM_CPU_BIND=none
 cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
 #!/bin/bash
 options=()
 while (($#)) && [[ $1 != */hydra_pmi_proxy ]]; do options+=("$1") && shift; done
-exec srun "${options[@]}" /bin/bash -c 'trap "" USR1 USR2 && exec "$0" "$@"' "$@"
+srun "${options[@]}" /bin/bash -c 'trap "" USR1 USR2 && exec "$0" "$@"' "$@"
+code=$?
+if ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]]; then # mpiexec would wait forever
+    for signal in 0 0 TERM TERM KILL; do
+        kill -s "$signal" "$PPID" 2>/dev/null || break
+        sleep 1
+    done
+fi
+exit "$code"
 AGENT
 chmod u+x "$PIPECTL_RUN_DIRECTORY/agent"
 [[ -n ${HYDRA_LAUNCHER-}${HYDRA_LAUNCHER_EXEC-} ]] ||
@@ -180,11 +240,9 @@ run_ranks /opt/env/bin/mpiexec -n 4 /opt/env/bin/python -m mpi4py -m pipectl.run
 code=$?
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
-    if ((attempt < 4)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
+    if ((attempt < 4)) && { [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]] || is_preempted; }; then
         trap '' TERM # Slurm ends the script meanwhile
-        # The number of an array's last job is that of the array, by which all would start again.
-        scontrol requeue "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" \
-            2>"$PIPECTL_RUN_DIRECTORY/requeue_error" || cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
+        scontrol requeue "$job_id" 2>"$PIPECTL_RUN_DIRECTORY/requeue_error" || cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
     fi
 fi
 exit "$code"

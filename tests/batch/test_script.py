@@ -1,6 +1,7 @@
 """Job scripts, run by real bash with plain commands instead of MPI."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import yaml
 from job_requests import change, end, fields, run, start, wait_until, write_script
 
 from pipectl.batch import Array, Template, get_scheduler
+from pipectl.batch.launchers import local_environment
 from pipectl.batch.script import render_variables
 from pipectl.errors import InvalidInputError
 from pipectl.runs import (
@@ -20,6 +22,7 @@ from pipectl.runs import (
     RUN_VARIABLE,
     SCRIPT,
     RunDirectory,
+    read_errors,
     read_requeue_error,
 )
 from pipectl.spec.models import Checkpoint
@@ -107,11 +110,138 @@ def test_variables_are_in_a_file_without_which_the_job_does_not_run(make_request
             render_variables(change(request, variables={"OMP_NUM_THREADS": "1", name: "2"}))
 
 
-def impatient(script: Path) -> Path:
-    """A script that kills a launcher soon after a rank has failed."""
-    text = script.read_text().replace("tick_s=5", "tick_s=0.1")
-    script.write_text(text.replace("patience=12", "patience=2"))
+def impatient(script: Path, *more: str) -> Path:
+    """A script that ends a launcher soon after a rank has failed, and in other cases by their
+    variables."""
+    text = re.sub(f"({'|'.join(['patience', *more])})=[0-9]+", r"\1=2", script.read_text())
+    script.write_text(text.replace("tick_s=5", "tick_s=0.1"))
     return script
+
+
+TRACE = "Traceback:\n  File x.py, line 3\nModuleNotFoundError: No module named torch"
+SLOTS = "-----\nThere are not enough slots available\nto satisfy the 4 slots"
+EXPIRED = "srun: error: A: expired\n[mpiexec@n1] HYDU_sock_write (/a/b.c:2): write error"
+
+
+@pytest.mark.parametrize(
+    ("printed", "then", "message"),
+    [
+        (TRACE, "exit 1", ": exit code 1\nModuleNotFoundError: No module named torch"),
+        (SLOTS, "exit 213", ": exit code 213\nThere are not enough slots available"),
+        (EXPIRED, "exit 2", ": exit code 2\nsrun: error: A: expired"),
+        ("one\n\ntwo", "exit 3", ": exit code 3\none\ntwo"),
+        ("", "exec x1", ": exit code 127\nbash: line 1: exec: x1: not found"),
+        ("", "exit 4", ": exit code 4"),
+        ("error: busy", "exec sleep 300", " in 302 s, so the launcher was ended\nerror: busy"),
+        ("", "trap '' TERM; sleep 300", " in 302 s, so the launcher was ended"),
+        ("error", "rm starting; exit 3", None),  # a rank had begun
+        ("error", "kill -TERM $PPID; exec sleep 300", None),  # it was cancelled
+    ],
+)
+def test_why_no_rank_has_begun(make_request, printed, then, message):
+    """In the words of what was started, which may wait forever."""
+    request = make_request(setup=("echo error of the setup",))
+    script = write_script(request, "bash", "-c", f"cat printed >&2; {then}")
+    impatient(script, "start_looks")
+    run = RunDirectory(request.run_directory)
+    (run.path / "printed").write_text(printed)
+    with run.job_log.open("w") as log:
+        done = subprocess.run(["bash", script], stdout=log, stderr=log, timeout=60, check=False)
+    assert done.returncode
+    assert run.exit_code.read_text() == f"{done.returncode}\n"
+    assert not run.starting.exists()
+    found = [(error.where, error.message) for error in read_errors(run)]
+    where = f"start on {os.uname().nodename}"
+    assert found == ([] if message is None else [(where, f"no rank has begun{message}")])
+
+
+def test_ranks_that_are_done_and_do_not_end_are_ended(make_request):
+    command = ": >finished; exec sleep 300"
+    script = impatient(write_script(make_request(), "bash", "-c", command), "end_looks")
+    done = subprocess.run(["bash", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "all work was done and saved" in done.stderr
+
+
+@pytest.fixture
+def job_of_slurm(tmp_path, monkeypatch):
+    """The environment of a job on two nodes, in which no step can be started."""
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text("#!/bin/bash\necho 'srun: error: Job credential expired' >&2\nexit 1\n")
+    srun.chmod(0o755)
+    slurm = {"JOB_ID": "1", "JOBID": "1", "NNODES": "2", "TASKS_PER_NODE": "2(x2)"}
+    slurm |= dict.fromkeys(("NODELIST", "JOB_NODELIST"), "node[1-2]")
+    for name, value in {**slurm, "TMPDIR": "/local", "SUBMIT_DIR": "/home"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    monkeypatch.setenv("PMI_FD", "900")
+    monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.mpi
+def test_an_mpiexec_whose_processes_do_not_start_is_ended(make_request, mpiexec, job_of_slurm):
+    """MPICH's waits for them forever."""
+    request = make_request(nodes=2, mpi="hydra", mpiexec=mpiexec, command=("true",))
+    script, run = write_script(request, scheduler="slurm"), RunDirectory(request.run_directory)
+    with run.job_log.open("w") as log:
+        done = subprocess.run(["bash", script], stdout=log, stderr=log, timeout=60, check=False)
+    assert done.returncode
+    (error,) = read_errors(run)
+    assert error.where == "start on node1"
+    assert error.message.splitlines()[1] == "srun: error: Job credential expired"
+
+
+@pytest.mark.mpi
+def test_jobs_of_this_machine_are_no_part_of_the_job_in_which_they_run(
+    make_request, mpiexec, job_of_slurm
+):
+    """Their setup and their ranks see the directories that a batch system made, however."""
+    request = make_request(
+        mpi="hydra",
+        mpiexec=mpiexec,
+        command=("bash", "-c", "echo $(compgen -e | grep SLURM) $((PMI_FD != 900))"),
+        setup=("echo $SLURM_JOB_ID",),
+    )
+    process = subprocess.run(
+        ["bash", write_script(request)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert process.stdout.splitlines() == ["1", *["SLURM_SUBMIT_DIR SLURM_TMPDIR 1"] * 2]
+    environment = local_environment()
+    assert {name for name in environment if name.startswith(("SLURM", "PMI"))} == {
+        "SLURM_TMPDIR",
+        "SLURM_SUBMIT_DIR",
+    }
+    assert local_environment("cray") == dict(os.environ)
+
+
+@pytest.mark.parametrize(
+    ("times", "calls"),
+    [
+        ("PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=2026-11-29T10:05:07", 1),
+        ("PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=None", 0),  # it is cancelled
+        ("PreemptTime=2026-11-29T09:59:59", 0),  # the start before was preempted
+        ("", 0),
+    ],
+)
+def test_a_job_that_slurm_preempts_goes_back_into_the_queue(
+    make_request, tmp_path, monkeypatch, times, calls
+):
+    """Slurm itself requeues it only if it lives until the end of its time of grace."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    shown = f"JobId=7 Restarts=1\n   StartTime=2026-11-29T10:00:00 EndTime=Unknown {times}"
+    scontrol.write_text(
+        f"#!/bin/bash\necho \"$@\" >>{tmp_path}/calls\n[[ $1 != show ]] || echo '{shown}'\n"
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    request = make_request(checkpoint=Checkpoint(max_requeues=1))
+    rank = "echo TERM >stop; : >stopped"
+    assert run(request, "bash", "-c", rank, scheduler="slurm")[0] == 75
+    said = (tmp_path / "calls").read_text().splitlines()
+    assert said == ["show job 7", *["requeue 7"] * calls]
 
 
 def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(make_request):

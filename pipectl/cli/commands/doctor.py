@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,14 @@ import typer
 
 from pipectl import __version__
 from pipectl.batch import LOCAL, find_scheduler, process
-from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, launch_command, list_pmis
+from pipectl.batch.launchers import (
+    AUTO,
+    MPIEXECS,
+    knows_pmi,
+    launch_command,
+    list_pmis,
+    local_environment,
+)
 from pipectl.cli import options as opt
 from pipectl.cli.console import labels, say_json, show
 from pipectl.errors import PipectlError, SchedulerError
@@ -148,7 +155,8 @@ def _check_torch() -> Iterator[Finding]:
         yield assess("accelerators", f"{text}; login nodes usually have none")
         return
     try:  # a test message from an accelerator's memory, which may crash the process
-        _output([sys.executable, "-m", "mpi4py", "-m", _SELF_TEST, kind])
+        command = [sys.executable, "-m", "mpi4py", "-m", _SELF_TEST, kind]
+        _output(command, local_environment())
         way = "MPI reads their memory"
     except PipectlError:
         way = "messages pass through host memory"
@@ -163,7 +171,7 @@ def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
         return
     request = request_of_two(launch, _REACH)
     command, mpi = launch_command(request, LOCAL), request.launch.mpi
-    answer = _answer(command)
+    answer = _answer(command, local_environment(mpi))
     if answer["ranks"] != 2:
         raise SchedulerError(
             f"{command[0]} starts two ranks that do not see each other: it does not belong to the "
@@ -260,18 +268,18 @@ def _check_machine() -> Iterator[Finding]:
         yield assess("compiler", "no C++ compiler, which training.compile would need")
 
 
-def _output(argv: Sequence[str]) -> str:
+def _output(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     """The output of a command."""
-    result = process.run(argv, cure="", timeout_s=_PATIENCE_S)
+    result = process.run(argv, cure="", env=env, timeout_s=_PATIENCE_S)
     if result.returncode:
         raise SchedulerError(f"{Path(argv[0]).name}: {result.message.splitlines()[-1]}")
     return result.stdout or result.stderr
 
 
-def _answer(argv: Sequence[str]) -> Any:
+def _answer(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Any:
     """The JSON in the last line that a command prints."""
     try:
-        return json.loads(_output(argv).splitlines()[-1])
+        return json.loads(_output(argv, env).splitlines()[-1])
     except (ValueError, IndexError):
         raise SchedulerError(
             f"{Path(argv[0]).name} runs, but does not answer", cure=f"see what {argv[0]} prints"

@@ -34,7 +34,7 @@ from pipectl.runs import (
     step_of,
 )
 from pipectl.runs.kept_code import read_changed_code
-from pipectl.units import format_bytes, format_time, plural
+from pipectl.units import format_bytes, format_time, plural, printable
 
 _STYLES = {
     JobState.COMPLETED: "green",
@@ -54,6 +54,8 @@ _MAX_REASON, _MAX_VALUE = 40, 24
 """Maximum characters of a reason, and of a value of a sweep, in a table."""
 _NOTHING_S = 1e-4
 """Part of a step that is too short to mention."""
+_NOTHING_NEW = ("exit code", "NonZeroExitCode")
+"""Beginnings of reasons that say less than the report of a failure."""
 _MAX_PARTS = 3
 """Maximum number of parts of a difference."""
 _MOVES = {
@@ -153,16 +155,20 @@ def _failure(status: RunStatus) -> Iterator[Fact]:
     """What ended the run, or what it waits for."""
     job, failure = status.job, status.failure
     logs = whole(f"pipectl logs {name_in_shell(status.run)}")
-    details = f"details: {whole(short_path(status.run.errors))}\nlogs: {logs}"
+    details = f"logs: {logs}"
+    if failure is not None and failure.has_file:
+        details = f"details: {whole(short_path(status.run.errors))}\n{details}"
     if failure is not None and job.state is not JobState.COMPLETED:
         others = len(status.errors) - 1
         also = f" (and {plural(others, 'more rank')})" if others else ""
         yield "error", f"{failure.where}{also}", "red"
         yield "", "\n".join(filter(None, (failure.what, failure.cure, details))), ""
-    if job.reason and not (failure is not None and job.reason.startswith("exit code")):
+    if job.reason and not (failure is not None and job.reason.startswith(_NOTHING_NEW)):
         yield "reason", job.reason, ""
     if failure is None and job.state is JobState.FAILED:
         yield "details", logs, ""
+    if warning := status.warning:
+        yield "warning", f"{printable(warning)}\nlogs: {logs}", "yellow"
     if job.start is not None and job.state.waits:
         yield "expected", f"to start {datetime.fromtimestamp(job.start):%Y-%m-%d %H:%M}", ""
     if stalled := status.stalled:

@@ -48,6 +48,7 @@ class RunJson(TypedDict):
         ranks: of each rank, what the heartbeat says.
         peaks: of each ``rank``, ``measured_bytes`` and ``predicted_bytes``.
         error: ``where`` the first failure was, and its ``message``; null if there was none.
+        warning: what failed after all work was done, or null.
         commit, uncommitted: git commit of the code at submission, and files that differed from it;
             null if it was in no repository.
         changed_files: files of the job that have changed since the submission; empty once the run
@@ -91,6 +92,7 @@ class RunJson(TypedDict):
     ranks: list[dict[str, Any]]
     peaks: list[dict[str, Any]]
     error: dict[str, str] | None
+    warning: str | None
     commit: str | None
     uncommitted: list[str] | None
     changed_files: list[str]
@@ -140,6 +142,7 @@ def run_json(status: RunStatus) -> RunJson:
         "ranks": [vars(rank) for rank in status.ranks],
         "peaks": [peak._asdict() for peak in status.peaks],
         "error": None if failure is None else {"where": failure.where, "message": failure.what},
+        "warning": status.warning or None,
         "commit": None if repository is None else repository.commit,
         "uncommitted": None if repository is None else list(repository.changed),
         "changed_files": [file.path for file in status.changed_files],

@@ -25,7 +25,7 @@ from pipectl.report.charts import links_svg
 from pipectl.runs import Heartbeat, RunDirectory
 from pipectl.runtime.links.measure import measure_link, measure_sharing, measure_sums, run_on
 from pipectl.runtime.nodes import grouped, node_name
-from pipectl.runtime.process import report
+from pipectl.runtime.process import begin, finish, report
 from pipectl.spec import JobSpec, load
 
 Pair = tuple[int, int]
@@ -214,12 +214,14 @@ def main() -> None:
     parser.add_argument("--budget", type=float, required=True, help="seconds to measure, about")
     arguments = parser.parse_args()
     directory = RunDirectory(arguments.run)
+    begin(directory, MPI.COMM_WORLD.rank)
     try:
         cluster = probe(directory, arguments.key, arguments.budget)
         if MPI.COMM_WORLD.rank == 0:
             cluster.save(directory.cluster)
             write_text(arguments.output.with_suffix(".svg"), links_svg(cluster))
             cluster.save(arguments.output)
+        finish(directory, MPI.COMM_WORLD)
     except BaseException as error:
         report(directory, MPI.COMM_WORLD.rank, error, action="measuring links")
         sys.exit(error.exit_code if isinstance(error, PipectlError) else 1)

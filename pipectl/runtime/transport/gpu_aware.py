@@ -19,6 +19,7 @@ import torch
 from mpi4py import MPI
 
 from pipectl.batch import process
+from pipectl.batch.launchers import local_environment
 from pipectl.errors import PipectlError
 from pipectl.runtime.transport.transfer import memory
 from pipectl.runtime.waiting import gather_all
@@ -34,7 +35,6 @@ _QUERIES = {
 }
 """By kind of accelerator: Open MPI's function, and the number in MPICH's MPIX_GPU_query_support."""
 _SWITCHES = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MV2_USE_ROCM", "PSP_CUDA")
-_LAUNCHED = re.compile(r"^(PMI|PMIX|PRTE|HYD|OMPI_COMM_|OMPI_UNIVERSE|MPI_LOCAL|SLURM_|PALS_)")
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,12 @@ def judge(kind: str, environment: Mapping[str, str], test: Callable[[str], bool]
 
 def passes_self_test(device: str) -> bool:
     """Whether a message from the device to itself arrives, in a process that may crash."""
-    alone = {name: text for name, text in os.environ.items() if not _LAUNCHED.match(name)}
     command = [sys.executable, "-m", "mpi4py", "-m", _MODULE, device]
     try:
-        process_result = process.run(command, cure="", env=alone, timeout_s=_TIMEOUT_S)
+        result = process.run(command, cure="", env=local_environment(), timeout_s=_TIMEOUT_S)
     except PipectlError:
         return False
-    return process_result.returncode == 0
+    return result.returncode == 0
 
 
 def _claim(kind: str, environment: Mapping[str, str]) -> tuple[bool | None, str]:
