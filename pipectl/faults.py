@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 import traceback
 from contextlib import suppress
@@ -17,17 +16,12 @@ from typing import Annotated, Any
 from pipectl.errors import FaultError, PipectlError, lacks_memory
 from pipectl.fields import LenientFields, Rule
 from pipectl.files import write_json, write_text
+from pipectl.libraries import is_library
 from pipectl.units import printable
 
 LAUNCH = "LAUNCH"
 """Action of the report of a launcher that has started no rank."""
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
-_LIBRARIES = (
-    "site-packages",
-    "dist-packages",
-    f"{sys.prefix}/lib/python",
-)
-_STANDARD_LIBRARY = str(Path(os.__file__).parent)
 _PLACE = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 _CAPTURED = "<eval_with_key>"
 """Prefix of the file names that torch gives to the code of captured graphs."""
@@ -35,9 +29,7 @@ _CAPTURED = "<eval_with_key>"
 
 def is_user_code(filename: str) -> bool:
     """Return whether a file belongs neither to pipectl, to Python nor to an installed package."""
-    if filename.startswith((_PACKAGE, _STANDARD_LIBRARY, "<")):
-        return False
-    return not any(library in filename for library in _LIBRARIES)
+    return not (filename.startswith((_PACKAGE, "<")) or is_library(filename))
 
 
 def user_line(trace: TracebackType | None) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -21,6 +20,7 @@ from importlib.util import decode_source, find_spec
 from pathlib import Path
 from symtable import symtable
 
+from pipectl.libraries import is_library
 from pipectl.spec.code import active, read_source
 from pipectl.units import did_you_mean
 
@@ -28,7 +28,6 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _FORM = "write ./file.py:name or package.module:name"
 # Saved before user code runs, which may change it.
 _SEARCH = tuple(entry for entry in sys.path if entry)
-_LIBRARY = ("site-packages", "dist-packages")
 _BINDERS = {"__getattr__", "globals", "locals", "vars", "exec", "setattr"}
 """Names by which a module may define further names at run time."""
 _INIT = ["__init__"]
@@ -136,8 +135,10 @@ def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
     references = list(references)
     files = [reference.file for reference in references if reference.file is not None]
     roots = [reference.root for reference in references if reference.root is not None]
-    places = [*roots, *(file.parent for file in files)]
-    search = list(dict.fromkeys([*map(str, places), *_SEARCH]))
+    own = {str(place) for place in (*roots, *(file.parent for file in files))}
+    search = list(
+        dict.fromkeys([*map(str, roots), *(str(file.parent) for file in files), *_SEARCH])
+    )
     waiting = [name for each in references for name in _levels(each.module or "")]
     waiting += [name for file in files for name in _imports("", file)]
     sources: dict[str, Path] = {}
@@ -146,7 +147,7 @@ def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
         if name in sources or not _may_be_users(name):
             continue
         file = _kept(name, search) or _file_of(_find(name, search))
-        if file is not None and _is_users(name, file):
+        if file is not None and _is_users(name, file, search, own):
             sources[name] = file
             waiting += _imports(name, file)
     return sources
@@ -158,12 +159,15 @@ def _kept(name: str, search: list[str]) -> Path | None:
     return None if snapshot is None else snapshot.find(name, search)
 
 
-def _is_users(name: str, file: Path) -> bool:
-    """Whether a module's file is the user's, not one of a library, nor a directory."""
-    if not _may_be_users(name) or file.is_dir():
-        return False
-    is_installed = any(part in _LIBRARY for part in file.parts)
-    return not is_installed and not file.is_relative_to(sysconfig.get_path("stdlib"))
+def _is_users(name: str, file: Path, search: Collection[str], own: Collection[str]) -> bool:
+    """Whether a module's file is the user's, not one of a library, nor a directory.
+
+    Args:
+        search: directories that modules are found in.
+        own: those of the files and packages that the job names.
+    """
+    is_code = _may_be_users(name) and not file.is_dir()
+    return is_code and not is_library(file, search, own)
 
 
 def _may_be_users(name: str) -> bool:
@@ -219,7 +223,7 @@ def missing_imports(references: Iterable[Reference]) -> Iterator[tuple[Reference
         waiting = [(reference.module or "", reference.source)]
         while waiting:
             own_name, file = waiting.pop()
-            if file is None or file in seen or not _is_users(own_name, file):
+            if file is None or file in seen or not _is_users(own_name, file, search, places):
                 continue
             seen.add(file)
             try:

@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "pipectl"
 
 LAYERS = (
-    "arrays compiled faults units fields files errors versions directives hash_seed",
+    "arrays compiled faults units fields files libraries errors versions directives hash_seed",
     "profile plan graph cluster link timeline rehearsal",
     "spec planner simulate schedule",
     "batch report runs watch",

@@ -1,7 +1,12 @@
 """Which of the user's files stand behind a factory."""
 
+import subprocess
+import sys
+
 import pytest
 
+from pipectl import libraries
+from pipectl.faults import is_user_code
 from pipectl.spec import references
 from pipectl.spec.references import parse, user_sources
 
@@ -78,3 +83,57 @@ def test_which_files_stand_behind_a_factory(tmp_path, monkeypatch, files, found)
     assert user_sources([parse(factory, tmp_path) for factory in FACTORIES]) == {
         name.replace("/", "."): tmp_path / f"{path}.py" for name, path in names.items()
     }
+
+
+OUTSIDE_OF_SITE_PACKAGES = {
+    "job/model.py": "import mine, listed.inner, alone, vast, apart.inner, edited, large.part",
+    "job/large/__init__.py": "",
+    "job/large/part.py": "",
+    "job/large/more.py": "",
+    # As pip install --target leaves it, with a file of the user's.
+    "target/listed/__init__.py": "import mine",
+    "target/listed/inner.py": "",
+    "target/alone.py": "",
+    "target/mine.py": "",
+    "target/listed-1.0.dist-info/RECORD": "listed/__init__.py,,\n../../bin/mine.py,,\nalone.py,,\n",
+    # Checkouts, one of which is installed to be edited.
+    "checkout/vast/__init__.py": "",
+    "checkout/vast/more.py": "",
+    "checkout/vast/inner/__init__.py": "",
+    "checkout/apart/inner.py": "",
+    "checkout/apart/data/a.py": "",
+    "checkout/apart/data/b.py": "",
+    "checkout/edited/__init__.py": "",
+    "checkout/edited.egg-info/SOURCES.txt": "edited/__init__.py",
+    "checkout/edited.egg-info/top_level.txt": "edited",
+}
+
+
+def test_a_library_may_lie_outside_of_site_packages(tmp_path, monkeypatch):
+    for name, text in OUTSIDE_OF_SITE_PACKAGES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    search = [str(tmp_path / name) for name in ("target", "checkout")]
+    monkeypatch.setattr(libraries, "_MAX_FILES", 2)
+    monkeypatch.setattr(references, "_SEARCH", tuple(search))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *search])
+    found = user_sources([parse("./model.py:build", tmp_path / "job")]).values()
+    users = {"target/mine.py", "checkout/apart/inner.py", "checkout/edited/__init__.py"}
+    large = {"job/large/__init__.py", "job/large/part.py"}  # but beside the job
+    assert {str(path.relative_to(tmp_path)) for path in found} == users | large
+    for name in OUTSIDE_OF_SITE_PACKAGES:
+        is_users = name in users or name.startswith(("job/", "checkout/apart", "checkout/edited"))
+        assert is_user_code(str(tmp_path / name)) == is_users or name.endswith("RECORD"), name
+
+
+def test_torch_is_no_users_code_wherever_it_is(tmp_path):
+    """A process of its own, because torch is not found twice."""
+    for name in ("torch", "torch/nn", "own"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    code = "import sys; from pipectl.faults import is_user_code as f; print(*map(f, sys.argv[1:]))"
+    files = [tmp_path / "torch/nn/__init__.py", tmp_path / "own/__init__.py"]
+    words = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"]
+    done = subprocess.run([*words, *files], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
