@@ -21,6 +21,7 @@ Loss = Callable[[Any, Any], Tensor]
 _PLAIN = (Tensor, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _MODEL = "model"
 _WITHIN = f"{_MODEL}."
+_IN_LOSS = "loss."
 _KEY = "pipectl_assigned"
 _CLONE = torch.ops.aten.clone.default
 
@@ -33,6 +34,13 @@ def in_model(name: str) -> bool:
 def own_name(name: str) -> str:
     """Return the name in the user's model."""
     return name.removeprefix(_WITHIN)
+
+
+def name_in_loss(name: str) -> str | None:
+    """Return the name of a parameter or buffer of the step in the user's loss; None if the loss has
+    none of it.
+    """
+    return name.removeprefix(_IN_LOSS) if name.startswith(_IN_LOSS) else None
 
 
 def own_path(path: str) -> str:

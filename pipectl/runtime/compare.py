@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections import ChainMap
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from safetensors.torch import load_file
@@ -31,7 +32,8 @@ class Trained:
 
     Args:
         losses: by step, computed with the weights before it; null if not finite.
-        weights: returns weights and buffers after a step, by their names in the user's model.
+        weights: returns weights and buffers of model and loss after a step, by their names in the
+            user's model, and those of :func:`~pipectl.runtime.plain.name_of_loss`.
     """
 
     losses: Mapping[int, float | None]
@@ -41,7 +43,13 @@ class Trained:
     def of_run(cls, run: RunDirectory) -> Trained:
         """A run that saved a checkpoint after every step."""
         losses = {line.step: line.loss for line in read_metrics(run) if line.is_step}
-        return cls(losses, lambda step: checkpoint.load(run.checkpoints / f"step-{step:06d}"))
+
+        def weights(step: int) -> Weights:
+            stored = checkpoint.load(run.checkpoints / f"step-{step:06d}")
+            loss = {plain.name_of_loss(name): tensor for name, tensor in stored.loss.items()}
+            return ChainMap(loss, cast(dict[str, Tensor], stored))
+
+        return cls(losses, weights)
 
     @classmethod
     def of_process(cls, directory: Path) -> Trained:
@@ -60,7 +68,7 @@ class Difference(NamedTuple):
     """A difference between two trainings.
 
     Args:
-        tensor: a name in the user's model, or ``loss``.
+        tensor: a name as in :class:`Trained`, or ``loss``.
         largest: the largest absolute difference in it.
     """
 

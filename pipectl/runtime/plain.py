@@ -35,6 +35,7 @@ from pipectl.capture.regions import arithmetic
 from pipectl.capture.step import (
     first_undefined,
     in_model,
+    name_in_loss,
     own_name,
     sample_shares,
     target_shares,
@@ -225,15 +226,14 @@ def weights_file(directory: Path, step: int) -> Path:
 
 
 class FirstWeights(Mapping[str, Tensor]):
-    """The initial weights of a job, by their names in the user's model.
+    """The initial weights of a job, by their names in a comparison.
 
     Weights without memory are made when they are accessed, and not kept.
     """
 
     def __init__(self, spec: JobSpec) -> None:
         self._job = CapturedJob(spec)
-        names = [name for name in _states(self._job.step) if in_model(name)]
-        self._full = {own_name(name): self._job.tied.get(name, name) for name in names}
+        self._full = _names(self._job)
 
     @property
     def buffers(self) -> list[str]:
@@ -259,10 +259,29 @@ def _states(module: nn.Module) -> dict[str, Tensor]:
     return {name: each for name, each in states if name.rpartition(".")[2] != _EXTRA}
 
 
+def name_of_loss(name: str) -> str:
+    """The name of a state of the loss in a comparison, which no state of a model has."""
+    return f"{name} (of the loss)"
+
+
+def _names(job: CapturedJob) -> dict[str, str]:
+    """The full names of all weights by their names in a comparison: those in the user's model, and
+    those of the loss, without what it shares."""
+    full = {}
+    for name in _states(job.step):
+        in_loss = name_in_loss(name)
+        if in_model(name):
+            full[own_name(name)] = job.tied.get(name, name)
+        elif in_loss is not None and name not in job.tied:
+            full[name_of_loss(in_loss)] = name
+    return full
+
+
 def _weights(job: CapturedJob) -> dict[str, Tensor]:
     """Copies of the weights: tied ones share memory, which a file of tensors does not allow."""
-    states = _states(job.model)
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in states.items()}
+    states = _states(job.step)
+    tensors = {name: states[full] for name, full in _names(job).items()}
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
 def _batches(job: CapturedJob, micro_batch_size: int) -> Iterator[tuple[list[int], list[Batch]]]:

@@ -32,7 +32,12 @@ def model():
 @pytest.fixture
 def saved(model, finished):
     """A run with checkpoints of steps 5 and 10."""
+    return save(model, finished, {})
+
+
+def save(model, finished, of_loss):
     found = {f"model.{n}": t for n, t in model.state_dict().items() if n != "second.weight"}
+    found |= of_loss
     saver = Saver(MPI.COMM_SELF, finished / "checkpoints", Keep(3), 1, print)
     for step in (5, 10):
         manifest = Manifest(step, 4, {"second.weight": "first.weight"})
@@ -55,8 +60,25 @@ def test_one_file_loads_into_the_model(cli, saved, model):
     assert result.out == "model.safetensors: 9 tensors, 232 B, after step 10\n"
     check_loads(load_file("model.safetensors"), model)
     result = cli("export", "last", "--step", "5", "-o", "a/b.safetensors", "--json")
-    assert result.json == {"path": "a/b.safetensors", "step": 5, "bytes": 232}
+    assert result.json == {"path": "a/b.safetensors", "step": 5, "bytes": 232, "loss": None}
     assert torch.equal(load_file("a/b.safetensors")["first.weight"], model.first.weight)
+
+
+def test_weights_of_the_loss_have_a_file_of_their_own(cli, finished, model):
+    run = save(model, finished, {"loss.centres": torch.ones(2, 3)})
+    result = cli("export", "last")
+    assert result.out.splitlines()[1] == "model-loss.safetensors: 1 tensor, 24 B, of the loss"
+    check_loads(load_file("model.safetensors"), model)
+    (centres,) = load_file("model-loss.safetensors").values()
+    assert torch.equal(centres, torch.full((2, 3), 2.0))
+    Path("model.safetensors").unlink()
+    assert "model-loss.safetensors: already exists" in cli("export", "last").err
+    for form in ("hf", "dcp"):
+        result = cli("export", "last", "--format", form, "-o", form, "--step", "5", "--json")
+        assert result.json["loss"] == f"{form}/loss/model.safetensors"
+        assert load_file(result.json["loss"]).keys() == {"centres"}
+    (run / "checkpoints/step-000010/training/rank-0000.safetensors").write_bytes(b"")
+    assert "training/rank-0000.safetensors: missing or damaged" in cli("export", "last").err
 
 
 def test_directories_for_from_pretrained_have_an_index_of_several_files_and_for_torch_its_own(

@@ -58,6 +58,7 @@ UNEQUAL = {
 TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "calls count from the first step": (2, of("Counting", opaque=["counter"]), 0.0),
     "checkpointed": (2, of("Checkpointed"), 0.0),
+    "a loss with weights of its own": (2, {**of("Model"), "loss": f"{PARTS}:Tempered"}, 0.0),
     "checkpointed as one operator": (2, of("Checkpointed", opaque=["part"]), 0.0),
     "reentrant": (2, of("Checkpointed", opaque=["part"], kwargs={"reentrant": True}), 0.0),
     "more than tensors in a state dict": (2, of("Described"), 0.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -11,7 +12,7 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import say, say_json, short_path
 from pipectl.errors import UsageError
 from pipectl.runs import RunDirectory, checkpoints, find_run, step_of
-from pipectl.units import format_bytes
+from pipectl.units import format_bytes, plural
 
 _SHARD_BYTES = 5 * 10**9
 Format = Literal["safetensors", "hf", "dcp"]
@@ -25,11 +26,13 @@ class ExportJson(TypedDict):
         path: file or directory.
         step: step of the checkpoint.
         bytes: size of what was written.
+        loss: file of the loss's own parameters and buffers; null if it has none.
     """
 
     path: str
     step: int
     bytes: int
+    loss: str | None
 
 
 def command(
@@ -61,6 +64,7 @@ def command(
         export_dcp,
         export_directory,
         export_file,
+        loss_file,
     )
 
     kind = file_format or ("hf" if like or shard_size else "safetensors")
@@ -69,9 +73,10 @@ def command(
     path = output or Path(FILE if kind == "safetensors" else "model")
     checkpoint = _find_checkpoint(find_run(directory, name), step)
     is_empty = kind != "safetensors" and path.is_dir() and not any(path.iterdir())
-    if path.exists() and not is_empty:
-        raise UsageError(f"{path}: already exists", cure="name another with -o, or remove it")
+    _refuse_existing(None if is_empty else path)
     stored = load(checkpoint, weights_only=True)
+    loss = loss_file(path, is_directory=kind != "safetensors") if stored.loss else None
+    _refuse_existing(loss)
     weights = stored if like is None else Renamed(stored, like)
     if kind == "safetensors":
         size_bytes = export_file(weights, path)
@@ -79,13 +84,29 @@ def command(
         size_bytes = export_dcp(weights, path)
     else:
         size_bytes = export_directory(weights, path, shard_size or _SHARD_BYTES, like)
+    loss_bytes = 0 if loss is None else export_file(stored.loss, loss)
     saved_step = step_of(checkpoint) or 0
     if as_json:
-        answer: ExportJson = {"path": str(path), "step": saved_step, "bytes": size_bytes}
+        answer: ExportJson = {
+            "path": str(path),
+            "step": saved_step,
+            "bytes": size_bytes + loss_bytes,
+            "loss": None if loss is None else str(loss),
+        }
         say_json(answer)
-    else:
-        size = format_bytes(size_bytes)
-        say(f"{short_path(path)}: {len(weights)} tensors, {size}, after step {saved_step}")
+        return
+    say(f"{short_path(path)}: {_describe(weights, size_bytes)}, after step {saved_step}")
+    if loss is not None:
+        say(f"{short_path(loss)}: {_describe(stored.loss, loss_bytes)}, of the loss")
+
+
+def _refuse_existing(path: Path | None) -> None:
+    if path is not None and path.exists():
+        raise UsageError(f"{path}: already exists", cure="name another with -o, or remove it")
+
+
+def _describe(tensors: Sized, size_bytes: int) -> str:
+    return f"{plural(len(tensors), 'tensor')}, {format_bytes(size_bytes)}"
 
 
 def _find_checkpoint(run: RunDirectory, step: int | None) -> Path:

@@ -16,7 +16,7 @@ from pipectl.capture.tensor_file import write_tensors
 from pipectl.capture.weights import MAX_NAMED, Weights
 from pipectl.errors import DataFileError, UsageError
 from pipectl.files import make_directory, write_text
-from pipectl.runtime.checkpoint.stored import Stored
+from pipectl.runtime.checkpoint.stored import Stored, StoredLoss
 from pipectl.units import did_you_mean, shorten
 
 FILE = "model.safetensors"
@@ -82,8 +82,18 @@ class Renamed(Mapping[str, Tensor]):
             )
 
 
-Source = Stored | Renamed
+Source = Stored | StoredLoss | Renamed
 """Weights by name, each read when it is accessed."""
+
+
+def loss_file(path: Path, *, is_directory: bool) -> Path:
+    """The file of the loss's own weights: beside that of the model, or in a folder of its own.
+
+    Programs that read a directory of weights would take it for one of them.
+    """
+    if is_directory:
+        return path / "loss" / FILE
+    return path.with_name(f"{path.name.removesuffix('.safetensors')}-loss.safetensors")
 
 
 def _counterparts(own: Collection[str], others: Collection[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipectl.capture.step import in_model, own_name
+from pipectl.capture.step import in_model, name_in_loss, own_name
 from pipectl.capture.tensor_file import write_tensors
 from pipectl.files import make_private_directory
 from pipectl.runtime.manifest import Shard
@@ -26,6 +26,7 @@ _ALIGNMENT = 64
 TRAINING = "training"
 """Folder of the files that the user's model does not load."""
 _STATE = "state/"
+_LOSS = "loss"
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class Snapshot:
         weights: by their names in the user's model.
         training: other states, and tensors of the optimizer.
         optimizer: JSON by parameter, which refers to these tensors.
+        loss: full names of those of ``training`` that a state dict of the loss holds.
         is_copy: whether training may continue during the write.
     """
 
     weights: Mapping[str, Tensor]
     training: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
+    loss: Sequence[str] = ()
     is_copy: bool = False
 
     @property
@@ -60,6 +63,7 @@ class Snapshot:
             TypeError: the file format does not support the type of a tensor.
         """
         file, notes = f"rank-{rank:04d}.safetensors", {"optimizer": json.dumps(self.optimizer)}
+        notes[_LOSS] = json.dumps(self.loss)
         states = [key.removeprefix(_STATE) for key in self.training if key.startswith(_STATE)]
         weights = _write(directory, file, self.weights, [*self.weights])
         rest = f"{TRAINING}/{file}"
@@ -99,16 +103,18 @@ def take_snapshot(
     Raises:
         CaptureError: the optimizer's state cannot be saved.
     """
-    weights, training = dict[str, Tensor](), dict[str, Tensor]()
+    weights, training, loss = dict[str, Tensor](), dict[str, Tensor](), list[str]()
     for name, tensor in states.items():
         plain = plain_name(name)
         if plain is not None and name in persistent:
             weights[plain] = tensor
         else:
             training[state_key(name)] = tensor
+            if name in persistent and name_in_loss(name) is not None:
+                loss.append(name)
     tensors, optimizer = updater.state(updated)
     training |= tensors
-    snapshot = Snapshot(weights, training, optimizer)
+    snapshot = Snapshot(weights, training, optimizer, loss)
     if room_bytes is not None and snapshot.size_bytes > room_bytes:
         return snapshot
     return replace(snapshot, weights=_copy(weights), training=_copy(training), is_copy=True)
@@ -130,6 +136,11 @@ def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def state_key(name: str) -> str:
     """The key of a state that is not a weight of the user's model."""
     return _STATE + name
+
+
+def names_of_loss(notes: Mapping[str, str]) -> list[str]:
+    """The states of the loss in a file of training state, by the notes of its header."""
+    return list(json.loads(notes.get(_LOSS, "[]")))
 
 
 def plain_name(name: str) -> str | None:

@@ -11,10 +11,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from pipectl.capture.step import name_in_loss
 from pipectl.capture.tensor_file import TensorReader
 from pipectl.errors import DataFileError, MismatchError
 from pipectl.runs import checkpoints
-from pipectl.runtime.checkpoint.snapshot import plain_name, state_key
+from pipectl.runtime.checkpoint.snapshot import names_of_loss, plain_name, state_key
 from pipectl.runtime.manifest import Manifest, Shard
 from pipectl.runtime.optimizer import give
 from pipectl.runtime.waiting import broadcast, gather_all
@@ -56,6 +57,12 @@ class Stored(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._weights) + len(self.manifest.aliases)
+
+    @property
+    def loss(self) -> StoredLoss:
+        """The parameters and buffers of the loss."""
+        files = {self.directory / shard.file for shard in self.manifest.training}
+        return StoredLoss(sorted(files), self._reader)
 
     def check(self, micro_batch_size: int) -> None:
         """Check whether a run with this micro-batch size can resume from here.
@@ -120,18 +127,55 @@ class Stored(Mapping[str, Tensor]):
         )
 
 
+class StoredLoss(Mapping[str, Tensor]):
+    """The parameters and buffers of a checkpoint's loss, by their names in it.
+
+    Those that it shares with the model are among the weights of the model only.
+
+    Args:
+        files: of the training state.
+    """
+
+    def __init__(self, files: Iterable[Path], reader: TensorReader) -> None:
+        self._reader = reader
+        self._places = {
+            str(name_in_loss(name)): (file, state_key(name))
+            for file in files
+            for name in names_of_loss(reader.header(file).metadata)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._reader.tensor(*self._places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def layout(self, name: str) -> Tensor:
+        """Shape and type of a tensor, on the meta device."""
+        file, stored = self._places[name]
+        return self._reader.header(file).layouts[stored]
+
+
 def load(directory: Path, *, weights_only: bool = False) -> Stored:
     """A checkpoint whose bytes are all checked.
 
     Args:
-        weights_only: whether only the weights will be read, and only they are checked.
+        weights_only: whether only the weights of model and loss will be read, and only the files
+            with these are checked.
 
     Raises:
         DataFileError: a file is missing or damaged.
     """
     stored = Stored(directory)
     manifest = stored.manifest
-    damaged = _damaged(directory, manifest.weights if weights_only else manifest.shards)
+    shards = manifest.shards
+    if weights_only:
+        of_loss = (s for s in manifest.training if any(map(name_in_loss, s.names)))
+        shards = (*manifest.weights, *of_loss)
+    damaged = _damaged(directory, shards)
     if damaged is not None:
         raise DataFileError(f"{directory / damaged}: missing or damaged", cure=_CURE)
     return stored

@@ -36,15 +36,17 @@ STATES = {
     "model.cosine": TABLE[1],
     "model.scratch": torch.tensor([2.5]),  # that a state dict leaves out
     "loss.temperature": torch.ones(1),
+    "loss.scratch": torch.zeros(1),
 }
-PERSISTENT = {name.removeprefix("model.") for name in STATES} - {"scratch", "loss.temperature"}
+LEFT_OUT = {"model.scratch", "loss.scratch"}
+PERSISTENT = {n.removeprefix("model.") for n in STATES if n[:5] == "model" and n not in LEFT_OUT}
 
 
 def save(
     directory: Path, step: int, keep: Keep = THREE, *further: Any, states: Any = STATES
 ) -> Path:
     writer = Saver(MPI.COMM_SELF, directory, keep, 1, *(further or [print]))
-    own = take_snapshot(states, states.keys() - {"model.scratch"}, Updater(None, None), {})
+    own = take_snapshot(states, states.keys() - LEFT_OUT, Updater(None, None), {})
     losses = (0.5, math.nan, math.inf, -math.inf)
     writer.start(Manifest(step, 4, {"b.weight": "a.weight"}, losses=losses), own)
     writer.finish()
@@ -59,6 +61,7 @@ def test_all_states_come_back_and_the_weights_have_the_names_of_the_users_model(
     save(tmp_path, 7)  # it is replaced
     stored = checkpoint.load(saved)
     assert stored.keys() == {*PERSISTENT, "b.weight"}
+    assert stored.loss == {"temperature": STATES["loss.temperature"]}
     (weights,) = saved.glob("*.safetensors")
     foreign = load_file(weights)
     assert foreign.keys() == PERSISTENT
@@ -169,7 +172,7 @@ def full(*_: object) -> Any:
     [
         ("snapshot.write_tensors", full, "No space left on device"),
         ("saver.shutil.disk_usage", full, "No space left on device"),
-        ("saver.shutil.disk_usage", lambda _: SimpleNamespace(free=20), "450 B, and 20 B are free"),
+        ("saver.shutil.disk_usage", lambda _: SimpleNamespace(free=20), "454 B, and 20 B are free"),
     ],
 )
 def test_a_disk_that_fails_leaves_the_old_one_and_is_told(
