@@ -1,4 +1,4 @@
-"""All patches of torch and Python during the construction and the export of a model.
+"""All patches of torch and Python, most of them during the construction and the export of a model.
 
 Each patch says why it is needed; unless it names versions of torch, 2.13 to 2.15 need it.
 """
@@ -28,6 +28,7 @@ from torch._export.passes import replace_set_grad_with_hop_pass as _gradient_pas
 from torch._functorch import eager_transforms
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -403,6 +404,40 @@ def _recorded_functions(recorder: Recorder) -> Iterator[None]:
         mock.patch.object(eager_transforms, "jvp_increment_nesting", refuse_backward),
     ):
         yield
+
+
+@contextmanager
+def hooks_on_saved_tensors(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Iterator[list[str]]:
+    """``saved_tensors_hooks`` within which ``torch.func`` may differentiate.
+
+    It refuses hooks while it runs a function. So they are taken off meanwhile, and what autograd
+    saves then stays where it is. Yields a list with what ``torch.func`` said each time.
+    """
+    autograd: Any = torch._C._autograd
+    refuse_hooks, transforms = torch.autograd.graph.disable_saved_tensors_hooks, list[str]()
+
+    @contextmanager
+    def take_off(message: str) -> Iterator[None]:
+        hooks = autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None or hooks[0] is not pack:  # none, or others
+            with refuse_hooks(message):
+                yield
+            return
+        transforms.append(message)
+        autograd._pop_saved_tensors_default_hooks()
+        try:
+            with refuse_hooks(message):
+                yield
+        finally:
+            autograd._push_saved_tensors_default_hooks(*hooks)
+
+    with (
+        mock.patch.object(torch.autograd.graph, "disable_saved_tensors_hooks", take_off),
+        saved_tensors_hooks(pack, unpack),
+    ):
+        yield transforms
 
 
 @contextmanager

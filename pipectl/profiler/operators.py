@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 from pipectl.capture import CapturedJob, State
 from pipectl.capture.opaque import Form, Opaque
 from pipectl.capture.operators import written_tensors
+from pipectl.capture.patches import hooks_on_saved_tensors
 from pipectl.capture.refusals import module_of
 from pipectl.capture.regions import WHOLE, arithmetic, missing_kernels, region_of
 from pipectl.capture.stage import on_device, place_subgraphs
@@ -161,7 +161,8 @@ def observe(call: Call, device: torch.device) -> tuple[Any, Pattern]:
         return sum(size for storage, size in sizes.items() if storage not in old)
 
     wanting = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and x.requires_grad]
-    with record_allocated(device) as recording, saved_tensors_hooks(pack, lambda tensor: tensor):
+    hooks = hooks_on_saved_tensors(pack, lambda tensor: tensor)
+    with record_allocated(device) as recording, hooks as transforms:
         run = call.run(recording.mark)
     arguments, forward, seeds, backward = recording.phases
     places: dict[int, int] = {}
@@ -175,11 +176,16 @@ def observe(call: Call, device: torch.device) -> tuple[Any, Pattern]:
             gradients.append((index, new_bytes([gradient], counted)))
             counted.append(gradient)
     result, results = run.result, storages_in(run.result)
+    made_bytes = new_bytes(result, run.leaves)
+    kept = [(places.get(s, _RESULT if s in results else None), n) for s, n in kept_bytes.items()]
+    if transforms:  # autograd saved more than the hooks have seen
+        seen_bytes = made_bytes + sum(n for place, n in kept if place is None)
+        kept.append((None, max(0, forward.end_bytes - arguments.end_bytes - seen_bytes)))
     pattern = Pattern(
         pytree.tree_map_only(Tensor, lambda t: Form.of(t, places.get(storage_of(t), -1)), result),
         result.numel() * result.element_size() if isinstance(result, Tensor) else 0,
-        [(places.get(s, _RESULT if s in results else None), n) for s, n in kept_bytes.items()],
-        new_bytes(result, run.leaves),
+        kept,
+        made_bytes,
         forward.peak_bytes - arguments.end_bytes,
         backward.peak_bytes - seeds.end_bytes,
         gradients,

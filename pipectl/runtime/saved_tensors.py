@@ -19,14 +19,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import ClassVar, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pipectl.capture.patches import hooks_on_saved_tensors
 from pipectl.capture.refusals import Refusal
 from pipectl.capture.tensors import storage_of
 from pipectl.runtime.layout import Layout
@@ -158,9 +160,11 @@ class SavedTensors:
         """The blocks that are still in use."""
         return list(self._blocks.values())
 
-    def hooks(self) -> saved_tensors_hooks:
-        """Hooks for a forward, which take the tensors that autograd saves."""
-        return saved_tensors_hooks(self.pack, unpack)
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Hooks for a forward, which take the tensors that autograd saves; those that it saves
+        while ``torch.func`` differentiates stay.
+        """
+        return hooks_on_saved_tensors(self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> Tensor | Handle:
         """A handle for a tensor, or the tensor itself if it stays."""
@@ -207,6 +211,8 @@ class SavedTensors:
         if not plain or tensor.device != self._device or tensor.is_quantized:
             return False
         if tensor.is_conj() or tensor.is_neg():  # flags that are not part of the storage
+            return False
+        if tensor._is_zerotensor():  # of forward derivatives; it has no memory
             return False
         return tensor.untyped_storage().nbytes() >= self.min_bytes
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
@@ -30,6 +31,17 @@ def counted(spec_of: Any) -> Profile:
 def profiled(spec_of: Any) -> Any:
     """``profiled(model, **sections)``: in little time."""
     return lambda *args, **more: profile_job(spec_of(*args, **more), effort=Effort.FAST)
+
+
+def test_what_torch_func_saves_counts_as_if_a_backward_had_saved_it() -> None:
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(x.exp().sin().sum(), x, create_graph=True)[0]
+
+    x, kept_bytes = torch.randn(1000, requires_grad=True), []
+    for target in (slope, torch.func.grad(lambda x: x.exp().sin().sum())):
+        _, pattern = operators.observe(operators.Call(target, (x,), {}, False), x.device)
+        kept_bytes.append(sum(size for _, size in pattern.kept))
+    assert kept_bytes[0] == kept_bytes[1] >= 2 * x.nbytes
 
 
 def training(**more: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ import pytest
 import torch
 from mpi4py import MPI
 from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.func import grad, hessian, jacrev
 
 from pipectl.cluster import OffloadTarget
 from pipectl.errors import WorkerError
@@ -44,6 +47,25 @@ def test_a_storage_leaves_once_and_parameters_small_and_strange_tensors_stay():
         assert torch.equal(found, view)
     handles.clear()
     assert pool.blocks == []  # what nobody needs is not moved
+
+
+@pytest.mark.parametrize("transform", [grad, jacrev, hessian])
+def test_torch_func_differentiates_where_saved_tensors_leave(transform):
+    """Torch refuses it within hooks, so what it saves stays; all else leaves."""
+    layer, x = nn.Linear(50, 1), torch.randn(50)
+
+    def gradients(hooks: AbstractContextManager[object]) -> tuple[torch.Tensor, ...]:
+        with hooks:
+            loss = transform(lambda x: layer(x).tanh().sum())(x).sum() + layer(x).exp().sum()
+            packed.append(len(pool.blocks))
+        return torch.autograd.grad(loss, list(layer.parameters()))
+
+    pool, packed = SavedTensors([], CPU, Mover(None, CPU)), []
+    pool.min_bytes = 1
+    assert all(map(torch.equal, gradients(pool.hooks()), gradients(nullcontext())))
+    assert packed[0] >= 2  # the input and the result of exp
+    with pytest.raises(RuntimeError, match="support saved tensor hooks"):
+        gradients(save_on_cpu())  # of others
 
 
 def test_pages_are_used_again_once_nothing_lies_in_them():
