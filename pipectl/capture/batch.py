@@ -43,8 +43,9 @@ def split_sample(batch: Any) -> tuple[Any, Any]:
         kind = f"tuple or list of {len(batch)}"
     raise CaptureError(
         f"data: a sample must be (inputs, targets) or a mapping, not a {kind}",
-        cure="let the dataset return pairs, with several inputs or targets in a tuple or "
-        "dictionary: (inputs, (targets, weights))",
+        cure="let the dataset return pairs: several inputs as a mapping, which gives the model "
+        'keyword arguments, and several targets in a tuple or mapping: ({"a": ..., "b": ...}, '
+        "(targets, weights))",
     )
 
 

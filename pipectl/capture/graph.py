@@ -294,8 +294,11 @@ class CapturedGraph:
             return value
         expression = value.node.expr.xreplace(self._sizes(batch, length))
         if getattr(expression, "free_symbols", None):
-            place = ", not on the batch size"
-            raise Refusal.OPERATOR_SIZE.error(place, part=module_of(node), name=node.name)
+            place, part = place_of_node(node), module_of(node)
+            if node.target is torch.ops.aten.item.default:
+                raise Refusal.VALUES.error(place, part=part)
+            place = f", not on the batch size{place}"
+            raise Refusal.OPERATOR_SIZE.error(place, part=part, name=node.name)
         if isinstance(value, torch.SymFloat):
             return float(expression)
         return bool(expression) if isinstance(value, torch.SymBool) else int(expression)

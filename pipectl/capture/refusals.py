@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from pipectl.capture.step import Step, own_name, own_path
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
-from pipectl.faults import is_user_code
+from pipectl.faults import is_user_code, user_line
 
 if TYPE_CHECKING:
     from pipectl.capture.graph import CapturedGraph
@@ -222,7 +222,7 @@ _KINDS = {
     r"data-dependent|unbacked|Eq\(u\d|_local_scalar_dense": Refusal.CONTROL_FLOW,
     r"numpy|data_ptr|data pointer|storage": Refusal.OUTSIDE,
     r"dynamic.{0,10}output.{0,5}shape|size that depends on the data": Refusal.SIZE,
-    r"is not supported for tensor subclasses|to a Python|tolist": Refusal.VALUES,
+    r"is not supported for tensor subclasses|to a Python|tolist|Sym\w+\.__format__": Refusal.VALUES,
 }
 """What a failed export means, by words of torch's error."""
 
@@ -487,6 +487,7 @@ def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> Captur
         if trace.tb_frame.f_code is Step.forward.__code__:
             frame_locals = trace.tb_frame.f_locals
         trace = trace.tb_next
+    inner = user_line(error.__traceback__)
     if "outputs" in frame_locals:
         name = f"loss.factory: {spec.loss.factory}"
         call = f"outputs {_describe(frame_locals['outputs'])} and targets {_describe(targets)}"
@@ -505,6 +506,13 @@ def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> Captur
         if isinstance(inputs, Mapping):
             call = f"keyword arguments {_describe(inputs)}"
             cure = f"let the model's forward() take these names, or let the dataset {_MAPPING}"
+        elif isinstance(inputs, tuple | list) and isinstance(error, TypeError):
+            cure = (
+                "a tuple or list is one argument of forward(), as it is; for several arguments, "
+                'let the dataset give a mapping with their names: ({"a": ..., "b": ...}, targets)'
+            )
+    if inner:
+        cure = f"correct this line: PyTorch without pipectl fails there, too; or {cure}"
     return CaptureError(
         f"{name}: raised {type(error).__name__}: {first_line(error)}{place_of(error)}; "
         f"called with {call}",

@@ -179,6 +179,7 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
     if not spec.groups:
         optimizer = call(job.find(spec), name, list(parameters.values()), **spec.kwargs)
         _refuse_closure(optimizer)
+        _refuse_modes(optimizer)
         return optimizer
     index = job.parameter_groups()
     members: list[list[nn.Parameter]] = [[] for _ in range(1 + len(spec.groups))]
@@ -189,6 +190,7 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
     optimizer = call(job.find(spec), name, groups, **spec.kwargs)
     _check_options(optimizer, options[1:])
     _refuse_closure(optimizer)
+    _refuse_modes(optimizer)
     return optimizer
 
 
@@ -203,6 +205,17 @@ def _refuse_closure(optimizer: Any) -> None:
             f"optimizer: {type(optimizer).__name__}.step() needs a closure that computes the loss "
             "again, which no rank of a pipeline can do",
             cure="use an optimizer whose step() takes no arguments, such as SGD or AdamW",
+        )
+
+
+def _refuse_modes(optimizer: Any) -> None:
+    """Refuse optimizers that exchange the weights for others between training and evaluation."""
+    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
+        raise CaptureError(
+            f"optimizer: {type(optimizer).__name__} has modes, train() and eval(), which give the "
+            "model other weights; evaluations and exports would have the wrong ones",
+            cure="use an optimizer without modes, such as AdamW, with a learning-rate schedule "
+            "(lr_scheduler) if you like",
         )
 
 

@@ -67,6 +67,30 @@ def test_what_no_step_reads_of_another_may_be_kept_and_is_left_as_it_was(
         assert getattr(module, "kept", None) is attributes.get("kept")
 
 
+TWO_INPUTS = """
+class Sum(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+    def forward(self, a, b):
+        return super().forward(a + b)
+
+def pairs():
+    return [((torch.ones(6), torch.ones(6)), torch.tensor(i % 3)) for i in range(20)]
+
+def named():
+    return [({"a": a, "b": b}, target) for (a, b), target in pairs()]
+"""
+
+
+def test_several_inputs_have_names(make_job, write_modules) -> None:
+    path = write_modules({}, TWO_INPUTS)
+    assert make_job(f"{path}:Sum", data=f"{path}:named").training_graph(4).operators
+    with pytest.raises(CaptureError, match="missing 1 required positional argument: 'b'") as caught:
+        make_job(f"{path}:Sum", data=f"{path}:pairs").training_graph(4)
+    assert str(caught.value.cure).startswith("a tuple or list is one argument of forward()")
+    assert '({"a": ..., "b": ...}, targets)' in str(caught.value.cure)
+
+
 EXTRA = """
 class Extra(Counting):
     def get_extra_state(self):

@@ -48,6 +48,14 @@ class Broken(torch.optim.SGD):
         raise KeyError("beta3")
 
 
+class Modal(torch.optim.SGD):
+    def train(self) -> None:
+        pass
+
+    def eval(self) -> None:
+        pass
+
+
 class Large(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
@@ -214,6 +222,7 @@ NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.eve
         ("AdamW", {"kwargs": {"rate": 1.0}}, r"^optimizer\.factory: torch\.optim:AdamW: raised "),
         ("Muon", {}, r"^optimizer: Muon .* 1\.weight and 2 more.* optimizer\.groups"),
         ("LBFGS", {}, r"^optimizer: LBFGS\.step\(\) needs a closure"),
+        ("Modal", {}, r"^optimizer: Modal has modes, train\(\) and eval\(\)"),
         ("Broken", {}, r"^optimizer: raised KeyError: 'beta3' \(at .*test_optimizer"),
         ("Hooking", {}, r"^model: parameter 0\.weight has a hook"),
         ("Counting", {}, "Counting keeps 'k' in its parameter groups"),
