@@ -286,6 +286,18 @@ class MeasuredOn:
     resumed: int = 0
 
 
+@dataclass(frozen=True)
+class SmallestMicroBatch:
+    """The least samples that all norms of a model take in training.
+
+    Args:
+        reason: why they take no fewer: the norm, its line and what torch says.
+    """
+
+    samples: Count
+    reason: str
+
+
 class Readings(StrEnum):
     """Whether samples are the same at each reading: in all processes, in each, or never."""
 
@@ -326,6 +338,9 @@ class Profile(DataFile):
         readings: whether all processes read the ``same`` samples (judged by a few of them), other
             ones ``by process``, or other ones at ``each`` reading; null if unknown.
         coupled: operators, except the loss, that compute over all samples (e.g. batch norm).
+        smallest: the smallest micro-batch that the model takes; null if it takes single samples.
+        epoch: samples of an epoch, those of each length in ``data.buckets`` alone; empty if the
+            data are iterable, or not known.
     """
 
     cure: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"
@@ -349,6 +364,21 @@ class Profile(DataFile):
     rows: RowTimes | None = None
     coupled: tuple[str, ...] = ()
     readings: Readings | None = None
+    smallest: SmallestMicroBatch | None = None
+    epoch: tuple[Count, ...] = ()
+
+    def batches(self, batch_size: int, *, drop_last: bool) -> tuple[int, ...]:
+        """Return the different sizes of the batches of an epoch, largest first.
+
+        Args:
+            batch_size: of a full batch.
+            drop_last: whether others are left out.
+        """
+        sizes = {batch_size} if not self.epoch or drop_last else set[int]()
+        for count in () if drop_last else self.epoch:
+            full, rest = divmod(count, batch_size)
+            sizes |= ({batch_size} if full else set()) | ({rest} if rest else set())
+        return tuple(sorted(sizes, reverse=True))
 
     @property
     def heap_share(self) -> float:

@@ -167,6 +167,13 @@ class Loader:
         """The padded lengths of its sequences, ascending; (0,) without buckets."""
         return (0,) if self.buckets is None else self.buckets.used_lengths
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The samples of an epoch, those of each length alone; none if the data are iterable."""
+        if self.samples is None:
+            return ()
+        return (self.samples,) if self.buckets is None else self.buckets.counts
+
     def batches(self) -> Iterator[Samples]:
         """Yield the batches of a run without end, epoch after epoch."""
         return (batch for epoch in count() for batch in self.epoch(epoch))

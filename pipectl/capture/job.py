@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from pipectl.capture import factories
 from pipectl.capture.batch import Reader, check_samples
-from pipectl.capture.data import Loader, check_dataset
+from pipectl.capture.data import Loader, check_dataset, split_batch
 from pipectl.capture.deferred import Deferred
 from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback, KeptModules, Notify
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.operators import is_random
+from pipectl.capture.norms import refuse_single_values
+from pipectl.capture.opaque import Opaque
+from pipectl.capture.operators import FunctionCall, is_random, runs
 from pipectl.capture.python_state import preserve_state
 from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.capture.refusals import (
@@ -188,6 +190,64 @@ class CapturedJob:
                     values = reader.read(self.loader.example(batch, first, length))
                     reader.check(values, batch, values, is_whole=True)
 
+    def check_epoch(self, size: int | None, least: int) -> None:
+        """Raise if the model refuses a micro-batch of an epoch, of which the last may be small.
+
+        Args:
+            size: samples of a full one; None if it is open. Then only batches count that have fewer
+                samples than every micro-batch needs.
+            least: samples that it needs; see :meth:`smallest`.
+
+        Raises:
+            CaptureError: the first refusal.
+        """
+        batches = self.loader.epoch(0)
+        parts = {(n, b.length) for b in batches for n in split_batch(b.size, size or b.size)}
+        for samples, length in sorted(parts, reverse=True):
+            if size is None and samples >= least:
+                continue
+            if (refusal := self.refusal(samples, length)) is not None:
+                raise refusal
+
+    def refusal(self, batch: int, length: int = 0) -> CaptureError | None:
+        """Return why the model trains on no micro-batches of ``batch`` samples; None if it does.
+
+        Code of the user that runs as an operator may refuse them, too, so the model runs once.
+
+        Args:
+            length: of their sequences; 0 stands for the largest of the training data.
+        """
+        try:
+            graph = self.training_graph(batch, length)
+        except CaptureError as error:
+            return error
+        kinds = Opaque, FunctionCall
+        if any(runs(node, graph.root, kind) for node in graph.operators for kind in kinds):
+            self.step.train()
+            return self._misfit(self.loader.example(batch, length=length))
+        return None
+
+    def smallest(self, size: int) -> tuple[int, str]:
+        """Return the least samples of a micro-batch that torch's norms take, and why no fewer.
+
+        Unknown, and taken as 1, for a graph that is valid for one size only, if the job sets it.
+
+        Args:
+            size: of the usual micro-batch.
+        """
+        least, reason = 1, ""
+        graph = self.training_graph(max(size, _SMALLEST_EXPORT))
+        if graph.fixed and self.spec.pipeline.micro_batches is not None:
+            return least, reason
+        while least <= self.spec.training.batch_size:
+            refusals = (self.refusal(least, length) for length in self.loader.lengths)
+            refused = (each for each in refusals if isinstance(each, RefusedError))
+            single = next((e for e in refused if e.refusal is Refusal.SINGLE_VALUE), None)
+            if single is None:
+                break
+            least, reason = least + 1, single.message
+        return least, reason
+
     def misfit(self, batch: int) -> CaptureError | None:
         """Return why model and loss fail on the first ``batch`` samples; None if they do not."""
         return self._misfit(self.loader.example(batch))
@@ -260,6 +320,7 @@ class CapturedJob:
                 captured = [self._graph(loader, batch, shortest, training=training)]
             same = next((graph for graph in captured if graph.holds_for(*key[1:])), None)
             self._graphs[key] = same or self._capture(loader, *key, next(iter(captured), None))
+        refuse_single_values(self._graphs[key], *key[1:])
         return self._graphs[key]
 
     def _capture(

@@ -65,15 +65,18 @@ Words = Annotated[str, _to_text]
 
 @dataclass(frozen=True)
 class NotFinite(LenientFields):
-    """What was not finite in a step: the loss of a micro-batch, or a gradient in a stage."""
+    """What was not finite: the loss of a micro-batch, a buffer, or a gradient of a stage."""
 
     loss_of_micro_batch: int | None = None
     gradient_of: Words | None = None
     stage: int | None = None
+    buffer: Words | None = None
 
     def __str__(self) -> str:
         if self.loss_of_micro_batch is not None:
             return f"the loss of micro-batch {self.loss_of_micro_batch}"
+        if self.buffer is not None:
+            return f"the buffer {self.buffer!r}"
         return f"the gradient of {self.gradient_of!r} in stage {self.stage}"
 
 
@@ -293,7 +296,7 @@ class Measured:
         samples_per_s, tokens_per_s, step_time_s: medians without the first steps.
         evaluation: metrics of the last evaluation, after ``evaluation_step``.
         early_stop: why training ended after that evaluation; empty if it did not.
-        not_finite: steps whose loss or gradients were not finite.
+        not_finite: steps whose loss, gradients or buffers were not finite.
         fault: what was not finite in the last such step, e.g. ``the loss of micro-batch 2``.
     """
 

@@ -228,10 +228,10 @@ class Training(types.Section):
     clip_grad_norm: types.Positive | None = None
     """Maximum norm of all gradients; by default they are not clipped."""
     on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
-    """What happens if the loss or a gradient is infinite or NaN. `stop` ends the job with an error
-    that names it. `skip` skips the step on all ranks: weights, optimizer, learning rate and buffers
-    stay as they were. `ignore` does not check. In `float16` the loss scale handles gradients, so
-    this key applies only to the loss."""
+    """What happens if the loss, a gradient or a buffer that forwards write becomes infinite or NaN.
+    `stop` ends the job with an error that names it. `skip` skips the step on all ranks: weights,
+    optimizer, learning rate and buffers stay as they were. `ignore` does not check. In `float16`
+    the loss scale handles gradients, so this key applies only to the loss and to buffers."""
 
     @property
     def updates_together(self) -> bool:

@@ -186,6 +186,23 @@ def test_other_sizes_are_measured_but_one_that_the_model_refuses_is_left_out(spe
     assert said.startswith("micro-batches of 8 were not measured: ")
 
 
+def test_sizes_are_those_that_all_norms_take(spec_of: Any) -> None:
+    """Two stages and 4 samples: single samples would be measured."""
+    normed = spec_of(
+        "Normed", **training(batch_size=4), pipeline={}, resources={"tasks_per_node": 2}
+    )
+    profile = profile_job(normed, effort=Effort.FAST)
+    assert profile.micro_batch_size == 2
+    assert profile.smallest is not None
+    assert profile.smallest.samples == 2
+    assert profile.smallest.reason.startswith("model: a micro-batch of 1 sample is too small for b")
+    assert profile.epoch == (20,)
+    assert profile.device is not None
+    assert profile.device.neighbours == 1
+    with pytest.raises(CaptureError, match="a micro-batch of 1 sample is too small for batch_norm"):
+        profile_job(spec_of("Normed", **training(batch_size=4), pipeline={"micro_batches": 4}))
+
+
 def test_values_in_mixed_precision_take_half_the_bytes(counted: Profile, profiled: Any) -> None:
     mixed = profiled("Counted", **training(precision="bf16"))
     pairs = zip(counted.operators, mixed.operators, strict=True)

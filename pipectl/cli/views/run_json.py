@@ -40,7 +40,7 @@ class RunJson(TypedDict):
         efficiency: profiled time of all computations, divided by ranks times step time; above 1 if
             ranks computed faster than in the profile.
         remaining_s: time that the remaining steps take.
-        not_finite_steps: steps whose loss or gradients were not finite.
+        not_finite_steps: steps whose loss, gradients or buffers were not finite.
         evaluation_step, evaluation: the last evaluation: its step, and its metrics by name.
         early_stop: why training ended early, or null.
         waits_for: ``rank`` and ``node`` that the others wait for, the ``share`` of its time that it
