@@ -420,8 +420,16 @@ def test_weights_are_copied_only_where_an_older_version_waits():
 @pytest.mark.parametrize(
     ("training", "uses", "message"),
     [
-        ({"clip_grad_norm": 1.0}, {}, "training.clip_grad_norm needs"),
-        ({"precision": "float16"}, {}, "training.precision: float16 needs"),
+        (
+            {"clip_grad_norm": 1.0},
+            {},
+            "training.clip_grad_norm: does not go with schedule pipedream",
+        ),
+        (
+            {"precision": "float16"},
+            {},
+            "training.precision: float16 does not go with schedule pipedream",
+        ),
         ({}, {"model.head.weight": ()}, r"'head\.weight' is used by several operators"),
     ],
 )
