@@ -34,6 +34,7 @@ from pipectl.cli.console import (
 from pipectl.cli.restart import restart_for_command
 from pipectl.errors import FaultError, PipectlError, SpecError, UsageError
 from pipectl.faults import fault_of, is_ours, user_line, with_details
+from pipectl.files import path_of_user
 from pipectl.units import printable
 
 _OBJECTS = 100_000
@@ -110,7 +111,25 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Command(TyperCommand):
-    """A command whose usage shows required arguments as `JOB.yaml`, not as `{JOB.yaml}`."""
+    """A command whose usage shows required arguments as `JOB.yaml`, not as `{JOB.yaml}`.
+
+    Paths may begin with ``~``, which no shell expands within a word or in quotes.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it.
+
+        Raises:
+            UsageError: a path cannot be expanded.
+        """
+        for parameter in self.params:
+            name = str(parameter.name)
+            if parameter.type.name == "path" and ctx.params.get(name) is not None:
+                source = ctx.get_parameter_source(name)
+                is_variable = source is not None and source.name == "ENVIRONMENT"
+                path = path_of_user(str(ctx.params[name]), variables=is_variable)
+                ctx.params[name] = str(path)
+        return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The pieces of the usage line."""

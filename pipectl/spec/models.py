@@ -7,6 +7,7 @@ null, or not given, has its default; in attributes of ``pipeline``, None stands 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -22,6 +23,7 @@ from pydantic import (
 )
 
 from pipectl.directives import SchedulerName
+from pipectl.files import escape_path, expand_path
 from pipectl.spec import references, types
 
 
@@ -37,7 +39,8 @@ class Factory(types.Section):
     kwargs: types.Keywords = Field(default_factory=dict)
     """Keyword arguments; the values keep their YAML types. A text that begins with `./` or `../` is
     a path relative to the spec file, and your code gets it as an absolute path. Other relative
-    paths mean another file in a job than in `pipectl profile`: ranks run in the run directory."""
+    paths mean another file in a job than in `pipectl profile`: ranks run in the run directory. In
+    texts that begin with these, `/`, `~/` or `$NAME/`, variables are replaced as in other paths."""
 
     @model_validator(mode="before")
     @classmethod
@@ -60,14 +63,34 @@ class Factory(types.Section):
         return references.parse(self.factory)
 
 
+_PATH = re.compile(r"\.{0,2}/|~[\w.-]*/|\$\w+/|\$\{[^}]*\}/")
+"""How a text in ``kwargs`` begins that is a path."""
+
+
+def with_escaped_paths(value: Any) -> Any:
+    """The inverse of what a spec does to the paths in ``kwargs``."""
+    if isinstance(value, dict):
+        return {key: with_escaped_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_escaped_paths(item) for item in value]
+    is_path = isinstance(value, str) and _PATH.match(value)
+    return escape_path(value) if is_path else value
+
+
 def _with_absolute_paths(value: Any, base: Path) -> Any:
-    """A value in which texts that begin with ``./`` or ``../`` are paths from ``base``."""
+    """A value in which texts that begin as paths do are absolute paths.
+
+    Raises:
+        ValueError: see :func:`pipectl.files.expand_path`.
+    """
     if isinstance(value, dict):
         return {key: _with_absolute_paths(item, base) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_absolute_paths(item, base) for item in value]
-    is_path = isinstance(value, str) and value.startswith(("./", "../"))
-    return os.path.normpath(base / value) if is_path else value
+    if not isinstance(value, str):
+        return value
+    text = expand_path(value) if _PATH.match(value) else value
+    return os.path.normpath(base / text) if text.startswith(("./", "../")) else text
 
 
 _SHORT = {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}
