@@ -620,6 +620,8 @@ def factories_in(data: Any) -> Iterator[tuple[tuple[str, ...], str, Mapping[str,
         key = () if path == ("loss", "weight") else ("factory",)
         section = item if isinstance(item, Mapping) else {"factory": item}
         text, kwargs = section.get("factory"), section.get("kwargs")
+        if path == ("optimizer",) and text is None:
+            text = Optimizer.model_fields["factory"].default
         if isinstance(text, str) and not references.fault_of(text):  # as `model`, for the loss
             yield (*path, *key), text, kwargs if isinstance(kwargs, Mapping) else {}
 
