@@ -147,7 +147,7 @@ def run_lines(
 
 def run_facts(status: RunStatus, difference: Difference | None = None) -> list[Fact]:
     """Failure, progress, speed and memory of a run; see :func:`run_lines`."""
-    facts = [*_failure(status), *_progress(status), *_pace(status)]
+    facts = [*_failure(status), *_processor(status), *_progress(status), *_pace(status)]
     return [*facts, *(_difference(*difference) if difference else ()), *_memory_and_waits(status)]
 
 
@@ -187,6 +187,13 @@ def _failure(status: RunStatus) -> Iterator[Fact]:
             f"{', '.join(own)} changed since; the run keeps its own copies{more}",
             "yellow",
         )
+
+
+def _processor(status: RunStatus) -> Iterator[Fact]:
+    """Who had the cores of the ranks: before all figures, which depend on it."""
+    if (processor := status.measured.processor) is not None:
+        yield "processor", processor.describe(status.ranks), "red"
+        yield "", processor.cure, ""
 
 
 def _progress(status: RunStatus) -> Iterator[Fact]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from pipectl.fields import write_value
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import RunDirectory, SweepDirectory
 from pipectl.runs.kept_code import read_changed_code
@@ -37,6 +38,9 @@ class RunJson(TypedDict):
         samples_per_s, tokens_per_s: median throughput.
         step_time_s, predicted_step_time_s, measured_over_predicted: median measured step, the
             prediction, and their ratio.
+        processor: if ranks did not get all of their cores' time while they computed: the ``share``
+            that they got, the number of ``ranks``, the ``rank`` that lost most, and to whom
+            (``lost_to``); else null.
         efficiency: profiled time of all computations, divided by ranks times step time; above 1 if
             ranks computed faster than in the profile.
         remaining_s: time that the remaining steps take.
@@ -82,6 +86,7 @@ class RunJson(TypedDict):
     step_time_s: float | None
     predicted_step_time_s: float | None
     measured_over_predicted: float | None
+    processor: dict[str, Any] | None
     efficiency: float | None
     remaining_s: float | None
     not_finite_steps: list[int]
@@ -135,6 +140,7 @@ def run_json(status: RunStatus) -> RunJson:
         "evaluation": so_far.evaluation,
         "predicted_step_time_s": status.predicted_step_s,
         "measured_over_predicted": status.prediction_ratio,
+        "processor": None if so_far.processor is None else write_value(so_far.processor),
         "efficiency": status.efficiency,
         "not_finite_steps": list(so_far.not_finite),
         "early_stop": so_far.early_stop or None,
