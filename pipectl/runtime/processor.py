@@ -156,6 +156,7 @@ class ProcessorMeter:
         self._own_s = dict.fromkeys(ranks, 0.0)
         """Processor time of ranks and their children, by process."""
         self._last = ProcessorShare()
+        self._find_children()
         self.restart()
 
     def restart(self) -> None:

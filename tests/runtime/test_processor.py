@@ -102,10 +102,13 @@ def test_a_process_on_the_core_of_a_rank_is_found(one_core, monkeypatch):
         meter = make_meter(MPI.COMM_SELF)
         found = meter.measure(0.0, 0.0)
         assert found == ProcessorShare(), "not known yet"
-        begin, cpu = time.perf_counter(), time.thread_time()
-        while time.perf_counter() < begin + 0.4:
-            pass
-        found = meter.measure(time.perf_counter() - begin, time.thread_time() - cpu)
+        for _ in range(2):  # other tests may have started a child meanwhile
+            begin, cpu = time.perf_counter(), time.thread_time()
+            while time.perf_counter() < begin + 0.4:
+                pass
+            found = meter.measure(time.perf_counter() - begin, time.thread_time() - cpu)
+            if found.lost_to is not None:
+                break
     finally:
         os.kill(int(started.stdout), signal.SIGKILL)
     assert found.lost_to == "processes"
