@@ -111,7 +111,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Command(TyperCommand):
-    """A command whose usage shows required arguments as `JOB.yaml`, not as `{JOB.yaml}`.
+    """A command whose usage has the same form under every version of typer.
 
     Paths may begin with ``~``, which no shell expands within a word or in quotes.
     """
@@ -132,8 +132,14 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The pieces of the usage line."""
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        """The pieces of the usage line: ``[OPTIONS] JOB.yaml``, or ``[OPTIONS] [RUN...]``."""
+        pieces = ["[OPTIONS]"]
+        for parameter in self.get_params(ctx):
+            if parameter.param_type_name == "argument":
+                word = parameter.metavar or str(parameter.name)
+                word += "..." if parameter.nargs != 1 else ""
+                pieces.append(word if parameter.required else f"[{word}]")
+        return pieces
 
 
 class Commands(TyperGroup):

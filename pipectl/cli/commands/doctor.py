@@ -80,7 +80,7 @@ def assess(what: str, text: str, cure: str = "") -> Finding:
 def command(
     context: typer.Context,
     job: Path | None = typer.Argument(
-        None, metavar="[JOB.yaml]", help="Job whose launch settings are tested."
+        None, metavar="JOB.yaml", help="Job whose launch settings are tested."
     ),
     overrides: list[str] | None = opt.OVERRIDES,
     directory: Path = opt.DIRECTORY,
