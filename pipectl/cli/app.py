@@ -36,6 +36,7 @@ from pipectl.errors import FaultError, PipectlError, SpecError, UsageError
 from pipectl.faults import fault_of, is_ours, user_line, with_details
 from pipectl.files import path_of_user
 from pipectl.units import printable
+from pipectl.versions import cure_of_torch
 
 _OBJECTS = 100_000
 """New objects between two collections of garbage. Modules make many that stay, and by Python's
@@ -294,6 +295,9 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
         return error.exit_code, [error.format_message()], cure
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return INTERRUPTED, ["interrupted"], None
+    if _is_of_torch(error):
+        fault = f"{type(error).__name__}: {error}"
+        return 1, [f"torch cannot be imported: {fault}"], cure_of_torch(fault)
     if isinstance(error, OSError) and error.filename is not None:
         return 1, [f"{error.filename}: {error.strerror or error}"], None
     if isinstance(error, OSError) and error.errno in _UNWRITTEN:
@@ -302,6 +306,17 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
         return _describe(fault_of(error))
     cure = "pipectl --debug ... shows the traceback"
     return 1, [f"{type(error).__name__}: {error}{user_line(error.__traceback__)}"], cure
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Whether an error has ended the import of torch."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return True
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(
+        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "torch"
+        for frame in frames
+    )
 
 
 @contextmanager
