@@ -168,6 +168,8 @@ export OMP_NUM_THREADS=1
 export MKL_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
 export PYTHONHASHSEED=0
+# Makes glibc join freed memory at once: else ranks hold more than predicted.
+export GLIBC_TUNABLES=glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}
 
 with_variables() {
     exec "$@"
