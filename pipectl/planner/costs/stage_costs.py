@@ -254,7 +254,8 @@ def with_halves(
         input_s = times.input_share * whole_s + times.input_s * count
         # Values that are kept between the halves; one that several operators read counts once.
         inputs = dict(pair for operator in operators for pair in operator.saved)
-        deferred = sum(inputs.values()) + sum(operator.gradient_bytes for operator in operators)
+        gradients = [operator.gradient_bytes for operator in operators]
+        deferred = sum(inputs.values()) + sum(gradients)
         halves.append(
             replace(
                 cost,
@@ -262,6 +263,7 @@ def with_halves(
                 backward_s=cost.backward_s - whole_s + input_s + weight_s,
                 weight_s=weight_s,
                 deferred_bytes=ceil(deferred * scale),
+                deferred_block_bytes=ceil(max(gradients, default=0) * scale),
             )
         )
     return tuple(halves)
