@@ -74,9 +74,10 @@ class Trainer:
             setup.training.on_results = self._end.origins.note
         evaluation = self._spec.evaluation
         early_stopping = None if evaluation is None else evaluation.early_stopping
-        self._early_stopping = EarlyStopping(early_stopping)
+        keeps_best = self._spec.keeps_best
+        self._early_stopping = EarlyStopping(early_stopping, keeps_best=keeps_best)
         watching = gather_all(setup.communicator, self._end.updater.watches)
-        self._keeps_evaluations = early_stopping is not None or any(watching)
+        self._keeps_evaluations = self._early_stopping.watches or any(watching)
         self._room_bytes = self._room_for_copies(cluster)
         # The parameters and buffers of all ranks that a state dict holds.
         self._persistent = set(setup.job.step.state_dict(keep_vars=True))
@@ -87,7 +88,7 @@ class Trainer:
         self._saver = Saver(
             setup.communicator.Dup(),
             run.checkpoints,
-            Keep(checkpoint.keep, checkpoint.keep_every),
+            Keep(checkpoint.keep, checkpoint.keep_every, keeps_best),
             attempt,
             warn,
             self._telemetry.has_written,
@@ -103,7 +104,7 @@ class Trainer:
             self._saver.poll,
         )
         self._stopped = False
-        self._steps_done = 0
+        self._steps_done = self._saved_step = 0
         if stored is not None:
             self._restore(stored)
 
@@ -113,7 +114,6 @@ class Trainer:
         with callbacks as tell:
             self._telemetry.tell = tell
             self._train()
-        self._setup.close()
         if self._stopped and self._rank == 0:
             write_text(self._run.stopped_marker, "")
 
@@ -153,7 +153,7 @@ class Trainer:
             if (early or stops) and end < count:
                 self._stopped = stops
                 self._end.settle()
-                if not self._saves_after(end):
+                if self._saved_step != end:
                     setup.replicas.check_weights(end)
                     self._save(end)
                 return
@@ -162,14 +162,19 @@ class Trainer:
         saves, saves_first = self._saves_after(step), self._saves_first(step)
         if self._drains_after(step):
             self._end.settle()
-        if saves or step % _CHECK_REPLICAS_EVERY == 0:
+        checks = saves or step % _CHECK_REPLICAS_EVERY == 0
+        if checks:
             self._setup.replicas.check_weights(step)
         if saves_first:
             self._save(step)
             self._saver.wait()
         if self._evaluates_after(step):
             self._evaluate(step)
-        if saves and not saves_first:
+        best = self._early_stopping.best
+        saves_best = self._spec.keeps_best and best is not None and best.step == step
+        if saves_best and not checks:
+            self._setup.replicas.check_weights(step)
+        if (saves or saves_best) and not saves_first:
             self._save(step)
             self._begin("training")
         self._saver.poll()
@@ -186,7 +191,7 @@ class Trainer:
         result = setup.evaluator.evaluate(step)
         setup.replicas.take_evaluated(setup.evaluator.writes)
         self._end.updater.watch(result["loss"])
-        self._early_stopping.watch(result)
+        self._early_stopping.watch(step, result)
         if self._rank == 0:
             self._telemetry.evaluation(step, result, self._early_stopping.reason)
         self._begin("training")
@@ -217,7 +222,7 @@ class Trainer:
         if updater.optimizer is not None:
             stored.restore_optimizer(updater.optimizer, self._end.updated)
         updater.restore(manifest.updates, manifest.losses)
-        self._early_stopping.add(manifest.metric_values)
+        self._early_stopping.restore(manifest.metric_values, manifest.best)
         if scale is not None and manifest.loss_scale is not None:
             scale.restore(manifest.loss_scale)
         self._steps_done = manifest.step
@@ -225,6 +230,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         self._begin("saving")
+        self._saved_step = step
         end, setup = self._end, self._setup
         updater = end.updater
         setup.device.peak_bytes()  # the copy, which comes next, does not count
@@ -244,6 +250,7 @@ class Trainer:
             updates=updater.updates,
             losses=tuple(updater.losses),
             metric_values=tuple(self._early_stopping.metric_values),
+            best=self._early_stopping.best,
             loss_scale=None if end.loss_scale is None else end.loss_scale.state,
         )
         self._saver.start(manifest, snapshot)

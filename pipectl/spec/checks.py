@@ -390,6 +390,14 @@ def _check_evaluation(evaluation: models.Evaluation | None) -> Iterator[Finding]
         yield (*key, "metric"), f"{stopping.metric!r} is not one of {', '.join(metrics)}"
 
 
+def _check_best(
+    checkpoint: models.Checkpoint, evaluation: models.Evaluation | None
+) -> Iterator[Finding]:
+    if checkpoint.keep_best and (evaluation is None or evaluation.every is None):
+        fault = "needs evaluation.every: without it no two evaluations are compared"
+        yield ("checkpoint", "keep_best"), fault
+
+
 def _check_options(slurm: models.Slurm, pbs: models.Pbs) -> Iterator[Finding]:
     for section, options, syntax in (("slurm", slurm.options, SBATCH), ("pbs", pbs.options, QSUB)):
         for name, value in options.items():
@@ -511,7 +519,7 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_combinations, _check_batch, _check_buckets, _check_warm_up,
-    _check_backward, _check_progress, _check_loss, _check_evaluation, _check_options,
+    _check_backward, _check_progress, _check_loss, _check_evaluation, _check_best, _check_options,
     _check_slurm_gpus, _check_pbs_gpus, _check_hash_seed, _check_sweep,
 )  # fmt: skip
 """Checks; the names of their parameters are the sections they need."""

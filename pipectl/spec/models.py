@@ -413,6 +413,10 @@ class Checkpoint(types.Section):
     """Number of checkpoints to keep; older ones are removed."""
     keep_every: types.Count | None = None
     """Checkpoints whose step is a multiple of this are kept too."""
+    keep_best: types.Flag | None = None
+    """Whether a checkpoint is saved after every evaluation that is the best so far, and the best
+    one kept. By default if there is `evaluation.early_stopping`, whose `metric` and `mode` say what
+    is best; without it, the smallest `loss` is. `pipectl export --best` exports it."""
     lead_time: types.LeadTime = 180
     """How long before the end of the walltime the ranks save a checkpoint and end, at most a
     quarter of the walltime. It must be enough for a step and the checkpoint."""
@@ -595,6 +599,12 @@ class JobSpec(types.Section):
     def threads(self) -> int:
         """Threads that a rank computes with."""
         return self.launch.threads(self.resources.cpus_per_task)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best evaluation is saved and kept."""
+        stops_early = self.evaluation is not None and self.evaluation.early_stopping is not None
+        return stops_early if self.checkpoint.keep_best is None else self.checkpoint.keep_best
 
 
 def files_in(data: Any) -> Iterator[tuple[tuple[str, ...], str]]:

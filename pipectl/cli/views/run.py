@@ -28,6 +28,8 @@ from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import (
     PROFILING,
     SweepDirectory,
+    best_checkpoint,
+    best_evaluation,
     last_checkpoint,
     name_in_shell,
     read_heartbeat,
@@ -217,6 +219,14 @@ def _progress(status: RunStatus) -> Iterator[Fact]:
         values = ", ".join(f"{name} {_figure(value)}" for name, value in so_far.evaluation.items())
         end = f"; the training ended: {so_far.early_stop}" if so_far.early_stop else ""
         yield "evaluation", f"after step {so_far.evaluation_step}: {values}{end}", ""
+    if (best := best_evaluation(status.run.checkpoints)) is not None:
+        kept = best_checkpoint(status.run.checkpoints)
+        text = f"after step {best.step}: {best}"
+        if kept is None:
+            text += "; there is no checkpoint of it"
+        elif kept.missed is not None:
+            text += f"; its checkpoint is missing, that of step {kept.best.step} is the best"
+        yield "best", text, ""
 
 
 def _pace(status: RunStatus) -> Iterator[Fact]:

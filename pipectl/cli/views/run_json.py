@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from pipectl.fields import write_value
 from pipectl.jobs.state import RunStatus, find_best
-from pipectl.runs import RunDirectory, SweepDirectory
+from pipectl.runs import RunDirectory, SweepDirectory, best_checkpoint, best_evaluation
 from pipectl.runs.kept_code import read_changed_code
 
 Subject = RunDirectory | SweepDirectory | None
@@ -47,6 +47,9 @@ class RunJson(TypedDict):
         not_finite_steps: steps whose loss, gradients or buffers were not finite.
         evaluation_step, evaluation: the last evaluation: its step, and its metrics by name.
         early_stop: why training ended early, or null.
+        best: the best evaluation up to the last checkpoint, if the job compares them: its ``step``,
+            ``metric``, ``mode`` and ``value``; else null.
+        best_checkpoint: path of the best checkpoint that is there, or null.
         waits_for: ``rank`` and ``node`` that the others wait for, the ``share`` of its time that it
             waits, and that of the ``others``; null if there is none.
         ranks: of each rank, what the heartbeat says.
@@ -93,6 +96,8 @@ class RunJson(TypedDict):
     evaluation_step: int | None
     evaluation: Mapping[str, float | None]
     early_stop: str | None
+    best: dict[str, Any] | None
+    best_checkpoint: str | None
     waits_for: dict[str, Any] | None
     ranks: list[dict[str, Any]]
     peaks: list[dict[str, Any]]
@@ -110,6 +115,8 @@ def run_json(status: RunStatus) -> RunJson:
     sweep = None if record is None else record.sweep
     code = status.code
     repository = None if code is None else code.repository
+    best = best_evaluation(status.run.checkpoints)
+    kept = best_checkpoint(status.run.checkpoints)
     return {
         "run": status.run.name,
         "directory": str(status.run.path),
@@ -144,6 +151,8 @@ def run_json(status: RunStatus) -> RunJson:
         "efficiency": status.efficiency,
         "not_finite_steps": list(so_far.not_finite),
         "early_stop": so_far.early_stop or None,
+        "best": None if best is None else best.to_json(),
+        "best_checkpoint": None if kept is None else str(kept.path),
         "waits_for": None if status.laggard is None else status.laggard._asdict(),
         "ranks": [vars(rank) for rank in status.ranks],
         "peaks": [peak._asdict() for peak in status.peaks],

@@ -17,7 +17,14 @@ import pytest
 from mpi4py import MPI
 
 from pipectl.errors import MismatchError
-from pipectl.runs import RunDirectory, checkpoints, read_errors, read_heartbeat, read_metrics
+from pipectl.runs import (
+    RunDirectory,
+    best_checkpoint,
+    checkpoints,
+    read_errors,
+    read_heartbeat,
+    read_metrics,
+)
 from pipectl.runs.metrics import sum_up
 from pipectl.runtime import checkpoint
 from pipectl.runtime.stopping import count_without_improvement
@@ -268,7 +275,8 @@ def test_values_without_an_improvement_are_counted(values, mode, min_delta, coun
 
 def test_runs_end_early_and_go_on_to_the_bit(make_run, launch, different, monkeypatch):
     def make(patience: int, pipeline: dict[str, Any]) -> RunDirectory:
-        stopping = {"patience": patience, "min_delta": 1e9}  # so that nothing is an improvement
+        # Nothing is an improvement, and the first loss is the largest.
+        stopping = {"patience": patience, "min_delta": 1e9, "mode": "max"}
         held_out = {"data": f"{PARTS}:Samples", "every": 2, "early_stopping": stopping}
         more = {"training": TRAINING, "checkpoint": {"every": 4}, "pipeline": pipeline}
         return make_run(2, **{**PLAIN, **more, "evaluation": held_out})
@@ -288,10 +296,13 @@ def test_runs_end_early_and_go_on_to_the_bit(make_run, launch, different, monkey
         measured = sum_up(read_metrics(each))
         assert (measured.step, measured.evaluation_step, measured.early_stop) == (6, 6, why)
         assert read_heartbeat(each).state == "done"
-        assert names(each) == ["step-000006", "step-000004"]
+        assert names(each) == ["step-000006", "step-000004", "step-000002"]
         each.job.write_text(dump(load(each.job, ["evaluation.early_stopping.patience=100"])))
     train(3, *stopped)
     assert [sum_up(read_metrics(each)).early_stop for each in stopped] == ["", ""]
+    best = ["step-000009", "step-000008", "step-000006", "step-000002"]
+    assert [names(each) for each in stopped] == [best, best]
+    assert best_checkpoint(run.checkpoints).path.name == best[-1]
     assert different(whole, run) == []  # checkpoints drain steps that overlap, which is part of it
 
 
