@@ -86,6 +86,7 @@ class Manifest(DataFile):
             order of the evaluations.
         best: the best of these evaluations: its ``step``, ``metric``, ``mode`` and ``value``.
         loss_scale: of float16, and the number of steps without overflow since it changed.
+        unevaluated: whether the evaluation after this step, if one is due, is still to be made.
     """
 
     cure: ClassVar[str] = "use another checkpoint of the run"
@@ -99,6 +100,7 @@ class Manifest(DataFile):
     metric_values: Annotated[tuple[float, ...], _to_numbers] = ()
     best: Best | None = None
     loss_scale: LossScaleState | None = None
+    unevaluated: bool = False
 
     @property
     def shards(self) -> tuple[Shard, ...]:

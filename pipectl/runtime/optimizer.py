@@ -109,6 +109,10 @@ class Updater:
             self.losses.append(loss)
             call_in_training(self.lr_scheduler.step, "lr_scheduler", loss)
 
+    def forget_losses(self, count: int) -> None:
+        """Drop the losses of evaluations but for the first ``count``, before the state is saved."""
+        del self.losses[count:]
+
     def state(
         self, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:

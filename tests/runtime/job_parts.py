@@ -332,6 +332,45 @@ class Seen:
         return self.count
 
 
+FAILS = "TEST_EVALUATION_FAILS"
+"""Environment variable: what fails in the first evaluation after steps, on one rank."""
+evaluations: dict[str, int] = {}
+"""Begun in this process, by what notices it. The first one is made before the first step."""
+
+
+def fail_at(place: str) -> None:
+    evaluations[place] = evaluations.get(place, 0) + 1
+    if evaluations[place] > 1 and os.environ.get(FAILS) == place:
+        raise ValueError("only one class is present")
+
+
+class Fragile:
+    """A metric without a result for few samples."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.count += 1
+        if self.count == 7:
+            fail_at("update")
+
+    def compute(self) -> float:
+        if self.count < 2:
+            raise ValueError("no result for so few samples")
+        fail_at("compute")
+        return 1.0
+
+
+class HeldOut(Samples):
+    """The fifth sample may be unreadable on the first rank."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5 and MPI.COMM_WORLD.rank == 0:
+            fail_at("data")
+        return super().__getitem__(index)
+
+
 class Faulty(torch.optim.SGD):
     """Flips one bit of one weight, in one step and on one rank."""
 
