@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipectl.capture import factories
 from pipectl.capture.batch import Reader, check_samples
@@ -163,12 +165,64 @@ class CapturedJob:
         differ.
         """
         held_out = self.evaluation_loader if self.spec.data.buckets else None
-        return self._graph(held_out or self.loader, batch, length, training=False)
+        with _in_evaluation():
+            return self._graph(held_out or self.loader, batch, length, training=False)
 
     @cached_property
     def evaluation_loader(self) -> Loader | None:
         """The held-out data, or None."""
         return evaluation_loader(self.spec)
+
+    def evaluate(self, batch: tuple[Any, Any], device: torch.device) -> tuple[Tensor, Any]:
+        """Return the loss and the outputs of the user's own model, which stays as it is.
+
+        Args:
+            batch: inputs and targets, anywhere.
+            device: of the parameters, which have values.
+
+        Raises:
+            CaptureError: the model or the loss raises.
+        """
+        inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+        was_training, with_outputs = self.step.training, self.step.with_outputs
+        self.step.with_outputs = True
+        self.step.eval()
+        try:
+            with (
+                _in_evaluation(),
+                torch.no_grad(),
+                torch.random.fork_rng(devices=[]),
+                preserve_state(self.step, self.step.buffers()),
+                arithmetic(self.spec.training.precision, device),
+            ):
+                loss, outputs = self.step(inputs, targets)
+        except CaptureError:
+            raise
+        except Exception as error:
+            with _in_evaluation():
+                raise misfit(error, inputs, targets, self.spec) from error
+        finally:
+            self.step.with_outputs = with_outputs
+            self.step.train(was_training)
+        return loss, outputs
+
+    def check_counts(self) -> None:
+        """Raise if the data fill no batch, or if an evaluation would not end.
+
+        Raises:
+            CaptureError: naming the data.
+        """
+        if not self.loader.epoch(0):
+            size = self.spec.training.batch_size
+            raise CaptureError(
+                f"data: {self.loader.samples} samples fill no batch of {size}",
+                cure="make the batch smaller, or set data.drop_last: false",
+            )
+        if self.evaluation_loader is not None and self.evaluation_loader.samples is None:
+            raise CaptureError(
+                "evaluation.data: is iterable, so that its end is not known",
+                cure="use a dataset with __len__ and __getitem__ for evaluation",
+            )
 
     def check_shapes(self, batch: int) -> None:
         """Raise if batches from elsewhere in the data have other shapes than the first one.
@@ -250,6 +304,7 @@ class CapturedJob:
 
     def misfit(self, batch: int) -> CaptureError | None:
         """Return why model and loss fail on the first ``batch`` samples; None if they do not."""
+        self.step.train()
         return self._misfit(self.loader.example(batch))
 
     def _misfit(self, batch: tuple[Any, Any]) -> CaptureError | None:
@@ -379,6 +434,19 @@ class CapturedJob:
             cure="let the model compute the same for every length: with sizes from the shapes of "
             "its inputs, and without an if on them",
         )
+
+
+@contextmanager
+def _in_evaluation() -> Iterator[None]:
+    """Let refusals say in which mode the model is; those of training come before."""
+    try:
+        yield
+    except CaptureError as error:
+        if error.message.startswith(("model", "loss")):
+            error.message += ", in evaluation (model.eval())"
+            hint = "it works in training: look for what depends on self.training"
+            error.cure = hint if error.cure is None else f"{hint}; or {error.cure}"
+        raise
 
 
 def training_loader(spec: JobSpec) -> Loader:

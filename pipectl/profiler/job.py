@@ -28,6 +28,7 @@ from pipectl.profiler.neighbours import Neighbours
 from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.readings import NOTES, other_reader
+from pipectl.profiler.trial import try_job
 from pipectl.runtime.device import (
     CpuDevice,
     Device,
@@ -102,6 +103,8 @@ def profile_job(
         readings = other.compare(job)
         journal = Journal() if journal is None else journal  # an empty one counts as false
         profiling = _Profiling(job, effort, sizes, progress, journal, device)
+        notify("trying what else the job needs")
+        try_job(job, sizes[0], device.torch_device)
         notify("waiting for the processes on the other cores")
         neighbours.wait()
         notify("measuring")

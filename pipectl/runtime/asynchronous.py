@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,41 +18,18 @@ from typing import Any
 
 from pipectl.capture.data import Loader, Samples, split_batch
 from pipectl.capture.slices import Rows
-from pipectl.capture.step import own_name, sample_shares, target_shares, weighted_loss
-from pipectl.errors import CaptureError, MismatchError
+from pipectl.capture.step import sample_shares, target_shares, weighted_loss
+from pipectl.errors import CaptureError
 from pipectl.plan import Plan
 from pipectl.runtime.gradients import shared_uses
 from pipectl.runtime.step import Batch, Outcome, Step, StepRun
 from pipectl.runtime.steps import Steps
+from pipectl.runtime.unflushed import refuse
 from pipectl.runtime.waiting import barrier
-from pipectl.schedule import SCHEDULES, channels
+from pipectl.schedule import channels
 from pipectl.schedule.actions import EMPTY
-from pipectl.schedule.combinations import clashes, traits_of
 from pipectl.schedule.lowering import stretch
 from pipectl.schedule.unflushed import steps_apart, versions_kept
-from pipectl.spec.checks import features_of
-from pipectl.spec.models import Pipeline, Training
-
-
-def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> None:
-    """Refuse what needs all ranks at once, or has no versions.
-
-    Args:
-        shared: parameters that several operators use.
-
-    Raises:
-        MismatchError: the job needs it.
-        CaptureError: the model needs it.
-    """
-    traits = traits_of(SCHEDULES[schedule])
-    for clash in clashes({*features_of(Pipeline(), training), *traits}):
-        raise MismatchError(f"{clash.feature.key}: {clash.fault(schedule)}", cure=clash.cure())
-    if shared:
-        raise CaptureError(
-            f"model: {own_name(next(iter(shared)))!r} is used by several operators, "
-            f"whose gradients schedule {schedule} would take from different steps",
-            cure="use a weight of its own for each, or a schedule that flushes",
-        )
 
 
 @dataclass

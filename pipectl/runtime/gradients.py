@@ -19,10 +19,9 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from pipectl.capture import Cut, Slot
 from pipectl.capture.stage import uses_of_parameter
-from pipectl.capture.step import own_name
-from pipectl.errors import CaptureError
 from pipectl.runtime.finite import alike, norms_of
 from pipectl.runtime.manifest import LossScaleState
+from pipectl.runtime.optimizer import refuse_half_parameters
 from pipectl.runtime.transport import Transfer, Wire
 from pipectl.spec.models import LossScale as LossScaleSpec
 
@@ -217,19 +216,4 @@ class LossScale:
             GROWTH,
             BACKOFF,
             self._interval,
-        )
-
-
-def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise for parameters that are in float16 themselves, as torch does.
-
-    Raises:
-        CaptureError: naming the first.
-    """
-    half = next((n for n, p in parameters.items() if p.dtype == torch.float16), None)
-    if half is not None:
-        raise CaptureError(
-            f"training.precision: float16 trains parameters in float32, but "
-            f"{own_name(half)!r} is in float16",
-            cure="build the model without .half(); autocast converts values if that helps",
         )

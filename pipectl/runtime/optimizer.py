@@ -450,6 +450,21 @@ def divides(plan: Plan) -> bool:
     return plan.shard_optimizer or min(held) < len(plan.stages)
 
 
+def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise for parameters that are in float16 themselves, as torch does.
+
+    Raises:
+        CaptureError: naming the first.
+    """
+    half = next((n for n, p in parameters.items() if p.dtype == torch.float16), None)
+    if half is not None:
+        raise CaptureError(
+            f"training.precision: float16 trains parameters in float32, but "
+            f"{own_name(half)!r} is in float16",
+            cure="build the model without .half(); autocast converts values if that helps",
+        )
+
+
 def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
     """Raise if the update of a parameter depends on the optimizer's other parameters.
 

@@ -47,8 +47,8 @@ from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.runtime.device import choose_device, settle_process
 from pipectl.runtime.finite import BufferCheck, norms_of, not_finite
-from pipectl.runtime.gradients import gradients_of, refuse_half_parameters
-from pipectl.runtime.optimizer import Updater, make_updater
+from pipectl.runtime.gradients import gradients_of
+from pipectl.runtime.optimizer import Updater, make_updater, refuse_half_parameters
 from pipectl.runtime.pipefb import nodes_behind
 from pipectl.runtime.saved_tensors import run_backward
 from pipectl.spec import JobSpec, load

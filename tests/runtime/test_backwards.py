@@ -30,10 +30,10 @@ from pipectl.capture.stage import Pass, StageCode
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.planner.costs import stage_costs
 from pipectl.runtime import pipefb
-from pipectl.runtime.asynchronous import refuse
 from pipectl.runtime.pipefb import Agreement, ForwardHalf, check_operators
 from pipectl.runtime.stage import MicroBatch
 from pipectl.runtime.stage_code import SPLIT, WeightHalf, compile_stage, split_backwards
+from pipectl.runtime.unflushed import refuse
 from pipectl.runtime.versions import Versions
 from pipectl.spec.models import Training
 
