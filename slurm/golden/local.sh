@@ -65,9 +65,6 @@ run() {
 begin() {
     write_file starting ''
     rm -f "$PIPECTL_RUN_DIRECTORY/finished"
-    measure_log
-}
-measure_log() {
     log_bytes=$(stat -Lc %s "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null) || log_bytes=0
 }
 # The exit code of a command, given that of its process: a process that fails while it ends does
@@ -80,16 +77,12 @@ settle() {
         echo "pipectl: $(<"$PIPECTL_RUN_DIRECTORY/exit_warning")" >&2
         code=0
     elif ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" && (-z $signal_code || $waited_s) ]]; then
-        report_start "$code $waited_s"
+        write_file launch_error "${SLURMD_NODENAME:-$HOSTNAME}"$'\n'"$code $waited_s"$'\n'"$(
+            tail -c "+$((log_bytes + 1))" "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null |
+                head -c 16384 | tr -d '\0'
+        )"
     fi
     return "$code"
-}
-# Says why no rank has begun: an exit code, and what was printed.
-report_start() {
-    write_file launch_error "${SLURMD_NODENAME:-$HOSTNAME}"$'\n'"$1"$'\n'"${2-}$(
-        tail -c "+$((log_bytes + 1))" "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null |
-            head -c 16384 | tr -d '\0'
-    )"
 }
 # Waits for the command, and returns its exit code.
 await() {
@@ -168,8 +161,6 @@ export OMP_NUM_THREADS=1
 export MKL_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
 export PYTHONHASHSEED=0
-# Makes glibc join freed memory at once: else ranks hold more than predicted.
-export GLIBC_TUNABLES=glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}
 
 with_variables() {
     exec "$@"
