@@ -50,6 +50,7 @@ from pipectl.capture.refusals import (
     place_at,
 )
 from pipectl.capture.regions import mark_regions
+from pipectl.capture.step import Step
 
 MAX_REPEATS = 500
 """Calls from one line of one module until a loop is too long. Tracing one takes some 10 ms."""
@@ -246,8 +247,8 @@ class _WatchedCalls(TorchFunctionMode):
         if self._repeats is None:
             return
         caller, module = _calling_module(sys._getframe(2))
-        if caller is None:
-            return
+        if caller is None or isinstance(module, Step):
+            return  # pipectl's own, such as a look at every parameter
         key = (caller.f_code, caller.f_lineno, id(vars(module)))
         self._repeats[key] += 1
         if self._repeats[key] == MAX_REPEATS:
@@ -273,9 +274,11 @@ _GET_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 def _calling_module(frame: FrameType | None) -> tuple[FrameType | None, nn.Module | None]:
     """Return the innermost call of a module around a frame, and that module."""
     while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            return frame, module
+        # Only then, because Python makes a dictionary of all variables of the frame.
+        if "self" in frame.f_code.co_varnames:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                return frame, module
         frame = frame.f_back
     return None, None
 

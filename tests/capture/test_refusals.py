@@ -362,6 +362,23 @@ def test_a_long_loop_of_a_submodule_becomes_one_operator_and_one_of_the_model_is
     assert "put it into a submodule of its own" in message
 
 
+MANY = """
+def many():
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(9)), nn.Linear(6, 3))
+"""
+
+
+def test_many_parameters_are_no_long_loop(
+    make_job, write_modules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second export would take as long as the first."""
+    monkeypatch.setattr("pipectl.capture.patches.MAX_REPEATS", 9)
+    messages: list[str] = []
+    spec = make_job(f"{write_modules({}, MANY)}:many").spec
+    assert len(CapturedJob(spec, messages.append).training_graph(4).operators) == 11
+    assert messages == []
+
+
 def test_a_model_that_a_library_brings_is_kept_whole(
     make_job, write_modules, place_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
