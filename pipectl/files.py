@@ -31,8 +31,63 @@ _MAX_LINKS = 40
 _PIECE, _PATIENCE_MS = 4096, 1000
 """Bytes that a writable pipe accepts at once, and how long to wait until it is writable."""
 _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
+_VARIABLE = re.compile(r"\$(?:(\$)|([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\}|(\{))", re.ASCII)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a surrogate pair in JSON, which cannot be encoded as UTF-8."""
+
+
+def expand_path(text: str) -> str:
+    """A path as a shell reads it: with a home directory for ``~`` and values for ``$VARIABLES``.
+
+    ``$$`` stands for a ``$``. Without it, what a user wrote for another shell would become a
+    directory of that name.
+
+    Raises:
+        ValueError: a user or a variable is unknown; says which.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        dollar, plain, braced, other = match.groups()
+        if dollar:
+            return "$"
+        if other:
+            raise ValueError(f"{text!r}: a variable is written $NAME or ${{NAME}}, and $ alone $$")
+        name = plain or braced
+        if not os.environ.get(name):
+            state = "is empty" if name in os.environ else "is not set"
+            raise ValueError(f"{text!r}: the variable {name} {state}; set it, or write the path")
+        return os.environ[name]
+
+    user, slash, rest = text.partition("/")
+    if user.startswith("~"):
+        home = os.path.expanduser(user)  # noqa: PTH111 - it may not be a path yet
+        if home == user:
+            raise ValueError(
+                f"{text!r}: no home directory is known for {user}; write ./~ for a name"
+            )
+        return f"{home}{slash}{_VARIABLE.sub(value, rest)}"
+    return _VARIABLE.sub(value, text)
+
+
+def escape_path(text: str) -> str:
+    """What :func:`expand_path` turns into this path, which does not begin with ``~``."""
+    return text.replace("$", "$$")
+
+
+def path_of_user(text: str, *, variables: bool = True) -> Path:
+    """A path that a user wrote; see :func:`expand_path`.
+
+    Args:
+        variables: whether it was not read by a shell, which expands variables.
+
+    Raises:
+        UsageError: it cannot be expanded.
+    """
+    try:
+        is_plain = not variables and not text.startswith("~")
+        return Path(text if is_plain else expand_path(text if variables else escape_path(text)))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True) -> None:

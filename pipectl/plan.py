@@ -64,9 +64,9 @@ class StageCost:
         peaks: for the largest share of a micro-batch on a replica; None if unknown.
         weight_s: weight half of a split backward, a part of ``backward_s``; None: half of it.
         deferred_bytes: kept per micro-batch between these halves; None: as ``saved_bytes``.
+        deferred_block_bytes: the largest gradient among these; None if unknown.
         flops: floating-point operations of forward and backward; None if unknown.
         trained_bytes: parameters that an update changes; None: ``parameter_bytes``.
-        cast_bytes: casts of parameters to half precision, which all micro-batches of a step share.
     """
 
     forward_s: float
@@ -81,9 +81,9 @@ class StageCost:
     peaks: StagePeaks | None = None
     weight_s: float | None = None
     deferred_bytes: int | None = None
+    deferred_block_bytes: int | None = None
     flops: int | None = None
     trained_bytes: int | None = None
-    cast_bytes: int = 0
 
     @property
     def changed_bytes(self) -> int:

@@ -16,7 +16,12 @@ _BYTE_UNITS = {
     "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
 }  # fmt: skip
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})")
+_CLOCKS = (
+    re.compile(r"(?P<days>\d+)-(?P<hours>\d+)(:(?P<minutes>\d{1,2})(:(?P<seconds>\d{1,2}))?)?"),
+    re.compile(r"(?P<hours>\d+):(?P<minutes>\d{1,2}):(?P<seconds>\d{1,2})(?P<fraction>\.\d+)?"),
+    re.compile(r"(?P<minutes>\d+):(?P<seconds>\d{1,2})(?P<fraction>\.\d+)?"),
+)
+"""The forms of ``sbatch --time``, and of PBS's walltime, whose seconds may have a fraction."""
 _DURATION = re.compile(r"(?:(\d+)d(?!\d+$))?(?:(\d+)h(?!\d+$))?(?:(\d+)m)?(?:(\d+)s?)?")
 """A number without a unit is seconds, alone or after minutes. ``1h30`` is ambiguous."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -73,19 +78,27 @@ def format_flops(flops_per_s: float) -> str:
 
 
 def parse_duration(text: str) -> int:
-    """Parse ``"00:30:00"``, ``"2-12:00:00"``, ``"3m"``, ``"1h30m"`` or ``"90"`` as seconds.
+    """Parse a duration as seconds; a fraction of a second is rounded up.
+
+    ``"30:00"`` is half an hour, ``"01:30:00"`` one and a half; ``"2-12"``, ``"2-12:30"`` and
+    ``"2-12:30:00"`` begin with days; ``"3m"`` and ``"1h30m"`` have units; ``"90"`` is in seconds.
 
     Raises:
         ValueError: the text is not a duration.
     """
     stripped = text.strip()
-    if clock := _CLOCK.fullmatch(stripped):
-        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-        if minutes < 60 and seconds < 60:
-            return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    elif stripped and (parts := _DURATION.fullmatch(stripped)):
-        days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    matches = (form.fullmatch(stripped) for form in _CLOCKS)
+    if clock := next(filter(None, matches), None):
+        named = clock.groupdict()
+        counts = [int(named.get(unit) or 0) for unit in ("days", "hours", "minutes", "seconds")]
+        more = 1 if (named.get("fraction") or "").strip(".0") else 0
+        fits = counts[3] < 60 and (counts[2] < 60 or "hours" not in named)
+    else:
+        parts = _DURATION.fullmatch(stripped)
+        counts, more, fits = [int(part or 0) for part in parts.groups()] if parts else [], 0, True
+    if stripped and counts and fits:
+        days, hours, minutes, seconds = counts
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds + more
     raise ValueError(f"{text!r} is not a duration; write for example 00:30:00, 90s or 1h30m")
 
 

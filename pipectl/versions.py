@@ -9,6 +9,9 @@ from pipectl import __version__
 
 OLDEST_TORCH, NEWEST_TORCH = "2.13", "2.15"
 """The first and the last release of torch with which the tests pass."""
+_DRIVER = re.compile(r"\blib(cuda|nvidia-ml|amdhip64|ze_loader|level_zero)\.so")
+_ILLEGAL = 4
+"""The signal SIGILL."""
 
 
 def tested_torch() -> str:
@@ -26,6 +29,42 @@ def untested_torch() -> str | None:
     if installed is None or oldest <= release <= newest:
         return None
     return f"tested with {tested_torch()}; this is {installed}"
+
+
+def cure_of_torch(fault: str, signal: int = 0) -> str:
+    """Return what to do if torch cannot be imported.
+
+    Args:
+        fault: the error, such as ``libcudart.so.12: cannot open shared object file``.
+        signal: that ended the process, if one did.
+    """
+    again = "install torch again (pip install --force-reinstall torch)"
+    if "No module named 'torch'" in fault:
+        return f"pip install torch; tested are {tested_torch()}"
+    if missing := re.search(r"No module named '([\w.]+)'", fault):
+        return (
+            f"torch is installed, but not all that it needs: pip install {missing[1]}, or {again}"
+        )
+    if _DRIVER.search(fault):
+        return (
+            "this library is of the GPU's driver, which login nodes and machines without a GPU "
+            "lack: try on a node with GPUs (srun, qsub -I), or install a torch for CPUs"
+        )
+    if re.search(r"cannot open shared object file|not found in the system path", fault):
+        return (
+            "load the module that has this library, or add its directory to LD_LIBRARY_PATH; in "
+            f"jobs, set environment.modules or environment.variables; else {again}"
+        )
+    if re.search(r"version `?GLIBC_", fault):
+        return "this torch is built for a newer system: install one for it, or use a container"
+    if re.search(r"undefined symbol|version `?[\w.]+' not found", fault):
+        return (
+            "another version of a library is found before the one that torch needs: look at "
+            "LD_LIBRARY_PATH and the loaded modules (module list), or install torch again"
+        )
+    if signal == _ILLEGAL:
+        return "torch is built for another processor: install one for the oldest kind of your nodes"
+    return f"`python -c 'import torch'` shows the whole error; {again}"
 
 
 def installed_versions() -> str:

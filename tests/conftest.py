@@ -347,7 +347,8 @@ def profile_of() -> Callable[[Any], Any]:
     """``profile_of(spec)``: as if for one rank without neighbours; once per model and run of tests.
 
     Other data of the same shapes, and other optimizers, would change its times alone, which are
-    those of two rounds. It does not know whether other processes read the same samples.
+    those of two rounds. It does not know whether other processes read the same samples, and tries
+    nothing else of the job: ranks show what they refuse.
     """
     from pipectl.profile import Profile
     from pipectl.profiler import effort, measured_sizes, profile_job
@@ -365,6 +366,7 @@ def profile_of() -> Callable[[Any], Any]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(effort._LIMITS, effort.Effort.FAST, (twice, twice, None))
                 patch.setattr("pipectl.profiler.job.other_reader", lambda _: nullcontext(unread))
+                patch.setattr("pipectl.profiler.job.try_job", lambda *_: None)
                 profile_job(spec, effort=effort.Effort.FAST).save(file)
         return Profile.load(file)
 

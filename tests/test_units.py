@@ -38,7 +38,8 @@ def test_a_size_is_shown_with_three_digits(size, text):
     [
         ("00:30:00", 1800), ("2-12:00:00", 216_000), ("100:00:00", 360_000), ("3m", 180),
         ("1h30m", 5400), ("1d", 86_400), ("90", 90), (" 90s ", 90), ("1d12h", 129_600),
-        ("1h30s", 3630), ("1m30", 90),
+        ("1h30s", 3630), ("1m30", 90), ("30:00", 1800), ("90:30", 5430), ("2-12", 216_000),
+        ("2-12:30", 217_800), ("0-100", 360_000), ("1:00:00.000", 3600), ("1:30.25", 91),
     ],
 )  # fmt: skip
 def test_a_duration_is_a_clock_or_has_units(text, seconds):
@@ -46,8 +47,12 @@ def test_a_duration_is_a_clock_or_has_units(text, seconds):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "00:60:00", "00:00:60", "1m1h", "soon", "1.5h", "1h30", "1d12"]
-)
+    "text",
+    [
+        "", "00:60:00", "00:00:60", "0:60", "2-12:60", "-5", "1-", "1:", ":30", "1-2:3:4.5",
+        "1:2:3:4", "1m1h", "soon", "1.5h", "1h30", "1d12",
+    ],
+)  # fmt: skip
 def test_what_is_no_duration_is_refused(text):
     with pytest.raises(ValueError, match="is not a duration"):
         units.parse_duration(text)

@@ -435,6 +435,6 @@ def number_of(text: str) -> int:
 def parse_limit(text: str) -> int | None:
     """Return the seconds of a limit such as ``2-00:00:00`` or ``30:00``; None for no limit."""
     try:
-        return parse_duration(f"0:{text}" if re.fullmatch(r"\d+:\d{1,2}", text) else text) or None
+        return parse_duration(text) or None
     except ValueError:
         return None

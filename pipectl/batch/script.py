@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from jinja2 import Template as Compiled
 
+TIGHT_HEAP = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
+"""Makes glibc join free memory at once. By default it keeps small pieces around aligned blocks
+apart, so a freed block is too small for the next one of its size, and the heap grows by several
+times the largest tensors. glibc reads this before a process can set anything."""
 _TEMPLATES = Path(__file__).parent / "templates"
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
 _SHEBANG = re.compile(r"#!\s*(/\S*/bash|/usr/bin/env (-S )?bash)(\s.*)?")
@@ -73,6 +77,7 @@ def render_script(base: str, request: JobRequest, scheduler: str, **values: Any)
         "scheduler": scheduler,
         "launch": launch_command(request, scheduler),
         "checkpointed": CHECKPOINTED,
+        "tight_heap": TIGHT_HEAP,
         "replacements": REPLACEMENTS,
         "sets": sets,
         "of_jobs": Markup("|".join(OF_JOBS)),

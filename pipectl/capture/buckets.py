@@ -64,6 +64,12 @@ class Buckets:
             self._lengths[np.unique(self._bucket_of)].tolist()
         )
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Samples of each bucket that has some, in the order of their lengths."""
+        counts: list[int] = np.unique(self._bucket_of, return_counts=True)[1].tolist()
+        return tuple(counts)
+
     def arrange(self, order: Sequence[int], batch_size: int) -> list[Indices]:
         """Return the samples of every batch of an epoch.
 

@@ -126,10 +126,11 @@ class Loader:
             return None
         if not isinstance(self._dataset, Sized):
             raise CaptureError(
-                "data: has __getitem__ but no __len__", cure="add __len__ to the dataset"
+                f"{self._section}: has __getitem__ but no __len__",
+                cure="add __len__ to the dataset",
             )
         if not len(self._dataset):
-            raise CaptureError("data: the dataset is empty", cure="check the arguments of data:")
+            raise self._empty()
         return len(self._dataset)
 
     @cached_property
@@ -166,6 +167,13 @@ class Loader:
     def lengths(self) -> tuple[int, ...]:
         """The padded lengths of its sequences, ascending; (0,) without buckets."""
         return (0,) if self.buckets is None else self.buckets.used_lengths
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The samples of an epoch, those of each length alone; none if the data are iterable."""
+        if self.samples is None:
+            return ()
+        return (self.samples,) if self.buckets is None else self.buckets.counts
 
     def batches(self) -> Iterator[Samples]:
         """Yield the batches of a run without end, epoch after epoch."""
@@ -228,7 +236,7 @@ class Loader:
 
         loaded = call(load, self._section)
         if not loaded:
-            raise CaptureError("data: the dataset is empty", cure="check the arguments of data:")
+            raise self._empty()
         batch = self._collate([loaded[i % len(loaded)] for i in range(size)], length)
         if self.buckets is not None:
             self.buckets.check_fields(batch)
@@ -263,6 +271,10 @@ class Loader:
                 num_workers=self._workers,
             )
         return (split_sample(batch) for batch in _loaded(collated))
+
+    def _empty(self) -> CaptureError:
+        cure = f"check the arguments of {self._section}:"
+        return CaptureError(f"{self._section}: the dataset is empty", cure=cure)
 
     def _drawn(self, epoch: int) -> list[int]:
         """Return all samples, in the order in which an epoch draws them."""

@@ -289,16 +289,26 @@ class CapturedGraph:
         Raises:
             CaptureError: it depends on more than the size of the batch.
         """
-        value = node.meta.get("val")
+        try:
+            return self.size_of(node.meta.get("val"), batch, length)
+        except ValueError:
+            place, part = place_of_node(node), module_of(node)
+            if node.target is torch.ops.aten.item.default:
+                raise Refusal.VALUES.error(place, part=part) from None
+            place = f", not on the batch size{place}"
+            raise Refusal.OPERATOR_SIZE.error(place, part=part, name=node.name) from None
+
+    def size_of(self, value: Any, batch: int, length: int = 0) -> Any:
+        """Return a size of the captured graph for a micro-batch of ``batch`` samples.
+
+        Raises:
+            ValueError: it depends on more than the size of the batch.
+        """
         if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return value
         expression = value.node.expr.xreplace(self._sizes(batch, length))
         if getattr(expression, "free_symbols", None):
-            place, part = place_of_node(node), module_of(node)
-            if node.target is torch.ops.aten.item.default:
-                raise Refusal.VALUES.error(place, part=part)
-            place = f", not on the batch size{place}"
-            raise Refusal.OPERATOR_SIZE.error(place, part=part, name=node.name)
+            raise ValueError(f"{expression} depends on the data")
         if isinstance(value, torch.SymFloat):
             return float(expression)
         return bool(expression) if isinstance(value, torch.SymBool) else int(expression)

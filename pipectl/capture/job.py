@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -12,15 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipectl.capture import factories
 from pipectl.capture.batch import Reader, check_samples
-from pipectl.capture.data import Loader, check_dataset
+from pipectl.capture.data import Loader, check_dataset, split_batch
 from pipectl.capture.deferred import Deferred
 from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback, KeptModules, Notify
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.operators import is_random
+from pipectl.capture.norms import refuse_single_values
+from pipectl.capture.opaque import Opaque
+from pipectl.capture.operators import FunctionCall, is_random, runs
 from pipectl.capture.python_state import preserve_state
 from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.capture.refusals import (
@@ -161,12 +165,64 @@ class CapturedJob:
         differ.
         """
         held_out = self.evaluation_loader if self.spec.data.buckets else None
-        return self._graph(held_out or self.loader, batch, length, training=False)
+        with _in_evaluation():
+            return self._graph(held_out or self.loader, batch, length, training=False)
 
     @cached_property
     def evaluation_loader(self) -> Loader | None:
         """The held-out data, or None."""
         return evaluation_loader(self.spec)
+
+    def evaluate(self, batch: tuple[Any, Any], device: torch.device) -> tuple[Tensor, Any]:
+        """Return the loss and the outputs of the user's own model, which stays as it is.
+
+        Args:
+            batch: inputs and targets, anywhere.
+            device: of the parameters, which have values.
+
+        Raises:
+            CaptureError: the model or the loss raises.
+        """
+        inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+        was_training, with_outputs = self.step.training, self.step.with_outputs
+        self.step.with_outputs = True
+        self.step.eval()
+        try:
+            with (
+                _in_evaluation(),
+                torch.no_grad(),
+                torch.random.fork_rng(devices=[]),
+                preserve_state(self.step, self.step.buffers()),
+                arithmetic(self.spec.training.precision, device),
+            ):
+                loss, outputs = self.step(inputs, targets)
+        except CaptureError:
+            raise
+        except Exception as error:
+            with _in_evaluation():
+                raise misfit(error, inputs, targets, self.spec) from error
+        finally:
+            self.step.with_outputs = with_outputs
+            self.step.train(was_training)
+        return loss, outputs
+
+    def check_counts(self) -> None:
+        """Raise if the data fill no batch, or if an evaluation would not end.
+
+        Raises:
+            CaptureError: naming the data.
+        """
+        if not self.loader.epoch(0):
+            size = self.spec.training.batch_size
+            raise CaptureError(
+                f"data: {self.loader.samples} samples fill no batch of {size}",
+                cure="make the batch smaller, or set data.drop_last: false",
+            )
+        if self.evaluation_loader is not None and self.evaluation_loader.samples is None:
+            raise CaptureError(
+                "evaluation.data: is iterable, so that its end is not known",
+                cure="use a dataset with __len__ and __getitem__ for evaluation",
+            )
 
     def check_shapes(self, batch: int) -> None:
         """Raise if batches from elsewhere in the data have other shapes than the first one.
@@ -188,8 +244,67 @@ class CapturedJob:
                     values = reader.read(self.loader.example(batch, first, length))
                     reader.check(values, batch, values, is_whole=True)
 
+    def check_epoch(self, size: int | None, least: int) -> None:
+        """Raise if the model refuses a micro-batch of an epoch, of which the last may be small.
+
+        Args:
+            size: samples of a full one; None if it is open. Then only batches count that have fewer
+                samples than every micro-batch needs.
+            least: samples that it needs; see :meth:`smallest`.
+
+        Raises:
+            CaptureError: the first refusal.
+        """
+        batches = self.loader.epoch(0)
+        parts = {(n, b.length) for b in batches for n in split_batch(b.size, size or b.size)}
+        for samples, length in sorted(parts, reverse=True):
+            if size is None and samples >= least:
+                continue
+            if (refusal := self.refusal(samples, length)) is not None:
+                raise refusal
+
+    def refusal(self, batch: int, length: int = 0) -> CaptureError | None:
+        """Return why the model trains on no micro-batches of ``batch`` samples; None if it does.
+
+        Code of the user that runs as an operator may refuse them, too, so the model runs once.
+
+        Args:
+            length: of their sequences; 0 stands for the largest of the training data.
+        """
+        try:
+            graph = self.training_graph(batch, length)
+        except CaptureError as error:
+            return error
+        kinds = Opaque, FunctionCall
+        if any(runs(node, graph.root, kind) for node in graph.operators for kind in kinds):
+            self.step.train()
+            return self._misfit(self.loader.example(batch, length=length))
+        return None
+
+    def smallest(self, size: int) -> tuple[int, str]:
+        """Return the least samples of a micro-batch that torch's norms take, and why no fewer.
+
+        Unknown, and taken as 1, for a graph that is valid for one size only, if the job sets it.
+
+        Args:
+            size: of the usual micro-batch.
+        """
+        least, reason = 1, ""
+        graph = self.training_graph(max(size, _SMALLEST_EXPORT))
+        if graph.fixed and self.spec.pipeline.micro_batches is not None:
+            return least, reason
+        while least <= self.spec.training.batch_size:
+            refusals = (self.refusal(least, length) for length in self.loader.lengths)
+            refused = (each for each in refusals if isinstance(each, RefusedError))
+            single = next((e for e in refused if e.refusal is Refusal.SINGLE_VALUE), None)
+            if single is None:
+                break
+            least, reason = least + 1, single.message
+        return least, reason
+
     def misfit(self, batch: int) -> CaptureError | None:
         """Return why model and loss fail on the first ``batch`` samples; None if they do not."""
+        self.step.train()
         return self._misfit(self.loader.example(batch))
 
     def _misfit(self, batch: tuple[Any, Any]) -> CaptureError | None:
@@ -260,6 +375,7 @@ class CapturedJob:
                 captured = [self._graph(loader, batch, shortest, training=training)]
             same = next((graph for graph in captured if graph.holds_for(*key[1:])), None)
             self._graphs[key] = same or self._capture(loader, *key, next(iter(captured), None))
+        refuse_single_values(self._graphs[key], *key[1:])
         return self._graphs[key]
 
     def _capture(
@@ -318,6 +434,19 @@ class CapturedJob:
             cure="let the model compute the same for every length: with sizes from the shapes of "
             "its inputs, and without an if on them",
         )
+
+
+@contextmanager
+def _in_evaluation() -> Iterator[None]:
+    """Let refusals say in which mode the model is; those of training come before."""
+    try:
+        yield
+    except CaptureError as error:
+        if error.message.startswith(("model", "loss")):
+            error.message += ", in evaluation (model.eval())"
+            hint = "it works in training: look for what depends on self.training"
+            error.cure = hint if error.cure is None else f"{hint}; or {error.cure}"
+        raise
 
 
 def training_loader(spec: JobSpec) -> Loader:

@@ -80,15 +80,15 @@ def is_random(node: fx.Node, root: fx.GraphModule) -> bool:
 
     Dropout with probability 0 (attention without dropout, for example) draws none.
     """
-    return any(_draws(inner) for inner in _with_inner(node, root))
+    return any(_draws(inner) for inner in with_inner(node, root))
 
 
 def runs(node: fx.Node, root: fx.GraphModule, kind: type) -> bool:
     """Return whether an operator, or a subgraph that it runs, calls a target of type ``kind``."""
-    return any(isinstance(inner.target, kind) for inner in _with_inner(node, root))
+    return any(isinstance(inner.target, kind) for inner in with_inner(node, root))
 
 
-def _with_inner(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
+def with_inner(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
     """Yield an operator and those of the subgraphs that it runs."""
     yield node
     for source in node.all_input_nodes:
@@ -96,7 +96,7 @@ def _with_inner(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
         if isinstance(body, fx.GraphModule):
             for inner in body.graph.nodes:
                 if inner.op == "call_function":
-                    yield from _with_inner(inner, body)
+                    yield from with_inner(inner, body)
 
 
 def _draws(node: fx.Node) -> bool:

@@ -177,6 +177,13 @@ class Refusal(Enum):
         "read a copy (x.clone())",
         Keep.NOTHING,
     )
+    SINGLE_VALUE = (
+        "model: a micro-batch{size} is too small for {name}{place}: {why}",
+        "choose training.batch_size and pipeline.micro_batches so that no micro-batch is as small, "
+        "the last one of an epoch included; data.drop_last: true leaves an incomplete last batch "
+        "out",
+        Keep.NOTHING,
+    )
     UNSUITABLE = (
         "model: {name} cannot be captured, not even as one operator: it {what}",
         "let it return tensors whose sizes follow from the batch size; or put it and what reads "
@@ -225,6 +232,8 @@ _KINDS = {
     r"is not supported for tensor subclasses|to a Python|tolist|Sym\w+\.__format__": Refusal.VALUES,
 }
 """What a failed export means, by words of torch's error."""
+_SINGLE_VALUE = re.compile(r"Expected more than 1 [\w ]+ when training\b.*")
+"""How torch begins when it refuses a norm."""
 
 
 def module_of(node: fx.Node) -> str:
@@ -235,11 +244,22 @@ def module_of(node: fx.Node) -> str:
 
 def explain(error: BaseException) -> RefusedError:
     """Return the refusal for a failed export or run, with the line of the model that causes it."""
+    if (single := _single_value(error)) is not None:
+        return single
     subject, place = f"{type(error).__name__}: {first_line(error)}", place_of(error)
     for pattern, refusal in _KINDS.items():
         if re.search(pattern, subject, re.I):
             return refusal.error(place)
     return Refusal.OTHER.error(place, error=subject)
+
+
+def _single_value(error: BaseException) -> RefusedError | None:
+    """Return the refusal if torch says that a norm has a single value per channel."""
+    for one in _chain(error):
+        if (said := _SINGLE_VALUE.match(str(one))) is not None:
+            name = type(module).__name__ if (module := culprit(one)) else "the norm"
+            return Refusal.SINGLE_VALUE.error(place_of(one), size="", name=name, why=said[0])
+    return None
 
 
 def first_line(error: BaseException) -> str:
@@ -482,6 +502,8 @@ def refuse_writes(graph: CapturedGraph, *, training: bool) -> None:
 
 def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> CaptureError:
     """Return the refusal of a model and a loss that fail on a batch of the data."""
+    if (refusal := _single_value(error)) is not None:
+        return refusal
     trace, frame_locals = error.__traceback__, dict[str, Any]()
     while trace is not None:  # whether the model had returned when the step failed, and what
         if trace.tb_frame.f_code is Step.forward.__code__:

@@ -180,10 +180,9 @@ class Pass(IntEnum):
     """
 
     BUILD = 0
-    CAST = 1
-    SPLIT = 2
-    COMPILE = 3
-    MARK = 4
+    SPLIT = 1
+    COMPILE = 2
+    MARK = 3
 
 
 @dataclass(frozen=True, eq=False)

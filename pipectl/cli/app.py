@@ -34,7 +34,9 @@ from pipectl.cli.console import (
 from pipectl.cli.restart import restart_for_command
 from pipectl.errors import FaultError, PipectlError, SpecError, UsageError
 from pipectl.faults import fault_of, is_ours, user_line, with_details
+from pipectl.files import path_of_user
 from pipectl.units import printable
+from pipectl.versions import cure_of_torch
 
 _OBJECTS = 100_000
 """New objects between two collections of garbage. Modules make many that stay, and by Python's
@@ -110,11 +112,35 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Command(TyperCommand):
-    """A command whose usage shows required arguments as `JOB.yaml`, not as `{JOB.yaml}`."""
+    """A command whose usage has the same form under every version of typer.
+
+    Paths may begin with ``~``, which no shell expands within a word or in quotes.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it.
+
+        Raises:
+            UsageError: a path cannot be expanded.
+        """
+        for parameter in self.params:
+            name = str(parameter.name)
+            if parameter.type.name == "path" and ctx.params.get(name) is not None:
+                source = ctx.get_parameter_source(name)
+                is_variable = source is not None and source.name == "ENVIRONMENT"
+                path = path_of_user(str(ctx.params[name]), variables=is_variable)
+                ctx.params[name] = str(path)
+        return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The pieces of the usage line."""
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        """The pieces of the usage line: ``[OPTIONS] JOB.yaml``, or ``[OPTIONS] [RUN...]``."""
+        pieces = ["[OPTIONS]"]
+        for parameter in self.get_params(ctx):
+            if parameter.param_type_name == "argument":
+                word = parameter.metavar or str(parameter.name)
+                word += "..." if parameter.nargs != 1 else ""
+                pieces.append(word if parameter.required else f"[{word}]")
+        return pieces
 
 
 class Commands(TyperGroup):
@@ -269,6 +295,9 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
         return error.exit_code, [error.format_message()], cure
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return INTERRUPTED, ["interrupted"], None
+    if _is_of_torch(error):
+        fault = f"{type(error).__name__}: {error}"
+        return 1, [f"torch cannot be imported: {fault}"], cure_of_torch(fault)
     if isinstance(error, OSError) and error.filename is not None:
         return 1, [f"{error.filename}: {error.strerror or error}"], None
     if isinstance(error, OSError) and error.errno in _UNWRITTEN:
@@ -277,6 +306,17 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
         return _describe(fault_of(error))
     cure = "pipectl --debug ... shows the traceback"
     return 1, [f"{type(error).__name__}: {error}{user_line(error.__traceback__)}"], cure
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Whether an error has ended the import of torch."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return True
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(
+        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "torch"
+        for frame in frames
+    )
 
 
 @contextmanager

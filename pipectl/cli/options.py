@@ -106,7 +106,7 @@ OVERRIDES = value("KEY=VALUE", "Set one key of the job: training.steps=10.", "--
 SCHEDULER = flag("Where the job runs; by default launch.scheduler.", "--scheduler", default=None)
 _NAMED: Any = {"metavar": "RUN", "help": RUN_HELP, "autocompletion": names_of_runs}
 RUN, LAST_RUN = typer.Argument(..., **_NAMED), typer.Argument("last", **_NAMED)
-RUN_NAMES = typer.Argument(None, **{**_NAMED, "metavar": "[RUN]..."})
+RUN_NAMES = typer.Argument(None, **_NAMED)
 DIRECTORY = value(
     "DIRECTORY", "Directory of the runs.", "--directory", "-d",
     default=Path("runs"), envvar=RUNS_VARIABLE,

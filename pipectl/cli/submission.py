@@ -171,7 +171,7 @@ def follow(run: RunDirectory) -> RunStatus:
                 part = 10 * status.measured.step // (status.steps or 1)
                 current = status.job.state.value, status.phase.partition(" ")[0], part
                 if current != reported and not errors().is_terminal:
-                    note(_line(status))
+                    note(describe_progress(status))
                 reported = current
             return status
     except KeyboardInterrupt:
@@ -179,15 +179,14 @@ def follow(run: RunDirectory) -> RunStatus:
         raise
 
 
-def _line(status: RunStatus) -> str:
+def describe_progress(status: RunStatus) -> str:
     """State and progress, e.g. ``RUNNING: training, step 40 of 400, loss 2.91``."""
     state, now = status.job.state, status.measured
     if not state.alive or not status.phase:
         return state.value
-    loss = "" if now.last_loss is None else f", loss {now.last_loss:.4g}"
-    progress = f", step {now.step} of {status.steps}{loss}" if now.step else ""
+    progress = f", step {now.step} of {status.steps}{status.loss_text}" if now.step else ""
     if " after step " in status.phase:  # the reports of this step may still be on their way
-        progress = loss
+        progress = status.loss_text
     if status.record is not None and status.record.kind == PROFILING:
         progress = f" {now.step}%" if now.step else ""
     return f"{state.value}: {status.phase}{progress}"

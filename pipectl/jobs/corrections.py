@@ -25,7 +25,8 @@ _PHASES = ({"forward", "recompute"}, {"backward", "backward_input", "backward_we
 def correct_profile(run: RunDirectory) -> Profile:
     """The profile of a run, corrected by the measured times of its stages and rows.
 
-    All operators of a stage are scaled by the same factor.
+    All operators of a stage are scaled by the same factor. Steps in which ranks did not get their
+    cores do not count if there are others.
 
     Raises:
         UsageError: no step was recorded with the run's plan.
@@ -37,7 +38,10 @@ def correct_profile(run: RunDirectory) -> Profile:
     for step in ([step for step in steps if step > WARM_UP_STEPS] or steps)[-_MAX_STEPS:]:
         with suppress(DataFileError):
             timelines.append(Timeline.load(run.measured_of(step)))
-    recorded = [each for each in timelines if each.ranks == plan.ranks]
+    lines = {line.step: line for line in read_metrics(run)}
+    disturbed = {line.step for line in lines.values() if line.processor and line.processor.ranks}
+    of_plan = [each for each in timelines if each.ranks == plan.ranks]
+    recorded = [each for each in of_plan if each.step not in disturbed] or of_plan
     if not recorded:
         raise UsageError(
             f"{run.name}: no step is recorded under its plan",
@@ -47,7 +51,7 @@ def correct_profile(run: RunDirectory) -> Profile:
     profile = _scale_stages(
         profile, plan, [compare(predicted, measured, sent).parts for measured in recorded]
     )
-    times_s = {line.step: line.step_time_s for line in read_metrics(run) if line.step_time_s}
+    times_s = {line.step: line.step_time_s for line in lines.values() if line.step_time_s}
     pairs = [(each, times_s[each.step]) for each in recorded if each.step in times_s]
     update_s = sum(stage.cost.update_s for stage in plan.stages if 0 in stage.updating_ranks)
     timed = Steps(sent, [a for a, _ in pairs], [b for _, b in pairs], update_s)

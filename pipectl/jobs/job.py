@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import LOCAL, Array, JobRequest, Template, find_scheduler, get_scheduler
 from pipectl.batch.launchers import AUTO, MpiChoice, choose_mpi, find_mpiexec
-from pipectl.cluster import Cluster, OffloadTarget
+from pipectl.cluster import Cluster
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
 from pipectl.files import fault_of_owner, read_limited
 from pipectl.hash_seed import VARIABLE, hash_seed_of
@@ -34,10 +34,6 @@ IN_JOB = "pipectl.jobs.in_job"
 """The module that profiles and plans in a job's allocation."""
 PERCENT = 100
 """Steps of a run that only measures: it reports its progress in percent."""
-TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
-"""Makes glibc join free memory at once. By default it keeps small pieces around aligned blocks
-apart, so a freed block is too small for the next one of its size, and the heap grows. glibc reads
-this before a process can set anything."""
 _MAX_TEMPLATE_BYTES = 2**20
 
 
@@ -117,15 +113,10 @@ class Job:
         """The request to the batch system for the run in a directory; for the arguments see
         :class:`JobRequest`."""
         directory, python = directory.absolute(), sys.executable
-        spec, task, plan = self.spec, self.task, self.plan
-        if plan is None:
-            offloads = spec.pipeline.offload == "disk"
-        else:
-            to_disk = plan.offload_to is OffloadTarget.DISK
-            offloads = to_disk and any(stage.offload for stage in plan.stages)
-        variables = {**(TIGHT_HEAP if offloads else {}), **spec.environment.variables}
-        variables.pop(VARIABLE, None)  # the script exports it for all its processes
-        environment = {"variables": variables}
+        spec, task = self.spec, self.task
+        given = spec.environment.variables.items()
+        # The script exports the hash seed for all its processes.
+        environment = {"variables": {name: text for name, text in given if name != VARIABLE}}
         return JobRequest(
             name=self.name,
             tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",

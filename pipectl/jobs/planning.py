@@ -216,7 +216,9 @@ def _gather_profile(
         count = request.micro_batches or int(
             shipped or _MICRO_BATCHES_PER_DEVICE * spec.resources.nodes
         )
-        request = replace(request, batch_size=profile.micro_batch_size * count)
+        batch_size = profile.micro_batch_size * count
+        batches = profile.batches(batch_size, drop_last=False)
+        request = replace(request, batch_size=batch_size, batches=batches)
         if request.micro_batches is not None or shipped is None:
             assumed = (
                 f"the batch is not given: taken as {request.batch_size} samples "
@@ -351,6 +353,8 @@ def make_plan_request(
         backward_apart=backward_apart,
         every_schedule=pipeline.schedule is None and listed is None and not spec.training.compile,
         key=plan_file_key(spec, profile, cluster),
+        smallest=profile.smallest,
+        batches=profile.batches(spec.training.batch_size, drop_last=spec.data.drop_last),
     )
 
 

@@ -208,10 +208,14 @@ class RunStatus:
     @property
     def progress(self) -> tuple[int, int, str]:
         """Completed steps, all steps (0 before the first), and what the run does."""
-        step, loss = self.measured.step, self.measured.last_loss
-        activity = self.phase or self.job.state.value
-        activity += "" if loss is None else f", loss {loss:.4g}"
-        return step, (self.steps or 0) if step else 0, activity
+        step, activity = self.measured.step, self.phase or self.job.state.value
+        return step, (self.steps or 0) if step else 0, f"{activity}{self.loss_text}"
+
+    @property
+    def loss_text(self) -> str:
+        """``, loss 2.91``, of the last training step; while ranks do something else, it says so."""
+        loss, whose = self.measured.last_loss, "" if self.phase == "training" else "training "
+        return "" if loss is None else f", {whose}loss {loss:.4g}"
 
     @property
     def exit_code(self) -> int:

@@ -67,9 +67,11 @@ from pipectl.planner.partition.layout import (
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
     PlanRequest,
+    accepted,
     micro_batch_sizes,
     open_orders,
     stage_counts,
+    takes,
 )
 from pipectl.profile import Profile
 
@@ -474,8 +476,13 @@ class Explorer:
         for replication in request.replications:
             sizes = {proposal.choice.size}
             if replication is Replication.WHOLE and request.micro_batches is None:
-                sizes = {ceil(proposal.choice.size / len(ranks)) for ranks in layout.ranks}
+                shares = {ceil(proposal.choice.size / len(ranks)) for ranks in layout.ranks}
+                sizes = set(accepted(request, sorted(shares)))
             for size in sorted(sizes, reverse=True):
+                if replication is Replication.SPLIT and not takes(
+                    request, size, max(map(len, layout.ranks))
+                ):
+                    continue
                 count = self.problem.micro_batches(size)
                 most = size if replication is Replication.SPLIT else count
                 ranks = tuple(each[:most] for each in layout.ranks)

@@ -16,7 +16,7 @@ from pipectl.planner.modes import ON_THE_DEVICE, ModeSearch
 from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of
 from pipectl.planner.partition.layout import Choice
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import PlanRequest, micro_batch_sizes
+from pipectl.planner.request import PlanRequest, micro_batch_sizes, takes
 from pipectl.schedule.one_f_one_b import GPIPE, ONE_F_ONE_B
 from pipectl.units import format_bytes, plural
 
@@ -91,8 +91,7 @@ def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
     parts = [f"process {format_bytes(problem.baseline_bytes)}"]
     for index in plan.stages_of_rank(rank):
         stage, in_flight = plan.stages[index], plan.warm_up[index]
-        cost = stage.cost
-        trained = cost.resident_bytes + cost.accumulated_bytes + cost.cast_bytes
+        trained = stage.cost.resident_bytes + stage.cost.accumulated_bytes
         where, most = "in flight", in_flight
         if stage.offload:
             where, most = "on the device", min(in_flight, ON_THE_DEVICE)
@@ -149,6 +148,8 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[tuple[str, PlanRequest, i
         yield f"schedule {ONE_F_ONE_B.name}", replace(request, schedule=ONE_F_ONE_B.name), stages
     for factor in (2, 4, 8):
         count = plan.micro_batches * factor
-        if request.micro_batches is not None and count <= request.batch_size:
+        if count > request.batch_size or not takes(request, ceil(request.batch_size / count)):
+            continue
+        if request.micro_batches is not None:
             name = f"pipeline.micro_batches {count}"
             yield name, replace(request, micro_batches=count), stages

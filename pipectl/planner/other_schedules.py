@@ -33,6 +33,7 @@ from pipectl.planner.request import (
     OTHER_SCHEDULES,
     Order,
     PlanRequest,
+    accepted,
     check_cuts,
     choices,
     micro_batch_sizes,
@@ -113,6 +114,7 @@ def _pipelines(problem: Problem) -> list[tuple[list[int], int]]:
     request, ranks = problem.request, problem.cluster.ranks
     if request.listed is not None:
         size = _size_of_lists(request.listed, request, problem.cluster)
+        accepted(request, [size], fixed=True)
         stages = len(request.listed.rank_of_stage)
         check_cuts(stages, len(problem.graph), "use a schedule of fewer stages")
         return [(list(request.listed.rank_of_stage), size)]
@@ -139,7 +141,7 @@ def _pipelines(problem: Problem) -> list[tuple[list[int], int]]:
         (list(range(stages)), size)
         for stages in reversed(stage_counts(request, ranks, len(problem.graph)))
         for size in (
-            [request.batch_size]
+            accepted(request, [request.batch_size], fixed=True)
             if staleness.one_micro_batch
             else pipeline_sizes(request, stages * (2 if request.backward_apart else 1))
         )
@@ -151,7 +153,7 @@ def pipeline_sizes(request: PlanRequest, ranks: int) -> list[int]:
     if request.micro_batches is not None:
         return micro_batch_sizes(request, request.batch_size)
     sizes = {ceil(request.batch_size / (count * ranks)) for count in PIPELINE_MICRO_BATCHES}
-    return sorted(sizes, reverse=True)
+    return accepted(request, sorted(sizes, reverse=True))
 
 
 def _proposals(
@@ -332,8 +334,8 @@ def _reserved_bytes(plan: Plan, problem: Problem) -> tuple[float, ...]:
     for stage, in_flight in zip(plan.stages, plan.warm_up, strict=True):
         (rank,), cost = stage.ranks, stage.cost
         limit = problem.limit_bytes(rank)
-        stage_bytes = cost.resident_bytes + cost.accumulated_bytes + cost.cast_bytes
-        stage_bytes += in_flight * stage.kept_bytes + stage.recompute * cost.saved_bytes
+        stage_bytes = cost.resident_bytes + cost.accumulated_bytes + in_flight * stage.kept_bytes
+        stage_bytes += stage.recompute * cost.saved_bytes
         share = stage_bytes / max(1, peaks[rank] - baseline)
         reserved.append((limit - baseline) * (1 - share) if limit < inf else 0.0)
     return tuple(reserved)

@@ -9,12 +9,13 @@ from math import ceil, log
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Replication
-from pipectl.profile import Profile
+from pipectl.profile import Profile, SmallestMicroBatch
 from pipectl.schedule import SCHEDULES
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.one_f_one_b import GPIPE, ONE_F_ONE_B
 from pipectl.schedule.order import Shape
+from pipectl.units import plural
 
 Order = tuple[str, tuple[int, ...]]
 """Schedule and warm-up."""
@@ -68,6 +69,9 @@ class PlanRequest:
         key: recorded in the plan; see :class:`pipectl.plan.Plan`.
         from_job: whether the request is from a job file; errors then name keys, otherwise options.
         keeps_micro_batches: whether ``micro_batches`` is that of an earlier plan of the job.
+        smallest: the smallest micro-batch that the model takes; None if it takes single samples.
+        batches: the sizes of the batches of an epoch; empty if all have ``batch_size``. Copies of
+            a pipeline share them.
     """
 
     name: str
@@ -92,6 +96,8 @@ class PlanRequest:
     key: str | None = None
     from_job: bool = True
     keeps_micro_batches: bool = False
+    smallest: SmallestMicroBatch | None = None
+    batches: tuple[int, ...] = ()
 
     @property
     def memory_key(self) -> str:
@@ -200,11 +206,62 @@ def micro_batch_sizes(request: PlanRequest, most: int) -> list[int]:
                 f"no feasible plan: {request.micro_batches} micro-batches of {batch} samples",
                 cure=f"set pipeline.micro_batches to {batch} or less, or leave it out",
             )
-        return [ceil(batch / request.micro_batches)]
+        return accepted(request, [ceil(batch / request.micro_batches)], fixed=True)
     most = min(batch, most)
     counts = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     divisors = [size for size in range(1, batch + 1) if batch % size == 0]
-    return sorted({_snapped(ceil(batch / count), divisors) for count in counts}, reverse=True)
+    sizes = {_snapped(ceil(batch / count), divisors) for count in counts}
+    return accepted(request, sorted(sizes, reverse=True))
+
+
+def accepted(request: PlanRequest, sizes: Sequence[int], *, fixed: bool = False) -> list[int]:
+    """Micro-batch sizes with the nearest one in the place of each that the model refuses.
+
+    Args:
+        fixed: whether no other may take its place.
+
+    Raises:
+        InfeasibleError: the model refuses all.
+    """
+    if request.smallest is None or all(takes(request, size) for size in sizes):
+        return [*sizes]
+    every = [size for size in range(1, request.batch_size + 1) if takes(request, size)]
+    if fixed or not every:
+        raise _too_small(request, request.smallest, max(sizes))
+    near = (min(every, key=lambda other: (abs(log(other / size)), -other)) for size in sizes)
+    return list(dict.fromkeys(near))
+
+
+def takes(request: PlanRequest, size: int, parts: int = 1) -> bool:
+    """Whether the model takes all micro-batches of an epoch: the last one of a batch may be small.
+
+    Args:
+        size: of the others.
+        parts: of every micro-batch, if replicas split it.
+    """
+    least = request.smallest.samples if request.smallest else 1
+    return all(_least_part(batch, size) // parts >= least for batch in _batches(request))
+
+
+def _too_small(request: PlanRequest, smallest: SmallestMicroBatch, size: int) -> InfeasibleError:
+    batch = min(_batches(request), key=lambda batch: _least_part(batch, size))
+    least, reason = _least_part(batch, size), smallest.reason.removeprefix("model: ")
+    where = f"with micro-batches of {plural(size, 'sample')}, " * (least < batch)
+    return InfeasibleError(
+        f"no feasible plan: {where}a batch of {batch} has a micro-batch of "
+        f"{plural(least, 'sample')}: {reason}",
+        cure="change training.batch_size or pipeline.micro_batches; if it is the last batch of an "
+        "epoch, data.drop_last: true leaves it out",
+    )
+
+
+def _batches(request: PlanRequest) -> tuple[int, ...]:
+    return request.batches or (request.batch_size,)
+
+
+def _least_part(batch: int, size: int) -> int:
+    """Samples of the smallest micro-batch of a batch."""
+    return batch - (ceil(batch / size) - 1) * size
 
 
 def _snapped(size: int, divisors: Sequence[int]) -> int:

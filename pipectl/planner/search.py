@@ -60,6 +60,7 @@ from pipectl.planner.request import (
     micro_batch_sizes,
     open_orders,
     stage_counts,
+    takes,
 )
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
@@ -228,6 +229,8 @@ def _copied(problem: Problem, plan: Plan, copies: int) -> Iterator[Choice]:
             elif replication is Replication.SPLIT:
                 assert request.micro_batches is not None
                 size = max(copies, ceil(request.batch_size / request.micro_batches))
+            if not takes(request, size, copies if replication is Replication.SPLIT else 1):
+                continue
             count = problem.micro_batches(size)
             in_turn = (copies,) * len(plan.stages) if replication is Replication.WHOLE else None
             if request.schedule in OTHER_SCHEDULES:

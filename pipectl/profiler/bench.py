@@ -44,7 +44,6 @@ from pipectl.planner.costs.footprint import Footprints
 from pipectl.profiler.effort import Rounds
 from pipectl.profiler.fit import CACHE_SHARES, Sample, StageTimes
 from pipectl.profiler.machine import Clock, clock_of, loading_clock
-from pipectl.runtime.casts import SharedCast
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.stage import MicroBatch, Stage
@@ -89,15 +88,13 @@ class MarkedCode:
         self._turns: list[tuple[int, float]] = []
         self._roots: list[Any] = []
         module = code.operators(Pass.MARK)
-        # That of a seed or a cast is the next operator, that of a fork the one before.
-        owner_of: dict[fx.Node, str] = {}
+        owner_of: dict[fx.Node, str] = {}  # a seed's is the next operator, a fork's the one before
         waiting: list[fx.Node] = []
         for node in module.graph.nodes:
             if node.op != "call_function":
                 continue
             waiting.append(node)
-            leads = node.target in SEEDERS or isinstance(node.target, SharedCast)
-            if node.name in operators or (owner_of and not leads):
+            if node.name in operators or (owner_of and node.target not in SEEDERS):
                 owner = node.name if node.name in operators else next(reversed(owner_of.values()))
                 owner_of.update(dict.fromkeys(waiting, owner))
                 waiting = []

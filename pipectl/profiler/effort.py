@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -67,6 +67,11 @@ def measured_sizes(spec: JobSpec, effort: Effort = Effort.NORMAL) -> tuple[int, 
     above = [base << power for power in range(1, batch.bit_length())]
     further = {1, batch, *(size for size in (*below, *above) if 1 <= size <= batch)}
     return (base, *sorted(further - {base}))
+
+
+def sizes_from(sizes: Sequence[int], least: int) -> tuple[int, ...]:
+    """Return the sizes to measure for a model that takes no micro-batch below a size."""
+    return tuple(dict.fromkeys(max(size, least) for size in sizes))
 
 
 class Work:

@@ -18,9 +18,9 @@ from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
 from pipectl.planner.costs.footprint import Footprints
-from pipectl.profile import MeasuredOn, Operator, Profile
+from pipectl.profile import MeasuredOn, Operator, Profile, SmallestMicroBatch
 from pipectl.profiler.bench import OperatorTimes, Subject, time_operators, time_stages
-from pipectl.profiler.effort import Effort, Progress, Work, measured_sizes
+from pipectl.profiler.effort import Effort, Progress, Work, measured_sizes, sizes_from
 from pipectl.profiler.fit import CACHE_SHARES, DISTURBED, Fit, fit_stages
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
@@ -28,6 +28,7 @@ from pipectl.profiler.neighbours import Neighbours
 from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.readings import NOTES, other_reader
+from pipectl.profiler.trial import try_job
 from pipectl.runtime.device import (
     CpuDevice,
     Device,
@@ -94,10 +95,16 @@ def profile_job(
         job = CapturedJob(spec, notify)
         device = choose_device(spec.resources.gpus_per_node, 0)
         baseline_bytes, capture_bytes = _process_bytes(job, sizes[0], device)
+        smallest, reason = job.smallest(sizes[0])
+        is_open = spec.pipeline.micro_batches is None
+        job.check_epoch(None if is_open else sizes[0], smallest)
+        sizes = sizes_from(sizes, smallest)
         job.check_shapes(sizes[0])
         readings = other.compare(job)
         journal = Journal() if journal is None else journal  # an empty one counts as false
         profiling = _Profiling(job, effort, sizes, progress, journal, device)
+        notify("trying what else the job needs")
+        try_job(job, sizes[0], device.torch_device)
         notify("waiting for the processes on the other cores")
         neighbours.wait()
         notify("measuring")
@@ -120,6 +127,8 @@ def profile_job(
         return replace(
             profile,
             readings=readings,
+            smallest=SmallestMicroBatch(smallest, reason) if reason else None,
+            epoch=job.loader.counts,
             process_baseline_bytes=baseline_bytes,
             capture_bytes=capture_bytes,
             device=measured_on,
@@ -134,7 +143,7 @@ def _process_bytes(job: CapturedJob, size: int, device: Device) -> tuple[int, in
     after the capture, which every rank does for itself, with the whole model in memory unless it is
     ``per_rank``. An accelerator holds none of it.
     """
-    job.training_graph(size)
+    job.training_graph(max(size, 2))  # perhaps it takes no single samples
     if not isinstance(device, CpuDevice):
         return 0, 0
     states_bytes = sum(t.nbytes for t in job.states.values() if not is_deferred(t))

@@ -140,7 +140,7 @@ def _compute(
         job = CapturedJob(spec)
         if not has_room(job, place):
             return
-        subject = Subject.of(job, size, CpuDevice())
+        subject = Subject.of(job, max(size, job.smallest(size)[0]), CpuDevice())
         bench = Bench(subject, single_stage(subject.graph))
         ready.set()
         while not stop.is_set() and measuring.is_alive():

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.factories import call
 from pipectl.capture.tensors import is_deferred
 from pipectl.profile import OptimizerCost, StepMemory
 from pipectl.profiler.machine import clock_of, last_level_bytes, record_allocated
+from pipectl.profiler.trial import as_refusal
 from pipectl.runtime.device import Device
-from pipectl.runtime.optimizer import make_optimizer, may_divide, refuse_coupled_updates, take
+from pipectl.runtime.optimizer import (
+    make_optimizer,
+    make_updater,
+    may_divide,
+    refuse_coupled_updates,
+    refuse_half_parameters,
+)
 
 _SAMPLE_BYTES = 64 << 20
 _REPEATS = 5
@@ -37,9 +44,9 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
         # Of zeros, Adam's step takes three times as long as of any other gradient.
         parameter.grad = torch.randn_like(parameter)
     gradients = [each.grad for each in sample.values() if each.grad is not None]
-    optimizer = make_optimizer(job, sample)
-    call(optimizer.step, "optimizer")
-    take(optimizer, sample)  # refuses a state that no checkpoint could hold
+    optimizer = _first_step(job, sample)
+    for parameter, gradient in zip(sample.values(), gradients, strict=True):
+        parameter.grad = gradient
     caches = torch.empty(last_level_bytes(), dtype=torch.uint8)
     times = []
     for _ in range(_REPEATS):
@@ -58,6 +65,18 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
     state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
     step_s = statistics.median(times)
     return OptimizerCost(state_bytes / size_bytes, step_s / size_bytes, _step_memory(job, place))
+
+
+def _first_step(job: CapturedJob, sample: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Make the optimizer and its schedule as ranks do, and step both: all refusals come here."""
+    if job.spec.training.precision == "float16":
+        refuse_half_parameters(sample)
+    updater = make_updater(job, sample)
+    assert updater.optimizer is not None
+    with as_refusal():
+        updater.step()
+        updater.watch(1.0)
+    return updater.optimizer
 
 
 def _step_memory(job: CapturedJob, device: torch.device) -> StepMemory:

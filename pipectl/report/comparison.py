@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import mean
 from typing import Any, NamedTuple, TypedDict
 
@@ -21,7 +22,14 @@ from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.graph import TransferKind
 from pipectl.plan import LONG_STEP_S, Plan
-from pipectl.runs import RunDirectory, measured_steps
+from pipectl.runs import (
+    CoreShare,
+    RankBeat,
+    RunDirectory,
+    measured_steps,
+    read_heartbeat,
+    read_metrics,
+)
 from pipectl.schedule import Channel, channels
 from pipectl.schedule.actions import COMPUTE_KINDS
 from pipectl.schedule.registry import is_unflushed
@@ -42,13 +50,15 @@ class Use(NamedTuple):
     cause: str = ""
 
 
+_PROFILED = (
+    "when they were profiled, or these are other nodes; `pipectl profile --again` measures again"
+)
 _LINKS = "`pipectl profile --links` measures what the cluster file assumes"
 COMPUTING, OTHERS, COMMUNICATION, SUMS, OFFLOAD, BETWEEN = (
     "computing", "waiting_for_others", "communication", "sums", "offload", "between_actions",
 )  # fmt: skip
 SPENT = {
-    COMPUTING: Use("computing", "other processes may use the nodes, or did when they were "
-                   "profiled, or these are other nodes; `pipectl profile --again` measures again"),
+    COMPUTING: Use("computing", f"other processes may use the nodes, or did {_PROFILED}"),
     OTHERS: Use("waiting for other ranks", "more micro-batches, or another schedule, keep the "
                 "pipeline full for longer; the planner weighs both if the job leaves them to it "
                 "(`auto`)",
@@ -368,10 +378,13 @@ class StepTimes:
         return spent
 
 
-def explain(comparison: Comparison) -> list[tuple[str, str]]:
+def explain(
+    comparison: Comparison, processor: CoreShare | None = None, beats: Sequence[RankBeat] = ()
+) -> list[tuple[str, str]]:
     """Describe the bottleneck, what would help, and the largest difference: labels and texts.
 
-    The bottleneck is the rank that computes longest, or another use on the critical path. Computing
+    If ranks did not get their cores, that comes first, and no advice about the plan is given. The
+    bottleneck is the rank that computes longest, or another use on the critical path. Computing
     on that path beyond the time of the longest rank counts as filling and draining the pipeline.
     """
     step_s, ranks = comparison.time.measured_s, comparison.ranks
@@ -399,18 +412,31 @@ def explain(comparison: Comparison) -> list[tuple[str, str]]:
     if is_worth and cause_s <= busy_s:
         bottleneck += f"; {what} adds {format_time(cause_s)}"
     lines = [("bottleneck", bottleneck)]
-    if is_worth:
-        lines.append(("would help", SPENT[cause].advice))
+    lacks = processor is not None and bool(processor.ranks)
+    if processor is not None and lacks:
+        lines = [("processor", processor.describe(beats)), ("would help", processor.cure), *lines]
+    elif is_worth:
+        lines.append(("would help", _advice(cause, processor)))
     shares = [
         (mean(spent[name].measured_s for spent in ranks.values()) / step_s, use.name)
         for name, use in SPENT.items()
     ]
     by_share = sorted((share for share in shares if share[0] >= _MIN_SHARE), reverse=True)
     uses = ", ".join(f"{share:.0%} {name}" for share, name in by_share)
-    return [*lines, ("ranks spend", uses), *_find_largest_difference(comparison)]
+    difference = _find_largest_difference(comparison, processor)
+    return [*lines, ("ranks spend", uses), *(difference[:1] if lacks else difference)]
 
 
-def _find_largest_difference(comparison: Comparison) -> list[tuple[str, str]]:
+def _advice(use: str, processor: CoreShare | None) -> str:
+    """What to do about a use of time; of computing, by whether ranks had all of their cores."""
+    if use == COMPUTING and processor is not None:
+        return f"other processes may have used the nodes {_PROFILED}"
+    return SPENT[use].advice
+
+
+def _find_largest_difference(
+    comparison: Comparison, processor: CoreShare | None
+) -> list[tuple[str, str]]:
     """The largest difference to the prediction, other than waits for other ranks, and advice.
 
     It has the sign of the difference of the whole step.
@@ -439,7 +465,7 @@ def _find_largest_difference(comparison: Comparison) -> list[tuple[str, str]]:
     difference = f"{what} on rank {-rank}: {amount} than predicted{times}{note}"
     lines = [("difference", difference)]
     if abs(comparison.time.more_s) >= _MIN_ADVISED * comparison.time.predicted_s:
-        lines.append(("advice", SPENT[name].advice))
+        lines.append(("advice", _advice(name, processor)))
     return lines
 
 
@@ -462,6 +488,17 @@ class RecordedStep:
     def compare(self) -> Comparison:
         """Compare the measured step with the prediction."""
         return compare(self.predicted, self.measured, channels(self.plan), meets=self.meets)
+
+    @cached_property
+    def processor(self) -> CoreShare | None:
+        """How much of their cores ranks got at that time; None if it is not known."""
+        later = (line for line in read_metrics(self.run) if line.step >= (self.measured.step or 0))
+        return next((line.processor for line in later if line.processor is not None), None)
+
+    def explain(self, comparison: Comparison) -> list[tuple[str, str]]:
+        """Describe a comparison of this step; see :func:`explain`."""
+        heartbeat = read_heartbeat(self.run)
+        return explain(comparison, self.processor, heartbeat.ranks if heartbeat else ())
 
     def timelines(self) -> dict[str, Timeline]:
         """Return both timelines by name."""

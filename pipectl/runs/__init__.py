@@ -1,5 +1,6 @@
 """Run directories: creating, finding and reading them."""
 
+from pipectl.runs.best import Best, BestCheckpoint, best_checkpoint, best_evaluation
 from pipectl.runs.directory import (
     ATTEMPT,
     RUN_VARIABLE,
@@ -22,6 +23,7 @@ from pipectl.runs.directory import (
 from pipectl.runs.logs import Line, Log, Logs
 from pipectl.runs.metrics import (
     WARM_UP_STEPS,
+    CoreShare,
     Measured,
     Metrics,
     MetricsLine,
@@ -31,6 +33,7 @@ from pipectl.runs.metrics import (
 )
 from pipectl.runs.readers import (
     Heartbeat,
+    LostTo,
     RankBeat,
     last_checkpoint,
     measured_steps,
@@ -46,10 +49,11 @@ from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, S
 
 __all__ = [
     "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "TRAINING", "WARM_UP_STEPS",
-    "Event", "Heartbeat", "Line", "Log", "Logs", "Measured", "Metrics", "MetricsLine",
-    "NotFinite", "RankBeat", "Record", "RunDirectory", "Setting", "SweepDirectory", "checkpoints",
-    "find", "find_run", "find_runs", "is_job_id", "last_checkpoint", "list_runs",
-    "list_sweeps", "locked", "measured_steps", "name_in_shell", "read_errors", "read_exit_code",
-    "read_exit_warning", "read_heartbeat", "read_measured", "read_metrics", "read_requeue_error",
-    "read_stall", "read_starts", "runs_directory", "stem_of", "step_of", "sweep_of",
+    "Best", "BestCheckpoint", "CoreShare", "Event", "Heartbeat", "Line", "Log", "Logs", "LostTo",
+    "Measured", "Metrics", "MetricsLine", "NotFinite", "RankBeat", "Record", "RunDirectory",
+    "Setting", "SweepDirectory", "best_checkpoint", "best_evaluation", "checkpoints", "find",
+    "find_run", "find_runs", "is_job_id", "last_checkpoint", "list_runs", "list_sweeps", "locked",
+    "measured_steps", "name_in_shell", "read_errors", "read_exit_code", "read_exit_warning",
+    "read_heartbeat", "read_measured", "read_metrics", "read_requeue_error", "read_stall",
+    "read_starts", "runs_directory", "stem_of", "step_of", "sweep_of",
 ]  # fmt: skip

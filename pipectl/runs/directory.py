@@ -20,6 +20,7 @@ from pipectl.files import (
     fault_of_owner,
     make_private_directory,
     open_regular,
+    path_of_user,
     read_limited,
 )
 from pipectl.runs.record import MAX_BYTES, Record, is_job_id
@@ -300,8 +301,12 @@ def locked(directory: Directory, *, wait: bool = True) -> Iterator[bool]:
 
 
 def runs_directory() -> Path:
-    """Return the default directory of runs: ``PIPECTL_RUNS``, otherwise ``./runs``."""
-    return Path(os.environ.get(RUNS_VARIABLE) or "runs")
+    """Return the default directory of runs: ``PIPECTL_RUNS``, otherwise ``./runs``.
+
+    Raises:
+        UsageError: the path in the variable cannot be expanded.
+    """
+    return path_of_user(os.environ.get(RUNS_VARIABLE) or "runs")
 
 
 def list_runs(base: Path) -> list[RunDirectory]:

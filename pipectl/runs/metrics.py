@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,17 +16,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any
+from statistics import mean, median
+from typing import Annotated, Any, TypeVar
 
 from pipectl.fields import FieldError, LenientFields, read_value
 from pipectl.files import open_regular, read_limited
 from pipectl.runs.directory import RunDirectory
-from pipectl.runs.readers import Heartbeat
+from pipectl.runs.readers import Heartbeat, LostTo, RankBeat, Share
 from pipectl.runs.record import PROFILING, Record
 
+_FULL_SHARE = 0.9
+"""A smaller share of its cores counts as a loss of a rank."""
 WARM_UP_STEPS = 3
 """Number of first steps, which are slower; their times are left out if there are others."""
 _EDGE = 40
@@ -59,22 +62,92 @@ def _to_text(value: Any) -> str:
     return text.encode(errors="replace").decode()
 
 
+T = TypeVar("T")
 Finite = Annotated[float, _to_finite]
 Words = Annotated[str, _to_text]
 
 
 @dataclass(frozen=True)
 class NotFinite(LenientFields):
-    """What was not finite in a step: the loss of a micro-batch, or a gradient in a stage."""
+    """What was not finite: the loss of a micro-batch, a buffer, or a gradient of a stage."""
 
     loss_of_micro_batch: int | None = None
     gradient_of: Words | None = None
     stage: int | None = None
+    buffer: Words | None = None
 
     def __str__(self) -> str:
         if self.loss_of_micro_batch is not None:
             return f"the loss of micro-batch {self.loss_of_micro_batch}"
+        if self.buffer is not None:
+            return f"the buffer {self.buffer!r}"
         return f"the gradient of {self.gradient_of!r} in stage {self.stage}"
+
+
+_CURES = {
+    "processes": "end them, or ask for nodes of your own (`slurm.options: {exclusive: true}`); "
+    "these times say nothing about the plan",
+    "limit": "raise it to the cores that the ranks compute with; these times say nothing about the "
+    "plan",
+    "hypervisor": "use a machine that does not share its cores; these times say nothing about the "
+    "plan",
+}
+"""What to do, by who had the rest of the cores' time."""
+
+
+@dataclass(frozen=True)
+class CoreShare(LenientFields):
+    """How much of the time of their cores ranks got while they computed.
+
+    Args:
+        share: on average of those that lost some to others; 1 if there is none.
+        ranks: number of ranks that lost some.
+        rank: that lost most.
+        lost_to, limit_cores: who had most of what it lost; see :class:`pipectl.runs.RankBeat`.
+    """
+
+    share: Share
+    ranks: int | None = None
+    rank: int | None = None
+    lost_to: LostTo | None = None
+    limit_cores: Finite | None = None
+
+    @staticmethod
+    def of(ranks: Sequence[RankBeat]) -> CoreShare | None:
+        """The share of ranks in their last intervals; None if no rank knows its own."""
+        shares = [(each.processor, each) for each in ranks if each.processor is not None]
+        less = [pair for pair in shares if pair[0] < _FULL_SHARE]
+        if not less:
+            return CoreShare(1.0) if shares else None
+        _, worst = min(less, key=itemgetter(0))
+        share = round(mean(each for each, _ in less), 3)
+        return CoreShare(share, len(less), worst.rank, worst.lost_to, worst.limit_cores)
+
+    @property
+    def cure(self) -> str:
+        """What to do about it."""
+        return _CURES.get(self.lost_to or "", "")
+
+    def describe(self, beats: Sequence[RankBeat]) -> str:
+        """``ranks got 26% of their cores; other processes on this machine used the rest``.
+
+        Args:
+            beats: all ranks of the run.
+        """
+        worst = next((beat for beat in beats if beat.rank == self.rank), None)
+        nodes = {beat.node for beat in beats} if self.ranks != 1 else {worst and worst.node}
+        where = f"on {worst.node}" if worst and worst.node and len(nodes) == 1 else "on their nodes"
+        if worst and worst.host == socket.gethostname() and len(nodes) == 1:
+            where = "on this machine"
+        who = "ranks" if self.ranks == len(beats) else f"{self.ranks} of {len(beats)} ranks"
+        who = f"rank {self.rank}" if self.ranks == 1 and len(beats) != 1 else who
+        got = f"{who} got {self.share:.0%} of {'its' if self.ranks == 1 else 'their'} cores"
+        if self.lost_to == "limit":
+            them = "it" if self.ranks == 1 else "them"
+            to = "" if self.limit_cores is None else f" to {self.limit_cores:g}"
+            return f"{got}; a control group (cgroup) limits {them}{to}"
+        other = "the hypervisor" if self.lost_to == "hypervisor" else "other processes"
+        return f"{got}; {other} {where} used the rest"
 
 
 @dataclass(frozen=True)
@@ -88,6 +161,7 @@ class MetricsLine(LenientFields):
         gradient_norm: None if gradients are not clipped.
         skipped: whether gradients overflowed in float16, so that nothing was updated.
         late_s: largest delay of a rank; of rehearsals only.
+        processor: share of their cores that ranks got up to this step; None if it is not known.
         early_stop: why training ended after this evaluation; empty if it did not.
     """
 
@@ -104,6 +178,7 @@ class MetricsLine(LenientFields):
     loss_scale: Finite | None = None
     skipped: bool | None = None
     late_s: Finite | None = None
+    processor: CoreShare | None = None
     evaluation: Annotated[Mapping[str, float | None], _to_figures] | None = None
     early_stop: Words = ""
     not_finite: NotFinite | None = None
@@ -291,9 +366,10 @@ class Measured:
     Args:
         first_loss, last_loss: losses of the first and last recorded steps.
         samples_per_s, tokens_per_s, step_time_s: medians without the first steps.
+        processor: the same of the share of cores; None if ranks got all, or if it is not known.
         evaluation: metrics of the last evaluation, after ``evaluation_step``.
         early_stop: why training ended after that evaluation; empty if it did not.
-        not_finite: steps whose loss or gradients were not finite.
+        not_finite: steps whose loss, gradients or buffers were not finite.
         fault: what was not finite in the last such step, e.g. ``the loss of micro-batch 2``.
     """
 
@@ -304,6 +380,7 @@ class Measured:
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     step_time_s: float | None = None
+    processor: CoreShare | None = None
     evaluation_step: int | None = None
     evaluation: Mapping[str, float | None] = field(default_factory=dict)
     early_stop: str = ""
@@ -332,6 +409,7 @@ def sum_up(lines: Sequence[MetricsLine]) -> Measured:
         samples_per_s=_usual(line.samples_per_s for line in steps),
         tokens_per_s=_usual(line.tokens_per_s for line in steps),
         step_time_s=_usual(line.step_time_s for line in steps),
+        processor=_usual_share(steps),
         evaluation_step=evaluation.step if evaluation else None,
         evaluation=(evaluation and evaluation.evaluation) or {},
         early_stop=evaluation.early_stop if evaluation else "",
@@ -343,7 +421,18 @@ def sum_up(lines: Sequence[MetricsLine]) -> Measured:
 def _usual(figures: Iterable[float | None]) -> float | None:
     """The median of the figures of steps, without the first ones."""
     known = [each for each in figures if each]
-    return median(known[min(WARM_UP_STEPS, len(known) - 1) :]) if known else None
+    return median(_without_first(known)) if known else None
+
+
+def _usual_share(steps: Sequence[MetricsLine]) -> CoreShare | None:
+    """The median share of cores in steps, without the first ones; None if ranks got all."""
+    known = [line.processor for line in _without_first(steps) if line.processor is not None]
+    usual = sorted(known, key=attrgetter("share"))[len(known) // 2] if known else None
+    return usual if usual is not None and usual.ranks else None
+
+
+def _without_first(figures: Sequence[T]) -> Sequence[T]:
+    return figures[max(0, min(WARM_UP_STEPS, len(figures) - 1)) :]
 
 
 def read_measured(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pipectl.errors import DataFileError
 from pipectl.faults import LAUNCH, ErrorReport
@@ -35,6 +35,12 @@ _MAX_LINES = 3
 _MORE_TIME = "see the log; launch.hang_after allows more time: ten times that, and 1 s per rank"
 
 
+Share = Annotated[float, Rule(lambda share: share <= 1, "at most 1")]
+LostTo = Literal["processes", "limit", "hypervisor"]
+"""Who had the time of cores that a rank did not get: processes that are not of the job, nobody
+because of a limit of the control group, or the hypervisor of a virtual machine."""
+
+
 @dataclass(frozen=True)
 class RankBeat(LenientFields):
     """A rank in a heartbeat; figures are of its last step, and None before the first.
@@ -47,6 +53,11 @@ class RankBeat(LenientFields):
         stages: stages that it holds.
         busy_s: time spent computing.
         waiting: share of the time spent waiting for other ranks.
+        processor: share of the time of its cores that it got while it computed; 1 if it lost none
+            to others. None if the system does not say.
+        lost_to: who had the rest: other ``processes``, the ``hypervisor``, or nobody because of the
+            ``limit`` of the control group.
+        limit_cores: that limit.
         rss_bytes, peak_bytes: current and largest memory of the process.
     """
 
@@ -56,7 +67,10 @@ class RankBeat(LenientFields):
     pid: int | None = None
     stages: tuple[int, ...] = ()
     busy_s: float | None = None
-    waiting: Annotated[float, Rule(lambda share: share <= 1, "at most 1")] | None = None
+    waiting: Share | None = None
+    processor: Share | None = None
+    lost_to: LostTo | None = None
+    limit_cores: float | None = None
     rss_bytes: int | None = None
     peak_bytes: int | None = None
 

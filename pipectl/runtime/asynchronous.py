@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,41 +18,18 @@ from typing import Any
 
 from pipectl.capture.data import Loader, Samples, split_batch
 from pipectl.capture.slices import Rows
-from pipectl.capture.step import own_name, sample_shares, target_shares, weighted_loss
-from pipectl.errors import CaptureError, MismatchError
+from pipectl.capture.step import sample_shares, target_shares, weighted_loss
+from pipectl.errors import CaptureError
 from pipectl.plan import Plan
 from pipectl.runtime.gradients import shared_uses
 from pipectl.runtime.step import Batch, Outcome, Step, StepRun
 from pipectl.runtime.steps import Steps
+from pipectl.runtime.unflushed import refuse
 from pipectl.runtime.waiting import barrier
-from pipectl.schedule import SCHEDULES, channels
+from pipectl.schedule import channels
 from pipectl.schedule.actions import EMPTY
-from pipectl.schedule.combinations import clashes, traits_of
 from pipectl.schedule.lowering import stretch
 from pipectl.schedule.unflushed import steps_apart, versions_kept
-from pipectl.spec.checks import features_of
-from pipectl.spec.models import Pipeline, Training
-
-
-def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> None:
-    """Refuse what needs all ranks at once, or has no versions.
-
-    Args:
-        shared: parameters that several operators use.
-
-    Raises:
-        MismatchError: the job needs it.
-        CaptureError: the model needs it.
-    """
-    traits = traits_of(SCHEDULES[schedule])
-    for clash in clashes({*features_of(Pipeline(), training), *traits}):
-        raise MismatchError(f"{clash.feature.key}: {clash.fault(schedule)}", cure=clash.cure())
-    if shared:
-        raise CaptureError(
-            f"model: {own_name(next(iter(shared)))!r} is used by several operators, "
-            f"whose gradients schedule {schedule} would take from different steps",
-            cure="use a weight of its own for each, or a schedule that flushes",
-        )
 
 
 @dataclass
@@ -103,7 +80,6 @@ class AsynchronousSteps(Steps):
         for stage in self._end.stages.values():
             assert stage.versions is not None
             stage.versions.restart()
-            stage.casts.drop()
         self._end.begin()
         rank, size = self._batches.communicator.rank, self._plan.micro_batch_size
         count, sizes = self._plan.micro_batches, [split_batch(each.size, size) for each in batches]
@@ -162,7 +138,7 @@ class AsynchronousSteps(Steps):
         _read_weights(steps.unread, count)
         batch = steps.batches[index]
         steps.since_s = self._finish(step, batch, run, outcome, loss, steps.since_s)
-        run.busy_s = 0.0
+        run.busy_s = run.busy_cpu_s = 0.0
         return outcome
 
     def _end_recording(self, steps: _Stretch, run: StepRun) -> None:

@@ -93,6 +93,18 @@ class Callbacks:
                 self._warn(f"{name}: its close() {_raised(error)}")
 
 
+def import_callbacks(spec: JobSpec) -> None:
+    """Import what callbacks and trackers need, without making them.
+
+    Raises:
+        CaptureError: something is not installed, or not there.
+    """
+    for name, factory in _factories(spec).items():
+        factories.find(factory.factory)
+        if not name.startswith("callbacks."):
+            _import(name.removeprefix("tracking."))
+
+
 def _factories(spec: JobSpec) -> dict[str, Factory]:
     own = {f"callbacks.{name}": factory for name, factory in spec.callbacks.items()}
     trackers = {
@@ -121,6 +133,8 @@ TRACKERS = {
 }
 """The callback of each tracker."""
 
+_MODULES = {"tensorboard": "torch.utils.tensorboard"}
+"""Modules of trackers that have other names."""
 _NOT_LOGGED = frozenset({"attempt", "step", "steps", "time"})
 _TAG = "pipectl.run"
 _MAX_PARAM = 500
@@ -144,7 +158,7 @@ class TensorBoardRun:
         config: Mapping[str, Any],  # noqa: ARG002
         directory: str = "tensorboard",
     ) -> None:
-        writer = _import("tensorboard", "torch.utils.tensorboard").SummaryWriter
+        writer = _import("tensorboard").SummaryWriter
         self._events = writer(str(run / directory))
 
     def __call__(self, line: Mapping[str, Any]) -> None:
@@ -247,9 +261,9 @@ def _id_of(run: Path) -> str:
     return f"{run.name}-{hashlib.sha256(bytes(run.resolve())).hexdigest()[:8]}"
 
 
-def _import(name: str, module: str | None = None) -> Any:
+def _import(name: str) -> Any:
     try:
-        return import_module(module or name)
+        return import_module(_MODULES.get(name, name))
     except ImportError as error:
         raise CaptureError(
             f"tracking.{name}: cannot be imported: {error}", cure=f"pip install {name}"

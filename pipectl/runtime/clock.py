@@ -50,7 +50,7 @@ def agree(communicator: MPI.Comm) -> CommonClock:
     Args:
         communicator: on which no other messages have this ``TAG``.
     """
-    machines = gather_all(communicator, _machine())
+    machines = gather_all(communicator, machine())
     leaders = [machines.index(machine) for machine in dict.fromkeys(machines)]
     mine = 0.0, 0.0
     for leader in leaders[1:]:
@@ -92,8 +92,8 @@ def _answer(communicator: MPI.Comm, leader: int) -> None:
         wait([communicator.Isend(word, leader, TAG)])
 
 
-def _machine() -> str:
-    """Identifies the clock that this process reads."""
+def machine() -> str:
+    """Identifies the machine, and the clock that this process reads."""
     try:
         return f"{_BOOT.read_text()}{_NAMESPACE.readlink()}"
     except OSError:

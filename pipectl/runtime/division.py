@@ -14,7 +14,7 @@ from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.data import Loader, Samples, split_batch
 from pipectl.capture.slices import Rows
 from pipectl.capture.step import target_weight, weighted_loss
-from pipectl.errors import CaptureError, MismatchError
+from pipectl.errors import MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.feed import Demand, Feed, Meet, wants
 from pipectl.runtime.reduction import group_of
@@ -55,19 +55,10 @@ class Division:
         """
         spec, size, held_out = job.spec, plan.micro_batch_size, job.evaluation_loader
         batches = _agreed("data", job.loader, communicator)
-        if not batches:
-            raise CaptureError(
-                f"data: {job.loader.samples} samples fill no batch of {spec.training.batch_size}",
-                cure="make the batch smaller, or set data.drop_last: false",
-            )
+        job.check_counts()
         planned, evaluated = Rows.of(size, job.loader.lengths[-1]), list[Rows]()
         evaluation_size = (spec.evaluation and spec.evaluation.batch_size) or size
         if held_out is not None:
-            if held_out.samples is None:
-                raise CaptureError(
-                    "evaluation.data: is iterable, so that its end is not known",
-                    cure="use a dataset with __len__ and __getitem__ for evaluation",
-                )
             held_out_batches = _agreed("evaluation.data", held_out, communicator)
             evaluated = _micro_batches(held_out_batches, evaluation_size)
         sizes = {planned, *_micro_batches(batches, size)}

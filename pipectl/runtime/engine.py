@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -219,12 +219,14 @@ class Engine:
                 awaits(wait)
             if computes:
                 run.outbox = 0, {}  # earlier results are sent, or held by their send
+                before_s = thread_time()
             execute(run, micro_batch)
             end = perf_counter()
             if run.recording is not None:
                 run.recording.add(start, end)
             if computes:
                 run.busy_s += end - start
+                run.busy_cpu_s += thread_time() - before_s
                 advance()
                 for reduction in reductions:
                     reduction.advance()

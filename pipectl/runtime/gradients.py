@@ -10,7 +10,6 @@ no rank may step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, reduce
 
@@ -20,9 +19,9 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from pipectl.capture import Cut, Slot
 from pipectl.capture.stage import uses_of_parameter
-from pipectl.capture.step import own_name
-from pipectl.errors import CaptureError
+from pipectl.runtime.finite import alike, norms_of
 from pipectl.runtime.manifest import LossScaleState
+from pipectl.runtime.optimizer import refuse_half_parameters
 from pipectl.runtime.transport import Transfer, Wire
 from pipectl.spec.models import LossScale as LossScaleSpec
 
@@ -115,24 +114,14 @@ class SharedGradients:
         return [gradient for gradient in gradients if gradient is not None]
 
 
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The gradients of the parameters that have one."""
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+
 def gradient_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
     """The norm of every gradient by the parameter's name; gradients are read once."""
-    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    norms: dict[int, float] = {}
-    for same in alike(gradients.values()):
-        values = torch.stack(torch._foreach_norm(same)).double().tolist()
-        norms.update(zip(map(id, same), values, strict=True))
-    return {name: norms[id(gradient)] for name, gradient in gradients.items()}
-
-
-def not_finite(parameters: Mapping[str, nn.Parameter], norms: Mapping[str, float]) -> list[str]:
-    """The parameters whose gradient has an element that is not finite.
-
-    A norm is finite only if all elements are; it may overflow even if they are finite.
-    """
-    suspects = (name for name in parameters if not math.isfinite(norms.get(name, 0.0)))
-    gradients = ((name, parameters[name].grad) for name in suspects)
-    return [name for name, grad in gradients if grad is not None and not grad.isfinite().all()]
+    return norms_of(gradients_of(parameters))
 
 
 def total_norm(norms: Sequence[float | None], dtypes: Sequence[torch.dtype]) -> Tensor:
@@ -228,26 +217,3 @@ class LossScale:
             BACKOFF,
             self._interval,
         )
-
-
-def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise for parameters that are in float16 themselves, as torch does.
-
-    Raises:
-        CaptureError: naming the first.
-    """
-    half = next((n for n, p in parameters.items() if p.dtype == torch.float16), None)
-    if half is not None:
-        raise CaptureError(
-            f"training.precision: float16 trains parameters in float32, but "
-            f"{own_name(half)!r} is in float16",
-            cure="build the model without .half(); autocast converts values if that helps",
-        )
-
-
-def alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Gradients grouped by device and type, as multi-tensor kernels need them."""
-    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        lists.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return list(lists.values())

@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pipectl.errors import DataFileError
 from pipectl.fields import Count, DataFile, FieldError, Rule
 from pipectl.files import open_regular
-
-_NAME = "manifest.json"
+from pipectl.runs import Best
+from pipectl.runs.best import MANIFEST
 
 
 def _is_inside(file: str) -> bool:
@@ -82,8 +82,11 @@ class Manifest(DataFile):
         training: files with the optimizer state and all else that a run needs to resume.
         updates: number of steps that advanced the learning-rate schedule.
         losses: of the evaluations that a learning-rate schedule follows, in order.
-        metric_values: of the metric that early stopping follows, in order of the evaluations.
+        metric_values: of the metric that early stopping or ``checkpoint.keep_best`` follows, in
+            order of the evaluations.
+        best: the best of these evaluations: its ``step``, ``metric``, ``mode`` and ``value``.
         loss_scale: of float16, and the number of steps without overflow since it changed.
+        unevaluated: whether the evaluation after this step, if one is due, is still to be made.
     """
 
     cure: ClassVar[str] = "use another checkpoint of the run"
@@ -95,7 +98,9 @@ class Manifest(DataFile):
     updates: int = 0
     losses: Annotated[tuple[float, ...], _to_numbers] = ()
     metric_values: Annotated[tuple[float, ...], _to_numbers] = ()
+    best: Best | None = None
     loss_scale: LossScaleState | None = None
+    unevaluated: bool = False
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -108,11 +113,12 @@ class Manifest(DataFile):
             name: [value if math.isfinite(value) else str(value) for value in getattr(self, name)]
             for name in ("losses", "metric_values")
         }
-        return {**super().to_json(), **values}
+        best = {} if self.best is None else {"best": self.best.to_json()}
+        return {**super().to_json(), **values, **best}
 
     def save(self, path: Path) -> None:
         """Write it into a checkpoint, the directory of its files."""
-        super().save(path / _NAME)
+        super().save(path / MANIFEST)
 
     @classmethod
     def load(cls, path: Path) -> Manifest:
@@ -121,10 +127,10 @@ class Manifest(DataFile):
         Raises:
             DataFileError: missing, damaged, or of another version.
         """
-        return super().load(path / _NAME)
+        return super().load(path / MANIFEST)
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any], *, file: str = _NAME) -> Manifest:
+    def from_json(cls, document: Mapping[str, Any], *, file: str = MANIFEST) -> Manifest:
         """The inverse of :meth:`to_json`; see :meth:`load`."""
         manifest = super().from_json(document, file=file)
         names = {name for shard in manifest.weights for name in shard.names}

@@ -284,9 +284,9 @@ class Mover:
         return self._begin(self._in, work)
 
     def close(self) -> None:
-        """End the threads and free the store."""
-        self._out.shutdown()
-        self._in.shutdown()
+        """End the threads and free the store; copies that have not begun are not made."""
+        self._out.shutdown(cancel_futures=True)
+        self._in.shutdown(cancel_futures=True)
         if self._store is not None:
             self._store.close()
 

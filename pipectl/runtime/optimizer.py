@@ -109,6 +109,10 @@ class Updater:
             self.losses.append(loss)
             call_in_training(self.lr_scheduler.step, "lr_scheduler", loss)
 
+    def forget_losses(self, count: int) -> None:
+        """Drop the losses of evaluations but for the first ``count``, before the state is saved."""
+        del self.losses[count:]
+
     def state(
         self, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -444,6 +448,21 @@ def divides(plan: Plan) -> bool:
     """Whether ranks of a plan update different parameters."""
     held = [len(plan.stages_of_rank(rank)) for rank in range(plan.ranks)]
     return plan.shard_optimizer or min(held) < len(plan.stages)
+
+
+def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise for parameters that are in float16 themselves, as torch does.
+
+    Raises:
+        CaptureError: naming the first.
+    """
+    half = next((n for n, p in parameters.items() if p.dtype == torch.float16), None)
+    if half is not None:
+        raise CaptureError(
+            f"training.precision: float16 trains parameters in float32, but "
+            f"{own_name(half)!r} is in float16",
+            cure="build the model without .half(); autocast converts values if that helps",
+        )
 
 
 def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:

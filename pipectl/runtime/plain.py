@@ -46,8 +46,9 @@ from pipectl.capture.tensors import is_deferred
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.runtime.device import choose_device, settle_process
-from pipectl.runtime.gradients import gradient_norms, not_finite, refuse_half_parameters
-from pipectl.runtime.optimizer import Updater, make_updater
+from pipectl.runtime.finite import BufferCheck, norms_of, not_finite
+from pipectl.runtime.gradients import gradients_of
+from pipectl.runtime.optimizer import Updater, make_updater, refuse_half_parameters
 from pipectl.runtime.pipefb import nodes_behind
 from pipectl.runtime.saved_tensors import run_backward
 from pipectl.spec import JobSpec, load
@@ -89,6 +90,7 @@ def train(
     separate = SeparateUses({own[name]: count for name, count in (uses or {}).items()})
     losses = []
     skips = spec.training.on_nonfinite == "skip"
+    check = BufferCheck(dict(job.step.named_buffers()))
     weigh = job.weight()
     for step, (sizes, batches) in enumerate(_batches(job, micro_batch_size), 1):
         if weigh is not None:
@@ -98,9 +100,11 @@ def train(
         before = {name: buffer.clone() for name, buffer in job.step.named_buffers() if skips}
         step_losses = _accumulate(job, batches, shares, scaler, device, separate)
         losses.append(weighted_loss(step_losses, shares))
+        gradients = {} if scaler.is_enabled() else gradients_of(parameters)
         faulty = skips and (
             first_undefined(step_losses, shares) is not None
-            or bool(not scaler.is_enabled() and not_finite(parameters, gradient_norms(parameters)))
+            or bool(check.faults())
+            or bool(not_finite(gradients, norms_of(gradients)))
         )
         _update(updater, scaler, spec.training.clip_grad_norm, parameters, faulty=faulty)
         for name, buffer in job.step.named_buffers() if faulty else ():

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from torch import nn
 
 from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
+from pipectl.capture.norms import refuse_single_values
 from pipectl.capture.python_state import preserve_state
 from pipectl.capture.slices import Rows
 from pipectl.capture.tensors import is_deferred
@@ -176,6 +177,10 @@ class Setup:
             parts: dict[int, Rows] = {}
             if training:
                 parts = parts_of(plan_of_trial(self.plan, rows.whole), rank, index, rows.length)
+                mine = [name for name, stage in cut.stage_of.items() if stage == index]
+                for part in parts.values():  # a whole micro-batch was checked with its graph
+                    if not part.is_whole:
+                        refuse_single_values(cut.graph, part.size, part.length, mine)
             if parts or not training or self.plan.replication is Replication.WHOLE:
                 own[training, parts.get(0, rows)] = cut
         firsts = () if stage.blocks is None else stage.blocks.firsts

@@ -191,7 +191,7 @@ class StepRun:
         sends, receives: under way, by channel and micro-batch.
         losses: of every micro-batch, or part of one, that this rank computes, in order.
         outcome: of the last step that has ended.
-        busy_s: time in forwards and backwards.
+        busy_s, busy_cpu_s: time in forwards and backwards, and the thread's processor time in it.
     """
 
     step: Step
@@ -211,6 +211,7 @@ class StepRun:
     losses: list[Tensor] = field(default_factory=list)
     outcome: Outcome | None = None
     busy_s: float = 0.0
+    busy_cpu_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._order = iter(self.step.pieces)

@@ -31,11 +31,12 @@ from pipectl.capture.step import first_undefined, own_name
 from pipectl.errors import UsageError, WorkerError
 from pipectl.graph import TransferKind
 from pipectl.runs import NotFinite
+from pipectl.runtime.finite import BufferCheck, not_finite
 from pipectl.runtime.gradients import (
     LossScale,
     clip_gradients,
     gradient_norms,
-    not_finite,
+    gradients_of,
     total_norm,
 )
 from pipectl.runtime.layout import Tensors
@@ -49,6 +50,8 @@ _PLACES = 2**31
 """Exceeds the number of parameters, stages or micro-batches."""
 _LOSS = _PLACES - 1
 """Exceeds any stage: if a loss is not finite, neither are its gradients."""
+_BUFFER = _LOSS - 1
+"""Exceeds any stage, too: forwards write buffers."""
 _PATIENCE_S = 3.0
 """How long a rank waits for the rank with the fault to report it."""
 _HEAD = 4
@@ -133,11 +136,20 @@ def fault_of_gradients(
         names: of all trained parameters in model order.
     """
     for stage in sorted(stages, reverse=True):
-        faulty = not_finite(stages[stage], norms)
+        faulty = not_finite(gradients_of(stages[stage]), norms)
         if faulty:
             first = min(names.index(name) for name in faulty)
             return _encode(1 + stage, first)
     return 0
+
+
+def fault_of_buffers(faulty: Sequence[str], names: Sequence[str]) -> int:
+    """The vote on buffers that are not finite: of the first in model order; 0 if there are none.
+
+    Args:
+        names: of all buffers in model order.
+    """
+    return _encode(_BUFFER, min(map(names.index, faulty))) if faulty else 0
 
 
 @dataclass(frozen=True)
@@ -169,6 +181,7 @@ class Vote:
     Args:
         communicator: used for nothing else.
         names: of all trained parameters in model order.
+        buffers: names of all buffers in model order.
         with_norms: whether norms of gradients are exchanged.
 
     Attributes:
@@ -176,11 +189,17 @@ class Vote:
     """
 
     def __init__(
-        self, communicator: MPI.Comm, names: Sequence[str], *, with_norms: bool = False
+        self,
+        communicator: MPI.Comm,
+        names: Sequence[str],
+        buffers: Sequence[str] = (),
+        *,
+        with_norms: bool = False,
     ) -> None:
         self.answer = GO_ON
         self._communicator = communicator
         self._names = names
+        self._buffers = buffers
         self._with_norms = with_norms
         self._ballots: deque[tuple[int, int, Words, MPI.Request]] = deque()
         """Steps, this rank's faults, and the votes of all ranks once a request is complete."""
@@ -198,7 +217,8 @@ class Vote:
         """Vote on a step; every rank votes on every step.
 
         Args:
-            fault: see :func:`fault_of_losses` and :func:`fault_of_gradients`.
+            fault: see :func:`fault_of_losses`, :func:`fault_of_gradients` and
+                :func:`fault_of_buffers`.
             origin: the first of its stages whose output is not finite.
             norms: of the gradients that no other rank reports.
             answer: of rank 0, whether to stop.
@@ -265,6 +285,8 @@ class Vote:
 
     def _describe(self, fault: int, origin: int) -> tuple[NotFinite, int]:
         high, index = _decode(fault)
+        if high == _BUFFER:
+            return NotFinite(buffer=own_name(self._buffers[index])), -1
         if high < _LOSS:
             return NotFinite(gradient_of=own_name(self._names[index]), stage=high - 1), -1
         before, stage = _decode(origin)
@@ -335,7 +357,10 @@ class StepEnd:
         self.looks = self.training.on_nonfinite != "ignore"
         self._skips = self.training.on_nonfinite == "skip"
         self._meets = self.training.updates_together
-        self._vote = Vote(setup.communicator.Dup(), [*self._dtypes], with_norms=self._clips)
+        buffers = self._buffers = [n for n, t in states if not isinstance(t, nn.Parameter)]
+        names = [*self._dtypes]
+        self._vote = Vote(setup.communicator.Dup(), names, buffers, with_norms=self._clips)
+        self._check = BufferCheck(self._written if self.looks else {})
         self.origins = Origins.of(setup.training.cut)
         self._before: dict[str, Tensor] = {}
 
@@ -361,9 +386,6 @@ class StepEnd:
                 overlap, in an earlier step.
         """
         overlaps = run.per_step is not None
-        if not overlaps:
-            for stage in self.stages.values():
-                stage.casts.drop()  # of weights that change now
         self._shared.reduce()
         rate, norm = self.updater.learning_rate, math.nan
         overflow = self.loss_scale is not None and self.loss_scale.unscale()
@@ -376,7 +398,12 @@ class StepEnd:
             is_faulty, has_overflow = self._is_faulty(result, together=True), result.overflow
             if self.loss_scale is not None:
                 self.loss_scale.update(overflow=has_overflow)
-        self._settle_buffers(run, restore=is_faulty)
+        if is_faulty:
+            with torch.no_grad():
+                for name, value in self._before.items():
+                    self._written[name].copy_(value)
+        elif run.step.plan is not None:
+            self._replicas.agree_on_buffers(run.step.plan)
         if is_faulty or has_overflow:
             self.updater.skip()
             return Outcome(rate, norm, skipped=True)
@@ -435,19 +462,13 @@ class StepEnd:
             origin = origin._replace(micro_batch=origin.micro_batch - before)
         checks = self.looks and self.loss_scale is None  # which reads the gradients itself
         norms = gradient_norms(self._trained_parameters) if self._clips or checks else {}
+        if self.looks and not fault:
+            fault = fault_of_buffers(self._check.faults(), self._buffers)
         if checks and not fault:
             fault = fault_of_gradients(self._trained_of, norms, [*self._dtypes])
         own = {name: norm for name, norm in norms.items() if name in self.owned_parameters}
         answer = GO_ON if overlaps else self._answer()
         self._vote.cast(step, fault, origin, overflow=overflow, norms=own, answer=answer)
-
-    def _settle_buffers(self, run: StepRun, *, restore: bool) -> None:
-        if restore:
-            with torch.no_grad():
-                for name, value in self._before.items():
-                    self._written[name].copy_(value)
-        elif run.step.plan is not None:
-            self._replicas.agree_on_buffers(run.step.plan)
 
     def _follow_parameters(self) -> None:
         for stage in self.stages.values():

@@ -97,6 +97,7 @@ class Steps:
                 tokens=self._batches.tokens_of(batch),
             ),
             run.busy_s,
+            run.busy_cpu_s,
             self._engine.device.peak_bytes(),
         )
         return now

@@ -1,4 +1,5 @@
 """Ending early: when the job script or a signal asks for it, or a metric no longer improves.
+Also which evaluation was the best.
 
 A signal reaches the script, launchers and ranks in as many ways as there are launchers, so every
 receiver creates a file. Rank 0 looks for it at the end of a step, at most once per second; its
@@ -10,6 +11,7 @@ steps overlap, ranks vote on this alone whenever the pipeline is empty.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -19,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from pipectl.plan import LONG_STEP_S
+from pipectl.runs import Best
 from pipectl.spec.models import EarlyStopping as EarlyStoppingSpec
 from pipectl.units import plural
 
@@ -89,24 +92,46 @@ class EarlyStopping:
 
     Args:
         spec: None never stops a training.
+        keeps_best: whether to find the best evaluation also without ``spec``, by the loss.
 
     Attributes:
         metric_values: of all evaluations, in order.
+        best: the best of them; the first of several that are equal.
         reason: why the training ends after the last of them; empty if it does not.
     """
 
-    def __init__(self, spec: EarlyStoppingSpec | None) -> None:
+    def __init__(self, spec: EarlyStoppingSpec | None, *, keeps_best: bool = False) -> None:
         self._spec = spec
+        self._watched = EarlyStoppingSpec() if spec is None and keeps_best else spec
         self.metric_values: list[float] = []
+        self.best: Best | None = None
         self.reason = ""
 
-    def watch(self, result: Mapping[str, float]) -> None:
-        """Add the result of an evaluation."""
-        if self._spec is not None:
-            self.add([result[self._spec.metric]])
+    @property
+    def watches(self) -> bool:
+        """Whether it takes the results of evaluations."""
+        return self._watched is not None
 
-    def add(self, values: Sequence[float]) -> None:
-        """Add values of the metric, such as those of a checkpoint."""
+    def watch(self, step: int, result: Mapping[str, float]) -> None:
+        """Add the result of the evaluation after a step."""
+        if (watched := self._watched) is None:
+            return
+        value = result[watched.metric]
+        before = math.nan if self.best is None else self.best.value
+        if is_better(value, before, watched.mode):
+            self.best = Best(step, watched.metric, watched.mode, value)
+        self._add([value])
+
+    def restore(self, values: Sequence[float], best: Best | None) -> None:
+        """Go on from the values of a checkpoint, unless they are of another metric."""
+        watched = self._watched
+        if watched is None:
+            return
+        if best is None or (best.metric, best.mode) == (watched.metric, watched.mode):
+            self.best = best
+            self._add(values)
+
+    def _add(self, values: Sequence[float]) -> None:
         self.metric_values += values
         if (spec := self._spec) is None:
             return
@@ -127,11 +152,16 @@ def count_without_improvement(values: Sequence[float], mode: str, min_delta: flo
         mode: ``min`` if smaller is better, or ``max``.
         min_delta: a value must be better by more than this.
     """
-    best, count = float("nan"), 0
+    best, count = math.nan, 0
     for value in values:
-        gain = best - value if mode == "min" else value - best
-        if gain > min_delta or (best != best and value == value):
+        if is_better(value, best, mode, min_delta):
             best, count = value, 0
         else:
             count += 1
     return count
+
+
+def is_better(value: float, other: float, mode: str, min_delta: float = 0.0) -> bool:
+    """Whether a value is better than another; see :func:`count_without_improvement`."""
+    gain = other - value if mode == "min" else value - other
+    return gain > min_delta or (math.isnan(other) and not math.isnan(value))

@@ -15,9 +15,10 @@ import psutil
 from mpi4py import MPI
 
 from pipectl.fields import write_value
-from pipectl.runs import Heartbeat, NotFinite, RankBeat, RunDirectory
+from pipectl.runs import CoreShare, Heartbeat, NotFinite, RankBeat, RunDirectory
 from pipectl.runtime.nodes import node_name
 from pipectl.runtime.process import say, warn
+from pipectl.runtime.processor import make_meter
 from pipectl.runtime.reports import Attempts, Lines, Reports
 from pipectl.runtime.waiting import WaitingShare, barrier, gather_all, poll
 
@@ -93,6 +94,7 @@ class Telemetry:
         self._lines = Lines(run.metrics, warn)
         self._beats = Attempts(run.heartbeat.name, warn)
         self._waiting = WaitingShare()
+        self._processor = make_meter(communicator)
         self._step, self._state = 0, ""
 
     def restore(self, step: int) -> None:
@@ -103,18 +105,24 @@ class Telemetry:
         """Record the job's state; written at once."""
         self._state = state
         self._waiting.restart()
+        self._processor.restart()
         self._beat(force=True)
 
-    def report(self, report: StepReport, busy_s: float, peak_bytes: int) -> None:
+    def report(self, report: StepReport, busy_s: float, busy_cpu_s: float, peak_bytes: int) -> None:
         """Send one step's report; never waits for another rank.
 
         Args:
             busy_s, peak_bytes: of this rank; see :class:`pipectl.runs.RankBeat`.
+            busy_cpu_s: processor time of the main thread in ``busy_s``.
         """
+        got = self._processor.measure(busy_s, busy_cpu_s)
         beat = replace(
             self._me,
             busy_s=busy_s,
             waiting=round(self._waiting.share(), 3),
+            processor=got.share,
+            lost_to=got.lost_to,
+            limit_cores=got.limit_cores,
             rss_bytes=self._process.memory_info().rss,
             peak_bytes=peak_bytes,
         )
@@ -197,6 +205,8 @@ class Telemetry:
         for name in ("learning_rate", "gradient_norm"):
             values = (getattr(report, name) for report in reports.values())
             line[name] = next((value for value in values if not math.isnan(value)), None)
+        if (share := CoreShare.of(self._ranks)) is not None:
+            line["processor"] = write_value(share)
         if not math.isnan(first.loss_scale):
             line |= {"loss_scale": first.loss_scale, "skipped": first.skipped}
         return line

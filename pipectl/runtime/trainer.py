@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import islice, pairwise
 
+import torch
+
 from pipectl.cluster import Cluster
+from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
 from pipectl.runs import RunDirectory
+from pipectl.runtime.alarm import Alarm, OtherRankError
 from pipectl.runtime.asynchronous import AsynchronousSteps
 from pipectl.runtime.callbacks import Callbacks
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
 from pipectl.runtime.manifest import Manifest
-from pipectl.runtime.process import warn
+from pipectl.runtime.process import say, warn
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Step, StepRun
 from pipectl.runtime.step_end import StepEnd
@@ -74,9 +78,10 @@ class Trainer:
             setup.training.on_results = self._end.origins.note
         evaluation = self._spec.evaluation
         early_stopping = None if evaluation is None else evaluation.early_stopping
-        self._early_stopping = EarlyStopping(early_stopping)
+        keeps_best = self._spec.keeps_best
+        self._early_stopping = EarlyStopping(early_stopping, keeps_best=keeps_best)
         watching = gather_all(setup.communicator, self._end.updater.watches)
-        self._keeps_evaluations = early_stopping is not None or any(watching)
+        self._keeps_evaluations = self._early_stopping.watches or any(watching)
         self._room_bytes = self._room_for_copies(cluster)
         # The parameters and buffers of all ranks that a state dict holds.
         self._persistent = set(setup.job.step.state_dict(keep_vars=True))
@@ -87,7 +92,7 @@ class Trainer:
         self._saver = Saver(
             setup.communicator.Dup(),
             run.checkpoints,
-            Keep(checkpoint.keep, checkpoint.keep_every),
+            Keep(checkpoint.keep, checkpoint.keep_every, keeps_best),
             attempt,
             warn,
             self._telemetry.has_written,
@@ -102,8 +107,10 @@ class Trainer:
             self._tracing,
             self._saver.poll,
         )
+        self._alarm = Alarm(setup.communicator.Dup())
         self._stopped = False
-        self._steps_done = 0
+        self._steps_done = self._saved_step = 0
+        self._unevaluated = False
         if stored is not None:
             self._restore(stored)
 
@@ -113,7 +120,6 @@ class Trainer:
         with callbacks as tell:
             self._telemetry.tell = tell
             self._train()
-        self._setup.close()
         if self._stopped and self._rank == 0:
             write_text(self._run.stopped_marker, "")
 
@@ -134,12 +140,16 @@ class Trainer:
 
         If steps overlap, train up to the next step after which the pipeline is empty.
         """
-        if self._early_stopping.reason:  # a resumed run that had ended
+        if self._ends_early():  # a resumed run that had ended
             return
         setup, steps, board = self._setup, self._steps, self._setup.board
         loader, count = setup.job.loader, self._spec.training.steps
-        if self._saves_first(self._steps_done):  # the run ended before or in its last evaluation
-            self._evaluate(self._steps_done)
+        if self._unevaluated and self._evaluates_after(self._steps_done):
+            self._evaluate(self._steps_done)  # the run ended before it or in it
+            if self._is_best(self._steps_done):
+                self._save(self._steps_done)
+            if self._ends_early():
+                return
         steps.begin(loader, count, self._steps_done)
         batches = islice(loader.batches(), self._steps_done, None)
         ends = range(self._steps_done + 1, count + 1)
@@ -148,28 +158,35 @@ class Trainer:
             board.step(before + 1)
             steps.train(before + 1, list(islice(batches, end - before)))
             self._between_steps(end)
-            early = bool(self._early_stopping.reason)
+            early = self._ends_early()
             stops = not early and self._end.stops(at_once=steps.overlap)
             if (early or stops) and end < count:
                 self._stopped = stops
                 self._end.settle()
-                if not self._saves_after(end):
+                if self._saved_step != end:
                     setup.replicas.check_weights(end)
                     self._save(end)
                 return
+
+    def _ends_early(self) -> bool:
+        return bool(self._early_stopping.reason)
 
     def _between_steps(self, step: int) -> None:
         saves, saves_first = self._saves_after(step), self._saves_first(step)
         if self._drains_after(step):
             self._end.settle()
-        if saves or step % _CHECK_REPLICAS_EVERY == 0:
+        checks = saves or step % _CHECK_REPLICAS_EVERY == 0
+        if checks:
             self._setup.replicas.check_weights(step)
         if saves_first:
-            self._save(step)
+            self._save(step, unevaluated=True)
             self._saver.wait()
         if self._evaluates_after(step):
             self._evaluate(step)
-        if saves and not saves_first:
+        saves_best = self._is_best(step)
+        if saves_best and not checks:
+            self._setup.replicas.check_weights(step)
+        if (saves or saves_best) and not saves_first:
             self._save(step)
             self._begin("training")
         self._saver.poll()
@@ -182,14 +199,58 @@ class Trainer:
         # Send weights to ranks that run only forwards, as the next step would.
         renewal = lower_renewal(plan, self._rank)
         setup.training.run(StepRun(Step(renewal, channels(plan), self._rank, ())))
-        assert setup.evaluator is not None
-        result = setup.evaluator.evaluate(step)
-        setup.replicas.take_evaluated(setup.evaluator.writes)
-        self._end.updater.watch(result["loss"])
-        self._early_stopping.watch(result)
+        result = self._result_of_evaluation(step)
+        self._early_stopping.watch(step, result)
         if self._rank == 0:
             self._telemetry.evaluation(step, result, self._early_stopping.reason)
         self._begin("training")
+
+    def _result_of_evaluation(self, step: int) -> dict[str, float]:
+        """Evaluate; the learning rate may follow.
+
+        An evaluation that fails on any rank costs no training: all ranks save their state as it was
+        before it, and the run ends.
+        """
+        setup, updater = self._setup, self._end.updater
+        evaluator = setup.evaluator
+        assert evaluator is not None
+        count, written = len(updater.losses), setup.written.items()
+        buffers = {n: each.clone() for n, each in written if n in evaluator.writes}
+
+        def evaluate() -> dict[str, float]:
+            result = evaluator.evaluate(step)
+            setup.replicas.take_evaluated(evaluator.writes)
+            updater.watch(result["loss"])
+            return result
+
+        try:
+            return self._alarm.guard(evaluate)
+        except Exception as error:  # on all ranks
+            where = setup.board.read()
+            updater.forget_losses(count)
+            with torch.no_grad():
+                for name, buffer in buffers.items():
+                    setup.written[name].copy_(buffer)
+            try:
+                self._save_unevaluated(step, error)
+            except Exception as failure:  # of a device that has failed, say
+                raise failure if isinstance(error, OtherRankError) else error from failure
+            setup.board.return_to(where)
+            self._alarm.end(error)
+
+    def _save_unevaluated(self, step: int, error: Exception) -> None:
+        """Save the state before an evaluation that has failed, and add to the error that it is."""
+        if self._saved_step != step:
+            self._save(step, unevaluated=True)
+        try:
+            self._saver.finish()
+        except UsageError:  # rank 0 has warned that it cannot be written
+            return
+        saved = f"the training is saved up to step {step}, where `pipectl resume RUN` goes on"
+        if isinstance(error, PipectlError):
+            error.cure = f"{error.cure}; {saved} (after a change, --with-changed-code)"
+        if self._rank == 0:
+            say(f"the evaluation has failed; {saved}")
 
     def _begin(self, phase: str, detail: str = "") -> None:
         self._telemetry.state(f"{phase}{detail}")
@@ -217,14 +278,21 @@ class Trainer:
         if updater.optimizer is not None:
             stored.restore_optimizer(updater.optimizer, self._end.updated)
         updater.restore(manifest.updates, manifest.losses)
-        self._early_stopping.add(manifest.metric_values)
+        self._early_stopping.restore(manifest.metric_values, manifest.best)
         if scale is not None and manifest.loss_scale is not None:
             scale.restore(manifest.loss_scale)
-        self._steps_done = manifest.step
+        self._steps_done = self._saved_step = manifest.step
+        self._unevaluated = manifest.unevaluated
         self._telemetry.restore(self._steps_done)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, *, unevaluated: bool = False) -> None:
+        """Begin to save the state after a step.
+
+        Args:
+            unevaluated: whether an evaluation is due that has not been made.
+        """
         self._begin("saving")
+        self._saved_step = step
         end, setup = self._end, self._setup
         updater = end.updater
         setup.device.peak_bytes()  # the copy, which comes next, does not count
@@ -244,7 +312,9 @@ class Trainer:
             updates=updater.updates,
             losses=tuple(updater.losses),
             metric_values=tuple(self._early_stopping.metric_values),
+            best=self._early_stopping.best,
             loss_scale=None if end.loss_scale is None else end.loss_scale.state,
+            unevaluated=unevaluated,
         )
         self._saver.start(manifest, snapshot)
 
@@ -281,6 +351,11 @@ class Trainer:
             and step == self._spec.training.steps
             and not (self._keeps_evaluations or evaluator.writes)
         )
+
+    def _is_best(self, step: int) -> bool:
+        """Whether the evaluation after a step is the best so far, and its weights are kept."""
+        best = self._early_stopping.best
+        return self._spec.keeps_best and best is not None and best.step == step
 
     def _is_due(self, step: int, every: int | None) -> bool:
         """Whether something happens after a step: every ``every`` steps, and after the last."""

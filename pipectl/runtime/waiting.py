@@ -62,11 +62,13 @@ class _Waited:
         total_s: seconds that it has waited.
         tell: callback for waits.
         spin_s: seconds without pauses at the beginning of a wait.
+        look: called again and again in waits; an exception of it ends them.
     """
 
     total_s: float = 0.0
     tell: Callable[[bool], None] = lambda _: None
     spin_s: float = _FIRST_SPIN_S
+    look: Callable[[], None] | None = None
 
 
 _waited = _Waited()
@@ -165,6 +167,17 @@ def waiting() -> Iterator[None]:
         _waited.tell(False)
 
 
+@contextmanager
+def interrupted(look: Callable[[], None]) -> Iterator[None]:
+    """In this block, call ``look`` again and again during waits; what it raises ends them."""
+    _waited.look = look
+    try:
+        yield
+    finally:
+        _waited.look = None
+        _waited.tell(False)  # a wait that was ended has not said so
+
+
 def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
     """Call ``done`` until it returns True, without pauses at first and while it moves data.
 
@@ -176,14 +189,10 @@ def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
     """
     start = time.perf_counter()
     spin_until, long_from = start + _waited.spin_s, start + _FIRST_SPIN_S
-    has_told = False
-    while not done():  # no pause follows soon: no need to measure calls
-        if time.perf_counter() >= min(spin_until, long_from):
-            break
-        os.sched_yield()
-    else:
+    if _spin(done, min(spin_until, long_from)):
         _waited.total_s += time.perf_counter() - start
         return
+    has_told, look = False, _waited.look
     while True:
         before_s = time.thread_time()
         if done():
@@ -192,6 +201,8 @@ def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
                 _waited.tell(False)
             return
         moved = worked(time.thread_time() - before_s)
+        if look is not None:
+            look()
         now = time.perf_counter()
         if now >= long_from and not has_told:
             _waited.tell(True)
@@ -202,3 +213,18 @@ def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
             os.sched_yield()
         else:
             time.sleep(_SHORT_PAUSE_S if now - start < _SHORT_S else _LONG_PAUSE_S)
+
+
+def _spin(done: Callable[[], bool], until: float) -> bool:
+    """Call ``done`` without pauses until it returns True, or until a time; returns which.
+
+    No pause follows soon, so calls need not be measured.
+    """
+    look = _waited.look
+    while not done():
+        if look is not None:
+            look()
+        if time.perf_counter() >= until:
+            return False
+        os.sched_yield()
+    return True

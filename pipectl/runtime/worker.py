@@ -7,7 +7,7 @@ its place to a file of its own in the run directory.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import psutil
 import torch
@@ -127,10 +127,11 @@ def _train(
     with choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress:
         once = reads_once(job, profile)
         setup = Setup(communicator, job, plan, device, board, progress, stored, once=once)
-        keep_freed_memory()
-        if rank == 0:
-            _report_changed_code(directory)
-        Trainer(setup, directory, attempt, cluster, messages, stored).train()
+        with closing(setup):
+            keep_freed_memory()
+            if rank == 0:
+                _report_changed_code(directory)
+            Trainer(setup, directory, attempt, cluster, messages, stored).train()
 
 
 def _report_changed_code(directory: RunDirectory) -> None:

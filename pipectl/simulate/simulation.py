@@ -51,7 +51,7 @@ from pipectl.schedule.lowering import lower, lower_stretch
 from pipectl.schedule.registry import is_unflushed, schedule_of
 from pipectl.schedule.unflushed import steps_apart
 from pipectl.simulate import events
-from pipectl.simulate.memory import amounts_of, peak_bytes
+from pipectl.simulate.memory import amounts_of, peak_bytes, unused_bytes
 from pipectl.simulate.network import Numbering, streams_of, tables
 from pipectl.simulate.tables import (
     CLOCK,
@@ -133,7 +133,7 @@ def simulate(
         process_baseline_bytes: memory of a process without a stage; added to the peaks.
         capture_bytes: peak of every rank before the training.
         heap_share: memory that the allocator of a rank holds unused, relative to what a step
-            allocates.
+            allocates; see :func:`~pipectl.simulate.memory.unused_bytes`.
 
     Raises:
         MismatchError: the plan uses nodes that the cluster lacks.
@@ -250,7 +250,8 @@ class Machine:
         """Return the peak bytes of each rank, including the process baseline and unused memory."""
         amounts = amounts_of(self._plan, self._connections, self._actions or ())
         peaks = peak_bytes(self.programs, amounts)
-        peaks += heap_share * (peaks - amounts.resident)
+        if heap_share:
+            peaks += unused_bytes(self._plan, peaks - amounts.resident, heap_share)
         return tuple(process_baseline_bytes + round(peak) for peak in peaks.tolist())
 
     def records(self) -> list[Record]:

@@ -18,8 +18,14 @@ from pipectl.directives import GPUS, PBS_GPUS, QSUB, SBATCH, fault_of_option, op
 from pipectl.hash_seed import MAX_SEED, RANDOM, VARIABLE, is_seed
 from pipectl.spec import models
 from pipectl.spec.code import is_source
-from pipectl.spec.document import MAX_DEPTH, escape, resolve
-from pipectl.spec.references import Reference, faults_of_use, missing_imports, parse
+from pipectl.spec.document import MAX_DEPTH, KeyPath, escape, parse_scalar, resolve
+from pipectl.spec.references import (
+    Reference,
+    faults_of_use,
+    missing_imports,
+    parse,
+    types_taken,
+)
 
 if TYPE_CHECKING:
     from pipectl.schedule.combinations import Feature
@@ -146,10 +152,78 @@ def check_code(
             reference, list(kwargs), is_alone=is_alone, positional=positional
         ):
             yield (path if wrong is None else (*path[:-1], "kwargs", wrong)), fault
+        yield from _texts_for_numbers(data, path, reference, positional)
+    yield from _ambiguous_time(data.get("resources"), data.get("launch"))
     if names and not elsewhere:
         yield from _missing_trackers(data.get("tracking"), base)
         yield from _missing_imports(factories)
     yield from _missing_files(files)
+
+
+def _texts_for_numbers(
+    data: Mapping[str, Any], path: KeyPath, reference: Reference, positional: int
+) -> Iterator[Finding]:
+    """Arguments of a factory that are texts in quotes where it takes numbers, or true and false."""
+    taken = types_taken(reference, positional)
+    called = reference.attribute.rpartition(".")[2]
+    for place, name, given in _arguments(data, path) if taken else ():
+        wanted, given = taken.get(name), resolve(given)
+        items = enumerate(given) if isinstance(given, list) else [(None, given)]
+        for index, item in items:
+            meant = parse_scalar(item) if isinstance(item, str) else None
+            kind = bool if isinstance(meant, bool) else float
+            if isinstance(meant, int | float) and wanted is kind:
+                what = "true or false" if wanted is bool else "a number"
+                fault = f"is the text {item!r}, but {called} takes {what}"
+                yield (
+                    place if index is None else (*place, index),
+                    (f"{fault}; write {item} without quotes"),
+                )
+
+
+def _arguments(data: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, str, Any]]:
+    """Arguments of the factory at a path: places, names and values; those of groups of parameters
+    and of a sweep, too."""
+    section = path[:-1] if path[-1] == "factory" else path
+    at: list[tuple[KeyPath, Any]] = [((*section, "kwargs"), _value_at(data, (*section, "kwargs")))]
+    if section == ("optimizer",):
+        groups = _value_at(data, ("optimizer", "groups"))
+        each = enumerate(groups if isinstance(groups, list) else ())
+        at += [(("optimizer", "groups", index), group) for index, group in each]
+    for place, arguments in at:
+        for name, value in arguments.items() if isinstance(arguments, Mapping) else ():
+            yield (*place, name), name, value
+    grid, points = (_value_at(data, ("sweep", key)) for key in ("grid", "points"))
+    swept = [
+        (("sweep", "grid", key, index), key, value)
+        for key, values in (grid.items() if isinstance(grid, Mapping) else ())
+        for index, value in enumerate(values if isinstance(values, list) else ())
+    ]
+    swept += [
+        (("sweep", "points", index, key), key, value)
+        for index, point in enumerate(points if isinstance(points, list) else ())
+        for key, value in (point.items() if isinstance(point, Mapping) else ())
+    ]
+    prefix = f"{'.'.join(map(str, section))}.kwargs."
+    for place, key, value in swept:
+        name = str(key).removeprefix(prefix)
+        if name != key and "." not in name:
+            yield place, name, value
+
+
+def _value_at(data: Any, path: Sequence[str | int]) -> Any:
+    for key in path:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
+
+
+def _ambiguous_time(resources: Any, launch: Any) -> Iterator[Finding]:
+    """A walltime without a unit, in a job for PBS."""
+    is_pbs = isinstance(launch, Mapping) and launch.get("scheduler") == "pbs"
+    walltime = resources.get("walltime") if isinstance(resources, Mapping) else None
+    if is_pbs and isinstance(walltime, str) and walltime.strip().isdecimal():
+        fault = f"{walltime} has no unit: for PBS it would be seconds, for sbatch minutes"
+        yield ("resources", "walltime"), f"{fault}; write {walltime}s or {walltime}m"
 
 
 def _missing_files(files: Iterable[tuple[tuple[str | int, ...], Path]]) -> Iterator[Finding]:
@@ -316,6 +390,14 @@ def _check_evaluation(evaluation: models.Evaluation | None) -> Iterator[Finding]
         yield (*key, "metric"), f"{stopping.metric!r} is not one of {', '.join(metrics)}"
 
 
+def _check_best(
+    checkpoint: models.Checkpoint, evaluation: models.Evaluation | None
+) -> Iterator[Finding]:
+    if checkpoint.keep_best and (evaluation is None or evaluation.every is None):
+        fault = "needs evaluation.every: without it no two evaluations are compared"
+        yield ("checkpoint", "keep_best"), fault
+
+
 def _check_options(slurm: models.Slurm, pbs: models.Pbs) -> Iterator[Finding]:
     for section, options, syntax in (("slurm", slurm.options, SBATCH), ("pbs", pbs.options, QSUB)):
         for name, value in options.items():
@@ -437,7 +519,7 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_combinations, _check_batch, _check_buckets, _check_warm_up,
-    _check_backward, _check_progress, _check_loss, _check_evaluation, _check_options,
+    _check_backward, _check_progress, _check_loss, _check_evaluation, _check_best, _check_options,
     _check_slurm_gpus, _check_pbs_gpus, _check_hash_seed, _check_sweep,
 )  # fmt: skip
 """Checks; the names of their parameters are the sections they need."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem, SpecError, UsageError
-from pipectl.files import RUNS_VARIABLE
+from pipectl.files import RUNS_VARIABLE, escape_path, expand_path
 from pipectl.spec.checks import check_code, cross_check, drop_former_keys
 from pipectl.spec.document import (
     MAX_DEPTH,
@@ -32,6 +33,7 @@ from pipectl.spec.document import (
     to_yaml,
 )
 from pipectl.spec.models import JobSpec, holds_variables
+from pipectl.spec.paths import escape_paths, expand_paths
 from pipectl.spec.types import check_version
 
 SITE_KEYS = (
@@ -102,7 +104,7 @@ def dump(spec: JobSpec) -> str:
 
     Only ``output.directory`` stays relative, to the working directory of a command.
     """
-    return to_yaml({**spec.model_dump(), "site_defaults": False})
+    return to_yaml({**escape_paths(spec.model_dump()), "site_defaults": False})
 
 
 @dataclass(frozen=True)
@@ -282,8 +284,9 @@ def _read_site(path: Path, problems: list[Problem]) -> Node:
     for keys in (("cluster",), ("launch", "template")):
         *outer, node = site.nodes(keys)
         if len(outer) == len(keys) and isinstance(node.value, str):
-            absolute = str(path.absolute().parent / node.value)
-            site = site.put(keys, replace(node, value=absolute))
+            with suppress(ValueError):  # said where the layers are checked
+                absolute = str(path.absolute().parent / expand_path(node.value))
+                site = site.put(keys, replace(node, value=escape_path(absolute)))
     return site
 
 
@@ -309,7 +312,7 @@ def _validate(
     root: Node, source: Path, *, check_files: bool, check_names: bool = False
 ) -> tuple[JobSpec | None, list[Problem]]:
     """The spec, and its faults; the spec is None if it has any."""
-    data = drop_former_keys(root.data)
+    data, unknown = expand_paths(drop_former_keys(root.data))
     if data.get("name") is None:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"
@@ -326,7 +329,7 @@ def _validate(
     for name, field in JobSpec.model_fields.items():
         if name not in wrong:
             sections.setdefault(name, field.get_default())
-    faults = [*cross_check(sections)]
+    faults = [*unknown, *cross_check(sections)]
     if check_files:
         faults += check_code(data, base, sections.get("environment"), names=check_names)
     problems = []

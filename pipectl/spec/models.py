@@ -7,6 +7,7 @@ null, or not given, has its default; in attributes of ``pipeline``, None stands 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -22,6 +23,7 @@ from pydantic import (
 )
 
 from pipectl.directives import SchedulerName
+from pipectl.files import escape_path, expand_path
 from pipectl.spec import references, types
 
 
@@ -37,7 +39,8 @@ class Factory(types.Section):
     kwargs: types.Keywords = Field(default_factory=dict)
     """Keyword arguments; the values keep their YAML types. A text that begins with `./` or `../` is
     a path relative to the spec file, and your code gets it as an absolute path. Other relative
-    paths mean another file in a job than in `pipectl profile`: ranks run in the run directory."""
+    paths mean another file in a job than in `pipectl profile`: ranks run in the run directory. In
+    texts that begin with these, `/`, `~/` or `$NAME/`, variables are replaced as in other paths."""
 
     @model_validator(mode="before")
     @classmethod
@@ -60,14 +63,34 @@ class Factory(types.Section):
         return references.parse(self.factory)
 
 
+_PATH = re.compile(r"\.{0,2}/|~[\w.-]*/|\$\w+/|\$\{[^}]*\}/")
+"""How a text in ``kwargs`` begins that is a path."""
+
+
+def with_escaped_paths(value: Any) -> Any:
+    """The inverse of what a spec does to the paths in ``kwargs``."""
+    if isinstance(value, dict):
+        return {key: with_escaped_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_escaped_paths(item) for item in value]
+    is_path = isinstance(value, str) and _PATH.match(value)
+    return escape_path(value) if is_path else value
+
+
 def _with_absolute_paths(value: Any, base: Path) -> Any:
-    """A value in which texts that begin with ``./`` or ``../`` are paths from ``base``."""
+    """A value in which texts that begin as paths do are absolute paths.
+
+    Raises:
+        ValueError: see :func:`pipectl.files.expand_path`.
+    """
     if isinstance(value, dict):
         return {key: _with_absolute_paths(item, base) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_absolute_paths(item, base) for item in value]
-    is_path = isinstance(value, str) and value.startswith(("./", "../"))
-    return os.path.normpath(base / value) if is_path else value
+    if not isinstance(value, str):
+        return value
+    text = expand_path(value) if _PATH.match(value) else value
+    return os.path.normpath(base / text) if text.startswith(("./", "../")) else text
 
 
 _SHORT = {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}
@@ -228,10 +251,10 @@ class Training(types.Section):
     clip_grad_norm: types.Positive | None = None
     """Maximum norm of all gradients; by default they are not clipped."""
     on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
-    """What happens if the loss or a gradient is infinite or NaN. `stop` ends the job with an error
-    that names it. `skip` skips the step on all ranks: weights, optimizer, learning rate and buffers
-    stay as they were. `ignore` does not check. In `float16` the loss scale handles gradients, so
-    this key applies only to the loss."""
+    """What happens if the loss, a gradient or a buffer that forwards write becomes infinite or NaN.
+    `stop` ends the job with an error that names it. `skip` skips the step on all ranks: weights,
+    optimizer, learning rate and buffers stay as they were. `ignore` does not check. In `float16`
+    the loss scale handles gradients, so this key applies only to the loss and to buffers."""
 
     @property
     def updates_together(self) -> bool:
@@ -368,6 +391,8 @@ class Environment(types.Section):
     """Names for `module load`, in this order."""
     setup: tuple[str, ...] = ()
     """Shell code put into the job script verbatim, after the modules."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What a command of `setup` that fails does to the job: it ends it (`stop`) or does not."""
     variables: types.Variables = Field(default_factory=dict)
     """Environment variables of all ranks. They may contain secrets: they are written only to two
     files of the run directory that nobody but its owner can read, to no script and no report.
@@ -388,6 +413,10 @@ class Checkpoint(types.Section):
     """Number of checkpoints to keep; older ones are removed."""
     keep_every: types.Count | None = None
     """Checkpoints whose step is a multiple of this are kept too."""
+    keep_best: types.Flag | None = None
+    """Whether a checkpoint is saved after every evaluation that is the best so far, and the best
+    one kept. By default if there is `evaluation.early_stopping`, whose `metric` and `mode` say what
+    is best; without it, the smallest `loss` is. `pipectl export --best` exports it."""
     lead_time: types.LeadTime = 180
     """How long before the end of the walltime the ranks save a checkpoint and end, at most a
     quarter of the walltime. It must be enough for a step and the checkpoint."""
@@ -571,6 +600,12 @@ class JobSpec(types.Section):
         """Threads that a rank computes with."""
         return self.launch.threads(self.resources.cpus_per_task)
 
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best evaluation is saved and kept."""
+        stops_early = self.evaluation is not None and self.evaluation.early_stopping is not None
+        return stops_early if self.checkpoint.keep_best is None else self.checkpoint.keep_best
+
 
 def files_in(data: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     """All files besides user code that the data of a spec name, with the paths of their keys.
@@ -595,6 +630,8 @@ def factories_in(data: Any) -> Iterator[tuple[tuple[str, ...], str, Mapping[str,
         key = () if path == ("loss", "weight") else ("factory",)
         section = item if isinstance(item, Mapping) else {"factory": item}
         text, kwargs = section.get("factory"), section.get("kwargs")
+        if path == ("optimizer",) and text is None:
+            text = Optimizer.model_fields["factory"].default
         if isinstance(text, str) and not references.fault_of(text):  # as `model`, for the loss
             yield (*path, *key), text, kwargs if isinstance(kwargs, Mapping) else {}
 

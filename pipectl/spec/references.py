@@ -14,6 +14,7 @@ import ast
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import decode_source, find_spec
@@ -31,6 +32,8 @@ _SEARCH = tuple(entry for entry in sys.path if entry)
 _BINDERS = {"__getattr__", "globals", "locals", "vars", "exec", "setattr"}
 """Names by which a module may define further names at run time."""
 _INIT = ["__init__"]
+_ALSO_TEXTS = {"str", "Any", "object", "Literal", "Path", "PathLike", "bytes"}
+"""Words of an annotation that allow a text."""
 _MAX_DEPTH = 10
 """Length of the chains of imports that are followed."""
 _UNPARSABLE = (OSError, SyntaxError, ValueError, RecursionError)
@@ -287,6 +290,54 @@ def faults_of_use(
         yield None, f"{first} needs the argument {missing[0]!r}; write it under kwargs"
 
 
+def types_taken(reference: Reference, positional: int) -> dict[str, type]:
+    """Keyword arguments that take only numbers (``float``), or only true and false (``bool``).
+
+    This is known from the annotation of an argument, and from its default; an argument that may
+    also be a text is left out. Runs nothing.
+
+    Args:
+        positional: number of arguments that pipectl gives by position.
+    """
+    try:
+        module = _Module.read(reference.source, reference.search)
+    except SyntaxError:
+        return {}
+    first, dot, _ = reference.attribute.partition(".")
+    found = None if module is None or dot else module.signature(first, positional)
+    taken = {} if found is None else {arg.arg: _wanted(arg, d) for arg, d in _keywords(*found)}
+    return {name: kind for name, kind in taken.items() if kind is not None}
+
+
+def _keywords(arguments: ast.arguments, skipped: int) -> Iterator[tuple[ast.arg, ast.expr | None]]:
+    """Arguments that are given by name, after ``skipped`` ones, with their defaults."""
+    every = [*arguments.posonlyargs, *arguments.args]
+    defaults = [*[None] * (len(every) - len(arguments.defaults)), *arguments.defaults]
+    first = max(skipped, len(arguments.posonlyargs))
+    yield from zip(every[first:], defaults[first:], strict=True)
+    yield from zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+
+
+def _wanted(argument: ast.arg, default: ast.expr | None) -> type | None:
+    """``bool`` or ``float`` if an argument takes nothing else; None if that is not known."""
+    annotation, words = argument.annotation, set[str]()
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        with suppress(SyntaxError):
+            annotation = ast.parse(annotation.value, mode="eval").body
+    if annotation is not None:
+        words = {ast.unparse(node).rpartition(".")[2] for node in ast.walk(annotation)}
+    if words & _ALSO_TEXTS:
+        return None
+    items = default.elts if isinstance(default, ast.Tuple | ast.List) else [default]
+    kinds = set[type]()
+    with suppress(ValueError):
+        kinds = {type(ast.literal_eval(each)) for each in items if each is not None}
+    kinds -= {type(None)}
+    if not kinds:
+        return float if words & {"int", "float"} else bool if "bool" in words else None
+    return bool if kinds == {bool} else float if kinds <= {int, float} else None
+
+
 def _fault_of_module(reference: Reference) -> str:
     """Why the module of a reference cannot be found; empty if it can, or may be."""
     if not reference.is_installed:
@@ -348,6 +399,14 @@ class _Module:
     def parameters(self, name: str, positional: int) -> dict[str, bool] | None:
         """The keyword arguments of a function or constructor after ``positional`` arguments, and
         whether each is required; None if any are accepted, or if this is only known at run time."""
+        found = self.signature(name, positional)
+        if found is None or found[0].kwarg:
+            return None
+        return {arg.arg: default is None for arg, default in _keywords(*found)}
+
+    def signature(self, name: str, positional: int) -> tuple[ast.arguments, int] | None:
+        """The arguments of a function or constructor, and how many of them are not given by name;
+        None if this is only known at run time."""
         binders = [node for node in ast.walk(self.tree) if name in _bound_by(node)]
         if not binders:
             binders = [node for node in ast.walk(self.tree) if "*" in _bound_by(node)]
@@ -358,7 +417,7 @@ class _Module:
             module = self._imported(node)
             alias = next(each for each in node.names if (each.asname or each.name) in (name, "*"))
             inner = name if alias.name == "*" else alias.name
-            return None if module is None else module.parameters(inner, positional)
+            return None if module is None else module.signature(inner, positional)
         skipped = positional
         if isinstance(node, ast.ClassDef):
             functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
@@ -366,16 +425,9 @@ class _Module:
             if node.decorator_list or node.keywords or [each.name for each in makers] != _INIT:
                 return None
             node, skipped = makers[0], positional + 1
-        if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.args.kwarg:
+        if not isinstance(node, ast.FunctionDef) or node.decorator_list:
             return None
-        args = node.args
-        first = len(args.args) - len(args.defaults)
-        parameters = {arg.arg: index < first for index, arg in enumerate(args.args)}
-        for _ in range(skipped - len(args.posonlyargs)):
-            parameters.pop(next(iter(parameters), ""), None)
-        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-            parameters[arg.arg] = default is None
-        return parameters
+        return node.args, skipped
 
     def _imported(self, node: ast.ImportFrom) -> _Module | None:
         """The module that a statement imports from; None if it cannot be read."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,13 +19,23 @@ from pydantic_core import ErrorDetails
 from pipectl.errors import Problem
 from pipectl.spec import models
 from pipectl.spec.checks import fault_of_former_key
-from pipectl.spec.document import KeyPath, Node, Plain, describe, parse_scalar
+from pipectl.spec.document import (
+    KeyPath,
+    Node,
+    Plain,
+    describe,
+    parse_scalar,
+    path_text,
+    resolve,
+)
 from pipectl.spec.models import JobSpec
 from pipectl.spec.types import SCALAR
 from pipectl.units import did_you_mean
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _NUMBERS = ("int_type", "float_type", "bool_type")
+_MAX_PLACES = 3
+"""Maximum number of keys that a message offers."""
 _TYPES = {"boolean": "true or false", "object": "a mapping", "array": "a list"}
 
 Schema = dict[str, Any]
@@ -161,7 +172,7 @@ def explain_fault(root: Node, detail: ErrorDetails) -> Problem:
         at_key = path[-1] == "[key]"
         return root.problem(path[:-1] if at_key else path, str(error), at_key=at_key)
     if kind == "extra_forbidden":
-        return root.problem(path, _explain_unknown_key(path), at_key=True)
+        return root.problem(path, _explain_unknown_key(root, path), at_key=True)
     if kind == "missing":
         return root.problem(path, "missing", at_key=True)
     nodes = root.nodes(path)
@@ -177,16 +188,67 @@ def explain_fault(root: Node, detail: ErrorDetails) -> Problem:
     return root.problem(path, f"must be {allowed}, not {text}{hint}")
 
 
-def _explain_unknown_key(path: KeyPath) -> str:
-    """The message for an unknown key: the most similar key here, or the section it belongs to."""
-    key = str(path[-1])
+def _explain_unknown_key(root: Node, path: KeyPath) -> str:
+    """The message for an unknown key: where it belongs, or the most similar key.
+
+    That it is a key elsewhere, whose type its value has, says more than that it is similar.
+    """
+    key = str(path[-1])[:100]
     if fault := fault_of_former_key(path):
         return fault
-    names = properties(schema_at(path[:-1]))
-    hint = did_you_mean(key[:100], names)
-    if not hint:
-        sections = properties(json_schema())
-        elsewhere = [f"{name}.{key}" for name in sections if key in properties(sections[name])]
-        if key in sections or len(elsewhere) == 1:
-            hint = f"; did you mean {[key, *elsewhere][-1]!r}?"
-    return f"unknown key{hint or '; known are ' + ', '.join(names)}"
+    names, node = properties(schema_at(path[:-1])), root.nodes(path)[-1]
+    is_factory = "kwargs" in names
+    places: list[KeyPath] = [
+        (*where[:-1], "kwargs", key)
+        for where, _, kwargs in models.factories_in(root.data)
+        if key in kwargs and where[-1] == "factory"
+    ]
+    named = [each for each in _paths() if each[-1] == key]
+    places = [each for each in named if _may_be(each, node.data)] or places or named
+    is_option = not node.place.line and isinstance(node.value, str)
+    hint = did_you_mean(key, names, similarity=0.8 if is_factory else 0.6)
+    if not places and hint and not is_option:
+        return f"unknown key{hint}"
+    if not places and hint:
+        places = [(*path[:-1], name) for name in names if repr(name) in hint]
+    if not places and is_factory:
+        places = [(*path[:-1], "kwargs", key)]
+    if not places:
+        names_of = {str(each[-1]): each for each in reversed(_paths())}
+        similar = get_close_matches(key, names_of, n=1, cutoff=0.8)
+        places = [names_of[name] for name in similar]
+    if not places:
+        return f"unknown key; known are {', '.join(names)}"
+    form = f"{{}}={node.value}" if is_option else "'{}'"
+    words = [form.format(path_text(each)) for each in places[:_MAX_PLACES]]
+    return f"unknown key; did you mean {' or '.join(words)}?"
+
+
+@cache
+def _paths() -> list[KeyPath]:
+    """The path of every key of the spec, except those that users choose; required ones first."""
+    found, waiting = list[tuple[bool, int, KeyPath]](), list[KeyPath]([()])
+    while waiting:
+        outer = waiting.pop()
+        schema = schema_at(outer) or {}
+        needed = {name for item in alternatives(schema) for name in item.get("required", ())}
+        inner: list[tuple[str | int, ...]] = [(*outer, name) for name in properties(schema)]
+        found += [(each[-1] not in needed, len(each), each) for each in inner]
+        waiting += inner
+    return [path for *_, path in sorted(found)]
+
+
+def _may_be(path: KeyPath, value: Any) -> bool:
+    """Whether a value has one of the types that the schema at a path allows."""
+    value = resolve(value) if isinstance(value, str) else value
+    kinds = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    kind = kinds.get(type(value), "string")
+    for item in alternatives(schema_at(path) or {}):
+        if "enum" in item or "const" in item:
+            if str(value) in choices(item):
+                return True
+            continue
+        types = {item["type"]} if isinstance(item["type"], str) else {*item["type"]}
+        if kind in types or (kind == "integer" and "number" in types):
+            return True
+    return False

@@ -65,6 +65,9 @@ run() {
 begin() {
     write_file starting ''
     rm -f "$PIPECTL_RUN_DIRECTORY/finished"
+    measure_log
+}
+measure_log() {
     log_bytes=$(stat -Lc %s "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null) || log_bytes=0
 }
 # The exit code of a command, given that of its process: a process that fails while it ends does
@@ -77,12 +80,16 @@ settle() {
         echo "pipectl: $(<"$PIPECTL_RUN_DIRECTORY/exit_warning")" >&2
         code=0
     elif ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" && (-z $signal_code || $waited_s) ]]; then
-        write_file launch_error "${SLURMD_NODENAME:-$HOSTNAME}"$'\n'"$code $waited_s"$'\n'"$(
-            tail -c "+$((log_bytes + 1))" "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null |
-                head -c 16384 | tr -d '\0'
-        )"
+        report_start "$code $waited_s"
     fi
     return "$code"
+}
+# Says why no rank has begun: an exit code, and what was printed.
+report_start() {
+    write_file launch_error "${SLURMD_NODENAME:-$HOSTNAME}"$'\n'"$1"$'\n'"${2-}$(
+        tail -c "+$((log_bytes + 1))" "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null |
+            head -c 16384 | tr -d '\0'
+    )"
 }
 # Waits for the command, and returns its exit code.
 await() {
@@ -161,6 +168,8 @@ export OMP_NUM_THREADS=1
 export MKL_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
 export PYTHONHASHSEED=0
+# Makes glibc join freed memory at once: else ranks hold more than predicted.
+export GLIBC_TUNABLES=glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}
 
 with_variables() {
     exec "$@"

@@ -35,7 +35,13 @@ finish() {
     local code=$?
     rm -f "$PIPECTL_RUN_DIRECTORY/starting"
     write_file exit_code "$code"
+    local background
+    background=$(jobs -p) && [[ $background ]] && kill $background 2>/dev/null # of the setup
+    set +eu
+    eval "$at_exit" # a trap of the setup
+    set -u
 }
+at_exit=
 trap finish EXIT
 trap 'exit 143' TERM # without traps, the code of the last command would be written
 trap 'exit 130' INT
@@ -92,6 +98,9 @@ run() {
 begin() {
     write_file starting ''
     rm -f "$PIPECTL_RUN_DIRECTORY/finished"
+    measure_log
+}
+measure_log() {
     log_bytes=$(stat -Lc %s "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null) || log_bytes=0
 }
 # The exit code of a command, given that of its process: a process that fails while it ends does
@@ -104,12 +113,16 @@ settle() {
         echo "pipectl: $(<"$PIPECTL_RUN_DIRECTORY/exit_warning")" >&2
         code=0
     elif ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" && (-z $signal_code || $waited_s) ]]; then
-        write_file launch_error "${SLURMD_NODENAME:-$HOSTNAME}"$'\n'"$code $waited_s"$'\n'"$(
-            tail -c "+$((log_bytes + 1))" "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null |
-                head -c 16384 | tr -d '\0'
-        )"
+        report_start "$code $waited_s"
     fi
     return "$code"
+}
+# Says why no rank has begun: an exit code, and what was printed.
+report_start() {
+    write_file launch_error "${SLURMD_NODENAME:-$HOSTNAME}"$'\n'"$1"$'\n'"${2-}$(
+        tail -c "+$((log_bytes + 1))" "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null |
+            head -c 16384 | tr -d '\0'
+    )"
 }
 # Waits for the command, and returns its exit code.
 await() {
@@ -187,14 +200,32 @@ guard() {
     done
 }
 
+setup_failed() { # KEY CODE, and COMMAND or its line in this script
+    local command=$3
+    [[ $3 =~ ^[0-9]+$ ]] && command=$(sed -n "$3p" "${BASH_SOURCE[0]}")
+    echo "pipectl: $1 failed with exit code $2: $command" >&2
+    report_start "$2" "$1 failed with exit code $2: $command"$'\n'
+    exit "$2"
+}
+measure_log
 set +u
 type module >/dev/null 2>&1 || source /etc/profile
-module load gcc/13.2 openmpi/5.0.6 || exit 1
+module load gcc/13.2 openmpi/5.0.6 || setup_failed environment.modules 1 'module load gcc/13.2 openmpi/5.0.6'
+# In a file that the setup reads, a command may fail.
+trap 'check_setup "$?" "$LINENO" "${#BASH_SOURCE[@]}"' ERR
+check_setup() { (($3 > 1)) || setup_failed environment.setup "$1" "$2"; }
 # environment.setup, verbatim:
 source /proj/venv/bin/activate
 ulimit -s unlimited
+trap - ERR DEBUG RETURN
 
 trap - ERR DEBUG RETURN
+at_exit=$(trap -p EXIT)
+if [[ $at_exit == "trap -- 'finish' EXIT" ]]; then
+    at_exit=
+else # without the words around the command
+    eval "at_exit=(${at_exit#trap --})"
+fi
 set_traps
 set +efC
 set -uo pipefail

@@ -26,9 +26,15 @@ finish() {
     local code=$?
     rm -f "$PIPECTL_RUN_DIRECTORY/starting"
     write_file exit_code "$code"
+    local background
+    background=$(jobs -p) && [[ $background ]] && kill $background 2>/dev/null # of the setup
+    set +eu
+    eval "$at_exit" # a trap of the setup
+    set -u
     rm -rf "${scratch-}"
 
 }
+at_exit=
 trap finish EXIT
 trap 'exit 143' TERM # without traps, the code of the last command would be written
 trap 'exit 130' INT
@@ -90,6 +96,9 @@ run() {
 begin() {
     write_file starting ''
     rm -f "$PIPECTL_RUN_DIRECTORY/finished"
+    measure_log
+}
+measure_log() {
     log_bytes=$(stat -Lc %s "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null) || log_bytes=0
 }
 # The exit code of a command, given that of its process: a process that fails while it ends does
@@ -102,12 +111,16 @@ settle() {
         echo "pipectl: $(<"$PIPECTL_RUN_DIRECTORY/exit_warning")" >&2
         code=0
     elif ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" && (-z $signal_code || $waited_s) ]]; then
-        write_file launch_error "${SLURMD_NODENAME:-$HOSTNAME}"$'\n'"$code $waited_s"$'\n'"$(
-            tail -c "+$((log_bytes + 1))" "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null |
-                head -c 16384 | tr -d '\0'
-        )"
+        report_start "$code $waited_s"
     fi
     return "$code"
+}
+# Says why no rank has begun: an exit code, and what was printed.
+report_start() {
+    write_file launch_error "${SLURMD_NODENAME:-$HOSTNAME}"$'\n'"$1"$'\n'"${2-}$(
+        tail -c "+$((log_bytes + 1))" "$PIPECTL_RUN_DIRECTORY/logs/job.log" 2>/dev/null |
+            head -c 16384 | tr -d '\0'
+    )"
 }
 # Waits for the command, and returns its exit code.
 await() {
@@ -190,6 +203,12 @@ scratch=$(mktemp -d /scratch/gpt-small.XXXXXX)
 export TMPDIR=$scratch
 
 trap - ERR DEBUG RETURN
+at_exit=$(trap -p EXIT)
+if [[ $at_exit == "trap -- 'finish' EXIT" ]]; then
+    at_exit=
+else # without the words around the command
+    eval "at_exit=(${at_exit#trap --})"
+fi
 set_traps
 set +efC
 set -uo pipefail
@@ -199,6 +218,8 @@ export OMP_NUM_THREADS=1
 export MKL_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
 export PYTHONHASHSEED=0
+# Makes glibc join freed memory at once: else ranks hold more than predicted.
+export GLIBC_TUNABLES=glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}
 
 with_variables() {
     exec "$@"

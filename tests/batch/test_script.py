@@ -110,6 +110,21 @@ def test_variables_are_in_a_file_without_which_the_job_does_not_run(make_request
             render_variables(change(request, variables={"OMP_NUM_THREADS": "1", name: "2"}))
 
 
+def test_what_fails_before_the_ranks_is_the_reason_of_the_end(make_request):
+    """With the line of the setup."""
+    request = make_request(setup=("source /no such/activate",))
+    assert run(request, "true")[0] == 1
+    (error,) = read_errors(RunDirectory(request.run_directory))
+    assert "environment.setup failed with exit code 1: source /no such/activate" in error.message
+
+
+def test_background_processes_of_the_setup_end_with_the_job(make_request):
+    request = make_request(setup=("sleep 311 &\necho $! >pid",))
+    assert run(request, "true")[0] == 0
+    pid = int((request.run_directory / "pid").read_text())
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+
+
 def impatient(script: Path, *more: str) -> Path:
     """A script that ends a launcher soon after a rank has failed, and in other cases by their
     variables."""

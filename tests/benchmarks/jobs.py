@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from pipectl.batch.script import TIGHT_HEAP
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.plan import Plan
@@ -85,13 +86,11 @@ def trained(folder: Path, job: Path | str, settings: Mapping[str, Any]) -> dict[
     return pipectl(folder, "status", "last")
 
 
-def run_ranks(
-    module: str, run: RunDirectory, ranks: int, variables: Mapping[str, str] = NOTHING
-) -> None:
+def run_ranks(module: str, run: RunDirectory, ranks: int) -> None:
     """Run a program of MPI ranks on a run directory to its end, as a job does."""
     mpiexec = Path(sys.executable).with_name("mpiexec")
     program = (sys.executable, "-W", "ignore", "-m", "mpi4py", "-m", module, "--run", str(run.path))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": TIGHT_HEAP}
     command = [str(mpiexec), "-n", str(ranks), *program]
     subprocess.run(command, env=environment, stdout=sys.stderr, check=True)
 

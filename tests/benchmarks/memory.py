@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from jobs import (
-    NOTHING,
     cluster_of,
     gpt,
     peak_of,
@@ -32,7 +31,6 @@ from jobs import (
 )
 
 from pipectl.cluster import OffloadTarget
-from pipectl.jobs.job import TIGHT_HEAP
 from pipectl.jobs.planning import plan_job
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
@@ -109,8 +107,7 @@ def train_plan(folder: Path, spec: JobSpec, profile: Profile, plan: Plan) -> tup
     run.job.write_text(dump(spec.model_copy(update={"training": training})))
     profile.save(run.profile)
     plan.save(run.plan)
-    offloads = any(stage.offload for stage in plan.stages)
-    run_ranks("pipectl.runtime.worker", run, plan.ranks, TIGHT_HEAP if offloads else NOTHING)
+    run_ranks("pipectl.runtime.worker", run, plan.ranks)
     ranks = json.loads(run.heartbeat.read_text())["ranks"]
     steps_s = [line.step_time_s for line in read_metrics(run) if line.step_time_s is not None]
     return max(rank["peak_bytes"] for rank in ranks), statistics.median(steps_s)

@@ -36,7 +36,8 @@ from pipectl.capture.slices import Rows
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.evaluation import Metrics
+from pipectl.runtime.evaluation import outputs_of
+from pipectl.runtime.metrics import Metrics
 from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.runtime.stage import MicroBatch, Stage
@@ -154,8 +155,9 @@ def test_outputs_travel_to_the_loss_of_an_evaluation_which_waits_for_them(
         batch = by_name(graph, (inputs, targets))
         states = [job.states[graph.states[slot.value].name] for slot in stage.states]
         results = stage.module(0, *states, *(batch[name] for name in stage.inputs))
-        measured = Metrics(job.metrics(), lambda *_: graph)
-        measured.add(Rows.of(size), dict(zip(stage.results, results, strict=True)), targets)
+        found = dict(zip(stage.results, results, strict=True))
+        measured = Metrics(job.metrics())
+        measured.add(size, 1.0, outputs_of(graph, Rows.of(size), found), targets)
         assert measured.result()["right"] == 1.0
 
 

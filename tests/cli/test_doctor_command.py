@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pipectl.cli import main
 from pipectl.cli.commands import doctor
 from pipectl.cli.commands.doctor import Finding, examine
 from pipectl.spec import load
+from pipectl.versions import cure_of_torch
 
 HERE = Path()
 
@@ -102,10 +104,43 @@ def test_the_file_system(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
+FAULTS = {
+    "ModuleNotFoundError: No module named 'torch'": "pip install torch; tested are torch 2.13",
+    "ModuleNotFoundError: No module named 'sympy'": "pip install sympy, or install torch again",
+    "ImportError: libcuda.so.1: cannot open shared object file: No such file": "a node with GPUs",
+    "ImportError: libcudart.so.12: cannot open shared object file: No such file": "LD_LIBRARY_PATH",
+    "OSError: libmkl_core.so.2: cannot open shared object file: No such file": "LD_LIBRARY_PATH",
+    "ValueError: libcublas.so.*[0-9] not found in the system path ['/a']": "LD_LIBRARY_PATH",
+    "ImportError: /lib64/libc.so.6: version `GLIBC_2.28' not found (by x.so)": "newer system",
+    "ImportError: libstdc++.so.6: version `GLIBCXX_3.4.29' not found": "before the one that torch",
+    "ImportError: x/libtorch_cuda.so: undefined symbol: ncclCommRegister": "loaded modules",
+    "RuntimeError: what nobody knows": "shows the whole error",
+}
+"""What torch's import fails with, and a part of the cure."""
+SOME = "ImportError: libcudart.so.12: cannot open shared object file: No such file"
+BROKEN = {
+    f"raise ImportError({SOME.partition(': ')[2]!r})": (SOME, FAULTS[SOME]),
+    "import os; os.kill(os.getpid(), 4)": ("ended by SIGILL", "another processor"),
+    "import sys; sys.exit(1)": ("exit code 1", "shows the whole error"),
+}
+
+
+def test_what_helps_if_torch_cannot_be_imported(cli, monkeypatch):
+    for fault, cure in FAULTS.items():
+        assert cure in cure_of_torch(fault), fault
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = cli("export", "last")
+    assert (result.code, "torch cannot be imported" in result.err) == (1, True)
+
+
 def test_a_torch_that_is_broken_or_untested(monkeypatch):
-    monkeypatch.setattr(doctor, "_TORCH", "import no_such_module")
-    (found,) = examine(None, HERE, "torch")
-    assert (found.level, "No module named" in found.text) == ("fail", True)
+    for code, (text, cure) in BROKEN.items():
+        monkeypatch.setattr(doctor, "_TORCH", code)
+        (found,) = examine(None, HERE, "torch")
+        assert found.level == "fail"
+        assert found.text.startswith(f"cannot be imported by {sys.executable}: ")
+        assert found.text.endswith(text)
+        assert cure in found.cure
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.99.0")
     monkeypatch.setattr(doctor, "_TORCH", """print('["2.99.0", null, 0, null]')""")
     first = next(examine(None, HERE, "torch"))

@@ -1,6 +1,7 @@
 """`pipectl export`: files that load into the user's own model."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from mpi4py import MPI
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from pipectl.runs import Best
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Updater
@@ -31,7 +33,7 @@ def model():
 
 @pytest.fixture
 def saved(model, finished):
-    """A run with checkpoints of steps 5 and 10."""
+    """A run with checkpoints of steps 5, the best, and 10."""
     return save(model, finished, {})
 
 
@@ -40,7 +42,8 @@ def save(model, finished, of_loss):
     found |= of_loss
     saver = Saver(MPI.COMM_SELF, finished / "checkpoints", Keep(3), 1, print)
     for step in (5, 10):
-        manifest = Manifest(step, 4, {"second.weight": "first.weight"})
+        best = Best(5, "accuracy", "max", 0.75)
+        manifest = Manifest(step, 4, {"second.weight": "first.weight"}, best=best)
         saver.start(manifest, take_snapshot(found, set(found), Updater(None, None), {}))
         found = {name: tensor + 1 for name, tensor in found.items()}
     saver.finish()
@@ -60,8 +63,22 @@ def test_one_file_loads_into_the_model(cli, saved, model):
     assert result.out == "model.safetensors: 9 tensors, 232 B, after step 10\n"
     check_loads(load_file("model.safetensors"), model)
     result = cli("export", "last", "--step", "5", "-o", "a/b.safetensors", "--json")
-    assert result.json == {"path": "a/b.safetensors", "step": 5, "bytes": 232, "loss": None}
+    answer = {"path": "a/b.safetensors", "step": 5, "bytes": 232, "loss": None, "best": None}
+    assert result.json == answer
     assert torch.equal(load_file("a/b.safetensors")["first.weight"], model.first.weight)
+    best = {"step": 5, "metric": "accuracy", "mode": "max", "value": 0.75}
+    assert cli("export", "last", "--best", "-o", "b", "--json").json == {
+        **answer, "path": "b", "best": best,
+    }  # fmt: skip
+    status = cli("status", "last", "--json").json
+    assert (status["best"], status["best_checkpoint"]) == (best, f"{saved}/checkpoints/step-000005")
+    text = "accuracy 0.75, the largest so far"
+    assert f"best          after step 5: {text}\n" in cli("status", "last").out
+    result = cli("export", "last", "--best", "-o", "c")
+    assert result.out == f"c: 9 tensors, 232 B, after step 5 ({text})\n"
+    shutil.rmtree(saved / "checkpoints/step-000005")
+    assert "has no checkpoint" in cli("export", "last", "--best").err
+    assert f"{text}; there is no checkpoint of it" in cli("status", "last").out
 
 
 def test_weights_of_the_loss_have_a_file_of_their_own(cli, finished, model):
@@ -124,6 +141,7 @@ def test_what_cannot_be_exported_is_named(cli, saved, model):
     for words, code, error in (
         (f"{saved.name} --step 7", 2, "has no checkpoint of step 7\n  it has those of steps 5, 10"),
         (f"{saved.name} -o here", 2, "here: already exists"),
+        (f"{saved.name} --best --step 5", 2, "--step: has no meaning with --best"),
         (f"{saved.name} --format dcp --shard-size 1GB", 2, "--shard-size: has no meaning"),
         (f"{saved.name} --shard-size many", 2, "not a size"),
         (saved.name, 3, "rank-0000.safetensors: missing or damaged"),

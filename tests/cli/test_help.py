@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from pipectl.cli.app import COMMANDS, LAB
+
 HEAVY = {"torch", "mpi4py", "numpy", "llvmlite", "pipectl.spec", "pipectl.planner"}
 
 
@@ -19,8 +21,28 @@ def test_help_lists_every_command_with_a_whole_sentence(cli, monkeypatch, group)
     assert cli(*group) == result
 
 
-def test_help_of_a_command_shows_arguments_as_they_are_written_and_explains_options(cli):
-    assert cli("submit", "--help").out.startswith("Usage: pipectl submit [OPTIONS] JOB.yaml\n")
+USAGES = {
+    "init": " [DIRECTORY]",
+    **dict.fromkeys(("check", "plan", "doctor", "lab plan"), " [JOB.yaml]"),
+    **dict.fromkeys(("profile", "submit", "lab rehearse", "lab verify"), " JOB.yaml"),
+    **dict.fromkeys(("status", "logs"), " [RUN...]"),
+    **dict.fromkeys(("report", "export"), " [RUN]"),
+    "cancel": " RUN...",
+    "resume": " RUN",
+    "lab simulate": "",
+}
+
+
+def test_help_of_every_command_shows_arguments_as_they_are_written(cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert USAGES.keys() == {*COMMANDS, *(f"lab {name}" for name in LAB)}
+    for name, arguments in USAGES.items():
+        lines = cli(*name.split(), "--help").out.splitlines()
+        assert lines[0] == f"Usage: pipectl {name} [OPTIONS]{arguments}"
+        assert max(map(len, lines)) <= 80
+
+
+def test_help_of_a_command_explains_options(cli):
     for line in cli("init", "--help").out.splitlines():
         if line.startswith("  -"):
             words = line.split("  ", 2)[2].replace("[x>=1]", "").replace("[x>=0]", "")

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipectl.cli.submission import ago
+from pipectl.batch import JobState, JobStatus
+from pipectl.cli.submission import ago, describe_progress
 from pipectl.cli.views.run import bar, format_long_time, sparkline
 from pipectl.errors import UsageError
-from pipectl.runs import Record, SweepDirectory
+from pipectl.jobs.state import RunStatus
+from pipectl.runs import Measured, Record, RunDirectory, SweepDirectory
 
 
 def test_long_lines_are_indented_on_a_terminal_and_paths_are_whole(cli, finished, screen):
@@ -196,6 +198,24 @@ def test_wait_follows_a_local_run_to_its_end(cli, profile, mpiexec, monkeypatch,
     assert "  loss          2.5 at first, 2.5 now\n" in result.out
     assert "RUNNING: training, step 1 of 4, loss 2.5\n" in result.err
     assert result.err.endswith("\nCOMPLETED\n")
+
+
+def test_the_loss_of_the_last_step_is_none_of_an_evaluation(run_of):
+    run = RunDirectory(run_of("20250103-120000-tiny").absolute())
+    job = JobStatus(JobState.RUNNING)
+    shown = {}
+    for phase in ("training", "evaluating after step 4", "saving"):
+        measured = Measured(step=4, steps=9, last_loss=2.5)
+        status = RunStatus(run, None, job, phase, measured, None, (), [])
+        shown[phase] = status.progress[2], describe_progress(status)
+    assert shown == {
+        "training": ("training, loss 2.5", "RUNNING: training, step 4 of 9, loss 2.5"),
+        "evaluating after step 4": (
+            "evaluating after step 4, training loss 2.5",
+            "RUNNING: evaluating after step 4, training loss 2.5",
+        ),
+        "saving": ("saving, training loss 2.5", "RUNNING: saving, step 4 of 9, training loss 2.5"),
+    }
 
 
 def test_an_interrupt_ends_the_waiting_and_not_the_run(

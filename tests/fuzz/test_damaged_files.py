@@ -29,7 +29,7 @@ from pipectl.jobs.state import get_status
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
-from pipectl.runs import Heartbeat, RankBeat, Record, RunDirectory
+from pipectl.runs import Best, Heartbeat, RankBeat, Record, RunDirectory
 from pipectl.runtime.manifest import Manifest, Shard
 from pipectl.simulate import simulate
 from pipectl.spec import load
@@ -126,10 +126,14 @@ def plan_of(profile: Profile, cluster: Cluster = CLUSTER) -> Plan:
     return make_plan(profile, cluster, REQUEST)
 
 
+MANIFEST = "checkpoints/step-000003/manifest.json"
+
+
 def manifest() -> Any:
     shard = Shard("rank-0000.safetensors", 1, "00", ("a",))
     with tempfile.TemporaryDirectory() as folder:
-        Manifest(3, 2, {"b": "a"}, (shard,), (shard,)).save(Path(folder))
+        best = Best(3, "loss", "min", -0.5)
+        Manifest(3, 2, {"b": "a"}, (shard,), (shard,), best=best).save(Path(folder))
         return json.loads((Path(folder) / "manifest.json").read_text())
 
 
@@ -141,7 +145,7 @@ def documents() -> dict[str, Any]:
         "profile.json": PROFILE,
         "cluster.json": CLUSTER.to_json(),
         "plan.json": json.loads(json.dumps(plan_of(Profile.from_json(PROFILE)).to_json())),
-        "manifest.json": manifest(),
+        MANIFEST: manifest(),
         "record.json": RECORD.with_state(1.7e9, "submitted", job_id="7").to_json(),
         "heartbeat.json": Heartbeat("training", 1, 2, 1, tuple(ranks), time=1.7e9).to_json(),
         "errors/rank-0000.json": {"version": 1, "rank": 0, "stage": 0, "step": 1, "action": "x",
@@ -168,7 +172,7 @@ def write(folder: Path, name: str, document: Any, draw: Callable[..., Any] | Non
             change(line, draw)
         text = yaml.safe_dump(line) if name.endswith("yaml") else json.dumps(line)
         texts.append(damage(text, draw) if draw else text.encode())
-    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(b"\n".join(texts))
 
 
@@ -183,6 +187,7 @@ def use_plan(folder: Path) -> None:
 
 
 def use_manifest(folder: Path) -> None:
+    folder = (folder / MANIFEST).parent
     for shard in Manifest.load(folder).shards:
         assert (folder / shard.file).resolve().is_relative_to(folder.resolve())
 
@@ -221,8 +226,8 @@ USES: dict[tuple[str, ...], Callable[[Path], object]] = {
         Profile.from_json(PROFILE), Cluster.load(folder / "cluster.json")
     ),
     ("record.json",): lambda folder: Record.load(folder / "record.json"),
-    ("manifest.json",): use_manifest,
-    (*FILES_OF_RUNS, "plan.json"): use_run,
+    (MANIFEST,): use_manifest,
+    (*FILES_OF_RUNS, MANIFEST, "plan.json"): use_run,
 }
 
 

@@ -18,6 +18,7 @@ from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.request import micro_batch_sizes, stage_counts
+from pipectl.profile import SmallestMicroBatch
 from pipectl.simulate import simulate
 
 SLOW = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e7)
@@ -129,6 +130,34 @@ def test_a_group_is_never_cut() -> None:
 )
 def test_sizes_that_are_tried_halve_and_divide_the_batch_where_they_can(batch, most, tried) -> None:
     assert micro_batch_sizes(PlanRequest("job", batch), most) == tried
+
+
+@pytest.mark.parametrize(
+    ("batch", "epoch", "drop_last", "tried"),
+    [
+        (16, (48,), False, [16, 8, 4, 2]),  # each size by the nearest that leaves no single sample
+        (16, (37,), False, [16, 8, 6]),  # the last batch has 5
+        (16, (37,), True, [16, 8, 4, 2]),
+        (16, (32, 21), False, [16, 8, 6]),  # of one length
+        (16, (), False, [16, 8, 4, 2]),  # iterable
+        (16, (9,), False, [16, 9, 5, 3]),  # fewer than a batch
+        (16, (33,), False, "no feasible plan: a batch of 1 has a micro-batch of 1 sample: why"),
+    ],
+)
+def test_no_micro_batch_of_an_epoch_is_smaller_than_the_model_takes(
+    batch, epoch, drop_last, tried
+) -> None:
+    profile = replace(chain([{}]), smallest=SmallestMicroBatch(2, "model: why"), epoch=epoch)
+    batches = profile.batches(batch, drop_last=drop_last)
+    request = PlanRequest("job", batch, smallest=profile.smallest, batches=batches)
+    if isinstance(tried, str):
+        with pytest.raises(InfeasibleError, match=tried):
+            micro_batch_sizes(request, batch)
+        return
+    assert micro_batch_sizes(request, batch) == tried
+    fixed = replace(request, micro_batches=16)
+    with pytest.raises(InfeasibleError, match="has a micro-batch of 1 sample"):
+        micro_batch_sizes(fixed, batch)
 
 
 def test_up_to_eight_stages_all_numbers_are_tried_then_fewer() -> None:

@@ -58,6 +58,8 @@ def test_split_backwards_cost_what_is_assumed_of_them() -> None:
         assert stage.cost.weight_s == pytest.approx(stage.cost.backward_s / 2)
         kept = sum(sum(dict(o.saved).values()) + o.gradient_bytes for o in operators)
         assert stage.cost.deferred_bytes == pytest.approx(kept * scale, abs=1)
+        largest = max(operator.gradient_bytes for operator in operators)
+        assert stage.cost.deferred_block_bytes == pytest.approx(largest * scale, abs=1)
 
 
 @pytest.mark.parametrize("speeds", [(3.0, 1.0), (1.0, 3.0)])

@@ -10,6 +10,7 @@ import pytest
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.report.comparison import SPENT, compare, explain
+from pipectl.runs import CoreShare, RankBeat
 from pipectl.schedule import channels
 from pipectl.simulate import simulate
 from pipectl.timeline import Event, Timeline
@@ -30,6 +31,15 @@ STEP = (
     Event(1, 7.0, 7.0, "update", -1, -1),
 )
 LAST_ENDS_LATER = [e._replace(end_s=11.0) if e[0] and e.kind == "update" else e for e in STEP]
+
+OF_PROCESSORS = {
+    "a backward takes longer": [
+        CoreShare(1.0),
+        CoreShare(0.26, 2, 0, "processes"),
+        CoreShare(0.5, 1, 1, "limit", 1.5),
+    ]
+}
+"""Shares of their cores that ranks may have had meanwhile."""
 
 
 def changed(*events):
@@ -98,6 +108,11 @@ def test_what_a_step_is_said_to_have_spent_its_time_on(pipeline, snapshot):
         lines += [uses(f"rank {rank}", times) for rank, times in found.ranks.items()]
         lines += [uses("critical path", found.critical)]
         lines += [f"{label}: {text}" for label, text in explain(found)]
+        if name in OF_PROCESSORS:
+            beats, shares = [RankBeat(0, node="n0"), RankBeat(1, node="n1")], OF_PROCESSORS[name]
+            lines += [
+                f"  {label}: {text}" for s in shares for label, text in explain(found, s, beats)
+            ]
         lines += ["parts: " + ", ".join(f"{p} {p.time.measured_s:g}" for p in found.parts), ""]
     snapshot(Path(__file__).with_name("comparisons.txt"), "\n".join(lines))
     document = found.to_json()

@@ -97,7 +97,7 @@ def work(directory: RunDirectory, communicator: MPI.Intracomm, board: Board) -> 
 if __name__ == "__main__":
     for change in sys.argv[1].split(","):
         if change == "ahead":  # as if on another machine
-            clock._machine = lambda: RANK
+            clock.machine = lambda: RANK
         elif change == "wired":
             wired()
         elif RANK == 1 and change:

@@ -251,6 +251,19 @@ class Checkpointed(Model):
         return super().forward(self.part(x))
 
 
+class Spreading(Model):
+    """Has the spread of its inputs in a buffer, which a single sample makes NaN; loss and gradients
+    are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("spread", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.spread.lerp_(x.detach().var(dim=0), 0.5)
+        return super().forward(x)
+
+
 class Counter(nn.Module):
     """Scales by how often it was called, which it keeps in several ways; and takes its time.
 
@@ -317,6 +330,45 @@ class Seen:
 
     def compute(self) -> int:
         return self.count
+
+
+FAILS = "TEST_EVALUATION_FAILS"
+"""Environment variable: what fails in the first evaluation after steps, on one rank."""
+evaluations: dict[str, int] = {}
+"""Begun in this process, by what notices it. The first one is made before the first step."""
+
+
+def fail_at(place: str) -> None:
+    evaluations[place] = evaluations.get(place, 0) + 1
+    if evaluations[place] > 1 and os.environ.get(FAILS) == place:
+        raise ValueError("only one class is present")
+
+
+class Fragile:
+    """A metric without a result for few samples."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.count += 1
+        if self.count == 7:
+            fail_at("update")
+
+    def compute(self) -> float:
+        if self.count < 2:
+            raise ValueError("no result for so few samples")
+        fail_at("compute")
+        return 1.0
+
+
+class HeldOut(Samples):
+    """The fifth sample may be unreadable on the first rank."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5 and MPI.COMM_WORLD.rank == 0:
+            fail_at("data")
+        return super().__getitem__(index)
 
 
 class Faulty(torch.optim.SGD):

@@ -5,19 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from threading import Lock
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
-from pipectl.capture import Slot
-from pipectl.capture.slices import Rows
 from pipectl.errors import CaptureError
 from pipectl.runs import RunDirectory
 from pipectl.runtime.callbacks import Callbacks
-from pipectl.runtime.evaluation import Metrics
+from pipectl.runtime.metrics import Metrics
 from pipectl.spec import JobSpec
 
 CODE = """
@@ -199,23 +197,44 @@ def test_for_mlflow_two_starts_of_one_job_are_one_run(
 
 def evaluate(metric: Any) -> dict[str, float]:
     """What a metric gives for one micro-batch; losses and means are in test_equal_trainings."""
-    spec = pytree.tree_structure({"logits": 0, "count": 0})
-    graph: Any = SimpleNamespace(loss="loss", outputs=("logits", 3), output_spec=spec)
-    metrics = Metrics({"rows": metric}, lambda *_: graph)
-    results = {Slot("loss"): torch.tensor(1.0), Slot("logits"): torch.zeros(4)}
-    metrics.add(Rows.of(4), results, None)
+    metrics = Metrics({"rows": metric})
+    metrics.add(4, 1.0, torch.zeros(4), None)
     return metrics.result()
 
 
+class Given:
+    """A metric that gives a value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def update(self, *_: Any) -> None:
+        pass
+
+    def compute(self) -> Any:
+        return self.value
+
+
 @pytest.mark.parametrize(
-    ("metric", "what"),
+    ("metric", "what", "cure"),
     [
-        (lambda outputs, _: outputs["logits"][: outputs["count"]], "a tensor of shape [3]"),
-        (SimpleNamespace(update=lambda *_: None, compute=lambda: "good"), "a str"),
+        (lambda outputs, _: outputs[:3], "a tensor of shape [3]", ".mean()"),
+        (Given(torch.eye(2)), "a tensor of shape [2, 2]", ".mean()"),
+        (Given("good"), "a str", ".mean()"),
+        (Given(torch.tensor(1j)), "a Tensor", ".mean()"),
+        (Given(None), "nothing", "return a number"),
+        (Given({"f1": 1.0}), "a dict with 'f1'", "name each of these metrics by itself"),
     ],
 )
-def test_a_metric_that_gives_no_number_is_named(metric: Any, what: str) -> None:
+def test_a_metric_that_gives_no_number_is_named(metric: Any, what: str, cure: str) -> None:
     with pytest.raises(CaptureError) as raised:
         evaluate(metric)
     expected = f"evaluation.metrics.rows: must give one number, but gave {what}"
     assert raised.value.message == expected
+    assert cure in (raised.value.cure or "")
+    assert evaluate(Given(np.float32(0.5)))["rows"] == 0.5
+
+
+def test_a_metric_that_cannot_be_copied_is_named() -> None:
+    with pytest.raises(CaptureError, match=r"^evaluation.metrics.rows: raised TypeError: cannot "):
+        evaluate(Given(Lock()))

@@ -43,6 +43,12 @@ SKIPPING = {
     "training": {"steps": 6, "batch_size": 4, "on_nonfinite": "skip"},
 }
 """A buffer that the first forward left as it was is restored, too."""
+SPREADING = {
+    **of("Spreading"),
+    "data": {"factory": f"{PARTS}:Samples", "kwargs": {"count": 5}},
+    "training": {"steps": 4, "batch_size": 4, "on_nonfinite": "skip"},
+}
+"""A buffer alone is not finite in every second step, of one sample."""
 IGNORING = {
     **of("Overflowing", "Marked"),
     "training": {"steps": 2, "batch_size": 4, "on_nonfinite": "ignore"},
@@ -71,6 +77,7 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "steps left out": (1, SKIPPING, 0.0),
     "steps left out on all ranks": (2, SKIPPING, 0.0),
     "steps left out on all replicas": (2, {**SKIPPING, "pipeline": SHARDED}, 0.03),
+    "steps left out for a buffer alone": (2, SPREADING, 0.0),
     "a step that is taken whatever it is": (2, IGNORING, 0.0),
     "draws of a collate_fn for a split micro-batch": (2, of("Model", "Shifted"), 1e-5),
 }
@@ -138,6 +145,8 @@ def test_ranks_train_what_a_plain_process_trains(make_run: Any, train: Any, laun
         assert set(weights) == set(others)
         far = {n: d for n in others if (d := distance(weights[n], others[n])) > allowed}
         assert not far, name
+    spreading = get_status(runs["steps left out for a buffer alone"], 0.0).measured
+    assert (spreading.not_finite, spreading.fault) == ((2, 4), "the buffer 'spread'")
 
 
 def plan_again(run: RunDirectory, profile: Profile | None = None, **how: Any) -> None:

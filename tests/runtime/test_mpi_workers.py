@@ -20,6 +20,7 @@ from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.nodes import check_supported
+from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import StepRun
 from pipectl.runtime.worker import run as work_here
 from pipectl.watch.board import Board
@@ -204,9 +205,13 @@ SHORT_EPOCHS = {  # the sixth step has 2 of 22 samples, long after the first che
     ],
 )
 def test_data_that_do_not_suit_the_job_are_refused(
-    make_run, sections: dict[str, Any], after: int, message: str
+    make_run, monkeypatch, sections: dict[str, Any], after: int, message: str
 ) -> None:
+    """What a rank has opened for its training is closed in any case."""
+    closed: list[Setup] = []
+    monkeypatch.setattr(Setup, "close", lambda setup: closed.append(setup))
     error = refusal(make_run(1, **sections), after)
+    assert len(closed) == 1 or not after
     assert re.match(message, f"{error.message} {error.cure}", re.DOTALL)
 
 

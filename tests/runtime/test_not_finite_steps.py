@@ -18,12 +18,14 @@ from pipectl.errors import WorkerError
 from pipectl.jobs.state import get_status
 from pipectl.plan import Plan
 from pipectl.runs import NotFinite, read_errors
+from pipectl.runtime.finite import BufferCheck
 from pipectl.runtime.gradients import gradient_norms
 from pipectl.runtime.step_end import (
     Origin,
     Origins,
     Result,
     Vote,
+    fault_of_buffers,
     fault_of_gradients,
     fault_of_losses,
 )
@@ -91,6 +93,32 @@ def test_the_first_fault_of_a_step_is_named(value: float) -> None:
         vote.stop(replace(result, is_mine=False), together=False)
     assert result_of(vote).fault is None
     assert vote.count() is None
+
+
+def test_a_buffer_counts_that_was_finite_before() -> None:
+    """It comes before gradients, which are computed later; whole numbers have no such values."""
+    lowest, spread, count = (torch.full((2,), x) for x in (math.inf, 3e38, 7))
+    check = BufferCheck({"model.low": lowest, "model.spread": spread, "model.count": count})
+    assert check.faults() == []
+    spread[1] = math.nan
+    assert check.faults() == ["model.spread"]
+    spread[1] = 1.0  # the step is left out
+    lowest.fill_(2.0)
+    assert check.faults() == []
+    lowest[0] = -math.inf
+    spread[0] = math.inf
+    faults, model = check.faults(), layers()
+    vote = Vote(MPI.COMM_SELF, [], ["model.count", "model.spread", "model.low"])
+    assert faults == ["model.low", "model.spread"]
+    model[1].weight.grad.fill_(math.nan)
+    fault = fault_of_buffers(faults, ["model.count", "model.spread", "model.low"])
+    of_loss = fault_of_losses([0], [torch.tensor(math.nan)], [1.0])
+    assert of_loss > fault > fault_of(model) > fault_of_buffers([], []) == 0
+    vote.cast(2, fault)
+    result = result_of(vote)
+    assert result.fault == NotFinite(buffer="spread")
+    with pytest.raises(WorkerError, match="step 2: the buffer 'spread' is not finite"):
+        vote.stop(result, together=True)
 
 
 def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:

@@ -8,7 +8,7 @@ import pytest
 from pipectl import libraries
 from pipectl.faults import is_user_code
 from pipectl.spec import references
-from pipectl.spec.references import parse, user_sources
+from pipectl.spec.references import parse, types_taken, user_sources
 
 FACTORIES = ("./model.py:build", "mine.model:build", "theirs:f", "torch.nn:MSELoss")
 BESIDE_THE_JOB = {
@@ -137,3 +137,35 @@ def test_torch_is_no_users_code_wherever_it_is(tmp_path):
     words = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"]
     done = subprocess.run([*words, *files], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
+
+
+TAKES = """
+from typing import Optional
+def build(
+    first, width=8, rate: "float | None" = None, steps: int = None, bias=True, mode="1",
+    size: "int | str" = 0,
+    betas=(0.9, 0.99), which: Optional[int] = None, kinds=("a", 1), any: Any = 0,
+    default=torch.float32, flag: bool = False, *, momentum: float, seed=-1, **others
+): ...
+class Model:
+    def __init__(self, first: int, depth: int): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "flags"),
+    [
+        (
+            "build",
+            {"width", "rate", "steps", "betas", "which", "momentum", "seed"},
+            {"bias", "flag"},
+        ),
+        ("Model", {"depth"}, set()),
+        ("other", set(), set()),
+    ],
+)
+def test_which_arguments_take_only_numbers(tmp_path, name, numbers, flags):
+    (tmp_path / "model.py").write_text(TAKES)
+    taken = types_taken(parse(f"./model.py:{name}", tmp_path), positional=1)
+    assert {each for each, kind in taken.items() if kind is float} == numbers
+    assert {each for each, kind in taken.items() if kind is bool} == flags

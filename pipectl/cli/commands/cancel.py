@@ -15,7 +15,7 @@ from pipectl.runs import RunDirectory, find
 
 def command(
     names: list[str] = typer.Argument(
-        ..., metavar="RUN...", help=opt.RUN_HELP, autocompletion=opt.names_of_runs
+        ..., metavar="RUN", help=opt.RUN_HELP, autocompletion=opt.names_of_runs
     ),
     directory: Path = opt.DIRECTORY,
 ) -> None:

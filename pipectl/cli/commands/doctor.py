@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from signal import Signals
 from typing import Any, Literal, NamedTuple
 
 import typer
@@ -36,7 +37,7 @@ from pipectl.jobs.profiles import request_of_two
 from pipectl.spec import load
 from pipectl.spec.models import Launch
 from pipectl.units import format_bytes, format_time
-from pipectl.versions import tested_torch, untested_torch
+from pipectl.versions import cure_of_torch, tested_torch, untested_torch
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 _INDENT = 19
@@ -80,7 +81,7 @@ def assess(what: str, text: str, cure: str = "") -> Finding:
 def command(
     context: typer.Context,
     job: Path | None = typer.Argument(
-        None, metavar="[JOB.yaml]", help="Job whose launch settings are tested."
+        None, metavar="JOB.yaml", help="Job whose launch settings are tested."
     ),
     overrides: list[str] | None = opt.OVERRIDES,
     directory: Path = opt.DIRECTORY,
@@ -118,7 +119,7 @@ def examine(launch: Launch | None, directory: Path, only: str | None = None) -> 
     """
     checks: dict[str, tuple[Iterator[Finding], str]] = {
         "python": (_check_python(), ""),
-        "torch": (_check_torch(), "pip install torch"),
+        "torch": (_check_torch(), ""),
         "MPI": (_check_mpi(launch), "pip install mpich, or load your cluster's MPI first"),
         "Slurm": (_check_slurm(launch), f"ask the site, or set SLURM_CONF; {_HERE}"),
         "PBS": (_check_pbs(), f"ask the site, or set PBS_SERVER; {_HERE}"),
@@ -142,7 +143,14 @@ def _check_python() -> Iterator[Finding]:
 
 def _check_torch() -> Iterator[Finding]:
     """Check that torch can be imported, and how messages leave accelerators."""
-    name, kind, count, built_for = _answer([sys.executable, "-c", _TORCH])
+    result = _run([sys.executable, "-c", _TORCH])
+    if result.returncode:
+        number = max(0, -result.returncode)
+        fault = _last_line(result) if not number else f"ended by {Signals(number).name}"
+        text = f"cannot be imported by {sys.executable}: {fault}"
+        yield Finding("torch", "fail", text, cure_of_torch(fault, number))
+        return
+    name, kind, count, built_for = json.loads(result.stdout.splitlines()[-1])
     untested = untested_torch()
     cure = f"if something fails, install {tested_torch()}"
     yield assess("torch", untested or name, cure if untested else "")
@@ -268,11 +276,20 @@ def _check_machine() -> Iterator[Finding]:
         yield assess("compiler", "no C++ compiler, which training.compile would need")
 
 
+def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> process.Completed:
+    return process.run(argv, cure="", env=env, timeout_s=_PATIENCE_S)
+
+
+def _last_line(result: process.Completed) -> str:
+    """The error of a command, without the lines before it, such as a traceback."""
+    return next(reversed(result.message.splitlines()), "no message")
+
+
 def _output(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     """The output of a command."""
-    result = process.run(argv, cure="", env=env, timeout_s=_PATIENCE_S)
+    result = _run(argv, env)
     if result.returncode:
-        raise SchedulerError(f"{Path(argv[0]).name}: {result.message.splitlines()[-1]}")
+        raise SchedulerError(f"{Path(argv[0]).name}: {_last_line(result)}")
     return result.stdout or result.stderr
 
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import typer
 
 from pipectl.cli import options as opt
-from pipectl.cli.console import say, say_json, short_path
+from pipectl.cli.console import say, say_json, short_path, warn
 from pipectl.errors import UsageError
-from pipectl.runs import RunDirectory, checkpoints, find_run, step_of
+from pipectl.runs import (
+    BestCheckpoint,
+    RunDirectory,
+    best_checkpoint,
+    best_evaluation,
+    checkpoints,
+    find_run,
+    step_of,
+)
 from pipectl.units import format_bytes, plural
 
 _SHARD_BYTES = 5 * 10**9
@@ -27,12 +35,15 @@ class ExportJson(TypedDict):
         step: step of the checkpoint.
         bytes: size of what was written.
         loss: file of the loss's own parameters and buffers; null if it has none.
+        best: with ``--best``, the evaluation after that step: ``step``, ``metric``, ``mode`` and
+            ``value``; else null.
     """
 
     path: str
     step: int
     bytes: int
     loss: str | None
+    best: dict[str, Any] | None
 
 
 def command(
@@ -42,6 +53,7 @@ def command(
         "PATH", "What to write; by default model.safetensors, or model.", "--output", "-o"
     ),
     step: int | None = opt.count("Step of the checkpoint; by default the last.", "--step"),
+    best: bool = opt.flag("The checkpoint of the best evaluation.", "--best"),
     file_format: Format | None = opt.flag(
         "safetensors: one file. hf: a directory for from_pretrained. dcp: a directory for "
         "torch.distributed.checkpoint.",
@@ -71,7 +83,11 @@ def command(
     if kind != "hf":
         opt.refuse(context, "--shard-size", f"has no meaning with --format {kind}")
     path = output or Path(FILE if kind == "safetensors" else "model")
-    checkpoint = _find_checkpoint(find_run(directory, name), step)
+    if best:
+        opt.refuse(context, "--step", "has no meaning with --best")
+    run = find_run(directory, name)
+    found = _find_best(run) if best else None
+    checkpoint = _find_checkpoint(run, step) if found is None else found.path
     is_empty = kind != "safetensors" and path.is_dir() and not any(path.iterdir())
     _refuse_existing(None if is_empty else path)
     stored = load(checkpoint, weights_only=True)
@@ -92,12 +108,16 @@ def command(
             "step": saved_step,
             "bytes": size_bytes + loss_bytes,
             "loss": None if loss is None else str(loss),
+            "best": None if found is None else found.best.to_json(),
         }
         say_json(answer)
-        return
-    say(f"{short_path(path)}: {_describe(weights, size_bytes)}, after step {saved_step}")
-    if loss is not None:
-        say(f"{short_path(loss)}: {_describe(stored.loss, loss_bytes)}, of the loss")
+    else:
+        why = "" if found is None else f" ({found.best})"
+        say(f"{short_path(path)}: {_describe(weights, size_bytes)}, after step {saved_step}{why}")
+        if loss is not None:
+            say(f"{short_path(loss)}: {_describe(stored.loss, loss_bytes)}, of the loss")
+    if found is not None and found.missed is not None:
+        warn(f"the evaluation after step {found.missed.step} was better, but has no checkpoint")
 
 
 def _refuse_existing(path: Path | None) -> None:
@@ -107,6 +127,25 @@ def _refuse_existing(path: Path | None) -> None:
 
 def _describe(tensors: Sized, size_bytes: int) -> str:
     return f"{plural(len(tensors), 'tensor')}, {format_bytes(size_bytes)}"
+
+
+def _find_best(run: RunDirectory) -> BestCheckpoint:
+    """The best checkpoint of a run; a refusal says what the run lacks."""
+    found = best_checkpoint(run.checkpoints)
+    if found is not None:
+        return found
+    _find_checkpoint(run, None)
+    best = best_evaluation(run.checkpoints)
+    if best is None:
+        raise UsageError(
+            f"{run.name}: does not know its best evaluation",
+            cure="runs with evaluation.early_stopping or checkpoint.keep_best do; the metrics of "
+            "evaluations are in metrics.jsonl, and --step exports any checkpoint",
+        )
+    raise UsageError(
+        f"{run.name}: its best evaluation, after step {best.step}, has no checkpoint",
+        cure="checkpoint.keep_best keeps it; --step exports another checkpoint",
+    )
 
 
 def _find_checkpoint(run: RunDirectory, step: int | None) -> Path:

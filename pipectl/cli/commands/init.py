@@ -80,7 +80,7 @@ _QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = 
 
 def command(
     context: typer.Context,
-    directory: Path = typer.Argument(Path(), help="Directory to write it to."),
+    directory: Path = typer.Argument(Path(), metavar="DIRECTORY", help="Directory to write it to."),
     model: str | None = opt.value(_REFERENCE, "Your model, instead of a small example."),
     data: str | None = opt.value(_REFERENCE, "Your data; by default FILE:training_data."),
     loss: str = opt.value(

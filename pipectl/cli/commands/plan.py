@@ -23,9 +23,7 @@ from pipectl.planner.explain.scaling import scaling
 from pipectl.report.gantt import gantt_svg
 from pipectl.units import plural
 
-JOB_FILE = typer.Argument(
-    None, metavar="[JOB.yaml]", help="The job spec; not needed with --profile."
-)
+JOB_FILE = typer.Argument(None, metavar="JOB.yaml", help="The job spec; not needed with --profile.")
 PROFILE_FILE = opt.value("FILE", "Profile to use; by default runs/NAME.profile.json.", "--profile")
 CLUSTER_FILE = opt.value("FILE", "Cluster description to use (cluster.json).", "--cluster")
 DEVICES = opt.count("Number of devices to use.")

@@ -36,7 +36,6 @@ from pipectl.report.comparison import (
     Part,
     RecordedStep,
     TimeUses,
-    explain,
     load_step,
 )
 from pipectl.report.gantt import gantt_svg
@@ -111,7 +110,7 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
     try:
         recorded = load_step(run, step)
         comparison, timelines = recorded.compare(), recorded.timelines()
-        verdict = explain(comparison)
+        verdict = recorded.explain(comparison)
         if status.plan and (flops := status.plan.describe_flops(comparison.time.measured_s)):
             verdict.append(("computed", f"{flops} in this step, all ranks together"))
     except PipectlError:
@@ -149,7 +148,7 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
 def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
     """Print the comparison of a step with its prediction."""
     say(step_line(recorded, comparison), "bold")
-    lines = [(f"{label}:", text, "") for label, text in explain(comparison)]
+    lines = [(f"{label}:", text, "") for label, text in recorded.explain(comparison)]
     show(labels(lines, _INDENT, "bold"))
     every = [part for part in comparison.parts if max(part.time) >= _NOTHING_S]
     parts = _choose_worst(every, _MAX_PARTS, lambda part: abs(part.time.more_s))

@@ -28,6 +28,8 @@ from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import (
     PROFILING,
     SweepDirectory,
+    best_checkpoint,
+    best_evaluation,
     last_checkpoint,
     name_in_shell,
     read_heartbeat,
@@ -147,7 +149,7 @@ def run_lines(
 
 def run_facts(status: RunStatus, difference: Difference | None = None) -> list[Fact]:
     """Failure, progress, speed and memory of a run; see :func:`run_lines`."""
-    facts = [*_failure(status), *_progress(status), *_pace(status)]
+    facts = [*_failure(status), *_processor(status), *_progress(status), *_pace(status)]
     return [*facts, *(_difference(*difference) if difference else ()), *_memory_and_waits(status)]
 
 
@@ -189,6 +191,13 @@ def _failure(status: RunStatus) -> Iterator[Fact]:
         )
 
 
+def _processor(status: RunStatus) -> Iterator[Fact]:
+    """Who had the cores of the ranks: before all figures, which depend on it."""
+    if (processor := status.measured.processor) is not None:
+        yield "processor", processor.describe(status.ranks), "red"
+        yield "", processor.cure, ""
+
+
 def _progress(status: RunStatus) -> Iterator[Fact]:
     """Steps, time left and loss; percent if the run only measures."""
     alive, so_far = status.job.state.alive, status.measured
@@ -210,6 +219,14 @@ def _progress(status: RunStatus) -> Iterator[Fact]:
         values = ", ".join(f"{name} {_figure(value)}" for name, value in so_far.evaluation.items())
         end = f"; the training ended: {so_far.early_stop}" if so_far.early_stop else ""
         yield "evaluation", f"after step {so_far.evaluation_step}: {values}{end}", ""
+    if (best := best_evaluation(status.run.checkpoints)) is not None:
+        kept = best_checkpoint(status.run.checkpoints)
+        text = f"after step {best.step}: {best}"
+        if kept is None:
+            text += "; there is no checkpoint of it"
+        elif kept.missed is not None:
+            text += f"; its checkpoint is missing, that of step {kept.best.step} is the best"
+        yield "best", text, ""
 
 
 def _pace(status: RunStatus) -> Iterator[Fact]:

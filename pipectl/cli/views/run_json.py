@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from pipectl.fields import write_value
 from pipectl.jobs.state import RunStatus, find_best
-from pipectl.runs import RunDirectory, SweepDirectory
+from pipectl.runs import RunDirectory, SweepDirectory, best_checkpoint, best_evaluation
 from pipectl.runs.kept_code import read_changed_code
 
 Subject = RunDirectory | SweepDirectory | None
@@ -37,12 +38,18 @@ class RunJson(TypedDict):
         samples_per_s, tokens_per_s: median throughput.
         step_time_s, predicted_step_time_s, measured_over_predicted: median measured step, the
             prediction, and their ratio.
+        processor: if ranks did not get all of their cores' time while they computed: the ``share``
+            that they got, the number of ``ranks``, the ``rank`` that lost most, and to whom
+            (``lost_to``); else null.
         efficiency: profiled time of all computations, divided by ranks times step time; above 1 if
             ranks computed faster than in the profile.
         remaining_s: time that the remaining steps take.
-        not_finite_steps: steps whose loss or gradients were not finite.
+        not_finite_steps: steps whose loss, gradients or buffers were not finite.
         evaluation_step, evaluation: the last evaluation: its step, and its metrics by name.
         early_stop: why training ended early, or null.
+        best: the best evaluation up to the last checkpoint, if the job compares them: its ``step``,
+            ``metric``, ``mode`` and ``value``; else null.
+        best_checkpoint: path of the best checkpoint that is there, or null.
         waits_for: ``rank`` and ``node`` that the others wait for, the ``share`` of its time that it
             waits, and that of the ``others``; null if there is none.
         ranks: of each rank, what the heartbeat says.
@@ -82,12 +89,15 @@ class RunJson(TypedDict):
     step_time_s: float | None
     predicted_step_time_s: float | None
     measured_over_predicted: float | None
+    processor: dict[str, Any] | None
     efficiency: float | None
     remaining_s: float | None
     not_finite_steps: list[int]
     evaluation_step: int | None
     evaluation: Mapping[str, float | None]
     early_stop: str | None
+    best: dict[str, Any] | None
+    best_checkpoint: str | None
     waits_for: dict[str, Any] | None
     ranks: list[dict[str, Any]]
     peaks: list[dict[str, Any]]
@@ -105,6 +115,8 @@ def run_json(status: RunStatus) -> RunJson:
     sweep = None if record is None else record.sweep
     code = status.code
     repository = None if code is None else code.repository
+    best = best_evaluation(status.run.checkpoints)
+    kept = best_checkpoint(status.run.checkpoints)
     return {
         "run": status.run.name,
         "directory": str(status.run.path),
@@ -135,9 +147,12 @@ def run_json(status: RunStatus) -> RunJson:
         "evaluation": so_far.evaluation,
         "predicted_step_time_s": status.predicted_step_s,
         "measured_over_predicted": status.prediction_ratio,
+        "processor": None if so_far.processor is None else write_value(so_far.processor),
         "efficiency": status.efficiency,
         "not_finite_steps": list(so_far.not_finite),
         "early_stop": so_far.early_stop or None,
+        "best": None if best is None else best.to_json(),
+        "best_checkpoint": None if kept is None else str(kept.path),
         "waits_for": None if status.laggard is None else status.laggard._asdict(),
         "ranks": [vars(rank) for rank in status.ranks],
         "peaks": [peak._asdict() for peak in status.peaks],

@@ -18,7 +18,13 @@ from pipectl.planner.costs.links import Links
 from pipectl.planner.explain.what_if import with_ranks
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import OTHER_SCHEDULES, PlanRequest, micro_batch_sizes, open_orders
+from pipectl.planner.request import (
+    OTHER_SCHEDULES,
+    PlanRequest,
+    micro_batch_sizes,
+    open_orders,
+    takes,
+)
 from pipectl.planner.search import plans_of_choices
 from pipectl.profile import Profile
 
@@ -72,7 +78,8 @@ def _choices(
     for size in micro_batch_sizes(request, _MICRO_BATCHES_PER_RANK * cluster.ranks):
         chosen = _given(name, profile, cluster, request, size)
         layout, replicas = Layout(chosen.partition, chosen.ranks), tuple(map(len, chosen.ranks))
-        if replication is Replication.SPLIT and max(replicas) > size:
+        split = replication is Replication.SPLIT
+        if split and (max(replicas) > size or not takes(request, size, max(replicas))):
             continue
         in_turn = replicas if replication is Replication.WHOLE else None
         count = ceil(request.batch_size / size)

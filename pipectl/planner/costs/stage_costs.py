@@ -118,13 +118,12 @@ def stage_costs(
     optimizer, sums = profile.optimizer_cost, parts.sums
     state = optimizer.state_bytes_per_parameter_byte
     forward_s, backward_s = stage_times(sums, times, scale, profile.stage)[:, 0].tolist()
-    parameters, trained, gradients, casts, saved, received = (
+    parameters, trained, gradients, saved, received = (
         each[0].tolist()
         for each in (
             sums.parameter_bytes,
             sums.trained_bytes,
             sums.gradient_bytes,
-            sums.cast_bytes,
             sums.saved_bytes,
             sums.received_bytes,
         )
@@ -146,7 +145,6 @@ def stage_costs(
                 peaks=memory.peaks(scale, profile.optimizer),
                 flops=None if None in counts else round(sum(n or 0 for n in counts) * scale),
                 trained_bytes=None if trained[stage] == parameters[stage] else trained[stage],
-                cast_bytes=casts[stage],
             )
         )
     return tuple(costs)
@@ -165,8 +163,7 @@ def stage_times(sums: Sums, times: Times, scale: float, overhead: StageOverhead)
     place = sums.stage_of + stages * np.arange(partitions)[:, None]
     part: Floats = np.ones(1)  # of the way from cached to uncached times
     if overhead.cache_bytes:
-        weights = sums.parameter_bytes + sums.trained_bytes + sums.cast_bytes
-        touched = weights + sums.saved_bytes * scale
+        touched = sums.parameter_bytes + sums.trained_bytes + sums.saved_bytes * scale
         part = np.clip(2 * (touched / overhead.cache_bytes - 1), 0.0, 1.0).ravel()[place]
     times_s = np.zeros((2, *shape))
     for kind, (cached, uncached) in enumerate(zip(*times, strict=True)):
@@ -257,7 +254,8 @@ def with_halves(
         input_s = times.input_share * whole_s + times.input_s * count
         # Values that are kept between the halves; one that several operators read counts once.
         inputs = dict(pair for operator in operators for pair in operator.saved)
-        deferred = sum(inputs.values()) + sum(operator.gradient_bytes for operator in operators)
+        gradients = [operator.gradient_bytes for operator in operators]
+        deferred = sum(inputs.values()) + sum(gradients)
         halves.append(
             replace(
                 cost,
@@ -265,6 +263,7 @@ def with_halves(
                 backward_s=cost.backward_s - whole_s + input_s + weight_s,
                 weight_s=weight_s,
                 deferred_bytes=ceil(deferred * scale),
+                deferred_block_bytes=ceil(max(gradients, default=0) * scale),
             )
         )
     return tuple(halves)

@@ -9,7 +9,7 @@ the earlier checkpoints are unchanged.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,9 +19,9 @@ from mpi4py import MPI
 
 from pipectl.errors import UsageError
 from pipectl.files import make_private_directory
-from pipectl.runs import checkpoints, step_of
+from pipectl.runs import best_checkpoint, checkpoints, step_of
 from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
-from pipectl.runtime.manifest import Manifest
+from pipectl.runtime.manifest import Manifest, Shard
 from pipectl.runtime.reports import Reports
 from pipectl.runtime.waiting import barrier, broadcast, gather_all, poll
 from pipectl.units import format_bytes
@@ -33,10 +33,11 @@ _CURE = "free some space, or set output.directory to a larger disk"
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints to keep: the newest, and permanently one every so many steps."""
+    """Which checkpoints to keep: the newest, permanently one every so many steps, and the best."""
 
     keep: int
     keep_every: int | None = None
+    keep_best: bool = False
 
     def drops(self, directory: Path, step: int) -> list[Path]:
         """The checkpoints to delete after the one of ``step`` is complete.
@@ -45,7 +46,13 @@ class Keep:
         """
         steps_of = [(path, step_of(path) or 0) for path in checkpoints(directory)]
         old = [(path, at) for path, at in steps_of if at <= step][self.keep :]
-        return [path for path, at in old if not (self.keep_every and at % self.keep_every == 0)]
+        best = best_checkpoint(directory, step) if self.keep_best and old else None
+        return [
+            path
+            for path, at in old
+            if not (self.keep_every and at % self.keep_every == 0)
+            if best is None or path != best.path
+        ]
 
 
 @dataclass
@@ -231,6 +238,7 @@ def _commit(directory: Path, save: _Save, keep: Keep) -> None:
             training=tuple(sorted(training, key=lambda shard: shard.file)),
             losses=max((report.losses for report in reports), key=len),
         )
+        _check_sizes(save.partial, manifest.shards)
         manifest.save(save.partial)
         _rename(save.partial, directory / f"step-{manifest.step:06d}")
     except BaseException:
@@ -239,6 +247,17 @@ def _commit(directory: Path, save: _Save, keep: Keep) -> None:
     for old in keep.drops(directory, manifest.step):
         with suppress(OSError):
             shutil.rmtree(_hide(old), ignore_errors=True)
+
+
+def _check_sizes(partial: Path, shards: Sequence[Shard]) -> None:
+    """Refuse a checkpoint whose files are not all here before an earlier one is deleted for it."""
+    for shard in shards:
+        file = partial / shard.file
+        if not (file.is_file() and file.stat().st_size == shard.size_bytes):
+            raise OSError(
+                f"{shard.file} is not in {partial.parent} as its rank has written it there; all "
+                "nodes must see the same files in output.directory"
+            )
 
 
 def _rename(partial: Path, final: Path) -> None:

@@ -17,7 +17,14 @@ import pytest
 from mpi4py import MPI
 
 from pipectl.errors import MismatchError
-from pipectl.runs import RunDirectory, checkpoints, read_errors, read_heartbeat, read_metrics
+from pipectl.runs import (
+    RunDirectory,
+    best_checkpoint,
+    checkpoints,
+    read_errors,
+    read_heartbeat,
+    read_metrics,
+)
 from pipectl.runs.metrics import sum_up
 from pipectl.runtime import checkpoint
 from pipectl.runtime.stopping import count_without_improvement
@@ -268,7 +275,8 @@ def test_values_without_an_improvement_are_counted(values, mode, min_delta, coun
 
 def test_runs_end_early_and_go_on_to_the_bit(make_run, launch, different, monkeypatch):
     def make(patience: int, pipeline: dict[str, Any]) -> RunDirectory:
-        stopping = {"patience": patience, "min_delta": 1e9}  # so that nothing is an improvement
+        # Nothing is an improvement, and the first loss is the largest.
+        stopping = {"patience": patience, "min_delta": 1e9, "mode": "max"}
         held_out = {"data": f"{PARTS}:Samples", "every": 2, "early_stopping": stopping}
         more = {"training": TRAINING, "checkpoint": {"every": 4}, "pipeline": pipeline}
         return make_run(2, **{**PLAIN, **more, "evaluation": held_out})
@@ -288,47 +296,64 @@ def test_runs_end_early_and_go_on_to_the_bit(make_run, launch, different, monkey
         measured = sum_up(read_metrics(each))
         assert (measured.step, measured.evaluation_step, measured.early_stop) == (6, 6, why)
         assert read_heartbeat(each).state == "done"
-        assert names(each) == ["step-000006", "step-000004"]
+        assert names(each) == ["step-000006", "step-000004", "step-000002"]
         each.job.write_text(dump(load(each.job, ["evaluation.early_stopping.patience=100"])))
     train(3, *stopped)
     assert [sum_up(read_metrics(each)).early_stop for each in stopped] == ["", ""]
+    best = ["step-000009", "step-000008", "step-000006", "step-000002"]
+    assert [names(each) for each in stopped] == [best, best]
+    assert best_checkpoint(run.checkpoints).path.name == best[-1]
     assert different(whole, run) == []  # checkpoints drain steps that overlap, which is part of it
 
 
-FAILS = "TEST_METRIC_FAILS"
+PLATEAU = {
+    "factory": "torch.optim.lr_scheduler:ReduceLROnPlateau",
+    "kwargs": {"patience": 0, "threshold": 1e9, "threshold_mode": "abs", "factor": 0.5},
+}
+"""Each evaluation but the first halves the learning rate."""
 
 
-class Fragile:
-    """A metric without a result while an environment variable says so."""
-
-    def update(self, outputs: Any, targets: Any) -> None:
-        pass
-
-    def compute(self) -> float:
-        if FAILS in os.environ:
-            raise ValueError("only one class is present")
-        return 1.0
-
-
-@pytest.mark.parametrize("pipeline", [{"micro_batches": 2, "stages": 2}, APART])
-def test_a_last_evaluation_that_fails_costs_no_step_and_is_all_that_the_next_attempt_does(
-    make_run, work, monkeypatch, trained_alone, different, pipeline
+def test_an_evaluation_that_fails_on_one_rank_costs_no_step_and_is_made_again(
+    make_run, work, train, monkeypatch, different
 ):
-    held_out = {"data": f"{PARTS}:Samples", "metrics": {"score": f"{__file__}:Fragile"}}
-    run = make_run(2, evaluation=held_out, pipeline=pipeline)
-    monkeypatch.setenv(FAILS, "1")
-    assert work(2, run).returncode == 1
-    (error,) = read_errors(run)
-    assert "evaluation.metrics.score: raised ValueError: only one class" in error.message
-    assert error.action == "computing metrics"
-    assert names(run) == ["step-000005"]
-    before = read_metrics(run)
-    monkeypatch.delenv(FAILS)
-    monkeypatch.setenv("PIPECTL_ATTEMPT", "2")
-    done = work(2, run)
-    assert done.returncode == 0, done.stderr
-    *steps, last = read_metrics(run)
-    assert steps == before
-    assert [line.step for line in steps] == [1, 2, 3, 4, 5]
-    assert (last.step, last.attempt, last.evaluation["score"]) == (5, 2, 1.0)
-    assert different(run, trained_alone) == []
+    """The others wait for messages of that rank. It is tried before the first step, on all held-out
+    data if a metric has no result for few; the evaluation after the last step begins when its
+    checkpoint is complete, unless the learning rate follows it."""
+    held_out = {"data": f"{PARTS}:HeldOut", "metrics": {"score": f"{PARTS}:Fragile"}}
+    often = {"evaluation": {**held_out, "every": 2}, "lr_scheduler": PLATEAU}
+    two = {"micro_batches": 2, "stages": 2}
+    whole, plain = make_run(1, **often), make_run(1, evaluation=held_out)
+    train(whole, plain)
+    for place, rank, pipeline, sections, equal, action in (
+        ("compute", 0, APART, {"evaluation": held_out}, plain, "computing metrics"),
+        ("update", 1, two, often, whole, "EVALUATE micro-batch 6"),
+        ("data", 0, two, often, whole, "EVALUATE micro-batch 2"),
+    ):
+        run, ends = make_run(2, pipeline=pipeline, **sections), 5 if equal is plain else 2
+        monkeypatch.setenv("TEST_EVALUATION_FAILS", place)
+        monkeypatch.setenv("PIPECTL_ATTEMPT", "1")
+        done = work(2, run)
+        assert done.returncode == 1
+        assert "only one class is present" not in done.stderr.partition("training begins")[0]
+        assert "no result for so few samples (at " in done.stderr
+        assert "); it is tried on all held-out data" in done.stderr
+        saved = f"the training is saved up to step {ends}, where `pipectl resume RUN` goes on"
+        assert f"the evaluation has failed; {saved}" in done.stderr
+        (error,) = read_errors(run)
+        assert (error.rank, error.action) == (rank, action)
+        assert "only one class is present" in error.message
+        assert saved in (error.cure or saved)
+        assert names(run) == [f"step-{ends:06d}"]
+        before = read_metrics(run)
+        assert [line.step for line in before if line.is_step] == [*range(1, ends + 1)]
+        assert not any(line.evaluation for line in before)
+        monkeypatch.delenv("TEST_EVALUATION_FAILS")
+        monkeypatch.setenv("PIPECTL_ATTEMPT", "2")
+        done = work(2, run)
+        assert done.returncode == 0, done.stderr
+        pair = [
+            [(line.step, line.loss, line.evaluation) for line in read_metrics(each)]
+            for each in (run, equal)
+        ]
+        assert pair[0] == pair[1]
+        assert different(run, equal) == []

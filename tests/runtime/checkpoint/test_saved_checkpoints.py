@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,13 @@ from torch import nn
 
 from pipectl.capture import tensor_file
 from pipectl.errors import CaptureError, DataFileError, MismatchError, UsageError
+from pipectl.runs import best_checkpoint, checkpoints, step_of
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Updater
+from pipectl.runtime.stopping import EarlyStopping
+from pipectl.spec.models import EarlyStopping as EarlyStoppingSpec
 
 THREE = Keep(3)
 TABLE = torch.arange(8.0).view(2, 4)
@@ -43,12 +47,17 @@ PERSISTENT = {n.removeprefix("model.") for n in STATES if n[:5] == "model" and n
 
 
 def save(
-    directory: Path, step: int, keep: Keep = THREE, *further: Any, states: Any = STATES
+    directory: Path,
+    step: int,
+    keep: Keep = THREE,
+    *further: Any,
+    states: Any = STATES,
+    **more: Any,
 ) -> Path:
     writer = Saver(MPI.COMM_SELF, directory, keep, 1, *(further or [print]))
     own = take_snapshot(states, states.keys() - LEFT_OUT, Updater(None, None), {})
     losses = (0.5, math.nan, math.inf, -math.inf)
-    writer.start(Manifest(step, 4, {"b.weight": "a.weight"}, losses=losses), own)
+    writer.start(Manifest(step, 4, {"b.weight": "a.weight"}, losses=losses, **more), own)
     writer.finish()
     return directory / f"step-{step:06d}"
 
@@ -109,6 +118,51 @@ def test_the_newest_are_kept_and_some_for_good(tmp_path, saves, kept):
     for step, keep in saves:
         save(tmp_path, step, keep)
     assert {path.name for path in tmp_path.iterdir()} == {f"step-{step:06d}" for step in kept}
+
+
+def test_the_best_is_kept_until_a_better_one_is_on_the_disk(tmp_path, monkeypatch):
+    """By the metric of the job as it is now; a checkpoint that cannot be written is not it."""
+    by_score, missed = EarlyStoppingSpec(metric="score", mode="max"), list[str]()
+
+    def evaluate(
+        stopping: EarlyStopping, step: int, score: float, *, keep_best: bool = True
+    ) -> list[int | None]:
+        stopping.watch(step, {"score": score, "loss": score})
+        values = tuple(stopping.metric_values)
+        keep = Keep(1, keep_best=keep_best)
+        with suppress(UsageError):
+            save(tmp_path, step, keep, missed.append, best=stopping.best, metric_values=values)
+        return [step_of(path) for path in reversed(checkpoints(tmp_path))]
+
+    def best() -> tuple[int, float, int | None]:
+        found = best_checkpoint(tmp_path)
+        return step_of(found.path), found.best.value, found.missed and found.missed.step
+
+    first = EarlyStopping(by_score)
+    assert evaluate(first, 1, math.nan) == [1]
+    assert best_checkpoint(tmp_path) is None
+    assert evaluate(first, 2, -math.inf) == [2]
+    assert evaluate(first, 3, 0.5) == [3]
+    assert evaluate(first, 4, 0.5) == [3, 4]
+    assert [evaluate(first, 5, 0.1), best()] == [[3, 5], (3, 0.5, None)]
+    with monkeypatch.context() as patch:
+        patch.setattr("pipectl.runtime.checkpoint.snapshot.write_tensors", full)
+        assert evaluate(first, 6, 0.9) == [3, 5]
+        # A file that is not where rank 0 looks for it.
+        patch.setattr("pipectl.runtime.checkpoint.snapshot.write_tensors", lambda *_: (9, "00"))
+        assert evaluate(first, 7, 0.9) == [3, 5]
+    assert "step 7 was not written: rank-0000.safetensors is not in " in missed[-1]
+    assert [evaluate(first, 8, 0.8), best()] == [[3, 8], (3, 0.5, 6)]
+    manifest = Manifest.load(tmp_path / "step-000008")
+    again, other = EarlyStopping(by_score), EarlyStopping(None, keeps_best=True)
+    for stopping in (again, other):  # as runs that go on do, the second one by the loss
+        stopping.restore(manifest.metric_values, manifest.best)
+    assert [evaluate(again, 9, 0.85), evaluate(again, 10, 1.0)] == [[3, 9], [10]]
+    assert best() == (10, 1.0, None)
+    assert (other.best, other.metric_values) == (None, [])
+    found = [evaluate(other, step, loss) for step, loss in ((11, 3.0), (12, 2.0), (13, 4.0))]
+    assert found == [[11], [12], [12, 13]]
+    assert evaluate(other, 14, 4.0, keep_best=False) == [14]
 
 
 def test_a_checkpoint_has_its_name_once_all_it_needs_is_on_the_disk(tmp_path, monkeypatch):

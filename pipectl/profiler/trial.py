@@ -1,0 +1,124 @@
+"""What a job needs besides its training steps, tried while it is profiled.
+
+Ranks find these faults too, but only after the job has waited for its nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipectl.capture import CapturedJob
+from pipectl.capture.batch import Reader
+from pipectl.capture.data import Loader, split_batch
+from pipectl.capture.stage import uses_of_parameter
+from pipectl.capture.step import target_weight
+from pipectl.capture.tensors import is_deferred
+from pipectl.errors import CaptureError, WorkerError
+from pipectl.runtime.callbacks import import_callbacks
+from pipectl.runtime.metrics import Metrics
+from pipectl.runtime.optimizer import refuse_own_memory
+from pipectl.runtime.unflushed import refuse
+from pipectl.schedule import SCHEDULES
+
+_PATIENCE_S = 10.0
+"""For the evaluation of all held-out data, if a metric needs more than one micro-batch."""
+
+
+def try_job(job: CapturedJob, size: int, device: torch.device) -> None:
+    """Try metrics, held-out data, weights of losses, callbacks, and what a named schedule needs.
+
+    Args:
+        size: of a micro-batch.
+        device: where the parameters are.
+
+    Raises:
+        CaptureError: naming the key, and what is wrong with it.
+    """
+    with as_refusal():
+        job.check_counts()
+        import_callbacks(job.spec)
+        if (weigh := job.weight()) is not None:
+            target_weight(weigh, job.spec.loss.weight, job.loader.example(size)[1])
+        _try_sizes(job, size)
+        _try_schedule(job, size, device)
+        if (loader := job.evaluation_loader) is not None:
+            _try_evaluation(job, loader, size, device)
+
+
+@contextmanager
+def as_refusal() -> Iterator[None]:
+    """Turn what would be an error of a training into one of an input."""
+    try:
+        yield
+    except WorkerError as error:
+        raise CaptureError(error.message, cure=error.cure) from error
+
+
+def _try_schedule(job: CapturedJob, size: int, device: torch.device) -> None:
+    name = job.spec.pipeline.schedule
+    if name is None or name not in SCHEDULES or SCHEDULES[name].flushes:
+        return
+    graph = job.training_graph(size)
+    uses = {state.name: uses_of_parameter(graph, place) for place, state in graph.states.items()}
+    refuse(job.spec.training, name, {each: found for each, found in uses.items() if found})
+    refuse_own_memory(job, device)
+
+
+def _try_sizes(job: CapturedJob, size: int) -> None:
+    """Capture the smaller micro-batches at the end of an epoch, too, if their size is known."""
+    if job.spec.pipeline.micro_batches is not None:
+        for samples, length in _shapes(job.loader, size):
+            job.training_graph(samples, length)
+
+
+def _try_evaluation(job: CapturedJob, loader: Loader, size: int, device: torch.device) -> None:
+    """Capture the evaluation, compare held-out data with what was captured, and try metrics."""
+    assert job.spec.evaluation is not None
+    size = job.spec.evaluation.batch_size or size
+    batches = []
+    for samples, length in _shapes(loader, size):
+        reader = Reader(job.evaluation_graph(samples, length), training=False, length=length)
+        batches.append(loader.example(samples, length=length))
+        values = reader.read(batches[-1])
+        reader.check(values, samples, values, is_whole=True)
+    metrics = job.metrics()
+    if not metrics or any(map(is_deferred, job.states.values())):
+        return  # which fit into no process
+    try:
+        _try_metrics(job, metrics, batches, device)
+    except WorkerError:  # perhaps a metric that has no result for so few samples
+        everything = loader.micro_batches(loader.epoch(0), size)
+        _try_metrics(job, metrics, everything, device, time.monotonic() + _PATIENCE_S)
+
+
+def _shapes(loader: Loader, size: int) -> list[tuple[int, int]]:
+    """Samples and length of the micro-batches of an epoch, the largest first."""
+    batches = loader.epoch(0)
+    shapes = {(n, batch.length) for batch in batches for n in split_batch(batch.size, size)}
+    return sorted(shapes, reverse=True)
+
+
+def _try_metrics(
+    job: CapturedJob,
+    metrics: dict[str, Any],
+    batches: Iterable[tuple[Any, Any]],
+    device: torch.device,
+    until: float = inf,
+) -> None:
+    """Evaluate batches; if time is short, leave it to the ranks, before their first step."""
+    tried = Metrics(metrics)
+    for batch in batches:
+        if time.monotonic() > until:
+            return
+        loss, outputs = job.evaluate(batch, device)
+        on_host = pytree.tree_map_only(Tensor, Tensor.cpu, outputs)
+        tried.add(1, float(loss), on_host, batch[1])
+    tried.result()

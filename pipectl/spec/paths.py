@@ -1,0 +1,75 @@
+"""``~`` and variables of the environment in the paths of a spec.
+
+They are expanded once, when a spec is read, by the process that reads it: a job that runs later, or
+elsewhere, uses the same paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pipectl.files import escape_path, expand_path
+from pipectl.spec import models
+
+Finding = tuple[tuple[str, ...], str]
+
+
+def expand_paths(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
+    """The data of a spec with expanded paths, and what is wrong with those that are not.
+
+    Args:
+        data: valid or not.
+    """
+    faults: list[Finding] = []
+
+    def expand(path: tuple[str, ...], text: str) -> str:
+        try:
+            return expand_path(text)
+        except ValueError as error:
+            faults.append((path, str(error)))
+            return text
+
+    return _with_paths(data, expand), faults
+
+
+def escape_paths(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse: data whose paths :func:`expand_paths` leaves as they are here."""
+    escaped = _with_paths(data, lambda _, text: escape_path(text))
+    for path, _, kwargs in models.factories_in(data):
+        if kwargs:  # the long form, then
+            _replace(escaped, (*path[:-1], "kwargs"), models.with_escaped_paths(kwargs))
+    return escaped
+
+
+def _with_paths(
+    data: Mapping[str, Any], change: Callable[[tuple[str, ...], str], str]
+) -> dict[str, Any]:
+    changed = dict(data)
+    for path, text in _paths_in(data):
+        _replace(changed, path, change(path, text))
+    return changed
+
+
+def _paths_in(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """All paths: a reference to user code is one if a directory is named in it."""
+    yield from models.files_in(data)
+    for path, text, _ in models.factories_in(data):
+        if "/" in text:
+            yield path, text
+    for names in (("output", "directory"), ("environment", "container")):
+        section = data.get(names[0])
+        value: Any = section.get(names[1]) if isinstance(section, Mapping) else None
+        if isinstance(value, str) and "://" not in value:
+            yield names, value
+
+
+def _replace(data: dict[str, Any], path: tuple[str, ...], text: Any) -> None:
+    """Put a value at a path; the mappings on the way are copied."""
+    first, *rest = path
+    inner = data.get(first)
+    if rest and isinstance(inner, Mapping):
+        data[first] = dict(inner)
+        _replace(data[first], tuple(rest), text)
+    else:  # also a factory in short form, whose value is its reference
+        data[first] = text
