@@ -20,8 +20,11 @@ Only job scripts exit with 75 (checkpointed, requeue); 130 is an interrupt.
 
 from __future__ import annotations
 
+import errno
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class PipectlError(Exception):
@@ -136,8 +139,65 @@ LESS_MEMORY = (
 """What to do if a rank lacks memory."""
 
 
+_NO_MEMORY = ("allocate memory", "out of memory", "bad_alloc")
+
+
+class _Limit(NamedTuple):
+    """A limit of processes, which shells set and batch systems hand on to their jobs.
+
+    Args:
+        number: of the limit in :mod:`resource`.
+        what: it limits.
+        command: that shows it.
+        errors: numbers of the errors that it causes.
+        words: parts of their messages, in lower case.
+    """
+
+    number: int
+    what: str
+    command: str
+    errors: tuple[int, ...]
+    words: tuple[str, ...]
+
+
+_LIMITS = (
+    _Limit(resource.RLIMIT_FSIZE, "bytes of a file", "ulimit -f", (errno.EFBIG,), ("too large",)),
+    _Limit(
+        resource.RLIMIT_NOFILE, "open files", "ulimit -n", (errno.EMFILE,), ("too many open files",)
+    ),
+    _Limit(
+        resource.RLIMIT_NPROC,
+        "processes and threads",
+        "ulimit -u",
+        (errno.EAGAIN,),
+        ("start new thread", "resource temporarily unavailable"),
+    ),
+    _Limit(
+        resource.RLIMIT_AS,
+        "bytes of address space",
+        "ulimit -v",
+        (errno.ENOMEM,),
+        ("failed to map", *_NO_MEMORY),
+    ),
+)
+
+
+def limit_of(error: BaseException | None) -> str:
+    """Return the limit of this process that an error or its cause has hit, for its message:
+    ``; 4,096 bytes of a file are allowed here (`ulimit -f`)``. Empty if there is none."""
+    while error is not None:
+        text = "out of memory" if isinstance(error, MemoryError) else str(error).lower()
+        number = getattr(error, "errno", None)
+        for limit in _LIMITS:
+            value = resource.getrlimit(limit.number)[0]
+            is_hit = number in limit.errors or any(words in text for words in limit.words)
+            if is_hit and value != resource.RLIM_INFINITY:
+                return f"; {value:,} {limit.what} are allowed here (`{limit.command}`)"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
 def lacks_memory(error: BaseException) -> bool:
     """Return whether an error of Python or torch reports that memory is exhausted."""
     text = str(error).lower()
-    words = ("allocate memory", "out of memory", "bad_alloc")
-    return isinstance(error, MemoryError) or any(each in text for each in words)
+    return isinstance(error, MemoryError) or any(each in text for each in _NO_MEMORY)

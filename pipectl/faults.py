@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
 
-from pipectl.errors import FaultError, PipectlError, lacks_memory
+from pipectl.errors import FaultError, PipectlError, lacks_memory, limit_of
 from pipectl.fields import LenientFields, Rule
 from pipectl.files import write_json, write_text
 from pipectl.libraries import is_library
@@ -135,6 +135,7 @@ class ErrorReport(LenientFields):
             message = own_error.message
         else:
             message = f"{str(error) or 'no message'}{user_line(error.__traceback__)}"
+        message += limit_of(error)
         documented = (kind for kind in type(error).__mro__ if kind.__module__ == "pipectl.errors")
         return cls(
             message=message,

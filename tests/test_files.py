@@ -132,3 +132,37 @@ def test_a_damaged_or_missing_file_is_named_with_its_fault(tmp_path, content, fa
     with pytest.raises(DataFileError, match=fault) as caught:
         read_json(tmp_path / "x", cure="write it anew")
     assert caught.value.cure == "write it anew"
+
+
+LIMITED = """
+import resource, sys
+from pipectl.errors import UsageError, limit_of
+limit = getattr(resource, sys.argv[1])
+resource.setrlimit(limit, (int(sys.argv[2]), resource.getrlimit(limit)[1]))
+try:
+    try:
+        exec(sys.argv[3])
+    except Exception as error:
+        raise UsageError("it failed") from None
+except UsageError as error:
+    print(limit_of(error), end="")
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "code", "said"),
+    [
+        ("RLIMIT_FSIZE", 64, "open('x', 'wb', 0).write(b'x' * 99); open('x', 'ab', 0).write(b'x')",
+         "; 64 bytes of a file are allowed here (`ulimit -f`)"),
+        ("RLIMIT_NOFILE", 20, "files = [open('x', 'w') for _ in range(30)]",
+         "; 20 open files are allowed here (`ulimit -n`)"),
+        ("RLIMIT_AS", 2**30, "bytearray(2**31)",
+         "; 1,073,741,824 bytes of address space are allowed here (`ulimit -v`)"),
+        ("RLIMIT_AS", 2**30, "open('none')", ""),
+    ],
+)  # fmt: skip
+def test_a_limit_that_an_error_has_hit_is_named(tmp_path, limit, value, code, said):
+    """Of a cause too."""
+    command = [sys.executable, "-c", LIMITED, limit, str(value), code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (said, "")

@@ -8,7 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from pipectl.batch import process
@@ -255,6 +257,8 @@ class Scheduler(ABC):
     """Whether job scripts submit themselves again instead of being requeued."""
     timeout_s: float = process.TIMEOUT_S
     """Time limit of each command of the system."""
+    exit_codes: Mapping[str, int] = MappingProxyType({})
+    """Exit codes that jobs have written, by id: records of such jobs are not worth a wait."""
 
     def ping(self) -> None:  # noqa: B027
         """Check with a cheap query that the system answers."""
@@ -357,8 +361,14 @@ class CommandLineScheduler(Scheduler):
         """Return the id of this user's latest job or array with the tag."""
         return max(self._find_all(tag), key=number_of, default=None)
 
-    def _run(self, *argv: str, stdin: str = "", **variables: str) -> process.Completed:
-        """Run a command with a text as its standard input and additional environment variables."""
+    def _run(
+        self, *argv: str, stdin: str = "", max_s: float = inf, **variables: str
+    ) -> process.Completed:
+        """Run a command with a text as its standard input and additional environment variables.
+
+        Args:
+            max_s: time limit, if it is shorter than that of the system.
+        """
         env = {
             name: value
             for name, value in os.environ.items()
@@ -369,14 +379,18 @@ class CommandLineScheduler(Scheduler):
             "launch.scheduler: local"
         )
         return process.run(
-            argv, cure=cure, env={**env, **variables}, timeout_s=self.timeout_s, stdin=stdin
+            argv,
+            cure=cure,
+            env={**env, **variables},
+            timeout_s=min(self.timeout_s, max_s),
+            stdin=stdin,
         )
 
     def _ask(
         self, *argv: str, harmless: Collection[int] = (0,), **variables: str
     ) -> process.Completed:
         """Run a command; raise SchedulerError for exit codes that are not harmless."""
-        done = self._run(*argv, **variables)
+        done = self._run(*argv, max_s=inf, **variables)
         if done.returncode not in harmless:
             command = " ".join(argv) if len(argv) == 2 else argv[0]  # the job, if it is one
             message = done.message.removeprefix(f"{argv[0]}: ")

@@ -7,6 +7,7 @@ Their text formats are stable. The JSON formats are not: ``squeue --json`` chang
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -27,6 +28,9 @@ SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"
 SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
 SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a"
 _CLOCK_SKEW_S = 60.0
+_SIGNALLED = 128
+"""Exit codes of scripts that a signal has ended are larger."""
+_MOMENT_S = 3.0
 
 
 class SlurmScheduler(CommandLineScheduler):
@@ -75,7 +79,11 @@ class SlurmScheduler(CommandLineScheduler):
         return f"with the comment {tag!r}"
 
     def _states(self, ids: Sequence[str], since: float | None) -> Mapping[str, JobStatus]:
-        """Ask squeue, and the accounting for jobs that have ended or are not listed."""
+        """Ask squeue, and the accounting for jobs that have ended or are not listed.
+
+        A job that has written its exit code is known, unless a signal ended it: the accounting may
+        know why, and has a moment to say so.
+        """
         # A damaged record must not hide the other jobs.
         ids = [job_id for job_id in ids if _ASKED.fullmatch(job_id)]
         if not ids:
@@ -85,7 +93,15 @@ class SlurmScheduler(CommandLineScheduler):
         rows = self._squeue("-j", ",".join([*jobs, jobs[0]]))
         states = {row.job_id: row.status for row in rows}
         over = [job_id for job_id in ids if job_id not in states or states[job_id].state.final]
-        accounts = self._accounting(over, since) if over else {}
+        codes = self.exit_codes
+        over = [job_id for job_id in over if codes.get(job_id, _SIGNALLED) >= _SIGNALLED]
+        max_s = _MOMENT_S if codes.keys() >= {*over} else inf
+        try:
+            accounts = self._accounting(over, since, max_s) if over else {}
+        except SchedulerError as error:
+            reason = f"no longer listed, and the accounting does not answer: {error.message}"
+            unknown = JobStatus(JobState.UNKNOWN, reason=reason, source="none")
+            return {**{job_id: unknown for job_id in over if job_id not in codes}, **states}
         for job_id in accounts.keys() & set(over):
             account, queued = accounts[job_id], states.get(job_id)
             if queued is None and account.state.final:
@@ -126,16 +142,23 @@ class SlurmScheduler(CommandLineScheduler):
         command = ("squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, *selection)
         return list(parse_squeue(self._ask(*command, SLURM_TIME_FORMAT="%s").stdout))
 
-    def _accounting(self, ids: Sequence[str], since: float | None) -> dict[str, JobStatus]:
-        """Return the latest attempts; empty if the site has no accounting."""
+    def _accounting(
+        self, ids: Sequence[str], since: float | None, max_s: float
+    ) -> dict[str, JobStatus]:
+        """Return the latest attempts; empty if the site has no accounting.
+
+        Raises:
+            SchedulerError: it does not answer.
+        """
         jobs = ",".join(dict.fromkeys(map(self.array_id, ids)))
         command = ["sacct", "-X", "-D", "-n", "-P", "-j", jobs, "-o", SACCT_FORMAT]
         if since is not None:
             command += ["-S", f"{datetime.fromtimestamp(since) - timedelta(days=1):%Y-%m-%d}"]
-        try:
-            done = self._run(*command, SLURM_TIME_FORMAT="%s")
-        except SchedulerError:
+        if shutil.which("sacct") is None:
             return {}
+        done = self._run(*command, max_s=max_s, SLURM_TIME_FORMAT="%s")
+        if done.returncode and "disabled" not in done.message:
+            raise SchedulerError(done.message.splitlines()[-1])
         oldest = (since or 0.0) - _CLOCK_SKEW_S  # older jobs have reused ids
         rows = [row for row in parse_sacct(done.stdout) if (row.submitted_at or inf) >= oldest]
         rows.sort(key=lambda row: inf if row.status.start is None else row.status.start)

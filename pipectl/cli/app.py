@@ -32,7 +32,7 @@ from pipectl.cli.console import (
     say,
 )
 from pipectl.cli.restart import restart_for_command
-from pipectl.errors import FaultError, PipectlError, SpecError, UsageError
+from pipectl.errors import FaultError, PipectlError, SpecError, UsageError, limit_of
 from pipectl.faults import fault_of, is_ours, user_line, with_details
 from pipectl.files import path_of_user
 from pipectl.units import printable
@@ -288,7 +288,7 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
     if isinstance(error, SpecError):
         return error.exit_code, [str(problem) for problem in error.problems], error.cure
     if isinstance(error, PipectlError):
-        return error.exit_code, [error.message], error.cure
+        return error.exit_code, [f"{error.message}{limit_of(error)}"], error.cure
     if isinstance(error, typer.TyperException):
         context = getattr(error, "ctx", None)
         cure = None if context is None else f"see: {context.command_path} --help"
@@ -299,13 +299,14 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
         fault = f"{type(error).__name__}: {error}"
         return 1, [f"torch cannot be imported: {fault}"], cure_of_torch(fault)
     if isinstance(error, OSError) and error.filename is not None:
-        return 1, [f"{error.filename}: {error.strerror or error}"], None
+        return 1, [f"{error.filename}: {error.strerror or error}{limit_of(error)}"], None
     if isinstance(error, OSError) and error.errno in _UNWRITTEN:
         return 1, [f"output cannot be written: {error.strerror}"], "free some space"
     if is_ours(error):
         return _describe(fault_of(error))
     cure = "pipectl --debug ... shows the traceback"
-    return 1, [f"{type(error).__name__}: {error}{user_line(error.__traceback__)}"], cure
+    line = user_line(error.__traceback__)
+    return 1, [f"{type(error).__name__}: {error}{line}{limit_of(error)}"], cure
 
 
 def _is_of_torch(error: BaseException) -> bool:

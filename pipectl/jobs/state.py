@@ -50,6 +50,16 @@ _SUBMIT_GRACE_S = 60.0
 _MIN_FRESH_S, _FRESH_STEPS = 60.0, 3
 """Largest age of a heartbeat, in seconds and in steps: one is written after each step."""
 _STOPPED = "stopped at a checkpoint"
+_SIGNALS = {
+    134: " (SIGABRT)",
+    135: " (SIGBUS: a file system or /dev/shm is full)",
+    137: " (SIGKILL: often for lack of memory)",
+    139: " (SIGSEGV)",
+    143: " (SIGTERM)",
+    152: " (SIGXCPU: its processor time was limited, see `ulimit -t`)",
+    153: " (SIGXFSZ: the size of files was limited, see `ulimit -f`)",
+}
+"""What exit codes of a job script mean."""
 POLL_S = 0.5
 _MAX_UNKNOWN_S = 300.0
 
@@ -364,6 +374,8 @@ def _ask(name: str, records: dict[RunDirectory, Record], now: float, timeout_s: 
         if not times:
             return Answer({})
         scheduler = get_scheduler(name, timeout_s)
+        written = {each.job_id: read_exit_code(run) for run, each in records.items() if each.job_id}
+        scheduler.exit_codes = {job: code for job, code in written.items() if code is not None}
         return Answer(scheduler.query(list(times), since=min(times.values())))
     except PipectlError as error:
         return Answer({}, error.message)
@@ -433,7 +445,7 @@ def decide_state(
     may_go_on = exit_code == CHECKPOINTED and answer.error is not None
     if own is not None and not may_go_on:
         return own
-    if cancelled and answer.error is None and listed is None:
+    if cancelled and answer.error is None and (listed is None or listed.source == "none"):
         reason = "cancelled, and no longer listed"
         return JobStatus(JobState.CANCELLED, reason=reason, source="record")
     reason = "not listed by the scheduler" if listed is None else listed.reason
@@ -457,7 +469,7 @@ def decide_state(
 def _state_of_code(code: int, *, cancelled: bool) -> JobStatus:
     """The state after an exit code; a cancelled job may have completed before the signal."""
     state = JobState.FAILED if code else JobState.COMPLETED
-    reason = f"exit code {code}" if code else ""
+    reason = f"exit code {code}{_SIGNALS.get(code, '')}" if code else ""
     if code == CHECKPOINTED:
         state, reason = JobState.PREEMPTED, _STOPPED
     if cancelled and code:

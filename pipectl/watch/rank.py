@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,9 @@ _END_SIGNAL_S = 1.0
 """A rank that ends within this time after SIGTERM ended because of it."""
 _MEMORY_S = 3.0
 """An out-of-memory kill explains the end of a rank within this time."""
+_CPU_MARGIN, _CPU_MARGIN_S = 0.02, 4.0
+"""A rank had used up its processor time if this much, relative and in seconds, was left when it was
+last seen: several threads use it faster."""
 _MAX_WORDS = 1 << 16
 _SHARED_MEMORY = tuple(
     f"/dev/shm/{name}"
@@ -63,6 +67,7 @@ class _Rank:
         self.parent = process_state(process.parent) if process else None
         self.launcher = process_state(self.parent.parent) if self.parent else None
         self.shared, self.is_training = shared_files(self.pid), False
+        self.cpu_limit_s, self.cpu_s = _processor_limit(self.pid), 0.0
         self.heard, self.asked_at, self.lived_at = b"", float("-inf"), 0.0
         self.point, self.moved_at = (False, 0, 0), 0.0
         self.death: RankReport | None = None
@@ -84,6 +89,12 @@ class _Rank:
         if len(self.heard) > 2 * _MAX_WORDS:
             self.heard = self.heard[:_MAX_WORDS] + self.heard[-_MAX_WORDS:]
 
+    def note_life(self, now: float) -> None:
+        """Note that the process is alive, and the processor time that it has used, if limited."""
+        self.lived_at = now
+        if self.cpu_limit_s < inf:
+            self.cpu_s = _processor_time(self.pid)
+
     def explain_death(self, ended_at: float, lost_process: str, *, memory_kill: bool) -> RankReport:
         """Return the report of a rank that ended, or lost its launcher, without saying why.
 
@@ -102,6 +113,10 @@ class _Rank:
             was_asked = False
         elif memory_kill:
             message, cure = "killed by the kernel, for lack of memory on its node", LESS_MEMORY
+            was_asked = False
+        elif self.cpu_s >= (1 - _CPU_MARGIN) * self.cpu_limit_s - _CPU_MARGIN_S:
+            message = f"killed by the kernel, after {self.cpu_limit_s:.0f} s of processor time"
+            cure = f"raise its limit: `ulimit -t`, or the batch system's; {RESUME}"
             was_asked = False
         elif was_asked:
             message = "its process alone received SIGTERM or SIGINT"
@@ -157,7 +172,7 @@ class LocalRanks:
         activity = read_activity(rank.board)
         lost_process = ""
         if process is not None:
-            rank.lived_at = now
+            rank.note_life(now)
             if self._launched and rank.parent and process.parent != rank.parent.pid:
                 lost_process = "the launcher"
             elif script_gone:
@@ -224,6 +239,24 @@ class LocalRanks:
 
 def _lives(process: ProcessState | None) -> bool:
     return process is not None and process_state(process.pid, process.started) is not None
+
+
+def _processor_limit(pid: int) -> float:
+    """Return the seconds of processor time after which the kernel ends a process."""
+    with suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/limits").read_text(encoding="ascii").splitlines():
+            if line.startswith("Max cpu time"):
+                return float(line.split()[3].replace("unlimited", "inf"))
+    return inf
+
+
+def _processor_time(pid: int) -> float:
+    """Return the seconds of processor time that a process has used."""
+    with suppress(OSError, ValueError, IndexError):
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        user, system = text.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def _count_memory_kills() -> int:

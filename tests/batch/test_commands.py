@@ -60,7 +60,9 @@ class Scene:
         if what == "submit":
             return [self.scheduler.submit(SCRIPT, self.make_request(tag=text))]
         if what == "query":
-            ids, _, since = text.partition(" since ")
+            ids, _, codes = text.partition(" left ")
+            self.scheduler.exit_codes = dict.fromkeys(ids.split(), int(codes)) if codes else {}
+            ids, _, since = ids.partition(" since ")
             found = self.scheduler.query(ids.split(), since=float(since) if since else None)
             return [f"{described(*job)} [{job[1].source}]" for job in found.items()]
         if what == "estimate":

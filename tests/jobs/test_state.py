@@ -2,7 +2,6 @@
 are asked by somebody who watches."""
 
 import json
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import pytest
 from job_requests import check_table
 
 from pipectl.batch import JobState, JobStatus
+from pipectl.batch.process import NoAnswerError
 from pipectl.jobs import recover, state
 from pipectl.jobs.state import Answer, Poller, decide_state
 from pipectl.runs import Record, RunDirectory
@@ -149,11 +149,11 @@ def test_a_queue_that_hangs_is_waited_for_while_nothing_else_tells_of_a_run(
     for each in runs if file else []:
         (each.path / file).write_text("1\n")
 
-    def hang(*_, timeout, **__):
-        waited.append(timeout)
-        raise subprocess.TimeoutExpired("squeue", timeout)
+    def hang(argv, *, timeout_s, **_):
+        waited.append(timeout_s)
+        raise NoAnswerError(f"{argv[0]}: no answer within {timeout_s:.0f} s")
 
-    monkeypatch.setattr(subprocess, "run", hang)
+    monkeypatch.setattr("pipectl.batch.process.run", hang)
     statuses = Poller().get_statuses(runs, time.time())
     assert waited == [patience_s]
     assert [status.job.state for status in statuses] == [verdict] * len(runs)

@@ -6,6 +6,7 @@ Whole jobs that lose ranks are in tests/runtime/watch.
 import json
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -136,6 +137,7 @@ MEMORY = "killed by the kernel, for lack of memory on its node"
         (TERM, "for lack of memory", MEMORY),
         pytest.param(TERM, "later", KILLED, id="ranks save first, and may be killed meanwhile"),
         (b"", "with its script", "the job script that started it is gone"),
+        (b"", "with little time", "killed by the kernel, after 4 s of processor time"),
     ],
 )
 def test_what_is_said_of_a_death(monkeypatch, tmp_path, words, how, message):
@@ -144,6 +146,8 @@ def test_what_is_said_of_a_death(monkeypatch, tmp_path, words, how, message):
     monkeypatch.setattr(
         "pipectl.watch.rank.Path", lambda path: kernel if path == "/proc/vmstat" else Path(path)
     )
+    if how == "with little time":
+        resource.prlimit(rank.process.pid, resource.RLIMIT_CPU, (4, 4))
     ranks = LocalRanks([rank.settings()], launched=True, script=script.process.pid)
     assert ranks.look(1.0) == (RankReport(activity=rank.board.read()),)
     rank.says(words)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from pipectl.errors import UsageError
+from pipectl.errors import UsageError, limit_of
 from pipectl.files import make_private_directory
 from pipectl.runs import best_checkpoint, checkpoints, step_of
 from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
@@ -218,7 +218,7 @@ def _write(partial: Path, rank: int, manifest: Manifest, snapshot: Snapshot) -> 
         make_private_directory(partial)
         weights, training = snapshot.write(partial, rank)
     except Exception as error:  # safetensors has its own exception for a full disk
-        return f"{error} (rank {rank})"
+        return f"{error}{limit_of(error)} (rank {rank})"
     return replace(manifest, weights=tuple(weights), training=tuple(training))
 
 
