@@ -338,6 +338,8 @@ class Profile(DataFile):
         readings: whether all processes read the ``same`` samples (judged by a few of them), other
             ones ``by process``, or other ones at ``each`` reading; null if unknown.
         coupled: operators, except the loss, that compute over all samples (e.g. batch norm).
+        carried: buffers that a forward writes and later forwards read, each with the operator that
+            writes it last; replicas write copies of their own.
         smallest: the smallest micro-batch that the model takes; null if it takes single samples.
         epoch: samples of an epoch, those of each length in ``data.buckets`` alone; empty if the
             data are iterable, or not known.
@@ -363,6 +365,7 @@ class Profile(DataFile):
     loading_s: float = 0.0
     rows: RowTimes | None = None
     coupled: tuple[str, ...] = ()
+    carried: tuple[tuple[str, str], ...] = ()
     readings: Readings | None = None
     smallest: SmallestMicroBatch | None = None
     epoch: tuple[Count, ...] = ()

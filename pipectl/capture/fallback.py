@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from operator import itemgetter
 from typing import Any
@@ -50,7 +50,7 @@ from pipectl.capture.refusals import (
     place_of,
 )
 from pipectl.capture.step import States, Step, in_model, own_name
-from pipectl.capture.tensors import fill_sample, is_deferred, tensors_in
+from pipectl.capture.tensors import fill_sample, is_deferred, is_same, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
 from pipectl.units import did_you_mean
@@ -258,7 +258,9 @@ class KeptModule:
                     result, buffers, written = states.call_module(tensors[:count], args, kwargs)
                 written |= {i for i, t in enumerate(tensors) if t._version != versions[i]}
                 draws = states_of(generators) != random
-                calls.append(Outline.of_call(result, tensors, written, draws))
+                outline = Outline.of_call(result, tensors, written, draws)
+                changed = (i for i, new in buffers.items() if not is_same(new, tensors[i]))
+                calls.append(replace(outline, changed=frozenset(changed)))
             mode = detect_fake_mode(inputs)
             if mode is None:
                 states.assign(buffers)

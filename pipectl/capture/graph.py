@@ -28,6 +28,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.buckets import field_of
+from pipectl.capture.carried import Dependence
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.operators import written_tensors
 from pipectl.capture.refusals import Refusal, module_of, place_of_node
@@ -101,6 +102,8 @@ class CapturedGraph:
             last write.
         spoilt: operators that have saved for their backward what the model writes in place later:
             the first such operator, and the last that writes, by the value's name.
+        carried: full names of the buffers that a run changes and that the loss of later runs
+            depends on, each with the operator of its last write; see :mod:`.carried`.
         batch_size: the exported batch size; if ``fixed``, the only one for which the graph is
             valid.
         length: the exported sequence length; others are valid if the length is free.
@@ -157,6 +160,9 @@ class CapturedGraph:
             for item in outputs
         )
         self.spoilt = self._find_spoilt(trial)
+        of_loss = next(value for node, value in trial.values.items() if node.name == self.loss)
+        carried = trial.dependence.changed & trial.dependence.of(of_loss)
+        self.carried = {self.states[name].name: self.written[name] for name in sorted(carried)}
         spec = program.call_spec.out_spec
         self.output_spec: Any = spec.child(1) if outputs and spec is not None else None
 
@@ -487,6 +493,7 @@ class _Trial:
         last_write: index of the last operator that writes a storage.
         persistent: storages of states and inputs.
         saved: what operators save for their backward, with its version at that time.
+        dependence: what values depend on.
     """
 
     def __init__(self, graph: CapturedGraph, states: Mapping[str, Tensor]) -> None:
@@ -498,6 +505,7 @@ class _Trial:
         self.persistent: set[int] = set()
         self.first_version: dict[fx.Node, int] = {}
         self.saved: list[tuple[fx.Node, Tensor, int]] = []
+        self.dependence = Dependence()
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, torch.enable_grad():
             for node in graph.graph.nodes:
@@ -505,6 +513,8 @@ class _Trial:
                     self.values[node] = value = self._placeholder(node, mode)
                     self.first_version[node] = value._version if isinstance(value, Tensor) else 0
                     self.persistent.update(storages_in(value))
+                    if (state := graph.states.get(node.name)) and state.kind == "buffer":
+                        self.dependence.enter(node.name, value)
                 elif node.op == "get_attr":
                     self.values[node] = graph.root.get_submodule(str(node.target))
                 elif graph.is_size(node):
@@ -543,6 +553,7 @@ class _Trial:
         for storage in {*storages_in(tensors), *storages_in(result)}:
             self.touched.setdefault(storage, []).append(node)
         written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        self.dependence.note(target, args, kwargs, result, written)
         for tensor in (*written, *written_tensors(target, args, kwargs, statistics=True)):
             self.last_write.update(dict.fromkeys(storages_in(tensor), self.index[node]))
         return result

@@ -136,11 +136,13 @@ class Outline:
         tree: the result, with a :class:`Form` in the place of every tensor.
         written: indices of the tensor arguments whose memory a call wrote.
         draws: whether a call drew random numbers.
+        changed: indices of the buffers that a call changed.
     """
 
     tree: Any
     written: frozenset[int]
     draws: bool
+    changed: frozenset[int] = frozenset()
 
     @classmethod
     def of_call(
@@ -184,7 +186,8 @@ class Outline:
         """
         tree = _combine(batches, [call.tree for call in calls])
         written = frozenset[int]().union(*(call.written for call in calls))
-        return cls(tree, written, any(call.draws for call in calls))
+        changed = frozenset[int]().union(*(call.changed for call in calls))
+        return cls(tree, written, any(call.draws for call in calls), changed)
 
     @cached_property
     def forms(self) -> tuple[Form, ...]:
@@ -305,6 +308,24 @@ class Opaque:
     def _generators(self) -> list[Any]:
         """The module's own generators. During an export, some of them are replaced by others."""
         return own_generators(self._module)
+
+    def kept_buffers(self, args: Sequence[Any], result: Any) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the buffers of a call that carry nothing to the next calls.
+
+        Each with its new value if this is the old one: no call changed it while the module was
+        observed. Others are statistics of norms.
+
+        Args:
+            args, result: of the call.
+        """
+        states, changed = self._states, self.outline.changed
+        results = list(result) if isinstance(result, tuple) else [result]
+        new = dict(zip(self._changed, results[len(self.outline.forms) :], strict=True))
+        return [
+            (args[1 + index], None if index in changed else new.get(index))
+            for index in states.buffers
+            if index not in changed or index in states.statistics
+        ]
 
     def __repr__(self) -> str:
         return f"{self.path} ({type(self._module).__name__})"

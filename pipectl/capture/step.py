@@ -19,6 +19,10 @@ from pipectl.errors import CaptureError
 Loss = Callable[[Any, Any], Tensor]
 # No strings: among the outputs of a graph they name operators.
 _PLAIN = (Tensor, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+_NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 _MODEL = "model"
 _WITHIN = f"{_MODEL}."
 _IN_LOSS = "loss."
@@ -90,6 +94,7 @@ class States:
     Attributes:
         names: in the user's model.
         buffers: indices of the buffers.
+        statistics: indices of the running statistics of torch's norms.
     """
 
     def __init__(self, module: nn.Module, path: str = "") -> None:
@@ -110,6 +115,8 @@ class States:
                         self._are_parameters.append(entries is owner._parameters)
                     self._places[index].append((entries, name))
         self.buffers = [i for i, trained in enumerate(self._are_parameters) if not trained]
+        of_norms = {id(m._buffers) for m in module.modules() if type(m) in _NORMS}
+        self.statistics = [i for i in self.buffers if id(self._places[i][0][0]) in of_norms]
 
     def now(self) -> list[Tensor]:
         """Return the tensors that are in the module at present."""

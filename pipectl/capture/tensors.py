@@ -27,6 +27,11 @@ def octets_of(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape and type have the same bits."""
+    return bool((octets_of(one) == octets_of(other)).all())
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors in a tree, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

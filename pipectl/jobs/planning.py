@@ -30,7 +30,7 @@ from pipectl.jobs.prepare import (
     plan_path,
     profile_path,
 )
-from pipectl.jobs.profiles import coupling_warning
+from pipectl.jobs.profiles import coupling_warning, replicas_warning
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import with_bandwidth, with_ranks
@@ -151,6 +151,7 @@ def gather(
     batch_system = choose_scheduler(spec, scheduler)
     machines = find_cluster(spec, batch_system)
     warnings += [machines.warning, coupling_warning(spec, job_profile)]
+    warnings.append(replicas_warning(spec, job_profile))
     job_profile, joined = join_rows(job_profile, machines.cluster)
     used = _use_devices(joined, devices, "--nodes 1,2,4 plans for other sizes")
     return PlanInputs(

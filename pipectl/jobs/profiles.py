@@ -46,6 +46,7 @@ from pipectl.link import RowTimes
 from pipectl.profile import MeasuredOn, Profile
 from pipectl.spec import profile_key
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
+from pipectl.units import shorten
 
 if TYPE_CHECKING:
     from pipectl.profiler.effort import Progress
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 LOADING = "loading torch"
 _CURE = "measure again with: pipectl profile JOB.yaml --submit"
 _MAX_CACHED = 32
+_MAX_NAMED = 3
 _MEASURING_CODE = ("capture", "profiler", "runtime")
 _ROW_RANKS = 2
 _ROW_PATIENCE_S = 120.0
@@ -181,13 +183,34 @@ def _hash_of_measuring_code() -> str:
 def coupling_warning(spec: JobSpec, profile: Profile) -> str:
     """A warning if the plan can change the results of training; empty if it cannot."""
     names = profile.coupled
-    if spec.pipeline.micro_batches is not None or not names:
+    if spec.pipeline.micro_batches is not None or not (names or profile.carried):
         return ""
     more = "computes" if len(names) == 1 else f"and {len(names) - 1} more compute"
+    why = f"{names[0]} {more} over all samples of a micro-batch" if names else _carried(profile)
     return (
-        f"{names[0]} {more} over all samples of a micro-batch: results depend on the number of "
+        f"{why}: results depend on the number of "
         "micro-batches, which `auto` leaves to the planner; pipeline.micro_batches sets it"
     )
+
+
+def replicas_warning(spec: JobSpec, profile: Profile) -> str:
+    """A warning if replicas change the results of training, or are left out for that."""
+    replicas = spec.pipeline.replicas
+    if replicas in (None, 1) or not profile.carried:
+        return ""
+    if replicas == "any":
+        return f"{_carried(profile)}, so the stage that does so has no replicas"
+    return (
+        f"{_carried(profile)}, and each of {replicas} replicas has values of its own until the end "
+        "of a step: results differ from those of one rank; pipeline.replicas: any leaves that "
+        "stage out"
+    )
+
+
+def _carried(profile: Profile) -> str:
+    """The buffers that carry values between micro-batches."""
+    names = list(dict.fromkeys(repr(name) for name, _ in profile.carried))
+    return f"in training, forwards write and read {', '.join(shorten(names, _MAX_NAMED))}"
 
 
 def this_device(spec: JobSpec) -> MeasuredOn:

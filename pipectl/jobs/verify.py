@@ -155,6 +155,7 @@ def verify(
             # replicas average these, a single process does not
             left_out=frozenset(weights.buffers) if _has_replicas(plan) else frozenset(),
         )
+        notes = (*notes, *differing(plan, pipeline.profile, comparison))
         return describe(plan, comparison, reference, notes, tolerance)
 
 
@@ -215,6 +216,19 @@ def describe(
         "micro_batch_size": plan.micro_batch_size,
         "losses": [list(pair) for pair in comparison.losses],
     }
+
+
+def differing(plan: Plan, profile: Profile | None, comparison: Comparison) -> list[str]:
+    """Why replicas of a plan trained something else than one rank: the buffers and their stages."""
+    if profile is None or comparison.equal:
+        return []
+    stage_of = {node: index for index, stage in enumerate(plan.stages) for node in stage.nodes}
+    return [
+        f"in training, forwards write and read {name!r}, and the {plan.stages[stage].replicas} "
+        f"replicas of stage {stage} each have values of their own"
+        for name, node in profile.carried
+        if plan.stages[stage := stage_of[node]].replicas > 1
+    ]
 
 
 @contextmanager

@@ -441,7 +441,7 @@ class Explorer:
             cuts = self.cutter.with_replicas(size)
             for order in rank_orders:
                 layouts = (Layout(c.partition, consecutive(c.devices, order)) for c in cuts)
-                starts += self._rate(layouts, size)
+                starts += self._rate(filter(problem.may_replicate, layouts), size)
         return _best_first(starts)
 
     def _rate(self, layouts: Iterable[Layout], size: int) -> Iterator[Candidate]:
@@ -463,7 +463,8 @@ class Explorer:
                 min(size, ranks),
                 keep_stages=fixed,
             )
-            best = Candidates(problem, list(near), size, with_replicas=True)
+            allowed = list(filter(problem.may_replicate, near))
+            best = Candidates(problem, allowed, size, with_replicas=True)
             if best.next_s >= candidate.estimate_s * (1 - ROUNDING):
                 break
             candidate = best.take()

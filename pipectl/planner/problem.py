@@ -158,6 +158,19 @@ class Problem:
     def _block_of(self) -> Integers:
         return np.array(self.graph.block_of, dtype=np.int64)
 
+    @cached_property
+    def unreplicated(self) -> int:
+        """The blocks that no replicas may compute: each would write a buffer of its own that later
+        forwards read, and train something else. A request for a fixed number overrides this.
+        """
+        index_of, home = self.profile.index_of, self.graph.block_of
+        return bitset({home[index_of[node]] for _, node in self.profile.carried})
+
+    def may_replicate(self, layout: Layout) -> bool:
+        """Whether the replicas of a layout train what one rank trains."""
+        stages = zip(layout.partition, layout.ranks, strict=True)
+        return not any(len(ranks) > 1 and blocks & self.unreplicated for blocks, ranks in stages)
+
     @property
     def link_between_stages(self) -> Link:
         """What messages between stages pass through, if stages are on several nodes."""

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.slices import coupled_operators
+from pipectl.capture.step import own_name
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
@@ -317,6 +318,7 @@ class _Profiling:
             fingerprint=graph.fingerprint,
             key=profile_key(spec),
             coupled=tuple(operators[name].name for name in coupled),
+            carried=tuple((own_name(name), node) for name, node in graph.carried.items()),
         )
 
     def _with_loading(self, profile: Profile, loading_s: Mapping[int, float]) -> Profile:

@@ -317,6 +317,49 @@ def test_operators_that_couple_samples_are_found(
     assert [graph.operators[i].name for i in coupled_operators(graph)] == coupled
 
 
+MEAN = "self.kept.running_mean"
+NEWER = f"0.9 * {MEAN} + 0.1 * x.detach().mean(0)"
+BRANCH = "if x.sum() > 1e9: x = x + 1"
+NORM = "nn.BatchNorm1d(6)"
+OWN_NORM = "type('OwnNorm', (nn.BatchNorm1d,), {})(6)"
+SPECTRAL = "nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))"
+CARRIED: dict[str, tuple[str, str, str | None]] = {
+    "statistics of a norm": (NORM, "x = self.kept(x)", None),
+    "they are means over all": ("nn.BatchNorm1d(6, momentum=None)", "x = self.kept(x)", None),
+    "they are read": (NORM, f"x = self.kept(x) * {MEAN}", "kept.running_mean"),
+    "a mean of its own": (
+        NORM, f"{MEAN}.lerp_(x.detach().mean(0), 0.1)\nx = x - {MEAN}", "kept.running_mean",
+    ),
+    "read before": (
+        NORM, f"x = x - {MEAN}\n{MEAN}.lerp_(x.detach().mean(0), 0.1)", "kept.running_mean",
+    ),
+    "assigned": (NORM, f"{MEAN} = {NEWER}\nx = x - {MEAN}", "kept.running_mean"),
+    "one entry": (NORM, f"{MEAN}[0] = x.detach().mean()\nx = x - {MEAN}", "kept.running_mean"),
+    "a counter": (
+        NORM, "self.kept.num_batches_tracked += 1\nx = x / self.kept.num_batches_tracked",
+        "kept.num_batches_tracked",
+    ),
+    "for a log alone": (NORM, f"{MEAN} = {NEWER}", None),
+    "for this micro-batch alone": (NORM, f"{MEAN}.copy_(x.detach().mean(0))\nx = x - {MEAN}", None),
+    "read alone": (NORM, f"x = x - {MEAN}", None),
+    "a power iteration": (SPECTRAL, "x = self.kept(x)", "kept.parametrizations.weight.0._v"),
+    "in one operator": (
+        OWN_NORM, f"{BRANCH}\n{MEAN} = {NEWER}\nx = x - {MEAN}", "kept.running_mean",
+    ),
+    "read alone in one operator": (NORM, f"{BRANCH}\nx = x - {MEAN}", None),
+}  # fmt: skip
+"""A module, what it computes, and the buffer that later losses depend on."""
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_buffers_that_later_forwards_read_are_named(make_job, write_modules, name: str) -> None:
+    first, code, buffer = CARRIED[name]
+    job = make_job(f"{write_modules({'Carrying': (first, code)})}:layers")
+    graph = job.training_graph(4)
+    assert list(graph.carried) == ([] if buffer is None else [f"model.1.{buffer}"])
+    assert all(writer in graph.position for writer in graph.carried.values())
+
+
 @pytest.mark.parametrize(
     ("model", "random", "shared"),
     [("mlp", [], []), ("Dropping", ["dropout"], []), ("tied", ["dropout"] * 4, ["tokens.weight"])],

@@ -17,6 +17,7 @@ from pipectl.jobs.prepare import (
     find_cluster,
     prepare,
 )
+from pipectl.jobs.profiles import coupling_warning, replicas_warning
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
@@ -118,6 +119,30 @@ def test_what_a_job_asks_of_the_planner(write_job, profile, snapshot):
         return " ".join(each for each in own if not each.startswith("key="))
 
     check_table(snapshot, HERE / "planner_requests.txt", changes)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "said"),
+    [
+        ("auto", ""),
+        ("1", ""),
+        ("any", "in training, forwards write and read 'mean', so the stage that does so has no "),
+        ("2", "in training, forwards write and read 'mean', and each of 2 replicas has values of "),
+    ],
+)
+def test_a_buffer_that_replicas_would_each_have_is_named(write_job, profile, replicas, said):
+    job = write_job("resources: {nodes: 2}")
+    spec = load(job, [f"pipeline.replicas={replicas}"], check_files=False)
+    carries = replace(profile, carried=(("mean", "n3"), ("mean", "n4")), coupled=())
+    found = replicas_warning(spec, carries)
+    assert found.startswith(said)
+    assert bool(found) is bool(said)
+    assert replicas_warning(spec, profile) == ""
+    number = coupling_warning(spec, carries)
+    assert number.startswith("in training, forwards write and read 'mean': results depend on the n")
+    assert (
+        coupling_warning(load(job, ["pipeline.micro_batches=2"], check_files=False), carries) == ""
+    )
 
 
 def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline):

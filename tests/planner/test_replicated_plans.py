@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipectl.errors import InfeasibleError
+from pipectl.jobs.verify import differing
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, search_plans
@@ -19,6 +20,7 @@ from pipectl.planner.partition.cutter import MAX_RANKS_OF_DETAILED_SEARCH
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.profile import OperatorMemory, OptimizerCost
+from pipectl.runtime.compare import Comparison, Difference
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.simulate import simulate
 
@@ -88,6 +90,34 @@ def test_replicas_recompute_if_all_stages_shall_or_where_nothing_else_fits(way, 
     free = planned(profile, cluster, 32, recompute=True, replicas=None, replication=way)
     assert max(stage.replicas for stage in free.stages) > 1
     assert all(stage.recompute for stage in free.stages)
+
+
+@pytest.mark.parametrize("way", Replication)
+@pytest.mark.parametrize(("ranks", "operators"), [(7, 20), (MAX_RANKS_OF_DETAILED_SEARCH + 1, 12)])
+def test_a_stage_that_reads_what_it_has_written_gets_no_replicas_unasked(
+    way, ranks, operators
+) -> None:
+    each = [{"forward_s": 0.01 if i == 3 else 1.0} for i in range(operators)]
+    plain = chain(each)
+    profile, cluster = replace(plain, carried=(("mean", "n3"),)), nodes_of(ranks, FAST)
+
+    def replicas(profile, count):
+        plan = planned(profile, cluster, 64, replicas=count, replication=way)
+        (stage,) = (stage for stage in plan.stages if "n3" in stage.nodes)
+        return plan, stage.replicas, max(each.replicas for each in plan.stages)
+
+    assert replicas(plain, None)[1] > 1
+    plan, its, most = replicas(profile, None)
+    assert its == 1 < most
+    unequal = Comparison(Difference(1, "loss", 1.0), 1.0, ())
+    assert differing(plan, profile, unequal) == []
+    plan, its, _ = replicas(profile, 2)
+    assert its == 2
+    (said,) = differing(plan, profile, unequal)
+    assert differing(plan, profile, replace(unequal, first=None)) == []
+    stage = next(i for i, stage in enumerate(plan.stages) if "n3" in stage.nodes)
+    assert said.startswith("in training, forwards write and read 'mean', and the 2 replicas of ")
+    assert f"stage {stage} " in said
 
 
 def test_other_numbers_of_micro_batches_than_asked_for_are_said() -> None:

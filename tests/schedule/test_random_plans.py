@@ -28,8 +28,24 @@ def test_programs_of_any_plan_are_proved(plan, fewer):
     for stage, depth, most in zip(plan.stages, plan.warm_up, in_flight, strict=True):
         if plan.schedule == "1f1b" and stage.updating_ranks == stage.ranks[:1]:
             assert most == min(depth, plan.micro_batches)
+    assert_forwards_ascend(plan)
     count = max(1, plan.micro_batches - fewer)
     validate(plan, [lower(plan, rank, count) for rank in range(plan.ranks)], count)
+
+
+@settings(deadline=None)
+@given(plan=overlapping_plans())
+def test_forwards_ascend_where_steps_overlap(plan):
+    assert_forwards_ascend(plan)
+
+
+def assert_forwards_ascend(plan):
+    """A stage reads the buffers that its forward of the micro-batch before has written."""
+    for program in programs_of(plan):
+        forwards = [(row.stage, row.micro_batch) for row in program if row.kind is Kind.FORWARD]
+        for stage in {stage for stage, _ in forwards}:
+            mine = [micro_batch for other, micro_batch in forwards if other == stage]
+            assert mine == sorted(mine)
 
 
 def taken_out(rows, position, data):

@@ -25,6 +25,7 @@ import numpy as np
 from pipectl.arrays import Integers
 from pipectl.planner.costs.devices import Mix, Placement, mixes, one_each, placements
 from pipectl.planner.costs.links import REFERENCE_BYTES
+from pipectl.planner.graph.blocks import bits
 from pipectl.planner.graph.downsets import CutSpace, Partition
 from pipectl.planner.judge import out_of_time
 from pipectl.planner.partition.layout import Layout
@@ -63,6 +64,8 @@ REPLICA_CUTS = 64
 """Downsets to cut stages with replicas at: in each part of the work, those that send least."""
 REPLICA_CAPS = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5, 1.8, 2.5, 5.0, 1e9)
 """Caps on the largest load, relative to all work spread evenly over the ranks."""
+_EXCLUDED = 1000.0
+"""Load, relative to all work, of blocks that no replicas may compute: no chain chooses these."""
 EVERY_COUNT = 24
 """Up to this many replicas, every number is tried; above, about six per doubling."""
 MAX_RANKS_OF_DETAILED_SEARCH = 48
@@ -498,6 +501,10 @@ def table_of(
     """
     rows = samples or (size,)
     work = [[problem.block_times(row, cached=each) for each in (True, False)] for row in rows]
+    for row in work[1:]:  # of several replicas
+        for times in row:
+            for block in bits(problem.unreplicated):
+                times[block] += _EXCLUDED * sum(times)
     forward = [problem.forward_block_times(row) for row in rows]
     scale = problem.scale(size)
     return cost_table(space, problem.profile, scale, np.array(work), np.array(forward))
