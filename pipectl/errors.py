@@ -2,6 +2,7 @@
 
     PipectlError                1   a job or a worker failed, or any error not named below
     ├── WorkerError             1   training failed on a rank
+    │   └── StepError           1   training failed in a step
     ├── FaultError              1   a fault of pipectl itself, not of the user's job
     ├── OutOfTimeError          1   planning ended before there was a plan
     ├── UsageError              2   a wrong command line, a directory that cannot be written
@@ -48,6 +49,18 @@ class PipectlError(Exception):
 
 class WorkerError(PipectlError):
     """Training failed on a rank."""
+
+
+class StepError(WorkerError):
+    """A step of the training failed, perhaps an earlier one than the rank is in.
+
+    Args:
+        step: number of the step.
+    """
+
+    def __init__(self, message: str, *, step: int, cure: str | None = None) -> None:
+        super().__init__(message, cure=cure)
+        self.step = step
 
 
 class FaultError(PipectlError):

@@ -69,12 +69,17 @@ Words = Annotated[str, _to_text]
 
 @dataclass(frozen=True)
 class NotFinite(LenientFields):
-    """What was not finite: the loss of a micro-batch, a buffer, or a gradient of a stage."""
+    """What was not finite: the loss of a micro-batch, a buffer, or a gradient of a stage.
+
+    Args:
+        cause: what computed the first value that was not finite; empty if it is not known.
+    """
 
     loss_of_micro_batch: int | None = None
     gradient_of: Words | None = None
     stage: int | None = None
     buffer: Words | None = None
+    cause: Words = ""
 
     def __str__(self) -> str:
         if self.loss_of_micro_batch is not None:
@@ -414,8 +419,12 @@ def sum_up(lines: Sequence[MetricsLine]) -> Measured:
         evaluation=(evaluation and evaluation.evaluation) or {},
         early_stop=evaluation.early_stop if evaluation else "",
         not_finite=tuple(line.step for line in faults),
-        fault=str(faults[-1].not_finite) if faults else "",
+        fault=_explain_fault(faults[-1].not_finite) if faults else "",
     )
+
+
+def _explain_fault(fault: NotFinite | None) -> str:
+    return "" if fault is None else "; ".join(filter(None, (str(fault), fault.cause)))
 
 
 def _usual(figures: Iterable[float | None]) -> float | None:

@@ -26,6 +26,7 @@ from pipectl.capture.batch import Reader
 from pipectl.capture.slices import Rows, batch_dimension
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
+from pipectl.runtime.diagnosis import find_not_finite
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.stage import MicroBatch, Stage
@@ -161,7 +162,8 @@ class Engine:
 
     Attributes:
         stages: as given.
-        on_results: called with (micro-batch, stage, results) after every training forward.
+        on_results: called with (micro-batch, stage, results, find) after every training forward;
+            ``find`` says what computed the first value that is not finite.
         on_evaluated: called with (rows, results, targets) on the rank that computes the loss of
             an evaluation.
     """
@@ -187,7 +189,7 @@ class Engine:
         self._readers: dict[tuple[int, int], Reader] = {}
         self._programs: WeakKeyDictionary[Step, list[Row]] = WeakKeyDictionary()
         self._bound: WeakKeyDictionary[Step, dict[Form, Execute]] = WeakKeyDictionary()
-        self.on_results: Callable[[int, int, Tensors], None] | None = None
+        self.on_results: Callable[[int, int, Tensors, Callable[[], str]], None] | None = None
         self.on_evaluated: Callable[[Rows, Tensors, Any], None] | None = None
 
     def run(self, run: StepRun, parts: Iterable[tuple[Actions, int]] | None = None) -> None:
@@ -292,12 +294,14 @@ class Engine:
         start, deliver = self._bind_start(stage, trains, form), self._bind_delivery(channels, form)
 
         def forward(run: StepRun, micro_batch: MicroBatch) -> None:
-            results = stage.forward(*start(run, micro_batch))
+            given = start(run, micro_batch)
+            results = stage.forward(*given)
             loss = results.get(loss_slot)
             if loss is not None:
                 run.losses.append(loss)
             if self.on_results is not None:
-                self.on_results(micro_batch.number, index, results)
+                find = partial(find_not_finite, stage, *given)
+                self.on_results(micro_batch.number, index, results, find)
             deliver(run, micro_batch, results)
 
         def evaluate(run: StepRun, micro_batch: MicroBatch) -> None:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from mpi4py import MPI
 
-from pipectl.errors import LESS_MEMORY, FaultError, PipectlError, lacks_memory
+from pipectl.errors import LESS_MEMORY, FaultError, PipectlError, StepError, lacks_memory
 from pipectl.faults import ErrorReport, with_details
 from pipectl.files import write_log, write_text
 from pipectl.runs import RUN_VARIABLE, RunDirectory
@@ -153,7 +153,10 @@ def run_rank(work: Work, description: str | None) -> None:
             error = with_details(raised, directory.error_of(rank))
             now = board.read()
             stage = None if now.stage < 0 else now.stage
-            report(directory, rank, error, action=now.action, stage=stage, step=now.step)
+            place: dict[str, Any] = {"action": now.action, "stage": stage, "step": now.step}
+            if isinstance(error, StepError):  # not what the rank has begun since
+                place = {"action": "", "stage": None, "step": error.step}
+            report(directory, rank, error, **place)
             code = error.exit_code if isinstance(error, PipectlError) else 1
         else:
             finish(directory, communicator)

@@ -339,6 +339,7 @@ class Stage:
         mover: offloads what forwards keep; None if it stays.
 
     Attributes:
+        cuts: as given.
         parameters, buffers: of the stage, by full name.
         uses: leaves in the memory of parameters with several uses, one per use.
         segments: in the order in which training runs them.
@@ -360,6 +361,7 @@ class Stage:
     ) -> None:
         self.index = index
         self._mover = mover
+        self.cuts = cuts
         self.saved: dict[int, SavedTensors] = {}
         self.device, self.precision = device.torch_device, precision
         self.versions: Versions | None = None
@@ -370,7 +372,7 @@ class Stage:
         training = {rows: cut for (trains, rows), cut in cuts.items() if trains}
         evaluating = {rows: cut for (trains, rows), cut in cuts.items() if not trains}
         inner = {rows: cut_segments(cut, index, firsts) for rows, cut in training.items()}
-        given = self._argument, self.device, precision
+        given = self.argument, self.device, precision
         again = recompute or bool(firsts)
         self.segments = [
             Segment(number, inner, *given, recomputes=again)
@@ -532,7 +534,7 @@ class Stage:
         segments = self.segments if trains else [self._evaluation]
         return [segment.codes[rows] for segment in segments]
 
-    def _argument(self, cut: Cut, slot: Slot) -> Tensor:
+    def argument(self, cut: Cut, slot: Slot) -> Tensor:
         """A parameter or buffer of this stage, moved to the device in place."""
         state = cut.graph.states[slot.value]
         if state.kind == "constant":

@@ -18,8 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from pipectl.capture import Cut
 from pipectl.capture.step import first_undefined, own_name
-from pipectl.errors import UsageError, WorkerError
+from pipectl.errors import StepError, UsageError
 from pipectl.graph import TransferKind
 from pipectl.runs import NotFinite
 from pipectl.runtime.finite import BufferCheck, not_finite
@@ -44,8 +44,9 @@ from pipectl.runtime.optimizer import make_updater
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Outcome, StepRun
 from pipectl.runtime.stopping import GO_ON, STOP, WAIT, StopRequest
-from pipectl.runtime.waiting import barrier, poll, wait
+from pipectl.runtime.waiting import barrier, gather_all, poll, wait
 
+T = TypeVar("T")
 _PLACES = 2**31
 """Exceeds the number of parameters, stages or micro-batches."""
 _LOSS = _PLACES - 1
@@ -54,6 +55,8 @@ _BUFFER = _LOSS - 1
 """Exceeds any stage, too: forwards write buffers."""
 _PATIENCE_S = 3.0
 """How long a rank waits for the rank with the fault to report it."""
+_MAX_SEARCHES = 8
+"""Losses of micro-batches without a weight may be NaN in every step, and are no fault."""
 _HEAD = 4
 """Words before the norms: fault, origin, overflow, answer."""
 Words = np.ndarray[Any, np.dtype[np.int64]]
@@ -67,6 +70,14 @@ class Origin(NamedTuple):
     stage: int
 
 
+class Cause(NamedTuple):
+    """What computed the first value of a stage for a micro-batch that is not finite."""
+
+    micro_batch: int
+    stage: int
+    text: str
+
+
 class Origins:
     """Sums of the outputs of one rank's stages, in steps that are not finished.
 
@@ -74,12 +85,19 @@ class Origins:
     are. The sums are read only at the end of the step, so that the rank does not wait for an
     accelerator.
 
+    On a CPU, each sum is looked at at once: the first forward whose result is not finite is run
+    again then, as long as its inputs are there, to find the module. On an accelerator that would
+    wait for it in every forward.
+
     Args:
         values: operators whose values are summed.
+        loss: the operator that computes the loss.
     """
 
-    def __init__(self, values: Container[str]) -> None:
-        self._values = values
+    def __init__(self, values: Container[str], loss: str = "") -> None:
+        self._values, self._loss = values, loss
+        self._cause: Cause | None = None
+        self._searches = 0
         self._sums: list[tuple[Origin, Tensor]] = []
 
     @classmethod
@@ -87,15 +105,39 @@ class Origins:
         """Watch values whose gradient comes from another stage: masks may be infinite."""
         lanes = cut.lanes.items()
         back = (slots for lane, slots in lanes if lane.kind is TransferKind.GRADIENT)
-        return cls({slot.value for slots in back for slot in slots})
+        return cls({slot.value for slots in back for slot in slots}, cut.graph.loss)
 
-    def note(self, micro_batch: int, stage: int, results: Tensors) -> None:
-        """Sum a stage's output for a micro-batch."""
+    def note(
+        self,
+        micro_batch: int,
+        stage: int,
+        results: Tensors,
+        find: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Sum a stage's output for a micro-batch.
+
+        Args:
+            find: says what computed the first value of this forward that is not finite.
+        """
+        is_finite = True
         for slot, tensor in results.items():
             if tensor is not None and slot.value in self._values:
                 wide = _SUMMED_AS.get(tensor.dtype)
                 total = tensor.sum() if wide is None else tensor.sum(dtype=wide)
                 self._sums.append((Origin(micro_batch, stage), total))
+            elif tensor is not None and slot.value == self._loss:
+                total = tensor.detach()
+            else:
+                continue
+            is_finite &= total.device.type != "cpu" or bool(total.isfinite().all())
+        if not is_finite and self._cause is None and self._searches < _MAX_SEARCHES:
+            self._searches += 1
+            self._cause = Cause(micro_batch, stage, find())
+
+    def take_cause(self) -> Cause | None:
+        """Return what was found since the last call."""
+        cause, self._cause = self._cause, None
+        return cause
 
     def first(self, end: int) -> Origin | None:
         """The first micro-batch before ``end`` and stage whose output is not finite.
@@ -254,6 +296,10 @@ class Vote:
         what, first = self._describe(fault, origin) if fault else (None, -1)
         return Result(step, what, first, mine == fault, bool(overflow), norms)
 
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks. Collective."""
+        return gather_all(self._communicator, value)
+
     def stop(self, result: Result, *, together: bool) -> None:
         """End the training with an error on the rank with the fault; the others wait for it.
 
@@ -264,7 +310,7 @@ class Vote:
             together: whether all ranks come here, so that each can first finish its work.
 
         Raises:
-            WorkerError: naming the fault.
+            StepError: naming the fault.
         """
         if together:
             barrier(self._communicator)
@@ -273,10 +319,13 @@ class Vote:
             others = self._communicator.Ibarrier()
             poll(lambda: bool(others.Test()) or time.monotonic() > until, lambda _: False)
         if result.is_mine or not together:
-            where = f"; the first output that is not finite is that of stage {result.origin}"
-            raise WorkerError(
-                f"step {result.step}: {result.fault} is not finite (infinite or NaN)"
-                f"{where if result.origin >= 0 else ''}",
+            assert result.fault is not None
+            where = result.fault.cause
+            if not where and result.origin >= 0:
+                where = f"the first output that is not finite is that of stage {result.origin}"
+            raise StepError(
+                f"{result.fault} is not finite (infinite or NaN){where and f'; {where}'}",
+                step=result.step,
                 cure="lower the learning rate, clip gradients (training.clip_grad_norm) or look at "
                 "the data; training.on_nonfinite: skip leaves such steps out; pipectl resume "
                 "continues from the last checkpoint",
@@ -362,6 +411,7 @@ class StepEnd:
         self._vote = Vote(setup.communicator.Dup(), names, buffers, with_norms=self._clips)
         self._check = BufferCheck(self._written if self.looks else {})
         self.origins = Origins.of(setup.training.cut)
+        self._causes: dict[int, Cause] = {}
         self._before: dict[str, Tensor] = {}
 
     def begin(self) -> None:
@@ -382,7 +432,7 @@ class StepEnd:
             before: micro-batches of earlier steps in the run.
 
         Raises:
-            WorkerError: something is not finite, and the job is to stop in that case; if steps
+            StepError: something is not finite, and the job is to stop in that case; if steps
                 overlap, in an earlier step.
         """
         overlaps = run.per_step is not None
@@ -425,7 +475,7 @@ class StepEnd:
             at_once: whether to read only complete votes, without waiting for other ranks.
 
         Raises:
-            WorkerError: a step was not finite.
+            StepError: a step was not finite.
         """
         while (result := self._vote.count(at_once=at_once)) is not None:
             self._is_faulty(result, together=not at_once)
@@ -458,6 +508,9 @@ class StepEnd:
             micro_batches = range(len(losses)) if overlaps else [*run.step.losses]
             fault = fault_of_losses(micro_batches, losses, run.weights[before:end])
         origin = self.origins.first(end)
+        self._causes = {number: each for number, each in self._causes.items() if number >= step - 1}
+        if (cause := self.origins.take_cause()) is not None:
+            self._causes[step] = cause
         if origin is not None:
             origin = origin._replace(micro_batch=origin.micro_batch - before)
         checks = self.looks and self.loss_scale is None  # which reads the gradients itself
@@ -469,6 +522,17 @@ class StepEnd:
         own = {name: norm for name, norm in norms.items() if name in self.owned_parameters}
         answer = GO_ON if overlaps else self._answer()
         self._vote.cast(step, fault, origin, overflow=overflow, norms=own, answer=answer)
+
+    def _find_cause(self, step: int, *, together: bool) -> str:
+        """What computed the first value of a step that was not finite; empty if it is not known.
+
+        Args:
+            together: whether all ranks come here, so that each can tell the others.
+        """
+        own = self._causes.get(step)
+        causes = self._vote.gather(own) if together else [own]
+        known = [each for each in causes if each is not None and each.text]
+        return min(known).text if known else ""
 
     def _follow_parameters(self) -> None:
         for stage in self.stages.values():
@@ -482,6 +546,9 @@ class StepEnd:
         """
         if result.fault is None:
             return False
+        cause = self._find_cause(result.step, together=together)
+        result = replace(result, fault=replace(result.fault, cause=cause))
+        assert result.fault is not None
         self._record(result.step, result.fault)
         if not self._skips:
             if together:

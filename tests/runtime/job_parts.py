@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -202,6 +203,32 @@ class Overflowing(Model):
     def forward(self, x: Tensor) -> Tensor:
         huge = (x[:, :1] > 50) * 1e38
         return super().forward(x.clamp(-3, 3) + self.gate * huge * 1e6)
+
+
+class Block(nn.Module):
+    """With a mask that is infinite on purpose, and the logarithm of a factor."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mask", torch.tensor([0.0] + 5 * [-math.inf]))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = (self.linear(x) + self.mask).softmax(-1)
+        return x + torch.log(shares.sum(-1, keepdim=True) * self.factor)
+
+
+class Blocks(nn.Module):
+    """Three blocks, of which the second has a factor."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block(factor), Block())
+        self.head = nn.Linear(6, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x)).view(-1, 3, 4)
 
 
 class Late(Model):

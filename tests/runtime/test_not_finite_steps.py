@@ -13,13 +13,17 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from pipectl.capture import Slot
-from pipectl.errors import WorkerError
+from pipectl.capture import CapturedJob, Cut, Slot
+from pipectl.capture.batch import by_name
+from pipectl.capture.slices import Rows
+from pipectl.errors import StepError
 from pipectl.jobs.state import get_status
-from pipectl.plan import Plan
 from pipectl.runs import NotFinite, read_errors
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.diagnosis import find_not_finite
 from pipectl.runtime.finite import BufferCheck
 from pipectl.runtime.gradients import gradient_norms
+from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.runtime.step_end import (
     Origin,
     Origins,
@@ -37,6 +41,7 @@ HERE = Path(__file__).parent
 PARTS = HERE / "job_parts.py"
 SPOILT = {"factory": f"{PARTS}:Spoilt"}
 STEEP = {"factory": f"{PARTS}:Overflowing"}
+MASKED = {"factory": f"{PARTS}:Blocks"}
 MARKED = {"factory": f"{PARTS}:Marked"}
 
 
@@ -79,7 +84,7 @@ def test_the_first_fault_of_a_step_is_named(value: float) -> None:
     vote.cast(4, fault_of(model))
     result = result_of(vote)
     assert result.fault == NotFinite(gradient_of="1.weight", stage=1)
-    with pytest.raises(WorkerError, match=r"step 4: the gradient of '1\.weight' in stage 1 is not"):
+    with pytest.raises(StepError, match=r"^the gradient of '1\.weight' in stage 1 is not"):
         vote.stop(result, together=True)
     losses = [torch.tensor(x) for x in (value, 1.0, math.inf, math.nan)]
     fault = fault_of_losses([0, 2, 4, 6], losses, [0.0, 9.0, 0.5, 9.0, 0.3, 9.0, 0.2])
@@ -89,8 +94,9 @@ def test_the_first_fault_of_a_step_is_named(value: float) -> None:
     result = result_of(vote)
     assert (result.step, result.fault) == (5, NotFinite(loss_of_micro_batch=4))
     # Where steps overlap, a rank without the fault must not wait for one that may wait for it.
-    with pytest.raises(WorkerError, match=r"step 5: the loss of micro-batch 4 is not"):
+    with pytest.raises(StepError, match=r"^the loss of micro-batch 4 is not") as failed:
         vote.stop(replace(result, is_mine=False), together=False)
+    assert failed.value.step == 5
     assert result_of(vote).fault is None
     assert vote.count() is None
 
@@ -117,7 +123,7 @@ def test_a_buffer_counts_that_was_finite_before() -> None:
     vote.cast(2, fault)
     result = result_of(vote)
     assert result.fault == NotFinite(buffer="spread")
-    with pytest.raises(WorkerError, match="step 2: the buffer 'spread' is not finite"):
+    with pytest.raises(StepError, match=r"^the buffer 'spread' is not finite"):
         vote.stop(result, together=True)
 
 
@@ -138,9 +144,42 @@ def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
         result = result_of(vote)
         assert (result.fault, result.origin) == (NotFinite(loss_of_micro_batch=2), stage)
         words = "; the first output that is not finite is that of stage 1"
-        with pytest.raises(WorkerError, match=r"step 1: the loss of micro-batch 2 is not") as error:
+        with pytest.raises(StepError, match=r"^the loss of micro-batch 2 is not") as error:
             vote.stop(result, together=True)
         assert (words in error.value.message) is (stage == 1)
+
+
+COMPUTED = "the first value that is not finite is computed by module 'blocks.1' (at "
+
+
+@pytest.mark.parametrize(
+    ("factor", "change", "said"),
+    [
+        (1.0, "", ""),
+        (-1.0, "", COMPUTED),
+        (0.0, "", COMPUTED),
+        (1.0, "model.blocks.2.linear.weight", "'blocks.2.linear.weight' is not finite before"),
+        (1.0, "data", "the data have a value that is NaN"),
+    ],
+    ids=["finite", "NaN", "infinite", "weight", "data"],
+)
+def test_the_module_is_named_that_computes_the_first_value_that_is_not_finite(
+    make_spec, factor: float, change: str, said: str
+) -> None:
+    """Masks are infinite on purpose."""
+    job = CapturedJob(make_spec(1, model={**MASKED, "kwargs": {"factor": factor}}))
+    graph, rows = job.training_graph(2), Rows.of(2)
+    cuts = {(True, rows): Cut(graph, {node.name: 0 for node in graph.operators}, training=True)}
+    stage = Stage(0, cuts, job.states, CpuDevice())
+    given = by_name(graph, job.loader.example(2))
+    if change == "data":
+        given = {n: t * math.nan if t.is_floating_point() else t for n, t in given.items()}
+    elif change:
+        job.states[change].detach()[0, 0] = math.inf
+    inputs = {name: given[name] for name in stage.inputs(True, rows)}
+    found = find_not_finite(stage, MicroBatch(0, rows), inputs, {})
+    assert found.startswith(said)
+    assert bool(found) is bool(said)
 
 
 @pytest.mark.mpi
@@ -171,11 +210,10 @@ def test_a_job_stops_and_saves_nothing_of_the_step(
     done = work(ranks if ranks > 1 else 0, run)
     assert done.returncode != 0
     (error,) = read_errors(run)
-    stage = error.stage  # which one has the gate follows from what was measured
-    assert (error.rank, error.exit_code) == (stage, 1)
-    assert error.step in (3, 4)
+    stage = error.rank  # which one has the gate follows from what was measured
+    assert (error.stage, error.step, error.action, error.exit_code) == (None, 3, "", 1)
     fault = f"the gradient of 'gate' in stage {stage}"
-    assert error.message.startswith(f"step 3: {fault} is not finite")
+    assert error.message == f"{fault} is not finite (infinite or NaN)"
     assert ("the checkpoint of step 2 was not written" in done.stderr) is (written is False)
     saved = ["step-000002"] if written else []
     assert [path.name for path in run.checkpoints.glob("step-*")] == saved
@@ -197,20 +235,25 @@ def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("ranks", "given"),
-    [(2, {"schedule": "pipedream-2bw", "micro_batches": 2}), (3, {"schedule": "pipedream"})],
+    [
+        (2, {"schedule": "1f1b", "micro_batches": 2}),
+        (2, {"schedule": "pipedream-2bw", "micro_batches": 2}),
+        (3, {"schedule": "pipedream"}),
+    ],
     ids=lambda item: f"{item}" if isinstance(item, int) else item["schedule"],
 )
-def test_steps_that_overlap_stop_too(make_run, work, ranks: int, given: dict[str, Any]) -> None:
+def test_steps_stop_at_a_loss_also_if_they_overlap(
+    make_run, work, ranks: int, given: dict[str, Any]
+) -> None:
     training = {"steps": 5, "batch_size": 4}
     pipeline = {"stages": ranks, **given}
     run = make_run(ranks, SPOILT, training=training, pipeline=pipeline)
     done = work(ranks, run)
     assert done.returncode != 0
-    # Measured times decide which stage has the first layer; the last stage hands on nothing.
-    first = next(i for i, stage in enumerate(Plan.load(run.plan).stages) if "linear" in stage.nodes)
-    origin = f"; the first output that is not finite is that of stage {first}"
-    assert read_errors(run)[0].message == (
-        "step 2: the loss of micro-batch 0 is not finite (infinite or NaN)"
-        f"{origin if first < ranks - 1 else ''}"
+    error = read_errors(run)[0]
+    assert error.step == 2
+    cause = "; the data have a value that is NaN" if given["schedule"] == "1f1b" else ""
+    assert error.message.startswith(
+        f"the loss of micro-batch 0 is not finite (infinite or NaN){cause}"
     )
     assert not list(run.checkpoints.glob("step-*"))
