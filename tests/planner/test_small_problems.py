@@ -15,7 +15,7 @@ from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
 from pipectl.planner.costs.devices import one_each
-from pipectl.planner.graph.blocks import bits, condense
+from pipectl.planner.graph.blocks import bits, bitset, condense
 from pipectl.planner.judge import TIE
 from pipectl.planner.partition.layout import Choice, Layout, consecutive
 from pipectl.planner.partition.programme import _hash_of
@@ -91,6 +91,13 @@ def test_plans_are_within_a_percent_of_the_best_and_the_best_if_the_gap_is_0(
     assert search.step_lower_bound_s <= best_s * (1 + 1e-9)
     if search.gap <= TIE:
         assert step_s <= best_s * (1 + 2 * TIE)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 16, 17, 900])
+def test_an_integer_has_the_bits_of_a_set_and_gives_them_back(count):
+    places = Random(count).sample(range(1000), count)
+    assert bitset(iter(places)) == sum(1 << place for place in places)
+    assert list(bits(bitset(places))) == sorted(places)
 
 
 @pytest.mark.parametrize("number", range(24))

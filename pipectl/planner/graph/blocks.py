@@ -21,9 +21,17 @@ from pipectl.arrays import Flags, Words
 from pipectl.graph import topological_order
 from pipectl.profile import Operator, Profile
 
+_FEW = 16
+"""Every step of a loop over the bits of an integer takes as long as the integer is."""
+
 
 def bits(members: int) -> Iterator[int]:
     """Positions of the set bits, ascending."""
+    if members.bit_count() > _FEW:
+        octets = members.to_bytes(members.bit_length() // 8 + 1, "little")
+        flags = np.unpackbits(np.frombuffer(octets, dtype=np.uint8), bitorder="little")
+        yield from np.flatnonzero(flags).tolist()
+        return
     while members:
         low = members & -members
         yield low.bit_length() - 1
@@ -32,7 +40,12 @@ def bits(members: int) -> Iterator[int]:
 
 def bitset(positions: Iterable[int]) -> int:
     """The integer with these bits set; positions must be distinct."""
-    return sum(1 << position for position in positions)
+    places = list(positions)
+    if len(places) <= _FEW:
+        return sum(1 << place for place in places)
+    flags = np.zeros(max(places) + 1, dtype=np.uint8)
+    flags[places] = 1
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
 
 
 def membership(bitsets: Sequence[int], width: int) -> Flags:
