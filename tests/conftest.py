@@ -366,7 +366,8 @@ def profile_of() -> Callable[[Any], Any]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(effort._LIMITS, effort.Effort.FAST, (twice, twice, None))
                 patch.setattr("pipectl.profiler.job.other_reader", lambda _: nullcontext(unread))
-                patch.setattr("pipectl.profiler.job.try_job", lambda *_: None)
+                for tried in ("try_job", "try_metrics"):
+                    patch.setattr(f"pipectl.profiler.job.{tried}", lambda *_: None)
                 profile_job(spec, effort=effort.Effort.FAST).save(file)
         return Profile.load(file)
 

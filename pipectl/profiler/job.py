@@ -29,7 +29,7 @@ from pipectl.profiler.neighbours import Neighbours
 from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.readings import NOTES, other_reader
-from pipectl.profiler.trial import try_job
+from pipectl.profiler.trial import try_job, try_metrics
 from pipectl.runtime.device import (
     CpuDevice,
     Device,
@@ -103,9 +103,10 @@ def profile_job(
         job.check_shapes(sizes[0])
         readings = other.compare(job)
         journal = Journal() if journal is None else journal  # an empty one counts as false
-        profiling = _Profiling(job, effort, sizes, progress, journal, device)
         notify("trying what else the job needs")
         try_job(job, sizes[0], device.torch_device)
+        profiling = _Profiling(job, effort, sizes, progress, journal, device)
+        try_metrics(job, sizes[0], device.torch_device)
         notify("waiting for the processes on the other cores")
         neighbours.wait()
         notify("measuring")

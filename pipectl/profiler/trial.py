@@ -33,11 +33,13 @@ _PATIENCE_S = 10.0
 
 
 def try_job(job: CapturedJob, size: int, device: torch.device) -> None:
-    """Try metrics, held-out data, weights of losses, callbacks, and what a named schedule needs.
+    """Try held-out data, the evaluation graph, weights of losses, callbacks, a named schedule.
+
+    Graphs are captured, so parameters must still be on the host.
 
     Args:
         size: of a micro-batch.
-        device: where the parameters are.
+        device: where the job trains.
 
     Raises:
         CaptureError: naming the key, and what is wrong with it.
@@ -50,7 +52,7 @@ def try_job(job: CapturedJob, size: int, device: torch.device) -> None:
         _try_sizes(job, size)
         _try_schedule(job, size, device)
         if (loader := job.evaluation_loader) is not None:
-            _try_evaluation(job, loader, size, device)
+            _try_evaluation(job, loader, _evaluation_size(job, size))
 
 
 @contextmanager
@@ -79,24 +81,36 @@ def _try_sizes(job: CapturedJob, size: int) -> None:
             job.training_graph(samples, length)
 
 
-def _try_evaluation(job: CapturedJob, loader: Loader, size: int, device: torch.device) -> None:
-    """Capture the evaluation, compare held-out data with what was captured, and try metrics."""
-    assert job.spec.evaluation is not None
-    size = job.spec.evaluation.batch_size or size
-    batches = []
+def _try_evaluation(job: CapturedJob, loader: Loader, size: int) -> None:
+    """Capture the evaluation, and compare held-out data with what was captured."""
     for samples, length in _shapes(loader, size):
         reader = Reader(job.evaluation_graph(samples, length), training=False, length=length)
-        batches.append(loader.example(samples, length=length))
-        values = reader.read(batches[-1])
+        values = reader.read(loader.example(samples, length=length))
         reader.check(values, samples, values, is_whole=True)
-    metrics = job.metrics()
-    if not metrics or any(map(is_deferred, job.states.values())):
+
+
+def try_metrics(job: CapturedJob, size: int, device: torch.device) -> None:
+    """Try metrics on held-out micro-batches of every shape; see :func:`try_job`.
+
+    Args:
+        device: where the parameters are.
+    """
+    loader, metrics = job.evaluation_loader, job.metrics()
+    if loader is None or not metrics or any(map(is_deferred, job.states.values())):
         return  # which fit into no process
-    try:
-        _try_metrics(job, metrics, batches, device)
-    except WorkerError:  # perhaps a metric that has no result for so few samples
-        everything = loader.micro_batches(loader.epoch(0), size)
-        _try_metrics(job, metrics, everything, device, time.monotonic() + _PATIENCE_S)
+    size = _evaluation_size(job, size)
+    examples = [loader.example(n, length=length) for n, length in _shapes(loader, size)]
+    with as_refusal():
+        try:
+            _try_metrics(job, metrics, examples, device)
+        except WorkerError:  # perhaps a metric that has no result for so few samples
+            everything = loader.micro_batches(loader.epoch(0), size)
+            _try_metrics(job, metrics, everything, device, time.monotonic() + _PATIENCE_S)
+
+
+def _evaluation_size(job: CapturedJob, size: int) -> int:
+    assert job.spec.evaluation is not None
+    return job.spec.evaluation.batch_size or size
 
 
 def _shapes(loader: Loader, size: int) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipectl.errors import InvalidInputError
 from pipectl.profiler import profile_job
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.optimizer import optimizer_cost
-from pipectl.profiler.trial import try_job
+from pipectl.profiler.trial import try_job, try_metrics
 from pipectl.runtime.device import CpuDevice
 
 HERE = Path(__file__)
@@ -119,11 +120,11 @@ def test_a_job_is_tried(spec_of, monkeypatch, model, sections, message) -> None:
     if weighing:
         spec = spec.model_copy(update={"loss": spec.loss.model_copy(update={"weight": weighing})})
     job = CapturedJob(spec)
+    with pytest.raises(InvalidInputError) if message else nullcontext() as raised:
+        try_job(job, 4, CPU)
+        try_metrics(job, 4, CPU)
     if not message:
-        try_job(job, 4, CPU)
         return
-    with pytest.raises(InvalidInputError) as raised:
-        try_job(job, 4, CPU)
     assert re.match(message, raised.value.message, re.DOTALL), raised.value.message
     assert raised.value.cure
 
