@@ -67,6 +67,7 @@ class StageCost:
         deferred_block_bytes: the largest gradient among these; None if unknown.
         flops: floating-point operations of forward and backward; None if unknown.
         trained_bytes: parameters that an update changes; None: ``parameter_bytes``.
+        cast_bytes: casts of parameters to half precision, which all micro-batches of a step share.
     """
 
     forward_s: float
@@ -84,6 +85,7 @@ class StageCost:
     deferred_block_bytes: int | None = None
     flops: int | None = None
     trained_bytes: int | None = None
+    cast_bytes: int = 0
 
     @property
     def changed_bytes(self) -> int:

@@ -88,6 +88,8 @@ class Operator:
         gradient_bytes: bytes of the gradient that comes back; 0 if the value has no gradient. As
             many as the output if None.
         saved: (value, bytes) kept from forward to backward; equal values share one storage.
+        casts: (name, bytes) of each cast of a parameter or buffer that it uses; stored once per
+            stage, for all micro-batches of a step.
         timings: micro-batch size to (forward_s, backward_s), for sizes other than the profile's;
             without them, times are taken to be proportional.
         cached: as ``timings``, for every measured size, in a stage whose data stays in the
@@ -114,6 +116,7 @@ class Operator:
     gradient_bytes: Size
     parameters: NamedBytes = ()
     saved: NamedBytes = field(default=(), metadata={"explicit": True})
+    casts: NamedBytes = ()
     timings: Times = field(default_factory=dict)
     cached: Times = field(default_factory=dict)
     group: Annotated[str | None, _to_group] = None

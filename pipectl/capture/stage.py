@@ -180,9 +180,10 @@ class Pass(IntEnum):
     """
 
     BUILD = 0
-    SPLIT = 1
-    COMPILE = 2
-    MARK = 3
+    CAST = 1
+    SPLIT = 2
+    COMPILE = 3
+    MARK = 4
 
 
 @dataclass(frozen=True, eq=False)

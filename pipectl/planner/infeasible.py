@@ -91,7 +91,8 @@ def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
     parts = [f"process {format_bytes(problem.baseline_bytes)}"]
     for index in plan.stages_of_rank(rank):
         stage, in_flight = plan.stages[index], plan.warm_up[index]
-        trained = stage.cost.resident_bytes + stage.cost.accumulated_bytes
+        cost = stage.cost
+        trained = cost.resident_bytes + cost.accumulated_bytes + cost.cast_bytes
         where, most = "in flight", in_flight
         if stage.offload:
             where, most = "on the device", min(in_flight, ON_THE_DEVICE)

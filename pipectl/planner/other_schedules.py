@@ -334,8 +334,8 @@ def _reserved_bytes(plan: Plan, problem: Problem) -> tuple[float, ...]:
     for stage, in_flight in zip(plan.stages, plan.warm_up, strict=True):
         (rank,), cost = stage.ranks, stage.cost
         limit = problem.limit_bytes(rank)
-        stage_bytes = cost.resident_bytes + cost.accumulated_bytes + in_flight * stage.kept_bytes
-        stage_bytes += stage.recompute * cost.saved_bytes
+        stage_bytes = cost.resident_bytes + cost.accumulated_bytes + cost.cast_bytes
+        stage_bytes += in_flight * stage.kept_bytes + stage.recompute * cost.saved_bytes
         share = stage_bytes / max(1, peaks[rank] - baseline)
         reserved.append((limit - baseline) * (1 - share) if limit < inf else 0.0)
     return tuple(reserved)

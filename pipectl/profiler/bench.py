@@ -44,6 +44,7 @@ from pipectl.planner.costs.footprint import Footprints
 from pipectl.profiler.effort import Rounds
 from pipectl.profiler.fit import CACHE_SHARES, Sample, StageTimes
 from pipectl.profiler.machine import Clock, clock_of, loading_clock
+from pipectl.runtime.casts import SharedCast
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.stage import MicroBatch, Stage
@@ -88,13 +89,15 @@ class MarkedCode:
         self._turns: list[tuple[int, float]] = []
         self._roots: list[Any] = []
         module = code.operators(Pass.MARK)
-        owner_of: dict[fx.Node, str] = {}  # a seed's is the next operator, a fork's the one before
+        # That of a seed or a cast is the next operator, that of a fork the one before.
+        owner_of: dict[fx.Node, str] = {}
         waiting: list[fx.Node] = []
         for node in module.graph.nodes:
             if node.op != "call_function":
                 continue
             waiting.append(node)
-            if node.name in operators or (owner_of and node.target not in SEEDERS):
+            leads = node.target in SEEDERS or isinstance(node.target, SharedCast)
+            if node.name in operators or (owner_of and not leads):
                 owner = node.name if node.name in operators else next(reversed(owner_of.values()))
                 owner_of.update(dict.fromkeys(waiting, owner))
                 waiting = []

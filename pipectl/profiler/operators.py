@@ -7,7 +7,7 @@ fits in no process they are not run either: later operators get values of the sa
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 from pipectl.capture import CapturedJob, State
+from pipectl.capture.casts import Casting, state_behind
 from pipectl.capture.opaque import Form, Opaque
 from pipectl.capture.operators import written_tensors
 from pipectl.capture.patches import hooks_on_saved_tensors
@@ -31,6 +32,7 @@ from pipectl.profile import Operator, OperatorMemory
 from pipectl.profiler.bench import Subject
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import clock_of, record_allocated
+from pipectl.runtime.casts import use_cast
 from pipectl.runtime.device import Device, release_freed_memory
 
 _MIN_REPEATS, _MAX_REPEATS = 3, 15
@@ -118,6 +120,7 @@ class Pattern:
 
     Args:
         result: with forms for tensors.
+        casts: (argument, type, bytes) of each cast that it is given in place of a parameter.
         output_bytes: of the result, if it is one tensor.
         kept: (argument whose memory it is, ``_RESULT``, or None; bytes) of each storage that
             autograd keeps for the backward.
@@ -129,6 +132,7 @@ class Pattern:
     """
 
     result: Any
+    casts: list[tuple[int, torch.dtype, int]]
     output_bytes: int
     kept: list[tuple[int | None, int]]
     made_bytes: int
@@ -145,8 +149,12 @@ class Pattern:
         return [leaf.memory for leaf in leaves if isinstance(leaf, Form)]
 
 
-def observe(call: Call, device: torch.device) -> tuple[Any, Pattern]:
-    """Run an operator forward and backward once, and record its memory; return its result too."""
+def observe(call: Call, device: torch.device, casts: Mapping[int, Tensor]) -> tuple[Any, Pattern]:
+    """Run an operator forward and backward once, and record its memory; return its result too.
+
+    Args:
+        casts: of arguments, which exist before it runs.
+    """
     kept_bytes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -169,6 +177,7 @@ def observe(call: Call, device: torch.device) -> tuple[Any, Pattern]:
     for index, leaf in enumerate(run.leaves):
         if isinstance(leaf, Tensor):
             places.setdefault(storage_of(leaf), index)
+    places |= {storage_of(cast): index for index, cast in casts.items()}
     gradients = []
     counted: list[Any] = list(run.seeds)
     for index, gradient in zip(wanting, run.gradients, strict=False):
@@ -183,6 +192,7 @@ def observe(call: Call, device: torch.device) -> tuple[Any, Pattern]:
         kept.append((None, max(0, forward.end_bytes - arguments.end_bytes - seen_bytes)))
     pattern = Pattern(
         pytree.tree_map_only(Tensor, lambda t: Form.of(t, places.get(storage_of(t), -1)), result),
+        [(index, cast.dtype, cast.nbytes) for index, cast in casts.items()],
         result.numel() * result.element_size() if isinstance(result, Tensor) else 0,
         kept,
         made_bytes,
@@ -243,6 +253,7 @@ class Walk:
     ) -> None:
         self._job, self._subject, self._graph = job, subject, subject.graph
         self._device = subject.device.torch_device
+        self._casting = Casting(subject.precision, self._device)
         self._journal, self._budget_s = journal, budget_s
         self._fits = not any(map(is_deferred, subject.states.values()))
         self._constants = {n: t.to(self._device) for n, t in self._graph.constants.items()}
@@ -323,7 +334,7 @@ class Walk:
 
     def _observe(self, node: fx.Node, key: Any) -> Pattern:
         """Measure an operator, and remember the figures for those with an equal key."""
-        call = self._call(node, self._state)
+        call, casts = self._with_casts(node, self._call(node, self._state))
         times, budget_s = (0.0, 0.0), self._budget_s
         with missing_kernels(node.name, self._subject.precision, self._device), torch.enable_grad():
             if budget_s is not None:
@@ -333,7 +344,7 @@ class Walk:
                     lambda: time_alone(call, self._subject.device, budget_s),
                 )
             flops = count_flops(call)
-            result, pattern = observe(call, self._device)
+            result, pattern = observe(call, self._device, casts)
         pattern = replace(pattern, flops=flops, times=times)
         is_view = any(origin >= 0 for origin in pattern.origins)
         written = written_tensors(node.target, call.args, call.kwargs)
@@ -342,6 +353,23 @@ class Walk:
             self._patterns[key] = pattern
         self._values[node] = self._value(call, result, set(storages_in(written)))
         return pattern
+
+    def _with_casts(self, node: fx.Node, call: Call) -> tuple[Call, Mapping[int, Tensor]]:
+        """Return an operator as a stage runs it: given the casts that micro-batches share."""
+        leaves = call.leaves
+        casts = {
+            index: leaves[index].detach().to(dtype)
+            for index, dtype in self._casting.of(self._graph, node, self._outline).items()
+        }
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            for index, cast in casts.items():
+                leaves[index] = use_cast(leaves[index], cast)
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
+            return call.target(*args, **kwargs)
+
+        return (replace(call, target=run) if casts else call), casts
 
     def _value(self, call: Call, result: Any, written: set[int]) -> Any:
         """Return what later operators read; values that are written in place are in their own
@@ -391,6 +419,12 @@ class Walk:
                 name = node.name if argument == _RESULT else storage_name(argument)
             if name:
                 saved[name] = saved.get(name, 0) + size
+        casts: dict[str, int] = {}
+        for argument, dtype, size in pattern.casts:
+            source = sources[argument]
+            view = "" if source.name in known else f":{source.name}"
+            name = known[state_behind(graph, source) or source.name].name
+            casts[f"{name}{view}:{str(dtype).removeprefix('torch.')}"] = size
         gradients: dict[str, int] = {}
         for argument, size in pattern.gradients:
             source = sources[argument]
@@ -412,6 +446,7 @@ class Walk:
             gradient_bytes=pattern.output_bytes if graph.requires_grad[node.name] else 0,
             parameters=sizes("parameter"),
             saved=tuple(saved.items()),
+            casts=tuple(casts.items()),
             group=graph.groups.get(node.name),
             signature=graph.signatures[node.name],
             memory=OperatorMemory(

@@ -80,6 +80,7 @@ class AsynchronousSteps(Steps):
         for stage in self._end.stages.values():
             assert stage.versions is not None
             stage.versions.restart()
+            stage.casts.drop()
         self._end.begin()
         rank, size = self._batches.communicator.rank, self._plan.micro_batch_size
         count, sizes = self._plan.micro_batches, [split_batch(each.size, size) for each in batches]

@@ -37,6 +37,8 @@ from pipectl.capture.tensors import storage_of
 from pipectl.errors import MismatchError, WorkerError
 from pipectl.graph import TransferKind
 from pipectl.plan import Stage as PlannedStage
+from pipectl.runtime import casts
+from pipectl.runtime.casts import SharedCasts
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.offload import Mover
@@ -59,11 +61,13 @@ class View(NamedTuple):
     Args:
         number: of its memory; if negative, of the state ``~number``, which both ranks have.
         offset: of its first element, in elements after that of the memory or state.
+        cast: the cast of the state in which it lies, if it does not lie in the state itself.
     """
 
     number: int
     layout: Layout
     offset: int
+    cast: casts.View | None = None
 
 
 class Agreement(NamedTuple):
@@ -82,12 +86,16 @@ class Agreement(NamedTuple):
     structure: tuple[str, ...] = ()
 
     def unpack(
-        self, message: Sequence[Tensor | None], states: Mapping[int, Tensor]
+        self,
+        message: Sequence[Tensor | None],
+        states: Mapping[int, Tensor],
+        shared: SharedCasts,
     ) -> list[Tensor]:
         """The tensors of a message.
 
         Args:
             states: the arguments that both ranks have, by index.
+            shared: the casts of these on this rank.
         """
         bundle, *large = message
         alone = dict(zip(_large(self.sizes, len(message)), large, strict=False))
@@ -99,10 +107,14 @@ class Agreement(NamedTuple):
                 memory = bundle[start : start + size].clone()
                 start += size
             memories.append(memory)
-        return [
-            layout.view(states[~number].detach() if number < 0 else memories[number], offset)
-            for number, layout, offset in self.views
-        ]
+
+        def base(view: View) -> Tensor:
+            if view.number >= 0:
+                return memories[view.number]
+            state = states[~view.number]
+            return state.detach() if view.cast is None else shared.again(state, view.cast)
+
+        return [view.layout.view(base(view), view.offset) for view in self.views]
 
     def check(self, stage: int, graph: Graph) -> None:
         """Compare with the graph that another rank recorded.
@@ -128,18 +140,23 @@ class Agreement(NamedTuple):
 
 
 def pack(
-    tensors: Sequence[Tensor], states: Mapping[int, Tensor], places: int
+    tensors: Sequence[Tensor], states: Mapping[int, Tensor], shared: SharedCasts, places: int
 ) -> tuple[Agreement, list[Tensor | None]]:
     """The views of a message's tensors, and the vectors to send, by place; the small ones first.
 
     Args:
         states: the arguments that both ranks have, by index.
+        shared: the casts of these, which both ranks can make.
         places: how many tensors a message may have.
 
     Raises:
         WorkerError: a message cannot carry a tensor of this kind.
     """
-    known = {storage_of(state): index for index, state in states.items()}
+    known: dict[int, tuple[int, Tensor, casts.View | None]] = {}
+    for index, state in states.items():
+        known[storage_of(state)] = ~index, state, None
+        for view, cast in shared.made_of(state).items():
+            known[storage_of(cast)] = ~index, cast, view
     spans: dict[int, tuple[int, int]] = {}
     memories: dict[int, Tensor] = {}
     for tensor in tensors:
@@ -160,13 +177,14 @@ def pack(
     numbers = {memory: number for number, memory in enumerate(spans)}
     views = []
     for tensor in tensors:
-        memory, offset = storage_of(tensor), int(tensor.storage_offset())
+        memory, offset, of = storage_of(tensor), int(tensor.storage_offset()), None
         if memory in known:
-            number, base = ~known[memory], int(states[known[memory]].storage_offset())
+            number, base, of = known[memory]
+            offset -= int(base.storage_offset())
         else:
-            number, base = numbers[memory], spans[memory][0] // tensor.itemsize
-        layout = Layout.exactly(tensor)
-        views.append(View(number, layout, offset - base))
+            number = numbers[memory]
+            offset -= spans[memory][0] // tensor.itemsize
+        views.append(View(number, Layout.exactly(tensor), offset, of))
     sizes = tuple(vector.numel() for vector in vectors)
     large = _large(sizes, places)
     small = [vector for number, vector in enumerate(vectors) if number not in large]
@@ -254,7 +272,7 @@ def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
 def _is_read_once(node: Node) -> bool:
     """Whether it reads each saved tensor once: true of all but the user's own functions."""
     function = getattr(node, "_forward_cls", None)
-    return function is None or function.__module__ == Receive.__module__
+    return function is None or function.__module__ in (Receive.__module__, casts.__name__)
 
 
 def _check_functions(stage: int, nodes: Sequence[Node]) -> None:
@@ -338,6 +356,7 @@ class ForwardHalf(_Half):
         still be sent from the old. Parameters with several uses keep their memory, which their
         leaves share; only schedules that flush allow them.
         """
+        self.casts.drop()
         several = {slot.value for slot in self.uses}
         for slot, tensor in message.items():
             assert tensor is not None
@@ -356,7 +375,7 @@ class ForwardHalf(_Half):
     ) -> Tensors:
         """The message of what a backward needs, by slot; its memory layout must never change."""
         rows, code = micro_batch.rows, self._code(micro_batch.rows)
-        agreement, message = pack(tensors, lasting_states(code), self._places)
+        agreement, message = pack(tensors, lasting_states(code), self.casts, self._places)
         if rows not in self._agreed:
             self._agreed[rows] = agreement._replace(start=start, structure=tuple(structure))
             self._wire.send_object(self._agreed[rows], self._other_rank, self.index)
@@ -431,7 +450,7 @@ class BackwardHalf(_Half):
         if self.versions is not None:
             used = self.versions.of_age(micro_batch.age).among(list(states.values()))
             states = dict(zip(states, used, strict=True))
-        return began, self._agreed[began.rows].unpack(message, states)
+        return began, self._agreed[began.rows].unpack(message, states, self.casts)
 
 
 def make_half(

@@ -17,7 +17,7 @@ copied to memory of their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
@@ -138,6 +138,7 @@ class SavedTensors:
         staying: tensors whose memory is not moved, such as parameters.
         device: storages on other devices are not moved.
         mover: takes blocks away and brings them back.
+        shared: storages that are not moved either, because other micro-batches use them.
 
     Attributes:
         min_bytes: smaller storages are not moved: statistics of norms, and other vectors.
@@ -145,8 +146,15 @@ class SavedTensors:
 
     min_bytes: ClassVar[int] = 16 << 10
 
-    def __init__(self, staying: Iterable[Tensor], device: torch.device, mover: Mover) -> None:
+    def __init__(
+        self,
+        staying: Iterable[Tensor],
+        device: torch.device,
+        mover: Mover,
+        shared: Container[StorageWeakRef] = (),
+    ) -> None:
         self._staying = {_identity(tensor) for tensor in staying}
+        self._shared = shared
         self._device = device
         self._mover = mover
         self._blocks: WeakValueDictionary[StorageWeakRef, Block] = WeakValueDictionary()
@@ -171,7 +179,7 @@ class SavedTensors:
         if not self._may_leave(tensor):
             return tensor
         key = _identity(tensor)
-        if key in self._staying:
+        if key in self._staying or key in self._shared:
             return tensor
         block = self._blocks.get(key)
         if block is None:

@@ -29,16 +29,25 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipectl.capture import Cut, Slot, build_stage
 from pipectl.capture.batch import copy_written_inputs
+from pipectl.capture.casts import Casting
+from pipectl.capture.graph import CapturedGraph, State
 from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Rows
 from pipectl.capture.stage import Receive, StageCode
 from pipectl.graph import TransferKind
+from pipectl.runtime.casts import SharedCasts
 from pipectl.runtime.device import Device, move
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import SavedTensors, run_backward, unpack
-from pipectl.runtime.stage_code import WeightHalf, compile_stage, insert_ticks, split_backwards
+from pipectl.runtime.stage_code import (
+    WeightHalf,
+    compile_stage,
+    insert_ticks,
+    share_casts,
+    split_backwards,
+)
 from pipectl.runtime.versions import Version, Versions
 
 Key = tuple[bool, Rows]
@@ -167,6 +176,7 @@ class Segment:
         number: index of the segment among the stages of the cuts.
         cuts: by rows, for every size that it will compute.
         argument: returns a parameter or buffer that some code is called with.
+        change: what to do to new code.
         recomputes: whether a forward keeps only its inputs.
 
     Attributes:
@@ -182,6 +192,7 @@ class Segment:
         argument: Callable[[Cut, Slot], Tensor],
         device: torch.device,
         precision: str,
+        change: Callable[[StageCode, CapturedGraph], StageCode],
         *,
         recomputes: bool,
     ) -> None:
@@ -190,7 +201,8 @@ class Segment:
         self._anchor = torch.zeros((), requires_grad=True)
         self.codes: dict[Rows, Code] = {}
         for rows, cut in cuts.items():
-            code, graph = build_stage(cut, number, rows, device), cut.graph
+            graph = cut.graph
+            code = change(build_stage(cut, number, rows, device), graph)
             names = graph.written if recomputes else graph.rewritten
             assert isinstance(code.module, fx.GraphModule)
             self.codes[rows] = Code(
@@ -344,6 +356,7 @@ class Stage:
         uses: leaves in the memory of parameters with several uses, one per use.
         segments: in the order in which training runs them.
         versions: of the weights, if steps are not flushed; see :meth:`keep_versions`.
+        casts: of the weights, which micro-batches share.
         saved: what forwards keep, by micro-batch, if it is offloaded.
     """
 
@@ -365,6 +378,8 @@ class Stage:
         self.saved: dict[int, SavedTensors] = {}
         self.device, self.precision = device.torch_device, precision
         self.versions: Versions | None = None
+        self.casts = SharedCasts()
+        self._casting = Casting(precision, self.device)
         self._states = states
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -375,10 +390,12 @@ class Stage:
         given = self.argument, self.device, precision
         again = recompute or bool(firsts)
         self.segments = [
-            Segment(number, inner, *given, recomputes=again)
+            Segment(number, inner, *given, self._share_casts, recomputes=again)
             for number in range(index, index + len(firsts) + 1)
         ]
-        self._evaluation = Segment(index, evaluating, *given, recomputes=False)
+        self._evaluation = Segment(
+            index, evaluating, *given, lambda code, _: code, recomputes=False
+        )
         self._inputs: dict[Key, tuple[str, ...]] = {}
         for key in cuts:
             names = (name for code in self._codes(key) for name in code.stage.inputs)
@@ -455,6 +472,9 @@ class Stage:
             returned |= caught
         if self.versions is not None and version is not None:
             self.versions.collect(version)
+        if self.versions is not None:
+            del version
+            self.casts.drop([])  # if no further backward uses these weights
         return returned
 
     def finish_backward(self, index: int) -> None:
@@ -502,8 +522,10 @@ class Stage:
         kept = [each for segment in self.segments for each in segment.kept.values()]
         waiting = [each.version for each in kept if isinstance(each, Live | Start)]
         self.versions.before_update([version for version in waiting if version is not None])
+        self.casts.drop(self.parameters.values())  # moved, or changed where they are
         yield
         self.versions.after_update()
+        self.casts.drop([])
 
     def follow_parameters(self) -> None:
         """Follow an optimizer that may have given parameters other memory (``p.data = ...``)."""
@@ -515,6 +537,7 @@ class Stage:
         for segment in self.segments:
             segment.kept.clear()
         self.saved.clear()
+        self.casts.drop()
         for tensor in (*self.parameters.values(), *self.uses.values()):
             tensor.grad = None
         if self.versions is not None:
@@ -533,6 +556,12 @@ class Stage:
         trains, rows = key
         segments = self.segments if trains else [self._evaluation]
         return [segment.codes[rows] for segment in segments]
+
+    def _share_casts(self, code: StageCode, graph: CapturedGraph) -> StageCode:
+        def tensor_of(state: State) -> Tensor:
+            return (graph.constants if state.kind == "constant" else self._states)[state.name]
+
+        return share_casts(code, graph, tensor_of, self._casting, self.casts)
 
     def argument(self, cut: Cut, slot: Slot) -> Tensor:
         """A parameter or buffer of this stage, moved to the device in place."""
@@ -557,7 +586,7 @@ class Stage:
         """The pool for what a micro-batch keeps, if that is offloaded."""
         if self._mover is None:
             return None
-        self.saved[index] = SavedTensors(staying, self.device, self._mover)
+        self.saved[index] = SavedTensors(staying, self.device, self._mover, self.casts)
         return self.saved[index]
 
 

@@ -1,4 +1,5 @@
-"""Changes to the code of a stage: backwards in two halves, compilation, and ticks, in this order.
+"""Changes to the code of a stage: shared casts, backwards in two halves, compilation, and ticks, in
+this order.
 
 Every change is a pass (:class:`~pipectl.capture.stage.Pass`) that knows what the earlier ones have
 left in the code: the compiler does not look into what is not an operator. A pass refuses code that
@@ -26,11 +27,14 @@ import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
 
-from pipectl.capture.graph import State
+from pipectl.capture.casts import Casting
+from pipectl.capture.graph import CapturedGraph, State
 from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.stage import Pass, StageCode, fork_uses
 from pipectl.errors import CaptureError
+from pipectl.runtime.casts import SharedCast, SharedCasts
 from pipectl.runtime.saved_tensors import gradients_of, run_backward
 
 _ATEN = torch.ops.aten
@@ -59,6 +63,42 @@ _VIEWS = frozenset(
 
 
 Backend = str | Callable[..., Any]
+
+
+def share_casts(
+    code: StageCode,
+    graph: CapturedGraph,
+    tensor_of: Callable[[State], Tensor],
+    casting: Casting,
+    casts: SharedCasts,
+) -> StageCode:
+    """Let the operators of a stage's code take casts that all its micro-batches share, where they
+    would cast a parameter or buffer; changes the code.
+
+    Args:
+        graph: that the stage was cut from.
+        tensor_of: returns a parameter, buffer or constant.
+        casts: makes and keeps them.
+    """
+    module = code.operators(Pass.CAST)
+    captured = {node.name: node for node in graph.operators}
+    for node in list(module.graph.nodes):
+        source = captured.get(node.name)
+        if source is None or node.target is not source.target:
+            continue
+        leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
+        taken: dict[fx.Node, fx.Node] = {}
+        with module.graph.inserting_before(node):
+            for place, dtype in casting.of(graph, source, tensor_of).items():
+                weight = leaves[place]
+                if weight not in taken:
+                    cast = SharedCast(casts, dtype)
+                    taken[weight] = module.graph.call_function(cast, (weight,))
+                leaves[place] = taken[weight]
+        if taken:
+            node.args, node.kwargs = pytree.tree_unflatten(leaves, structure)
+    module.recompile()
+    return code.after(Pass.CAST, module)
 
 
 @dataclass
@@ -107,14 +147,18 @@ def split_backwards(
 
 
 def _weights(parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Parameters and views of them that have only one user, each with its parameter."""
+    """Parameters, and views and casts of them, that have only one user, each with its parameter."""
     parameter_of = {node: node for node in parameters if len(node.users) == 1}
     for node in list(parameter_of):
         user = next(iter(node.users))
-        while user.target in _VIEWS and len(user.users) == 1:
+        while _passes_on(user) and len(user.users) == 1:
             parameter_of[user] = node
             user = next(iter(user.users))
     return parameter_of
+
+
+def _passes_on(node: fx.Node) -> bool:
+    return node.target in _VIEWS or isinstance(node.target, SharedCast)
 
 
 class _Splitting:
@@ -241,7 +285,8 @@ def compile_stage(code: StageCode, backend: Backend = "inductor") -> StageCode:
     compiler's own dropout draws other masks than the operator. So does all that is no operator of
     torch: a submodule that is kept whole, what begins and ends an autocast inside the model, and
     an operator with a split backward. Each has a state that a compiler would take for a constant
-    (the weight half of the first micro-batch, for example).
+    (the weight half of the first micro-batch, for example). Casts that micro-batches share are
+    arguments of the compiled code.
 
     Args:
         backend: of ``torch.compile``, or a name of one.
@@ -257,6 +302,27 @@ def _is_followed(target: Any) -> bool:
     return known or target is fork_uses
 
 
+def _take_out_casts(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """Give a graph further arguments in place of its shared casts; return code for these."""
+    outside, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    casts = [node for node in graph.nodes if isinstance(node.target, SharedCast)]
+    needed = set(casts)
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    *_, last = arguments = graph.find_nodes(op="placeholder")
+    for node in graph.nodes:
+        if node in needed or node in arguments:
+            values[node] = outside.node_copy(node, values.__getitem__)
+    outside.output(tuple(values[cast] for cast in casts))
+    for cast in casts:
+        with graph.inserting_after(last):
+            last = graph.placeholder(cast.name)
+        cast.replace_all_uses_with(last)
+        graph.erase_node(cast)
+    return fx.GraphModule(root, outside)
+
+
 class _Compiled:
     """A compiled stage. The seed bypasses the compiler, which would recompile for each seed."""
 
@@ -270,17 +336,20 @@ class _Compiled:
             if seeds:
                 node.target = self._seeding(node.target, node.args[1])
                 node.args = ()
-            elif draws or not _is_followed(node.target):
+            elif not isinstance(node.target, SharedCast) and (
+                draws or not _is_followed(node.target)
+            ):
                 node.target = _uncompiled(node.target)
             draws = seeds
         graph.erase_node(next(iter(graph.nodes)))
+        self._casts = _take_out_casts(module, graph)
         module = fx.GraphModule(module, graph)
         self._run = torch.compile(module, backend=backend, dynamic=False)
 
     def __call__(self, seed: int, *arguments: Any) -> tuple[Tensor, ...]:
         self._seed = seed
         try:
-            return self._run(*arguments)  # type: ignore[no-any-return]
+            return self._run(*arguments, *self._casts.forward(*arguments))  # type: ignore[no-any-return]
         except Exception as error:
             if not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
                 raise

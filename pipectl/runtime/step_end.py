@@ -436,6 +436,9 @@ class StepEnd:
                 overlap, in an earlier step.
         """
         overlaps = run.per_step is not None
+        if not overlaps:
+            for stage in self.stages.values():
+                stage.casts.drop()  # of weights that change now
         self._shared.reduce()
         rate, norm = self.updater.learning_rate, math.nan
         overflow = self.loss_scale is not None and self.loss_scale.unscale()
@@ -448,12 +451,7 @@ class StepEnd:
             is_faulty, has_overflow = self._is_faulty(result, together=True), result.overflow
             if self.loss_scale is not None:
                 self.loss_scale.update(overflow=has_overflow)
-        if is_faulty:
-            with torch.no_grad():
-                for name, value in self._before.items():
-                    self._written[name].copy_(value)
-        elif run.step.plan is not None:
-            self._replicas.agree_on_buffers(run.step.plan)
+        self._settle_buffers(run, restore=is_faulty)
         if is_faulty or has_overflow:
             self.updater.skip()
             return Outcome(rate, norm, skipped=True)
@@ -533,6 +531,14 @@ class StepEnd:
         causes = self._vote.gather(own) if together else [own]
         known = [each for each in causes if each is not None and each.text]
         return min(known).text if known else ""
+
+    def _settle_buffers(self, run: StepRun, *, restore: bool) -> None:
+        if restore:
+            with torch.no_grad():
+                for name, value in self._before.items():
+                    self._written[name].copy_(value)
+        elif run.step.plan is not None:
+            self._replicas.agree_on_buffers(run.step.plan)
 
     def _follow_parameters(self) -> None:
         for stage in self.stages.values():

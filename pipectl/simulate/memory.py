@@ -2,6 +2,7 @@
 
 - Between steps: parameters, buffers and optimizer state; if steps are not flushed, also older
   versions of the parameters that a backward still uses.
+- During a step: casts of parameters to half precision, one of each version of the parameters.
 - From the first backward of a stage to UPDATE: the gradients of its parameters; while they are
   summed over replicas, also the copies to send and what other replicas send.
 - Per micro-batch, from its forward to the end of its backward: what the stage keeps. This is its
@@ -76,7 +77,7 @@ class Amounts(NamedTuple):
     Args:
         role: by kind.
         effects: by kind and stage.
-        resident: by rank.
+        resident, casts: by rank.
         versions: bytes of parameter versions added and freed by row; empty if steps are flushed.
     """
 
@@ -85,6 +86,7 @@ class Amounts(NamedTuple):
     stages: Records
     streams: Records
     resident: Floats
+    casts: Floats
     versions: Floats
 
 
@@ -109,7 +111,7 @@ def _execute(programs: Programs, amounts: Amounts, moving: Records, peaks: Float
     for number in range(len(peaks)):
         rank = programs.ranks[number]
         _note_leaving(programs, amounts, rank, moving)
-        held, gradients, updating = amounts.resident[number], 0.0, 0.0
+        held, gradients, updating = amounts.resident[number] + amounts.casts[number], 0.0, 0.0
         step += 1
         for position in range(rank.first, rank.end):
             row = programs.rows[position]
@@ -195,7 +197,9 @@ def amounts_of(
         most[Kind.BACKWARD_WEIGHT, index] = min(peaks.backward_bytes, weight)
         first = peaks.first_backward_bytes
         effects["most_first"][_BACKWARDS, index] = first, first + half
-        stages[index]["update"] = peaks.update_bytes
+        # An update begins without the casts, unless backwards of older parameters are to come.
+        without = 0 if is_unflushed(plan) else stage.cost.cast_bytes
+        stages[index]["update"] = max(0, peaks.update_bytes - without)
     streams = np.zeros(len(connections), dtype=OF_STREAM)
     for stream, channel in zip(streams, connections, strict=True):
         stream["received"] = channel.size_bytes
@@ -215,6 +219,7 @@ def amounts_of(
         stages=stages,
         streams=streams,
         resident=np.array([float(resident_bytes(plan, rank)) for rank in range(plan.ranks)]),
+        casts=np.array([float(_cast_bytes(plan, rank)) for rank in range(plan.ranks)]),
         versions=_versions(plan, programs) if is_unflushed(plan) else np.zeros((0, 2)),
     )
 
@@ -229,7 +234,8 @@ def _versions(plan: Plan, programs: Sequence[Actions]) -> Floats:
         made = np.searchsorted(updates, backward) - rows.column("weight_version")[backward]
         for version, row in dict(zip(made.tolist(), backward.tolist(), strict=True)).items():
             if version < len(updates) and row > updates[version]:
-                size = plan.stages[rows.column("stage")[row]].cost.changed_bytes
+                cost = plan.stages[rows.column("stage")[row]].cost
+                size = cost.changed_bytes + cost.cast_bytes
                 changes[updates[version], 0] += size
                 changes[row, 1] += size
     return np.concatenate(versions)
@@ -306,6 +312,11 @@ def resident_bytes(plan: Plan, rank: int) -> int:
         cost.resident_bytes - (0 if stage in updated else cost.optimizer_bytes)
         for stage, cost in costs.items()
     )
+
+
+def _cast_bytes(plan: Plan, rank: int) -> int:
+    stages = {role.stage for role in roles(plan, rank)}
+    return sum(plan.stages[stage].cost.cast_bytes for stage in stages)
 
 
 def room_bytes(plan: Plan, rank: int, limit_bytes: float | None) -> int | None:

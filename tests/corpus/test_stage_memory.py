@@ -7,29 +7,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from catalogue import entries, spec_of
+from catalogue import CROSS_ENTROPY, Entry, entries, spec_of
+from torch import nn
 
 from pipectl.cluster import assumed_cluster
 from pipectl.plan import Plan
 from pipectl.simulate import simulate
 
 SIZE = 8
-ENTRIES = {entry.name: entry for entry in entries()}
+WIDE = Entry("wide", f"{Path(__file__).name}:Wide", CROSS_ENTROPY, "own.py:Images")
+ENTRIES = {entry.name: entry for entry in (*entries(), WIDE)}
 SMALL = 64 << 10
 """These models are small: what the loader and the engine hold would hide behind 8 MiB."""
 Peaks = Callable[..., list[list[int]]]
 pytestmark = pytest.mark.mpi
 
 
+class Wide(nn.Sequential):
+    """Its weights take far more than its values."""
+
+    def __init__(self) -> None:
+        layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(5)]
+        super().__init__(nn.Flatten(), nn.Linear(768, 256), *layers, nn.Linear(256, 5))
+
+
 @pytest.fixture
 def peaks(tmp_path: Path, run_in: Any, launch: Any) -> Peaks:
-    """``peaks(model, ranks, *ways)``: as predicted, of all ranks, for every way to plan."""
+    """``peaks(model, ranks, *ways)``: as predicted, of all ranks, for every way to plan.
 
-    def measure(name: str, ranks: int, *ways: dict[str, Any], count: int = 4) -> list[list[int]]:
+    The model may be followed by a precision.
+    """
+
+    def measure(model: str, ranks: int, *ways: dict[str, Any], count: int = 4) -> list[list[int]]:
+        name, _, precision = model.partition(",")
         path = tmp_path / "job.yaml"
         spec = spec_of(ENTRIES[name], path, count, micro_batch=SIZE, optimizer="AdamW")
         resources = spec.resources.model_copy(update={"tasks_per_node": ranks})
-        spec = spec.model_copy(update={"resources": resources, "evaluation": None})
+        training = spec.training.model_copy(update={"precision": precision or "float32"})
+        changed = {"resources": resources, "evaluation": None, "training": training}
+        spec = spec.model_copy(update=changed)
         usual = {"stages": ranks, "schedule": "1f1b"}
         pipelines = [spec.pipeline.model_copy(update={**usual, **way}) for way in ways]
         specs = [spec.model_copy(update={"pipeline": pipeline}) for pipeline in pipelines]
@@ -53,7 +69,7 @@ def peaks(tmp_path: Path, run_in: Any, launch: Any) -> Peaks:
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        *[("lstm", 2), ("unet", 3), ("checkpointed", 3)],
+        *[("lstm", 2), ("unet", 3), ("checkpointed", 3), ("wide,bf16", 2)],
         *(
             pytest.param(name, ranks, marks=pytest.mark.corpus)
             for name in ("encoder-decoder", "recommender")

@@ -206,6 +206,8 @@ def _variants(ranks: int) -> Iterator[Cell]:
             for batch in ALL_BATCHES if model in ("gpt", "tied", "cnn") else FEWER_BATCHES:
                 if schedule not in APART or "16" not in model:
                     yield Cell(model, schedule, batch)
+    for memory in MEMORY if ranks in (2, 4) else ():  # casts stay, and recomputed forwards use them
+        yield Cell("gpt_bf16", "1f1b", BATCH, memory)
     for model, schedule in product(VARIANTS, ("1f1b", "zb-h1", "1f1b-apart")):
         if ranks in (2, 3) and (schedule not in APART or "16" not in model):
             yield Cell(model, schedule, BATCH)
@@ -235,6 +237,8 @@ def _unflushed(ranks: int) -> Iterator[Cell]:
     for model in ("gpt", "frozen"):
         yield Cell(model, "pipedream-2bw", BATCH if model == "gpt" else "divisible")
     yield Cell("gpt", "pipedream-2bw-apart", BATCH)
+    for schedule in ("pipedream", "pipedream-apart"):
+        yield Cell("gpt_bf16", schedule, "few")
 
 
 def _buckets(ranks: int) -> Iterator[Cell]:
@@ -264,6 +268,8 @@ SAMPLE = {
         cnn-1f1b-smaller_last-recompute_disk cnn-dualpipev-smaller_last
         dense-v-half-smaller_last-disk
         frozen-zb-h1-smaller_last gpt_buckets-1f1b-apart-smaller_last gpt-pipedream-few-disk
+        gpt_bf16-1f1b-smaller_last-recompute_disk gpt_bf16-pipedream-few
+        gpt_bf16-pipedream-apart-few
         gated-zb-h1-smaller_last-compiled gated-zb-v-smaller_last-recompute-compiled
         gated-1f1b-smaller_last-host-compiled
         """,

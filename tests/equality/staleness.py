@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipectl.capture import CapturedJob, Cut, build_stage
 from pipectl.capture.data import split_batch
 from pipectl.capture.randomness import seed_of
+from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Rows
 from pipectl.runtime.optimizer import make_updater
 from pipectl.spec import load
@@ -116,5 +117,6 @@ def loss_of_graph(
     leaves = torch.utils._pytree.tree_leaves((inputs, targets))
     batch = dict(zip(graph.inputs, leaves, strict=True))
     given = [batch[name] for name in code.inputs]
-    results = dict(zip(code.results, code.module(seed, *states, *given), strict=True))
+    with arithmetic(job.spec.training.precision, torch.device("cpu")):
+        results = dict(zip(code.results, code.module(seed, *states, *given), strict=True))
     return next(value for slot, value in results.items() if slot.value == graph.loss)

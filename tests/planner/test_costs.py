@@ -214,7 +214,8 @@ def measured(draw):
         made = draw(st.sampled_from([0, 700]))
         memory = OperatorMemory(made, storage, made, 0, ())
         cached = {8: (operator.forward_s / 2, operator.backward_s / 4)}
-        operators.append(replace(operator, memory=memory, cached=cached))
+        casts = tuple((f"{name}:half", size // 2) for name, size in operator.parameters)
+        operators.append(replace(operator, memory=memory, cached=cached, casts=casts))
     return replace(profile, operators=tuple(operators), stage=OVERHEAD)
 
 
@@ -282,6 +283,8 @@ def sums_by_hand(profile, stage_of, members):
     found["gradient_bytes"] = [
         sum(size for each in own for _, size in each.parameter_gradients) for own in inside
     ]
+    casts = [dict(pair for each in own for pair in each.casts) for own in inside]
+    found["cast_bytes"] = [sum(sizes.values()) for sizes in casts]
     found["saved_bytes"] = [sum(sizes.values()) for sizes in saved]
     return found, lanes
 

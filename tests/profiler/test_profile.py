@@ -39,7 +39,7 @@ def test_what_torch_func_saves_counts_as_if_a_backward_had_saved_it() -> None:
 
     x, kept_bytes = torch.randn(1000, requires_grad=True), []
     for target in (slope, torch.func.grad(lambda x: x.exp().sin().sum())):
-        _, pattern = operators.observe(operators.Call(target, (x,), {}, False), x.device)
+        _, pattern = operators.observe(operators.Call(target, (x,), {}, False), x.device, {})
         kept_bytes.append(sum(size for _, size in pattern.kept))
     assert kept_bytes[0] == kept_bytes[1] >= 2 * x.nbytes
 
@@ -210,6 +210,10 @@ def test_values_in_mixed_precision_take_half_the_bytes(counted: Profile, profile
     assert ratios["linear"] == 0.5
     assert ratios["cross_entropy_loss"] == 1
     assert mixed.operators[0].parameters == counted.operators[0].parameters
+    linear = mixed.by_id["linear"]
+    assert [(f"{name}:bfloat16", size // 2) for name, size in linear.parameters] == [*linear.casts]
+    assert not [name for name, size in linear.saved if linear.is_own(name) and size >= 6 * 10 * 2]
+    assert not any(operator.casts for operator in counted.operators)
 
 
 def test_the_operators_that_read_the_data_first_contain_the_time_to_load_it(profiled: Any) -> None:

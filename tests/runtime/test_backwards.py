@@ -292,10 +292,15 @@ def run_forward(job: CapturedJob, *, recompute: bool) -> tuple[ForwardHalf, list
     return front, [tensor for tensor in sent.values() if tensor is not None]
 
 
-def test_each_memory_travels_once_and_not_longer_and_weights_do_not(capture, monkeypatch):
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_each_memory_travels_once_and_not_longer_and_weights_do_not(
+    capture, monkeypatch, precision
+):
+    """Nor casts of weights."""
     monkeypatch.setattr(pipefb, "BUNDLED_BYTES", 0)  # small tensors would be copied
-    front, sent = run_forward(capture("gpt"), recompute=False)
-    _, inputs = run_forward(capture("gpt"), recompute=True)
+    job = capture("gpt", precision)
+    front, sent = run_forward(job, recompute=False)
+    _, inputs = run_forward(job, recompute=True)
     assert sum(t.nbytes for t in inputs) < sum(t.nbytes for t in sent) / 2
     agreed = front._agreed[Rows.of(SIZE)]
     states = {~view.number for view in agreed.views if view.number < 0}
@@ -305,6 +310,12 @@ def test_each_memory_travels_once_and_not_longer_and_weights_do_not(capture, mon
     weights = {i for i, slot in enumerate(slots) if slot.value.endswith(large)}
     assert weights
     assert states >= weights
+    casts = {~view.number: view.cast.dtype for view in agreed.views if view.cast is not None}
+    assert casts == (
+        {} if precision == "float32" else casts | dict.fromkeys(weights, torch.bfloat16)
+    )
+    whole = [tuple(weight.shape) for weight in front.parameters.values() if weight.dim() > 1]
+    assert not {tuple(tensor.shape) for tensor in sent} & set(whole)
     memories = [StorageWeakRef(tensor.untyped_storage()) for tensor in sent]
     assert not any(memory.expired() for memory in memories)
     sent.clear()
@@ -357,6 +368,7 @@ def test_compiled_stages_agree_within_rounding_and_a_new_seed_compiles_nothing_a
     ("model", "how"),
     [
         ("Products", "in halves"),
+        ("Products,bf16", "in halves"),
         ("Dropping,bf16", "in halves, again"),
         ("Twice", "in halves"),
         ("Kept", "again"),
@@ -390,7 +402,9 @@ def test_passes_follow_each_other_in_one_order_and_none_follows_a_compiler(captu
         stage.split_backwards()
     stage.compile()
     for change in (stage.split_backwards, stage.compile, partial(stage.let_advance, print)):
-        with pytest.raises(ValueError, match=r"cannot follow COMPILE; the order is BUILD, SPLIT"):
+        with pytest.raises(
+            ValueError, match=r"cannot follow COMPILE; the order is BUILD, CAST, SPLIT"
+        ):
             change()
 
 

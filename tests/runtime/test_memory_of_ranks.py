@@ -18,6 +18,7 @@ from mpi4py import MPI
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.func import grad, hessian, jacrev
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipectl.cluster import OffloadTarget
 from pipectl.errors import WorkerError
@@ -35,9 +36,12 @@ def test_a_storage_leaves_once_and_parameters_small_and_strange_tensors_stay():
     whole, weight = torch.arange(24.0).reshape(4, 6), torch.zeros(100)
     views = [whole, whole.t(), whole[1:3, ::2], whole.expand(2, 4, 6), whole.view(torch.int32)]
     strange = [torch.eye(9).to_sparse(), torch.zeros(100, dtype=torch.complex64).conj()]
-    pool = SavedTensors([weight], CPU, Mover(None, CPU))
+    cast = torch.zeros(100, dtype=torch.bfloat16)
+    shared = {StorageWeakRef(cast.untyped_storage())}
+    pool = SavedTensors([weight], CPU, Mover(None, CPU), shared)
     pool.min_bytes = whole.nbytes
-    for tensor in (weight, weight[3:50], weight.detach(), torch.zeros(23), *strange):
+    staying = weight, weight[3:50], weight.detach(), cast.t(), torch.zeros(23)
+    for tensor in (*staying, *strange):
         assert pool.pack(tensor) is tensor
     assert pool.blocks == []
     handles = [pool.pack(view) for view in views]

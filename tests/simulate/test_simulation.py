@@ -297,6 +297,9 @@ RESIDENT, GRADIENTS, PROCESS = 100 + 50, 100, 1000
         ({"peaks": StagePeaks(30, 400, 120, 60)}, GRADIENTS + 10 + 400),
         ({"peaks": StagePeaks(30, 40, 700, 60)}, 10 + 700),
         ({"peaks": StagePeaks(30, 40, 120, 600)}, GRADIENTS + 600),
+        # Casts are there during the step, but no longer when parameters are updated.
+        ({"peaks": StagePeaks(30, 400, 120, 60), "cast_bytes": 50}, 50 + GRADIENTS + 10 + 400),
+        ({"peaks": StagePeaks(30, 40, 120, 600), "cast_bytes": 50}, GRADIENTS + 600),
         ({"gradient_bytes": 0, "buffer_bytes": 5}, 5 + 10),
     ],
 )

@@ -64,6 +64,8 @@ def test_as_many_versions_are_kept_as_are_asked_for(pipeline, schedule, micro_ba
         ("pipedream", 1, [{}] * 4, [5900 + versions * 1010 for versions in (4, 3, 2, 1)]),
         # Frozen parameters have one version.
         ("pipedream", 1, [{"trained_bytes": 600}] * 4, [6300 + n * 610 for n in (4, 3, 2, 1)]),
+        # Every version has casts of its own.
+        ("pipedream", 1, [{"cast_bytes": 500}] * 4, [5900 + n * 1510 for n in (4, 3, 2, 1)]),
         ("pipedream-2bw", 4, [{}] * 4, [7940, 7930, 7920, 7910]),
         # A rank whose steps do not wait needs the second version for its update alone.
         ("pipedream-2bw", 2, [{}], [7910]),

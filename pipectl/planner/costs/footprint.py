@@ -84,6 +84,7 @@ class Sums:
         parameter_bytes, trained_bytes: of every stage: of its parameters, and of those that an
             update changes; as all others, of shape [partitions, stages].
         gradient_bytes: of its parameters; a parameter that several operators use has one per use.
+        cast_bytes: of casts of its parameters, which micro-batches share.
         saved_bytes: from forward to backward of one micro-batch, with received and sent values,
             because a backward needs both.
         received_bytes, returned_bytes: activations and gradients that arrive from other stages.
@@ -98,6 +99,7 @@ class Sums:
     parameter_bytes: Integers
     trained_bytes: Integers
     gradient_bytes: Integers
+    cast_bytes: Integers
     saved_bytes: Integers
     received_bytes: Integers
     returned_bytes: Integers
@@ -255,6 +257,7 @@ class Footprints:
         self._known: dict[tuple[tuple[int, ...], frozenset[str]], StageMemory] = {}
         self._parameters = _Held(operator.parameters for operator in operators)
         self._trained = _Held(profile.trained_parameters)
+        self._casts = _Held(operator.casts for operator in operators)
         self._trained_names = {name for each in profile.trained_parameters for name, _ in each}
         storages = dict.fromkeys(own.storage for own in memory)
         number = {name: number for number, name in enumerate(storages)}
@@ -339,14 +342,15 @@ class Footprints:
             self._held(place[first : first + chunk], first * stages, stages, lanes)
             for first in range(0, partitions, chunk)
         ]
-        parameter_bytes, trained_bytes, saved_bytes = np.concatenate(held, axis=1).reshape(
-            3, partitions, stages
-        )
+        parameter_bytes, trained_bytes, cast_bytes, saved_bytes = np.concatenate(
+            held, axis=1
+        ).reshape(4, partitions, stages)
         return Sums(
             stage_of=stage_of,
             parameter_bytes=parameter_bytes + total_of_operators(self._parameters.own_bytes),
             trained_bytes=trained_bytes + total_of_operators(self._trained.own_bytes),
             gradient_bytes=total_of_operators(self._summed_bytes),
+            cast_bytes=cast_bytes + total_of_operators(self._casts.own_bytes),
             saved_bytes=received_bytes + saved_bytes + total_of_operators(self._saved.own_bytes),
             received_bytes=received_bytes,
             returned_bytes=total((begin + lanes.back)[returns], sizes),
@@ -386,26 +390,27 @@ class Footprints:
         return lanes, Transfers(first, from_, to, summed)
 
     def _held(self, place: Integers, begin: int, stages: int, lanes: Lanes) -> Integers:
-        """Bytes under numbered names in some partitions: of parameters, of trained ones, and of
-        what a stage saves and sends of its own; shape [3, places].
+        """Bytes under numbered names in some partitions: of parameters, of trained ones, of casts,
+        and of what a stage saves and sends of its own; shape [4, places].
 
         Args:
             place: of the stage of every operator; the first is ``begin``.
         """
         place, places = place - begin, len(place) * stages
-        parameters, trained, saved = (
+        parameters, trained, casts, saved = (
             np.zeros((places, each.names), dtype=np.int64)
-            for each in (self._parameters, self._trained, self._saved)
+            for each in (self._parameters, self._trained, self._casts, self._saved)
         )
         self._parameters.write(parameters, place)
         self._trained.write(trained, place)
+        self._casts.write(casts, place)
         some = slice(*np.searchsorted(lanes.partition * stages, (begin, begin + places)))
         partition, operator, source, target, _ = (each[some][::-1] for each in lanes)
         row, storage = partition * stages - begin, self._storage[operator]
         saved[row + source, storage] = self._kept_bytes[operator]
         self._saved.write(saved, place)
         saved[row + target, storage] = 0
-        return np.stack([each.sum(axis=1) for each in (parameters, trained, saved)])
+        return np.stack([each.sum(axis=1) for each in (parameters, trained, casts, saved)])
 
     def _stage_memory(self, inside: Sequence[int], crossing: Crossing) -> StageMemory:
         key = tuple(inside), frozenset(crossing.returning)

@@ -118,12 +118,13 @@ def stage_costs(
     optimizer, sums = profile.optimizer_cost, parts.sums
     state = optimizer.state_bytes_per_parameter_byte
     forward_s, backward_s = stage_times(sums, times, scale, profile.stage)[:, 0].tolist()
-    parameters, trained, gradients, saved, received = (
+    parameters, trained, gradients, casts, saved, received = (
         each[0].tolist()
         for each in (
             sums.parameter_bytes,
             sums.trained_bytes,
             sums.gradient_bytes,
+            sums.cast_bytes,
             sums.saved_bytes,
             sums.received_bytes,
         )
@@ -145,6 +146,7 @@ def stage_costs(
                 peaks=memory.peaks(scale, profile.optimizer),
                 flops=None if None in counts else round(sum(n or 0 for n in counts) * scale),
                 trained_bytes=None if trained[stage] == parameters[stage] else trained[stage],
+                cast_bytes=casts[stage],
             )
         )
     return tuple(costs)
@@ -163,7 +165,8 @@ def stage_times(sums: Sums, times: Times, scale: float, overhead: StageOverhead)
     place = sums.stage_of + stages * np.arange(partitions)[:, None]
     part: Floats = np.ones(1)  # of the way from cached to uncached times
     if overhead.cache_bytes:
-        touched = sums.parameter_bytes + sums.trained_bytes + sums.saved_bytes * scale
+        weights = sums.parameter_bytes + sums.trained_bytes + sums.cast_bytes
+        touched = weights + sums.saved_bytes * scale
         part = np.clip(2 * (touched / overhead.cache_bytes - 1), 0.0, 1.0).ravel()[place]
     times_s = np.zeros((2, *shape))
     for kind, (cached, uncached) in enumerate(zip(*times, strict=True)):

@@ -141,7 +141,7 @@ class Estimator:
         summed = sums.gradient_bytes[cut].astype(np.float64)
         state = profile.optimizer_cost.state_bytes_per_parameter_byte
         state_share = 1.0 / replicas if self._request.shard_optimizer else 1.0
-        held = baseline_bytes(profile) + sums.parameter_bytes[cut]
+        held = baseline_bytes(profile) + sums.parameter_bytes[cut] + sums.cast_bytes[cut]
         resident = held + state * state_share * sums.trained_bytes[cut]
         saved = sums.saved_bytes[cut] * per_replica
         arrived = sums.received_bytes[cut] * per_replica

@@ -105,7 +105,9 @@ def cost_table(
     graph, operators = space.graph, profile.operators
     inside = [[operators[index] for index in block.operators] for block in graph.blocks]
     sums = np.zeros(len(space), dtype=SUMS)
+    casts = (dict(pair for each in block for pair in each.casts) for block in inside)
     sums["parameter_bytes"] = space.sums(_first_uses(block.parameters for block in graph.blocks))
+    sums["parameter_bytes"] += space.sums(_first_uses(casts))
     trained = profile.trained_parameters
     sums["trained_bytes"] = space.sums(
         _first_uses(

@@ -1,0 +1,176 @@
+"""Casts of weights under autocast are made once for all micro-batches; no gradient changes."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stages import Stages
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from pipectl.capture import CapturedJob
+from pipectl.capture.slices import Rows
+from pipectl.capture.tensors import storage_of
+from pipectl.runtime.casts import SharedCasts
+from pipectl.runtime.pipefb import lasting_states
+from pipectl.runtime.stage import MicroBatch, Stage
+
+HERE, SIZE, ROWS = Path(__file__), 2, Rows.of(2)
+HALF = torch.bfloat16
+
+
+class Mixed(nn.Module):
+    """Weights that are frozen, views, first used without gradients, or not cast; and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 8).requires_grad_(False)
+        self.twice = nn.Parameter(torch.randn(8, 8) / 3)
+        self.packed = nn.Parameter(torch.randn(8, 24) / 3)
+        self.turned = nn.Parameter(torch.randn(8, 8) / 3)
+        self.register_buffer("mix", torch.randn(8, 8) / 3)
+        self.convolution = nn.Conv1d(1, 4, 3)
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.frozen(x))
+        with torch.no_grad():
+            mean = torch.tanh(x @ self.twice).mean()
+        x = torch.tanh(x @ self.twice) + mean
+        one, two, three = self.packed.chunk(3, 1)
+        x = torch.tanh((x @ one + x @ two) @ three + x @ self.mix) @ self.turned.t()
+        return self.head(self.norm(self.convolution(x.unsqueeze(1)).flatten(1))).view(-1, 3, 4)
+
+
+class InHalves(Stages):
+    def __init__(self, *given: Any, **how: Any) -> None:
+        super().__init__(*given, **how)
+        for stage in self.backwards:
+            stage.split_backwards()
+
+    def _add_uses(self) -> None:
+        for stage in self.backwards:
+            for number in range(2):
+                stage.finish_backward(number)
+        super()._add_uses()
+
+
+@pytest.fixture(scope="module")
+def job(make_spec: Any) -> CapturedJob:
+    training = {"steps": 1, "batch_size": 4, "precision": "bf16"}
+    return CapturedJob(make_spec(1, model=f"{HERE}:Mixed", training=training))
+
+
+def whole(job: CapturedJob, kind: type[Stages] = Stages, **how: Any) -> Any:
+    stage_of = dict.fromkeys(job.training_graph(SIZE).position, 0)
+    return kind(job, SIZE, stage_of, evaluates=False, **how)
+
+
+def batches(job: CapturedJob) -> list[Any]:
+    return list(job.loader.micro_batches(islice(job.loader.batches(), 1), SIZE))
+
+
+def run_forward(stage: Stage, job: CapturedJob, number: int = 0) -> dict[int, Tensor]:
+    """What autograd keeps of a forward, by storage."""
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[storage_of(tensor)] = tensor
+        return tensor
+
+    known = dict(
+        zip(job.training_graph(SIZE).inputs, pytree.tree_leaves(batches(job)[number]), strict=True)
+    )
+    inputs = {name: known[name] for name in stage.inputs(True, ROWS)}
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        stage.forward(MicroBatch(number, ROWS), inputs, {})
+    return kept
+
+
+def casts_of(stage: Stage) -> dict[int, Tensor]:
+    states = lasting_states(stage.segments[0].codes[ROWS]).values()
+    made = [cast for state in states for cast in stage.casts.made_of(state).values()]
+    return {storage_of(cast): cast for cast in made}
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"recompute": True}, {"apart": True}, {"kind": InHalves}], ids=str
+)
+def test_gradients_are_those_of_plain_torch_which_casts_every_time(job, how) -> None:
+    """Without torch's cache: it would give a weight no gradient that is first used without one."""
+    model, data = deepcopy(job.step), batches(job)
+    for inputs, targets in data:
+        with torch.autocast("cpu", HALF, cache_enabled=False):
+            loss = model(inputs, targets)
+        (loss / len(data)).backward()
+    found = whole(job, **how).step(0, data)
+    trained = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for name, gradient in trained.items():
+        assert torch.equal(found[f"step 0 gradient of {name}"], gradient), name
+    assert len(trained) == 9
+
+
+def test_micro_batches_keep_the_same_casts_of_all_weights_that_are_cast(job) -> None:
+    (stage,) = whole(job).forwards
+    first, second = (run_forward(stage, job, number) for number in (0, 1))
+    casts = casts_of(stage)
+    assert {tensor.dtype for tensor in casts.values()} == {HALF}
+    states = {storage_of(t) for t in (*stage.parameters.values(), *stage.buffers.values())}
+    assert first.keys() & second.keys() <= casts.keys() | states
+    own = [tensor for storage, tensor in second.items() if storage not in casts.keys() | states]
+    weights = {tuple(t.shape) for t in casts.values()} - {(8, 8)}  # that of a view is turned
+    assert not [t for t in own if tuple(t.shape) in weights and t.dtype is HALF]
+    assert len(casts) == 12
+    stage.forget()
+    assert casts_of(stage) == {}
+
+
+def test_every_version_of_the_weights_has_casts_for_as_long_as_a_backward_needs_it(job) -> None:
+    (stage,) = whole(job).forwards
+    stage.keep_versions(1)
+    weight = stage.parameters["model.head.weight"]
+    run_forward(stage, job, 0)
+    old = [StorageWeakRef(cast.untyped_storage()) for cast in casts_of_version(stage, weight)]
+    assert len(old) == 1
+    with stage.updating(), torch.no_grad():
+        weight.data.add_(1.0)
+    run_forward(stage, job, 1)
+    (new,) = casts_of_version(stage, weight)
+    assert torch.equal(new, weight.detach().to(HALF))
+    assert not old[0].expired()
+    stage.backward(MicroBatch(0, ROWS), {}, 1.0)
+    with stage.updating():
+        pass
+    assert old[0].expired()
+
+
+def casts_of_version(stage: Stage, weight: Tensor) -> list[Tensor]:
+    assert stage.versions is not None
+    return list(stage.casts.made_of(stage.versions.of_age(0).leaves[id(weight)]).values())
+
+
+def test_a_weight_that_changes_is_cast_again(job) -> None:
+    casts, weight = SharedCasts(), nn.Parameter(torch.ones(3, 4))
+    first = casts.of(weight, HALF)
+    assert casts.of(weight, HALF) is first
+    assert casts.of(weight.t(), HALF) is not first
+    with torch.no_grad():
+        weight.add_(1)
+    assert casts.of(weight, HALF).tolist() == weight.tolist()
+    weight.data.add_(1)  # without a trace
+    casts.drop([weight])
+    assert casts.of(weight, HALF).tolist() == weight.tolist()
+    flat = torch.zeros(20)
+    one, two = flat[:12].view(3, 4), flat[12:].view(2, 4)
+    for part in (one, two):
+        casts.of(part, HALF)
+    ((view, cast),) = casts.made_of(two).items()
+    assert view.offset == 0
+    assert casts.again(two, view) is cast
