@@ -49,6 +49,11 @@ SPREADING = {
     "training": {"steps": 4, "batch_size": 4, "on_nonfinite": "skip"},
 }
 """A buffer alone is not finite in every second step, of one sample."""
+AVERAGING = {
+    **of("Averaging"),
+    "pipeline": {"micro_batches": 2, "stages": 2, "recompute": "all"},
+}
+"""Each micro-batch reads what the one before has written; the second forward of one does, too."""
 IGNORING = {
     **of("Overflowing", "Marked"),
     "training": {"steps": 2, "batch_size": 4, "on_nonfinite": "ignore"},
@@ -78,6 +83,7 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "steps left out on all ranks": (2, SKIPPING, 0.0),
     "steps left out on all replicas": (2, {**SKIPPING, "pipeline": SHARDED}, 0.03),
     "steps left out for a buffer alone": (2, SPREADING, 0.0),
+    "a mean that is read": (2, AVERAGING, 0.0),
     "a step that is taken whatever it is": (2, IGNORING, 0.0),
     "draws of a collate_fn for a split micro-batch": (2, of("Model", "Shifted"), 1e-5),
 }
