@@ -16,17 +16,20 @@ import re
 import select
 import stat
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipectl.errors import DataFileError, UsageError
 
+T = TypeVar("T")
 RUNS_VARIABLE = "PIPECTL_RUNS"
 """Environment variable that names the directory of runs; a job or an option overrides it."""
 MAX_BYTES = 2**28
 """Maximum size of a data file, which another user may have written."""
 _ROOT = 0
+_STALE_LOOKS = 4
 _MAX_LINKS = 40
 _PIECE, _PATIENCE_MS = 4096, 1000
 """Bytes that a writable pipe accepts at once, and how long to wait until it is writable."""
@@ -305,6 +308,60 @@ def replace_file(path: Path, content: bytes, mode: int, *, durable: bool) -> Non
         raise
 
 
+def is_there(path: Path) -> bool:
+    """Return whether a path exists, as far as this user may know."""
+    try:
+        _again_if_stale(path.stat)
+    except OSError:
+        return False
+    return True
+
+
+def files_like(directory: Path, pattern: str) -> list[Path]:
+    """Return the sorted paths in a directory that match; none if one may not look there."""
+    try:
+        return sorted(_again_if_stale(lambda: [*directory.glob(pattern)]))
+    except OSError:
+        return []
+
+
+def is_of_another(path: Path) -> bool:
+    """Return whether another user owns a file or directory; False if there is none."""
+    try:
+        return path.lstat().st_uid != os.geteuid()
+    except OSError:
+        return False
+
+
+def owner_of(path: Path) -> str:
+    """Return the name of the user whom a file or directory belongs to; empty if it is unknown."""
+    try:
+        owner = path.lstat().st_uid
+    except OSError:
+        return ""
+    return _name_of_user(owner)
+
+
+def _name_of_user(number: int) -> str:
+    with suppress(KeyError):
+        return pwd.getpwuid(number).pw_name
+    return f"the user {number}"
+
+
+def _again_if_stale(look: Callable[[], T]) -> T:
+    """Look again if a network file system has forgotten which file a name stands for.
+
+    It does where another node has just replaced the file.
+    """
+    for _ in range(_STALE_LOOKS):
+        try:
+            return look()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return look()
+
+
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open a regular file and return its descriptor.
 
@@ -313,6 +370,10 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     Raises:
         OSError: ``open`` fails, or the path is a directory, a pipe, a device or a refused link.
     """
+    return _again_if_stale(lambda: _open_regular(path, flags))
+
+
+def _open_regular(path: Path, flags: int) -> int:
     directory = path.parent
     if flags & os.O_ACCMODE == os.O_RDONLY:
         _refuse_special(path.stat(), path)  # some devices act when they are opened
@@ -335,8 +396,12 @@ def read_limited(path: Path, limit: int) -> bytes:
     Raises:
         OSError: the file is unreadable, not regular, or larger than ``limit`` bytes.
     """
-    with open(open_regular(path), "rb") as stream:
-        content = stream.read(limit + 1)
+
+    def read() -> bytes:
+        with open(open_regular(path), "rb") as stream:
+            return stream.read(limit + 1)
+
+    content = _again_if_stale(read)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit >> 20} MiB", str(path))
     return content
@@ -410,10 +475,7 @@ def fault_of_owner(path: Path, *, root: bool = True, groups: bool = True) -> str
     except OSError:
         return None  # opening the file reports the error
     for owner in owners - {os.geteuid(), *({_ROOT} if root else ())}:
-        name = f"the user {owner}"
-        with suppress(KeyError):
-            name = pwd.getpwuid(owner).pw_name
-        return f"belongs to {name}"
+        return f"belongs to {_name_of_user(owner)}"
     if status.st_mode & stat.S_IWOTH:
         return "can be changed by everybody"
     if groups and status.st_mode & stat.S_IWGRP and not _is_of_one(status.st_gid, status.st_uid):

@@ -7,6 +7,7 @@ from enum import Enum
 
 from pipectl.batch import CHECKPOINTED, JobState, JobStatus, get_scheduler
 from pipectl.errors import SchedulerError, UnknownRunError
+from pipectl.files import is_there
 from pipectl.jobs.recover import BY_TAG, recover
 from pipectl.jobs.state import get_status, get_statuses
 from pipectl.runs import Record, RunDirectory, SweepDirectory, locked, read_exit_code
@@ -106,7 +107,7 @@ def _end(
     if has_ended:
         return Cancellation.REMOVED
     record.with_state(now, "cancelled").save(run.record)
-    if not scheduler.resubmits or not run.stopped_marker.exists():
+    if not scheduler.resubmits or not is_there(run.stopped_marker):
         return Cancellation.ASKED
     deadline = time.monotonic() + _PATIENCE_S
     while (newest := recover(run, now, is_locked=True)).job_id == record.job_id:

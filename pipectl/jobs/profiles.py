@@ -34,6 +34,7 @@ from pipectl.errors import DataFileError, PipectlError, SchedulerError, UsageErr
 from pipectl.faults import with_details
 from pipectl.fields import read_fields, write_value
 from pipectl.files import (
+    is_of_another,
     is_stream,
     make_directory,
     make_directory_of,
@@ -112,6 +113,8 @@ def _measure_unless_cached(
     spec: JobSpec, progress: Progress | None, effort: str, *, again: bool
 ) -> Profile:
     directory = Path(spec.output.directory) / ".cache"
+    if is_of_another(directory):  # users may share the directory of the runs
+        directory = directory.with_name(f".cache-{os.geteuid()}")
     make_directory(directory)
     device, pipeline = this_device(spec), spec.pipeline
     free = [] if pipeline.micro_batches is not None else [pipeline.stages, spec.resources.ranks]

@@ -11,7 +11,7 @@ from pipectl.batch import JobState
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.fields import leaves
-from pipectl.files import make_directory
+from pipectl.files import is_there, make_directory
 from pipectl.hash_seed import VARIABLE, hash_seed_of
 from pipectl.jobs.job import (
     Job,
@@ -111,7 +111,7 @@ def resume(
             if state is JobState.COMPLETED:
                 _check_incomplete(run, record, before, spec)
             _check_unchanged(run, record, before, spec)
-            plan = Plan.load(run.plan) if run.plan.exists() else None
+            plan = Plan.load(run.plan) if is_there(run.plan) else None
             cluster, _, warning = find_cluster(move_to(run, spec), record.scheduler)
             job = make_job(spec, record.scheduler)
             job = replace(

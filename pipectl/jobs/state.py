@@ -7,6 +7,7 @@ longer listed: a state that no source knows is UNKNOWN.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from pipectl.batch import CHECKPOINTED, LOCAL, JobState, JobStatus, get_schedule
 from pipectl.batch.process import TIMEOUT_S
 from pipectl.errors import DataFileError, PipectlError, UnknownRunError
 from pipectl.faults import ErrorReport
+from pipectl.files import is_there, owner_of
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.plan import Plan
 from pipectl.runs import (
@@ -258,6 +260,12 @@ class _Query(NamedTuple):
     due_s: float
 
 
+def fault_of_reading(run: RunDirectory) -> str:
+    """Whose run it is if this user may not look at it; else empty."""
+    is_open = os.access(run.path, os.R_OK | os.X_OK)
+    return "" if is_open or not (owner := owner_of(run.path)) else f"not readable: owner {owner}"
+
+
 def get_status(run: RunDirectory, now: float) -> RunStatus:
     """The state of one run; see :func:`get_statuses`."""
     return get_statuses([run], now)[0]
@@ -288,13 +296,14 @@ class Poller:
         """The states now; answers of a batch system may be up to a minute old."""
         records: dict[RunDirectory, Record] = {}
         damage: dict[RunDirectory, str] = {}
-        for run in runs:
+        closed = {run: fault for run in runs if (fault := fault_of_reading(run))}
+        for run in (run for run in runs if run not in closed):
             try:
                 records[run] = recover(run, now, search=False)
             except DataFileError as error:
                 damage[run] = error.message
         # Do not wait for a batch system that hangs if the files tell the state of every run.
-        files_tell = all(run.heartbeat.exists() or run.exit_code.exists() for run in runs)
+        files_tell = all(is_there(run.heartbeat) or is_there(run.exit_code) for run in runs)
         timeout_s = _SHORT_TIMEOUT_S if files_tell else TIMEOUT_S
         answers = self._query(records, now, timeout_s)
         newer = {run: add_next_job(run, record, now) for run, record in records.items()}
@@ -304,6 +313,10 @@ class Poller:
         self._metrics = {run: self._metrics.get(run) or Metrics(run.metrics) for run in runs}
         statuses = []
         for run in runs:
+            if run in closed:
+                job = JobStatus(JobState.UNKNOWN, reason=closed[run], source="none")
+                statuses.append(RunStatus(run, None, job, "", Measured(), None, (), ()))
+                continue
             heartbeat = read_heartbeat(run)  # after the question, as all files
             record = records.get(run)
             measured = read_measured(run, record, heartbeat, self._metrics[run])
@@ -358,7 +371,7 @@ class Poller:
             return True
         jobs = ((run, last.answer.listed.get(each.job_id or "")) for run, each in records.items())
         running = (run for run, job in jobs if job and job.state.alive and not job.state.waits)
-        return any(run.exit_code.exists() for run in running)
+        return any(is_there(run.exit_code) for run in running)
 
 
 def _ask(name: str, records: dict[RunDirectory, Record], now: float, timeout_s: float) -> Answer:

@@ -18,6 +18,9 @@ from pipectl.errors import DataFileError, UnknownRunError, UsageError
 from pipectl.files import (
     RUNS_VARIABLE,
     fault_of_owner,
+    files_like,
+    is_of_another,
+    is_there,
     make_private_directory,
     open_regular,
     path_of_user,
@@ -133,7 +136,7 @@ class RunDirectory(Directory):
     def rank_logs(self) -> Sequence[Path]:
         """Return the logs of ranks and nodes, sorted by number or name."""
         return sorted(
-            [*self.logs.glob("rank-*.log"), *self.logs.glob("node-*.log")],
+            [*files_like(self.logs, "rank-*.log"), *files_like(self.logs, "node-*.log")],
             key=lambda path: ([int(part) for part in re.findall(r"\d+", path.name)], path.name),
         )
 
@@ -207,7 +210,7 @@ class SweepDirectory(Directory):
 
 def checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints in a directory, the latest step first."""
-    folders = [path for path in directory.glob("step-*") if step_of(path) is not None]
+    folders = [path for path in files_like(directory, "step-*") if step_of(path) is not None]
     return sorted(folders, key=lambda path: step_of(path) or 0, reverse=True)
 
 
@@ -330,7 +333,8 @@ def find(base: Path, name: str) -> RunDirectory | SweepDirectory:
     """Find a run or sweep.
 
     A name is a path, a whole name, the beginning or end of one, a job id of the batch system, or
-    ``last``. If a sweep matches, its runs do not count as further matches.
+    ``last``, the newest run of the user. If a sweep matches, its runs do not count as further
+    matches.
 
     Raises:
         UnknownRunError: none matches, or several do.
@@ -394,13 +398,13 @@ def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:
     """Return all matches of a name, at least one; only exact matches if there are any."""
     if "/" in name and RUN_NAME.fullmatch(Path(name).absolute().name) and Path(name).is_dir():
         run = RunDirectory(Path(name))
-        is_sweep = run.path.parent.name == SWEEPS and not run.record.exists()
+        is_sweep = run.path.parent.name == SWEEPS and not is_there(run.record)
         return [SweepDirectory(run.path) if is_sweep else run]
     runs, sweeps = list_runs(base), list_sweeps(base)
     if not runs:
         raise UnknownRunError(f"{base}: no runs here", cure="start one with `pipectl submit`")
     if name == "last":
-        return runs[-1:]
+        return [run for run in runs if not is_of_another(run.path)][-1:] or runs[-1:]
     every: list[RunDirectory | SweepDirectory] = [*runs, *sweeps]
     if exact := [each for each in every if each.name == name]:
         return exact

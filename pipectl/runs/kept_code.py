@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 
 from pipectl.faults import is_user_code
 from pipectl.fields import Count, DataFile, Rule
-from pipectl.files import read_limited
+from pipectl.files import is_there, read_limited
 from pipectl.runs.directory import RunDirectory
 from pipectl.units import printable
 
@@ -110,7 +110,7 @@ def read_code(run: RunDirectory) -> KeptCode | None:
     Raises:
         DataFileError: it is damaged.
     """
-    return KeptCode.load(run.code_file) if run.code_file.exists() else None
+    return KeptCode.load(run.code_file) if is_there(run.code_file) else None
 
 
 def read_changed_code(run: RunDirectory) -> list[str]:

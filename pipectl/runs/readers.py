@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pipectl.errors import DataFileError
 from pipectl.faults import LAUNCH, ErrorReport
 from pipectl.fields import VERSION, DataFile, LenientFields, Rule, read_value
-from pipectl.files import read_json, read_limited
+from pipectl.files import files_like, read_json, read_limited
 from pipectl.runs.directory import RunDirectory, checkpoints
 from pipectl.units import printable
 
@@ -114,7 +114,7 @@ def read_heartbeat(run: RunDirectory) -> Heartbeat | None:
 def read_errors(run: RunDirectory) -> list[ErrorReport]:
     """Return the readable error reports of the preparation and the ranks, first failure first."""
     errors = []
-    for path in (run.preparation_error, *sorted(run.errors.glob("rank-*.json"))):
+    for path in (run.preparation_error, *files_like(run.errors, "rank-*.json")):
         with suppress(DataFileError):
             document = read_json(path, cure="", limit=_MAX_REPORT_BYTES)
             errors.append(read_value(ErrorReport, document))
@@ -158,7 +158,7 @@ def read_stall(run: RunDirectory) -> str:
     """Describe who waits for whom while no rank makes progress; otherwise empty."""
     from pipectl.watch.report import node_path, read_report
 
-    starts = sorted(run.watch.glob("[0-9]*"))
+    starts = files_like(run.watch, "[0-9]*")
     news = read_report(node_path(starts[-1], 0)) if starts else None
     return "" if news is None else printable(news[1].stalled)
 
@@ -200,7 +200,9 @@ def _last_line(path: Path) -> str:
 
 def measured_steps(run: RunDirectory) -> list[int]:
     """Return the steps with measured timelines, ascending."""
-    names = (re.fullmatch(r"step-(\d+)\.json", path.name) for path in run.trace.glob("step-*"))
+    names = (
+        re.fullmatch(r"step-(\d+)\.json", path.name) for path in files_like(run.trace, "step-*")
+    )
     return sorted(int(match[1]) for match in names if match)
 
 

@@ -5,6 +5,7 @@ its own, once as root and once as an ordinary user.
 """
 
 import codecs
+import errno
 import io
 import json
 import os
@@ -27,7 +28,14 @@ import pipectl.cli
 import pipectl.jobs
 from pipectl.cli import main
 from pipectl.errors import UsageError
-from pipectl.files import fault_of_owner, make_directory_of, open_regular, read_limited, write_text
+from pipectl.files import (
+    fault_of_owner,
+    is_there,
+    make_directory_of,
+    open_regular,
+    read_limited,
+    write_text,
+)
 from pipectl.runs import Record, RunDirectory, list_runs, list_sweeps
 
 ROOT, NOBODY, MALLORY = 0, 65534, 12345
@@ -397,3 +405,48 @@ def test_files_modules_and_packages_of_others_run_with_a_word_or_not_at_all(plac
     found = as_user(place.us, command("submit", str(job), "--dry-run", "--scheduler", "slurm"))
     assert f"warning: {who}; its code runs as you" in found.err
     assert not (place.mine / "ran").exists()
+
+
+def test_a_directory_that_users_share_hides_no_run(place):
+    """A run that only its owner may read is a row; what a command did last is the user's own."""
+    group = place.theirs
+    group.chmod(0o1777)
+    closed = as_user(MALLORY, lambda: make_run(group, time=LATE + 9))
+    mine = as_user(place.us, lambda: RunDirectory.create(group, "mine", LATE - 9))
+    record = Record("mine", "local", f"{mine.name} tag", LATE, ranks=2, nodes=1, steps=9)
+    as_user(place.us, lambda: record.save(mine.record))
+    listed = as_user(place.us, command("status", "-d", str(group)))
+    assert listed.code == 0, listed.err
+    assert closed.name in listed.out
+    last = as_user(place.us, command("status", "last", "-d", str(group), "--json"))
+    assert json.loads(last.out)["run"] == mine.name
+    if place.us == ROOT:
+        return
+    told = as_user(place.us, command("status", closed.name, "-d", str(group)))
+    assert f"not readable: owner the user {MALLORY}" in told.out
+    assert "not readable" in listed.out
+    for words in (("logs",), ("cancel",), ("resume",), ("report",)):
+        refused = as_user(place.us, command(*words, closed.name, "-d", str(group)))
+        assert refused.code != 0
+        assert "Traceback" not in refused.err
+
+
+def test_files_that_another_node_has_just_replaced_are_asked_for_again(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("new")
+    left = {"stat": 2, "open": 2}
+
+    def make_stale(name, real):
+        def stale(*words, **more):
+            if str(words[0]) == str(file) and left[name]:
+                left[name] -= 1
+                raise OSError(errno.ESTALE, "Stale file handle", str(file))
+            return real(*words, **more)
+
+        monkeypatch.setattr(os, name, stale)
+
+    for name in left:
+        make_stale(name, vars(os)[name])
+    assert is_there(file)
+    assert read_limited(file, 10) == b"new"
+    assert left == {"stat": 0, "open": 0}

@@ -15,6 +15,7 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import note
 from pipectl.errors import PipectlError, UnknownRunError, UsageError
 from pipectl.files import read_limited
+from pipectl.jobs.state import fault_of_reading
 from pipectl.runs import (
     Line,
     Logs,
@@ -49,6 +50,8 @@ def command(
     if follow and len(runs) > 1:
         raise UsageError("-f: follows one run", cure="name one, or leave -f out")
     for number, run in enumerate(runs):
+        if fault := fault_of_reading(run):
+            raise UsageError(f"{run.name}: {fault}")
         if len(runs) > 1:
             sys.stdout.write(f"{chr(10) if number else ''}==> {run.name} <==\n")
         if script:

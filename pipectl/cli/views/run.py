@@ -24,7 +24,8 @@ from pipectl.cli.console import (
     whole,
 )
 from pipectl.cli.views.run_json import Subject, runs_json
-from pipectl.jobs.state import RunStatus, find_best
+from pipectl.files import is_there
+from pipectl.jobs.state import RunStatus, fault_of_reading, find_best
 from pipectl.runs import (
     PROFILING,
     SweepDirectory,
@@ -302,7 +303,7 @@ def _files(status: RunStatus) -> Iterator[Fact]:
             yield label, f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M:%S}", ""
     results = {"profile": run.profile, "cluster": run.cluster} if _measures(status) else {}
     yield from (
-        (label, whole(short_path(path)), "") for label, path in results.items() if path.exists()
+        (label, whole(short_path(path)), "") for label, path in results.items() if is_there(path)
     )
     if status.plan is not None:
         yield "plan", status.plan.summary, ""
@@ -335,7 +336,7 @@ def _row(status: RunStatus) -> dict[str, str | Text]:
     return {
         "run": status.run.name,
         "values": "" if sweep is None else values_text(sweep.values),
-        "state": _state(status),
+        "state": plain(status.job.reason) if fault_of_reading(status.run) else _state(status),
         "on": record.scheduler if record else "",
         "step": f"{so_far.step}%" if _measures(status) else step,
         "loss": _figure(so_far.last_loss, ""),
