@@ -24,7 +24,7 @@ write_file() {
 rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
 finish() {
     local code=$?
-    rm -f "$PIPECTL_RUN_DIRECTORY/starting"
+    [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/starting"
     write_file exit_code "$code"
     local background
     background=$(jobs -p) && [[ $background ]] && kill $background 2>/dev/null # of the setup
@@ -94,8 +94,8 @@ run() {
 }
 # What a command starts removes the file `starting`, and makes `finished` when its work is done.
 begin() {
-    write_file starting ''
-    rm -f "$PIPECTL_RUN_DIRECTORY/finished"
+    echo >"$PIPECTL_RUN_DIRECTORY/starting"
+    [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/finished"
     measure_log
 }
 measure_log() {

@@ -208,6 +208,47 @@ def test_jobs_that_slurm_has_forgotten_end_in_its_accounts_as_they_did(accounts)
     assert SLURM.query(["9999"], since=since) == {}
 
 
+@pytest.fixture
+def partitions_with_priorities(lab):
+    """Jobs of ``low`` have half a minute to end when one of ``high`` wants their nodes."""
+    of_all = ("Nodes=node[1-4]", "MaxTime=1:00:00")
+    low = ("PriorityTier=1", "PreemptMode=REQUEUE", "GraceTime=30")
+    ask("scontrol", "create", "PartitionName=low", *of_all, *low)
+    ask("scontrol", "create", "PartitionName=high", *of_all, "PriorityTier=9", "PreemptMode=OFF")
+    yield
+    for name in ("low", "high"):
+        ask("scontrol", "delete", f"PartitionName={name}")
+
+
+@pytest.mark.mpi
+@pytest.mark.torture
+@pytest.mark.parametrize("launcher", ["srun", "mpiexec"])
+def test_a_preempted_job_stops_at_a_checkpoint_and_comes_back(
+    request_of, wait_for, partitions_with_priorities, mpiexec, launcher
+):
+    """And it does not if it is cancelled after that."""
+    kinds = {"srun": {"launcher": "srun", "mpi": "none"}, "mpiexec": {"mpi": "hydra"}}
+    waits = "trap 'echo TERM >>stop' TERM; : >begun-$PIPECTL_ATTEMPT; "
+    request = request_of(
+        f"{waits}until [[ -s stop ]]; do sleep 0.1; done; : >stopped",
+        nodes=2,
+        mpiexec=mpiexec,
+        checkpoint=Checkpoint(max_requeues=2),
+        slurm={"partition": "low"},
+        **kinds[launcher],
+    )
+    job_id, run = submit(request), RunDirectory(request.run_directory)
+    wait_until((run.path / "begun-1").exists)
+    other = ("--parsable", "--exclusive", "--output=/dev/null", "--wrap=sleep 5")
+    urgent = ask("sbatch", "-p", "high", "-N4", *other)
+    assert wait_for(urgent).state is JobState.COMPLETED
+    wait_until((run.path / "begun-2").exists, 120)
+    assert wait_for(job_id, JobState.RUNNING)
+    SLURM.cancel(job_id)
+    assert wait_for(job_id).state is JobState.CANCELLED
+    assert not (run.path / "begun-3").exists()
+
+
 RING = Path(__file__).parents[1] / "runtime" / "watch" / "ranks_that_wait.py"
 
 
