@@ -53,7 +53,7 @@ STARTS = {
     "srun refused": ({**SRUN, "setup": ("export SLURM_JOB_ID=99999",)}, {}, "Invalid job id"),
     "srun plugin": ({**SRUN, "mpi": "nosuch"}, {}, "mpi/nosuch"),
     "srun option": ({**SRUN, "args": ("--nosuch",)}, {}, "--nosuch"),
-    "srun nodes": ({**SRUN, "args": ("--nodelist=node9",)}, {}, "node9"),
+    "srun nodes": ({**SRUN, "args": ("--nodelist=node9",)}, {}, "not available"),
     "srun program": ({**SRUN, "command": ("no-such-program",)}, {}, "No such file"),
     "srun second": ({**SRUN, "command": SECOND_FAILS}, {}, "denied"),
     "srun waits": ({**SRUN, **SOON, "command": WAITS}, {}, "no rank has begun in"),
