@@ -47,6 +47,13 @@ class Samples(Dataset):
         return self.vectors[index], self.targets[index]
 
 
+class Head(nn.Sequential):
+    """Logits of all words, and little else."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__(nn.Embedding(words, 32), nn.Linear(32, words))
+
+
 class Marked(Samples):
     """Samples 4 to 7 are marked by a large number."""
 

@@ -20,13 +20,16 @@ from torch.autograd.graph import save_on_cpu
 from torch.func import grad, hessian, jacrev
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipectl.cluster import OffloadTarget
+from pipectl.batch.script import TIGHT_HEAP
+from pipectl.cluster import OffloadTarget, assumed_cluster
 from pipectl.errors import WorkerError
 from pipectl.plan import Plan
+from pipectl.profile import Profile
 from pipectl.runs import read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.offload import PAGE, DiskStore, Mover, Pages, check_space
 from pipectl.runtime.saved_tensors import SavedTensors, run_backward, unpack
+from pipectl.simulate import simulate
 
 CPU, MIB = torch.device("cpu"), 1 << 20
 PARTS = Path(__file__).with_name("job_parts.py")
@@ -220,3 +223,36 @@ def test_a_model_three_times_larger_than_a_rank_trains(make_spec, make_run, work
     weights = checkpoint.load(run.checkpoints / "step-000002")
     assert 4 * sum(tensor.nbytes for tensor in weights.values()) >= state_bytes
     assert [line.step for line in read_metrics(run)] == [1, 2]
+
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+
+
+@pytest.mark.mpi
+def test_a_head_takes_what_is_predicted_whatever_its_vocabulary(make_run, work, monkeypatch):
+    """What a process takes besides is the same for all. With 32,768 words, logits take 16 MiB."""
+    monkeypatch.setenv("GLIBC_TUNABLES", TIGHT_HEAP)
+    besides = []
+    for ranks, words, precision, schedule in (
+        (1, 1024, "float32", "1f1b"),
+        (2, 8192, "bf16", "zb-h1"),
+        (1, 32768, "float32", "1f1b"),
+    ):
+        run = make_run(
+            ranks,
+            {"factory": f"{MODELS}/text.py:training", "kwargs": {"length": 64, "megabytes": 0.1}},
+            model={"factory": f"{PARTS}:Head", "kwargs": {"words": words}},
+            loss={"factory": f"{MODELS}/gpt.py:loss"},
+            training={"steps": 2, "batch_size": 8, "precision": precision},
+            pipeline={"micro_batches": 4, "stages": ranks, "schedule": schedule},
+        )
+        done = work(ranks, run, fresh=True)
+        assert done.returncode == 0, done.stderr
+        cluster, share = (
+            assumed_cluster("c", [ranks], 1, None),
+            Profile.load(run.profile).heap_share,
+        )
+        predicted = simulate(Plan.load(run.plan), cluster, heap_share=share).peak_memory_bytes
+        peaks = [rank.peak_bytes for rank in read_heartbeat(run).ranks]
+        besides += [peak - held for peak, held in zip(peaks, predicted, strict=True)]
+        assert abs(besides[-1] - besides[0]) < max(16 * MIB, 0.05 * peaks[-1])
