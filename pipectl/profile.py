@@ -310,6 +310,34 @@ class Readings(StrEnum):
 
 
 @dataclass(frozen=True)
+class HalvedLoss:
+    """The loss of some samples beside that of their halves, weighted as two micro-batches are.
+
+    Args:
+        samples: number of samples, of which each half has as many.
+        whole: their loss as one micro-batch.
+        halves: their loss as two micro-batches.
+        difference: of the gradients with which the backward of the model begins, relative to the
+            larger ones.
+        depends: whether the difference is more than rounding, so that the number of micro-batches
+            changes what is trained.
+    """
+
+    samples: Count
+    whole: float
+    halves: float
+    difference: float
+    depends: bool
+
+    def __str__(self) -> str:
+        return (
+            f"the loss of a batch is {'not ' if self.depends else ''}the mean of the losses of its "
+            f"micro-batches ({self.samples} samples: {self.whole:.4g}, in two halves: "
+            f"{self.halves:.4g}; gradients differ by {self.difference:.1%})"
+        )
+
+
+@dataclass(frozen=True)
 class Profile(DataFile):
     """A measured operator graph.
 
@@ -346,6 +374,8 @@ class Profile(DataFile):
         smallest: the smallest micro-batch that the model takes; null if it takes single samples.
         epoch: samples of an epoch, those of each length in ``data.buckets`` alone; empty if the
             data are iterable, or not known.
+        halved_loss: whether the loss of a batch is the mean of the losses of its micro-batches;
+            None if unknown.
     """
 
     cure: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"
@@ -372,6 +402,7 @@ class Profile(DataFile):
     readings: Readings | None = None
     smallest: SmallestMicroBatch | None = None
     epoch: tuple[Count, ...] = ()
+    halved_loss: HalvedLoss | None = None
 
     def batches(self, batch_size: int, *, drop_last: bool) -> tuple[int, ...]:
         """Return the different sizes of the batches of an epoch, largest first.

@@ -242,6 +242,12 @@ class Loader:
             self.buckets.check_fields(batch)
         return split_sample(batch)
 
+    def read(self, batch: Samples) -> tuple[Any, Any]:
+        """Return a batch as (inputs, targets), loaded in this process."""
+        here = copy(self)
+        here._workers = 0
+        return next(here.micro_batches([batch], batch.size))
+
     def micro_batches(
         self, batches: Iterable[Samples], micro_batch_size: int, skipped: int = 0
     ) -> Iterator[tuple[Any, Any]]:

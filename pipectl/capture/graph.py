@@ -289,6 +289,18 @@ class CapturedGraph:
             for dim, size in enumerate(shape)
         )
 
+    def shape_at(self, value: Tensor, batch: int, length: int = 0) -> tuple[int, ...]:
+        """Return the shape of a captured value for a micro-batch of ``batch`` samples."""
+        known, sizes = self._sizes(batch, length), list[int]()
+        for size in value.shape:
+            node = getattr(size, "node", None)
+            if node is None:
+                sizes.append(size)
+            else:  # a graph may be fixed because of one tensor, while those of others are free
+                others = dict.fromkeys(node.expr.free_symbols - known.keys(), batch)
+                sizes.append(int(node.expr.xreplace({**known, **others})))
+        return tuple(sizes)
+
     def size_at(self, node: fx.Node, batch: int, length: int = 0) -> Any:
         """Return the value of a size node for a micro-batch of ``batch`` samples.
 

@@ -275,6 +275,9 @@ class Opaque:
         arguments: of the call during the export.
         outline: of the result.
         changed: indices of the buffers whose new values it returns.
+
+    Attributes:
+        modes: the modules inside, with whether each is in training mode in every call.
     """
 
     def __init__(
@@ -290,7 +293,7 @@ class Opaque:
         self._written = outline.written.difference(states.buffers)
         self.__name__ = path.replace(".", "_")
         self._module, self._states, self._arguments = module, states, arguments
-        self._modes = [(inner, inner.training) for inner in module.modules()]
+        self.modes = [(inner, inner.training) for inner in module.modules()]
         self._leaves, self._structure = pytree.tree_flatten(outline.tree)
         forms = outline.forms
         memories = [form.memory for form in forms]
@@ -355,7 +358,7 @@ class Opaque:
             for index in self._inputs:
                 if not values[index].requires_grad:  # the module may ask for its gradient
                     values[index] = values[index].detach()
-        for module, training in self._modes:
+        for module, training in self.modes:
             if module.training is not training:
                 module.training = training
         reseed(self._generators)

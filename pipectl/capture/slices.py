@@ -139,7 +139,7 @@ def coupled_operators(graph: CapturedGraph) -> list[int]:
         here = _sample_dimensions(graph, node)
         before = max((_sample_dimensions(graph, source) for source in sources), default=0)
         mixed = bool(of_all.intersection(sources))
-        if _is_batch_norm(node) or here > before > 0 or (here and mixed):
+        if is_batch_norm(node) or here > before > 0 or (here and mixed):
             places.append(place)
         elif not here and (before or mixed):
             of_all.add(node)
@@ -152,7 +152,7 @@ def _sample_dimensions(graph: CapturedGraph, node: fx.Node) -> int:
     return max((len(graph.sample_dimensions(value)) for value in values), default=0)
 
 
-def _is_batch_norm(node: fx.Node) -> bool:
+def is_batch_norm(node: fx.Node) -> bool:
     """Return whether an operator is a batch norm with the statistics of the micro-batch."""
     schema = getattr(node.target, "_schema", None)
     if "batch_norm" not in str(node.target) or schema is None:

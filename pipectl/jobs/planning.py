@@ -30,7 +30,7 @@ from pipectl.jobs.prepare import (
     plan_path,
     profile_path,
 )
-from pipectl.jobs.profiles import coupling_warning, replicas_warning
+from pipectl.jobs.profiles import warnings_of
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import with_bandwidth, with_ranks
@@ -150,8 +150,7 @@ def gather(
         )
     batch_system = choose_scheduler(spec, scheduler)
     machines = find_cluster(spec, batch_system)
-    warnings += [machines.warning, coupling_warning(spec, job_profile)]
-    warnings.append(replicas_warning(spec, job_profile))
+    warnings += [machines.warning, *warnings_of(spec, job_profile)]
     job_profile, joined = join_rows(job_profile, machines.cluster)
     used = _use_devices(joined, devices, "--nodes 1,2,4 plans for other sizes")
     return PlanInputs(
@@ -226,7 +225,7 @@ def _gather_profile(
                 f"(--set {_BATCH}=N sets it)"
             )
             profile = replace(profile, assumptions=(*profile.assumptions, assumed))
-    return PlanInputs(profile, cluster, request, file)
+    return PlanInputs(profile, cluster, request, file, warnings=tuple(warnings_of(spec, profile)))
 
 
 def _shipped_number(profile: Profile, *keys: str) -> float | None:
@@ -309,11 +308,22 @@ def make_plan_request(
     Args:
         like_before: whether to keep the number of micro-batches of the job's previous plan, if the
             job does not set it: results depend on it, so a new profile should not change it.
+
+    Raises:
+        InvalidInputError: the job leaves the number of micro-batches to the planner, and its loss
+            depends on it; or a file of the job's own schedule is wrong.
     """
-    pipeline, resources = spec.pipeline, spec.resources
+    pipeline, resources, loss = spec.pipeline, spec.resources, profile.halved_loss
     limit, share = pipeline.memory_limit, resources.memory_per_rank()
     is_share = share is not None and (limit is None or share < limit)
     listed = _own_schedule(spec)
+    if loss is not None and loss.depends and not (pipeline.micro_batches or listed):
+        raise InvalidInputError(
+            f"pipeline.micro_batches: auto cannot choose their number: {loss}",
+            cure="set the number (--set pipeline.micro_batches=N), with a learning rate for it; or "
+            "let the loss be a mean over samples, or name under loss.weight a function that counts "
+            "what it is a mean of",
+        )
     kept = _micro_batches_before(spec) if like_before and not pipeline.micro_batches else None
     recompute, blocks = _RECOMPUTE[pipeline.recompute]
     if pipeline.offload in tuple(OffloadTarget):

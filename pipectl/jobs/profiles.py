@@ -183,6 +183,20 @@ def _hash_of_measuring_code() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
+def warnings_of(spec: JobSpec, profile: Profile) -> list[str]:
+    """What a plan can change in the results of training."""
+    texts = (say(spec, profile) for say in (coupling_warning, replicas_warning, loss_warning))
+    return [text for text in texts if text]
+
+
+def loss_warning(spec: JobSpec, profile: Profile) -> str:
+    """A warning if the loss depends on the number of micro-batches; empty if it does not."""
+    loss = profile.halved_loss
+    if spec.pipeline.micro_batches == 1 or loss is None or not loss.depends:
+        return ""
+    return f"{loss}: the loss, and in effect the learning rate, depend on pipeline.micro_batches"
+
+
 def coupling_warning(spec: JobSpec, profile: Profile) -> str:
     """A warning if the plan can change the results of training; empty if it cannot."""
     names = profile.coupled

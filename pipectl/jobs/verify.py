@@ -49,6 +49,10 @@ _BY_PROCESS = (
     "samples differ from process to process, so both trainings may have had others (are classes "
     "numbered in the order of a set?)"
 )
+_SAME_MICRO_BATCHES = (
+    "{loss}: both trainings have {count} micro-batches, and a loop over whole batches would train "
+    "something else"
+)
 _EVALUATIONS = (
     "evaluation.every=1",
     "evaluation.metrics={}",
@@ -128,8 +132,7 @@ def verify(
             plain_steps = directory / "plain"
             joint = _train_plainly(spec, plan.micro_batch_size, plain_steps, shared)
             notes, tolerance = expect(spec, traits, plan, reference.reason, joint)
-        if readings is Readings.BY_PROCESS:
-            notes = (*notes, _BY_PROCESS)
+        notes = (*notes, *_notes_of(pipeline.profile, plan))
         changes: dict[str, object] = {}
         if tolerance:  # small differences must not become large ones
             sgd = Optimizer(factory="torch.optim:SGD", kwargs={"lr": 0.1})
@@ -157,6 +160,17 @@ def verify(
         )
         notes = (*notes, *differing(plan, pipeline.profile, comparison))
         return describe(plan, comparison, reference, notes, tolerance)
+
+
+def _notes_of(profile: Profile | None, plan: Plan) -> list[str]:
+    """What the profile says of both trainings."""
+    notes = []
+    if profile is not None and profile.readings is Readings.BY_PROCESS:
+        notes.append(_BY_PROCESS)
+    loss = None if profile is None else profile.halved_loss
+    if loss is not None and loss.depends and plan.micro_batches > 1:
+        notes.append(_SAME_MICRO_BATCHES.format(loss=loss, count=plan.micro_batches))
+    return notes
 
 
 class VerificationJson(TypedDict):

@@ -23,6 +23,7 @@ from pipectl.profile import MeasuredOn, Operator, Profile, SmallestMicroBatch
 from pipectl.profiler.bench import OperatorTimes, Subject, time_operators, time_stages
 from pipectl.profiler.effort import Effort, Progress, Work, measured_sizes, sizes_from
 from pipectl.profiler.fit import CACHE_SHARES, DISTURBED, Fit, fit_stages
+from pipectl.profiler.halved_loss import compare_halves
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours
@@ -107,6 +108,7 @@ def profile_job(
         try_job(job, sizes[0], device.torch_device)
         profiling = _Profiling(job, effort, sizes, progress, journal, device)
         try_metrics(job, sizes[0], device.torch_device)
+        halved_loss = compare_halves(job, sizes, device)
         notify("waiting for the processes on the other cores")
         neighbours.wait()
         notify("measuring")
@@ -131,6 +133,7 @@ def profile_job(
             readings=readings,
             smallest=SmallestMicroBatch(smallest, reason) if reason else None,
             epoch=job.loader.counts,
+            halved_loss=halved_loss,
             process_baseline_bytes=baseline_bytes,
             capture_bytes=capture_bytes,
             device=measured_on,

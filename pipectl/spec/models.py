@@ -183,7 +183,8 @@ class Loss(Factory):
     """The loss function or class, or `model`: the model returns its loss."""
     weight: types.WeightReference = "samples"
     """Weight of a micro-batch in the loss of a step or evaluation: its number of `samples`, or a
-    function of its `targets`, such as the number of valid tokens."""
+    function of its `targets`, such as the number of valid tokens, if the loss is a mean
+    [over these](reading-a-plan.md#how-the-loss-is-weighted)."""
 
 
 class EarlyStopping(types.Section):
@@ -270,7 +271,8 @@ class Pipeline(types.Section):
     stages: Annotated[types.Count | None, types.Auto()] = None
     """Number of stages: at most one per rank, or as many as the [schedule](schedules.md) takes."""
     micro_batches: Annotated[types.Count | None, types.Auto()] = None
-    """Number of parts into which each batch is divided."""
+    """Number of parts into which each batch is divided. `auto` is refused if the loss
+    [depends on it](reading-a-plan.md#how-the-loss-is-weighted)."""
     schedule: types.Schedule = None
     """Order of work: one of the [schedules](schedules.md), which differ in waiting time, memory and
     messages. Those that overlap steps also have other results; `auto` leaves them out. Or your own:

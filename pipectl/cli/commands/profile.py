@@ -21,7 +21,7 @@ from pipectl.errors import UsageError
 from pipectl.jobs.job import choose_scheduler, warning_of_code
 from pipectl.jobs.measuring import make_measuring_job
 from pipectl.jobs.prepare import cluster_path, profile_path
-from pipectl.jobs.profiles import measure
+from pipectl.jobs.profiles import measure, warnings_of
 from pipectl.jobs.submit import submit as submit_job
 from pipectl.link import Link
 from pipectl.profile import Profile
@@ -72,6 +72,7 @@ def command(
         with profiling_progress() as progress:
             profile = measure(spec, path, progress, effort, again=again)
         show_profile(profile, path, began, as_json=as_json)
+        _warn_of(spec, profile)
         return
     job_that_measures = make_measuring_job(
         spec, batch_system, path, effort, links=links, again=again
@@ -91,7 +92,15 @@ def command(
     if links:
         _show_links(spec, path, as_json=as_json)
     else:
-        show_profile(Profile.load(run.profile), path, began, as_json=as_json)
+        profile = Profile.load(run.profile)
+        show_profile(profile, path, began, as_json=as_json)
+        _warn_of(spec, profile)
+
+
+def _warn_of(spec: JobSpec, profile: Profile) -> None:
+    """Print what the plan can change in the results of training."""
+    for text in warnings_of(spec, profile):
+        warn(text)
 
 
 def _show_links(spec: JobSpec, path: Path, *, as_json: bool) -> None:

@@ -161,7 +161,7 @@ def _submit_and_follow(
     """
     # A dry run does not import these.
     from pipectl.cli.progress import profiling_progress
-    from pipectl.jobs.profiles import coupling_warning, replicas_warning
+    from pipectl.jobs.profiles import warnings_of
     from pipectl.jobs.submit import submit
 
     began = time.time()
@@ -171,8 +171,7 @@ def _submit_and_follow(
         note_origin(jobs[0].profile, began, "use `pipectl profile --again` to measure again")
     print_notes(jobs)
     profiled = [(each.spec, each.profile) for each in jobs if each.profile is not None]
-    texts = (say(*each) for say in (coupling_warning, replicas_warning) for each in profiled)
-    for text in dict.fromkeys(texts):
+    for text in dict.fromkeys(text for each in profiled for text in warnings_of(*each)):
         warn(text)
     at_once = None if spec.sweep is None else spec.sweep.at_once
     submissions = submit(jobs, time.time(), after, at_once=at_once)
