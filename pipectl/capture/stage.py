@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
@@ -78,6 +78,41 @@ class Cut:
                 for value, _ in slots:
                     received += self._separate_uses(value, stage) or [Slot(value)]
         return sorted(received, key=lambda s: (position[s.value], position.get(s.use, -1)))
+
+    def sent(self, stage: int) -> list[Slot]:
+        """Return the slots of the loss and of the activations that a stage sends."""
+        slots_sent = {Slot(self.graph.loss): None}
+        for lane, slots in self.lanes.items():
+            if lane.kind is TransferKind.ACTIVATION and lane.source == stage:
+                slots_sent.update(dict.fromkeys(slots))
+        return list(slots_sent)
+
+    def returning(self, stage: int) -> list[Slot]:
+        """Return the slots of the gradients that a stage receives; values used last come first."""
+        returned: dict[Slot, None] = {}
+        for lane, slots in self.lanes.items():
+            if lane.kind is TransferKind.GRADIENT and lane.target == stage:
+                returned.update(dict.fromkeys(slots))
+        return sorted(returned, key=lambda slot: self.graph.last_use(slot.value), reverse=True)
+
+    def in_segments(self, stage: int, firsts: Sequence[str]) -> Cut:
+        """Return a cut in which the segments of one stage are stages, numbered from it; later
+        stages move up.
+
+        Args:
+            firsts: the first operator of every segment but the first.
+        """
+        if not firsts:
+            return self
+        stage_of, segment = {}, stage
+        for node in self.graph.operators:
+            home = self.stage_of[node.name]
+            if home == stage:
+                segment += node.name in firsts
+                stage_of[node.name] = segment
+            else:
+                stage_of[node.name] = home + len(firsts) * (home > stage)
+        return Cut(self.graph, stage_of, training=self.training)
 
     def forked(self, stage: int) -> list[str]:
         """Return the values of a stage whose gradients come back separately for each use."""

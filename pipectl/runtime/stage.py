@@ -35,7 +35,6 @@ from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Rows
 from pipectl.capture.stage import Receive, StageCode
-from pipectl.graph import TransferKind
 from pipectl.runtime.casts import SharedCasts
 from pipectl.runtime.device import Device, move
 from pipectl.runtime.layout import Tensors
@@ -210,7 +209,7 @@ class Segment:
                 cut,
                 [argument(cut, slot) for slot in code.states],
                 [(s, Slot(s.value), graph.requires_grad[s.value]) for s in code.received],
-                _returning(cut, number),
+                cut.returning(number),
                 [index for index, slot in enumerate(code.states) if slot.value in names],
                 Slot(graph.loss),
                 any(node.target in SEEDERS for node in code.module.graph.nodes),
@@ -386,7 +385,7 @@ class Stage:
         self.uses: dict[Slot, Tensor] = {}
         training = {rows: cut for (trains, rows), cut in cuts.items() if trains}
         evaluating = {rows: cut for (trains, rows), cut in cuts.items() if not trains}
-        inner = {rows: cut_segments(cut, index, firsts) for rows, cut in training.items()}
+        inner = {rows: cut.in_segments(index, firsts) for rows, cut in training.items()}
         given = self.argument, self.device, precision
         again = recompute or bool(firsts)
         self.segments = [
@@ -403,7 +402,7 @@ class Stage:
         self._results: dict[Rows, list[Slot]] = {}
         for rows, cut in training.items():
             results = {slot for code in self._codes((True, rows)) for slot in code.stage.results}
-            self._results[rows] = [slot for slot in _sent(cut, index) if slot in results]
+            self._results[rows] = [slot for slot in cut.sent(index) if slot in results]
 
     def draws(self, training: bool, rows: Rows) -> bool:
         """Whether it draws random numbers, so that its micro-batches need a seed."""
@@ -588,42 +587,6 @@ class Stage:
             return None
         self.saved[index] = SavedTensors(staying, self.device, self._mover, self.casts)
         return self.saved[index]
-
-
-def cut_segments(cut: Cut, stage: int, firsts: Sequence[str]) -> Cut:
-    """A cut in which the segments of one stage are stages, numbered from it; later stages move up.
-
-    Args:
-        firsts: the first operator of every segment but the first.
-    """
-    if not firsts:
-        return cut
-    stage_of, segment = {}, stage
-    for node in cut.graph.operators:
-        home = cut.stage_of[node.name]
-        if home == stage:
-            segment += node.name in firsts
-            stage_of[node.name] = segment
-        else:
-            stage_of[node.name] = home + len(firsts) * (home > stage)
-    return Cut(cut.graph, stage_of, training=cut.training)
-
-
-def _sent(cut: Cut, stage: int) -> list[Slot]:
-    slots_sent = {Slot(cut.graph.loss): None}
-    for lane, slots in cut.lanes.items():
-        if lane.kind is TransferKind.ACTIVATION and lane.source == stage:
-            slots_sent.update(dict.fromkeys(slots))
-    return list(slots_sent)
-
-
-def _returning(cut: Cut, stage: int) -> list[Slot]:
-    """Slots of the gradients that a stage receives; values that are used last come first."""
-    returned: dict[Slot, None] = {}
-    for lane, slots in cut.lanes.items():
-        if lane.kind is TransferKind.GRADIENT and lane.target == stage:
-            returned.update(dict.fromkeys(slots))
-    return sorted(returned, key=lambda slot: cut.graph.last_use(slot.value), reverse=True)
 
 
 def copy_written(arguments: Sequence[Tensor], written: Collection[int]) -> list[Tensor]:
