@@ -376,6 +376,8 @@ class Profile(DataFile):
             data are iterable, or not known.
         halved_loss: whether the loss of a batch is the mean of the losses of its micro-batches;
             None if unknown.
+        shared_samples: indices of some held-out samples, each with that of an equal one of the
+            training data; empty if none were found.
     """
 
     cure: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"
@@ -403,6 +405,7 @@ class Profile(DataFile):
     smallest: SmallestMicroBatch | None = None
     epoch: tuple[Count, ...] = ()
     halved_loss: HalvedLoss | None = None
+    shared_samples: tuple[tuple[int, int], ...] = ()
 
     def batches(self, batch_size: int, *, drop_last: bool) -> tuple[int, ...]:
         """Return the different sizes of the batches of an epoch, largest first.

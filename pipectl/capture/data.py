@@ -242,6 +242,10 @@ class Loader:
             self.buckets.check_fields(batch)
         return split_sample(batch)
 
+    def sample(self, index: int) -> Any:
+        """Return a sample of a map-style dataset as a batch of its own, without padding."""
+        return self.collate([self._sample(_Seeded(self._dataset, self._seed), index)])
+
     def read(self, batch: Samples) -> tuple[Any, Any]:
         """Return a batch as (inputs, targets), loaded in this process."""
         here = copy(self)

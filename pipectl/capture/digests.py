@@ -81,3 +81,33 @@ def sample_digests(*loaders: Loader | None) -> list[list[int]]:
         batches = [loader.example(1, first) for first in firsts]
         found.append([int(digests_of(batch, 1)[0]) for batch in batches])
     return found
+
+
+def shared_samples(training: Loader, held_out: Loader) -> list[tuple[int, int]]:
+    """Return the indices of some held-out samples, each with that of an equal one in training.
+
+    A few samples all over the held-out data are compared with those of the same indices, counted
+    from the beginning or from the end. None are returned unless all are equal, and different from
+    each other: data of few values, or constants, are equal by chance.
+
+    Raises:
+        CaptureError: a sample cannot be read.
+    """
+    total, count = training.samples, held_out.samples
+    if total is None or count is None or min(total, count) < _SAMPLES:
+        return []
+    # Not to the last row: a generator draws the end of a tensor in another way than its middle.
+    picks = [i * min(total, count) // _SAMPLES for i in range(_SAMPLES)]
+    for shift in dict.fromkeys((0, total - count)):
+        mine = [index - min(shift, 0) for index in picks]
+        theirs = [index + max(shift, 0) for index in picks]
+        digests = [_digest(held_out, index) for index in mine]
+        if len({*digests}) < _SAMPLES:
+            return []
+        if digests == [_digest(training, index) for index in theirs]:
+            return list(zip(mine, theirs, strict=True))
+    return []
+
+
+def _digest(loader: Loader, index: int) -> int:
+    return int(digests_of(loader.sample(index), 1)[0])

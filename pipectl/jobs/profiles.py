@@ -184,9 +184,23 @@ def _hash_of_measuring_code() -> str:
 
 
 def warnings_of(spec: JobSpec, profile: Profile) -> list[str]:
-    """What a plan can change in the results of training."""
+    """What a plan can change in the results of training, and held-out data that are trained on."""
     texts = (say(spec, profile) for say in (coupling_warning, replicas_warning, loss_warning))
-    return [text for text in texts if text]
+    return [text for text in (*texts, sharing_warning(profile)) if text]
+
+
+def sharing_warning(profile: Profile) -> str:
+    """A warning if held-out samples are trained on; empty if none were found."""
+    if not profile.shared_samples:
+        return ""
+    pairs = zip(*profile.shared_samples, strict=True)
+    held_out, trained = (", ".join(map(str, each)) for each in pairs)
+    return (
+        f"samples {held_out} of evaluation.data equal samples {trained} of data, so evaluation "
+        "measures what was trained on: let both factories split the same rows (both draw from the "
+        "same seed), or draw rows with generators of their own "
+        "(torch.Generator().manual_seed(1) in one, 2 in the other)"
+    )
 
 
 def loss_warning(spec: JobSpec, profile: Profile) -> str:

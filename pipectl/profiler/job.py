@@ -29,7 +29,7 @@ from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours
 from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
-from pipectl.profiler.readings import NOTES, other_reader
+from pipectl.profiler.readings import NOTES, find_shared_samples, other_reader
 from pipectl.profiler.trial import try_job, try_metrics
 from pipectl.runtime.device import (
     CpuDevice,
@@ -134,6 +134,7 @@ def profile_job(
             smallest=SmallestMicroBatch(smallest, reason) if reason else None,
             epoch=job.loader.counts,
             halved_loss=halved_loss,
+            shared_samples=find_shared_samples(job),
             process_baseline_bytes=baseline_bytes,
             capture_bytes=capture_bytes,
             device=measured_on,

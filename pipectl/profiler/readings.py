@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
-from pipectl.capture.digests import sample_digests
+from pipectl.capture.digests import sample_digests, shared_samples
 from pipectl.capture.job import CapturedJob, evaluation_loader, training_loader
 from pipectl.errors import PipectlError
 from pipectl.hash_seed import VARIABLE
@@ -49,6 +49,15 @@ class OtherReader:
             if self._connection.poll(_PATIENCE_S):
                 return Readings.SAME if self._connection.recv() == mine else Readings.BY_PROCESS
         return None
+
+
+def find_shared_samples(job: CapturedJob) -> tuple[tuple[int, int], ...]:
+    """Return indices of held-out samples that are trained on, with those in the training data."""
+    held_out = job.evaluation_loader
+    if held_out is not None:
+        with suppress(Exception):  # what cannot be read tells nothing
+            return tuple(shared_samples(job.loader, held_out))
+    return ()
 
 
 @contextmanager

@@ -8,9 +8,10 @@ import pytest
 
 from pipectl.capture import CapturedJob
 from pipectl.profile import Readings
-from pipectl.profiler.readings import other_reader
+from pipectl.profiler.readings import find_shared_samples, other_reader
 
 ODD = Path(__file__).parents[1] / "runtime" / "odd_data.py"
+SHARED = Path(__file__).with_name("held_out.py")
 READINGS = {
     ("Stream", None): Readings.SAME,
     ("Named", "ByName"): Readings.BY_PROCESS,
@@ -29,3 +30,26 @@ def test_a_second_process_reads_the_same_samples(
     spec = spec_maker(ODD)("Copy", loss="torch.nn:MSELoss", data=data, **sections)
     with other_reader(spec) as other:
         assert other.compare(CapturedJob(spec)) is READINGS[data, held_out]
+
+
+@pytest.mark.parametrize(
+    ("data", "held_out", "shared"),
+    [
+        ("drawn", {"count": 20}, [(0, 0), (5, 5), (10, 10), (15, 15)]),
+        ("drawn", {"count": 100}, [(0, 0), (16, 16), (32, 32), (48, 48)]),
+        ("drawn", {"count": 20, "skip": 44}, [(0, 44), (5, 49), (10, 54), (15, 59)]),
+        ("drawn", {"count": 20, "seed": 2}, []),
+        ("drawn", {"count": 3}, []),
+        ("split", {"part": 1}, []),
+        ("constant", {}, []),
+        ("few", {}, []),
+    ],
+)
+def test_held_out_samples_that_are_also_trained_on_are_found(
+    spec_maker, data: str, held_out: dict[str, int], shared: list[tuple[int, int]]
+) -> None:
+    """Equal factories have equal rows; parts of one split, and data of few values, tell nothing."""
+    factory = {"factory": f"{SHARED}:{data}", "kwargs": held_out}
+    spec = spec_maker(SHARED)("build", loss="torch.nn:MSELoss", data=data,
+                              evaluation={"data": factory})  # fmt: skip
+    assert find_shared_samples(CapturedJob(spec)) == tuple(shared)

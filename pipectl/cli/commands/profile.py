@@ -98,7 +98,7 @@ def command(
 
 
 def _warn_of(spec: JobSpec, profile: Profile) -> None:
-    """Print what the plan can change in the results of training."""
+    """Print what makes results other than the user may expect."""
     for text in warnings_of(spec, profile):
         warn(text)
 

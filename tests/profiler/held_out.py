@@ -1,0 +1,34 @@
+"""Datasets whose factories are also used for held-out data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset, random_split
+
+
+def build() -> nn.Module:
+    return nn.Linear(8, 8)
+
+
+def of(x: Tensor) -> TensorDataset:
+    return TensorDataset(x, x.flip(1))
+
+
+def drawn(count: int = 64, skip: int = 0, seed: int | None = None) -> TensorDataset:
+    """Rows from the generator that pipectl seeds, or from one of their own."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return of(torch.randn(count + skip, 8, generator=generator)[skip:])
+
+
+def split(part: int = 0) -> Dataset:
+    return random_split(of(torch.arange(80.0).view(-1, 1).repeat(1, 8)), [0.75, 0.25])[part]
+
+
+def constant() -> TensorDataset:
+    return of(torch.ones(64, 8))
+
+
+def few() -> TensorDataset:
+    """Three different samples."""
+    return of((torch.arange(64.0) % 3).view(-1, 1).repeat(1, 8))
