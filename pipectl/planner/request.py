@@ -239,7 +239,9 @@ def takes(request: PlanRequest, size: int, parts: int = 1) -> bool:
         size: of the others.
         parts: of every micro-batch, if replicas split it.
     """
-    least = request.smallest.samples if request.smallest else 1
+    if request.smallest is None:  # replicas may be without a sample, too
+        return True
+    least = request.smallest.samples
     return all(_least_part(batch, size) // parts >= least for batch in _batches(request))
 
 

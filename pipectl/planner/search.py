@@ -64,6 +64,7 @@ from pipectl.planner.request import (
 )
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
+from pipectl.units import plural
 
 MAX_ALTERNATIVES = 5
 """Number of plans besides the best."""
@@ -205,7 +206,15 @@ def _copied_plans(
     )
     alone = plain_plans(own, with_ranks(cluster, cluster.ranks // copies), one, expired)
     problem = Problem(profile, cluster, request)
-    copied = (choice for plan in alone for choice in _copied(problem, plan, copies))
+    copied = [choice for plan in alone for choice in _copied(problem, plan, copies)]
+    if request.smallest is not None and not copied:
+        raise InfeasibleError(
+            f"no feasible plan: {copies} replicas would split a micro-batch of an epoch into "
+            f"parts of fewer than {plural(request.smallest.samples, 'sample')}: "
+            f"{request.smallest.reason}",
+            cure="use fewer replicas or larger micro-batches; data.drop_last: true leaves an "
+            "incomplete last batch out",
+        )
     plans = plans_of_choices(problem, copied)
     if not plans:
         raise InfeasibleError(
