@@ -16,10 +16,11 @@ from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, search_plans
 from pipectl.planner.bounds import work_bound_s
 from pipectl.planner.costs.links import Links
-from pipectl.planner.partition.cutter import MAX_RANKS_OF_DETAILED_SEARCH
+from pipectl.planner.graph.downsets import CutSpace
+from pipectl.planner.partition.cutter import MAX_RANKS_OF_DETAILED_SEARCH, table_of
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
-from pipectl.profile import OperatorMemory, OptimizerCost
+from pipectl.profile import OperatorMemory, OptimizerCost, SmallestMicroBatch
 from pipectl.runtime.compare import Comparison, Difference
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.simulate import simulate
@@ -130,6 +131,26 @@ def test_other_numbers_of_micro_batches_than_asked_for_are_said() -> None:
     )
     plan = planned(chain(6), nodes_of(4), 16, **asked, replication=Replication.SPLIT)
     assert (plan.micro_batches, plan.micro_batch_size) == (3, 6)
+
+
+def test_a_last_micro_batch_of_fewer_samples_than_replicas_is_split_unless_the_model_refuses() -> (
+    None
+):
+    asked = {"replicas": 2, "replication": Replication.SPLIT, "batches": (16, 1)}
+    assert planned(chain(6), nodes_of(4), 16, **asked).stages[0].replicas == 2
+    smallest = SmallestMicroBatch(2, "model: why")
+    asked |= {"batches": (16, 3), "micro_batches": 4, "smallest": smallest}
+    with pytest.raises(InfeasibleError, match="parts of fewer than 2 samples: model: why"):
+        planned(chain(6), nodes_of(4), 16, **asked)
+
+
+def test_loads_stay_finite_if_many_blocks_may_have_no_replicas() -> None:
+    plain = chain(300)
+    profile = replace(plain, carried=tuple((f"mean {i}", f"n{i}") for i in range(120)))
+    problem = Problem(profile, nodes_of(8), PlanRequest("job", 16, replicas=None))
+    space = CutSpace.of(problem.graph, profile)
+    work_s = table_of(problem, space, 16, (16, 8)).work_s
+    assert work_s[1].max() < 1e6 * work_s[0].max()
 
 
 @pytest.mark.parametrize("replicas", [1, None])

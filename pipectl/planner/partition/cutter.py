@@ -503,8 +503,9 @@ def table_of(
     work = [[problem.block_times(row, cached=each) for each in (True, False)] for row in rows]
     for row in work[1:]:  # of several replicas
         for times in row:
+            excluded_s = _EXCLUDED * sum(times)
             for block in bits(problem.unreplicated):
-                times[block] += _EXCLUDED * sum(times)
+                times[block] += excluded_s
     forward = [problem.forward_block_times(row) for row in rows]
     scale = problem.scale(size)
     return cost_table(space, problem.profile, scale, np.array(work), np.array(forward))
