@@ -134,7 +134,7 @@ def _read_launch_error(run: RunDirectory) -> ErrorReport | None:
     except OSError:
         return None
     node, numbers, *printed = [*text.splitlines(), "", ""]
-    code, *waited_s = numbers.split()
+    code, *waited_s = numbers.split() or ["unknown"]
     what = f"no rank has begun: exit code {code}"
     if waited_s:
         what = f"no rank has begun in {waited_s[0]} s, so the launcher was ended"

@@ -121,6 +121,11 @@ def test_what_a_step_is_said_to_have_spent_its_time_on(pipeline, snapshot):
     assert document["parts"][1]["ratio"] == 1.0
 
 
+def test_shares_of_ranks_are_described_without_a_heartbeat_too():
+    said = CoreShare(0.26, 3, 0, "processes").describe(())
+    assert said == "3 ranks got 26% of their cores; other processes on their nodes used the rest"
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_a_simulated_step_is_what_was_predicted(pipeline, schedule):
     plan = pipeline(3, 4, schedule=schedule, size_bytes=1000, node_of_rank=[0, 1, 2])

@@ -270,6 +270,14 @@ def test_errors_come_in_the_order_of_failure(run):
     assert (second.rank, second.exit_code, second.where) == (1, 1, "rank 1")
 
 
+@pytest.mark.parametrize("text", ["", "\n", "n1", "n1\n \n\x1b[2J"])
+def test_a_damaged_report_of_a_launcher_is_still_one(run, text):
+    run.launch_error.write_text(text)
+    (error,) = read_errors(run)
+    assert error.message.startswith("no rank has begun: exit code unknown")
+    assert "\x1b" not in f"{error.where}{error.message}"
+
+
 def test_an_exit_code_is_a_number_or_none(run):
     assert read_exit_code(run) is None
     for text, code in ((b"0\n", 0), (b"143\n", 143), (b"", None), (b"x\n", None), (b"\xff", None)):
