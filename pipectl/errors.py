@@ -164,6 +164,7 @@ class _Limit(NamedTuple):
         command: that shows it.
         errors: numbers of the errors that it causes.
         words: parts of their messages, in lower case.
+        other_words: parts of messages of such errors that have another cause.
     """
 
     number: int
@@ -171,10 +172,13 @@ class _Limit(NamedTuple):
     command: str
     errors: tuple[int, ...]
     words: tuple[str, ...]
+    other_words: tuple[str, ...] = ()
 
 
 _LIMITS = (
-    _Limit(resource.RLIMIT_FSIZE, "bytes of a file", "ulimit -f", (errno.EFBIG,), ("too large",)),
+    _Limit(
+        resource.RLIMIT_FSIZE, "bytes of a file", "ulimit -f", (errno.EFBIG,), ("file too large",)
+    ),
     _Limit(
         resource.RLIMIT_NOFILE, "open files", "ulimit -n", (errno.EMFILE,), ("too many open files",)
     ),
@@ -184,6 +188,7 @@ _LIMITS = (
         "ulimit -u",
         (errno.EAGAIN,),
         ("start new thread", "resource temporarily unavailable"),
+        ("lock",),  # a file that another process has locked, or that would block
     ),
     _Limit(
         resource.RLIMIT_AS,
@@ -197,13 +202,18 @@ _LIMITS = (
 
 def limit_of(error: BaseException | None) -> str:
     """Return the limit of this process that an error or its cause has hit, for its message:
-    ``; 4,096 bytes of a file are allowed here (`ulimit -f`)``. Empty if there is none."""
+    ``; 4,096 bytes of a file are allowed here (`ulimit -f`)``. Empty if there is none, or if the
+    message has it."""
     while error is not None:
         text = "out of memory" if isinstance(error, MemoryError) else str(error).lower()
         number = getattr(error, "errno", None)
         for limit in _LIMITS:
             value = resource.getrlimit(limit.number)[0]
             is_hit = number in limit.errors or any(words in text for words in limit.words)
+            if limit.command in text:
+                return ""
+            if any(words in text for words in limit.other_words):
+                continue
             if is_hit and value != resource.RLIM_INFINITY:
                 return f"; {value:,} {limit.what} are allowed here (`{limit.command}`)"
         error = error.__cause__ or error.__context__

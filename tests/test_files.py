@@ -159,6 +159,14 @@ except UsageError as error:
         ("RLIMIT_AS", 2**30, "bytearray(2**31)",
          "; 1,073,741,824 bytes of address space are allowed here (`ulimit -v`)"),
         ("RLIMIT_AS", 2**30, "open('none')", ""),
+        ("RLIMIT_NPROC", 999, "raise OSError(11, 'Resource temporarily unavailable')",
+         "; 999 processes and threads are allowed here (`ulimit -u`)"),
+        ("RLIMIT_NPROC", 999,  # as HDF5 says it
+         "raise OSError('unable to lock file, error message = Resource temporarily unavailable')",
+         ""),
+        ("RLIMIT_FSIZE", 64, "raise ValueError('the batch is too large')", ""),
+        ("RLIMIT_FSIZE", 64,
+         "raise OSError('File too large; 64 bytes of a file are allowed here (`ulimit -f`)')", ""),
     ],
 )  # fmt: skip
 def test_a_limit_that_an_error_has_hit_is_named(tmp_path, limit, value, code, said):
