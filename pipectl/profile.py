@@ -523,7 +523,8 @@ def _sort_operators(profile: Profile, file: str) -> Profile:
     """Return the profile with its operators in the topological order closest to the file's order.
 
     Raises:
-        DataFileError: ids are not unique, an edge names an unknown id, or there is a cycle.
+        DataFileError: ids are not unique, an edge or a buffer names an unknown id, or there is a
+            cycle.
     """
     fault = ""
     if not profile.operators:
@@ -536,6 +537,9 @@ def _sort_operators(profile: Profile, file: str) -> Profile:
         ends = (end for edge in profile.edges for end in edge)
         if (unknown := next((end for end in ends if end not in profile.by_id), None)) is not None:
             fault = f"edges: no node has the id {unknown!r}"
+        for buffer, writer in profile.carried:
+            if writer not in profile.by_id:
+                fault = f"carried: {buffer!r}: no node has the id {writer!r}"
     if fault:
         raise DataFileError(f"{file}: {fault}", cure=Profile.cure)
     every = range(len(profile.operators))

@@ -55,6 +55,7 @@ def test_keys_that_only_others_write_are_kept():
         ({"cpu_only": True}, {}, r"nodes\[0\]\.cpu_only: stages on CPUs"),
         ({"phase": "sideways"}, {}, r"nodes\[0\]\.phase: must be forward or backward"),
         ({}, {"edge_bytes": [5]}, "edge_bytes: has 1 sizes for 2 edges"),
+        ({}, {"carried": [["mean", "d"]]}, "carried: 'mean': no node has the id 'd'"),
         ({}, {"edge_bytes": [5, -5]}, r"edge_bytes\[1\]: must be at least 0, not -5"),
     ],
 )
