@@ -49,7 +49,6 @@ def try_job(job: CapturedJob, size: int, device: torch.device) -> None:
         import_callbacks(job.spec)
         if (weigh := job.weight()) is not None:
             target_weight(weigh, job.spec.loss.weight, job.loader.example(size)[1])
-        _try_sizes(job, size)
         _try_schedule(job, size, device)
         if (loader := job.evaluation_loader) is not None:
             _try_evaluation(job, loader, _evaluation_size(job, size))
@@ -72,13 +71,6 @@ def _try_schedule(job: CapturedJob, size: int, device: torch.device) -> None:
     uses = {state.name: uses_of_parameter(graph, place) for place, state in graph.states.items()}
     refuse(job.spec.training, name, {each: found for each, found in uses.items() if found})
     refuse_own_memory(job, device)
-
-
-def _try_sizes(job: CapturedJob, size: int) -> None:
-    """Capture the smaller micro-batches at the end of an epoch, too, if their size is known."""
-    if job.spec.pipeline.micro_batches is not None:
-        for samples, length in _shapes(job.loader, size):
-            job.training_graph(samples, length)
 
 
 def _try_evaluation(job: CapturedJob, loader: Loader, size: int) -> None:

@@ -90,7 +90,7 @@ def train(
     separate = SeparateUses({own[name]: count for name, count in (uses or {}).items()})
     losses = []
     skips = spec.training.on_nonfinite == "skip"
-    check = BufferCheck(dict(job.step.named_buffers()))
+    check = BufferCheck(dict(job.step.named_buffers()) if skips else {})
     weigh = job.weight()
     for step, (sizes, batches) in enumerate(_batches(job, micro_batch_size), 1):
         if weigh is not None:

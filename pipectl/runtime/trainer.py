@@ -248,7 +248,8 @@ class Trainer:
             return
         saved = f"the training is saved up to step {step}, where `pipectl resume RUN` goes on"
         if isinstance(error, PipectlError):
-            error.cure = f"{error.cure}; {saved} (after a change, --with-changed-code)"
+            resumed = f"{saved} (after a change, --with-changed-code)"
+            error.cure = resumed if error.cure is None else f"{error.cure}; {resumed}"
         if self._rank == 0:
             say(f"the evaluation has failed; {saved}")
 
