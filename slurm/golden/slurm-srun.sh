@@ -42,6 +42,15 @@ finish() {
     set -u
 }
 at_exit=
+# Keeps a trap of the setup for the end, and puts ours in its place.
+keep_exit_trap() {
+    local found
+    found=$(trap -p EXIT)
+    if [[ $found != "trap -- 'finish' EXIT" ]]; then
+        eval "at_exit=(${found#trap --})" # without the words around the command
+        trap finish EXIT
+    fi
+}
 trap finish EXIT
 trap 'exit 143' TERM # without traps, the code of the last command would be written
 trap 'exit 130' INT
@@ -69,6 +78,7 @@ forward() {
     if [[ -n $child ]]; then
         kill -s "$1" "$child" 2>/dev/null
     elif [[ $1 == TERM || $1 == INT ]]; then
+        keep_exit_trap
         exit "$2"
     fi
 }
@@ -205,6 +215,7 @@ setup_failed() { # KEY CODE, and COMMAND or its line in this script
     [[ $3 =~ ^[0-9]+$ ]] && command=$(sed -n "$3p" "${BASH_SOURCE[0]}")
     echo "pipectl: $1 failed with exit code $2: $command" >&2
     report_start "$2" "$1 failed with exit code $2: $command"$'\n'
+    keep_exit_trap
     exit "$2"
 }
 measure_log
@@ -220,12 +231,7 @@ ulimit -s unlimited
 trap - ERR DEBUG RETURN
 
 trap - ERR DEBUG RETURN
-at_exit=$(trap -p EXIT)
-if [[ $at_exit == "trap -- 'finish' EXIT" ]]; then
-    at_exit=
-else # without the words around the command
-    eval "at_exit=(${at_exit#trap --})"
-fi
+keep_exit_trap
 set_traps
 set +efC
 set -uo pipefail

@@ -35,6 +35,15 @@ finish() {
 
 }
 at_exit=
+# Keeps a trap of the setup for the end, and puts ours in its place.
+keep_exit_trap() {
+    local found
+    found=$(trap -p EXIT)
+    if [[ $found != "trap -- 'finish' EXIT" ]]; then
+        eval "at_exit=(${found#trap --})" # without the words around the command
+        trap finish EXIT
+    fi
+}
 trap finish EXIT
 trap 'exit 143' TERM # without traps, the code of the last command would be written
 trap 'exit 130' INT
@@ -67,6 +76,7 @@ forward() {
     if [[ -n $child ]]; then
         kill -s "$1" "$child" 2>/dev/null
     elif [[ $1 == TERM || $1 == INT ]]; then
+        keep_exit_trap
         exit "$2"
     fi
 }
@@ -203,12 +213,7 @@ scratch=$(mktemp -d /scratch/gpt-small.XXXXXX)
 export TMPDIR=$scratch
 
 trap - ERR DEBUG RETURN
-at_exit=$(trap -p EXIT)
-if [[ $at_exit == "trap -- 'finish' EXIT" ]]; then
-    at_exit=
-else # without the words around the command
-    eval "at_exit=(${at_exit#trap --})"
-fi
+keep_exit_trap
 set_traps
 set +efC
 set -uo pipefail
