@@ -67,14 +67,18 @@ _PATH = re.compile(r"\.{0,2}/|~[\w.-]*/|\$\w+/|\$\{[^}]*\}/")
 """How a text in ``kwargs`` begins that is a path."""
 
 
+def is_path(value: Any) -> bool:
+    """Whether an argument is a text that begins as a path does."""
+    return isinstance(value, str) and _PATH.match(value) is not None
+
+
 def with_escaped_paths(value: Any) -> Any:
     """The inverse of what a spec does to the paths in ``kwargs``."""
     if isinstance(value, dict):
         return {key: with_escaped_paths(item) for key, item in value.items()}
     if isinstance(value, list):
         return [with_escaped_paths(item) for item in value]
-    is_path = isinstance(value, str) and _PATH.match(value)
-    return escape_path(value) if is_path else value
+    return escape_path(value) if is_path(value) else value
 
 
 def _with_absolute_paths(value: Any, base: Path) -> Any:
@@ -89,7 +93,7 @@ def _with_absolute_paths(value: Any, base: Path) -> Any:
         return [_with_absolute_paths(item, base) for item in value]
     if not isinstance(value, str):
         return value
-    text = expand_path(value) if _PATH.match(value) else value
+    text = expand_path(value) if is_path(value) else value
     return os.path.normpath(base / text) if text.startswith(("./", "../")) else text
 
 
@@ -449,6 +453,7 @@ class Trace(types.Section):
 class Tracking(types.Section):
     """Experiment trackers that get every line of the metrics, and the job as their config.
 
+    In arguments that begin with `/`, `~/` or `$NAME/`, variables are replaced as in other paths.
     The name of one, such as `wandb`, is short for `{wandb: {}}`. See [metrics](metrics.md).
     """
 

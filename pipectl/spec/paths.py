@@ -62,6 +62,11 @@ def _paths_in(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
         value: Any = section.get(names[1]) if isinstance(section, Mapping) else None
         if isinstance(value, str) and "://" not in value:
             yield names, value
+    trackers = data.get("tracking")
+    for tracker, arguments in trackers.items() if isinstance(trackers, Mapping) else ():
+        for name, value in arguments.items() if isinstance(arguments, Mapping) else ():
+            if models.is_path(value):
+                yield ("tracking", tracker, name), value
 
 
 def _replace(data: dict[str, Any], path: tuple[str, ...], text: Any) -> None:

@@ -16,6 +16,7 @@ data:
   factory: ./data.py:data
   kwargs: {root: ["~/data", /$STORE/$$a, $STORE/x, ./y, "$STORE", "/1$2$"]}
 evaluation: {data: ~/code/models/data:held_out, metrics: {m: ~/m.py:m}}
+tracking: {tensorboard: {directory: $STORE/$$t}, wandb: {dir: "~/w", project: "$$p"}}
 optimizer: ~/code/own.py:adam
 pipeline: {schedule: $STORE/mine.csv}
 training: {steps: 1, batch_size: 1}
@@ -57,6 +58,8 @@ def test_every_path_is_expanded_when_the_spec_is_read_and_stays_as_it_is(tmp_pat
     assert spec.data.kwargs["root"] == [
         "/home/me/data", "//scratch/a b/$a", "/scratch/a b/x", f"{job.parent}/y", "$STORE", "/1$2$"
     ]  # fmt: skip
+    assert spec.tracking.tensorboard == {"directory": "/scratch/a b/$t"}
+    assert spec.tracking.wandb == {"dir": "/home/me/w", "project": "$$p"}
     assert spec.environment.setup == ("cd ~",), "the shell's"
     again = tmp_path / "again.yaml"
     again.write_text(dump(spec))
