@@ -147,7 +147,8 @@ class CoreShare(LenientFields):
         who = "ranks" if self.ranks == len(beats) else f"{self.ranks} of {len(beats)} ranks"
         if (self.ranks or 0) > len(beats):  # the heartbeat is not there, or of another start
             who = f"{self.ranks} ranks"
-        who = f"rank {self.rank}" if self.ranks == 1 and len(beats) != 1 else who
+        if self.ranks == 1:
+            who = "the rank" if len(beats) == 1 else f"rank {self.rank}"
         got = f"{who} got {self.share:.0%} of {'its' if self.ranks == 1 else 'their'} cores"
         if self.lost_to == "limit":
             them = "it" if self.ranks == 1 else "them"

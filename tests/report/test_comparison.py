@@ -126,6 +126,11 @@ def test_shares_of_ranks_are_described_without_a_heartbeat_too():
     assert said == "3 ranks got 26% of their cores; other processes on their nodes used the rest"
 
 
+def test_the_only_rank_of_a_run_is_described_as_one():
+    said = CoreShare(0.5, 1, 0, "hypervisor").describe([RankBeat(0, node="n0")])
+    assert said == "the rank got 50% of its cores; the hypervisor on n0 used the rest"
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_a_simulated_step_is_what_was_predicted(pipeline, schedule):
     plan = pipeline(3, 4, schedule=schedule, size_bytes=1000, node_of_rank=[0, 1, 2])
