@@ -90,8 +90,8 @@ class NotFinite(LenientFields):
 
 
 _CURES = {
-    "processes": "end them, or ask for nodes of your own (`slurm.options: {exclusive: true}`); "
-    "these times say nothing about the plan",
+    "processes": "end them, or ask for nodes of your own (`slurm.options: {exclusive: true}` or "
+    "`pbs.options: {l: [place=scatter:excl]}`); these times say nothing about the plan",
     "limit": "raise it to the cores that the ranks compute with; these times say nothing about the "
     "plan",
     "hypervisor": "use a machine that does not share its cores; these times say nothing about the "
