@@ -201,6 +201,16 @@ class Loader:
                 batches.append(Samples(epoch, positions, length, tokens))
         return batches
 
+    def shapes(self, size: int | None) -> list[tuple[int, int]]:
+        """Return samples and length of the different micro-batches of an epoch, the largest first.
+
+        Args:
+            size: samples of a full one; None for whole batches.
+        """
+        batches = self.epoch(0)
+        shapes = {(n, b.length) for b in batches for n in split_batch(b.size, size or b.size)}
+        return sorted(shapes, reverse=True)
+
     def order(self, epoch: int) -> list[int]:
         """Return the index of the sample at every position of an epoch."""
         order = self._drawn(epoch)

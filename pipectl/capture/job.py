@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import factories
 from pipectl.capture.batch import Reader, check_samples
-from pipectl.capture.data import Loader, check_dataset, split_batch
+from pipectl.capture.data import Loader, check_dataset
 from pipectl.capture.deferred import Deferred
 from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback, KeptModules, Notify
@@ -255,9 +255,7 @@ class CapturedJob:
         Raises:
             CaptureError: the first refusal.
         """
-        batches = self.loader.epoch(0)
-        parts = {(n, b.length) for b in batches for n in split_batch(b.size, size or b.size)}
-        for samples, length in sorted(parts, reverse=True):
+        for samples, length in self.loader.shapes(size):
             if size is None and samples >= least:
                 continue
             if (refusal := self.refusal(samples, length)) is not None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.batch import Reader
-from pipectl.capture.data import Loader, split_batch
+from pipectl.capture.data import Loader
 from pipectl.capture.stage import uses_of_parameter
 from pipectl.capture.step import target_weight
 from pipectl.capture.tensors import is_deferred
@@ -75,7 +75,7 @@ def _try_schedule(job: CapturedJob, size: int, device: torch.device) -> None:
 
 def _try_evaluation(job: CapturedJob, loader: Loader, size: int) -> None:
     """Capture the evaluation, and compare held-out data with what was captured."""
-    for samples, length in _shapes(loader, size):
+    for samples, length in loader.shapes(size):
         reader = Reader(job.evaluation_graph(samples, length), training=False, length=length)
         values = reader.read(loader.example(samples, length=length))
         reader.check(values, samples, values, is_whole=True)
@@ -91,7 +91,7 @@ def try_metrics(job: CapturedJob, size: int, device: torch.device) -> None:
     if loader is None or not metrics or any(map(is_deferred, job.states.values())):
         return  # which fit into no process
     size = _evaluation_size(job, size)
-    examples = [loader.example(n, length=length) for n, length in _shapes(loader, size)]
+    examples = [loader.example(n, length=length) for n, length in loader.shapes(size)]
     with as_refusal():
         try:
             _try_metrics(job, metrics, examples, device)
@@ -103,13 +103,6 @@ def try_metrics(job: CapturedJob, size: int, device: torch.device) -> None:
 def _evaluation_size(job: CapturedJob, size: int) -> int:
     assert job.spec.evaluation is not None
     return job.spec.evaluation.batch_size or size
-
-
-def _shapes(loader: Loader, size: int) -> list[tuple[int, int]]:
-    """Samples and length of the micro-batches of an epoch, the largest first."""
-    batches = loader.epoch(0)
-    shapes = {(n, batch.length) for batch in batches for n in split_batch(batch.size, size)}
-    return sorted(shapes, reverse=True)
 
 
 def _try_metrics(
