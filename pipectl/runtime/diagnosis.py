@@ -70,6 +70,10 @@ def describe_first(
     values = [None if each is None else each.detach().clone() for each in given]
     names = [slot.value for slot in code.states]
     weights = {i + 1 for i, name in enumerate(names) if graph.states[name].kind == "parameter"}
+    for index, name in enumerate(names):
+        # A buffer that the loss does not depend on is a result: this forward may have written it.
+        if name in graph.written and graph.states[name].name not in graph.carried:
+            values[index] = torch.zeros_like(given[index])
     finder = _Finder(module, graph, weights)
     with torch.no_grad():
         finder.run(seed, *values)

@@ -216,7 +216,7 @@ def test_jobs_of_this_machine_are_no_part_of_the_job_in_which_they_run(
     request = make_request(
         mpi="hydra",
         mpiexec=mpiexec,
-        command=("bash", "-c", "echo $(compgen -e | grep SLURM) $((PMI_FD != 900))"),
+        command=("bash", "-c", "echo $(compgen -e | grep ^SLURM) $((PMI_FD != 900))"),
         setup=("echo $SLURM_JOB_ID",),
     )
     process = subprocess.run(
