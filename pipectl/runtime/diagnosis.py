@@ -73,7 +73,7 @@ def describe_first(
     for index, name in enumerate(names):
         # A buffer that the loss does not depend on is a result: this forward may have written it.
         if name in graph.written and graph.states[name].name not in graph.carried:
-            values[index] = torch.zeros_like(given[index])
+            values[index] = torch.zeros_like(states[index])
     finder = _Finder(module, graph, weights)
     with torch.no_grad():
         finder.run(seed, *values)

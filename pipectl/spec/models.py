@@ -398,7 +398,8 @@ class Environment(types.Section):
     setup: tuple[str, ...] = ()
     """Shell code put into the job script verbatim, after the modules."""
     on_error: Literal["stop", "continue"] = "stop"
-    """What a command of `setup` that fails does to the job: it ends it (`stop`) or does not."""
+    """What a command of `setup` that fails does to the job: it ends it (`stop`) or does not
+    (`continue`). With `stop`, write `COMMAND || true` where a failure does not matter."""
     variables: types.Variables = Field(default_factory=dict)
     """Environment variables of all ranks. They may contain secrets: they are written only to two
     files of the run directory that nobody but its owner can read, to no script and no report.
