@@ -40,7 +40,8 @@ class Factory(types.Section):
     """Keyword arguments; the values keep their YAML types. A text that begins with `./` or `../` is
     a path relative to the spec file, and your code gets it as an absolute path. Other relative
     paths mean another file in a job than in `pipectl profile`: ranks run in the run directory. In
-    texts that begin with these, `/`, `~/` or `$NAME/`, variables are replaced as in other paths."""
+    texts that begin with these, `/`, `~/` or `$NAME/`, and in `~` or `$NAME` alone, variables are
+    replaced as in other paths."""
 
     @model_validator(mode="before")
     @classmethod
@@ -63,7 +64,9 @@ class Factory(types.Section):
         return references.parse(self.factory)
 
 
-_PATH = re.compile(r"\.{0,2}/|~[\w.-]*/|\$\w+/|\$\{[^}]*\}/")
+_PATH = re.compile(
+    r"\.{0,2}/|~[\w.-]*/|\$\w+/|\$\{[^}]*\}/|~$|\$[A-Z_][A-Z0-9_]*$|\$\{[A-Z_]\w*\}$"
+)
 """How a text in ``kwargs`` begins that is a path."""
 
 

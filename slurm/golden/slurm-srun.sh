@@ -34,14 +34,21 @@ rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,exit_warning,launch_error,requeue_erro
 finish() {
     local code=$?
     [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/starting"
+    if [[ $in_setup ]] && ((code == 0)); then # by an `exit` in a file that the setup reads, say
+        code=1
+        echo "pipectl: the setup ended the script with exit code 0" >&2
+        report_start 1 "start failed: the setup ended the script with exit code 0"$'\n'
+    fi
     write_file exit_code "$code"
     local background
     background=$(jobs -p) && [[ $background ]] && kill $background 2>/dev/null # of the setup
     set +eu
     eval "$at_exit" # a trap of the setup
     set -u
+    exit "$code"
 }
 at_exit=
+in_setup=
 # Keeps a trap of the setup for the end, and puts ours in its place.
 keep_exit_trap() {
     local found
@@ -219,6 +226,7 @@ setup_failed() { # KEY CODE, and COMMAND or its line in this script
     exit "$2"
 }
 measure_log
+in_setup=1
 set +u
 type module >/dev/null 2>&1 || source /etc/profile
 module load gcc/13.2 openmpi/5.0.6 || setup_failed environment.modules 1 'module load gcc/13.2 openmpi/5.0.6'
@@ -231,6 +239,7 @@ ulimit -s unlimited
 trap - ERR DEBUG RETURN
 
 trap - ERR DEBUG RETURN
+in_setup=
 keep_exit_trap
 set_traps
 set +efC

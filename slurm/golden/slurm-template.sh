@@ -25,6 +25,11 @@ rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,exit_warning,launch_error,requeue_erro
 finish() {
     local code=$?
     [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/starting"
+    if [[ $in_setup ]] && ((code == 0)); then # by an `exit` in a file that the setup reads, say
+        code=1
+        echo "pipectl: the setup ended the script with exit code 0" >&2
+        report_start 1 "start failed: the setup ended the script with exit code 0"$'\n'
+    fi
     write_file exit_code "$code"
     local background
     background=$(jobs -p) && [[ $background ]] && kill $background 2>/dev/null # of the setup
@@ -33,8 +38,10 @@ finish() {
     set -u
     rm -rf "${scratch-}"
 
+    exit "$code"
 }
 at_exit=
+in_setup=
 # Keeps a trap of the setup for the end, and puts ours in its place.
 keep_exit_trap() {
     local found
@@ -208,11 +215,14 @@ guard() {
     done
 }
 
+measure_log
+in_setup=1
 set +u
 scratch=$(mktemp -d /scratch/gpt-small.XXXXXX)
 export TMPDIR=$scratch
 
 trap - ERR DEBUG RETURN
+in_setup=
 keep_exit_trap
 set_traps
 set +efC
