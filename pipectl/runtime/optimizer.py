@@ -36,7 +36,7 @@ _MAX_SIZE = 3
 """Size of each dimension of a sample."""
 _MAX_ALIKE = 2
 """Samples with the same number of dimensions that are in the same group."""
-_STEPS = 3
+_STEPS, _RESUMED_STEPS = 3, 8
 _TOLERANCE = 0.05
 """Relative; optimizers that update equal shapes together round differently."""
 _TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"
@@ -510,6 +510,22 @@ def refuse_own_memory(job: CapturedJob, device: torch.device) -> None:
         )
 
 
+def loses_state(job: CapturedJob, device: torch.device) -> bool:
+    """Whether the optimizer goes on in another way when it is made anew with its saved state.
+
+    Checkpoints have the state of each parameter. What an optimizer keeps elsewhere (a counter of
+    its own, another optimizer that it wraps) begins anew when a run resumes.
+    """
+    names = _sample(job)
+    resumed = _updates(job, names, device, resumes=True, steps=_RESUMED_STEPS)
+    whole = _updates(job, names, device, steps=_RESUMED_STEPS)
+    return any(
+        float((resumed[name] - whole[name]).abs().max())
+        > _TOLERANCE * float(whole[name].abs().max())
+        for name in resumed.keys() & whole.keys()
+    )
+
+
 def _sample(job: CapturedJob) -> dict[str, tuple[int, ...]]:
     groups = job.parameter_groups()
     kinds: dict[tuple[int, int], int] = {}
@@ -530,11 +546,14 @@ def _updates(
     device: torch.device,
     *,
     moves: bool = False,
+    resumes: bool = False,
+    steps: int = _STEPS,
 ) -> dict[str, Tensor]:
     """The change of each parameter by some steps; empty if the optimizer fails.
 
     Args:
         moves: whether parameters get other memory before every step.
+        resumes: whether the optimizer is made anew before every step, with its saved state.
     """
     generators = {
         name: torch.Generator().manual_seed(len(name) + sum(name.encode())) for name in shapes
@@ -550,7 +569,9 @@ def _updates(
         torch.manual_seed(0)
         try:
             optimizer = make_optimizer(job, parameters)
-            for _ in range(_STEPS):
+            for step in range(steps):
+                if resumes and step:
+                    optimizer = _made_anew(job, optimizer, parameters)
                 for name, parameter in parameters.items():
                     scale = 10 ** torch.randn((), generator=generators[name]).item()
                     parameter.grad = scale * draw(name)
@@ -560,3 +581,15 @@ def _updates(
         except Exception:  # it may need other shapes; the real parameters will show errors
             return {}
     return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}
+
+
+def _made_anew(
+    job: CapturedJob, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> Any:
+    """Another optimizer with the state that a checkpoint of this one has."""
+    tensors, states = take(optimizer, parameters)
+    saved = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    made = make_optimizer(job, parameters)
+    for name, state in states.items():
+        give(made, parameters[name], state, saved.__getitem__)
+    return made

@@ -36,7 +36,12 @@ from pipectl.runtime.device import Device, choose_device, keep_freed_memory, ret
 from pipectl.runtime.feed import reads_once
 from pipectl.runtime.nodes import check_supported, check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
-from pipectl.runtime.optimizer import divides, refuse_coupled_updates, refuse_own_memory
+from pipectl.runtime.optimizer import (
+    divides,
+    loses_state,
+    refuse_coupled_updates,
+    refuse_own_memory,
+)
 from pipectl.runtime.process import run_rank, say, warn
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stopping import stop_on_signals
@@ -111,6 +116,11 @@ def _train(
     sizes = [len(ranks) for ranks in nodes]
     circumstances = Circumstances(sizes, plan.most_sent_bytes, cluster)
     choice = choose_progress(communicator, spec.launch.progress, circumstances)
+    if rank == 0 and loses_state(job, device.torch_device):
+        warn(
+            f"optimizer: {spec.optimizer.factory} keeps something outside of `self.state`, which "
+            "no checkpoint has: a resumed run goes on in another way than one that never ended"
+        )
     if divides(plan):
         refuse_coupled_updates(job, device.torch_device)
     if is_unflushed(plan):

@@ -16,6 +16,7 @@ from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError, WorkerError
 from pipectl.runtime.optimizer import (
     Updater,
+    loses_state,
     make_updater,
     refuse_coupled_updates,
     refuse_own_memory,
@@ -54,6 +55,29 @@ class Modal(torch.optim.SGD):
 
     def eval(self) -> None:
         pass
+
+
+class Wrapping(torch.optim.Optimizer):
+    def __init__(self, parameters: Any, inner: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.inner = getattr(torch.optim, inner)(self.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+class Ahead(torch.optim.SGD):
+    """Looks ahead every few steps, which it counts itself."""
+
+    def __init__(self, parameters: Any, every: int = 5) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.every, self.count = every, 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.count += 1
+        for parameter in self.param_groups[0]["params"] if self.count % self.every == 0 else []:
+            parameter.data /= 2
 
 
 class Large(torch.optim.SGD):
@@ -272,6 +296,7 @@ def test_optimizers_of_torch_may_be_shared_out_and_keep_nothing_in_their_groups(
         refuse_coupled_updates(made, torch.device("cpu"))
         if not way:
             assert first_step_of(made).updates == 1
+            assert not loses_state(made, torch.device("cpu"))
 
 
 def test_an_optimizer_that_keeps_the_memory_of_parameters_has_no_older_weights(job: Maker) -> None:
@@ -281,6 +306,21 @@ def test_an_optimizer_that_keeps_the_memory_of_parameters_has_no_older_weights(j
     with pytest.raises(CaptureError, match=r":Flat keeps the memory of parameters"):
         refuse_own_memory(job("Flat"), torch.device("cpu"))
     assert first_step_of(job("Flat")).updates == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "loses"),
+    [
+        ("Ahead", {}, True),
+        ("Wrapping", {"inner": "AdamW"}, True),
+        ("Wrapping", {"inner": "SGD"}, False),
+        ("Flat", {}, False),
+    ],
+)
+def test_state_that_no_checkpoint_has_is_found(
+    job: Maker, name: str, kwargs: dict[str, Any], loses: bool
+) -> None:
+    assert loses_state(job(name, kwargs), torch.device("cpu")) is loses
 
 
 @pytest.mark.parametrize("kind", ["all", "groups", "noise"])
