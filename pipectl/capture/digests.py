@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from functools import lru_cache
+from random import Random
 from typing import Any
 from zlib import crc32
 
@@ -17,6 +19,10 @@ from pipectl.capture.tensors import octets_of
 
 _SAMPLES = 4
 """Of each dataset, for a comparison of processes."""
+_MAX_HELD_OUT, _MAX_TRAINED, _PATIENCE_S = 64, 10_000, 0.5
+"""Samples of each dataset that are compared with each other, and for how long."""
+_DISTINCT = 0.9
+"""Share of samples that differ from all others, unless data have few values."""
 Digests = npt.NDArray[np.uint32]
 """One per sample."""
 
@@ -87,8 +93,9 @@ def shared_samples(training: Loader, held_out: Loader) -> list[tuple[int, int]]:
     """Return the indices of some held-out samples, each with that of an equal one in training.
 
     A few samples all over the held-out data are compared with those of the same indices, counted
-    from the beginning or from the end. None are returned unless all are equal, and different from
-    each other: data of few values, or constants, are equal by chance.
+    from the beginning or from the end; then with as many of any index as are read in a short time.
+    None are returned unless these few are equal, and samples are different from each other: data of
+    few values, or constants, are equal by chance.
 
     Raises:
         CaptureError: a sample cannot be read.
@@ -106,7 +113,25 @@ def shared_samples(training: Loader, held_out: Loader) -> list[tuple[int, int]]:
             return []
         if digests == [_digest(training, index) for index in theirs]:
             return list(zip(mine, theirs, strict=True))
-    return []
+    return _shared_anywhere(training, held_out, total, count)
+
+
+def _shared_anywhere(
+    training: Loader, held_out: Loader, total: int, count: int
+) -> list[tuple[int, int]]:
+    """As :func:`shared_samples`, of samples at any indices."""
+    draw, until = Random(0), time.monotonic() + _PATIENCE_S
+    held = {_digest(held_out, i): i for i in draw.sample(range(count), min(count, _MAX_HELD_OUT))}
+    trained: dict[int, int] = {}
+    for read, index in enumerate(draw.sample(range(total), min(total, _MAX_TRAINED))):
+        if time.monotonic() > until:
+            break
+        trained.setdefault(_digest(training, index), index)
+        if len(trained) < _DISTINCT * read:
+            return []
+    found = sorted((index, trained[each]) for each, index in held.items() if each in trained)
+    are_distinct = len(held) >= _DISTINCT * min(count, _MAX_HELD_OUT)
+    return found[:_SAMPLES] if are_distinct and len(found) >= _SAMPLES else []
 
 
 def _digest(loader: Loader, index: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset, random_split
+from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 
 def build() -> nn.Module:
@@ -23,6 +23,13 @@ def drawn(count: int = 64, skip: int = 0, seed: int | None = None) -> TensorData
 
 def split(part: int = 0) -> Dataset:
     return random_split(of(torch.arange(80.0).view(-1, 1).repeat(1, 8)), [0.75, 0.25])[part]
+
+
+def subset(seed: int = 0, share: float = 0.75) -> Dataset:
+    """A part that a generator of its own has drawn."""
+    rows = of(torch.arange(80.0).view(-1, 1).repeat(1, 8))
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(seed)).tolist()
+    return Subset(rows, order[: int(80 * share)])
 
 
 def constant() -> TensorDataset:

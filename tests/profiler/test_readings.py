@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipectl.capture import CapturedJob
 from pipectl.profile import Readings
@@ -53,3 +54,16 @@ def test_held_out_samples_that_are_also_trained_on_are_found(
     spec = spec_maker(SHARED)("build", loss="torch.nn:MSELoss", data=data,
                               evaluation={"data": factory})  # fmt: skip
     assert find_shared_samples(CapturedJob(spec)) == tuple(shared)
+
+
+def test_they_are_found_at_other_indices_too(spec_maker) -> None:
+    """As when two factories split the same rows in two ways."""
+    factory = {"factory": f"{SHARED}:subset", "kwargs": {"seed": 1, "share": 0.25}}
+    spec = spec_maker(SHARED)("build", loss="torch.nn:MSELoss", data="subset",
+                              evaluation={"data": factory})  # fmt: skip
+    job = CapturedJob(spec)
+    found = find_shared_samples(job)
+    assert len(found) == 4
+    for mine, theirs in found:
+        held_out, trained = job.evaluation_loader.sample(mine), job.loader.sample(theirs)
+        assert torch.equal(held_out[0], trained[0])
