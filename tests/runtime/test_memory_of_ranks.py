@@ -228,6 +228,7 @@ def test_a_model_three_times_larger_than_a_rank_trains(make_spec, make_run, work
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 
+@pytest.mark.product
 @pytest.mark.mpi
 def test_a_head_takes_what_is_predicted_whatever_its_vocabulary(make_run, work, monkeypatch):
     """What a process takes besides is the same for all. With 32,768 words, logits take 16 MiB."""
