@@ -40,7 +40,7 @@ class Factory(types.Section):
     """Keyword arguments; the values keep their YAML types. A text that begins with `./` or `../` is
     a path relative to the spec file, and your code gets it as an absolute path. Other relative
     paths mean another file in a job than in `pipectl profile`: ranks run in the run directory. In
-    texts that begin with these, `/`, `~/` or `$NAME/`, and in `~` or `$NAME` alone, variables are
+    texts that begin with these, `/`, `~/` or `$NAME/`, and in `$NAME` alone, variables are
     replaced as in other paths."""
 
     @model_validator(mode="before")
@@ -65,7 +65,7 @@ class Factory(types.Section):
 
 
 _PATH = re.compile(
-    r"\.{0,2}/|~[\w.-]*/|\$\w+/|\$\{[^}]*\}/|~$|\$[A-Z_][A-Z0-9_]*$|\$\{[A-Z_]\w*\}$"
+    r"\.{0,2}/|~[\w.-]*/|\$\w+/|\$\{[^}]*\}/|\$\$[A-Z_{]|\$[A-Z_][A-Z0-9_]*$|\$\{[A-Z_]\w*\}$"
 )
 """How a text in ``kwargs`` begins that is a path."""
 

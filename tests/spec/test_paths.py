@@ -14,7 +14,7 @@ model: {factory: "~/code/model.py:build", weights: $STORE/w.safetensors}
 loss: ${STORE}/loss.py:loss
 data:
   factory: ./data.py:data
-  kwargs: {root: ["~/data", /$STORE/$$a, $STORE/x, ./y, "$STORE", "$word", "~", "/1$2$"]}
+  kwargs: {root: ["~/data", /$STORE/$$a, $STORE/x, ./y, "$STORE", "$word", "~", "$$X", "/1$2$"]}
 evaluation: {data: ~/code/models/data:held_out, metrics: {m: ~/m.py:m}}
 tracking: {tensorboard: {directory: $STORE/$$t}, wandb: {dir: "~/w", project: "$$p"}}
 optimizer: ~/code/own.py:adam
@@ -57,7 +57,7 @@ def test_every_path_is_expanded_when_the_spec_is_read_and_stays_as_it_is(tmp_pat
     )  # fmt: skip
     assert spec.data.kwargs["root"] == [
         "/home/me/data", "//scratch/a b/$a", "/scratch/a b/x", f"{job.parent}/y", "/scratch/a b",
-        "$word", "/home/me", "/1$2$",
+        "$word", "~", "$X", "/1$2$",
     ]  # fmt: skip
     assert spec.tracking.tensorboard == {"directory": "/scratch/a b/$t"}
     assert spec.tracking.wandb == {"dir": "/home/me/w", "project": "$$p"}
