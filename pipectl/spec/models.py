@@ -6,8 +6,6 @@ null, or not given, has its default; in attributes of ``pipeline``, None stands 
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -23,8 +21,7 @@ from pydantic import (
 )
 
 from pipectl.directives import SchedulerName
-from pipectl.files import escape_path, expand_path
-from pipectl.spec import references, types
+from pipectl.spec import argument_paths, references, types
 
 
 class Factory(types.Section):
@@ -52,7 +49,7 @@ class Factory(types.Section):
     @classmethod
     def _make_paths_absolute(cls, kwargs: Any, info: ValidationInfo) -> Any:
         base = types.base_of(info)
-        return kwargs if base is None else _with_absolute_paths(kwargs, base)
+        return kwargs if base is None else argument_paths.make_absolute(kwargs, base)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
@@ -62,42 +59,6 @@ class Factory(types.Section):
     def reference(self) -> references.Reference:
         """What `factory` names."""
         return references.parse(self.factory)
-
-
-_PATH = re.compile(
-    r"\.{0,2}/|~[\w.-]*/|\$\w+/|\$\{[^}]*\}/|\$\$[A-Z_{]|\$[A-Z_][A-Z0-9_]*$|\$\{[A-Z_]\w*\}$"
-)
-"""How a text in ``kwargs`` begins that is a path."""
-
-
-def is_path(value: Any) -> bool:
-    """Whether an argument is a text that begins as a path does."""
-    return isinstance(value, str) and _PATH.match(value) is not None
-
-
-def with_escaped_paths(value: Any) -> Any:
-    """The inverse of what a spec does to the paths in ``kwargs``."""
-    if isinstance(value, dict):
-        return {key: with_escaped_paths(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [with_escaped_paths(item) for item in value]
-    return escape_path(value) if is_path(value) else value
-
-
-def _with_absolute_paths(value: Any, base: Path) -> Any:
-    """A value in which texts that begin as paths do are absolute paths.
-
-    Raises:
-        ValueError: see :func:`pipectl.files.expand_path`.
-    """
-    if isinstance(value, dict):
-        return {key: _with_absolute_paths(item, base) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_absolute_paths(item, base) for item in value]
-    if not isinstance(value, str):
-        return value
-    text = expand_path(value) if is_path(value) else value
-    return os.path.normpath(base / text) if text.startswith(("./", "../")) else text
 
 
 _SHORT = {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}

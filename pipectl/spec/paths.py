@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pipectl.files import escape_path, expand_path
-from pipectl.spec import models
+from pipectl.spec import argument_paths, models
 
 Finding = tuple[tuple[str, ...], str]
 
@@ -38,7 +38,7 @@ def escape_paths(data: Mapping[str, Any]) -> dict[str, Any]:
     escaped = _with_paths(data, lambda _, text: escape_path(text))
     for path, _, kwargs in models.factories_in(data):
         if kwargs:  # the long form, then
-            _replace(escaped, (*path[:-1], "kwargs"), models.with_escaped_paths(kwargs))
+            _replace(escaped, (*path[:-1], "kwargs"), argument_paths.escape(kwargs))
     return escaped
 
 
@@ -65,7 +65,7 @@ def _paths_in(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     trackers = data.get("tracking")
     for tracker, arguments in trackers.items() if isinstance(trackers, Mapping) else ():
         for name, value in arguments.items() if isinstance(arguments, Mapping) else ():
-            if models.is_path(value):
+            if argument_paths.is_path(value):
                 yield ("tracking", tracker, name), value
 
 
