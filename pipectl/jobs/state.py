@@ -103,6 +103,7 @@ class RunStatus:
         restarts: number of times that the job was started again.
         query_error: why the batch system could not be asked; None if it answered.
         metrics: for curves; None if they were not read.
+        is_closed: whether this user may not look at the run; ``job.reason`` then says whose it is.
     """
 
     run: RunDirectory
@@ -116,6 +117,7 @@ class RunStatus:
     restarts: int = 0
     query_error: str | None = None
     metrics: Metrics | None = None
+    is_closed: bool = False
 
     @property
     def curve(self) -> list[MetricsLine]:
@@ -297,13 +299,14 @@ class Poller:
         records: dict[RunDirectory, Record] = {}
         damage: dict[RunDirectory, str] = {}
         closed = {run: fault for run in runs if (fault := fault_of_reading(run))}
-        for run in (run for run in runs if run not in closed):
+        readable = [run for run in runs if run not in closed]
+        for run in readable:
             try:
                 records[run] = recover(run, now, search=False)
             except DataFileError as error:
                 damage[run] = error.message
         # Do not wait for a batch system that hangs if the files tell the state of every run.
-        files_tell = all(is_there(run.heartbeat) or is_there(run.exit_code) for run in runs)
+        files_tell = all(is_there(run.heartbeat) or is_there(run.exit_code) for run in readable)
         timeout_s = _SHORT_TIMEOUT_S if files_tell else TIMEOUT_S
         answers = self._query(records, now, timeout_s)
         newer = {run: add_next_job(run, record, now) for run, record in records.items()}
@@ -315,7 +318,9 @@ class Poller:
         for run in runs:
             if run in closed:
                 job = JobStatus(JobState.UNKNOWN, reason=closed[run], source="none")
-                statuses.append(RunStatus(run, None, job, "", Measured(), None, (), ()))
+                statuses.append(
+                    RunStatus(run, None, job, "", Measured(), None, (), (), is_closed=True)
+                )
                 continue
             heartbeat = read_heartbeat(run)  # after the question, as all files
             record = records.get(run)

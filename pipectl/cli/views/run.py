@@ -25,7 +25,7 @@ from pipectl.cli.console import (
 )
 from pipectl.cli.views.run_json import Subject, runs_json
 from pipectl.files import is_there
-from pipectl.jobs.state import RunStatus, fault_of_reading, find_best
+from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import (
     PROFILING,
     SweepDirectory,
@@ -336,7 +336,7 @@ def _row(status: RunStatus) -> dict[str, str | Text]:
     return {
         "run": status.run.name,
         "values": "" if sweep is None else values_text(sweep.values),
-        "state": plain(status.job.reason) if fault_of_reading(status.run) else _state(status),
+        "state": plain(status.job.reason) if status.is_closed else _state(status),
         "on": record.scheduler if record else "",
         "step": f"{so_far.step}%" if _measures(status) else step,
         "loss": _figure(so_far.last_loss, ""),
