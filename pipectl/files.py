@@ -87,8 +87,7 @@ def path_of_user(text: str, *, variables: bool = True) -> Path:
         UsageError: it cannot be expanded.
     """
     try:
-        is_plain = not variables and not text.startswith("~")
-        return Path(text if is_plain else expand_path(text if variables else escape_path(text)))
+        return Path(expand_path(text if variables else escape_path(text)))
     except ValueError as error:
         raise UsageError(str(error)) from None
 
@@ -398,7 +397,7 @@ def read_limited(path: Path, limit: int) -> bytes:
     """
 
     def read() -> bytes:
-        with open(open_regular(path), "rb") as stream:
+        with open(_open_regular(path, os.O_RDONLY), "rb") as stream:
             return stream.read(limit + 1)
 
     content = _again_if_stale(read)

@@ -37,6 +37,11 @@ class Completed:
         """Standard error, otherwise standard output, otherwise the exit code."""
         return self.stderr or self.stdout or f"exit code {self.returncode}"
 
+    @property
+    def last_line(self) -> str:
+        """Of the message: the error, without the lines before it, such as a traceback."""
+        return self.message.splitlines()[-1]
+
 
 def run(
     argv: Sequence[str],

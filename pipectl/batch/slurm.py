@@ -158,7 +158,7 @@ class SlurmScheduler(CommandLineScheduler):
             return {}
         done = self._run(*command, max_s=max_s, SLURM_TIME_FORMAT="%s")
         if done.returncode and "disabled" not in done.message:
-            raise SchedulerError(done.message.splitlines()[-1])
+            raise SchedulerError(done.last_line)
         oldest = (since or 0.0) - _CLOCK_SKEW_S  # older jobs have reused ids
         rows = [row for row in parse_sacct(done.stdout) if (row.submitted_at or inf) >= oldest]
         rows.sort(key=lambda row: inf if row.status.start is None else row.status.start)

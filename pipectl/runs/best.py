@@ -84,7 +84,7 @@ def best_evaluation(directory: Path, until: int | None = None) -> Best | None:
         directory: of the checkpoints.
         until: step of the last checkpoint that counts.
     """
-    return next((_read(path) for path in _up_to(directory, until)), None)
+    return _newest(_up_to(directory, until))
 
 
 def best_checkpoint(directory: Path, until: int | None = None) -> BestCheckpoint | None:
@@ -93,7 +93,7 @@ def best_checkpoint(directory: Path, until: int | None = None) -> BestCheckpoint
     Damaged manifests are passed over. See :func:`best_evaluation`.
     """
     paths = _up_to(directory, until)
-    newest = best_evaluation(directory, until)
+    newest = _newest(paths)
     if newest is None:
         return None
     # That of the best step first: there may be hundreds of checkpoints.
@@ -102,6 +102,10 @@ def best_checkpoint(directory: Path, until: int | None = None) -> BestCheckpoint
         if own is not None and own.step == step_of(path) and own.is_like(newest):
             return BestCheckpoint(path, own, None if own.step == newest.step else newest)
     return None
+
+
+def _newest(paths: Sequence[Path]) -> Best | None:
+    return next(map(_read, paths), None)
 
 
 def _up_to(directory: Path, until: int | None) -> Sequence[Path]:

@@ -161,7 +161,10 @@ class ProcessorMeter:
 
     def restart(self) -> None:
         """Ignore the time since the last measurement."""
-        self._before, self._busy_s, self._busy_cpu_s = self._sample(), 0.0, 0.0
+        self._begin(self._sample())
+
+    def _begin(self, sample: Sample | None) -> None:
+        self._before, self._busy_s, self._busy_cpu_s = sample, 0.0, 0.0
 
     def measure(self, busy_s: float, busy_cpu_s: float) -> ProcessorShare:
         """The share of the last interval; a new one begins if this one was long enough.
@@ -180,7 +183,8 @@ class ProcessorMeter:
             self._last = share_between(before, now, *busy, len(self._ranks))
             if self._last.lost_to == "processes" and self._find_children():
                 self._last = ProcessorShare()  # they may be what used the cores
-        self.restart()
+                now = self._sample()  # with what they have used until now
+        self._begin(now or self._sample())
         return self._last
 
     def _sample(self) -> Sample | None:

@@ -146,7 +146,7 @@ def _check_torch() -> Iterator[Finding]:
     result = _run([sys.executable, "-c", _TORCH])
     if result.returncode:
         number = max(0, -result.returncode)
-        fault = _last_line(result) if not number else f"ended by {Signals(number).name}"
+        fault = result.last_line if not number else f"ended by {Signals(number).name}"
         text = f"cannot be imported by {sys.executable}: {fault}"
         yield Finding("torch", "fail", text, cure_of_torch(fault, number))
         return
@@ -280,16 +280,11 @@ def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> process.C
     return process.run(argv, cure="", env=env, timeout_s=_PATIENCE_S)
 
 
-def _last_line(result: process.Completed) -> str:
-    """The error of a command, without the lines before it, such as a traceback."""
-    return next(reversed(result.message.splitlines()), "no message")
-
-
 def _output(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     """The output of a command."""
     result = _run(argv, env)
     if result.returncode:
-        raise SchedulerError(f"{Path(argv[0]).name}: {_last_line(result)}")
+        raise SchedulerError(f"{Path(argv[0]).name}: {result.last_line}")
     return result.stdout or result.stderr
 
 
