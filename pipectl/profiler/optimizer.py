@@ -19,9 +19,9 @@ from pipectl.runtime.optimizer import (
     make_optimizer,
     make_updater,
     may_divide,
-    refuse_coupled_updates,
     refuse_half_parameters,
 )
+from pipectl.runtime.update_trials import refuse_coupled_updates, refuse_late_changes
 
 _SAMPLE_BYTES = 64 << 20
 _REPEATS = 5
@@ -38,6 +38,8 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
     clock, place = clock_of(device), device.torch_device
     if may_divide(job.spec):
         refuse_coupled_updates(job, place)
+    with as_refusal():
+        refuse_late_changes(job, place)
     sample = _sample(job, place)
     size_bytes = sum(parameter.nbytes for parameter in sample.values()) or 1
     for parameter in sample.values():

@@ -24,8 +24,8 @@ from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError, WorkerError
 from pipectl.runtime.callbacks import import_callbacks
 from pipectl.runtime.metrics import Metrics
-from pipectl.runtime.optimizer import refuse_own_memory
 from pipectl.runtime.unflushed import refuse
+from pipectl.runtime.update_trials import refuse_own_memory
 from pipectl.schedule import SCHEDULES
 
 _PATIENCE_S = 10.0

@@ -1,7 +1,7 @@
 """The optimizer over a set of parameters, and its learning-rate schedule.
 
 If each rank holds some of the parameters, an optimizer must update each parameter independently;
-trial updates show whether it does.
+`update_trials.py` finds out whether it does.
 
 Optimizer state is saved by parameter name, so that another cut of the model can load it. Each
 parameter has a dictionary: mostly tensors and numbers, some inside lists and nested dictionaries.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,22 +27,16 @@ from pipectl.capture.refusals import has_hooks, refuse_parameter_hooks
 from pipectl.capture.step import own_name
 from pipectl.capture.tensor_file import CODES
 from pipectl.capture.tensors import storage_of, tensors_in
-from pipectl.errors import CaptureError
+from pipectl.errors import CaptureError, WorkerError
 from pipectl.plan import Plan
 from pipectl.runtime.device import release_freed_memory
 from pipectl.spec import JobSpec
 from pipectl.units import did_you_mean
 
-_MAX_SIZE = 3
-"""Size of each dimension of a sample."""
-_MAX_ALIKE = 2
-"""Samples with the same number of dimensions that are in the same group."""
-_STEPS, _RESUMED_STEPS = 3, 8
-_TOLERANCE = 0.05
-"""Relative; optimizers that update equal shapes together round differently."""
 _TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"
 _PLAIN = (bool, int, str, type(None))
 _COMPARED = (*_PLAIN, float)
+_CALLS_CLOSURE = re.compile("closure|'NoneType' object is not callable")
 _COUNTERS = frozenset({"step", "mu_product"})
 """Keys of torch's optimizers that count steps; others are on the parameter's device."""
 
@@ -80,8 +75,13 @@ class Updater:
         """
         if self.optimizer is not None:
             before = None if self._has_stepped else of_groups(self.optimizer)
-            forms = {} if before is None else _forms(self.parameters)
-            call_in_training(self.optimizer.step, "optimizer")
+            forms = {} if before is None else forms_of(self.parameters)
+            try:
+                call_in_training(self.optimizer.step, "optimizer")
+            except WorkerError as error:
+                if before is not None and _CALLS_CLOSURE.search(error.message):
+                    raise _needs_closure(self.optimizer) from error
+                raise
             if before is not None:
                 refuse_changes(self.optimizer, before)
                 refuse_other_tensors(self.optimizer, self.parameters, forms)
@@ -205,11 +205,15 @@ def _refuse_closure(optimizer: Any) -> None:
         return
     positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     if any(each.kind in positional and each.default is each.empty for each in parameters):
-        raise CaptureError(
-            f"optimizer: {type(optimizer).__name__}.step() needs a closure that computes the loss "
-            "again, which no rank of a pipeline can do",
-            cure="use an optimizer whose step() takes no arguments, such as SGD or AdamW",
-        )
+        raise _needs_closure(optimizer)
+
+
+def _needs_closure(optimizer: Any) -> CaptureError:
+    return CaptureError(
+        f"optimizer: {type(optimizer).__name__}.step() needs a closure that computes the loss "
+        "again, which no rank of a pipeline can do",
+        cure="use an optimizer whose step() takes no arguments, such as SGD or AdamW",
+    )
 
 
 def _refuse_modes(optimizer: Any) -> None:
@@ -329,12 +333,12 @@ def refuse_changes(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]
         if changed:
             raise CaptureError(
                 f"optimizer: {type(optimizer).__name__} keeps {changed[0]!r} in its parameter "
-                "groups and changes it in every step, which a checkpoint cannot hold",
+                "groups and changes it, which a checkpoint cannot hold",
                 cure="use an optimizer that keeps its counters in the state of each parameter",
             )
 
 
-def _forms(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[object, ...]]:
+def forms_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[object, ...]]:
     """What an optimizer may not change of parameters."""
     items = parameters.items()
     return {name: (p.dtype, p.shape, p.device, p.requires_grad) for name, p in items}
@@ -363,7 +367,7 @@ def refuse_other_tensors(
             "these instead of the model's parameters",
             cure=cure,
         )
-    changed = [name for name, form in _forms(parameters).items() if form != before[name]]
+    changed = [name for name, form in forms_of(parameters).items() if form != before[name]]
     if changed:
         raise CaptureError(
             f"optimizer: {kind} has replaced {own_name(changed[0])!r} by a tensor of another type, "
@@ -463,133 +467,3 @@ def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             f"{own_name(half)!r} is in float16",
             cure="build the model without .half(); autocast converts values if that helps",
         )
-
-
-def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
-    """Raise if the update of a parameter depends on the optimizer's other parameters.
-
-    Updates a few small parameters by random gradients, once together and once each alone. If the
-    optimizer does not accept them, nothing is refused.
-
-    Raises:
-        CaptureError: some update differs.
-    """
-    names = _sample(job)
-    together = _updates(job, names, device)
-    for name in names:
-        alone = _updates(job, {name: names[name]}, device)
-        if name in together and name in alone:
-            largest = float(alone[name].abs().max())
-            if float((together[name] - alone[name]).abs().max()) > _TOLERANCE * largest:
-                raise CaptureError(
-                    f"optimizer: {job.spec.optimizer.factory} updates a parameter differently "
-                    "if there are others (by a norm over all of them, or random numbers "
-                    "drawn in turn), and each rank has only those of its stages",
-                    cure="take norms of each parameter by itself, let training.clip_grad_norm clip "
-                    "over all ranks, or set pipeline.stages: 1 without shard_optimizer",
-                )
-
-
-def refuse_own_memory(job: CapturedJob, device: torch.device) -> None:
-    """Raise if the optimizer does not follow a parameter that gets other memory between updates.
-
-    That happens if older weights are kept. An optimizer that keeps views of the memory (a flat
-    vector of all parameters, say) would go on writing into the older weights.
-
-    Raises:
-        CaptureError: some update differs.
-    """
-    names = _sample(job)
-    moving, staying = _updates(job, names, device, moves=True), _updates(job, names, device)
-    if any(not torch.equal(moving[name], staying[name]) for name in moving.keys() & staying.keys()):
-        raise CaptureError(
-            f"optimizer: {job.spec.optimizer.factory} keeps the memory of parameters, and writes "
-            "there after they have moved to other memory, as with this schedule",
-            cure="let it read parameters from its param_groups in every step, or use a schedule "
-            "that flushes",
-        )
-
-
-def loses_state(job: CapturedJob, device: torch.device) -> bool:
-    """Whether the optimizer goes on in another way when it is made anew with its saved state.
-
-    Checkpoints have the state of each parameter. What an optimizer keeps elsewhere (a counter of
-    its own, another optimizer that it wraps) begins anew when a run resumes.
-    """
-    names = _sample(job)
-    resumed = _updates(job, names, device, resumes=True, steps=_RESUMED_STEPS)
-    whole = _updates(job, names, device, steps=_RESUMED_STEPS)
-    return any(
-        float((resumed[name] - whole[name]).abs().max())
-        > _TOLERANCE * float(whole[name].abs().max())
-        for name in resumed.keys() & whole.keys()
-    )
-
-
-def _sample(job: CapturedJob) -> dict[str, tuple[int, ...]]:
-    groups = job.parameter_groups()
-    kinds: dict[tuple[int, int], int] = {}
-    sample: dict[str, tuple[int, ...]] = {}
-    for name, tensor in job.states.items():
-        if not tensor.requires_grad or tensor.is_complex() or tensor.numel() == 0:
-            continue
-        kind = groups.get(name, -1), tensor.dim()
-        kinds[kind] = kinds.get(kind, 0) + 1
-        if kinds[kind] <= _MAX_ALIKE:
-            sample[name] = tuple(min(size, _MAX_SIZE) for size in tensor.shape)
-    return sample
-
-
-def _updates(
-    job: CapturedJob,
-    shapes: Mapping[str, tuple[int, ...]],
-    device: torch.device,
-    *,
-    moves: bool = False,
-    resumes: bool = False,
-    steps: int = _STEPS,
-) -> dict[str, Tensor]:
-    """The change of each parameter by some steps; empty if the optimizer fails.
-
-    Args:
-        moves: whether parameters get other memory before every step.
-        resumes: whether the optimizer is made anew before every step, with its saved state.
-    """
-    generators = {
-        name: torch.Generator().manual_seed(len(name) + sum(name.encode())) for name in shapes
-    }
-
-    def draw(name: str) -> Tensor:
-        values = torch.randn(shapes[name], generator=generators[name], dtype=torch.float64)
-        return values.to(device)
-
-    parameters = {name: nn.Parameter(draw(name)) for name in shapes}
-    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            optimizer = make_optimizer(job, parameters)
-            for step in range(steps):
-                if resumes and step:
-                    optimizer = _made_anew(job, optimizer, parameters)
-                for name, parameter in parameters.items():
-                    scale = 10 ** torch.randn((), generator=generators[name]).item()
-                    parameter.grad = scale * draw(name)
-                    if moves:
-                        parameter.data = parameter.data.clone()
-                optimizer.step()
-        except Exception:  # it may need other shapes; the real parameters will show errors
-            return {}
-    return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}
-
-
-def _made_anew(
-    job: CapturedJob, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> Any:
-    """Another optimizer with the state that a checkpoint of this one has."""
-    tensors, states = take(optimizer, parameters)
-    saved = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    made = make_optimizer(job, parameters)
-    for name, state in states.items():
-        give(made, parameters[name], state, saved.__getitem__)
-    return made

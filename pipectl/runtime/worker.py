@@ -36,17 +36,13 @@ from pipectl.runtime.device import Device, choose_device, keep_freed_memory, ret
 from pipectl.runtime.feed import reads_once
 from pipectl.runtime.nodes import check_supported, check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
-from pipectl.runtime.optimizer import (
-    divides,
-    loses_state,
-    refuse_coupled_updates,
-    refuse_own_memory,
-)
+from pipectl.runtime.optimizer import divides
 from pipectl.runtime.process import run_rank, say, warn
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stopping import stop_on_signals
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Circumstances, choose_progress, gpu_aware
+from pipectl.runtime.update_trials import loses_state, refuse_coupled_updates, refuse_own_memory
 from pipectl.runtime.waiting import broadcast, choose_spin
 from pipectl.runtime.watching import watched
 from pipectl.schedule import is_unflushed

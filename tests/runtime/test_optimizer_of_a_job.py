@@ -14,11 +14,11 @@ from torch import nn
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError, WorkerError
-from pipectl.runtime.optimizer import (
-    Updater,
+from pipectl.runtime.optimizer import Updater, make_updater
+from pipectl.runtime.update_trials import (
     loses_state,
-    make_updater,
     refuse_coupled_updates,
+    refuse_late_changes,
     refuse_own_memory,
 )
 
@@ -47,6 +47,13 @@ def failing(optimizer: Any) -> Any:
 class Broken(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         raise KeyError("beta3")
+
+
+class Closing(torch.optim.SGD):
+    """Looks around, as SAM does."""
+
+    def step(self, closure: Any = None) -> None:
+        closure()
 
 
 class Modal(torch.optim.SGD):
@@ -78,6 +85,40 @@ class Ahead(torch.optim.SGD):
         self.count += 1
         for parameter in self.param_groups[0]["params"] if self.count % self.every == 0 else []:
             parameter.data /= 2
+
+
+class Late(torch.optim.SGD):
+    """Does something only now and then, that needs all parameters or changes what is its own."""
+
+    def __init__(self, parameters: Any, how: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.how, self.count, self.size = how, 0, 1e-3
+
+    def step(self, closure: Any = None) -> None:
+        own = [p for group in self.param_groups for p in group["params"]]
+        self.count += 1
+        if self.how == "estimates":  # a step size from how far gradients have led, as Prodigy
+            for p in own:
+                sums = self.state[p].setdefault("sums", torch.zeros_like(p))
+                sums += p.grad
+            travelled = sum(float(self.state[p]["sums"].norm()) for p in own)
+            self.size = max(self.size, travelled / 100)
+            for p in own:
+                p.grad *= self.size
+        elif self.how == "clips":
+            nn.utils.clip_grad_norm_(own, 1e4)
+        elif self.how == "pulls" and self.count == 20:
+            mean = sum(float(p.detach().mean()) for p in own) / len(own)
+            for p in own:
+                p.data.lerp_(torch.full_like(p, mean), 0.5)
+        elif self.how == "float32":
+            assert all(p.dtype == torch.float32 for p in own)
+            nn.utils.clip_grad_norm_(own, 1e-3)
+        elif self.how == "replaces" and self.count == 20:
+            own[0].data = own[0].data.half()
+        elif self.how == "groups" and self.count == 20:
+            self.param_groups[0]["lr"] /= 2
+        super().step()
 
 
 class Large(torch.optim.SGD):
@@ -246,6 +287,7 @@ NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.eve
         ("AdamW", {"kwargs": {"rate": 1.0}}, r"^optimizer\.factory: torch\.optim:AdamW: raised "),
         ("Muon", {}, r"^optimizer: Muon .* 1\.weight and 2 more.* optimizer\.groups"),
         ("LBFGS", {}, r"^optimizer: LBFGS\.step\(\) needs a closure"),
+        ("Closing", {}, r"^optimizer: Closing\.step\(\) needs a closure"),
         ("Modal", {}, r"^optimizer: Modal has modes, train\(\) and eval\(\)"),
         ("Broken", {}, r"^optimizer: raised KeyError: 'beta3' \(at .*test_optimizer"),
         ("Hooking", {}, r"^model: parameter 0\.weight has a hook"),
@@ -323,10 +365,29 @@ def test_state_that_no_checkpoint_has_is_found(
     assert loses_state(job(name, kwargs), torch.device("cpu")) is loses
 
 
-@pytest.mark.parametrize("kind", ["all", "groups", "noise"])
-def test_an_optimizer_that_looks_at_all_parameters_is_refused(job: Maker, kind: str) -> None:
-    optimizer = {"factory": f"{PARTS}:Coupled", "kwargs": {"kind": kind}}
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        *(("Coupled", {"kind": kind}) for kind in ("all", "groups", "noise")),
+        *(("Late", {"how": how}) for how in ("estimates", "clips", "pulls", "float32")),
+    ],
+)
+def test_an_optimizer_that_looks_at_all_parameters_is_refused(
+    job: Maker, name: str, kwargs: dict[str, Any]
+) -> None:
+    file = PARTS if name == "Coupled" else HERE
+    optimizer = {"factory": f"{file}:{name}", "kwargs": kwargs}
     for groups in ([], [{"match": "1.*", "lr": 0.02}]):
         made = job(optimizer={**optimizer, "groups": groups})
-        with pytest.raises(CaptureError, match=r"job_parts\.py:Coupled updates a parameter dif"):
+        with pytest.raises(CaptureError, match=rf"\.py:{name} updates a parameter differently"):
             refuse_coupled_updates(made, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("replaces", "replaced '0.weight' by a tensor of another type"), ("groups", "keeps 'lr' in")],
+)
+def test_what_ranks_refuse_is_found_if_it_comes_late(job: Maker, how: str, words: str) -> None:
+    refuse_late_changes(job("Ahead"), torch.device("cpu"))
+    with pytest.raises(CaptureError, match=words):
+        refuse_late_changes(job("Late", {"how": how}), torch.device("cpu"))

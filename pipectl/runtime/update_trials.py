@@ -1,0 +1,249 @@
+"""Trial updates of a few small parameters: what an optimizer does that no pipeline can follow.
+
+A rank updates the parameters of its own stages. So the update of a parameter must not depend on
+others, and must go on as before from the state of a checkpoint. An optimizer may break these rules
+only now and then: when gradients are large, after it has seen many that point the same way, or
+every tenth step. Trials have all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipectl.capture import CapturedJob
+from pipectl.errors import CaptureError
+from pipectl.runtime.optimizer import (
+    forms_of,
+    give,
+    make_optimizer,
+    of_groups,
+    refuse_changes,
+    refuse_other_tensors,
+    take,
+)
+
+_MAX_ALIKE = 2
+"""Parameters with the same number of dimensions that are in the same group."""
+_MAX_SIZES = (3, 64)
+"""Size of each dimension of a trial parameter; the larger one if the smaller one is not taken."""
+_MAX_PARTS = 8
+"""Parts of the trial parameters, each of which has an optimizer of its own."""
+_TOLERANCE = 0.05
+"""Relative; optimizers that update equal shapes together round differently."""
+
+
+class _Phase(NamedTuple):
+    """Some steps in a row.
+
+    Args:
+        spread: standard deviation of the decimal exponent of a gradient's size.
+        size: of gradients.
+        steadiness: share of a gradient that is the same in every step.
+    """
+
+    steps: int
+    spread: float
+    size: float
+    steadiness: float
+
+
+_PHASES = _Phase(12, 1.0, 1.0, 0.0), _Phase(40, 0.0, 0.1, 0.9), _Phase(8, 0.0, 1e4, 0.5)
+_Sample = Mapping[str, Tensor]
+"""Trial parameters by the names of real ones: of their shape and type, without values."""
+
+
+def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
+    """Raise if the update of a parameter depends on the optimizer's other parameters.
+
+    Updates small parameters by random gradients, once together and once each alone (of many
+    parameters, some together). If the optimizer does not accept them, nothing is refused.
+
+    Raises:
+        CaptureError: some update differs.
+    """
+    sample, together = _try(job, device)
+    names = list(together)
+    for place in range(min(len(names), _MAX_PARTS)):
+        part = {name: sample[name] for name in names[place::_MAX_PARTS]}
+        found = _updates(job, part, device)
+        if any(_differ(together[name], changes) for name, changes in found.items()):
+            raise CaptureError(
+                f"optimizer: {job.spec.optimizer.factory} updates a parameter differently "
+                "if there are others (by a number that it computes of all of them, such as a norm "
+                "or a step size, or random numbers drawn in turn), and each rank has only those of "
+                "its stages",
+                cure="take norms of each parameter by itself, let training.clip_grad_norm clip "
+                "over all ranks, or set pipeline.stages: 1 without shard_optimizer",
+            )
+
+
+def refuse_late_changes(job: CapturedJob, device: torch.device) -> None:
+    """Raise for what ranks refuse at their first update, if it comes later.
+
+    Raises:
+        CaptureError: the optimizer changes its groups or replaces parameters, or its state holds
+            what a checkpoint cannot.
+    """
+    _try(job, device, checks=True)
+
+
+def refuse_own_memory(job: CapturedJob, device: torch.device) -> None:
+    """Raise if the optimizer does not follow a parameter that gets other memory between updates.
+
+    That happens if older weights are kept. An optimizer that keeps views of the memory (a flat
+    vector of all parameters, say) would go on writing into the older weights.
+
+    Raises:
+        CaptureError: some update differs.
+    """
+    sample, staying = _try(job, device)
+    moving = _updates(job, sample, device, moves=True)
+    pairs = [(moving[name], staying[name]) for name in moving.keys() & staying.keys()]
+    if any(not torch.equal(*pair) for each in pairs for pair in zip(*each, strict=True)):
+        raise CaptureError(
+            f"optimizer: {job.spec.optimizer.factory} keeps the memory of parameters, and writes "
+            "there after they have moved to other memory, as with this schedule",
+            cure="let it read parameters from its param_groups in every step, or use a schedule "
+            "that flushes",
+        )
+
+
+def loses_state(job: CapturedJob, device: torch.device) -> bool:
+    """Whether the optimizer goes on in another way when it is made anew with its saved state.
+
+    Checkpoints have the state of each parameter. What an optimizer keeps elsewhere (a counter of
+    its own, another optimizer that it wraps) begins anew when a run resumes.
+    """
+    sample, whole = _try(job, device)
+    resumed = _updates(job, sample, device, resumes=True)
+    return any(_differ(whole[name], resumed[name]) for name in resumed.keys() & whole.keys())
+
+
+def _try(
+    job: CapturedJob, device: torch.device, *, checks: bool = False
+) -> tuple[_Sample, dict[str, list[Tensor]]]:
+    """The updates of all trial parameters by one optimizer; none if it fails."""
+    sample: _Sample = {}
+    for sample in _samples(job):
+        if updates := _updates(job, sample, device, checks=checks):
+            return sample, updates
+    return sample, {}
+
+
+def _samples(job: CapturedJob) -> Iterator[_Sample]:
+    """Trial parameters: tiny ones, and, for an optimizer that takes none of these, larger ones.
+
+    Rounding makes no difference to tiny ones, which are in float64.
+    """
+    groups = job.parameter_groups()
+    kinds: dict[tuple[int, int], int] = {}
+    chosen: dict[str, Tensor] = {}
+    for name, tensor in job.states.items():
+        if not tensor.requires_grad or tensor.is_complex() or tensor.numel() == 0:
+            continue
+        kind = groups.get(name, -1), tensor.dim()
+        kinds[kind] = kinds.get(kind, 0) + 1
+        if kinds[kind] <= _MAX_ALIKE:
+            chosen[name] = tensor
+    for limit, dtype in zip(_MAX_SIZES, (torch.float64, None), strict=True):
+        yield {
+            name: torch.empty(
+                [min(size, limit) for size in tensor.shape],
+                dtype=dtype or tensor.dtype,
+                device="meta",
+            )
+            for name, tensor in chosen.items()
+        }
+
+
+def _updates(
+    job: CapturedJob,
+    sample: _Sample,
+    device: torch.device,
+    *,
+    moves: bool = False,
+    resumes: bool = False,
+    checks: bool = False,
+) -> dict[str, list[Tensor]]:
+    """The change of each parameter in each phase; empty if the optimizer fails.
+
+    Args:
+        moves: whether parameters get other memory before every step.
+        resumes: whether the optimizer is made anew before every step, with its saved state.
+        checks: whether to raise in any step for what ranks refuse in the first one.
+    """
+    gradients = {name: _Gradients(name, like, device) for name, like in sample.items()}
+    parameters = {name: nn.Parameter(each.draw()) for name, each in gradients.items()}
+    changes: dict[str, list[Tensor]] = {name: [] for name in sample}
+    optimizer: Any = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for phase in _PHASES:
+            before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+            for _ in range(phase.steps):
+                for name, parameter in parameters.items():
+                    parameter.grad = gradients[name].of(phase)
+                    if moves:
+                        parameter.data = parameter.data.clone()
+                try:
+                    if optimizer is None:
+                        optimizer = make_optimizer(job, parameters)
+                    elif resumes:
+                        optimizer = _made_anew(job, optimizer, parameters)
+                    groups, forms = of_groups(optimizer), forms_of(parameters)
+                    optimizer.step()
+                except Exception:  # it may need other shapes; the real parameters will show errors
+                    return {}
+                if checks:
+                    refuse_changes(optimizer, groups)
+                    refuse_other_tensors(optimizer, parameters, forms)
+                    take(optimizer, parameters)
+            for name, parameter in parameters.items():
+                changes[name].append(parameter.detach() - before[name])
+    return changes
+
+
+class _Gradients:
+    """The gradients of a trial parameter, which do not depend on other parameters."""
+
+    def __init__(self, name: str, like: Tensor, device: torch.device) -> None:
+        self._generator = torch.Generator().manual_seed(len(name) + sum(name.encode()))
+        self._like, self._device = like, device
+        self._steady = self.draw()
+
+    def draw(self) -> Tensor:
+        """Random values of the parameter's shape."""
+        shape, dtype = self._like.shape, torch.float64
+        values = torch.randn(shape, generator=self._generator, dtype=dtype)
+        return values.to(self._device, self._like.dtype)
+
+    def of(self, phase: _Phase) -> Tensor:
+        """The gradient of the next step."""
+        exponent = phase.spread * torch.randn((), generator=self._generator).item()
+        values = phase.steadiness * self._steady + (1 - phase.steadiness) * self.draw()
+        return phase.size * 10**exponent * values
+
+
+def _differ(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether the changes of a parameter differ by more than rounding in some phase."""
+    for a, b in zip(one, other, strict=True):
+        difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs())
+        if not float(difference.max()) <= _TOLERANCE * float(b.abs().max()):
+            return True
+    return False
+
+
+def _made_anew(
+    job: CapturedJob, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> Any:
+    """Another optimizer with the state that a checkpoint of this one has."""
+    tensors, states = take(optimizer, parameters)
+    saved = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    made = make_optimizer(job, parameters)
+    for name, state in states.items():
+        give(made, parameters[name], state, saved.__getitem__)
+    return made
