@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
+from pipectl.batch.reasons import pbs_cure
 from pipectl.batch.scheduler import (
     CommandLineScheduler,
     JobRequest,
@@ -179,17 +180,20 @@ def parse_blocks(stdout: str) -> dict[str, dict[str, str]]:
 def parse_qstat(stdout: str) -> dict[str, JobStatus]:
     """Parse the output of ``qstat -x -f``: jobs by id."""
     jobs = parse_blocks(stdout).items()
-    return {job_id: _status(fields) for job_id, fields in jobs if "job_state" in fields}
+    return {job_id: _status(job_id, fields) for job_id, fields in jobs if "job_state" in fields}
 
 
-def _status(fields: Mapping[str, str]) -> JobStatus:
+def _status(job_id: str, fields: Mapping[str, str]) -> JobStatus:
     """Return a job's status; a signal becomes the exit code that a shell reports."""
     code = _number(fields.get("Exit_status"))
     state, reason = _state(fields["job_state"], _number(fields.get("substate")), code)
+    cure = ""
     if state is JobState.HELD and fields.get("depend"):
         reason = f"waits for {fields['depend']}"
     elif state.waits:
         reason = fields.get("comment", "").removeprefix("Not Running: ")
+        hold = fields.get("Hold_Types", "") if state is JobState.HELD else ""
+        cure = pbs_cure(reason, hold, job_id)
     if code is not None and code > _SIGNALLED:
         code += 128 - _SIGNALLED
     return JobStatus(
@@ -199,6 +203,7 @@ def _status(fields: Mapping[str, str]) -> JobStatus:
         nodes=",".join(dict.fromkeys(_HOST.findall(fields.get("exec_host", "")))),
         start=_time(fields.get("stime")) or _time(fields.get("estimated.start_time")),
         end=_time(fields.get("mtime")) if state.final else None,
+        cure=cure,
     )
 
 

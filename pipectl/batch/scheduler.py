@@ -208,6 +208,7 @@ class JobStatus:
 
     Args:
         reason: why the job is in this state, in the words of the source; may be empty.
+        cure: what to do about it; may be empty.
         exit_code: exit code of the job script, if known.
         nodes: host list in the batch system's notation; empty before the start.
         start, end: seconds since the epoch; before the start, ``start`` is a forecast. ``end`` is
@@ -223,6 +224,7 @@ class JobStatus:
     start: float | None = None
     end: float | None = None
     source: str = "queue"
+    cure: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from math import inf
 from typing import NamedTuple
 
+from pipectl.batch.reasons import is_held, slurm_cure
 from pipectl.batch.scheduler import (
     CommandLineScheduler,
     JobState,
@@ -211,7 +212,12 @@ def parse_squeue(stdout: str) -> Iterator[Listed]:
         if len(fields) == 8:
             job_ids, word, _count, start, end, nodes, comment, reason = fields
             status = _status(word, start, end, nodes, reason=reason)
-            yield from (Listed(job_id, status, comment) for job_id in _job_ids(job_ids))
+            for job_id in _job_ids(job_ids):
+                if status.state.waits:
+                    held = status.state is JobState.HELD
+                    cure = slurm_cure(status.reason, job_id, held=held)
+                    status = replace(status, cure=cure)
+                yield Listed(job_id, status, comment)
 
 
 def parse_sacct(stdout: str) -> Iterator[Listed]:
@@ -265,7 +271,7 @@ def _status(
         reason = "nodes are booting"
     elif reason in _NO_REASON or state in _REASON_IS_STALE:
         reason = ""
-    if state is JobState.QUEUED and reason.startswith("JobHeld"):
+    if state is JobState.QUEUED and is_held(reason):
         state = JobState.HELD
     exit_code = 0 if state is JobState.COMPLETED else None
     if state.final and (match := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", code)):

@@ -166,13 +166,19 @@ def follow(run: RunDirectory) -> RunStatus:
 
         with progress_bar() as progress:
             reported: tuple[str, str, int] | None = None
+            reasons: set[str] = set()  # a job may wait now for this, now for that
             for status in poll(run):
+                job = status.job
                 progress(*status.progress)
                 part = 10 * status.measured.step // (status.steps or 1)
-                current = status.job.state.value, status.phase.partition(" ")[0], part
-                if current != reported and not errors().is_terminal:
+                current = job.state.value, status.phase.partition(" ")[0], part
+                is_new = job.state.waits and job.reason not in reasons
+                if (is_new or current != reported) and not errors().is_terminal:
                     note(describe_progress(status))
+                if is_new and job.cure:
+                    note(job.cure)
                 reported = current
+                reasons.add(job.reason)
             return status
     except KeyboardInterrupt:
         note(f"\nthe run continues; cancel it with: pipectl cancel {name_in_shell(run)}")
@@ -180,8 +186,11 @@ def follow(run: RunDirectory) -> RunStatus:
 
 
 def describe_progress(status: RunStatus) -> str:
-    """State and progress, e.g. ``RUNNING: training, step 40 of 400, loss 2.91``."""
+    """State and progress, e.g. ``RUNNING: training, step 40 of 400, loss 2.91``, or the reason why
+    the job waits."""
     state, now = status.job.state, status.measured
+    if state.waits and status.job.reason:
+        return f"{state.value}: {status.job.reason}"
     if not state.alive or not status.phase:
         return state.value
     progress = f", step {now.step} of {status.steps}{status.loss_text}" if now.step else ""

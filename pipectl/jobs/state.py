@@ -8,6 +8,7 @@ longer listed: a state that no source knows is UNKNOWN.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -223,6 +224,8 @@ class RunStatus:
     def progress(self) -> tuple[int, int, str]:
         """Completed steps, all steps (0 before the first), and what the run does."""
         step, activity = self.measured.step, self.phase or self.job.state.value
+        if self.job.state.waits and self.job.reason:
+            activity = f"{activity}: {self.job.reason}"
         return step, (self.steps or 0) if step else 0, f"{activity}{self.loss_text}"
 
     @property
@@ -434,9 +437,23 @@ def _job_status(
     # After the query, so that a job that ends in between does not look as if it had vanished.
     code = read_exit_code(run)
     job = decide_state(record, answer, now, code, beat_at, words, step_time_s)
+    if job.state is JobState.FAILED and code is None and _never_began(run, record, job):
+        node = f"a node of {job.nodes}" if re.search(r"[\[,]", job.nodes) else job.nodes or "a node"
+        why = f" ({job.reason})" if job.reason else ""
+        reason = f"{node} could not start the job script{why}"
+        return replace(job, reason=reason, cure=f"check that it has the directory {run.path}")
     if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
         return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
     return job
+
+
+def _never_began(run: RunDirectory, record: Record, job: JobStatus) -> bool:
+    """Whether a job that the batch system calls over did not even begin its script."""
+    if job.source not in ("queue", "accounting"):
+        return False
+    with suppress(OSError):  # it is there after an earlier start, too
+        return run.attempt.stat().st_mtime < record.submitted_at - _SUBMIT_GRACE_S
+    return True
 
 
 def decide_state(

@@ -134,6 +134,11 @@ class Logs:
         """Bytes read from all logs."""
         return sum(log.offset for log in self._logs.values())
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was printed since the last reading."""
+        return next(self.read_lines(to_the_end=True), None) is None
+
     def read_lines(self, *, to_the_end: bool = False) -> Iterator[Line]:
         """Yield the new lines of each log; see :meth:`Log.read_lines`."""
         for log in self._all():

@@ -31,7 +31,8 @@ def described(job_id, job):
     for word, time in (("from", job.start), ("to", job.end)):
         if time is not None:
             words.append(f"{word} {datetime.fromtimestamp(time) if '.' in job_id else int(time)}")
-    return " ".join(word for word in [*words, f"({job.reason})"] if word and word != "()")
+    said = [f"({job.reason})" * bool(job.reason), f"[{job.cure}]" * bool(job.cure)]
+    return " ".join(word for word in [*words, *said] if word).replace("\n", " ")
 
 
 class Scene:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.cli.submission import ago, describe_progress
+from pipectl.cli.submission import ago, describe_progress, follow
 from pipectl.cli.views.run import bar, format_long_time, sparkline
 from pipectl.errors import UsageError
 from pipectl.jobs.state import RunStatus
@@ -216,6 +216,21 @@ def test_the_loss_of_the_last_step_is_none_of_an_evaluation(run_of):
         ),
         "saving": ("saving, training loss 2.5", "RUNNING: saving, step 4 of 9, training loss 2.5"),
     }
+
+
+def test_whoever_waits_is_told_each_reason_once_and_its_cure(run_of, monkeypatch, capfd):
+    run = RunDirectory(run_of("20250103-120000-tiny").absolute())
+    cures = [("Priority", ""), ("Resources", ""), ("Priority", ""), ("QOSMinGRES", "ask for more")]
+    jobs = [JobStatus(JobState.QUEUED, reason, cure=cure) for reason, cure in cures for _ in "ab"]
+    looks = [
+        RunStatus(run, None, job, "", Measured(), None, (), [])
+        for job in [*jobs, JobStatus(JobState.COMPLETED)]
+    ]
+    monkeypatch.setattr("pipectl.jobs.state.poll", lambda _run: iter(looks))
+    follow(run)
+    told = "QUEUED: Priority|QUEUED: Resources|QUEUED: QOSMinGRES|ask for more|COMPLETED"
+    assert capfd.readouterr().err.splitlines() == told.split("|")
+    assert looks[0].progress[2] == "QUEUED: Priority"
 
 
 def test_an_interrupt_ends_the_waiting_and_not_the_run(

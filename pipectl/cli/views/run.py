@@ -28,6 +28,7 @@ from pipectl.files import is_there
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import (
     PROFILING,
+    Logs,
     SweepDirectory,
     best_checkpoint,
     best_evaluation,
@@ -150,7 +151,8 @@ def run_lines(
 
 def run_facts(status: RunStatus, difference: Difference | None = None) -> list[Fact]:
     """Failure, progress, speed and memory of a run; see :func:`run_lines`."""
-    facts = [*_failure(status), *_processor(status), *_progress(status), *_pace(status)]
+    facts = [*_failure(status), *_changed_code(status), *_processor(status)]
+    facts += [*_progress(status), *_pace(status)]
     return [*facts, *(_difference(*difference) if difference else ()), *_memory_and_waits(status)]
 
 
@@ -168,7 +170,9 @@ def _failure(status: RunStatus) -> Iterator[Fact]:
         yield "", "\n".join(filter(None, (failure.what, failure.cure, details))), ""
     if job.reason and not (failure is not None and job.reason.startswith(_NOTHING_NEW)):
         yield "reason", job.reason, ""
-    if failure is None and job.state is JobState.FAILED:
+    if job.cure:
+        yield "", job.cure, ""
+    if failure is None and job.state is JobState.FAILED and not Logs(status.run).is_empty:
         yield "details", logs, ""
     if warning := status.warning:
         yield "warning", f"{printable(warning)}\nlogs: {logs}", "yellow"
@@ -176,6 +180,10 @@ def _failure(status: RunStatus) -> Iterator[Fact]:
         yield "expected", f"to start {datetime.fromtimestamp(job.start):%Y-%m-%d %H:%M}", ""
     if stalled := status.stalled:
         yield "stalled", stalled, "red"
+
+
+def _changed_code(status: RunStatus) -> Iterator[Fact]:
+    """Files of the job that have changed since the submission."""
     if used := read_changed_code(status.run):
         names = ", ".join(short_path(Path(path)) for path in used)
         yield (
