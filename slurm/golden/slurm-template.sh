@@ -25,31 +25,49 @@ rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,exit_warning,launch_error,requeue_erro
 finish() {
     local code=$?
     [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/starting"
-    if [[ $in_setup ]] && ((code == 0)); then # by an `exit` in a file that the setup reads, say
-        code=1
-        echo "pipectl: the setup ended the script with exit code 0" >&2
-        report_start 1 "start failed: the setup ended the script with exit code 0"$'\n'
+    if [[ $in_setup ]]; then # by an `exit` in a file that the setup reads, say
+        echo "pipectl: the setup ended the script with exit code $code" >&2
+        report_start "$((code ? code : 1))" "start failed: the setup ended the script with exit code $code"$'\n'
+        code=$((code ? code : 1))
     fi
     write_file exit_code "$code"
     local background
     background=$(jobs -p) && [[ $background ]] && kill $background 2>/dev/null # of the setup
     set +eu
-    eval "$at_exit" # a trap of the setup
+    (exit "$code") # which the trap of the setup may look at
+    eval "$at_exit"
     set -u
     rm -rf "${scratch-}"
 
     exit "$code"
 }
-at_exit=
+at_exit= # the traps of the setup
 in_setup=
-# Keeps a trap of the setup for the end, and puts ours in its place.
-keep_exit_trap() {
-    local found
-    found=$(trap -p EXIT)
-    if [[ $found != "trap -- 'finish' EXIT" ]]; then
-        eval "at_exit=(${found#trap --})" # without the words around the command
-        trap finish EXIT
-    fi
+# In place of the builtin while the setup runs: its traps for EXIT and ERR run beside those of this
+# script.
+keep_traps() {
+    trap() {
+        local action event events=()
+        if ((BASH_SUBSHELL || $# == 0)) || [[ $1 == -[lp]* ]]; then
+            builtin trap ${1+"$@"}
+            return
+        fi
+        [[ $1 == -- ]] && shift
+        (($# == 1)) && set -- - "$1"
+        action=$1
+        for event in "${@:2}"; do
+            case ${event^^} in
+            EXIT | SIGEXIT | 0) at_exit=${action#-} ;;
+            RETURN | SIGRETURN | DEBUG | SIGDEBUG) # not for this function itself
+                [[ $1 && $1 != - ]] && action="[[ \${FUNCNAME-} == trap ]] || { $1"$'\n}'
+                events+=("$event")
+                ;;
+            *) events+=("$event") ;;
+            esac
+        done
+        [[ ${events[*]-} ]] || return 0
+        builtin trap -- "$action" "${events[@]}"
+    }
 }
 trap finish EXIT
 trap 'exit 143' TERM # without traps, the code of the last command would be written
@@ -83,7 +101,7 @@ forward() {
     if [[ -n $child ]]; then
         kill -s "$1" "$child" 2>/dev/null
     elif [[ $1 == TERM || $1 == INT ]]; then
-        keep_exit_trap
+        in_setup=
         exit "$2"
     fi
 }
@@ -217,13 +235,14 @@ guard() {
 
 measure_log
 in_setup=1
-set +u
+set +uo pipefail # as a script of the user has it
+keep_traps
 scratch=$(mktemp -d /scratch/gpt-small.XXXXXX)
 export TMPDIR=$scratch
 
-trap - ERR DEBUG RETURN
+builtin trap - ERR DEBUG RETURN
+unset -f trap
 in_setup=
-keep_exit_trap
 set_traps
 set +efC
 set -uo pipefail
