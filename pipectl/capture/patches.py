@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
-from functools import partial
+from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
@@ -36,6 +36,7 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.proxy import TracerBase
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -51,6 +52,7 @@ from pipectl.capture.refusals import (
 )
 from pipectl.capture.regions import mark_regions
 from pipectl.capture.step import Step
+from pipectl.faults import is_user_code
 
 MAX_REPEATS = 500
 """Calls from one line of one module until a loop is too long. Tracing one takes some 10 ms."""
@@ -77,6 +79,30 @@ def patched_export(step: nn.Module, recorder: Recorder, *, unrolls: bool) -> Ite
         stack.enter_context(_WatchedCalls(unrolls=unrolls))
         stack.enter_context(_marked_regions())
         stack.enter_context(_recorded_functions(recorder))
+        stack.enter_context(_recorded_lines())
+        yield
+
+
+@contextmanager
+def _recorded_lines() -> Iterator[None]:
+    """Keep the line of every operator in functions of the user, too, such as a loss.
+
+    Torch keeps the lines of functions that are called ``forward`` only.
+    """
+
+    is_users = cache(is_user_code)
+
+    def keep(_: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
+        first = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
+        return traceback.StackSummary.from_list(
+            [
+                frame
+                for frame in frames[first:]
+                if frame.name == "forward" or is_users(frame.filename)
+            ]
+        )
+
+    with mock.patch.object(TracerBase, "_filter_traceback_frames", keep, create=True):
         yield
 
 

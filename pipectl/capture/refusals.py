@@ -184,6 +184,12 @@ class Refusal(Enum):
         "out",
         Keep.NOTHING,
     )
+    SINGLE_POSITION = (
+        "model: {name} normalises one value per channel and sample{place}: {why}",
+        "give it inputs with more than one position per channel (larger ones, or less striding and "
+        "pooling before it), leave it out there, or use another norm (such as nn.GroupNorm)",
+        Keep.NOTHING,
+    )
     UNSUITABLE = (
         "model: {name} cannot be captured, not even as one operator: it {what}",
         "let it return tensors whose sizes follow from the batch size; or put it and what reads "
@@ -226,12 +232,19 @@ class Refusal(Enum):
 
 
 _KINDS = {
+    # float(), int() or bool() of a tensor, not a comparison of its value
+    r"data-dependent expression -?z?u[fd]?\d+(?= |$)": Refusal.VALUES,
     r"data-dependent|unbacked|Eq\(u\d|_local_scalar_dense": Refusal.CONTROL_FLOW,
     r"numpy|data_ptr|data pointer|storage": Refusal.OUTSIDE,
     r"dynamic.{0,10}output.{0,5}shape|size that depends on the data": Refusal.SIZE,
-    r"is not supported for tensor subclasses|to a Python|tolist|Sym\w+\.__format__": Refusal.VALUES,
+    r"is not supported for tensor subclasses|to a Python|tolist": Refusal.VALUES,
+    r"(Sym|Fake)\w+\.__format__": Refusal.VALUES,
 }
 """What a failed export means, by words of torch's error."""
+_BRANCH = re.compile(r"\b(if|elif|while|for|assert|and|or|not)\b")
+"""What decides by a value, in a line of Python."""
+_SYMBOL = re.compile(r"\bs\d+\b")
+"""Torch's name for a free size."""
 _SINGLE_VALUE = re.compile(r"Expected more than 1 [\w ]+ when training\b.*")
 """How torch begins when it refuses a norm."""
 
@@ -249,8 +262,16 @@ def explain(error: BaseException) -> RefusedError:
     subject, place = f"{type(error).__name__}: {first_line(error)}", place_of(error)
     for pattern, refusal in _KINDS.items():
         if re.search(pattern, subject, re.I):
-            return refusal.error(place)
-    return Refusal.OTHER.error(place, error=subject)
+            branches = refusal is Refusal.VALUES and _BRANCH.search(place.partition(": ")[2])
+            return (Refusal.CONTROL_FLOW if branches else refusal).error(place)
+    return Refusal.OTHER.error(place, error=_without_symbols(subject))
+
+
+def _without_symbols(text: str) -> str:
+    """Return a text with words for torch's names of free sizes."""
+    symbols = list(dict.fromkeys(_SYMBOL.findall(text)))
+    words = dict(zip(symbols, ("batch", "length"), strict=False))
+    return _SYMBOL.sub(lambda match: words.get(match[0], "size"), text)
 
 
 def _single_value(error: BaseException) -> RefusedError | None:
@@ -258,7 +279,10 @@ def _single_value(error: BaseException) -> RefusedError | None:
     for one in _chain(error):
         if (said := _SINGLE_VALUE.match(str(one))) is not None:
             name = type(module).__name__ if (module := culprit(one)) else "the norm"
-            return Refusal.SINGLE_VALUE.error(place_of(one), size="", name=name, why=said[0])
+            why = _without_symbols(said[0])
+            if "spatial" in why and why != said[0]:  # whatever the size of the batch
+                return Refusal.SINGLE_POSITION.error(place_of(one), name=name, why=why)
+            return Refusal.SINGLE_VALUE.error(place_of(one), size="", name=name, why=why)
     return None
 
 

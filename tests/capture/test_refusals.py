@@ -332,6 +332,16 @@ def test_the_smallest_parts_that_can_be_operators_are_kept(
     assert all(is_deferred(tensor) for tensor in job.states.values())
 
 
+def test_a_loss_that_is_kept_whole_is_so_for_its_own_line(make_job, write_modules) -> None:
+    code = "count = targets.sum().item()"
+    loss = f"def loss(outputs, targets):\n    {code}\n    return outputs.mean() / (1 + count)\n"
+    path = write_modules({}, loss)
+    job = make_job("mlp", loss=f"{path}:loss")
+    assert operators(job.training_graph(4)) == ["loss"]
+    assert f"{path}:" in job.kept["loss"]
+    assert f": {code}): it reads the values" in job.kept["loss"]
+
+
 def test_a_part_of_a_result_that_changes_its_structure_may_not_be_read(make_job) -> None:
     job = make_job("Speech")
     operator = opaque_of(job.training_graph(4))
