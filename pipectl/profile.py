@@ -376,6 +376,7 @@ class Profile(DataFile):
             data are iterable, or not known.
         halved_loss: whether the loss of a batch is the mean of the losses of its micro-batches;
             None if unknown.
+        loss_unknown: why that is unknown; empty if it is known, or if a batch is one sample.
         shared_samples: indices of some held-out samples, each with that of an equal one of the
             training data; empty if none were found.
     """
@@ -405,6 +406,7 @@ class Profile(DataFile):
     smallest: SmallestMicroBatch | None = None
     epoch: tuple[Count, ...] = ()
     halved_loss: HalvedLoss | None = None
+    loss_unknown: str = ""
     shared_samples: tuple[tuple[int, int], ...] = ()
 
     def batches(self, batch_size: int, *, drop_last: bool) -> tuple[int, ...]:

@@ -204,8 +204,16 @@ def sharing_warning(profile: Profile) -> str:
 
 
 def loss_warning(spec: JobSpec, profile: Profile) -> str:
-    """A warning if the loss depends on the number of micro-batches; empty if it does not."""
+    """A warning if the loss depends on the number of micro-batches, or if that is unknown and the
+    planner chooses their number; empty if it does not.
+    """
     loss = profile.halved_loss
+    if loss is None and profile.loss_unknown and spec.pipeline.micro_batches is None:
+        return (
+            "it is not known whether the loss depends on the number of micro-batches, which `auto` "
+            "leaves to the planner: the loss of a batch could not be compared with that of its "
+            f"halves ({profile.loss_unknown}); pipeline.micro_batches sets the number"
+        )
     if spec.pipeline.micro_batches == 1 or loss is None or not loss.depends:
         return ""
     return f"{loss}: the loss, and in effect the learning rate, depend on pipeline.micro_batches"

@@ -10,13 +10,19 @@ once, as in training. So dropout, batch norm and all that the model computes ove
 make a difference. Its second part, the loss, gets the results for all of these samples, and then
 those for each half of them. The gradients of the model's results are compared: losses may agree by
 chance (if the model gives all tokens the same scores at first, for example), and these do not.
+
+A loss that draws random numbers (masks, noise, sampled negatives) draws them for all samples each
+time, and a half takes its rows, as replicas of a micro-batch do. Some draws have no rows: a
+permutation of the samples, or what a submodule that stays one operator draws. Then the means of the
+gradients over many draws are compared.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -31,10 +37,13 @@ from pipectl.capture import CapturedGraph, CapturedJob, Cut, Slot
 from pipectl.capture.batch import by_name, copy_written_inputs
 from pipectl.capture.data import Loader
 from pipectl.capture.opaque import Opaque
+from pipectl.capture.operators import arguments_by_name
 from pipectl.capture.refusals import module_of
 from pipectl.capture.slices import Rows, is_batch_norm
 from pipectl.capture.step import sample_shares, target_shares, weighted_loss
 from pipectl.capture.tensors import fill_sample, is_deferred, tensors_in
+from pipectl.errors import CaptureError, PipectlError
+from pipectl.faults import fault_of, is_ours, user_line
 from pipectl.profile import HalvedLoss
 from pipectl.runtime.device import Device
 from pipectl.runtime.stage import MicroBatch, Stage
@@ -43,6 +52,16 @@ _MODEL, _LOSS = 0, 1
 """Stages of the cut."""
 _ROUNDING, _ROUNDING_OF_HALF = 1e-3, 2e-2
 """Relative differences that are no more than rounding, also of other kernels for other sizes."""
+_DRAWS = 16, 32, 64, 128
+"""Numbers of draws after which means are compared."""
+_CERTAIN = 6.0
+"""Standard errors."""
+_MIN_DIFFERENCE, _MAX_DIFFERENCE = 0.05, 0.2
+"""Relative differences of means: what may count as one, and what certainly does."""
+_MAX_ENTRIES = 1 << 15
+"""Of the gradients, whose means are compared."""
+_PATIENCE_S = 20.0
+"""For the draws."""
 _PLACES = 3
 """In the first epoch, from which batches are compared: later samples may be padded, for example."""
 _FEW, _MANY = 4, 16
@@ -51,7 +70,11 @@ _MEMORY_SHARE = 0.5
 """Of the free memory, for more samples than a micro-batch."""
 
 
-def compare_halves(job: CapturedJob, sizes: Sequence[int], device: Device) -> HalvedLoss | None:
+class _UnknownError(Exception):
+    """Losses cannot be compared; says why."""
+
+
+def compare_halves(job: CapturedJob, sizes: Sequence[int], device: Device) -> HalvedLoss | str:
     """Compare the loss of some samples with that of their halves.
 
     Args:
@@ -59,19 +82,36 @@ def compare_halves(job: CapturedJob, sizes: Sequence[int], device: Device) -> Ha
         device: where parameters and buffers are.
 
     Returns:
-        The first comparison that differs, else the last one; None if nothing is known: a batch is
-        one sample, losses are not finite or random, or the loss does not take halves.
+        The first comparison that differs, else the last one. If there is none, why; empty if a
+        batch is one sample.
     """
-    found = None
-    with suppress(Exception):  # training reports what fails
+    found: HalvedLoss | str = ""
+    try:
         if half := _half_size(job, sizes, device):
             loss = _LossOfModel(job, half, device)
             with _sample_by_sample(loss.operators):
                 for batch in _batches(job.loader, 2 * half):
-                    found = loss.compare(batch) or found
-                    if found is not None and found.depends:
+                    try:
+                        found = loss.compare(batch)
+                    except _UnknownError as unknown:
+                        found = found or str(unknown)
+                    if isinstance(found, HalvedLoss) and found.depends:
                         break
+    except Exception as error:  # training reports what fails there, too
+        found = found if isinstance(found, HalvedLoss) else _reason(error)
     return found
+
+
+def _reason(error: Exception) -> str:
+    """Why an exception ended the comparison, in words for the user."""
+    if isinstance(error, _UnknownError):
+        return str(error)
+    if isinstance(error, PipectlError):
+        return error.message
+    if is_ours(error):
+        return f"{fault_of(error).message}, please report it"
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}{user_line(error.__traceback__)}"
 
 
 def _half_size(job: CapturedJob, sizes: Sequence[int], device: Device) -> int:
@@ -136,6 +176,12 @@ class _Run(NamedTuple):
         """Return zeros in the place of a run's values."""
         zeros = {slot: torch.zeros_like(each) for slot, each in run.gradients.items()}
         return cls(torch.zeros_like(run.loss), zeros)
+
+    def entries(self) -> Tensor:
+        """Return some entries of the gradients, spread over all."""
+        flat = [gradient.reshape(-1) for gradient in self.gradients.values()]
+        stride = 1 + sum(map(len, flat)) // _MAX_ENTRIES
+        return torch.cat([each[::stride].double().cpu() for each in flat])
 
 
 @dataclass(frozen=True)
@@ -244,7 +290,7 @@ class _LossOfModel:
 
     Raises:
         CaptureError: the model does not take these sizes.
-        ValueError: the loss cannot be told from what the model computes over samples.
+        _UnknownError: the loss cannot be told from what the model computes over samples.
     """
 
     def __init__(self, job: CapturedJob, half: int, device: Device) -> None:
@@ -260,49 +306,96 @@ class _LossOfModel:
         names = {state.name for node in self.operators for state in sizes.whole.states_of(node)}
         deferred = {name for name, state in job.states.items() if is_deferred(state)}
         if any(map(is_batch_norm, self.operators)) or names & deferred:
-            raise ValueError("the loss has statistics of its samples, or parameters without values")
-        rows = [Rows.of(size, length) for size in (2 * half, half)]
-        self._whole, self._half = (MicroBatch(0, each) for each in rows)
+            raise _UnknownError(
+                "it has statistics of its samples, or parameters without values (per_rank)"
+            )
         cuts = [Cut(graph, stage_of, training=True) for graph in graphs]
         given = job.states, device, job.spec.training.precision
-        pairs = zip(rows, cuts, strict=True)
-        self._loss = Stage(_LOSS, {(True, each): cut for each, cut in pairs}, *given)
+        whole_rows = Rows.of(2 * half, length)
+        self._whole = MicroBatch(0, whole_rows)
+        shared = takes_half and all(map(_has_rows, self.operators))
+        for shares_draws in (True, False) if shared else (False,):
+            halves = [Rows.of(half, length)] * 2
+            if shares_draws:
+                halves = [Rows(start, start + half, 2 * half, length) for start in (0, half)]
+            forms = {(True, whole_rows): cuts[0], **{(True, each): cuts[1] for each in halves}}
+            try:
+                self._loss = Stage(_LOSS, forms, *given)
+            except CaptureError:
+                if shares_draws:
+                    continue  # the samples of a draw are no dimension of it
+                raise
+            self._halves = [MicroBatch(0, each) for each in halves]
+            self._shares_draws = shares_draws
+            break
         self._received = {Slot(slot.value) for slot in cuts[0].received(_LOSS)}
         self._model: Stage | None = None
         if self._received and not deferred:
-            self._model = Stage(_MODEL, {(False, rows[0]): cuts[0]}, *given)
+            self._model = Stage(_MODEL, {(False, whole_rows): cuts[0]}, *given)
         self._buffers = {name: buffer.clone() for name, buffer in self._loss.buffers.items()}
 
-    def compare(self, batch: tuple[Any, Any]) -> HalvedLoss | None:
+    def compare(self, batch: tuple[Any, Any]) -> HalvedLoss:
         """Compare the loss of a batch with that of its halves.
 
-        Returns:
-            None if the losses are not finite, have no gradient, or draw random numbers.
+        Raises:
+            _UnknownError: losses are not finite or have no gradient, or draws hide the difference.
         """
-        sizes, half = self._sizes, self._sizes.samples // 2
+        results = self._results(batch)
+        whole, halves = self._both(batch, results, 0)
+        if not self._shares_draws and self._loss.draws(True, self._whole.rows):
+            again, _ = self._both(batch, results, 1)
+            if _difference(whole, again) > _ROUNDING:
+                return self._compare_means(batch, results)
+        difference = _difference(whole, halves)
+        losses = float(whole.loss), float(halves.loss)
+        depends = difference > self._rounding(whole)
+        return HalvedLoss(self._sizes.samples, *losses, difference, depends)
+
+    def _compare_means(self, batch: Any, results: Mapping[Slot, Tensor]) -> HalvedLoss:
+        """Compare means over many draws, until they certainly differ or certainly agree.
+
+        Of two independent runs, the product of their differences is the square of the mean
+        difference on average. All pairs of runs are taken.
+        """
+        until = time.monotonic() + _PATIENCE_S
+        wholes, halves, losses = list[Tensor](), list[Tensor](), list[tuple[float, float]]()
+        for count in _DRAWS:
+            while len(losses) < count and time.monotonic() < until:
+                whole, half = self._both(batch, results, len(losses))
+                _difference(whole, half)  # they are finite
+                losses.append((float(whole.loss), float(half.loss)))
+                wholes.append(whole.entries())
+                halves.append(half.entries())
+            if len(losses) < count:
+                break
+            differences = [a - b for a, b in zip(wholes, halves, strict=True)]
+            square, error = _square_of_mean(differences)
+            largest = max(_square_of_mean(wholes)[0], _square_of_mean(halves)[0])
+            depends = square > _CERTAIN * error and square > _MIN_DIFFERENCE**2 * largest
+            if depends or square + _CERTAIN * error < _MAX_DIFFERENCE**2 * largest:
+                of_whole, of_halves = (sum(each) / count for each in zip(*losses, strict=True))
+                difference = math.sqrt(max(square, 0.0) / largest)
+                samples = self._sizes.samples
+                return HalvedLoss(samples, of_whole, of_halves, difference, depends)
+        raise _UnknownError("it draws random numbers, which hide a difference")
+
+    def _both(self, batch: Any, results: Mapping[Slot, Tensor], seed: int) -> tuple[_Run, _Run]:
+        """Run the loss of all samples, and of their halves as two micro-batches."""
+        half = self._sizes.samples // 2
         starts = (0, half)
         parts = [self._half_of(batch, start) for start in starts]
-        results = self._results(batch)
-        whole = self._run(self._whole, batch, results, 1.0)
-        if self._loss.draws(True, self._whole.rows):
-            again = self._run(self._whole._replace(seed=1), batch, results, 1.0)
-            if (_difference(whole, again) or 0.0) > _ROUNDING:
-                return None
+        whole = self._run(self._whole._replace(seed=3 * seed), batch, results, 1.0)
         total, losses, shares = _Run.like(whole), list[Tensor](), self._shares(parts)
-        for start, part, share in zip(starts, parts, shares, strict=True):
+        for place, (start, part, share) in enumerate(zip(starts, parts, shares, strict=True)):
             if share:  # else its loss may be undefined
                 rows = {slot: self._rows(slot, t, start).clone() for slot, t in results.items()}
-                run = self._run(self._half, part, rows, share)
+                own = 3 * seed if self._shares_draws else 3 * seed + 1 + place
+                run = self._run(self._halves[place]._replace(seed=own), part, rows, share)
                 losses.append(run.loss)
                 for slot, gradient in run.gradients.items():
                     self._rows(slot, total.gradients[slot], start).add_(gradient)
         of_halves = weighted_loss(losses, [share for share in shares if share])
-        total = total._replace(loss=torch.tensor(of_halves))
-        difference = _difference(whole, total)
-        if difference is None:
-            return None
-        depends = difference > self._rounding(whole)
-        return HalvedLoss(sizes.samples, float(whole.loss), of_halves, difference, depends)
+        return whole, total._replace(loss=torch.tensor(of_halves))
 
     def _half_of(self, batch: Any, start: int) -> Any:
         rows = slice(start, start + self._sizes.samples // 2)
@@ -335,7 +428,8 @@ class _LossOfModel:
         """Run the loss forward and backward, with buffers as they were."""
         for name, value in self._buffers.items():
             self._loss.buffers[name].data = value.clone()
-        graph = self._sizes.whole if micro_batch is not self._half else self._sizes.half
+        is_whole = micro_batch.rows == self._whole.rows
+        graph = self._sizes.whole if is_whole else self._sizes.half
         inputs = copy_written_inputs(graph, self._tensors(graph, batch))
         loss = self._loss.forward(micro_batch, inputs, dict(results))[Slot(graph.loss)]
         assert loss is not None
@@ -364,10 +458,35 @@ class _LossOfModel:
         return _ROUNDING if precise and min(sizes) >= 4 else _ROUNDING_OF_HALF
 
 
-def _difference(one: _Run, other: _Run) -> float | None:
+def _has_rows(node: fx.Node) -> bool:
+    """Return whether a half may take its rows of what an operator draws for all samples, if it
+    draws: not of numbers that may count the samples, such as those of a permutation.
+    """
+    schema = getattr(node.target, "_schema", None)
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or schema is None:
+        return True  # building the stage refuses others
+    values = tensors_in([node.meta.get("val")])
+    if all(value.is_floating_point() or value.dtype == torch.bool for value in values):
+        return True
+    arguments = arguments_by_name(schema, node.args, node.kwargs)
+    return "randint" in schema.name and isinstance(arguments.get("high"), int)
+
+
+def _square_of_mean(values: Sequence[Tensor]) -> tuple[float, float]:
+    """Return an unbiased estimate of the square of the mean of random vectors, and its standard
+    error if the mean is zero.
+    """
+    count, stacked = len(values), torch.stack(list(values))
+    products = stacked @ stacked.T
+    pairs = products[tuple(torch.triu_indices(count, count, 1))]
+    return float(pairs.mean()), math.sqrt(float(pairs.square().mean()) / len(pairs))
+
+
+def _difference(one: _Run, other: _Run) -> float:
     """Return the difference of two runs' gradients, relative to the larger ones.
 
-    None if there are none, or something is not finite.
+    Raises:
+        _UnknownError: there are none, or something is not finite.
     """
     pairs = [(gradient, other.gradients[slot]) for slot, gradient in one.gradients.items()]
 
@@ -377,4 +496,8 @@ def _difference(one: _Run, other: _Run) -> float | None:
     largest = max(norm(a for a, _ in pairs), norm(b for _, b in pairs))
     difference = norm(a - b for a, b in pairs)
     numbers = largest, difference, float(one.loss), float(other.loss)
-    return difference / largest if largest and all(map(math.isfinite, numbers)) else None
+    if not all(map(math.isfinite, numbers)):
+        raise _UnknownError("the loss of some samples, or its gradient, is not finite")
+    if not largest:
+        raise _UnknownError("the gradient of the loss of some samples is zero")
+    return difference / largest

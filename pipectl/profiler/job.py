@@ -108,7 +108,7 @@ def profile_job(
         try_job(job, sizes[0], device.torch_device)
         profiling = _Profiling(job, effort, sizes, progress, journal, device)
         try_metrics(job, sizes[0], device.torch_device)
-        halved_loss = compare_halves(job, sizes, device)
+        loss = compare_halves(job, sizes, device)
         notify("waiting for the processes on the other cores")
         neighbours.wait()
         notify("measuring")
@@ -133,7 +133,8 @@ def profile_job(
             readings=readings,
             smallest=SmallestMicroBatch(smallest, reason) if reason else None,
             epoch=job.loader.counts,
-            halved_loss=halved_loss,
+            halved_loss=None if isinstance(loss, str) else loss,
+            loss_unknown=loss if isinstance(loss, str) else "",
             shared_samples=find_shared_samples(job),
             process_baseline_bytes=baseline_bytes,
             capture_bytes=capture_bytes,

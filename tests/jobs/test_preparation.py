@@ -17,7 +17,7 @@ from pipectl.jobs.prepare import (
     find_cluster,
     prepare,
 )
-from pipectl.jobs.profiles import coupling_warning, replicas_warning
+from pipectl.jobs.profiles import coupling_warning, loss_warning, replicas_warning
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
@@ -143,6 +143,13 @@ def test_a_buffer_that_replicas_would_each_have_is_named(write_job, profile, rep
     assert (
         coupling_warning(load(job, ["pipeline.micro_batches=2"], check_files=False), carries) == ""
     )
+
+
+def test_a_loss_that_was_not_compared_is_named_if_micro_batches_are_open(write_job, profile):
+    unknown, job = replace(profile, loss_unknown="its loss is not finite"), write_job()
+    assert "(its loss is not finite)" in loss_warning(load(job, check_files=False), unknown)
+    assert loss_warning(load(job, ["pipeline.micro_batches=2"], check_files=False), unknown) == ""
+    assert loss_warning(load(job, check_files=False), profile) == ""
 
 
 def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline):

@@ -63,16 +63,16 @@ def linear() -> nn.Module:
 class Language(nn.Module):
     """With ``flat``, samples and positions are one dimension; all words are as likely at first."""
 
-    def __init__(self, flat: bool = False) -> None:
+    def __init__(self, flat: bool = False, p: float = 0.0) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, 12), nn.Linear(12, WORDS)
-        self.flat = flat
+        self.flat, self.drop = flat, nn.Dropout(p)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, words: Tensor) -> Tensor:
         hidden = self.embed(words)
-        return self.head(hidden.view(-1, 12) if self.flat else hidden)
+        return self.head(self.drop(hidden.view(-1, 12) if self.flat else hidden))
 
 
 class Denoiser(nn.Module):
@@ -91,20 +91,21 @@ class Denoiser(nn.Module):
 class Branching(nn.Module):
     """Its forward cannot be exported, so it stays one operator, with its loss."""
 
-    def __init__(self, reduction: str) -> None:
+    def __init__(self, reduction: str, p: float) -> None:
         super().__init__()
-        self.layers, self.reduction = plain(), reduction
+        self.layers, self.reduction, self.p = plain(), reduction, p
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if float(x.sum()) > 1e9:
             x = x * 2
+        x = F.dropout(x, self.p, self.training) if self.p else x
         return F.mse_loss(self.layers(x), y, reduction=self.reduction)
 
 
 class Kept(nn.Module):
-    def __init__(self, reduction: str = "mean") -> None:
+    def __init__(self, reduction: str = "mean", p: float = 0.0) -> None:
         super().__init__()
-        self.inner = Branching(reduction)
+        self.inner = Branching(reduction, p)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.inner(x, y)
@@ -135,8 +136,24 @@ class FromCentre(nn.Module):
         return loss
 
 
-def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.mse_loss(outputs + torch.randn_like(outputs), targets)
+class Random(nn.Module):
+    """Draws noise, negatives from all classes, or pairs of samples."""
+
+    def __init__(self, kind: str, reduction: str = "mean") -> None:
+        super().__init__()
+        self.kind, self.reduction = kind, reduction
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.kind == "noise":
+            outputs = F.dropout(outputs, 0.2) + torch.randn_like(outputs)
+        elif self.kind == "negatives":
+            others = torch.randint(8, (outputs.shape[0], 3))
+            outputs = outputs - outputs.gather(1, others).mean(1, keepdim=True)
+        elif self.kind == "pairs":
+            targets = targets[torch.randperm(targets.shape[0])]
+        elif self.kind == "contrast":
+            return contrast(outputs + 0.1 * torch.randn_like(outputs), targets)
+        return F.mse_loss(outputs, targets, reduction=self.reduction)
 
 
 def by_batch_size_of_the_job(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -177,6 +194,10 @@ def of_texts(outputs: Tensor, targets: Tensor) -> Tensor:
     mask = targets != -100
     losses = F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
     return ((losses * mask).sum(1) / mask.sum(1)).mean()
+
+
+def undefined(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - outputs.detach()).sqrt().mean()
 
 
 def valid(targets: Tensor) -> Tensor:
