@@ -20,15 +20,9 @@ GPUS = re.compile(r"(?:gres[/:])?gpu(?:[:/](?![0-9]+(?:[:=]|$))([^:=]+))?(?:[:=]
 """GPUs in a list of resources of Slurm, with type and number: ``gpu:1g.5gb:4``, ``gres/gpu=2``."""
 PBS_GPUS = re.compile(r"\b(n?gpus?|n?accelerators?)=([0-9]{1,9})\b")
 """GPUs in a list of resources of PBS, with the name that the site gives them."""
-REPLACEMENTS = {
-    "cpus-per-task": ("cpus-per-task",),
-    "gpus-per-node": ("gpus-per-node",),
-    "mem": ("mem", "mem-per-cpu", "mem-per-gpu"),
-    "time": ("time",),
-}
-"""Options of sbatch that are derived from ``resources``. If ``slurm.options`` contains a name on
-the right, even with the value false, the option on the left is not written."""
-_LETTERS = {"c": "cpus-per-task", "t": "time"}
+SELECT_COUNT = re.compile(r"([0-9]{1,9})(?::|$)")
+"""The number of chunks at the begin of all of ``-l select``."""
+_LETTERS = {"D": "chdir", "c": "cpus-per-task", "t": "time"}
 _LOG = "remove it; output and errors are in logs/job.log"
 
 
@@ -44,6 +38,8 @@ class Syntax(NamedTuple):
         refused: options that could override pipectl's at any place, and what to do instead.
         own: options that pipectl's own options override, and what to do instead.
         dependencies: options that pipectl writes if a job waits for other jobs.
+        replacements: options of pipectl that a job can do without. One is not written if the job's
+            options contain a name on the right, even with the value false.
         spells: takes an option as written and a table entry; whether they are the same option.
     """
 
@@ -55,6 +51,7 @@ class Syntax(NamedTuple):
     refused: Mapping[str, str]
     own: Mapping[str, str]
     dependencies: tuple[str, ...]
+    replacements: Mapping[str, tuple[str, ...]]
     spells: Callable[[str, str], bool]
 
     def find(self, name: str, text: str | None, table: Iterable[str]) -> str | None:
@@ -103,7 +100,6 @@ SBATCH = Syntax(
     own={
         "--account -A": "set slurm.account",
         "--chdir -D": "remove it; jobs run in their run directory",
-        "--comment": "remove it; pipectl finds its jobs by their comment",
         "--cpus-per-task -c": "set resources.cpus_per_task",
         "--job-name -J": "set name",
         "--nodes -N": "set resources.nodes",
@@ -118,6 +114,17 @@ SBATCH = Syntax(
         "--time -t": "set resources.walltime",
     },
     dependencies=("--dependency -d", "--kill-on-invalid-dep"),
+    replacements={
+        "chdir": ("chdir",),
+        "comment": ("comment",),
+        "cpus-per-task": ("cpus-per-task",),
+        "gpus-per-node": ("gpus-per-node",),
+        "mem": ("mem", "mem-per-cpu", "mem-per-gpu"),
+        "ntasks-per-node": ("ntasks-per-node",),
+        "open-mode": ("open-mode",),
+        "signal": ("signal",),
+        "time": ("time",),
+    },
     spells=_spells_sbatch,
 )
 QSUB = Syntax(
@@ -137,7 +144,7 @@ QSUB = Syntax(
         "-W interactive": "remove it; pipectl's jobs are not interactive",
         # If a resource is given twice, qsub uses the first.
         "-l nodes": "set resources.nodes in the job spec",
-        "-l select": "set resources, or pbs.select, in the job spec",
+        "-l select": "set resources in the job spec, or pbs.select",
         "-l walltime": "set resources.walltime in the job spec",
     },
     own={
@@ -152,6 +159,7 @@ QSUB = Syntax(
         "-r": "set checkpoint.max_requeues",
     },
     dependencies=("-W depend",),
+    replacements={"S": ("S",), "j": ("j",), "k": ("k",)},
     spells=_spells_qsub,
 )
 
@@ -168,18 +176,17 @@ def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
         hint = f"; write {plain}" if re.fullmatch(syntax.name, plain) else f", {form}"
         return f"is no option of {syntax.command} without its dashes{hint}"
     if value is False:
-        dropped = "leave it out, or write null to drop that of a site file"
-        if syntax is QSUB:
-            return f"cannot be false; {dropped}"
-        if name in _LETTERS:
+        if name in syntax.replacements:
+            return ""
+        if syntax is SBATCH and name in _LETTERS:
             return f"cannot be false; write {_LETTERS[name]}: false"
-        *others, last = REPLACEMENTS
-        optional = f"{', '.join(others)} and {last}"
-        return "" if name in REPLACEMENTS else f"cannot be false, as {optional} can; {dropped}"
+        *others, last = syntax.replacements
+        dropped = "leave it out, or write null to drop that of a site file"
+        return f"cannot be false, as {', '.join(others)} and {last} can; {dropped}"
     faults = (_fault_of_text(syntax, *option) for option in options_of(name, value))
     if (fault := next(filter(None, faults), "")) or syntax is QSUB or len(name) == 1:
         return fault
-    for whole in chain(*REPLACEMENTS.values()):  # a shorter prefix is ambiguous
+    for whole in chain(*syntax.replacements.values()):  # a shorter prefix is ambiguous
         if whole != name and whole.startswith(name) and len(name) > whole.rfind("-") + 1:
             return f"cannot be abbreviated; write {whole}"
     return ""
@@ -188,7 +195,9 @@ def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
 def _fault_of_text(syntax: Syntax, dashed: str, text: str | None) -> str:
     letter, cures = dashed[1:], {**syntax.refused, **syntax.own}
     if entry := syntax.find(dashed, text, cures):
-        return f"cannot be set here; {cures[entry]}"
+        name = entry.partition(" ")[0].lstrip("-")
+        more = f"; {name}: false leaves out pipectl's own" if name in syntax.replacements else ""
+        return f"cannot be set here; {cures[entry]}{more}"
     is_flag = letter in tuple(syntax.flags)
     if is_flag and text is not None:  # sbatch and qsub would read it as further options
         return f"takes no value; write {letter}: true"

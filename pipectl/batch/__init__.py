@@ -18,6 +18,7 @@ from pipectl.batch.scheduler import (
     JobRequest,
     JobState,
     JobStatus,
+    OtherSystemError,
     Queue,
     Scheduler,
     Template,
@@ -28,7 +29,8 @@ from pipectl.units import did_you_mean
 LOCAL = "local"
 __all__ = [
     "CHECKPOINTED", "LOCAL", "QUEUES_TIMEOUT_S", "Array", "JobRequest", "JobState", "JobStatus",
-    "Queue", "Scheduler", "Template", "allocation", "find_scheduler", "get_scheduler",
+    "OtherSystemError", "Queue", "Scheduler", "Template", "allocation", "find_scheduler",
+    "get_scheduler",
 ]  # fmt: skip
 
 

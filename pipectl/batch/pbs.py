@@ -9,25 +9,50 @@ from __future__ import annotations
 import getpass
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 
+from pipectl.batch import process
 from pipectl.batch.reasons import pbs_cure
 from pipectl.batch.scheduler import (
     CommandLineScheduler,
     JobRequest,
     JobState,
     JobStatus,
+    OtherSystemError,
     Queue,
+    name_suffix,
     number_of,
     parse_limit,
 )
 from pipectl.batch.script import render_script
-from pipectl.directives import PBS_GPUS
+from pipectl.directives import PBS_GPUS, SELECT_COUNT, options_of
 from pipectl.errors import InvalidInputError, SchedulerError
 
 _UNKNOWN_ID, _FINISHED = 153, 35
 """Exit codes: PBS's error numbers modulo 256."""
 _NAME_LENGTH = 200
+_VERSION_S = 5.0
+_WHOLE = "all of `-l select`, such as 2:ncpus=64"
+_TOTALS = (
+    "set pbs.select: false; the job then asks for the totals of its nodes\n"
+    "with `-l ncpus=` and `-l mem=`, and pbs.options.l overrules these"
+)
+_OTHER_SYSTEMS = {
+    "Torque": re.compile(r"^Version: \d|qsub: submit error \(", re.MULTILINE),
+    "Grid Engine": re.compile(
+        r"^\w*GE \d|unable to run job|^error: unknown option|invalid option argument"
+        "|-h(?:elp)? for help",
+        re.MULTILINE | re.IGNORECASE,
+    ),
+}
+"""Parts of what the commands print: for their version, or of an option that they do not know."""
+OF_OTHER_SYSTEMS = "qsub is that of {} here, for which pipectl cannot write jobs"
+CURE_OF_OTHER_SYSTEMS = (
+    "submit a job script of your own for one node, with the line\n"
+    "pipectl submit JOB.yaml --scheduler local --wait"
+)
 
 
 class PbsScheduler(CommandLineScheduler):
@@ -48,12 +73,21 @@ class PbsScheduler(CommandLineScheduler):
     unreachable_messages = ("cannot connect",)
     advice = (
         ("max_run_subjobs", "this PBS limits no arrays: leave sweep.at_once out"),
+        ("-k value", "set pbs.options.k: false; PBS then writes logs/pbs.log when the job ends"),
         ("usage:", "correct pbs.options"),
+        ("-l select", _TOTALS),
+        ("-lselect", _TOTALS),
+        ("-l ncpus", _TOTALS),
+        ("-lncpus", _TOTALS),
         ("queue", "set pbs.queue; `qstat -Q` lists what there is"),
         ("account", "set pbs.account, or pbs.options.P if the site charges projects"),
         ("project", "set pbs.options.P"),
-        ("ngpus", "ask the site what it calls its accelerators, and use pbs.select"),
-        ("unknown resource", "correct pbs.select; `pbsnodes -a` shows what nodes have"),
+        ("ngpus", f"ask the site what it calls its accelerators, and use pbs.select: {_WHOLE}"),
+        (
+            "unknown resource",
+            "correct pbs.select, or replace what pipectl asks for of each node:\n"
+            f"{_WHOLE}; `pbsnodes -a` shows what nodes have",
+        ),
         ("walltime", "lower resources.walltime; `qstat -Qf` shows the limits"),
         ("select", "lower resources; `pbsnodes -a` shows the nodes"),
         ("illegal attribute", "correct pbs.options"),
@@ -61,7 +95,34 @@ class PbsScheduler(CommandLineScheduler):
     )
 
     def ping(self) -> None:
-        self._ask("qselect", "-u", getpass.getuser())
+        try:
+            self._ask("qselect", "-u", getpass.getuser())
+        except SchedulerError as error:
+            raise self._fault_of_system(error.message) or error from None
+
+    def submit(self, script: Path, request: JobRequest) -> str:
+        # Other systems refuse a script with `-l select`.
+        if request.pbs.select is False and (fault := self._fault_of_system("")):
+            raise fault
+        return super().submit(script, request)
+
+    def _refusal(self, done: process.Completed) -> SchedulerError:
+        return self._fault_of_system(done.message) or super()._refusal(done)
+
+    def _fault_of_system(self, said: str) -> SchedulerError | None:
+        """Return an error if ``qsub`` belongs to another batch system.
+
+        Args:
+            said: what it has printed.
+        """
+        if (system := other_system(said)) is None:
+            with suppress(SchedulerError):
+                version = self._run("qstat", "--version", max_s=_VERSION_S)
+                system = other_system(version.message)
+        if system is None:
+            return None
+        what = OF_OTHER_SYSTEMS.format(system)
+        return OtherSystemError(f"{what}: {said}" if said else what, cure=CURE_OF_OTHER_SYSTEMS)
 
     def render(self, request: JobRequest) -> str:
         directory = str(request.run_directory)
@@ -77,13 +138,12 @@ class PbsScheduler(CommandLineScheduler):
             )
         # PBS has no field for comments, and names may have more than 200 characters.
         first = "" if request.name[:1].isalpha() else "j"
-        name = f"{first}{request.name[:_NAME_LENGTH]}{_suffix(request.tag)}"
-        has_gpus = request.resources.gpus_per_node and not PBS_GPUS.search(request.pbs.select or "")
-        ngpus = str(request.resources.gpus_per_node) if has_gpus else ""
-        return render_script("pbs.sh.j2", request, self.name, job_name=name, ngpus=ngpus)
+        name = f"{first}{request.name[:_NAME_LENGTH]}{name_suffix(request.tag)}"
+        resources = _resources(request)
+        return render_script("pbs.sh.j2", request, self.name, job_name=name, resources=resources)
 
     def _describe_tag(self, tag: str) -> str:
-        return f"whose name ends in {_suffix(tag)!r}"
+        return f"whose name ends in {name_suffix(tag)!r}"
 
     def _states(
         self,
@@ -112,18 +172,48 @@ class PbsScheduler(CommandLineScheduler):
         return self.array_id(task_id)
 
     def _find_all(self, tag: str) -> Iterator[str]:
-        ids = self._ask("qselect", "-x", "-u", getpass.getuser()).stdout.split()
+        listed = self._ask("qselect", "-x", "-u", getpass.getuser()).stdout
+        ids = [line for line in listed.split() if self.id_pattern.fullmatch(line)]
         jobs = parse_blocks(self._run("qstat", "-x", "-f", *ids).stdout) if ids else {}
-        return (job for job in jobs if jobs[job].get("Job_Name", "").endswith(_suffix(tag)))
+        return (job for job in jobs if jobs[job].get("Job_Name", "").endswith(name_suffix(tag)))
 
     def queues(self) -> tuple[Queue, ...]:
         commands = (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a"))
         return parse_queues(*(self._ask(*command).stdout for command in commands))
 
 
-def _suffix(tag: str) -> str:
-    """Return the end of the names of jobs with this tag."""
-    return f".{tag.split()[-1]}"
+def other_system(said: str) -> str | None:
+    """Return the name of the batch system that has printed this, if it has commands with the names
+    of those of PBS; None for PBS itself."""
+    return next((name for name, words in _OTHER_SYSTEMS.items() if words.search(said)), None)
+
+
+def _resources(request: JobRequest) -> list[str]:
+    """Return what the job asks for of its nodes, each for one ``-l``.
+
+    There is one chunk per node, to which ``pbs.select`` adds, or which it replaces. If it is false,
+    the totals of the job are asked for, except those that the user's ``-l`` has.
+    """
+    own, resources = request.pbs.select, request.resources
+    if own and (count := SELECT_COUNT.match(own)):  # a profile has fewer nodes than its job
+        return [f"select={resources.nodes}{own.removeprefix(count[1])}"]
+    total = own is False
+    lists = [text for _, text in options_of("l", request.pbs.options.get("l", False)) if text]
+    given = ",".join(lists) if total else own or ""
+    nodes, mib = resources.nodes if total else 1, request.memory_per_node_mib
+    wanted = {
+        "ncpus": nodes * resources.tasks_per_node * resources.cpus_per_task,
+        "mpiprocs": 0 if total else resources.tasks_per_node,
+        "ompthreads": 0 if total else request.threads,
+        "ngpus": 0 if PBS_GPUS.search(given) else nodes * resources.gpus_per_node,
+        "mem": f"{nodes * mib}mb" if mib else 0,
+    }
+    if total:
+        names = {part.partition("=")[0].lower() for part in given.split(",")}
+        return [f"{name}={size}" for name, size in wanted.items() if size and name not in names]
+    parts = [f"select={resources.nodes}"]
+    parts += [f"{name}={size}" for name, size in wanted.items() if size]
+    return [":".join([*parts, *([own.lstrip(":")] if own else [])])]
 
 
 _LIVE = {

@@ -29,6 +29,10 @@ _START_LIMITS, _FETCH_S = 10, 3600
 """Time for the ranks to appear, in units of ``launch.hang_after``, and to fetch an image."""
 
 
+class OtherSystemError(SchedulerError):
+    """The commands belong to a batch system that pipectl does not know."""
+
+
 @dataclass(frozen=True)
 class Template:
     """A user's job script: a Jinja template that extends ours, and its path for messages."""
@@ -400,23 +404,27 @@ class CommandLineScheduler(Scheduler):
         return done
 
     def submit(self, script: Path, request: JobRequest) -> str:
-        """Submit the script and return the job's id; if the command gives none, find it by the tag.
+        """Submit the script and return the job's id; if the command gives none, or prints several
+        numbers, as wrappers of sites do, find it by the tag.
 
         Raises:
             SchedulerError: the batch system refuses the job.
             NoAnswerError: the command gave no id, and no job with the tag is listed yet.
         """
-        job_id = None
+        job_id, gave = None, "no job id"
         try:
-            done = self._run(*self.submit_command, str(script))
+            done = self._hand_over(script)
         except process.NoAnswerError as error:
             message = error.message
         else:
             message = done.message
-            if done.returncode == 0:  # a banner of the site may come before the id
-                lines = (line.strip() for line in reversed(done.stdout.splitlines()))
-                ids = (match[1] for match in map(self.id_pattern.fullmatch, lines) if match)
-                job_id = next(ids, None)
+            if done.returncode == 0:
+                lines = map(str.strip, done.stdout.splitlines())
+                found = (match[1] for match in map(self.id_pattern.fullmatch, lines) if match)
+                ids = [*dict.fromkeys(found)]
+                job_id = ids[0] if len(ids) == 1 else None
+                if len(ids) > 1:
+                    gave = f"several numbers, {', '.join(ids)}"
             elif not any(phrase in done.stderr.lower() for phrase in self.unsure_messages):
                 raise self._refusal(done)
         try:
@@ -425,11 +433,15 @@ class CommandLineScheduler(Scheduler):
             message = f"{message}; {error.message}"
         if job_id is None:
             raise process.NoAnswerError(
-                f"{self.submit_command[0]} gave no job id, and no job "
+                f"{self.submit_command[0]} gave {gave}, and no job "
                 f"{self._describe_tag(request.tag)} is listed: {message}",
                 cure=f"look with `{self.list_command}` before you submit again",
             )
         return job_id
+
+    def _hand_over(self, script: Path) -> process.Completed:
+        """Run the command that submits a script."""
+        return self._run(*self.submit_command, str(script))
 
     def _refusal(self, done: process.Completed) -> SchedulerError:
         """Return the error for a script that was not submitted, with what to do."""
@@ -440,6 +452,11 @@ class CommandLineScheduler(Scheduler):
         if any(phrase in text for phrase in self.unreachable_messages):
             what = f"{self.title} does not answer"
         return SchedulerError(f"{what}:\n{done.message}", cure=cure)
+
+
+def name_suffix(tag: str) -> str:
+    """Return the end of the names of jobs with this tag, if they have it in their name."""
+    return f".{tag.split()[-1]}"
 
 
 def number_of(text: str) -> int:

@@ -17,7 +17,6 @@ from pipectl.batch import process
 from pipectl.batch.launchers import NOT_OF_JOBS, OF_JOBS, is_told_of_jobs, launch_command
 from pipectl.batch.scheduler import CHECKPOINTED, JobRequest, Template
 from pipectl.directives import (
-    REPLACEMENTS,
     SYNTAXES,
     Syntax,
     fault_of_line,
@@ -64,6 +63,12 @@ def render_script(base: str, request: JobRequest, scheduler: str, **values: Any)
             return None
         return find_option(syntax, getattr(request, scheduler).options, table)
 
+    def writes(option: str) -> bool:
+        """Return whether pipectl writes its own option, because no option of the user is in its
+        place."""
+        names = () if syntax is None else syntax.replacements[option]
+        return not any(name in getattr(request, scheduler).options for name in names)
+
     if syntax is not None and request.after and (name := sets(*syntax.dependencies)) is not None:
         raise InvalidInputError(
             f"{scheduler}.options.{name}: `pipectl submit --after` sets the job's dependency",
@@ -78,8 +83,8 @@ def render_script(base: str, request: JobRequest, scheduler: str, **values: Any)
         "launch": launch_command(request, scheduler),
         "checkpointed": CHECKPOINTED,
         "tight_heap": TIGHT_HEAP,
-        "replacements": REPLACEMENTS,
         "sets": sets,
+        "writes": writes,
         "of_jobs": Markup("|".join(OF_JOBS)),
         "not_of_jobs": Markup("|".join(NOT_OF_JOBS)),
         "is_told_of_jobs": is_told_of_jobs,

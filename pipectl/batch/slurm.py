@@ -12,20 +12,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from math import inf
+from pathlib import Path
 from typing import NamedTuple
 
+from pipectl.batch import process
 from pipectl.batch.reasons import is_held, slurm_cure
 from pipectl.batch.scheduler import (
     CommandLineScheduler,
+    JobRequest,
     JobState,
     JobStatus,
     Queue,
+    name_suffix,
     number_of,
     parse_limit,
 )
+from pipectl.batch.script import render_script
+from pipectl.directives import SBATCH
 from pipectl.errors import SchedulerError
 
-SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"
+SQUEUE_FORMAT = "%i|%T|%j|%S|%e|%N|%k|%r"
 SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
 SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a"
 _CLOCK_SKEW_S = 60.0
@@ -39,8 +45,10 @@ class SlurmScheduler(CommandLineScheduler):
 
     name, title = "slurm", "Slurm"
     submit_command = ("sbatch", "--parsable")
-    id_pattern = re.compile(r"([0-9]{1,18})(?:;\S+)?")
-    list_command = "squeue --me -o '%i %k'"
+    id_pattern = re.compile(
+        r"(?:Submitted batch job )?([0-9]{1,18})(?:;\S+| on cluster \S+)?"
+    )  # the words are those without --parsable, which a wrapper may leave out
+    list_command = "squeue --me -o '%i %j %k'"
     hidden_variables = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
     visible_variables = frozenset(
         {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"}
@@ -63,21 +71,45 @@ class SlurmScheduler(CommandLineScheduler):
             "set slurm.account, and a slurm.partition that it may use;\n"
             "`sacctmgr show associations user=$USER` lists yours",
         ),
+        ("--comment", "set slurm.options.comment to what the site wants; false leaves it out"),
         ("partition", "set slurm.partition; `sinfo -s` lists what there is"),
         ("account", "set slurm.account; `sacctmgr show associations user=$USER` lists yours"),
         ("qos", "set slurm.options.qos; `sacctmgr show qos` lists what there is"),
-        ("gres", "set resources.gpus_per_node to what `sinfo -o '%P %G'` shows"),
-        ("memory", "lower resources.memory_per_node; `sinfo -o '%P %m'` shows MB per node"),
+        (
+            "gres",
+            "set resources.gpus_per_node to what `sinfo -o '%P %G'` shows; if the site has\n"
+            "another name for them: slurm.options: {gpus-per-node: false, gres: NAME:COUNT}",
+        ),
+        (
+            "memory specification",
+            "lower resources.memory_per_node; `sinfo -o '%P %m'` shows MB per node",
+        ),
+        (
+            "memory",  # a rule of the site, in its own words
+            "set slurm.options.mem-per-cpu in place of resources.memory_per_node, or\n"
+            "slurm.options.mem: false if the site wants no memory in a job",
+        ),
         ("node configuration", "lower resources; `sinfo -o '%P %D %c %m %G'` shows the nodes"),
         ("time limit", "lower resources.walltime; `sinfo -o '%P %l'` shows the limits"),
         ("unrecognized option", "correct slurm.options"),
+        *(
+            (f"--{option}", f"slurm.options.{option}: false leaves it out")
+            for option in SBATCH.replacements
+        ),
     )
 
     def ping(self) -> None:
         self._squeue("--me")
 
+    def render(self, request: JobRequest) -> str:
+        """The tag is the comment of a job, or the end of its name if the comment is the user's."""
+        name = request.name
+        if "comment" in request.slurm.options:
+            name += name_suffix(request.tag)
+        return render_script("slurm.sh.j2", request, self.name, job_name=name)
+
     def _describe_tag(self, tag: str) -> str:
-        return f"with the comment {tag!r}"
+        return f"with the tag {tag!r} in its comment or name"
 
     def _states(self, ids: Sequence[str], since: float | None) -> Mapping[str, JobStatus]:
         """Ask squeue, and the accounting for jobs that have ended or are not listed.
@@ -114,6 +146,12 @@ class SlurmScheduler(CommandLineScheduler):
                 states[job_id] = replace(queued, exit_code=account.exit_code)
         return states
 
+    def _hand_over(self, script: Path) -> process.Completed:
+        done = super()._hand_over(script)
+        if done.returncode and "--parsable" in done.stderr:  # a wrapper that does not know it
+            done = self._run("sbatch", str(script))
+        return done
+
     def cancel(self, job_id: str) -> None:
         self._ask("scancel", job_id)  # it is silent on unknown ids
 
@@ -134,7 +172,9 @@ class SlurmScheduler(CommandLineScheduler):
 
     def _find_all(self, tag: str) -> Iterator[str]:
         rows = self._squeue("--me")
-        return (self.array_id(row.job_id) for row in rows if row.comment == tag)
+        suffix = name_suffix(tag)
+        found = (row for row in rows if row.comment == tag or row.name.endswith(suffix))
+        return (self.array_id(row.job_id) for row in found)
 
     def queues(self) -> tuple[Queue, ...]:
         return parse_sinfo(self._ask("sinfo", "-h", "-o", SINFO_FORMAT).stdout)
@@ -203,21 +243,23 @@ class Listed(NamedTuple):
     job_id: str
     status: JobStatus
     comment: str = ""
+    name: str = ""
     submitted_at: float | None = None
 
 
 def parse_squeue(stdout: str) -> Iterator[Listed]:
     """Parse ``squeue -h -o SQUEUE_FORMAT``, with times in seconds since the epoch."""
-    for fields in (line.split("|", 7) for line in stdout.splitlines()):
-        if len(fields) == 8:
-            job_ids, word, _count, start, end, nodes, comment, reason = fields
+    for fields in (line.split("|", 6) for line in stdout.splitlines()):
+        comment, bar, reason = fields[-1].rpartition("|")  # a comment may contain one
+        if len(fields) == 7 and bar:
+            job_ids, word, name, start, end, nodes, _ = fields
             status = _status(word, start, end, nodes, reason=reason)
             for job_id in _job_ids(job_ids):
                 if status.state.waits:
                     held = status.state is JobState.HELD
                     cure = slurm_cure(status.reason, job_id, held=held)
                     status = replace(status, cure=cure)
-                yield Listed(job_id, status, comment)
+                yield Listed(job_id, status, comment, name)
 
 
 def parse_sacct(stdout: str) -> Iterator[Listed]:

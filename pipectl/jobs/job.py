@@ -15,7 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import LOCAL, Array, JobRequest, Template, find_scheduler, get_scheduler
+from pipectl.batch import (
+    LOCAL,
+    Array,
+    JobRequest,
+    OtherSystemError,
+    Template,
+    find_scheduler,
+    get_scheduler,
+)
 from pipectl.batch.launchers import AUTO, MpiChoice, choose_mpi, find_mpiexec
 from pipectl.cluster import Cluster
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
@@ -205,6 +213,8 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
         return name
     try:
         (system := get_scheduler(name)).ping()
+    except OtherSystemError:
+        raise
     except SchedulerError as error:
         raise SchedulerError(
             f"{system.title} is installed here, but does not answer: "

@@ -81,13 +81,15 @@ def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
 
     A script submits just before it ends, so call this after the query for the state of its job.
     """
-    words: list[str] = []
+    lines: list[str] = []
     with suppress(OSError, ValueError):
-        words = read_limited(run.resubmitted, _MAX_BYTES).decode().split()
-    if not words or not is_job_id(words[-1]) or words[-1] == record.job_id:
+        lines = read_limited(run.resubmitted, _MAX_BYTES).decode().splitlines()
+    # A site may print more.
+    ids = [line for line in map(str.strip, lines) if is_job_id(line) and line[0].isdigit()]
+    if not ids or ids[-1] == record.job_id:
         return record
-    detail = f"{words[-1]}, by its own script"
-    return record.with_state(now, "submitted", job_id=words[-1], detail=detail)
+    detail = f"{ids[-1]}, by its own script"
+    return record.with_state(now, "submitted", job_id=ids[-1], detail=detail)
 
 
 def refuse_duplicate(base: Path, name: str, now: float) -> None:

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipectl.cluster import MAX_RANKS, TOO_MANY_RANKS
-from pipectl.directives import GPUS, PBS_GPUS, QSUB, SBATCH, fault_of_option, options_of
+from pipectl.directives import (
+    GPUS,
+    PBS_GPUS,
+    QSUB,
+    SBATCH,
+    SELECT_COUNT,
+    fault_of_option,
+    options_of,
+)
 from pipectl.hash_seed import MAX_SEED, RANDOM, VARIABLE, is_seed
 from pipectl.spec import models
 from pipectl.spec.code import is_source
@@ -426,6 +434,15 @@ def _check_slurm_gpus(slurm: models.Slurm, resources: models.Resources) -> Itera
                 yield ("slurm", "options", name), fault
 
 
+def _check_select(pbs: models.Pbs, resources: models.Resources) -> Iterator[Finding]:
+    if pbs.select and (count := SELECT_COUNT.match(pbs.select)):
+        if "+" in pbs.select:
+            yield ("pbs", "select"), "has several kinds of chunks, but all nodes of a job are alike"
+        elif int(count[1]) != resources.nodes:
+            fault = f"asks for {count[1]} chunks, but each node is one, and resources.nodes is"
+            yield ("pbs", "select"), f"{fault} {resources.nodes}"
+
+
 def _check_pbs_gpus(pbs: models.Pbs, resources: models.Resources) -> Iterator[Finding]:
     for gpus in PBS_GPUS.finditer(pbs.select or ""):
         count, how = int(gpus[2]), "instead" if gpus[1] == "ngpus" else "as well"
@@ -436,8 +453,12 @@ def _check_pbs_gpus(pbs: models.Pbs, resources: models.Resources) -> Iterator[Fi
         for gpus in PBS_GPUS.finditer(value or ""):
             # Beside our `-l select`, PBS takes resources of nodes only within it.
             chunk = "" if gpus[1] == "ngpus" else f" and pbs.select: {gpus[0]}"
-            cure = f"write resources: {{gpus_per_node: {gpus[2]}}}{chunk} instead"
-            if fault := _fault_of_gpus(gpus[0], int(gpus[2]), None, resources, cure):
+            cure, total = f"write resources: {{gpus_per_node: {gpus[2]}}}{chunk} instead", None
+            if pbs.select is False:
+                total = int(gpus[2])
+                number = total // resources.nodes or 1
+                cure = f"write resources: {{gpus_per_node: {number}}} as well"
+            if fault := _fault_of_gpus(gpus[0], int(gpus[2]), total, resources, cure):
                 yield ("pbs", "options", "l"), fault
 
 
@@ -520,6 +541,6 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_combinations, _check_batch, _check_buckets, _check_warm_up,
     _check_backward, _check_progress, _check_loss, _check_evaluation, _check_best, _check_options,
-    _check_slurm_gpus, _check_pbs_gpus, _check_hash_seed, _check_sweep,
+    _check_slurm_gpus, _check_select, _check_pbs_gpus, _check_hash_seed, _check_sweep,
 )  # fmt: skip
 """Checks; the names of their parameters are the sections they need."""

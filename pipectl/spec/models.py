@@ -460,9 +460,10 @@ class Slurm(types.Section):
     """Further options of sbatch, such as `{qos: long, constraint: a100&nvlink, exclusive: true}`:
     long names or single letters, with a text, with `true` for an option without a value, or with a
     list for an option that is repeated. `gpus-per-node` and `mem` (or `mem-per-cpu`,
-    `mem-per-gpu`) replace what follows from `resources`. `cpus-per-task`, `gpus-per-node`, `mem`
-    and `time` may be `false`, for sites that refuse them. Options that other keys of the spec set
-    are refused."""
+    `mem-per-gpu`) replace what follows from `resources`, and `comment` pipectl's own. `chdir`,
+    `comment`, `cpus-per-task`, `gpus-per-node`, `mem`, `ntasks-per-node`, `open-mode`, `signal` and
+    `time` may be `false`, for sites that refuse them. Options that other keys of the spec set are
+    refused."""
 
 
 class Pbs(types.Section):
@@ -473,10 +474,13 @@ class Pbs(types.Section):
     account: types.Text | None = None
     """Account the job is charged to."""
     select: types.Select | None = None
-    """Appended to the resources of each node in `-l select`, such as `model=icelake`."""
+    """Appended to the resources of each node in `-l select`, such as `model=icelake`. A text that
+    begins with the number of nodes, such as `2:ncpus=64:mem=200gb`, is all of `-l select`. With
+    `false`, for sites that refuse it, the job asks for totals: `-l ncpus=` and `-l mem=`."""
     options: types.Options = Field(default_factory=dict)
     """Further options of qsub by letter, such as `{P: project, m: ae, l: [place=scatter:excl]}`,
-    with values as for `slurm`. Several nodes are placed by `scatter` unless `l` says otherwise."""
+    with values as for `slurm`. Several nodes are placed by `scatter` unless `l` says otherwise.
+    `S`, `j` and `k` may be `false`, for sites that refuse them."""
 
 
 class Sweep(types.Section):

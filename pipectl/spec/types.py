@@ -191,6 +191,14 @@ def _option(value: Any) -> bool | str | tuple[str, ...]:
     return lines if texts is value else lines[0]
 
 
+def _select(value: Any) -> Literal[False] | str:
+    if (parse_scalar(value) if isinstance(value, str) else value) is False:
+        return False
+    if not isinstance(value, str) or not RESOURCES.fullmatch(_nonempty_line(value)):
+        raise ValueError
+    return value
+
+
 def _schedule(name: str, info: ValidationInfo) -> str:
     from pipectl.schedule import SCHEDULES
     from pipectl.schedule.registry import packaged_names
@@ -245,8 +253,11 @@ JobName = Annotated[
     Text, Field(pattern=f"^{NAME.pattern}$", title="letters, digits, '.', '_' or '-', at most 64")
 ]
 Select = Annotated[
-    Text, Field(pattern=f"^{RESOURCES.pattern}$", title="resources such as model=icelake")
+    Literal[False] | str,
+    BeforeValidator(_select),
+    _json("resources such as model=icelake, or false"),
 ]
+"""Resources of PBS's ``-l select``; false for a site that refuses it."""
 Reference = Annotated[Text, _reference(), _json(_REFERENCE, ":")]
 LossReference = Annotated[Text, _reference("model"), _json(f"model, {_REFERENCE}", "^model$|:")]
 WeightReference = Annotated[

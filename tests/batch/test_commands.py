@@ -68,8 +68,8 @@ class Scene:
             return [f"{described(*job)} [{job[1].source}]" for job in found.items()]
         if what == "estimate":
             return [self.scheduler.estimate("#!/bin/bash\n")]
-        if what == "queues":
-            return self.scheduler.queues()
+        if what in {"queues", "ping"}:
+            return getattr(self.scheduler, what)() or ()
         if what == "task_id":
             array_id, index = text.split()
             return [self.scheduler.task_id(array_id, int(index))]

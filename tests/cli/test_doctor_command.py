@@ -51,6 +51,9 @@ QSTATS = {
     "jobs may submit jobs": r"printf 'Server: pbs1\n    flatuid = True\n    pbs_version = 23\n'",
     "they may not": r"printf 'Server: pbs1\n    flatuid = False\n'",
     "nobody knows": r"printf 'Server: pbs1\n'",
+    "nothing is said": "true",
+    "Torque": r"printf 'Version: 6.1.2\nCommit: 661e0925\n' >&2",
+    "Grid Engine": r"echo 'error: Unknown option --version' >&2; exit 1",
 }
 
 

@@ -221,8 +221,14 @@ def _check_pbs() -> Iterator[Finding]:
     """Check that PBS answers, if there is no Slurm."""
     if find_scheduler() != "pbs":
         return
+    from pipectl.batch.pbs import CURE_OF_OTHER_SYSTEMS, OF_OTHER_SYSTEMS, other_system
+
+    if system := other_system(_run(["qstat", "--version"]).message):
+        yield Finding("PBS", "fail", OF_OTHER_SYSTEMS.format(system), CURE_OF_OTHER_SYSTEMS)
+        return
     release, server = _output(["qstat", "--version"]), _output(["qstat", "-B", "-f"])
-    yield assess("PBS", release)
+    cure = "" if release else "ask the site whether this is PBS: pipectl knows no other qsub"
+    yield assess("PBS", release or "`qstat --version` prints nothing", cure)
     if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
         text = "flatuid is not set: jobs may not be able to submit themselves again"
         cure = "ask the site for `set server flatuid = True`; else continue with pipectl resume"
