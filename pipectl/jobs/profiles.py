@@ -43,6 +43,7 @@ from pipectl.files import (
     write_json,
 )
 from pipectl.jobs.prepare import UNKNOWN_ROWS
+from pipectl.jobs.variables import variables_set
 from pipectl.link import RowTimes
 from pipectl.profile import MeasuredOn, Profile
 from pipectl.spec import profile_key
@@ -97,7 +98,8 @@ def measure(
     if path is not None:
         make_directory_of(path)
     try:
-        profile = _measure_unless_cached(spec, progress, effort, again=again)
+        with variables_set(spec.environment.variables):
+            profile = _measure_unless_cached(spec, progress, effort, again=again)
     except Exception as error:
         beside = None if path is None or is_stream(path) else path.with_suffix(".fault.txt")
         fault = with_details(error, beside, write=True)

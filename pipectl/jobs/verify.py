@@ -29,6 +29,7 @@ from pipectl.jobs.job import Job, change, refuse_code_of_others
 from pipectl.jobs.prepare import prepare, profile_path, read_profile
 from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit
+from pipectl.jobs.variables import variables_set
 from pipectl.plan import Plan
 from pipectl.profile import Readings
 from pipectl.runs import RunDirectory
@@ -98,7 +99,7 @@ def verify(
             "not those of one process",
             cure="verify the model and the job with --set pipeline.schedule=auto",
         )
-    with _temporary_directory() as directory:
+    with _temporary_directory() as directory, variables_set(spec.environment.variables):
         chunks = 1 if schedule is None else schedule.stages_per_rank[0]
         spec = load(job, [*overrides, *_changes(spec, steps, directory, chunks), *here])
         profile = None

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipectl.directives import SYNTAXES, options_of
-from pipectl.hash_seed import hash_seed_of
+from pipectl.hash_seed import VARIABLE, hash_seed_of
 from pipectl.spec.code import read_source
 from pipectl.spec.models import JobSpec
 from pipectl.spec.references import user_sources
@@ -39,6 +40,14 @@ _MPI_VARIABLES = re.compile(
     "|PMI|PMIX|PMI2|PRTE|PSM|PSM2|PSM3|RCCL|RDMAV|SHARP|UCC|UCX)_.*|PATH"
 )
 """Variables that choose or configure the MPI library and what it sends through."""
+
+
+_COMPUTING_VARIABLES = re.compile(
+    "(?:BLIS|CU(BLAS|DA|DNN)|DNNL|GOMP|HF|HIP|HSA|KMP|LD|MALLOC|MIOPEN|MKL|NVIDIA|OMP|ONEDNN|"
+    "OPENBLAS|PYTORCH|ROC(BLAS|M)|TORCH(INDUCTOR)?|TRANSFORMERS|TRITON)_.*|PYTHONPATH"
+)
+"""Variables that choose or configure what computes."""
+_SECRET_VARIABLES = re.compile(".*(?:KEY|PASSW|SECRET|TOKEN).*")
 
 
 def profile_key(spec: JobSpec) -> str:
@@ -136,8 +145,31 @@ def _profiled(spec: JobSpec) -> Any:
     where += [spec.environment.modules, spec.environment.container, spec.data.workers > 0]
     micro_batches = spec.pipeline.model_dump()["micro_batches"]
     modules = user_sources(reference for _, reference in named)
+    files = [reference.file for _, reference in named if reference.file is not None]
+    if variables := _variables_of(spec, {*files, *modules.values()}):
+        load["variables"] = variables
     contents = {name: _content(path) for name, path in modules.items()}
     return [sections, training, load, micro_batches, contents, where]
+
+
+def _variables_of(spec: JobSpec, sources: Iterable[Path]) -> dict[str, str]:
+    """The variables of the job that what is measured may depend on: those that the user's files
+    name, and those of libraries that compute.
+
+    Args:
+        sources: the user's files.
+    """
+    named = set[str]()
+    for path in sources if spec.environment.variables else ():
+        with suppress(OSError):
+            named.update(re.findall(r"\w+", read_source(path).decode("utf-8", "replace")))
+    return {
+        name: value
+        for name, value in spec.environment.variables.items()
+        if (name in named or _COMPUTING_VARIABLES.fullmatch(name))
+        and name != VARIABLE
+        and not _SECRET_VARIABLES.fullmatch(name)
+    }
 
 
 def _content(path: Path) -> str | None:

@@ -365,7 +365,9 @@ class Environment(types.Section):
     """What a command of `setup` that fails does to the job: it ends it (`stop`) or does not
     (`continue`). With `stop`, write `COMMAND || true` where a failure does not matter."""
     variables: types.Variables = Field(default_factory=dict)
-    """Environment variables of all ranks. They may contain secrets: they are written only to two
+    """Environment variables of all ranks, and of commands while they measure or verify the model. A
+    profile is measured again if one changes that the job's Python files name, or that libraries
+    read which compute (such as `OMP_...`). They may contain secrets: they are written only to two
     files of the run directory that nobody but its owner can read, to no script and no report.
     `PYTHONHASHSEED` is the same in all processes of a run, so that they iterate over sets of texts
     in one order: the number set here, else by the shell, else 0; `random` draws one for the run. A

@@ -1,5 +1,7 @@
 """What jobs of tests train, also what cannot be trained: ``real_job`` copies it to model.py."""
 
+import os
+
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
@@ -7,6 +9,12 @@ from torch.utils.data import Dataset, TensorDataset
 
 def build():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def build_by_variable():
+    """Only in a process that has the variables of the job."""
+    width = int(os.environ["WIDTH"])
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
 
 
 def data():

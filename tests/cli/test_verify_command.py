@@ -55,6 +55,10 @@ MOVING = "--set=optimizer={factory: './model.py:Moving', kwargs: {lr: 0.01}}"
 STOPPING = "metrics: {error: 'torch.nn.functional:cross_entropy'}, early_stopping: {metric: error}"
 EVALUATED = f"--set=evaluation={{data: './model.py:data', every: 2, {STOPPING}}}"
 TRACKED = "--set=tracking=wandb"
+BY_VARIABLE = (
+    "--set=model.factory=./model.py:build_by_variable",
+    "--set=environment.variables={WIDTH: 8}",
+)
 CLIPPED, COMPILED = "--set=training.clip_grad_norm=0.1", "--set=training.compile=true"
 PLAIN_PROCESS = {"compared": "a plan and one process", "reference": "one plain PyTorch process"}
 OTHER_PLAN = {"compared": "two plans", "reference": "another plan: 3 ranks, 3 stages"}
@@ -65,7 +69,7 @@ OTHER_PLAN = {"compared": "two plans", "reference": "another plan: 3 ranks, 3 st
     ("ranks", "steps", "words", "expected", "note"),
     [
         (3, 4, ["--set=pipeline.stages=3", NORMALIZED, SCHEDULE, CLIPPED], PLAIN_PROCESS, ""),
-        (2, 4, [SCHEDULE, EVALUATED, TRACKED], PLAIN_PROCESS, ""),
+        (2, 4, [SCHEDULE, EVALUATED, TRACKED, *BY_VARIABLE], PLAIN_PROCESS, ""),
         (2, 5, [*TAGGER, SEQUENCES], PLAIN_PROCESS, ""),
         (2, 8, ["--set=training.precision=float16", SCALING], PLAIN_PROCESS, ""),
         (2, 3, [TIED_MODEL, MOVING, "--set=training.precision=bf16"], PLAIN_PROCESS, ""),
@@ -79,7 +83,7 @@ OTHER_PLAN = {"compared": "two plans", "reference": "another plan: 3 ranks, 3 st
     ],
     ids=[
         "clipped",
-        "evaluations that end it early",
+        "evaluations that end it early, and variables",
         "lengths",
         "float16 with torch's own scaler",
         "tied weights that get other memory",

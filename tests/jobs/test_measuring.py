@@ -29,9 +29,11 @@ class Profiler:
 
     def __init__(self, profile):
         self.profile, self.measured, self.efforts, self.stop_at = profile, [], [], None
+        self.width = None
 
     def __call__(self, spec, progress, *, effort, journal):
         self.efforts.append(effort)
+        self.width = os.environ.get("WIDTH")
         journal.match("abc")
         for index, operator in enumerate(self.profile.operators):
             if index == self.stop_at:
@@ -106,6 +108,26 @@ def test_the_second_time_nothing_is_measured_unless_what_counts_is_another(
     }.items():
         monkeypatch.setattr(profiles, name, other)
         assert [measures(), measures()] == [6, 0], name
+
+
+def test_variables_of_a_job_hold_where_it_is_measured_and_those_that_count_measure_again(
+    profiler, measures, tmp_path
+):
+    """Those that the user's modules name, or that libraries read which compute."""
+    Path("layers.py").write_text(
+        "import os\nwidth = int(os.environ.get('WIDTH', os.getenv('A_KEY')))"
+    )
+    path = sys.path[:]
+    for variables, width, count in (
+        ("WIDTH: 3", "3", 6),
+        ("WIDTH: 3, OTHER: 1, A_KEY: 2, HF_TOKEN: x, TMPDIR: /tmp, PYTHONHASHSEED: 0", "3", 0),
+        (f"WIDTH: 4, PYTHONPATH: {tmp_path}", "4", 6),
+        (f"WIDTH: 4, PYTHONPATH: {tmp_path}, OMP_PROC_BIND: close", "4", 6),
+    ):
+        assert measures(f"environment.variables={{{variables}}}") == count, variables
+        assert profiler.width == width
+        assert not os.environ.keys() & {"WIDTH", "OTHER", "OMP_PROC_BIND"}
+        assert sys.path == path
 
 
 def test_damaged_entries_are_measured_anew(measures):
