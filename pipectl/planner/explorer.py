@@ -41,29 +41,24 @@ from pipectl.planner.candidates import (
     even_choices,
     judge_promising,
 )
-from pipectl.planner.costs.devices import exchanges, one_each
+from pipectl.planner.costs.devices import exchanges, one_each, ranks_of_uses
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
 from pipectl.planner.judge import Candidate, Judge, Outcome, Verdict, out_of_time
 from pipectl.planner.modes import ModeSearch
-from pipectl.planner.partition.cutter import (
-    MAX_RANKS_OF_DETAILED_SEARCH,
-    Cutter,
-    cut_request,
-    layouts_of,
-)
+from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of
 from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import (
     FAR,
     FEW,
     Choice,
     Layout,
-    consecutive,
     device_orders,
     neighbours,
     replica_moves,
 )
+from pipectl.planner.partition.replicated import ReplicaCutter
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
     PlanRequest,
@@ -127,6 +122,7 @@ class Explorer:
         self.problem = problem
         self.judge = Judge(problem)
         self.cutter = Cutter(problem, space, expired)
+        self._space = space
         self._areas = Areas(problem, space, counts, self.cutter)
         self._queue: list[tuple[float, tuple[int, ...], int, _Item]] = []
         self._pushed = 0
@@ -408,15 +404,16 @@ class Explorer:
     def _replicate(self) -> None:
         """Judge the layouts with replicas of best estimate, with every way to share work."""
         self.judge.evaluator.extend(MAX_ACTIONS_OF_REPLICAS)
-        starts = self._replicated()
-        if self.problem.cluster.ranks <= MAX_RANKS_OF_DETAILED_SEARCH:
+        cutter = ReplicaCutter(self.problem, self._space, self.cutter.check)
+        starts = self._replicated(cutter)
+        if cutter.unit == 1:
             chosen: list[Candidate] = []
             for start in starts:
                 same = [e.layout for e in chosen if e.choice.size == start.choice.size]
                 if start.layout not in same and len(same) < PER_SIZE and len(chosen) < DESCENTS:
                     chosen.append(start)
             seen: set[tuple[int, Layout]] = set()
-            improved = [self._descend(start, seen) for start in chosen]
+            improved = [self._descend(start, seen, cutter) for start in chosen]
             starts = _best_first([*improved, *starts])
         modes = ModeSearch(self.judge.evaluator, (False,))
         for proposal in starts[:PROPOSALS]:
@@ -425,33 +422,36 @@ class Explorer:
                     self.cutter.check()
                     self.judge.examine(changed, modes.within_memory)
 
-    def _replicated(self) -> list[Candidate]:
+    def _replicated(self, cutter: ReplicaCutter) -> list[Candidate]:
         """Proposals of the programme for every size, with estimates on every order of the ranks."""
         problem, ranks = self.problem, self.problem.cluster.ranks
-        if ranks > MAX_RANKS_OF_DETAILED_SEARCH:
+        sizes = problem.sizes(ranks)
+        if cutter.unit > 1:
             sizes = micro_batch_sizes(problem.request, problem.request.batch_size)[-MAX_SIZES:]
-        else:
-            sizes = problem.sizes(ranks)
         sizes.sort(key=lambda size: abs(log(problem.micro_batches(size) / (2 * ranks))))
-        rank_orders = device_orders(problem.cluster.node_of_rank)[
-            : 1 if ranks > MAX_RANKS_OF_DETAILED_SEARCH else 2
-        ]
+        orders = device_orders(problem.cluster.node_of_rank)[: 2 if cutter.unit == 1 else 1]
         starts: list[Candidate] = []
         for size in sizes:
-            cuts = self.cutter.with_replicas(size)
-            for order in rank_orders:
-                layouts = (Layout(c.partition, consecutive(c.devices, order)) for c in cuts)
+            cuts = cutter.cuts(size, self.cutter.temporary_bytes)
+            for order in orders:
+                members = [[r for r in order if r in pool.ranks] for pool in cutter.classes]
+                layouts = (
+                    Layout(cut.partition, ranks_of_uses(cut.uses, members), cut.recompute)
+                    for cut in cuts
+                )
                 starts += self._rate(filter(problem.may_replicate, layouts), size)
         return _best_first(starts)
 
     def _rate(self, layouts: Iterable[Layout], size: int) -> Iterator[Candidate]:
         return Candidates(self.problem, list(layouts), size, with_replicas=True).best_of_layouts()
 
-    def _descend(self, candidate: Candidate, seen: set[tuple[int, Layout]]) -> Candidate:
+    def _descend(
+        self, candidate: Candidate, seen: set[tuple[int, Layout]], cutter: ReplicaCutter
+    ) -> Candidate:
         """Make the best move until there is none, or until it leads to a layout seen before."""
         problem, size = self.problem, candidate.choice.size
         ranks, fixed = problem.cluster.ranks, problem.request.fixed_stages is not None
-        loads = problem.block_times(size)
+        loads, classes = problem.block_times(size), [pool.ranks for pool in cutter.classes]
         while (size, candidate.layout) not in seen:
             self.cutter.check()
             seen.add((size, candidate.layout))
@@ -459,7 +459,7 @@ class Explorer:
                 candidate.layout,
                 problem.graph,
                 loads,
-                ranks,
+                classes,
                 min(size, ranks),
                 keep_stages=fixed,
             )
@@ -490,7 +490,7 @@ class Explorer:
                 replicas = tuple(map(len, ranks))
                 in_turn = replicas if replication is Replication.WHOLE else None
                 if max(replicas) > 1:
-                    fewer = Layout(layout.partition, ranks)
+                    fewer = layout._replace(ranks=ranks)
                     for order in open_orders(request, stages, count, in_turn):
                         choice = Choice(fewer, size, *order, replication)
                         yield replace(proposal, choice=choice, micro_batches=count)

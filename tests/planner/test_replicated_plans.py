@@ -17,8 +17,9 @@ from pipectl.planner import PlanRequest, search_plans
 from pipectl.planner.bounds import work_bound_s
 from pipectl.planner.costs.links import Links
 from pipectl.planner.graph.downsets import CutSpace
-from pipectl.planner.partition.cutter import MAX_RANKS_OF_DETAILED_SEARCH, table_of
+from pipectl.planner.partition.cutter import table_of
 from pipectl.planner.partition.layout import Choice, Layout
+from pipectl.planner.partition.replicated import MAX_UNITS
 from pipectl.planner.problem import Problem
 from pipectl.profile import OperatorMemory, OptimizerCost, SmallestMicroBatch
 from pipectl.runtime.compare import Comparison, Difference
@@ -31,6 +32,22 @@ LINK, FAR = Link(1e-5, 1e9), Link(1e-3, 1e6)
 def nodes_of(ranks, link=LINK):
     """Nodes of one rank each."""
     return cluster_of(*[1] * ranks, within=link)
+
+
+def test_a_slow_rank_and_one_with_little_memory_are_left_out() -> None:
+    """Both operators on three fast ranks, though rank 0 comes first; and one operator that fits on
+    three ranks of four."""
+    profile = chain(2, forward_s=0.02, backward_s=0.04)
+    slow = cluster_of(1, 1, 1, 1, speeds=(0.25, 1.0, 1.0, 1.0), within=LINK)
+    plan = planned(profile, slow, 30, replicas=None)
+    assert {rank for stage in plan.stages for rank in stage.ranks} == {1, 2, 3}
+    assert plan.predicted_step_s < 0.7 * planned(profile, slow, 30).predicted_step_s
+    large, small = (cluster_of(1, memory_bytes=n, within=LINK).nodes[0] for n in (10**9, 10**7))
+    mixed = replace(slow, nodes=(large, small, large, large))
+    each = [{"parameters": (("p", 10**7),), "forward_s": 0.1, "backward_s": 0.2}, {}, {}]
+    plan = planned(chain(each, forward_s=1e-3, backward_s=2e-3), mixed, 30, replicas=None)
+    assert 1 not in plan.stages[0].ranks
+    assert plan.stages[0].replicas == 3
 
 
 @pytest.mark.parametrize(("way", "batch"), [(Replication.WHOLE, 16), (Replication.SPLIT, 2)])
@@ -65,7 +82,7 @@ def test_a_given_number_of_stages_gets_replicas_for_the_ranks_that_are_left(aske
 
 def test_a_given_number_of_stages_is_looked_for_on_many_ranks() -> None:
     """Though fewer stages would be faster."""
-    cluster = nodes_of(MAX_RANKS_OF_DETAILED_SEARCH + 1, FAST)
+    cluster = nodes_of(MAX_UNITS + 1, FAST)
     plans = search_plans(chain(12), cluster, PlanRequest("job", 64, stages=5, replicas=None))
     assert max(stage.replicas for stage in plans[0].stages) > 1
     assert {len(plan.stages) for plan in plans} == {5}
@@ -94,7 +111,7 @@ def test_replicas_recompute_if_all_stages_shall_or_where_nothing_else_fits(way, 
 
 
 @pytest.mark.parametrize("way", Replication)
-@pytest.mark.parametrize(("ranks", "operators"), [(7, 20), (MAX_RANKS_OF_DETAILED_SEARCH + 1, 12)])
+@pytest.mark.parametrize(("ranks", "operators"), [(7, 20), (MAX_UNITS + 1, 12)])
 def test_a_stage_that_reads_what_it_has_written_gets_no_replicas_unasked(
     way, ranks, operators
 ) -> None:
@@ -223,7 +240,7 @@ def owning(*sizes):
     return replace(found, optimizer=OptimizerCost(6.0, 1e-9))
 
 
-@pytest.mark.parametrize("ranks", [2, MAX_RANKS_OF_DETAILED_SEARCH + 1])
+@pytest.mark.parametrize("ranks", [2, MAX_UNITS + 1])
 @pytest.mark.parametrize("replicas", [2, None])
 def test_shared_out_state_lets_a_plan_fit(replicas, ranks) -> None:
     """Whole it takes 32 MB; with two replicas, 20, and 6 more for the sums of gradients."""

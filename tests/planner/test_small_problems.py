@@ -35,7 +35,7 @@ def machines(*speeds, between=BETWEEN):
 
 
 def shares(ranks, stages):
-    """Ways to give stages their numbers of replicas."""
+    """Ways to give stages their numbers of replicas, of these ranks or of some of them."""
     if stages == 0:
         yield ()
         return
@@ -45,7 +45,7 @@ def shares(ranks, stages):
 
 
 def every_choice(problem, size):
-    """Written to be obviously complete, not fast; replicas have ranks in rising order."""
+    """Written to be obviously complete, not fast."""
     request, ranks = problem.request, problem.cluster.ranks
     count = problem.micro_batches(size)
     for stages in range(1, ranks + 1):
@@ -59,8 +59,16 @@ def every_choice(problem, size):
                 for way in request.replications:
                     replicas = counts if way is Replication.WHOLE else None
                     depths = policy_a(stages, count, replicas)
-                    layout = Layout(partition, consecutive(counts))
-                    yield Choice(layout, size, ONE_F_ONE_B.name, depths, way)
+                    for order in rank_orders(problem.cluster):
+                        layout = Layout(partition, consecutive(counts, order))
+                        yield Choice(layout, size, ONE_F_ONE_B.name, depths, way)
+
+
+def rank_orders(cluster):
+    """One order of the ranks for every order of speeds."""
+    speeds = [cluster.device(rank).speed for rank in range(cluster.ranks)]
+    every = permutations(range(cluster.ranks))
+    return {tuple(speeds[rank] for rank in order): order for order in every}.values()
 
 
 def best_step_s(profile, cluster, request, most):
@@ -110,22 +118,18 @@ def test_plans_of_measured_sizes_are_within_a_percent_of_the_best_of_all_sizes(n
     assert planned(profile, cluster, 32).predicted_step_s <= best_s * 1.01
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=24, derandomize=True, deadline=None)
 @given(
     profile=profiles(most=4),
     speeds=st.sampled_from([[SLOW] * 2, [SLOW] * 3, [FAST, SLOW], [FAST, SLOW, SLOW]]),
     way=st.sampled_from([*Replication, None]),
 )
-def test_plans_with_replicas_are_hardly_slower_than_the_best_on_equal_devices(
-    profile, speeds, way
-) -> None:
-    """A search by proposals and moves; on mixed devices, it may miss the best by far."""
+def test_plans_with_replicas_are_hardly_slower_than_the_best(profile, speeds, way) -> None:
     cluster, asked = machines(*speeds, between=LINK), {"replicas": None, "replication": way}
     best_s = best_step_s(profile, cluster, PlanRequest("job", 16, **asked), 16)
     plan = planned(profile, cluster, 16, **asked)
     assert plan.search.step_lower_bound_s <= best_s * (1 + 1e-9)
-    if len(set(speeds)) == 1:
-        assert plan.predicted_step_s <= best_s * 1.02
+    assert plan.predicted_step_s <= best_s * (1.02 if len(set(speeds)) == 1 else 1.1)
 
 
 def test_long_chains_need_no_recursion() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import combinations, groupby, islice, pairwise, product
+from math import prod
 
 import numpy as np
 
@@ -141,8 +142,43 @@ def mixes(devices: Sequence[Pool], states: int, stages: int) -> list[Mix]:
     return [Mix.ordered(order, len(devices)) for order in dict.fromkeys(orders)]
 
 
+def merged_pools(devices: Sequence[Pool], unit: int, most: int) -> list[Pool]:
+    """Classes of devices, the fastest first, of which units of ranks can be in use in at most
+    ``most`` combinations. The classes nearest in speed are merged; a class has the speed of its
+    slowest device. Of a class of less than a unit, no device is used.
+    """
+    classes = [pool for pool in devices if len(pool.ranks) >= unit] or [
+        Pool(devices[-1].speed, None, tuple(rank for pool in devices for rank in pool.ranks))
+    ]
+    while len(classes) > 1 and prod(len(pool.ranks) // unit + 1 for pool in classes) > most:
+        near = min(
+            range(len(classes) - 1), key=lambda at: classes[at].speed / classes[at + 1].speed
+        )
+        first, second = classes[near : near + 2]
+        both = replace(second, ranks=tuple(sorted((*first.ranks, *second.ranks))))
+        classes[near : near + 2] = [both]
+    return classes
+
+
+def ranks_of_uses(uses: Sequence[Use], orders: Sequence[Sequence[int]]) -> tuple[Use, ...]:
+    """The ranks of stages that use so many devices of each class; each class in its order.
+
+    Within a stage, the slowest come first: if samples do not divide by replicas, the last ones get
+    the larger shares (:mod:`pipectl.schedule.channel`).
+    """
+    left = [iter(order) for order in orders]
+    return tuple(
+        tuple(
+            rank for kind in reversed(range(len(orders))) for rank in islice(left[kind], use[kind])
+        )
+        for use in uses
+    )
+
+
 Placement = tuple[int, ...]
 """Rank of every stage."""
+Use = tuple[int, ...]
+"""How many devices of each class a stage uses."""
 _MAX_STAGES = 8
 """Above, there are too many placements to try all."""
 _MAX_EXCHANGES = 16

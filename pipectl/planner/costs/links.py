@@ -186,6 +186,7 @@ class RankGroups:
         self._classes = np.full((8, 8), -1, dtype=np.int64)
         self._reductions: dict[int, tuple[float, float]] = {}
         self._parts: dict[Place, int] = {}
+        self._slowness_at: dict[int, Floats] = {}
         self._held = np.zeros((0, MAX_PARTS), dtype=HELD)
         self.sizes = self.slowness = self.limits_bytes = self.after_s = np.zeros(0)
         self.on_nodes: Floats = np.zeros((0, 0))
@@ -204,6 +205,23 @@ class RankGroups:
             larger[: len(self._classes), : len(self._classes)] = self._classes
             self._classes = larger
         return np.array([rows[id(each)] for each in layouts], dtype=np.int64)
+
+    def slowness_at(self, size: int) -> Floats:
+        """Of every group: how much longer its last replica to finish takes for its share of a
+        micro-batch of ``size`` samples than the profile's device for the largest share."""
+        if size not in self._slowness_at or len(self._slowness_at[size]) < len(self.sizes):
+            slowness = self.slowness.copy()
+            for number, ranks in enumerate(self._numbers):
+                replicas = len(ranks)
+                if (
+                    size % replicas
+                    and len({self._links.cluster.device(r).speed for r in ranks}) > 1
+                ):
+                    parts = np.diff(np.arange(replicas + 1) * size // replicas)
+                    speeds = np.array([self._links.cluster.device(rank).speed for rank in ranks])
+                    slowness[number] = float((parts / speeds).max() / parts.max())
+            self._slowness_at[size] = slowness
+        return self._slowness_at[size]
 
     def classes(self, senders: Integers, receivers: Integers) -> Integers:
         """Classes of pairs of groups, valid for at least these pairs; shape [groups, groups]."""

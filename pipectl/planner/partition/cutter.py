@@ -1,4 +1,4 @@
-"""Requests to the dynamic programme: good stages, with one rank or with replicas.
+"""Requests to the dynamic programme: good stages with one rank each.
 
 The smallest bottleneck is a lower bound, but many partitions have about this bottleneck and differ
 in their messages. So several are proposed per number of stages: for a few caps on the largest load,
@@ -6,11 +6,6 @@ the one with the shortest latency of a micro-batch; and those with the smallest 
 messages count as load. If memory is short, the programme considers the memory of every stage, for
 the smallest bottleneck within the limits, or for the smallest peak. Stages that recompute keep only
 their inputs, hold the rest during one backward at a time, and compute their forward twice.
-
-Stages with replicas have the speed of the slowest device and the smallest memory of the cluster;
-their ranks are chosen later. To fix the load, so that states need no ranks, is an idea of
-Tarnawski, Narayanan and Phanishayee ("Piper: Multidimensional Planner for DNN Parallelization",
-NeurIPS 2021).
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ from math import inf, isfinite
 
 import numpy as np
 
-from pipectl.arrays import Integers
 from pipectl.planner.costs.devices import Mix, Placement, mixes, one_each, placements
 from pipectl.planner.costs.links import REFERENCE_BYTES
 from pipectl.planner.graph.blocks import bits
@@ -31,7 +25,6 @@ from pipectl.planner.judge import out_of_time
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.programme import (
     ADDED,
-    DEVICES,
     ELSEWHERE,
     KEEP,
     LATENCY,
@@ -60,20 +53,8 @@ MAX_FITTING = 1500
 """Downsets of a search within memory limits; if there are more, prefixes are searched."""
 EQUAL = 1e-12
 """Relative difference of equal loads because of rounding."""
-REPLICA_CUTS = 64
-"""Downsets to cut stages with replicas at: in each part of the work, those that send least."""
-REPLICA_CAPS = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5, 1.8, 2.5, 5.0, 1e9)
-"""Caps on the largest load, relative to all work spread evenly over the ranks."""
 _EXCLUDED = 1000.0
 """Load, relative to all work, of blocks that no replicas may compute: no chain chooses these."""
-EVERY_COUNT = 24
-"""Up to this many replicas, every number is tried; above, about six per doubling."""
-MAX_RANKS_OF_DETAILED_SEARCH = 48
-"""With more, a proposal with replicas is the smallest largest load per number of stages."""
-MAX_STAGES = 64
-"""Maximum number of stages of such a proposal."""
-PRECISION = 0.005
-"""Relative error of the load of such a proposal."""
 GUESSES = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5), (1.0, 0.5), (1.0, 1.0))
 """Shares that count as memory of the values that cross the start of a stage, and of messages and
 temporary values. The programme does not know them: values may only pass, and not all are held at
@@ -88,7 +69,7 @@ class Cut:
     Args:
         kinds: of device.
         recompute: which stages recompute, if that is open; empty if none does, or all must.
-        devices: of every stage: its replicas, or two if its backward has a separate device.
+        devices: of every stage: one, or two if its backward has a separate device.
     """
 
     partition: Partition
@@ -204,7 +185,7 @@ class Cutter:
         short_s = self._short_s(table, stages, request.size)
         reserved = np.array(request.reserved_bytes[::-1] or (0.0,), dtype=np.float64)
         for entering, buffers in GUESSES:
-            temporary = buffers * self._problem.scale(request.size) * self._temporary
+            temporary = buffers * self._problem.scale(request.size) * self.temporary_bytes
             goal = Goal(
                 objective,
                 short_s,
@@ -233,7 +214,7 @@ class Cutter:
             yield cuts
 
     @cached_property
-    def _temporary(self) -> int:
+    def temporary_bytes(self) -> int:
         """Largest allocation of one operator at once, in bytes."""
         memory = [operator.allocations for operator in self._problem.profile.operators]
         return max(max(one.forward_bytes - one.made_bytes, one.backward_bytes) for one in memory)
@@ -320,131 +301,6 @@ class Cutter:
             devices=tuple(1 if mode == KEEP else 2 for mode in chosen),
         )
 
-    def with_replicas(self, size: int) -> list[Cut]:
-        """Stages with replicas that share every micro-batch.
-
-        Per cap on the load, the stages with the shortest latency of a micro-batch; on very many
-        ranks, per number of stages, those with about the smallest load for these ranks.
-        """
-        problem, space, ranks = self._problem, self._replica_space, self._problem.cluster.ranks
-        fixed = problem.request.fixed_stages
-        options = self._replica_options(size)
-        samples = [-(-size // int(count)) for count in options.replicas]
-        table = table_of(problem, space, size, samples)  # times of the busiest replica, by option
-        goal = Goal(LATENCY)
-        if problem.has_limits and problem.request.recompute is False:
-            # Memory counts; policy A is in flight.
-            depths = np.arange(1, MAX_STAGES + 1, dtype=np.float64)
-            in_flight = np.minimum(depths, problem.micro_batches(size))
-            baseline = float(problem.baseline_bytes)
-            goal = Goal(LATENCY, in_flight=in_flight, temporary_bytes=baseline, entering=0.0)
-        if ranks > MAX_RANKS_OF_DETAILED_SEARCH:
-            cuts = self._least_loads(table, options, goal)
-            return [cut for cut in cuts if fixed in (None, len(cut.partition))]
-        even_s = sum(problem.block_times(size)) / max(problem.speeds) / ranks
-        tallies = np.arange(len(options.following))
-        if fixed is not None:
-            tallies = tallies[tallies // (ranks + 1) == fixed]
-        cuts = []
-        for cap in REPLICA_CAPS:
-            capped = goal._replace(cap_s=even_s * cap)
-            chains = best_chains(space, table, options, capped, self.check)
-            if isfinite(chains.value(tallies)):
-                cuts.append(self._replica_cut(chains, options, tallies))
-        return list(dict.fromkeys(cuts))
-
-    def _least_loads(self, table: CostTable, options: Options, goal: Goal) -> list[Cut]:
-        """Per number of stages, the cut with about the smallest load for these ranks.
-
-        Bisects; one run narrows the smallest loads of all numbers of stages.
-        """
-        most, ranks = len(options.following) - 1, self._problem.cluster.ranks
-        low, high = np.zeros(most + 1), np.full(most + 1, inf)
-        cuts: dict[int, Cut] = {}
-        cap_s = float(table.work_s[0, 1, -1] + table.stage_s) * 2 / min(self._problem.speeds)
-        goal = goal._replace(objective=DEVICES, messages=OVERLAPPED)
-        while True:
-            capped = goal._replace(cap_s=cap_s)
-            chains = best_chains(self._replica_space, table, options, capped, self.check)
-            for stages in range(1, most + 1):
-                if chains.value(np.array([stages])) > ranks:
-                    low[stages] = max(low[stages], min(cap_s, high[stages]))
-                elif cap_s < high[stages]:
-                    high[stages] = cap_s
-                    cuts[stages] = self._replica_cut(chains, options, np.array([stages]))
-            open_gap = np.where(np.isfinite(high), 1 - low / high, 0.0)
-            widest = int(open_gap.argmax())
-            if open_gap[widest] <= PRECISION:
-                return [cuts[stages] for stages in sorted(cuts)]
-            cap_s = float(low[widest] + high[widest]) / 2
-
-    def _replica_cut(self, chains: Chains, options: Options, tallies: Integers) -> Cut:
-        chain = chains.chain(tallies)
-        replicas = tuple(int(options.replicas[option]) for option in chain.options)
-        partition = self._replica_space.partition(chain.cuts)
-        return Cut(partition, (0,) * len(replicas), devices=replicas)
-
-    @cached_property
-    def _replica_space(self) -> CutSpace:
-        """At most about ``REPLICA_CUTS`` downsets that cover the work evenly and send least."""
-        space = self._space
-        if len(space) <= REPLICA_CUTS:
-            return space
-        table = self._table(space, self._problem.profile.micro_batch_size)
-        work = table.work_s[0, 1]
-        moved = table.sums["activation_bytes"] + table.sums["gradient_bytes"]
-        part = np.floor(work / max(work[-1], 1e-30) * (REPLICA_CUTS / 2 - 1)).astype(np.int64)
-        order = np.lexsort((np.arange(len(space)), moved, part))
-        place = np.arange(len(space)) - np.searchsorted(part[order], part[order])
-        kept = sorted({0, len(space) - 1, *order[place < 2].tolist()})
-        return CutSpace(space.graph, tuple(space.downsets[each] for each in kept), False)
-
-    def _replica_options(self, size: int) -> Options:
-        """Options with every number of replicas. Tallies count ranks in use, and also stages if the
-        request fixes their number; on very many ranks, only stages."""
-        problem, ranks = self._problem, self._problem.cluster.ranks
-        fixed, links = problem.request.fixed_stages, problem.estimator.links
-        counts = np.array(replica_counts(min(ranks, size)), dtype=np.int64)
-        late_s, rate, summing = np.zeros((3, len(counts)))
-        for place, count in enumerate(counts.tolist()):
-            begins = range(0, max(1, ranks - 2 * count + 1), max(1, ranks // 8))
-            pairs = [
-                (range(at, at + count), range(at + count, min(at + 2 * count, ranks)))
-                for at in begins
-            ]
-            messages = [links.transfer_s(2**20, *pair) for pair in pairs if pair[1]]
-            if messages:
-                late_s[place] = sum(each.late_s for each in messages) / len(messages)
-                rate[place] = sum(each.hold_s for each in messages) / len(messages) / 2**20
-            if count > 1:
-                sums = [links.reduction_rate(tuple(pair[0]))[1] for pair in pairs]
-                summing[place] = sum(sums) / len(sums) / problem.micro_batches(size)
-        if ranks > MAX_RANKS_OF_DETAILED_SEARCH:
-            after = np.arange(1, min(ranks, len(self._replica_space) - 1, MAX_STAGES) + 2)
-            after[-1] = -1
-            following = np.repeat(after[:, None], len(counts), axis=1)
-        else:
-            used = np.arange(ranks + 1)[:, None] + counts
-            following = np.where(used <= ranks, used, -1)
-            if fixed is not None:
-                rows = [
-                    np.where(following >= 0, following + (ranks + 1) * (stage + 1), -1)
-                    for stage in range(fixed)
-                ]
-                following = np.concatenate([*rows, np.full_like(following, -1)])
-        return Options.of(
-            following,
-            row=np.arange(len(counts)),
-            devices=counts,
-            replicas=counts,
-            slowness=1.0 / min(problem.speeds),
-            limit_bytes=min(problem.kind_limits_bytes),
-            state_share=1.0 / counts if problem.request.shard_optimizer else 1.0,
-            latency_s=late_s,
-            s_per_byte=rate,
-            sum_s_per_byte=summing,
-        )
-
     def _table(self, space: CutSpace, size: int) -> CostTable:
         """The table of a micro-batch size."""
         key = len(space), size
@@ -475,14 +331,6 @@ def fewest_of_table(stages: int) -> int:
     """The fewest stages whose bottleneck is in the same table: numbers from one power of two to the
     next share a table of the dynamic programme."""
     return 1 << (stages.bit_length() - 1)
-
-
-def replica_counts(most: int) -> list[int]:
-    """Numbers of replicas to try, ascending, up to ``most``."""
-    counts = list(range(1, min(most, EVERY_COUNT) + 1))
-    while counts[-1] < most:
-        counts.append(min(most, max(counts[-1] + 1, round(counts[-1] * 1.125))))
-    return counts
 
 
 def cut_request(problem: Problem, size: int, warm_up: Sequence[int], mix: Mix) -> CutRequest:

@@ -198,8 +198,9 @@ class Estimator:
         after_s = groups.after_s[group] * (not self._crowded)
         stages = np.zeros(group.shape, dtype=STAGE)
         stages["group"] = group
-        stages["forward_s"] = forward_s * slowness + after_s
-        stages["backward_s"] = np.where(backward_s > 0, backward_s * slowness + after_s, 0.0)
+        slowest = groups.slowness_at(size)[group]
+        stages["forward_s"] = forward_s * slowest + after_s
+        stages["backward_s"] = np.where(backward_s > 0, backward_s * slowest + after_s, 0.0)
         stages["summed_bytes"] = sums.gradient_bytes[cut]
         stages["reduce_s"] = groups.reduce_s(group, stages["summed_bytes"])
         update_s = profile.optimizer_cost.step_s_per_byte * sums.trained_bytes

@@ -3,18 +3,19 @@
 Also proposes the layouts one move away from a layout. Balance alone does not make a step short:
 with few micro-batches, fill and drain count as much, and so do messages. Moves of borders improve
 on balanced partitions, and so do exchanges of the ranks of two stages if ranks differ. If stages
-may have replicas, which take consecutive ranks of an order, replicas move too, and stages are split
-and merged.
+may have replicas, these move too, one class of devices at a time, and stages are split and merged.
+The ranks of a class are taken in one order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise, product
 from typing import NamedTuple
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Replication
+from pipectl.planner.costs.devices import Use, ranks_of_uses
 from pipectl.planner.graph.blocks import BlockGraph, bits, bitset
 from pipectl.planner.graph.downsets import Partition
 
@@ -208,7 +209,7 @@ def replica_moves(
     layout: Layout,
     graph: BlockGraph,
     loads: Sequence[float],
-    ranks: int,
+    classes: Sequence[Sequence[int]],
     max_replicas: int,
     *,
     keep_stages: bool,
@@ -216,92 +217,130 @@ def replica_moves(
     """Layouts with replicas one move away, whose stages take ranks in the present order.
 
     A border moves, alone or with a replica to or from the neighbour; a replica moves between two
-    stages, or to or from the spare ranks; two stages exchange their numbers of replicas; a stage is
-    split with any division of its replicas; two neighbours are merged.
+    stages, or to or from the spare ranks; two stages exchange their replicas, or two replicas of
+    different classes; a stage is split with any division of its replicas; two neighbours are
+    merged.
 
     Args:
         loads: of every block.
-        ranks: of the cluster.
+        classes: the ranks of every class of devices, the fastest first.
         max_replicas: of a stage.
         keep_stages: whether no stage is split or merged.
     """
-    partition, replicas = layout.partition, tuple(map(len, layout.ranks))
-    stages, spare = len(partition), ranks - sum(replicas)
+    partition, again, kinds = layout.partition, layout.recompute, range(len(classes))
+    uses = [
+        tuple(len(members.intersection(ranks)) for members in map(set, classes))
+        for ranks in layout.ranks
+    ]
+    spare = tuple(len(classes[kind]) - sum(use[kind] for use in uses) for kind in kinds)
     fractions = () if len(graph) <= MAX_BLOCKS_MOVED_SINGLY else FRACTIONS
-    changes: list[tuple[Partition, Sequence[int]]] = []
+    changes: list[_Change] = []
     for moved in near_partitions(partition, graph, loads, fractions):
-        border = next(at for at in range(stages) if moved[at] != partition[at])
-        for shift in (0, -1, 1):
-            changed = list(replicas)
-            changed[border] += shift
-            changed[border + 1] -= shift
-            changes.append((moved, changed))
-    changes += [(partition, changed) for changed in _shifts(replicas, spare)]
+        border = next(at for at in range(len(uses)) if moved[at] != partition[at])
+        changes.append(_Change(moved, uses, again))
+        for kind in kinds:
+            for shift in (-1, 1):
+                changed = _with(_with(uses, border, kind, shift), border + 1, kind, -shift)
+                changes.append(_Change(moved, changed, again))
+    changes += [_Change(partition, changed, again) for changed in _shifts(uses, spare)]
     if not keep_stages:
-        changes += _splits(partition, replicas, loads, spare)
-        changes += _merges(partition, replicas, max_replicas)
-    order = _order(layout, ranks)
-    for cut, counts in changes:
-        if min(counts) > 0 and max(counts) <= max_replicas:
-            yield Layout(cut, consecutive(counts, order))
+        changes += _splits(_Change(partition, uses, again), loads, spare)
+        changes += _merges(_Change(partition, uses, again), max_replicas)
+    orders = _orders(layout, classes)
+    for cut, counts, recompute in changes:
+        replicas = [*map(sum, counts)]
+        if min(map(min, counts)) >= 0 and min(replicas) > 0 and max(replicas) <= max_replicas:
+            yield Layout(cut, ranks_of_uses(counts, orders), recompute)
 
 
-def _order(layout: Layout, ranks: int) -> tuple[int, ...]:
-    """The ranks in the order of the stages, then the spare ones."""
-    used = [rank for of_stage in layout.ranks for rank in of_stage]
-    return (*used, *sorted(set(range(ranks)).difference(used)))
+class _Change(NamedTuple):
+    """A partition, the devices of each class that its stages use, and which recompute."""
+
+    partition: Partition
+    uses: Sequence[Use]
+    recompute: tuple[bool, ...]
 
 
-def _shifts(replicas: Sequence[int], spare: int) -> Iterator[list[int]]:
-    """Numbers of replicas after one replica moves, or two stages exchange theirs."""
-    for one in range(len(replicas)):
-        for gained in (1, -1)[not spare :]:
-            changed = list(replicas)
-            changed[one] += gained
-            yield changed
-        for other in range(len(replicas)):
+def _with(uses: Sequence[Use], stage: int, kind: int, more: int) -> list[Use]:
+    """The uses of stages if one has so many more devices of a class."""
+    changed, use = list(uses), uses[stage]
+    changed[stage] = (*use[:kind], use[kind] + more, *use[kind + 1 :])
+    return changed
+
+
+def _orders(layout: Layout, classes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ranks of every class in the order of the stages, then the spare ones."""
+    used = [rank for ranks in layout.ranks for rank in ranks]
+    return [
+        [*filter(set(members).__contains__, used), *sorted(set(members).difference(used))]
+        for members in classes
+    ]
+
+
+def _shifts(uses: Sequence[Use], spare: Use) -> Iterator[list[Use]]:
+    """Uses after one replica moves, takes the place of another, or two stages exchange theirs."""
+    kinds, stages = range(len(spare)), range(len(uses))
+    for one, kind in product(stages, kinds):
+        for gained in (1, -1)[not spare[kind] :]:
+            yield _with(uses, one, kind, gained)
+        for instead in kinds:
+            if instead != kind and spare[instead]:
+                yield _with(_with(uses, one, kind, -1), one, instead, 1)
+        for other in stages:
             if other != one:
-                changed = list(replicas)
-                changed[one], changed[other] = replicas[one] - 1, replicas[other] + 1
-                yield changed
-            if one < other:
-                changed = list(replicas)
-                changed[one], changed[other] = replicas[other], replicas[one]
-                yield changed
+                given = _with(_with(uses, one, kind, -1), other, kind, 1)
+                yield given
+                for back in kinds:
+                    if back != kind and one < other:
+                        yield _with(_with(given, one, back, 1), other, back, -1)
+    for one, other in combinations(stages, 2):
+        changed = list(uses)
+        changed[one], changed[other] = uses[other], uses[one]
+        yield changed
 
 
-def _splits(
-    partition: Partition, replicas: Sequence[int], loads: Sequence[float], spare: int
-) -> Iterator[tuple[Partition, Sequence[int]]]:
-    """Each stage split in graph order, at even steps of its load, for any division of replicas."""
-    for stage, count in enumerate(replicas):
-        blocks, room = list(bits(partition[stage])), count + spare
+def _splits(layout: _Change, loads: Sequence[float], spare: Use) -> Iterator[_Change]:
+    """Each stage split in graph order, at even steps of its load, for any division of its replicas,
+    and of the spare ones with them."""
+    partition, uses, again = layout
+    for stage, use in enumerate(uses):
+        blocks = list(bits(partition[stage]))
         total = sum(loads[block] for block in blocks)
         places = {_count(blocks, loads, total * step / SPLITS) for step in range(1, SPLITS)}
+        every = tuple(own + more for own, more in zip(use, spare, strict=True))
+        pairs = [pair for room in dict.fromkeys((every, use)) for pair in _divisions(room)]
         for place in sorted(places - {len(blocks)}):
-            for first in range(1, room, max(1, room // SPLITS)):
-                pair = first, room - first
-                yield _split(partition, replicas, stage, bitset(blocks[:place]), pair)
+            first = bitset(blocks[:place])
+            for pair in dict.fromkeys(pairs):
+                yield _Change(
+                    (*partition[:stage], first, partition[stage] & ~first, *partition[stage + 1 :]),
+                    (*uses[:stage], *pair, *uses[stage + 1 :]),
+                    again and (*again[: stage + 1], *again[stage:]),
+                )
 
 
-def _split(
-    partition: Partition, replicas: Sequence[int], stage: int, first: int, pair: tuple[int, int]
-) -> tuple[Partition, Sequence[int]]:
-    """The partition with a stage split in two, the first of which has these blocks."""
-    halves = first, partition[stage] & ~first
-    return (
-        (*partition[:stage], *halves, *partition[stage + 1 :]),
-        (*replicas[:stage], *pair, *replicas[stage + 1 :]),
-    )
+def _divisions(room: Use) -> Iterator[tuple[Use, Use]]:
+    """Divisions of devices among two stages: the fastest first, and the slowest first."""
+    kinds, count = range(len(room)), sum(room)
+    row = [kind for kind in kinds for _ in range(room[kind])]
+    for order in (row, row[::-1])[: len(set(row))]:
+        for first in range(1, count, max(1, count // SPLITS)):
+            taken = tuple(order[:first].count(kind) for kind in kinds)
+            yield taken, tuple(a - b for a, b in zip(room, taken, strict=True))
 
 
-def _merges(
-    partition: Partition, replicas: Sequence[int], max_replicas: int
-) -> Iterator[tuple[Partition, Sequence[int]]]:
+def _merges(layout: _Change, max_replicas: int) -> Iterator[_Change]:
+    """Each two neighbours as one stage, on the devices of both, without the slowest too many."""
+    partition, uses, again = layout
     for stage in range(len(partition) - 1):
-        both = partition[stage] | partition[stage + 1]
-        count = min(max_replicas, replicas[stage] + replicas[stage + 1])
-        yield (
-            (*partition[:stage], both, *partition[stage + 2 :]),
-            (*replicas[:stage], count, *replicas[stage + 2 :]),
+        row = [
+            kind
+            for kind in range(len(uses[stage]))
+            for _ in range(uses[stage][kind] + uses[stage + 1][kind])
+        ][:max_replicas]
+        both = tuple(row.count(kind) for kind in range(len(uses[stage])))
+        yield _Change(
+            (*partition[:stage], partition[stage] | partition[stage + 1], *partition[stage + 2 :]),
+            (*uses[:stage], both, *uses[stage + 2 :]),
+            again and (*again[:stage], again[stage] or again[stage + 1], *again[stage + 2 :]),
         )

@@ -5,8 +5,8 @@
 
 An option is a kind of device, a number of replicas and a mode. Chains are built from the end of the
 pipeline, where the number of micro-batches in flight is known. The objective is the largest load,
-the latency of one micro-batch through all stages and back with loads up to a cap, the largest
-memory, or the number of devices with loads up to a cap. Over all downsets the result is optimal
+the latency of one micro-batch through all stages and back with loads up to a cap, or the largest
+memory. Over all downsets the result is optimal
 (Tarnawski et al., "Efficient algorithms for device placement of DNN graph operators", NeurIPS 2020,
 solve the first objective this way); over a sample, it is the best chain of the sample. In ties the
 first chain is kept, so the result is the same on every machine.
@@ -33,7 +33,7 @@ from pipectl.planner.graph.blocks import bits
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.profile import Profile
 
-LOAD, LATENCY, MEMORY, DEVICES = range(4)
+LOAD, LATENCY, MEMORY = range(3)
 """Objectives of a chain."""
 FREE, ADDED, OVERLAPPED = range(3)
 """How messages count as load: not at all, added to compute, or as the maximum of both."""
@@ -223,7 +223,7 @@ class Goal(NamedTuple):
     """Objective and limits of chains.
 
     Args:
-        objective: LOAD, LATENCY, MEMORY or DEVICES.
+        objective: LOAD, LATENCY or MEMORY.
         cap_s: largest load of a stage.
         messages: FREE, ADDED or OVERLAPPED.
         in_flight: micro-batches, by number of later stages; empty if memory has no limit.
@@ -470,20 +470,12 @@ def _load_s(stage: _Stage, costs: CostTable, option: Any, start: int, end: int) 
     if mode == KEEP:
         return float(work_s * slowness + stage.summed_bytes * option.sum_s_per_byte)
     if mode == RECOMPUTE:
-        return float((work_s + again_s) * slowness)
+        return float((work_s + again_s) * slowness + stage.summed_bytes * option.sum_s_per_byte)
     if mode == ELSEWHERE:
         forward_s = again_s + costs.stage_forward_s
         longer_s = max(forward_s, work_s - forward_s) * slowness
         return float(max(longer_s, stage.touched_bytes * option.copy_s_per_byte))
     return float(max(work_s * slowness, stage.entering_bytes * option.copy_s_per_byte))
-
-
-@compiled
-def _is_allowed(stage: _Stage, option: Any, goal: Goal, load_s: float) -> bool:
-    """Whether a stage is within the limit of load for any later stages."""
-    if goal.objective == DEVICES and goal.messages == OVERLAPPED:
-        load_s = max(load_s, max(stage.there_bytes, stage.back_bytes) * option.s_per_byte)
-    return load_s <= goal.cap_s
 
 
 @compiled
@@ -498,12 +490,13 @@ def _excess_bytes(stage: _Stage, option: Any, goal: Goal, depth: int) -> float:
     taken += goal.temporary_bytes - option.limit_bytes
     taken += goal.reserved_bytes[min(depth, len(goal.reserved_bytes) - 1)]
     if option.mode == RECOMPUTE:
-        return float(taken + in_flight * kept + stage.touched_bytes + buffers)
-    kept_bytes = stage.touched_bytes + kept + buffers
+        kept_bytes = in_flight * kept + stage.touched_bytes + buffers
+    else:
+        kept_bytes = in_flight * (stage.touched_bytes + kept + buffers)
     if option.replicas > 1.0:
         summing = stage.summed_bytes * (2.0 - 1.0 / option.replicas)
-        return float(taken + max(in_flight * kept_bytes / option.replicas, summing))
-    return float(taken + in_flight * kept_bytes)
+        return float(taken + max(kept_bytes / option.replicas, summing))
+    return float(taken + kept_bytes)
 
 
 @compiled
@@ -517,8 +510,6 @@ def _joined(
         return float(value + load_s + sent_s + 2.0 * option.latency_s)
     if goal.objective == MEMORY:
         return max(value, excess)
-    if goal.objective == DEVICES:
-        return float(value + option.devices)
     crossing = stage.entering_bytes + stage.returning_bytes + stage.there_bytes + stage.back_bytes
     if goal.messages == ADDED:
         load_s += crossing * rate
@@ -542,7 +533,7 @@ def _extend_by_stage(
     for number in range(len(options.each)):
         option = options.each[number]
         load_s = _load_s(stage, costs, option, start, end)
-        if not _is_allowed(stage, option, goal, load_s):
+        if load_s > goal.cap_s:
             continue
         for tally in range(reached[end, 0], reached[end, 1]):
             new, rest = options.following[tally, number], best[end, tally]
@@ -558,5 +549,3 @@ def _extend_by_stage(
                 known.option, known.depth = number, rest.depth + 1
                 reached[start, 0] = min(reached[start, 0], new)
                 reached[start, 1] = max(reached[start, 1], new + 1)
-        if goal.objective == DEVICES and len(goal.in_flight) == 0:
-            break  # options are sorted by devices
