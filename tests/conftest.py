@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from hashlib import sha256
+from multiprocessing import spawn
 from pathlib import Path
 from shlex import quote
 from types import SimpleNamespace
@@ -129,6 +130,15 @@ def no_measuring_of_rows(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
         monkeypatch.setattr("pipectl.jobs.profiles.user_cache", lambda _: None)
 
 
+@pytest.fixture(autouse=True)
+def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What multiprocessing spawns is forked from a Python that has loaded torch.
+
+    Tests of what such a process shares with its parent use ``sys.executable``.
+    """
+    monkeypatch.setattr(spawn, "get_executable", lambda: os.fsencode(warm_server("python")))
+
+
 @pytest.fixture
 def measured_rows() -> None:
     """See ``no_measuring_of_rows``."""
@@ -180,13 +190,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(partial(shutil.rmtree, os.environ[SHARED]))
 
 
-def warm_server(name: str, *modules: str) -> str:
+def warm_server(name: str, *modules: str, site: Path | None = None) -> str:
     """A Python whose ``-m MODULE`` is a fork of one that has loaded torch, see tests/warm.
 
     The first process of a run that asks for it starts it.
 
     Args:
         modules: of tests/equality, whose work is done for all that is started in this way.
+        site: where pipectl is installed, if not here.
     """
     folder = Path(os.environ[SHARED], name)
     python, launcher = folder / "python", Path(sys.prefix) / "bin" / "mpiexec"
@@ -201,11 +212,12 @@ def warm_server(name: str, *modules: str) -> str:
                 (folder / "mpiexec").chmod(0o755)
             command = [sys.executable, WARM / "server.py", folder, *modules]
             # As the processes of a job: a fork hashes as what it was forked from.
+            path = {"PYTHONPATH": str(site)} if site else {}
             server = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONHASHSEED": "0"},
+                env={**os.environ, "PYTHONHASHSEED": "0", **path},
             )
             STARTED.append(server)
             assert server.stdout is not None

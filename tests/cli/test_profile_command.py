@@ -63,7 +63,10 @@ def test_an_interrupt_says_what_is_kept_and_the_next_command_what_it_uses_of_it(
     assert (result.code, result.err) == (0, "2 measurements are from an interrupted attempt\n")
 
 
-def test_a_job_measures_in_percent_and_leaves_the_profile(cli, real_job, only_run):
+def test_a_job_measures_in_percent_and_leaves_the_profile(
+    cli, real_job, only_run, monkeypatch, warm_python
+):
+    monkeypatch.setattr(sys, "executable", warm_python)
     result = cli("profile", "job.yaml", *LOCAL, "--wait", "--effort", "fast")
     run = only_run()
     assert result.code == 0, (run / "logs/job.log").read_text()

@@ -236,8 +236,11 @@ def test_everything_of_a_run_is_for_its_owner_alone(cli, profile, queue, monkeyp
 
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
-def test_everything_that_a_trained_run_leaves_is_for_its_owner_alone(cli, real_job, monkeypatch):
+def test_everything_that_a_trained_run_leaves_is_for_its_owner_alone(
+    cli, real_job, monkeypatch, warm_python
+):
     monkeypatch.setenv("PATH", PATH)
+    monkeypatch.setattr(sys, "executable", warm_python)
     options = ("variables={KEY: swordfish}", "training.steps=4", "checkpoint={every: 2}")
     options = (f"environment.{options[0]}", *options[1:], "trace={steps: [2]}")
     before = os.umask(0o002)

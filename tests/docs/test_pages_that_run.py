@@ -45,18 +45,21 @@ def test_commands_of_the_readme_run(tmp_path, warm_python):
 
 
 @pytest.mark.mpi
-def test_the_walk_prints_what_the_page_shows(tmp_path):
+def test_the_walk_prints_what_the_page_shows(tmp_path, warm_python_of):
     """Outside of the checkout, with pipectl as its wheel installs it."""
     site, reader = tmp_path / "site", tmp_path / "reader"
     pip = [sys.executable, "-m", "pip", "--quiet", "install", "--no-compile", "--no-deps"]
     subprocess.run([*pip, "--no-index", "--target", site, wheel(tmp_path)], check=True)
     python = f"PYTHONPATH={site} exec {sys.executable}"
-    install(reader, python=python, pipectl=f"{python} {site}/bin/pipectl")
+    warm = warm_python_of("wheel", site=site)
+    install(reader, python=python, installed=f"{python} {site}/bin/pipectl",
+            pipectl=f"exec {warm} -m pipectl")  # fmt: skip
     files = re.findall(r"^```python (\S+\.py)\n(.*?)^```", WALK.read_text("utf-8"), re.M | re.S)
     for name, body in files:
         (reader / name).write_text(body)
     where = "python -c 'import pipectl.runtime as r; print(r.__file__)'"
     assert Path(bash(where, reader)[0]).is_relative_to(site)
+    assert bash("installed --version", reader) == bash("pipectl --version", reader)
 
     printed = [CONTROL.sub("", line) for line in bash(shorter(script(WALK, "walk")), reader)]
     gists = [gist(line) for line in printed]

@@ -1,6 +1,7 @@
-"""Stands in for ``python -m MODULE``: the server, whose socket is beside it, forks that process.
+"""Stands in for ``python -m MODULE``, and for a Python that multiprocessing spawns.
 
-Signals go on to it. What the server is not for, the Python that runs this does itself.
+The server, whose socket is beside it, forks that process. Signals go on to it. What the server is
+not for, the Python that runs this does itself.
 """
 
 import os
@@ -15,12 +16,15 @@ def forward(number: int, _: object) -> None:
         os.kill(pid, number)
 
 
-if sys.argv[1] != "-m":
+if sys.argv[1] != "-m" and sys.argv[-1] != "--multiprocessing-fork":
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-files = [0, 1, 2, int(os.environ.get("PMI_FD", 0))]  # the last is the launcher's
+# All that is open, those of the launcher and of multiprocessing too; listing opened one more.
+files = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
+files = [number for number in files if os.path.exists(f"/proc/self/fd/{number}")]  # noqa: PTH110
 with socket.socket(socket.AF_UNIX) as server:
     server.connect(os.path.join(os.path.dirname(__file__), "socket"))  # noqa: PTH118, PTH120
-    socket.send_fds(server, [str(os.getpid()).encode()], files)
+    numbers = ",".join(map(str, files))
+    socket.send_fds(server, [f"{os.getpid()} {numbers}".encode()], files)
     with server.makefile("rb") as answer:
         pid = int(answer.readline())
         for name in ("HUP", "INT", "TERM", "USR1", "USR2"):

@@ -8,11 +8,13 @@ with all that the module, of tests/equality, has made. It ends with the tests.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import multiprocessing
 import os
 import random
+import re
 import runpy
 import select
 import signal
@@ -71,33 +73,43 @@ def watch(client: socket.socket, pid: int, tests: int) -> None:
         client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
-def become(client: Path, files: list[int], python: str) -> None:
-    """As ``python -m MODULE WORDS`` where the client is; what it starts in turn is warm, too.
+def become(client: Path, files: dict[int, int], python: str) -> None:
+    """As ``python -m MODULE WORDS`` where the client is, or as what multiprocessing spawns.
+
+    What it starts in turn is warm, too.
 
     Args:
-        files: standard input, output and error, and the launcher's.
+        files: those that the client has, by their numbers there.
     """
     command, environment = (
         client.joinpath(name).read_bytes().split(b"\0")[:-1] for name in ("cmdline", "environ")
     )
-    module, *words = map(os.fsdecode, command[command.index(b"-m") + 1 :])
+    words = [*map(os.fsdecode, command)]
     os.chdir(client / "cwd")
+    (mask,) = re.findall(r"^Umask:\s*(\d+)$", (client / "status").read_text(), re.MULTILINE)
+    os.umask(int(mask, 8))
     sys.executable = python
     fork_instead_of_spawning()
+    apart = {number: fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for number, file in files.items()}
+    for file in files.values():
+        os.close(file)
+    for number, file in apart.items():
+        os.dup2(file, number)
+        os.close(file)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        os.dup2(files[number], number)
-        os.close(files[number])
         mode = "w" if number else "r"  # the streams there are know what their files were
         setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     os.environb.clear()
     os.environb.update(entry.split(b"=", 1) for entry in environment)
-    if "PMI_FD" in os.environ:
-        os.environ["PMI_FD"] = str(files[3])
     sys.path[0] = os.getcwd()  # noqa: PTH109
     random.seed()
     np.random.seed()
-    sys.argv = [module, *words]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if words[-1] == "--multiprocessing-fork":
+        sys.argv = ["-c", words[-1]]
+        exec(words[-2])
+    else:
+        sys.argv = words[words.index("-m") + 1 :]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def fork_instead_of_spawning() -> None:
@@ -122,7 +134,8 @@ def main(folder: Path, *modules: str) -> None:
         client = accepted(listener, tests)
     if client is None:
         return
-    said, inherited, _, _ = socket.recv_fds(client, 20, 4)
+    said, inherited, _, _ = socket.recv_fds(client, 1000, 100)
+    caller, numbers = said.decode().split()
     pid = os.fork()
     if pid:
         for number in inherited:
@@ -131,7 +144,8 @@ def main(folder: Path, *modules: str) -> None:
         os._exit(0)
     client.close()
     os.close(tests)
-    become(Path("/proc", said.decode()), inherited, str(folder / "python"))
+    files = dict(zip(map(int, numbers.split(",")), inherited, strict=True))
+    become(Path("/proc", caller), files, str(folder / "python"))
 
 
 if __name__ == "__main__":

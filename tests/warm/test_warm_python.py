@@ -27,8 +27,13 @@ def test_words_directory_environment_and_input_are_the_callers_and_draws_its_own
 ) -> None:
     """Draws would be those of all forks, if a rank forgot to seed them."""
     code = "import os, sys, random, numpy; print(sys.argv, os.getcwd(), os.environb[b'TEST_WORD'], "
-    code += "input()); print(random.random()); print(numpy.random.random())"
-    how = {"cwd": tmp_path, "env": {**os.environ, "TEST_WORD": "é\udcff\nü="}, "input": "in\n"}
+    code += "input(), os.umask(0)); print(random.random()); print(numpy.random.random())"
+    how = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "TEST_WORD": "é\udcff\nü="},
+        "input": "in\n",
+        "umask": 0o27,
+    }
     pythons = (warm_python, warm_python, sys.executable)
     done = [run(python, *ASK, code, "a", "", "b -m\nc", **how) for python in pythons]
     assert [(each.returncode, each.stderr) for each in done] == [(0, "")] * 3
