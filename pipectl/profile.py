@@ -377,8 +377,12 @@ class Profile(DataFile):
         halved_loss: whether the loss of a batch is the mean of the losses of its micro-batches;
             None if unknown.
         loss_unknown: why that is unknown; empty if it is known, or if a batch is one sample.
+        evaluation_key: hash of the held-out data and of the metrics, which the next two are about;
+            None if there are none.
         shared_samples: indices of some held-out samples, each with that of an equal one of the
             training data; empty if none were found.
+        uneven_metrics: metrics that are functions and no means over samples, although they are
+            averaged.
     """
 
     cure: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"
@@ -407,7 +411,9 @@ class Profile(DataFile):
     epoch: tuple[Count, ...] = ()
     halved_loss: HalvedLoss | None = None
     loss_unknown: str = ""
+    evaluation_key: str | None = None
     shared_samples: tuple[tuple[int, int], ...] = ()
+    uneven_metrics: tuple[str, ...] = ()
 
     def batches(self, batch_size: int, *, drop_last: bool) -> tuple[int, ...]:
         """Return the different sizes of the batches of an epoch, largest first.

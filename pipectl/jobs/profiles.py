@@ -46,7 +46,7 @@ from pipectl.jobs.prepare import UNKNOWN_ROWS
 from pipectl.jobs.variables import variables_set
 from pipectl.link import RowTimes
 from pipectl.profile import MeasuredOn, Profile
-from pipectl.spec import profile_key
+from pipectl.spec import evaluation_key, profile_key
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 from pipectl.units import shorten
 
@@ -187,13 +187,13 @@ def _hash_of_measuring_code() -> str:
 
 def warnings_of(spec: JobSpec, profile: Profile) -> list[str]:
     """What a plan can change in the results of training, and held-out data that are trained on."""
-    texts = (say(spec, profile) for say in (coupling_warning, replicas_warning, loss_warning))
-    return [text for text in (*texts, sharing_warning(profile)) if text]
+    say = (coupling_warning, replicas_warning, loss_warning, sharing_warning, metrics_warning)
+    return [text for text in (each(spec, profile) for each in say) if text]
 
 
-def sharing_warning(profile: Profile) -> str:
+def sharing_warning(spec: JobSpec, profile: Profile) -> str:
     """A warning if held-out samples are trained on; empty if none were found."""
-    if not profile.shared_samples:
+    if not profile.shared_samples or not _is_of_evaluation(profile, spec):
         return ""
     pairs = zip(*profile.shared_samples, strict=True)
     held_out, trained = (", ".join(map(str, each)) for each in pairs)
@@ -202,6 +202,25 @@ def sharing_warning(profile: Profile) -> str:
         "measures what was trained on: let both factories split the same rows (both draw from the "
         "same seed), or draw rows with generators of their own "
         "(torch.Generator().manual_seed(1) in one, 2 in the other)"
+    )
+
+
+def _is_of_evaluation(profile: Profile, spec: JobSpec) -> bool:
+    """Whether a profile is about the held-out data and metrics of a job, as they are now."""
+    return profile.evaluation_key in {None, evaluation_key(spec)}
+
+
+def metrics_warning(spec: JobSpec, profile: Profile) -> str:
+    """A warning if metrics depend on the size of micro-batches; empty if none is known to."""
+    names = profile.uneven_metrics
+    if not names or not _is_of_evaluation(profile, spec):
+        return ""
+    keys = ", ".join(f"evaluation.metrics.{name}" for name in names)
+    is_are, it_they = ("is", "it depends") if len(names) == 1 else ("are", "they depend")
+    return (
+        f"{keys} {is_are} averaged over micro-batches, but no mean over samples (such as a root of "
+        f"a mean, a maximum or a count), so {it_they} on their size; a class with update(outputs, "
+        "targets) and compute() gets all held-out samples, as those of torchmetrics do"
     )
 
 

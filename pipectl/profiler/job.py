@@ -24,6 +24,7 @@ from pipectl.profiler.bench import OperatorTimes, Subject, time_operators, time_
 from pipectl.profiler.effort import Effort, Progress, Work, measured_sizes, sizes_from
 from pipectl.profiler.fit import CACHE_SHARES, DISTURBED, Fit, fit_stages
 from pipectl.profiler.halved_loss import compare_halves
+from pipectl.profiler.halved_metrics import find_uneven_metrics
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours
@@ -40,7 +41,7 @@ from pipectl.runtime.device import (
     resident_peak_bytes,
     settle_process,
 )
-from pipectl.spec import JobSpec, profile_key
+from pipectl.spec import JobSpec, evaluation_key, profile_key
 from pipectl.units import plural
 
 _MPI_BYTES = 14 << 20
@@ -108,6 +109,7 @@ def profile_job(
         try_job(job, sizes[0], device.torch_device)
         profiling = _Profiling(job, effort, sizes, progress, journal, device)
         try_metrics(job, sizes[0], device.torch_device)
+        uneven = find_uneven_metrics(job, sizes[0], device.torch_device)
         loss = compare_halves(job, sizes, device)
         notify("waiting for the processes on the other cores")
         neighbours.wait()
@@ -135,7 +137,9 @@ def profile_job(
             epoch=job.loader.counts,
             halved_loss=None if isinstance(loss, str) else loss,
             loss_unknown=loss if isinstance(loss, str) else "",
+            evaluation_key=evaluation_key(spec),
             shared_samples=find_shared_samples(job),
+            uneven_metrics=uneven,
             process_baseline_bytes=baseline_bytes,
             capture_bytes=capture_bytes,
             device=measured_on,

@@ -34,7 +34,7 @@ class Metrics:
     ) -> None:
         self._weigh = weigh
         self._metrics = {
-            name: call(copy.deepcopy, _key(name), metric) if _is_stateful(metric) else metric
+            name: call(copy.deepcopy, _key(name), metric) if is_stateful(metric) else metric
             for name, metric in metrics.items()
         }
         self._sums: dict[str, float] = {}
@@ -59,9 +59,9 @@ class Metrics:
             self._loss += loss * weight
             self._weight += weight
         for name, metric in self._metrics.items():
-            update = metric.update if _is_stateful(metric) else metric
+            update = metric.update if is_stateful(metric) else metric
             value = call_in_training(update, _key(name), outputs, targets)
-            if not _is_stateful(metric):
+            if not is_stateful(metric):
                 self._sums[name] = self._sums.get(name, 0.0) + _number(name, value) * samples
 
     def result(self) -> dict[str, float]:
@@ -76,7 +76,7 @@ class Metrics:
         computed = {
             name: _number(name, call_in_training(metric.compute, _key(name)))
             for name, metric in self._metrics.items()
-            if _is_stateful(metric)
+            if is_stateful(metric)
         }
         return {"loss": loss, **means, **computed}
 
@@ -85,7 +85,8 @@ def _key(name: str) -> str:
     return f"evaluation.metrics.{name}"
 
 
-def _is_stateful(metric: Any) -> bool:
+def is_stateful(metric: Any) -> bool:
+    """Whether a metric is computed from all samples, not averaged over micro-batches."""
     return hasattr(metric, "update") and hasattr(metric, "compute")
 
 

@@ -5,12 +5,12 @@ YAML text -> Node, with places -> layers merged -> JobSpec -> Problems | profile
                                                    types        schema
 """
 
-from pipectl.spec.keys import links_key, plan_key, profile_key
+from pipectl.spec.keys import evaluation_key, links_key, plan_key, profile_key
 from pipectl.spec.load import Origin, Point, SpecFile, dump, load, site_files
 from pipectl.spec.models import JobSpec
 from pipectl.spec.types import SCHEDULE_SUFFIX
 
 __all__ = [
-    "SCHEDULE_SUFFIX", "JobSpec", "Origin", "Point", "SpecFile", "dump", "links_key", "load",
-    "plan_key", "profile_key", "site_files",
+    "SCHEDULE_SUFFIX", "JobSpec", "Origin", "Point", "SpecFile", "dump", "evaluation_key",
+    "links_key", "load", "plan_key", "profile_key", "site_files",
 ]  # fmt: skip

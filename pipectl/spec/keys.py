@@ -55,6 +55,19 @@ def profile_key(spec: JobSpec) -> str:
     return _digest(_profiled(spec))
 
 
+def evaluation_key(spec: JobSpec) -> str | None:
+    """Hash of held-out data and metrics; None without an evaluation."""
+    if spec.evaluation is None:
+        return None
+    sections = spec.evaluation.model_dump(
+        include={"data", "metrics"}, exclude={"data": {"workers"}}
+    )
+    named = [each for path, each in spec.factories() if path[0] == "evaluation"]
+    files = [None if each.file is None else _content(each.file) for each in named]
+    modules = {name: _content(path) for name, path in user_sources(named).items()}
+    return _digest([sections, files, modules])
+
+
 def plan_key(spec: JobSpec) -> str:
     """Hash of what a plan depends on: the profile, the pipeline, the ranks and the cluster."""
     pipeline = spec.pipeline.model_dump()

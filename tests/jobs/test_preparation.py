@@ -17,13 +17,19 @@ from pipectl.jobs.prepare import (
     find_cluster,
     prepare,
 )
-from pipectl.jobs.profiles import coupling_warning, loss_warning, replicas_warning
+from pipectl.jobs.profiles import (
+    coupling_warning,
+    loss_warning,
+    metrics_warning,
+    replicas_warning,
+    sharing_warning,
+)
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
-from pipectl.spec import SpecFile, load, plan_key, profile_key
+from pipectl.spec import SpecFile, evaluation_key, load, plan_key, profile_key
 
 HERE = Path(__file__).parent
 RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"
@@ -150,6 +156,20 @@ def test_a_loss_that_was_not_compared_is_named_if_micro_batches_are_open(write_j
     assert "(its loss is not finite)" in loss_warning(load(job, check_files=False), unknown)
     assert loss_warning(load(job, ["pipeline.micro_batches=2"], check_files=False), unknown) == ""
     assert loss_warning(load(job, check_files=False), profile) == ""
+
+
+def test_what_was_found_in_an_evaluation_is_not_said_of_another(write_job, profile):
+    job = write_job("evaluation: {data: 'm:held_out', metrics: {rmse: 'm:rmse'}}")
+    spec = load(job, check_files=False)
+    other = load(job, ["evaluation.data=m:others"], check_files=False)
+    found = {"uneven_metrics": ("rmse",), "shared_samples": ((0, 1),)}
+    tried = replace(profile, **found, evaluation_key=evaluation_key(spec))
+    for warn, words in (
+        (metrics_warning, "evaluation.metrics.rmse is av"),
+        (sharing_warning, "sa"),
+    ):
+        assert warn(spec, tried).startswith(words)
+        assert warn(other, tried) == warn(spec, profile) == ""
 
 
 def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline):
