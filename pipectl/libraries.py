@@ -41,18 +41,39 @@ def is_library(
         search: directories that modules are found in; by default ``sys.path``.
         own: those of ``search`` that have the user's own packages, of any size.
     """
-    name = str(file)
+    name, places = str(file), sys.path if search is None else search
+    return _is_installed(name, places) or large_package(name, places, own) is not None
+
+
+def large_package(
+    file: str | Path, search: Collection[str] | None = None, own: Collection[str] = ()
+) -> str | None:
+    """Return the directory of the package of a file that only its size makes a library; else None.
+
+    Args:
+        file, search, own: see :func:`is_library`.
+    """
+    name, places = str(file), sys.path if search is None else search
+    if _is_installed(name, places):
+        return None
+    tops = (top for entry, top in _tops(name, places) if entry not in own)
+    return next(filter(_is_large, tops), None)
+
+
+def _is_installed(name: str, search: Collection[str]) -> bool:
     if name.startswith(_PYTHON) or any(folder in name for folder in _FOLDERS):
         return True
     if name.startswith(_torch_folders()):
         return True
-    for entry in sys.path if search is None else search:
+    return any(Path(top).name in _installed_in(entry) for entry, top in _tops(name, search))
+
+
+def _tops(name: str, search: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the directories of a search that contain a file, with its outermost package there."""
+    for entry in search:
         folder = entry.rstrip(os.sep) + os.sep
         if entry and name.startswith(folder):
-            top = name.removeprefix(folder).partition(os.sep)[0]
-            if top in _installed_in(entry) or (entry not in own and _is_large(f"{folder}{top}")):
-                return True
-    return False
+            yield entry, folder + name.removeprefix(folder).partition(os.sep)[0]
 
 
 @cache

@@ -338,6 +338,25 @@ class HalvedLoss:
 
 
 @dataclass(frozen=True)
+class LoadedFile:
+    """A file of the user's code that no import names, and that the model or the data have loaded:
+    through a changed ``sys.path``, by a computed name, or by its path.
+
+    Args:
+        path: absolute.
+        digest: SHA-256 of its content.
+        names: dotted names under which Python finds it where its directory is searched.
+        package: directory of the package that it belongs to, if that is so large that no copies of
+            its files are kept.
+    """
+
+    path: str
+    digest: str
+    names: tuple[str, ...] = ()
+    package: str | None = None
+
+
+@dataclass(frozen=True)
 class Profile(DataFile):
     """A measured operator graph.
 
@@ -383,6 +402,7 @@ class Profile(DataFile):
             training data; empty if none were found.
         uneven_metrics: metrics that are functions and no means over samples, although they are
             averaged.
+        code: files that the model and the data have loaded, and that no import names.
     """
 
     cure: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"
@@ -414,6 +434,7 @@ class Profile(DataFile):
     evaluation_key: str | None = None
     shared_samples: tuple[tuple[int, int], ...] = ()
     uneven_metrics: tuple[str, ...] = ()
+    code: tuple[LoadedFile, ...] = ()
 
     def batches(self, batch_size: int, *, drop_last: bool) -> tuple[int, ...]:
         """Return the different sizes of the batches of an epoch, largest first.

@@ -139,6 +139,12 @@ def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn, "get_executable", lambda: os.fsencode(warm_server("python")))
 
 
+@pytest.fixture(autouse=True)
+def no_code_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process profiles jobs that belong together; not here."""
+    monkeypatch.setattr("pipectl.spec.code._loaded", {})
+
+
 @pytest.fixture
 def measured_rows() -> None:
     """See ``no_measuring_of_rows``."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pipectl.capture.sources import KeptLoader, import_from_snapshot
+from pipectl.capture.sources import follow_imports
 from pipectl.errors import CaptureError, WorkerError, lacks_memory
 from pipectl.faults import user_line
 from pipectl.spec import references
@@ -34,7 +34,7 @@ def find(factory: str) -> Callable[..., Any]:
     """
     reference = references.parse(factory)
     attribute = reference.attribute
-    import_from_snapshot()
+    follow_imports()
     if reference.file is not None:
         module = _import_file(reference.file, factory)
     else:
@@ -132,7 +132,7 @@ def _import_file(path: Path, factory: str) -> ModuleType:
         raise CaptureError(
             f"{factory}: no such file", cure="the path in the spec is relative to the spec file"
         )
-    spec = importlib.util.spec_from_file_location(name, path, loader=KeptLoader.of(name, path))
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,55 +1,82 @@
-"""Imports of user code from the snapshot that this process uses, see :mod:`pipectl.spec.code`.
+"""What Python loads of the user's code: from the snapshot that this process uses, and noted.
 
 A module has the content of the snapshot and the path of the file: ``__file__``, and data and
 modules beside it, are where they were. Byte code that Python keeps beside the file is neither read
 nor written, because it may be of another content.
+
+Files are found in many ways: by imports, which `_Finder` looks up in the snapshot first, so that a
+file may be gone by now; and by their paths (``spec_from_file_location``, ``runpy``), or where user
+code lets Python search. All of them are read by `SourceFileLoader` or `io.open_code`. These take
+the content from the snapshot, and note what this process runs of the user's code.
 """
 
 from __future__ import annotations
 
+import io
 import linecache
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import decode_source, spec_from_file_location
+from math import inf
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
-from pipectl.spec.code import active
+from pipectl.faults import is_user_code
+from pipectl.libraries import large_package
+from pipectl.spec.code import Snapshot, active, directory_of, note_loaded, plain_path
+
+_began_s: float | None = None
+"""When user code began to run here. What is written later is code that it makes."""
+_read_code = SourceFileLoader.get_code
+_open_code = io.open_code
 
 
-class KeptLoader(SourceFileLoader):
-    """Loads one module from the content that a snapshot has of its file."""
+def _source_of(name: str, location: str) -> tuple[bytes | None, bool]:
+    """The content with which a file is to be loaded, and whether it is that of a snapshot; None if
+    Python loads it as it does without pipectl.
+    """
+    path, snapshot = Path(plain_path(location)), active() or Snapshot()
+    kept = snapshot.contents.get(path)
+    package = large_package(location) if kept is None else None
+    if kept is None and package is None and not is_user_code(location):
+        return None, False
+    try:
+        may_be_new = kept is None or (path in snapshot.searched and path.exists())
+        if may_be_new and path.stat().st_mtime >= (_began_s or inf):
+            return None, False
+        content = path.read_bytes() if kept is None else kept
+    except OSError:  # loading it reports the error
+        return None, False
+    note_loaded(path, content, name, package)
+    return (None if package else content), kept is not None
 
-    content: bytes
 
-    @classmethod
-    def of(cls, name: str, path: Path) -> KeptLoader | None:
-        """The loader of a file; None if no snapshot has the file, which Python then reads."""
-        snapshot = active()
-        content = None if snapshot is None else snapshot.contents.get(path)
-        if content is None:
-            return None
-        loader = cls(name, str(path))
-        loader.content = content
-        return loader
-
-    def get_data(self, path: str) -> bytes:
-        """The content of the module, or of a data file beside it."""
-        return self.content if path == self.path else super().get_data(path)
-
-    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002
-        """The compiled module."""
+def _get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
+    """The compiled module."""
+    content, is_kept = _source_of(fullname, loader.path)
+    if content is None:
+        return _read_code(loader, fullname)
+    if is_kept:
         # Tracebacks, and what reads the source of a function, show the lines that run. Without a
         # time, Python takes this entry for that of no file, and keeps it.
-        try:
-            lines = decode_source(self.content).splitlines(keepends=True)
-            linecache.cache[self.path] = (len(self.content), None, lines, self.path)
-        except (SyntaxError, UnicodeDecodeError):  # compiling it reports the error
-            pass
-        code: CodeType = self.source_to_code(self.content, self.path)
-        return code
+        with suppress(SyntaxError, UnicodeDecodeError):  # compiling it reports the error
+            lines = decode_source(content).splitlines(keepends=True)
+            linecache.cache[loader.path] = (len(content), None, lines, loader.path)
+    code: CodeType = loader.source_to_code(content, loader.path)
+    return code
+
+
+def _open(path: str) -> Any:
+    """A file that Python opens to run it: ``runpy.run_path``."""
+    content = None
+    if isinstance(path, str) and path.endswith(".py"):
+        content, _ = _source_of("", path)
+    return _open_code(path) if content is None else io.BytesIO(content)
 
 
 class _Finder(MetaPathFinder):
@@ -64,21 +91,36 @@ class _Finder(MetaPathFinder):
         snapshot = active()
         if snapshot is None:
             return None
-        file = snapshot.find(fullname, [*(sys.path if path is None else path)])
-        if file is None:
+        search = [*(sys.path if path is None else path)]
+        file = snapshot.find(fullname, search)
+        if file is None or _is_hidden(snapshot, fullname, file, search):
             return None
-        loader = KeptLoader.of(fullname, file)
         inner = [str(file.parent)] if file.name == "__init__.py" else None
-        return spec_from_file_location(
-            fullname, file, loader=loader, submodule_search_locations=inner
-        )
+        return spec_from_file_location(fullname, file, submodule_search_locations=inner)
+
+
+def _is_hidden(snapshot: Snapshot, name: str, file: Path, search: list[str]) -> bool:
+    """Whether Python finds another module before a file that no import names."""
+    if file not in snapshot.searched:
+        return False
+    before = search[: [*map(plain_path, search)].index(directory_of(file))]
+    found = PathFinder.find_spec(name, before) if before else None
+    return found is not None and found.origin is not None
 
 
 _FINDER = _Finder()
 
 
-def import_from_snapshot() -> None:
-    """Let Python's imports find the modules of a snapshot before all others, as directories of user
-    code come first on ``sys.path``."""
+def follow_imports() -> None:
+    """Let Python load user code from a snapshot, before all other places, and note what it loads.
+
+    Directories of user code come first on ``sys.path``, too.
+    """
+    global _began_s
+    if _began_s is None:
+        _began_s = time.time()
+    if SourceFileLoader.get_code is not _get_code:
+        SourceFileLoader.get_code = _get_code  # type: ignore[method-assign,assignment]
+        io.open_code = _open
     if active() is not None and _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)

@@ -28,7 +28,7 @@ from pipectl.jobs import profiles
 from pipectl.jobs.job import PERCENT, move_to
 from pipectl.jobs.prepare import join_rows, plan_path, profile_path, read_plan, read_profile
 from pipectl.runs import ATTEMPT, Heartbeat, Record, RunDirectory, last_checkpoint
-from pipectl.runs.code import using_code_of
+from pipectl.runs.code import keep_loaded, using_code_of
 from pipectl.spec import load
 from pipectl.units import printable
 
@@ -95,6 +95,7 @@ def profile_and_plan(run: RunDirectory) -> None:
     if profile is None:
         profile = profiles.measure(spec, run.profile, progress)
         share(run.profile, profile_path(spec))
+    keep_loaded(run, spec, profile.code)
     profile, cluster = join_rows(profile, cluster)
     from pipectl.jobs.planning import plan_job, write_plan
 

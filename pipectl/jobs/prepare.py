@@ -21,7 +21,7 @@ from pipectl.batch.launchers import MpiChoice
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.jobs.job import Job, make_job, render
-from pipectl.runs.code import Code
+from pipectl.runs.code import Code, is_changed
 from pipectl.spec import JobSpec, Point, links_key, plan_key, profile_key
 from pipectl.spec.code import Snapshot, using
 
@@ -69,8 +69,10 @@ def plan_file_key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:
 
 
 def is_fresh(spec: JobSpec, profile: Profile) -> bool:
-    """Whether a profile is of this spec. A profile without a key was imported and is believed."""
-    return profile.key is None or profile.key == profile_key(spec)
+    """Whether a profile is of this spec, and of its code as it is now. A profile without a key was
+    imported and is believed."""
+    is_of_spec = profile.key is None or profile.key == profile_key(spec)
+    return is_of_spec and not any(map(is_changed, profile.code))
 
 
 def prepare(

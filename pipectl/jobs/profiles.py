@@ -42,7 +42,7 @@ from pipectl.files import (
     user_cache,
     write_json,
 )
-from pipectl.jobs.prepare import UNKNOWN_ROWS
+from pipectl.jobs.prepare import UNKNOWN_ROWS, is_fresh
 from pipectl.jobs.variables import variables_set
 from pipectl.link import RowTimes
 from pipectl.profile import MeasuredOn, Profile
@@ -129,7 +129,9 @@ def _measure_unless_cached(
     path = _cache_file(directory, "", identity)
     if not again:
         with suppress(DataFileError):
-            return replace(Profile.load(path), name=spec.name)
+            profile = replace(Profile.load(path), name=spec.name)
+            if is_fresh(spec, profile):
+                return profile
     if progress is not None:
         progress(0, 0, LOADING)
     from pipectl.profiler import profile_job

@@ -39,7 +39,7 @@ from pipectl.runs import (
     read_measured,
     read_starts,
 )
-from pipectl.runs.code import Code, new_copies, read_snapshot
+from pipectl.runs.code import Code, is_changed, loaded_of, new_copies, read_snapshot
 from pipectl.runs.kept_code import read_code
 from pipectl.spec import SpecFile, load, profile_key
 from pipectl.spec.code import using
@@ -103,7 +103,8 @@ def resume(
         kept = read_code(run)
         changed = tuple(each.path for each in kept.changed()) if kept else ()
         with using(None if with_changed_code else read_snapshot(run)):
-            code = replace(Code.of(file.spec()), before=None if with_changed_code else kept)
+            code = Code.of(file.spec()).with_loaded(loaded_of(kept) if kept else ())
+            code = replace(code, before=None if with_changed_code else kept)
         # Files that only the changed job needs are taken as they are now.
         with using(code.sources):
             specs = load(run.job), file.spec()
@@ -220,7 +221,8 @@ def _plan_again(
 
     own_profile, spec = Profile.load(run.profile), job.spec
     profile, cluster = join_rows(own_profile, machines)
-    if plan.key == plan_file_key(spec, profile, cluster):
+    is_of_code = not any(map(is_changed, own_profile.code))
+    if is_of_code and plan.key == plan_file_key(spec, profile, cluster):
         return replace(job, cluster=cluster, profile=profile, plan=plan, plans_in_job=False)
     like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
     same_model = is_fresh(like_before, own_profile)

@@ -284,6 +284,8 @@ def _keep_code(submission: Submission, environments: dict[Path | None, Environme
     """Write the code that a run keeps, and the environment unless it goes on with earlier code."""
     run, job = submission.run, submission.job
     code = job.code or Code.of(job.spec)
+    if job.profile is not None:
+        code = code.with_loaded(job.profile.code)
     directory, repository = code.directory, None
     if code.before is None:
         if directory not in environments:

@@ -32,6 +32,7 @@ from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.readings import NOTES, find_shared_samples, other_reader
 from pipectl.profiler.trial import try_job, try_metrics
+from pipectl.runs.code import Code, loaded_here
 from pipectl.runtime.device import (
     CpuDevice,
     Device,
@@ -140,6 +141,7 @@ def profile_job(
             evaluation_key=evaluation_key(spec),
             shared_samples=find_shared_samples(job),
             uneven_metrics=uneven,
+            code=tuple(Code.of(spec).with_loaded(loaded_here()).loaded.values()),
             process_baseline_bytes=baseline_bytes,
             capture_bytes=capture_bytes,
             device=measured_on,

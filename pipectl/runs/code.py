@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from importlib.machinery import ExtensionFileLoader
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipectl.errors import DataFileError, UsageError
+from pipectl.faults import is_user_code
 from pipectl.files import fault_of_owner, make_private_directory, read_limited, replace_file
+from pipectl.profile import LoadedFile
 from pipectl.runs.directory import RunDirectory
 from pipectl.runs.kept_code import (
     CURE,
@@ -28,13 +33,18 @@ from pipectl.runs.kept_code import (
     read_code,
     time_of,
 )
+from pipectl.runs.project import python_files
 from pipectl.spec import JobSpec
-from pipectl.spec.code import Snapshot, read_source, using
+from pipectl.spec.code import Snapshot, content_of, loaded_files, read_source, using
 from pipectl.spec.models import factories_in
-from pipectl.spec.references import Reference, user_sources
+from pipectl.spec.references import Reference, loads_at_will
 
 MAX_FILES, MAX_BYTES = 2000, 2**24
 """Of the copies of one run."""
+_MAX_BESIDE = 2**22
+"""Bytes of the copies of files that the code may load."""
+_MAX_LEVELS = 4
+"""Of dotted names."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +54,14 @@ class Code:
     Args:
         sources: that are copied.
         others: files that are not copied.
+        loaded: those of both that are known because the code has loaded them.
         before: what the run has kept, and keeps; None if it keeps nothing of it.
         read_at: when the sources were read, in seconds since the epoch.
     """
 
     sources: Snapshot
     others: tuple[Path, ...] = ()
+    loaded: Mapping[Path, LoadedFile] = field(default_factory=dict)
     before: KeptCode | None = None
     read_at: float = field(default_factory=time.time)
 
@@ -71,7 +83,7 @@ class Code:
         # Modules that several directories have are each imported by the files beside them.
         groups = [every, *(beside.values() if len(beside) > 1 else ())]
         names: dict[str, tuple[Path, ...]] = {}
-        for name, file in (pair for group in groups for pair in user_sources(group).items()):
+        for name, file in (pair for group in groups for pair in spec.sources(group).items()):
             path = file.absolute()
             files[path] = None
             names[name] = tuple(dict.fromkeys((*names.get(name, ()), path)))
@@ -85,7 +97,60 @@ class Code:
             else:
                 contents[path] = content
                 room -= len(content)
-        return cls(Snapshot(contents, names), tuple(others))
+        code = cls(Snapshot(contents, names), tuple(others))
+        if any(map(loads_at_will, contents.values())):
+            code = code._with_files_beside()
+        return code
+
+    def _with_files_beside(self) -> Code:
+        """The code, with the Python files of its project, of which it may load some."""
+        contents, names, room = dict(self.sources.contents), dict(self.sources.names), _MAX_BESIDE
+        for path in islice(python_files(each.parent for each in contents), MAX_FILES):
+            content = None if path in contents else _read(path, room)
+            if content is not None:
+                contents[path] = content
+                room -= len(content)
+                for name in _names_of(path):
+                    names[name] = (*names.get(name, ()), path)
+        searched = frozenset(contents.keys() - self.sources.contents.keys())
+        return replace(self, sources=Snapshot(contents, names, searched))
+
+    def with_loaded(self, files: Iterable[LoadedFile]) -> Code:
+        """The code, with files that the code has loaded besides those that its imports name."""
+        sources = self.sources
+        known = {*sources.contents, *self.others} - sources.searched
+        loaded = {Path(f.path): f for f in files if Path(f.path) not in known} | {**self.loaded}
+        contents, names = dict(sources.contents), dict(sources.names)
+        others, room = dict.fromkeys(self.others), MAX_BYTES - sum(map(len, contents.values()))
+        for path, file in loaded.items():
+            if path not in contents:
+                content = None if file.package else content_of(file) or _read(path, room)
+                if content is None or len(content) > room:
+                    others[path] = None
+                    continue
+                contents[path] = content
+                room -= len(content)
+            for name in file.names:
+                names[name] = tuple(dict.fromkeys((*names.get(name, ()), path)))
+        searched = sources.searched | (loaded.keys() & contents.keys())
+        return replace(
+            self, sources=Snapshot(contents, names, searched), others=tuple(others), loaded=loaded
+        )
+
+    def how_found(self, path: Path) -> Literal["import", "load", "beside"]:
+        """See :class:`KeptFile`."""
+        if path in self.loaded:
+            return "load"
+        return "beside" if path in self.sources.searched else "import"
+
+
+def _names_of(path: Path) -> list[str]:
+    """Dotted names under which Python may find a file."""
+    place = path.parent if path.name == "__init__.py" else path.with_suffix("")
+    names = [place.name]
+    while (place := place.parent).name.isidentifier() and len(names) < _MAX_LEVELS:
+        names.append(f"{place.name}.{names[-1]}")
+    return names
 
 
 def keep(run: RunDirectory, code: Code, start: int, repository: Repository | None) -> None:
@@ -111,14 +176,17 @@ def keep(run: RunDirectory, code: Code, start: int, repository: Repository | Non
     try:
         for path, content in code.sources.contents.items():
             if path in earlier:
-                files.append(earlier[path])
+                files.append(_found_again(earlier[path], code))
                 continue
             copy = folder / path.relative_to(base)
             make_private_directory(copy.parent)
             replace_file(copy, content, 0o600, durable=False)
             digest, within = hashlib.sha256(content).hexdigest(), str(copy.relative_to(run.code))
             own_names, modified = tuple(names.get(path, ())), time_of(path, digest)
-            files.append(KeptFile(str(path), digest, len(content), modified, within, own_names))
+            found = code.how_found(path)
+            files.append(
+                KeptFile(str(path), digest, len(content), modified, within, own_names, found)
+            )
     except OSError as error:
         raise UsageError(
             f"{folder}: the code of the job cannot be kept: {error.strerror or error}",
@@ -126,16 +194,79 @@ def keep(run: RunDirectory, code: Code, start: int, repository: Repository | Non
         ) from error
     for path in code.others:
         if path in earlier:
-            files.append(earlier[path])
+            files.append(_found_again(earlier[path], code))
             continue
         with suppress(OSError):  # using it will report the error
             status = path.stat()  # first: what changes after it is compared by content
             size, modified = status.st_size, status.st_mtime_ns
-            files.append(KeptFile(str(path), digest_of(path), size, modified))
+            package = code.loaded[path].package if path in code.loaded else None
+            found = code.how_found(path)
+            files.append(
+                KeptFile(str(path), digest_of(path), size, modified, found=found, package=package)
+            )
+    listed = {file.path for file in files}
+    # Code that loads files at will may have another one each time.
+    files += [
+        file for path, file in earlier.items() if file.found != "import" and str(path) not in listed
+    ]
     if code.before is None:
         KeptCode(code.read_at, tuple(files), start, repository).save(run.code_file)
     elif tuple(files) != code.before.files:
         replace(code.before, files=tuple(files)).save(run.code_file)
+
+
+def _found_again(file: KeptFile, code: Code) -> KeptFile:
+    """A file that a run has kept, which may have been loaded by now."""
+    found = code.how_found(Path(file.path))
+    if file.found == found or file.found == "import":
+        return file
+    return replace(file, found="load" if "load" in (file.found, found) else found)
+
+
+def loaded_of(kept: KeptCode) -> list[LoadedFile]:
+    """The files of a run's code that no import names."""
+    return [
+        LoadedFile(file.path, file.digest, file.names, file.package)
+        for file in kept.files
+        if file.found == "load"
+    ]
+
+
+def keep_loaded(run: RunDirectory, spec: JobSpec, files: Iterable[LoadedFile]) -> None:
+    """Keep files that the code has loaded, and that the run has not kept: no import names them.
+
+    Raises:
+        UsageError: they cannot be written.
+    """
+    if (kept := read_code(run)) is None:
+        return
+    known = {file.path for file in kept.files if file.found != "beside"}
+    if new := [file for file in files if file.path not in known]:
+        code = replace(Code.of(spec), before=kept).with_loaded([*loaded_of(kept), *new])
+        keep(run, code, kept.start, None)
+
+
+def loaded_here() -> list[LoadedFile]:
+    """The user's files that this process runs, compiled modules included."""
+    files = {file.path: file for file in loaded_files()}
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        loader = getattr(getattr(module, "__spec__", None), "loader", None)
+        if isinstance(loader, ExtensionFileLoader) and isinstance(path, str) and is_user_code(path):
+            with suppress(OSError):
+                files.setdefault(path, LoadedFile(path, digest_of(Path(path)), (name,)))
+    return list(files.values())
+
+
+def is_changed(file: LoadedFile) -> bool:
+    """Whether a file that was loaded has another content now, as this process sees it."""
+    path = Path(file.path)
+    try:
+        content = read_source(path) if path.suffix == ".py" else None
+        now = digest_of(path) if content is None else hashlib.sha256(content).hexdigest()
+    except OSError:
+        return True
+    return now != file.digest
 
 
 def new_copies(run: RunDirectory) -> Path:
@@ -163,6 +294,7 @@ def read_snapshot(run: RunDirectory) -> Snapshot | None:
             )
     contents: dict[Path, bytes] = {}
     names: dict[str, tuple[Path, ...]] = {}
+    searched = set[Path]()
     for file in kept.files:
         if file.copy is None:
             continue
@@ -177,7 +309,9 @@ def read_snapshot(run: RunDirectory) -> Snapshot | None:
         contents[path] = content
         for name in file.names:
             names[name] = (*names.get(name, ()), path)
-    return Snapshot(contents, names)
+        if file.found != "import":
+            searched.add(path)
+    return Snapshot(contents, names, frozenset(searched))
 
 
 @contextmanager

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pipectl.faults import is_user_code
 from pipectl.fields import Count, DataFile, Rule
 from pipectl.files import is_there, read_limited
 from pipectl.runs.directory import RunDirectory
-from pipectl.units import printable
+from pipectl.units import plural, printable
 
 _MAX_HASHED_BYTES = 2**24
 """A larger file is known by its size and time."""
@@ -43,6 +44,10 @@ class KeptFile:
         modified: its time, in nanoseconds since the epoch.
         copy: path of the copy, relative to ``code/``; null if there is none.
         names: dotted names under which it is imported.
+        found: how it came to be known: an ``import`` names it, or the job; the code has loaded it
+            in another way (``load``), so that names mean it only where its directory is searched;
+            or it is ``beside`` code that loads files in other ways, and none has loaded it so far.
+        package: see :class:`pipectl.profile.LoadedFile`.
     """
 
     path: Annotated[str, _ABSOLUTE]
@@ -51,6 +56,8 @@ class KeptFile:
     modified: int
     copy: Annotated[str, _INSIDE] | None = None
     names: tuple[str, ...] = ()
+    found: Literal["import", "load", "beside"] = "import"
+    package: str | None = None
 
     def has_changed(self, *, thorough: bool) -> bool:
         """Whether the file has another content now, or is gone.
@@ -64,7 +71,7 @@ class KeptFile:
             is_same = (status.st_size, status.st_mtime_ns) == (self.size, self.modified)
             return not (is_same and not thorough) and digest_of(path) != self.digest
         except OSError:
-            return True
+            return self.found == "import"  # else nobody may want it now
 
 
 @dataclass(frozen=True)
@@ -100,8 +107,9 @@ class KeptCode(DataFile):
     repository: Repository | None = None
 
     def changed(self, *, thorough: bool = True) -> list[KeptFile]:
-        """The files that have changed; see :meth:`KeptFile.has_changed`."""
-        return [file for file in self.files if file.has_changed(thorough=thorough)]
+        """The files that the job uses and that have changed; see :meth:`KeptFile.has_changed`."""
+        used = (file for file in self.files if file.found != "beside")
+        return [file for file in used if file.has_changed(thorough=thorough)]
 
 
 def read_code(run: RunDirectory) -> KeptCode | None:
@@ -111,6 +119,18 @@ def read_code(run: RunDirectory) -> KeptCode | None:
         DataFileError: it is damaged.
     """
     return KeptCode.load(run.code_file) if is_there(run.code_file) else None
+
+
+def without_copies(files: Iterable[KeptFile]) -> list[str]:
+    """What to call the files that have no copies: their paths, and those of large packages once."""
+    names: dict[str, list[KeptFile]] = {}
+    for file in files:
+        if file.copy is None:
+            names.setdefault(file.package or file.path, []).append(file)
+    return [
+        f"{name} ({plural(len(each), 'file')})" if each[0].package else name
+        for name, each in names.items()
+    ]
 
 
 def read_changed_code(run: RunDirectory) -> list[str]:

@@ -21,8 +21,8 @@ from pipectl.files import read_json, write_json, write_text
 from pipectl.plan import Plan
 from pipectl.profile import Profile, Readings
 from pipectl.runs import ATTEMPT, Heartbeat, RunDirectory
-from pipectl.runs.code import using_code_of
-from pipectl.runs.kept_code import changed_modules, read_code
+from pipectl.runs.code import keep_loaded, loaded_here, using_code_of
+from pipectl.runs.kept_code import changed_modules, read_code, without_copies
 from pipectl.runtime.agreement import (
     check_accelerators,
     check_alike,
@@ -136,18 +136,24 @@ def _train(
         with closing(setup):
             keep_freed_memory()
             if rank == 0:
-                _report_changed_code(directory)
+                _report_changed_code(directory, spec)
             Trainer(setup, directory, attempt, cluster, messages, stored).train()
 
 
-def _report_changed_code(directory: RunDirectory) -> None:
-    """Say which files of the user have changed since the submission, for the log and `status`."""
+def _report_changed_code(directory: RunDirectory, spec: JobSpec) -> None:
+    """Say which files of the user have changed since the submission, for the log and `status`.
+
+    What is known only now, because no import names it, is kept for later starts.
+    """
     kept = read_code(directory)
     if kept is None:
         return
+    used = changed_modules(kept, psutil.Process().create_time())
+    with suppress(PipectlError):  # the training does not need it
+        keep_loaded(directory, spec, loaded_here())
+        kept = read_code(directory) or kept
     changed = kept.changed()
-    used = [file.path for file in changed if file.copy is None]
-    used += changed_modules(kept, psutil.Process().create_time())
+    used = [*without_copies(changed), *used]
     with suppress(OSError, UsageError):
         directory.changed_code.unlink(missing_ok=True)
         if used:

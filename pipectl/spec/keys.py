@@ -18,7 +18,6 @@ from pipectl.directives import SYNTAXES, options_of
 from pipectl.hash_seed import VARIABLE, hash_seed_of
 from pipectl.spec.code import read_source
 from pipectl.spec.models import JobSpec
-from pipectl.spec.references import user_sources
 
 _NODE_OPTIONS = {
     "slurm": (
@@ -64,7 +63,7 @@ def evaluation_key(spec: JobSpec) -> str | None:
     )
     named = [each for path, each in spec.factories() if path[0] == "evaluation"]
     files = [None if each.file is None else _content(each.file) for each in named]
-    modules = {name: _content(path) for name, path in user_sources(named).items()}
+    modules = {name: _content(path) for name, path in spec.sources(named).items()}
     return _digest([sections, files, modules])
 
 
@@ -157,7 +156,7 @@ def _profiled(spec: JobSpec) -> Any:
     where = [_nodes_of(spec, name, options) for name, options in _HARDWARE_OPTIONS.items()]
     where += [spec.environment.modules, spec.environment.container, spec.data.workers > 0]
     micro_batches = spec.pipeline.model_dump()["micro_batches"]
-    modules = user_sources(reference for _, reference in named)
+    modules = spec.sources(reference for _, reference in named)
     files = [reference.file for _, reference in named if reference.file is not None]
     if variables := _variables_of(spec, {*files, *modules.values()}):
         load["variables"] = variables

@@ -6,7 +6,7 @@ null, or not given, has its default; in attributes of ``pipeline``, None stands 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -572,6 +572,11 @@ class JobSpec(types.Section):
         """Every reference to user code, with the path of its key."""
         for path, text, _ in factories_in(self.model_dump()):
             yield path, references.parse(text)
+
+    def sources(self, named: Iterable[references.Reference]) -> dict[str, Path]:
+        """Files behind some of its references; see :func:`pipectl.spec.references.user_sources`."""
+        more = self.environment.variables.get("PYTHONPATH", "").split(":")
+        return references.user_sources(named, [place for place in more if place.startswith("/")])
 
     @property
     def threads(self) -> int:

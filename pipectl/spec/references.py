@@ -4,8 +4,9 @@ A module or package next to the job file takes precedence, as for a script. Its 
 be given: ``/home/me/jobs/package.module:name``.
 
 Files are read as text; nothing is imported or run. Modules imported by name at run time, and data
-that the code reads, are not detected. If a module may define names at run time (``from x import
-*``, ``__getattr__``, ``globals()``), every name is taken to exist.
+that the code reads, are not detected; :func:`loads_at_will` says that there may be such modules. If
+a module may define names at run time (``from x import *``, ``__getattr__``, ``globals()``), every
+name is taken to exist.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _SEARCH = tuple(entry for entry in sys.path if entry)
 _BINDERS = {"__getattr__", "globals", "locals", "vars", "exec", "setattr"}
 """Names by which a module may define further names at run time."""
 _INIT = ["__init__"]
+_LOADERS = {"importlib", "runpy", "pkgutil", "pydoc", "hydra", "__import__"}
+"""Names of what loads modules whose names are only known at run time."""
 _ALSO_TEXTS = {"str", "Any", "object", "Literal", "Path", "PathLike", "bytes"}
 """Words of an annotation that allow a text."""
 _MAX_DEPTH = 10
@@ -125,7 +128,7 @@ def fault_of(text: str) -> str | None:
     return None
 
 
-def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
+def user_sources(references: Iterable[Reference], more: Iterable[str] = ()) -> dict[str, Path]:
     """Files by the dotted names under which the references' modules import them.
 
     Modules are searched next to the files of the references, then on ``sys.path``. The standard
@@ -134,13 +137,14 @@ def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
     Args:
         references: all of one spec, because each adds the directory of its file or package to
             ``sys.path``.
+        more: directories that ``PYTHONPATH`` of the job adds.
     """
     references = list(references)
     files = [reference.file for reference in references if reference.file is not None]
     roots = [reference.root for reference in references if reference.root is not None]
     own = {str(place) for place in (*roots, *(file.parent for file in files))}
     search = list(
-        dict.fromkeys([*map(str, roots), *(str(file.parent) for file in files), *_SEARCH])
+        dict.fromkeys([*map(str, roots), *(str(file.parent) for file in files), *more, *_SEARCH])
     )
     waiting = [name for each in references for name in _levels(each.module or "")]
     waiting += [name for file in files for name in _imports("", file)]
@@ -207,6 +211,23 @@ def _changes_search(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute) and ast.unparse(node) in names:
         return True
     return isinstance(node, ast.alias) and node.name in ("sys", "site") and bool(node.asname)
+
+
+def loads_at_will(source: bytes) -> bool:
+    """Whether a module may load code that no import names, or changes where modules are found."""
+    try:
+        tree = ast.parse(source)
+    except _UNPARSABLE:
+        return False
+    for node in ast.walk(tree):
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [] if node.level else [node.module or ""]
+        elif isinstance(node, ast.Name):
+            names = [node.id] if node.id == "__import__" else []
+        if _changes_search(node) or any(name.partition(".")[0] in _LOADERS for name in names):
+            return True
+    return False
 
 
 def missing_imports(references: Iterable[Reference]) -> Iterator[tuple[Reference, Path, int, str]]:

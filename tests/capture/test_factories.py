@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from math import inf
 from pathlib import Path
 from traceback import format_exception
 from types import ModuleType
@@ -17,11 +19,14 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from pipectl.capture import CapturedJob
+from pipectl.capture import CapturedJob, sources
 from pipectl.capture.factories import call, find
 from pipectl.capture.refusals import refuse_overlaps
 from pipectl.errors import CaptureError, SpecError
-from pipectl.runs.code import Code
+from pipectl.profile import LoadedFile
+from pipectl.runs import RunDirectory
+from pipectl.runs.code import Code, is_changed, keep, keep_loaded, loaded_here, using_code_of
+from pipectl.runs.kept_code import read_code
 from pipectl.spec import SpecFile, dump, load, profile_key
 from pipectl.spec.code import using
 from pipectl.spec.references import parse
@@ -507,14 +512,14 @@ def test_a_module_has_the_content_of_the_snapshot_and_the_path_of_its_file(
         f'model: "{own}"\nloss: model\ndata: "{own}"\ntraining: {{steps: 1, batch_size: 1}}\n'
         "site_defaults: false\n"
     )
-    sources = Code.of(load(job)).sources
+    kept = Code.of(load(job)).sources
     for path in (*tmp_path.glob("*.py"), *package.glob("*.py")):
         path.write_text("A = 100\n" * 9)
     (package / "late.py").unlink()
     (tmp_path / "kept_helper").mkdir()  # hides kept_helper.py from Python
     (tmp_path / "kept_helper/__init__.py").write_text("A = 100\n")
     (tmp_path / "size.txt").write_text("7")
-    with using(sources):
+    with using(kept):
         build = found(own, tmp_path)
         assert build() == [1, 3, 2, 7]
         assert build.__globals__["__file__"] == str(tmp_path / "own.py")
@@ -525,3 +530,91 @@ def test_a_module_has_the_content_of_the_snapshot_and_the_path_of_its_file(
     assert [*tmp_path.rglob("*.pyc")] == []
     for name in ("kept_helper", "kept_nets", "kept_nets.inner", "kept_nets.late"):
         assert sys.modules.pop(name).__file__
+
+
+LOADED_AT_RUN_TIME = {
+    "a changed search path": (
+        "sys.path.insert(0, str(HERE / 'lib'))\nfrom at_run_time import WIDTH\n"
+    ),
+    "a computed name": (
+        "sys.path.append(str(HERE / 'sub' / '..' / 'lib'))\n"
+        "WIDTH = importlib.import_module('at_' + 'run_time').WIDTH\n"
+    ),
+    "a relative import": (
+        "sys.path.insert(0, str(HERE))\n"
+        "WIDTH = importlib.import_module('.at_run_time', 'lib').WIDTH\n"
+    ),
+    "a path": (
+        "spec = importlib.util.spec_from_file_location('any', HERE / 'lib/at_run_time.py')\n"
+        "module = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(module)\n"
+        "WIDTH = module.WIDTH\n"
+    ),
+    "runpy": "WIDTH = runpy.run_path(str(HERE / 'lib/at_run_time.py'))['WIDTH']\n",
+}
+OWN = """\
+import importlib, importlib.util, runpy, sys
+from pathlib import Path
+HERE = Path(__file__).parent
+def build():
+    {}    return WIDTH
+"""
+
+
+@pytest.mark.parametrize("is_planned", [True, False], ids=["profiled before", "not profiled"])
+@pytest.mark.parametrize("way", LOADED_AT_RUN_TIME)
+def test_code_that_no_import_names_is_kept_too(
+    way: str, is_planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nothing has run it before: then with all Python files of the project."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(sources, "_began_s", inf)  # nothing here is made by this process
+    library = tmp_path / "lib/at_run_time.py"
+    library.parent.mkdir()
+    (tmp_path / "sub").mkdir()
+    library.write_text("WIDTH = 1\n")
+    lines = LOADED_AT_RUN_TIME[way].replace("\n", "\n    ")
+    (tmp_path / "own.py").write_text(OWN.format(lines.removesuffix("    ")))
+    job = tmp_path / "job.yaml"
+    own = "./own.py:build"
+    job.write_text(
+        f'model: "{own}"\nloss: model\ndata: "{own}"\ntraining: {{steps: 1, batch_size: 1}}\n'
+        "site_defaults: false\n"
+    )
+    code = Code.of(load(job))
+
+    def build() -> int:
+        importlib.invalidate_caches()
+        before = {*sys.modules}
+        try:
+            return found(own, tmp_path)()
+        finally:
+            for name in sys.modules.keys() - before:
+                del sys.modules[name]
+
+    def loaded() -> list[LoadedFile]:
+        return [file for file in loaded_here() if file.path == str(library)]
+
+    before = list[LoadedFile]()
+    if is_planned:
+        assert build() == 1
+        before = loaded()
+        assert len(before) == 1
+        code = code.with_loaded(before)
+    run = RunDirectory.create(tmp_path / "runs", "tiny", 0.0)
+    keep(run, code, 1, None)
+    (kept,) = [file for file in read_code(run).files if file.path == str(library)]
+    assert kept.found == ("load" if is_planned else "beside")
+    library.write_text("WIDTH = 2\n")
+    assert [file.path for file in read_code(run).changed()] == [str(library)] * is_planned
+    assert [*map(is_changed, before)] == [True] * is_planned
+    if way != "a relative import":  # of a package without a file
+        library.unlink()
+    with using_code_of(run):
+        assert build() == 1
+        keep_loaded(run, load(job), loaded())
+    (kept,) = [file for file in read_code(run).files if file.path == str(library)]
+    assert kept.found == "load"
+    library.write_text("WIDTH = 2\n")
+    assert [file.path for file in read_code(run).changed()] == [str(library)]
+    assert build() == 2

@@ -2,17 +2,21 @@
 
 import os
 import sys
+from math import inf
 from pathlib import Path
 
 import pytest
 from job_requests import wait_until
 
+from pipectl.capture import sources
+from pipectl.profile import Profile
 from pipectl.profiler import neighbours
 from pipectl.runs import list_runs, read_exit_code, read_metrics
 
 PATH = os.environ["PATH"]
 FILES = {
     "model.py": """\
+import sys
 from pathlib import Path
 
 import torch
@@ -28,7 +32,10 @@ def build():
 
 
 def data():
-    shift = float((Path(__file__).parent / "shift.txt").read_text())
+    sys.path.insert(0, str(Path(__file__).parent / "lib"))
+    from noise import level
+
+    shift = level + float((Path(__file__).parent / "shift.txt").read_text())
     x = torch.rand(16, 4, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, x.sum(1, keepdim=True) * scale() + shift)
 
@@ -39,12 +46,14 @@ def loss(outputs, targets):
     "targets.py": "def scale():\n    return 1.0\n",
     "nets/__init__.py": "",
     "nets/layers.py": "from torch.nn import Linear as Layer\n",
+    "lib/noise.py": "level = 0.0\n",
     "shift.txt": "0.5",
 }
 EDITS = [
     ("model.py", ".mean()", ".mean() * 1000"),
     ("targets.py", "1.0", "30.0"),
     ("nets/layers.py", "Linear", "Bilinear"),
+    ("lib/noise.py", "0.0", "40.0"),
 ]
 JOB = """\
 version: 1
@@ -82,6 +91,7 @@ def loss_after(run, steps):
 def test_a_job_trains_the_code_it_was_submitted_with(cli, place, monkeypatch, warm_python):
     monkeypatch.setenv("PATH", PATH)
     monkeypatch.setattr(sys, "executable", warm_python)
+    monkeypatch.setattr(sources, "_began_s", inf)  # its files are not made by this process
     monkeypatch.setattr(neighbours, "neighbour_count", lambda *_: 0)
     for name, text in FILES.items():
         (place / name).parent.mkdir(exist_ok=True)
@@ -91,6 +101,7 @@ def test_a_job_trains_the_code_it_was_submitted_with(cli, place, monkeypatch, wa
     assert submitted.code == 0, submitted.err
     edit()  # while it waits
     (run,) = list_runs(Path("runs"))
+    assert [file.path for file in Profile.load(run.profile).code] == [str(place / "lib/noise.py")]
     expected = loss_after(run, 2)
     assert expected < 10
     log = run.job_log.read_text()

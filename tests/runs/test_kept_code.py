@@ -1,21 +1,34 @@
 """The code that a run keeps: what is copied, what has changed, and what is refused."""
 
+import importlib
 import json
+import math
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pipectl import libraries
 from pipectl.batch import process
+from pipectl.capture import sources
 from pipectl.errors import DataFileError, SchedulerError
 from pipectl.jobs.environment import describe_environment, find_repository
-from pipectl.runs import RunDirectory, code
-from pipectl.runs.code import Code, keep, read_snapshot, using_code_of
-from pipectl.runs.kept_code import read_code
+from pipectl.runs import RunDirectory, code, project
+from pipectl.runs.code import (
+    Code,
+    keep,
+    keep_loaded,
+    loaded_here,
+    read_snapshot,
+    using_code_of,
+)
+from pipectl.runs.kept_code import read_code, without_copies
+from pipectl.runs.project import python_files
 from pipectl.spec import load, profile_key
-from pipectl.spec.code import is_source, read_source
+from pipectl.spec.code import Snapshot, is_source, read_source, using
 
 JOB = """\
 version: 1
@@ -135,6 +148,74 @@ def test_what_is_too_much_to_copy_is_watched(tmp_path, job, monkeypatch, name, v
     assert names(files, job) == {*COPIED, "net.json"}
     assert None in files.values()
     assert 0 < len([copy for copy in files.values() if copy]) < len(COPIED)
+
+
+def test_a_package_too_large_to_keep_is_compared_and_named_once(tmp_path, job, run, monkeypatch):
+    """As a checkout of a large library on PYTHONPATH, of which the job has loaded some files."""
+    package = tmp_path / "checkout/vast"
+    package.mkdir(parents=True)
+    for name in ("__init__", "one", "two", "three"):
+        (package / f"{name}.py").write_text("A = 1\n")
+    monkeypatch.setattr(libraries, "_MAX_FILES", 2)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(package.parent)])
+    monkeypatch.setattr(sources, "_began_s", math.inf)
+    sources.follow_imports()
+    for name in ("one", "two"):
+        importlib.import_module(f"vast.{name}")
+    loaded = [file for file in loaded_here() if file.package == str(package)]
+    assert [Path(file.path).stem for file in loaded] == ["__init__", "one", "two"]
+    keep_loaded(run, load(job), loaded)
+    assert read_code(run).changed() == []
+    for name in ("one", "two", "three"):
+        (package / f"{name}.py").write_text("A = 2\n")
+    changed = read_code(run).changed()
+    assert [Path(file.path).stem for file in changed] == ["one", "two"]
+    assert without_copies(changed) == [f"{package} (2 files)"]
+
+
+def test_a_directory_on_pythonpath_of_the_job_has_code_of_it(tmp_path, job):
+    more = tmp_path / "more"
+    more.mkdir()
+    (more / "extra.py").write_text("A = 1\n")
+    (job.parent / "helper.py").write_text("import extra\n")
+    keys = []
+    for directory in (more, tmp_path):
+        spec = load(job, [f"environment.variables.PYTHONPATH={directory}:lib"])
+        assert (more / "extra.py" in Code.of(spec).sources.contents) is (directory == more)
+        keys.append(profile_key(spec))
+    assert keys[0] != keys[1]
+
+
+def test_a_name_means_a_loaded_file_only_where_its_directory_comes_first(tmp_path):
+    """A variable of the environment may choose among directories."""
+    files = [tmp_path / name / "layers.py" for name in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("")
+    names = {"layers": (files[0],)}
+    with using(Snapshot({files[0]: b""}, names, frozenset({files[0]}))):
+        for search, found in (("ab", "a"), ("ba", None), ("b", None), ("ca", "a")):
+            places = [str(tmp_path / name) for name in search]
+            spec = sources._FINDER.find_spec("layers", places)
+            assert (spec and Path(spec.origin).parent.name) == found
+
+
+def test_the_python_files_of_a_project_are_found_near_ones_first(tmp_path, monkeypatch):
+    for name in (
+        "setup.py", "jobs/model.py", "lib/deep/a.py", "b.py", ".hidden/c.py", "venv/pyvenv.cfg",
+        "venv/d.py", "runs/1/code.json", "runs/1/code/e.py", "data/f.txt",
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def found():
+        return [str(path.relative_to(tmp_path)) for path in python_files([tmp_path / "jobs"])]
+
+    assert found() == ["b.py", "setup.py", "jobs/model.py", "lib/deep/a.py"]
+    monkeypatch.setattr(project, "_MAX_ENTRIES", 8)
+    assert found() == ["b.py", "setup.py"]
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert found() == ["jobs/model.py"]
 
 
 def damage(run):

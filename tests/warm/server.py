@@ -25,8 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pipectl.capture import sources
 from pipectl.jobs import profiles
 from pipectl.link import RowTimes
+from pipectl.spec import code
 
 LOADED = [
     *("pipectl.cli", "pipectl.jobs.in_job", "pipectl.jobs.planning", "pipectl.jobs.prepare"),
@@ -46,6 +48,9 @@ def load(*modules: str) -> None:
     for name in modules:
         importlib.import_module(name)
     del sys.path[1]
+    # No user's code has run here yet.
+    vars(sources)["_began_s"] = None
+    vars(code)["_loaded"].clear()
     gc.freeze()  # what is loaded is shared with the forks for as long as nobody writes to it
 
 

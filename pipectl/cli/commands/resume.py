@@ -12,7 +12,7 @@ from pipectl.cli.console import note, say, short_path, warn
 from pipectl.cli.submission import describe_job, print_and_follow, print_notes, print_plan
 from pipectl.jobs.resume import resume
 from pipectl.runs import RunDirectory, find_run, last_checkpoint, step_of
-from pipectl.runs.kept_code import read_code
+from pipectl.runs.kept_code import read_code, without_copies
 
 
 def command(
@@ -60,10 +60,11 @@ def _note_changes(run: RunDirectory, files: Sequence[str], *, has_own_code: bool
     kept = read_code(run)
     copied = {file.path for file in kept.files if file.copy} if kept else set()
     for path in files:
-        short = short_path(Path(path))
         if path in copied:
+            short = short_path(Path(path))
             note(f"{short} has changed since the submission; the run goes on with its own copy")
-        else:
-            warn(f"{short} has changed since the submission, and the run has no copy of it")
+    for name in without_copies(file for file in kept.files if file.path in files) if kept else ():
+        short = short_path(Path(name))
+        warn(f"{short} has changed since the submission, and the run has no copy of it")
     if any(path in copied for path in files):
         note("to take the code as it is now: pipectl resume --with-changed-code")

@@ -1,0 +1,58 @@
+"""The Python files around a job's code: what it may load by itself, by names that it computes."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
+"""What the outermost directory of a project has."""
+_NOT_OURS = {"pyvenv.cfg", "conda-meta", "code.json"}
+"""What environments and run directories have."""
+_SKIPPED = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
+_MAX_ENTRIES = 10_000
+"""That are looked at: there may be data beside the code."""
+
+
+def python_files(directories: Iterable[Path]) -> Iterator[Path]:
+    """Yield the Python files of the projects that some directories are in, near ones first.
+
+    Environments, hidden directories and links to directories are left out.
+    """
+    left, seen = _MAX_ENTRIES, set[Path]()
+    home = Path.home()
+    waiting = deque(dict.fromkeys(map(_project_of, directories)))
+    while waiting and left > 0:
+        directory = waiting.popleft()
+        if directory in seen:
+            continue
+        seen.add(directory)
+        try:
+            with os.scandir(directory) as every:
+                entries = sorted(islice(every, left), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        left -= len(entries)
+        if not _NOT_OURS.isdisjoint(entry.name for entry in entries):
+            continue
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name in _SKIPPED:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                waiting.extend([Path(entry.path)] if directory != home else [])
+            elif entry.name.endswith(".py") and entry.is_file():
+                yield Path(entry.path)
+
+
+def _project_of(directory: Path) -> Path:
+    """The nearest directory around a directory that is marked as a project; else itself."""
+    home = Path.home()
+    for place in (directory, *directory.parents):
+        if place in (home, place.parent):
+            break
+        if any((place / mark).exists() for mark in _MARKS):
+            return place
+    return directory
