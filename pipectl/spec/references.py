@@ -14,9 +14,10 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import decode_source, find_spec
 from pathlib import Path
@@ -373,6 +374,63 @@ def _fault_of_module(reference: Reference) -> str:
     return f"no module {top!r} is installed, and there is none next to the job file"
 
 
+_Maker = tuple[ast.arguments, int]
+"""Arguments of a function or constructor, and how many of them Python gives."""
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What the text of a module says of its names.
+
+    Args:
+        names: those that it may define itself; None if this is only known at run time.
+        bound: for each name, and for ``*``, the import, function or class that binds it; None if
+            there are several, or something else does.
+        stars: its ``from ... import *``.
+    """
+
+    names: frozenset[str] | None
+    bound: Mapping[str, ast.ImportFrom | _Maker | None]
+    stars: tuple[ast.ImportFrom, ...]
+
+    @staticmethod
+    @lru_cache(maxsize=64)  # those of torch have thousands of lines, and most jobs name several
+    def of(content: bytes, file: str) -> _Text:
+        """Parse the content of a file. Raises a SyntaxError or a ValueError if it is not Python."""
+        code = decode_source(content)
+        tree = ast.parse(code, file)
+        names = frozenset(symtable(code, file, "exec").get_identifiers())
+        at_run_time = not names.isdisjoint(_BINDERS)
+        binders: dict[str, list[ast.AST]] = {}
+        for node in ast.walk(tree):
+            at_run_time = at_run_time or isinstance(node, ast.Global) or _is_modules(node)
+            for name in {*_bound_by(node)}:
+                binders.setdefault(name, []).append(node)
+        top = {id(node) for node in tree.body}
+        bound = {
+            name: _binder(nodes[0]) if len(nodes) == 1 and id(nodes[0]) in top else None
+            for name, nodes in binders.items()
+        }
+        stars = [node for node in binders.get("*", ()) if isinstance(node, ast.ImportFrom)]
+        return _Text(None if at_run_time else names, bound, tuple(stars))
+
+
+def _binder(node: ast.AST) -> ast.ImportFrom | _Maker | None:
+    """A statement as :class:`_Text` keeps it, which has no bodies of functions."""
+    if isinstance(node, ast.ImportFrom):
+        return node
+    given = 0
+    if isinstance(node, ast.ClassDef):
+        functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+        makers = [each for each in functions if each.name in ("__init__", "__new__")]
+        if node.decorator_list or node.keywords or [each.name for each in makers] != _INIT:
+            return None
+        node, given = makers[0], 1
+    if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+        return None
+    return node.args, given
+
+
 @dataclass(frozen=True)
 class _Module:
     """The source of a module.
@@ -383,8 +441,7 @@ class _Module:
     """
 
     file: Path
-    code: str
-    tree: ast.Module
+    text: _Text
     search: tuple[str, ...]
     depth: int = 0
 
@@ -394,8 +451,7 @@ class _Module:
         if file is None or file.suffix != ".py" or depth > _MAX_DEPTH:
             return None
         try:
-            code = decode_source(read_source(file))
-            return cls(file, code, ast.parse(code, str(file)), search, depth)
+            return cls(file, _Text.of(read_source(file), str(file)), search, depth)
         except SyntaxError:
             raise
         except _UNPARSABLE:
@@ -403,18 +459,15 @@ class _Module:
 
     def names(self) -> set[str] | None:
         """The names that it may define; None if this is only known at run time."""
-        names = set(symtable(self.code, str(self.file), "exec").get_identifiers())
-        if not names.isdisjoint(_BINDERS):
+        if self.text.names is None:
             return None
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Global) or _is_modules(node):
+        names = {*self.text.names}
+        for node in self.text.stars:
+            module = self._imported(node)
+            more = None if module is None else module.names()
+            if more is None:
                 return None
-            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-                module = self._imported(node)
-                more = None if module is None else module.names()
-                if more is None:
-                    return None
-                names |= more
+            names |= more
         return names
 
     def parameters(self, name: str, positional: int) -> dict[str, bool] | None:
@@ -428,27 +481,15 @@ class _Module:
     def signature(self, name: str, positional: int) -> tuple[ast.arguments, int] | None:
         """The arguments of a function or constructor, and how many of them are not given by name;
         None if this is only known at run time."""
-        binders = [node for node in ast.walk(self.tree) if name in _bound_by(node)]
-        if not binders:
-            binders = [node for node in ast.walk(self.tree) if "*" in _bound_by(node)]
-        node = binders[0] if len(binders) == 1 else None
-        if node not in self.tree.body:
-            return None
-        if isinstance(node, ast.ImportFrom):
-            module = self._imported(node)
-            alias = next(each for each in node.names if (each.asname or each.name) in (name, "*"))
+        bound = self.text.bound
+        found = bound[name] if name in bound else bound.get("*")
+        if isinstance(found, ast.ImportFrom):
+            module = self._imported(found)
+            aliases = found.names
+            alias = next(each for each in aliases if (each.asname or each.name) in (name, "*"))
             inner = name if alias.name == "*" else alias.name
             return None if module is None else module.signature(inner, positional)
-        skipped = positional
-        if isinstance(node, ast.ClassDef):
-            functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-            makers = [each for each in functions if each.name in ("__init__", "__new__")]
-            if node.decorator_list or node.keywords or [each.name for each in makers] != _INIT:
-                return None
-            node, skipped = makers[0], positional + 1
-        if not isinstance(node, ast.FunctionDef) or node.decorator_list:
-            return None
-        return node.args, skipped
+        return None if found is None else (found[0], found[1] + positional)
 
     def _imported(self, node: ast.ImportFrom) -> _Module | None:
         """The module that a statement imports from; None if it cannot be read."""
