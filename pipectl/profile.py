@@ -30,6 +30,11 @@ from pipectl.fields import (
 from pipectl.graph import topological_order
 from pipectl.link import RowTimes
 
+SEEDED_CURE = (
+    "draw initial values by functions of torch, numpy or random, which training.seed seeds, or "
+    "load them (model.weights)"
+)
+"""For a model with other initial values each time it is built."""
 _HEAP_SHARE = 0.15
 """Measured with glibc 2.36 on ResNet-18, ViT-B/16 and GPTs: 1% to 35% of what a step allocates,
 without the memory that predictions count too much for MPI and the watcher."""
@@ -403,6 +408,8 @@ class Profile(DataFile):
         uneven_metrics: metrics that are functions and no means over samples, although they are
             averaged.
         code: files that the model and the data have loaded, and that no import names.
+        redrawn: a parameter or buffer that has another initial value each time the model is built;
+            null if none was found.
     """
 
     cure: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"
@@ -435,6 +442,7 @@ class Profile(DataFile):
     shared_samples: tuple[tuple[int, int], ...] = ()
     uneven_metrics: tuple[str, ...] = ()
     code: tuple[LoadedFile, ...] = ()
+    redrawn: str | None = None
 
     def batches(self, batch_size: int, *, drop_last: bool) -> tuple[int, ...]:
         """Return the different sizes of the batches of an epoch, largest first.

@@ -1,4 +1,4 @@
-"""Checksums of samples, by which processes compare what each of them has read."""
+"""Checksums of samples and weights, by which processes compare what each of them has."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _MAX_HELD_OUT, _MAX_TRAINED, _PATIENCE_S = 64, 10_000, 0.5
 """Samples of each dataset that are compared with each other, and for how long."""
 _DISTINCT = 0.9
 """Share of samples that differ from all others, unless data have few values."""
+_WORD = 8
 Digests = npt.NDArray[np.uint32]
 """One per sample."""
 
@@ -59,6 +60,16 @@ def digests_of(batch: Any, samples: int) -> Digests:
         elif isinstance(leaf, int | float):
             common = crc32(f"{name} {leaf!r}".encode(), common)
     return np.array(digests, dtype=np.uint32) ^ np.uint32(common)
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits, read as integers, modulo 2 ** 64."""
+    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % _WORD:
+        octets = octets.clone()
+    words = octets.numel() // _WORD * _WORD
+    total = int(octets[:words].view(torch.int64).sum()) + int(octets[words:].sum())
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def _name(leaf: tuple[str, Any]) -> str:

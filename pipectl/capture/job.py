@@ -73,21 +73,13 @@ class CapturedJob:
 
     def __init__(self, spec: JobSpec, notify: Notify = lambda _: None) -> None:
         self.spec = spec
-        seed_everything(spec.training.seed)
         path, per_rank = spec.model.weights, spec.model.materialize == "per_rank"
         self._weights = None if path is None else Weights(Path(path))
         self._deferred = Deferred(spec.training.seed) if per_rank else None
-        factory, name = self.find(spec.model), spec.model.factory
-
-        def build() -> nn.Module:
-            return as_module(
-                factories.call(factory, f"model.factory: {name}", **spec.model.kwargs), name
-            )
-
-        model = build() if self._deferred is None else self._deferred.build(build)
+        model = build_model(spec, self._deferred)
         loss = None if spec.loss.factory == "model" else self._bound(spec.loss, "loss")
         self.step = Step(model, loss, with_outputs=False)
-        refuse_parts(self.step, name)
+        refuse_parts(self.step, spec.model.factory)
         refuse_parameter_hooks(self.step.named_parameters())
         self.loader = training_loader(spec)
         self.states: dict[str, Tensor] = {
@@ -432,6 +424,23 @@ class CapturedJob:
             cure="let the model compute the same for every length: with sizes from the shapes of "
             "its inputs, and without an if on them",
         )
+
+
+def build_model(spec: JobSpec, deferred: Deferred | None = None) -> nn.Module:
+    """Return the model of a job, with the initial values that its seed gives it.
+
+    Raises:
+        CaptureError: see :class:`CapturedJob`.
+    """
+    seed_everything(spec.training.seed)
+    factory, name = factories.find(spec.model.factory), spec.model.factory
+
+    def build() -> nn.Module:
+        return as_module(
+            factories.call(factory, f"model.factory: {name}", **spec.model.kwargs), name
+        )
+
+    return build() if deferred is None else deferred.build(build)
 
 
 @contextmanager

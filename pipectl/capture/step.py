@@ -35,6 +35,11 @@ def in_model(name: str) -> bool:
     return name.startswith(_WITHIN)
 
 
+def in_step(name: str) -> str:
+    """Return the name in the step of a parameter, buffer or submodule of the user's model."""
+    return f"{_WITHIN}{name}"
+
+
 def own_name(name: str) -> str:
     """Return the name in the user's model."""
     return name.removeprefix(_WITHIN)

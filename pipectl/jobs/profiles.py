@@ -45,7 +45,7 @@ from pipectl.files import (
 from pipectl.jobs.prepare import UNKNOWN_ROWS, is_fresh
 from pipectl.jobs.variables import variables_set
 from pipectl.link import RowTimes
-from pipectl.profile import MeasuredOn, Profile
+from pipectl.profile import SEEDED_CURE, MeasuredOn, Profile
 from pipectl.spec import evaluation_key, profile_key
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 from pipectl.units import shorten
@@ -189,8 +189,26 @@ def _hash_of_measuring_code() -> str:
 
 def warnings_of(spec: JobSpec, profile: Profile) -> list[str]:
     """What a plan can change in the results of training, and held-out data that are trained on."""
-    say = (coupling_warning, replicas_warning, loss_warning, sharing_warning, metrics_warning)
+    say = (
+        coupling_warning,
+        replicas_warning,
+        loss_warning,
+        sharing_warning,
+        metrics_warning,
+        redrawing_warning,
+    )
     return [text for text in (each(spec, profile) for each in say) if text]
+
+
+def redrawing_warning(_: JobSpec, profile: Profile) -> str:
+    """A warning if initial weights are others each time; empty if they are not."""
+    if profile.redrawn is None:
+        return ""
+    return (
+        f"model: {profile.redrawn!r} has another initial value each time the model is built (by a "
+        "generator of its own, os.urandom or the time?), so no training can be repeated, and ranks "
+        f"that each hold it do not start: {SEEDED_CURE}"
+    )
 
 
 def sharing_warning(spec: JobSpec, profile: Profile) -> str:

@@ -31,7 +31,7 @@ from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit
 from pipectl.jobs.variables import variables_set
 from pipectl.plan import Plan
-from pipectl.profile import Readings
+from pipectl.profile import SEEDED_CURE, Readings
 from pipectl.runs import RunDirectory
 from pipectl.spec import dump, load
 from pipectl.spec.models import Optimizer
@@ -114,15 +114,7 @@ def verify(
         from pipectl.runtime.compare import Trained, compare
         from pipectl.runtime.plain import FirstWeights
 
-        readings = None if pipeline.profile is None else pipeline.profile.readings
-        if readings is Readings.EACH:
-            raise UsageError(
-                "verify: the data give other samples each time they are read (drawn by a generator "
-                "of their own?), so no two trainings have the same",
-                cure="let samples depend only on their index and on the generators of random, "
-                "numpy and torch, which are seeded before each; the job itself runs: one rank "
-                "reads its data (data.read)",
-            )
+        refuse_unrepeatable(pipeline.profile)
         traits = find_traits(spec, plan.micro_batch_size)
         reference = choose_reference(spec, plan, pipeline.profile, traits, two_plans=two_plans)
         notes, tolerance = expect(spec, traits, plan, reference.reason)
@@ -161,6 +153,28 @@ def verify(
         )
         notes = (*notes, *differing(plan, pipeline.profile, comparison))
         return describe(plan, comparison, reference, notes, tolerance)
+
+
+def refuse_unrepeatable(profile: Profile | None) -> None:
+    """Raise if no two trainings of a job are alike.
+
+    Raises:
+        UsageError: saying why, and what to do.
+    """
+    if profile is not None and profile.readings is Readings.EACH:
+        raise UsageError(
+            "verify: the data give other samples each time they are read (drawn by a generator "
+            "of their own?), so no two trainings have the same",
+            cure="let samples depend only on their index and on the generators of random, "
+            "numpy and torch, which are seeded before each; the job itself runs: one rank "
+            "reads its data (data.read)",
+        )
+    if profile is not None and profile.redrawn is not None:
+        raise UsageError(
+            f"verify: {profile.redrawn!r} has another initial value each time the model is built, "
+            "so no two trainings begin alike",
+            cure=SEEDED_CURE,
+        )
 
 
 def _notes_of(profile: Profile | None, plan: Plan) -> list[str]:

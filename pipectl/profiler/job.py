@@ -30,7 +30,12 @@ from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours
 from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
-from pipectl.profiler.readings import NOTES, find_shared_samples, other_reader
+from pipectl.profiler.readings import (
+    NOTES,
+    find_redrawn,
+    find_shared_samples,
+    other_reader,
+)
 from pipectl.profiler.trial import try_job, try_metrics
 from pipectl.runs.code import Code, loaded_here
 from pipectl.runtime.device import (
@@ -105,6 +110,7 @@ def profile_job(
         sizes = sizes_from(sizes, smallest)
         job.check_shapes(sizes[0])
         readings = other.compare(job)
+        redrawn = find_redrawn(job, sizes[0])
         journal = Journal() if journal is None else journal  # an empty one counts as false
         notify("trying what else the job needs")
         try_job(job, sizes[0], device.torch_device)
@@ -134,6 +140,7 @@ def profile_job(
         return replace(
             profile,
             readings=readings,
+            redrawn=redrawn,
             smallest=SmallestMicroBatch(smallest, reason) if reason else None,
             epoch=job.loader.counts,
             halved_loss=None if isinstance(loss, str) else loss,

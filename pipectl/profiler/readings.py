@@ -1,4 +1,6 @@
-"""Whether the samples of a job are the same at every reading, and in every process."""
+"""Whether the samples of a job are the same at every reading and in every process, and its initial
+weights each time the model is built.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
-from pipectl.capture.digests import sample_digests, shared_samples
-from pipectl.capture.job import CapturedJob, evaluation_loader, training_loader
+import psutil
+import torch
+from torch import Tensor
+
+from pipectl.capture.digests import checksum, sample_digests, shared_samples
+from pipectl.capture.job import CapturedJob, build_model, evaluation_loader, training_loader
+from pipectl.capture.step import in_step
+from pipectl.capture.tensors import is_deferred
 from pipectl.errors import PipectlError
 from pipectl.hash_seed import VARIABLE
 from pipectl.profile import Readings
@@ -19,6 +27,8 @@ from pipectl.spec.code import Snapshot, active, using
 
 _OTHER_SEEDS = ("1", "2")
 _PATIENCE_S = 60.0
+_MEMORY_SHARE = 0.25
+"""Of the free memory, for a second model."""
 NOTES = {
     Readings.BY_PROCESS: "samples differ from process to process (numbered in the order of a set, "
     "or drawn by a generator of its own?): one rank reads them for all (data.read)",
@@ -58,6 +68,38 @@ def find_shared_samples(job: CapturedJob) -> tuple[tuple[int, int], ...]:
         with suppress(Exception):  # what cannot be read tells nothing
             return tuple(shared_samples(job.loader, held_out))
     return ()
+
+
+def find_redrawn(job: CapturedJob, size: int) -> str | None:
+    """Return the first parameter or buffer that has another initial value when the model is built
+    again; None if there is none, or if it is not known.
+
+    Buffers that forwards write may begin with anything, and do not count.
+
+    Args:
+        job: nothing has changed its parameters and buffers yet.
+        size: of a micro-batch.
+    """
+    graph, states = job.training_graph(size), job.states
+    read = {state.name for place, state in graph.states.items() if graph.users.get(place)}
+    size_bytes = sum(tensor.nbytes for tensor in states.values())
+    if (
+        job.spec.model.weights is not None
+        or any(map(is_deferred, states.values()))
+        or size_bytes > _MEMORY_SHARE * psutil.virtual_memory().available
+    ):
+        return None
+    with suppress(Exception), torch.random.fork_rng(devices=[]):  # it may be built only once
+        model = build_model(job.spec)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            is_read = in_step(name) in read - graph.written_buffers
+            if is_read and not _is_equal(states[in_step(name)], tensor):
+                return name
+    return None
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and checksum(one) == checksum(other)
 
 
 @contextmanager

@@ -14,12 +14,15 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from mpi4py import MPI
+from torch import Tensor
 
 from pipectl import __version__
 from pipectl.capture import CapturedJob
+from pipectl.capture.digests import checksum
+from pipectl.capture.step import own_name
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan
-from pipectl.profile import Profile
+from pipectl.profile import SEEDED_CURE, Profile
 from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.waiting import gather_all, waiting
 from pipectl.schedule import program_hash
@@ -187,6 +190,28 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
             f"ranks and plan.json: {difference}",
             cure="check that all nodes see the same files and package versions",
         )
+
+
+def check_initial(communicator: MPI.Comm, values: Mapping[str, Tensor]) -> None:
+    """Compare the initial values of parameters and buffers that several ranks hold. Collective.
+
+    Args:
+        values: those of this rank, by full name.
+
+    Raises:
+        MismatchError: on all ranks, naming the first that differs and two ranks.
+    """
+    mine = {name: checksum(tensor) for name, tensor in values.items()}
+    first: dict[str, tuple[int, int]] = {}
+    for rank, found in enumerate(gather_all(communicator, mine)):
+        for name, digest in found.items():
+            other, known = first.setdefault(name, (rank, digest))
+            if digest != known:
+                raise MismatchError(
+                    f"model: the initial value of {own_name(name)!r} is another on rank {rank} "
+                    f"than on rank {other}, which both hold it",
+                    cure=SEEDED_CURE,
+                )
 
 
 def _comparable(answer: object) -> Identity:

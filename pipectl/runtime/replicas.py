@@ -15,6 +15,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from pipectl.capture.digests import checksum
 from pipectl.capture.step import own_name
 from pipectl.errors import WorkerError
 from pipectl.graph import owners_of
@@ -25,8 +26,6 @@ from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import parts_of
 from pipectl.runtime.transport import Progress, Wire
 from pipectl.runtime.waiting import barrier, wait
-
-_WORD = 8
 
 
 class Replicas:
@@ -177,16 +176,6 @@ def check_alike(
             "were compared too",
         )
     barrier(group)
-
-
-def checksum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits, read as integers, modulo 2 ** 64."""
-    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if octets.storage_offset() % _WORD:
-        octets = octets.clone()
-    words = octets.numel() // _WORD * _WORD
-    total = int(octets[:words].view(torch.int64).sum()) + int(octets[words:].sum())
-    return (total + 2**63) % 2**64 - 2**63
 
 
 def odd_ones_out(values: Sequence[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from pipectl.capture.slices import Rows
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Replication
+from pipectl.runtime.agreement import check_initial
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.device import Device
 from pipectl.runtime.division import Batches, Division
@@ -71,10 +72,15 @@ class Setup:
         self.board = board
         self._division = Division.of(job, plan, communicator)
         cuts = self._cuts()
-        saved, names = self._places(cuts)
+        stages_of = _stages_of_states(cuts)
+        written = _written_buffers(cuts, training=False) | _written_buffers(cuts, training=True)
+        saved, names = self._places(stages_of)
         job.materialize(names)
         if stored is not None:
             stored.restore_states({name: job.states[name] for name in names})
+        else:
+            several = self._held_by_several(stages_of) - written  # these may begin with anything
+            check_initial(communicator, {n: job.states[n] for n in names if n in several})
         self._mover = mover_of(plan, communicator.rank, device.torch_device, offload_directory())
         has_backward_ranks = any(stage.backward_ranks for stage in plan.stages)
         own = communicator.Dup() if has_backward_ranks else communicator  # MPI has few thousand
@@ -92,7 +98,6 @@ class Setup:
         board.phase("connecting to the other ranks")
         barrier(communicator)  # ranks that made more weights arrive later; MPI would spin
         cut = cuts[True, self._division.planned]
-        written = _written_buffers(cuts, training=False) | _written_buffers(cuts, training=True)
         buffers = {n: t for stage in self.stages.values() for n, t in stage.buffers.items()}
         self.written = {name: tensor for name, tensor in buffers.items() if name in written}
         self.replicas = Replicas(communicator, plan, self.stages, device, self._progress, written)
@@ -209,17 +214,21 @@ class Setup:
         reductions = self.replicas.reductions
         return Engine(self.stages, cut, transport, self.device, self.board, reductions, graphs)
 
-    def _places(self, cuts: Mapping[Key, Cut]) -> tuple[set[str], list[str]]:
+    def _held_by_several(self, stages_of: Mapping[str, Container[int]]) -> set[str]:
+        """The states that several ranks hold: replicas, or stages that use the same."""
+        ranks_of: dict[str, set[int]] = {}
+        for name, users in stages_of.items():
+            for index, stage in enumerate(self.plan.stages):
+                if index in users:
+                    ranks_of.setdefault(name, set()).update(stage.ranks, stage.updating_ranks)
+        return {name for name, ranks in ranks_of.items() if len(ranks) > 1}
+
+    def _places(self, stages_of: Mapping[str, Collection[int]]) -> tuple[set[str], list[str]]:
         """The states that this rank saves unless they are sharded, and those that it holds.
 
         Parameters are saved on the rank that updates them, buffers on the rank whose forwards write
         them: that of the lowest stage that uses them; unused ones are saved by the first.
         """
-        stages_of: dict[str, set[int]] = {}
-        for cut in cuts.values():
-            for placeholder, state in cut.graph.states.items():
-                users = cut.graph.users.get(placeholder, ())
-                stages_of.setdefault(state.name, set()).update(cut.stage_of[u] for u in users)
         stages = self.plan.stages
         ranks = {
             True: [stage.updating_ranks[0] for stage in stages],
@@ -231,7 +240,7 @@ class Setup:
             for name, tensor in self.job.states.items()
             if ranks[isinstance(tensor, nn.Parameter)][min(stages_of.get(name) or (0,))] == me
         }
-        held = saved | {n for n, stages in stages_of.items() if not stages.isdisjoint(mine)}
+        held = saved | {n for n, users in stages_of.items() if not set(mine).isdisjoint(users)}
         return saved, [name for name in self.job.states if name in held]
 
     def _release(self) -> None:
@@ -240,6 +249,16 @@ class Setup:
         for name, tensor in self.job.states.items():
             if name not in mine and name not in self.saved and not is_deferred(tensor):
                 tensor.data = tensor.data.new_empty(0)
+
+
+def _stages_of_states(cuts: Mapping[Key, Cut]) -> dict[str, set[int]]:
+    """The stages that use each parameter and buffer, by full name."""
+    stages_of: dict[str, set[int]] = {}
+    for cut in cuts.values():
+        for placeholder, state in cut.graph.states.items():
+            users = cut.graph.users.get(placeholder, ())
+            stages_of.setdefault(state.name, set()).update(cut.stage_of[u] for u in users)
+    return stages_of
 
 
 def _written_buffers(cuts: Mapping[Key, Cut], *, training: bool) -> set[str]:

@@ -23,10 +23,13 @@ from pipectl.jobs.profiles import (
     metrics_warning,
     replicas_warning,
     sharing_warning,
+    warnings_of,
 )
+from pipectl.jobs.verify import refuse_unrepeatable
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
+from pipectl.profile import Readings
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
 from pipectl.spec import SpecFile, evaluation_key, load, plan_key, profile_key
@@ -170,6 +173,19 @@ def test_what_was_found_in_an_evaluation_is_not_said_of_another(write_job, profi
     ):
         assert warn(spec, tried).startswith(words)
         assert warn(other, tried) == warn(spec, profile) == ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [({"readings": Readings.EACH}, "other samples each time"), ({"redrawn": "a.b"}, "'a.b' has ")],
+)
+def test_what_can_never_be_repeated_is_not_verified(write_job, profile, fault, words):
+    refuse_unrepeatable(profile)
+    unrepeatable = replace(profile, **fault)
+    with pytest.raises(UsageError, match=words):
+        refuse_unrepeatable(unrepeatable)
+    warnings = warnings_of(load(write_job(), check_files=False), unrepeatable)
+    assert any(words in text for text in warnings) == ("redrawn" in fault)
 
 
 def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline):

@@ -12,7 +12,7 @@ import torch
 
 from pipectl.capture import CapturedJob
 from pipectl.profile import Readings
-from pipectl.profiler.readings import find_shared_samples, other_reader
+from pipectl.profiler.readings import find_redrawn, find_shared_samples, other_reader
 
 ODD = Path(__file__).parents[1] / "runtime" / "odd_data.py"
 SHARED = Path(__file__).with_name("held_out.py")
@@ -37,6 +37,12 @@ def test_a_second_process_reads_the_same_samples(
     spec = spec_maker(ODD)("Copy", loss="torch.nn:MSELoss", data=data, **sections)
     with other_reader(spec) as other:
         assert other.compare(CapturedJob(spec)) is READINGS[data, held_out]
+
+
+@pytest.mark.parametrize(("seed", "name"), [(None, "second.weight"), (1, None)])
+def test_initial_values_that_no_seed_gives_are_found(spec_of, seed: int | None, name: str) -> None:
+    spec = spec_of("Drawn", kwargs={"seed": seed})
+    assert find_redrawn(CapturedJob(spec), 4) == name
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,17 @@ def deeper() -> None:
     CapturedJob.__init__ = build
 
 
+def reseeded() -> None:
+    """A factory that draws other initial values."""
+    built = CapturedJob.__init__
+
+    def build(self: CapturedJob, spec: Any) -> None:
+        training = spec.training.model_copy(update={"seed": 99})
+        built(self, spec.model_copy(update={"training": training}))
+
+    CapturedJob.__init__ = build
+
+
 def accelerator() -> None:
     """As torch would name one; nothing is computed on it before the ranks have agreed."""
     torch.accelerator.is_available = lambda: True

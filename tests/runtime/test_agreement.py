@@ -61,6 +61,12 @@ def test_what_differs_is_named_with_both_sides_before_training(make_run, launch)
     replace(plan, stages=(less, more)).save(theirs.plan)
     theirs.job.write_text(job.replace("steps: 5", "steps: 6"))
     refused(" has another job.yaml; another plan.json, as rank 0 on ")
+    runs = (make_run(2, pipeline={"micro_batches": 2, "stages": 1, "replicas": 2}),)
+    refused(
+        "model: the initial value of 'layers.0.0.weight' is another on rank 1 than on rank 0, "
+        "which both hold it",
+        "reseeded",
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from pipectl.capture.digests import checksum
 from pipectl.cluster import assumed_cluster
 from pipectl.link import Link
 from pipectl.plan import Stage, StageCost
 from pipectl.runs import read_errors, read_metrics
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.reduction import Bucket, StageReduction
-from pipectl.runtime.replicas import agree, checksum
+from pipectl.runtime.replicas import agree
 from pipectl.runtime.transport import Progress, Wire
 from pipectl.simulate.network import reduction_s
 
