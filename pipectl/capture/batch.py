@@ -45,7 +45,7 @@ def split_sample(batch: Any) -> tuple[Any, Any]:
         f"data: a sample must be (inputs, targets) or a mapping, not a {kind}",
         cure="let the dataset return pairs: several inputs as a mapping, which gives the model "
         'keyword arguments, and several targets in a tuple or mapping: ({"a": ..., "b": ...}, '
-        "(targets, weights))",
+        "(targets, weights)); a collate_fn returns such a pair of tensors for all its samples",
     )
 
 
@@ -60,7 +60,8 @@ def check_samples(inputs: Any, targets: Any, size: int) -> None:
         if leaf.dim() == 0 or leaf.shape[0] != size:
             raise CaptureError(
                 f"data: a batch of {size} samples has a tensor of shape {list(leaf.shape)}",
-                cure="the first dimension of every tensor must be the batch",
+                cure="the first dimension of every tensor must be the batch: a collate_fn that "
+                "gives lists of samples is to torch.stack them",
             )
 
 

@@ -37,6 +37,8 @@ _IN_PROCESS = re.compile(r"Caught \S+ in DataLoader worker process \d+\.\n")
 _AFTER_FRAMES = re.compile(r"\n[ \t].*\n(?=\S)")
 _PROCESS_ENDED = "DataLoader worker (pid"
 """How torch's errors of loading processes begin, and the end of the tracebacks in them."""
+_ITERATORS = ("builtins", "itertools")
+"""Modules of what goes through something once: generators, map, zip and the like."""
 
 
 def micro_batches_of(samples: int, micro_batch_size: int) -> list[range]:
@@ -361,7 +363,9 @@ class Loader:
         except Exception as error:
             raise CaptureError(
                 f"data: samples cannot be collated into a batch: {type(error).__name__}: {error}",
-                cure="make samples of equal shape, name lengths to pad them to under data.buckets, "
+                cure="return a tensor in place of None, such as torch.zeros(()) as a target"
+                if "NoneType" in str(error)
+                else "make samples of equal shape, name lengths to pad them to under data.buckets, "
                 "or give the dataset a collate_fn",
             ) from error
 
@@ -474,10 +478,21 @@ def check_dataset(dataset: Any, key: str, factory: str) -> None:
         )
     elif tensors and all(isinstance(item, Tensor) for item in tensors):
         cure = "return torch.utils.data.TensorDataset(inputs, targets)"
+    elif tensors and all(isinstance(item, np.ndarray) for item in tensors):
+        arrays = "torch.from_numpy(inputs), torch.from_numpy(targets)"
+        cure = f"return torch.utils.data.TensorDataset({arrays})"
+    elif isinstance(dataset, Mapping) and 0 not in dataset:
+        cure = f"return one dataset, such as that of {next(iter(dataset), 'train')!r}; for several "
+        cure += "tensors, torch.utils.data.TensorDataset(inputs, targets)"
+    elif isinstance(dataset, Iterator) and type(dataset).__module__ in _ITERATORS:
+        cure = "it can be read only once, and every rank, epoch and profile reads from the "
+        cure += "beginning: return a list, or an object whose __iter__ starts anew each time"
     elif not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         cure = "return an object with __len__ and __getitem__, or with __iter__"
     else:
         return
     kind = type(dataset).__name__
-    what = f"{kind} of tensors" if isinstance(dataset, tuple | list) else kind
+    what = kind
+    if isinstance(dataset, tuple | list):
+        what += " of tensors" if isinstance(tensors[0], Tensor) else " of arrays"
     raise CaptureError(f"{key}.factory: {factory} returned a {what}, not a dataset", cure=cure)

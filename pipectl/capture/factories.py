@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,20 @@ from pipectl.units import did_you_mean
 
 _USER = "pipectl_user_"
 """Begins the names of modules that are imported from files."""
+_KNOWN = {
+    r"compiled with CUDA|(No|no) (CUDA|HIP)|NVIDIA driver|invalid device ordinal|same device": (
+        "leave .cuda() and .to(device) out of the model, the loss and the data: pipectl moves them "
+        "to the accelerators of the job (resources.gpus_per_node)"
+    ),
+    r"process group|init_process_group": "leave torch.distributed and DistributedDataParallel out: "
+    "pipectl starts the ranks, divides batches and adds gradients",
+    r"FileNotFoundError|No such file": "pass the path in the kwargs, where ./ is relative to the "
+    "job file, or build it from Path(__file__).parent: ranks run in the run directory, so other "
+    "relative paths mean something else there",
+    r"SystemExit: 2$": "a module that reads the command line when it is imported cannot be a part "
+    'of a job: put that below if __name__ == "__main__":',
+}
+"""What to do about errors of the user's code that many make, by words of them."""
 
 
 def find(factory: str) -> Callable[..., Any]:
@@ -60,6 +75,12 @@ def find(factory: str) -> Callable[..., Any]:
     return target  # type: ignore[no-any-return]
 
 
+def known_cure(error: BaseException) -> str | None:
+    """Return what to do about an error of the user's code, if many make it."""
+    text = f"{type(error).__name__}: {error}"
+    return next((cure for words, cure in _KNOWN.items() if re.search(words, text)), None)
+
+
 def call(function: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call user code; an exception becomes an error that names file and line.
 
@@ -77,10 +98,22 @@ def call(function: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) 
         place = user_line(error.__traceback__)
         _, is_factory, target = name.rpartition(".factory: ")
         what = f"call {target} in a Python shell with the kwargs of the job"
+        shell = f"{what if is_factory else 'run it in a Python shell'} to see the whole error"
         raise CaptureError(
-            f"{name}: raised {type(error).__name__}: {error}{place}",
-            cure=f"{what if is_factory else 'run it in a Python shell'} to see the whole error",
+            f"{name}: raised {type(error).__name__}: {error}{place}{_mistyped(error, kwargs)}",
+            cure=known_cure(error) or shell,
         ) from error
+
+
+def _mistyped(error: BaseException, kwargs: Mapping[str, Any]) -> str:
+    """Return which arguments have a type that a TypeError names, as a number in quotes has."""
+    if not isinstance(error, TypeError):
+        return ""
+    types = set(re.findall(r"\b(str|list|dict|tuple|bool)\b", str(error)))
+    found = [
+        f"{key} is {value!r}" for key, value in kwargs.items() if type(value).__name__ in types
+    ]
+    return f" (where {', '.join(found)})" if found else ""
 
 
 def call_in_training(function: Callable[..., Any], key: str, *args: Any) -> Any:
@@ -160,5 +193,6 @@ def _import_failed(factory: str, error: BaseException) -> CaptureError:
         )
     return CaptureError(
         f"{factory}: cannot be imported: {type(error).__name__}: {error}{place}",
-        cure="correct the module, or install what it needs into this Python environment",
+        cure=known_cure(error)
+        or "correct the module, or install what it needs into this Python environment",
     )

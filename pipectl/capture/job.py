@@ -435,6 +435,12 @@ def build_model(spec: JobSpec, deferred: Deferred | None = None) -> nn.Module:
     seed_everything(spec.training.seed)
     factory, name = factories.find(spec.model.factory), spec.model.factory
 
+    if isinstance(factory, nn.Module):
+        raise CaptureError(
+            f"model.factory: {name}: is a model that the module has made, not what makes one",
+            cure=f"name the class {type(factory).__name__}, or a function that returns a new model",
+        )
+
     def build() -> nn.Module:
         return as_module(
             factories.call(factory, f"model.factory: {name}", **spec.model.kwargs), name

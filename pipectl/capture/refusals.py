@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+from pipectl.capture.factories import known_cure
 from pipectl.capture.step import Step, own_name, own_path
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
@@ -557,7 +558,9 @@ def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> Captur
                 "a tuple or list is one argument of forward(), as it is; for several arguments, "
                 'let the dataset give a mapping with their names: ({"a": ..., "b": ...}, targets)'
             )
-    if inner:
+    if (known := known_cure(error)) is not None:
+        cure = known
+    elif inner:
         cure = f"correct this line: PyTorch without pipectl fails there, too; or {cure}"
     return CaptureError(
         f"{name}: raised {type(error).__name__}: {first_line(error)}{place_of(error)}; "

@@ -22,7 +22,7 @@ from pipectl.capture.digests import checksum
 from pipectl.capture.step import own_name
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan
-from pipectl.profile import SEEDED_CURE, Profile
+from pipectl.profile import SEEDED_CURE, Profile, Readings
 from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.waiting import gather_all, waiting
 from pipectl.schedule import program_hash
@@ -176,19 +176,23 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
     mine = graph.difference(plan.fingerprint, signatures), node_name()
     differences = gather_all(communicator, mine)
     others = [rank for rank, (difference, _) in enumerate(differences) if difference is not None]
+    drawn = ""
+    if profile.readings in (Readings.EACH, Readings.BY_PROCESS):
+        drawn = "samples differ from reading to reading: give them all one shape (padding), or "
+        drawn += "name lengths to pad to under data.buckets; else "
     if len(others) == len(differences):
         raise MismatchError(
             f"plan.json was made for a different model: {differences[0][0]}",
-            cure="profile and plan the job again; its model, or the shape of its batches, has "
-            "changed since. If each batch is padded to its longest sample, name lengths to pad to "
-            "under data.buckets",
+            cure=f"{drawn}profile and plan the job again; its model, or the shape of its batches, "
+            "has changed since. If each batch is padded to its longest sample, name lengths to pad "
+            "to under data.buckets",
         )
     if others:
         difference, node = differences[others[0]]
         raise MismatchError(
             f"rank {others[0]} on {node}{_more(others)} has a different model from the other "
             f"ranks and plan.json: {difference}",
-            cure="check that all nodes see the same files and package versions",
+            cure=f"{drawn}check that all nodes see the same files, package versions and variables",
         )
 
 

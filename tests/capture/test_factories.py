@@ -330,6 +330,30 @@ def tensors():
 def nothing():
     return None
 
+def arrays():
+    return np.zeros((16, 6)), np.zeros(16)
+
+def splits():
+    return {"train": triples(), "test": triples()}
+
+def generator():
+    yield torch.zeros(6), torch.zeros(3)
+
+class nones(Mappings):
+    def __getitem__(self, index):
+        return torch.zeros(6), None
+
+made = nn.Linear(6, 3)
+
+def on_gpu():
+    raise AssertionError("Torch not compiled with CUDA enabled")
+
+def of_group():
+    raise ValueError("Default process group has not been initialized")
+
+def unread():
+    return open("no such file")
+
 def plain():
     return nn.Sequential(nn.Linear(6, 3))
 
@@ -379,6 +403,19 @@ KEYWORD = {"loss": "torch.nn:NLLLoss", "data": "Mappings"}
         ({"data": "loader"}, "data.factory: .* a DataLoader, not a dataset", "itself"),
         ({"data": "tensors"}, "returned a tuple of tensors", "TensorDataset"),
         ({"data": "nothing"}, "returned a NoneType, not a dataset", "__getitem__"),
+        ({"data": "arrays"}, "returned a tuple of arrays, not a dataset", "torch.from_numpy(in"),
+        ({"data": "splits"}, "returned a dict, not a dataset", "that of 'train'"),
+        ({"data": "generator"}, "returned a generator, not a dataset", "only once"),
+        ({"data": "nones"}, "data: samples cannot be collated", "in place of None"),
+        ({"data": "unread"}, "data.factory: .*FileNotFoundError", "Path(__file__).parent"),
+        ({"model": "made"}, "model.factory: .*is a model that the module has made", "Linear"),
+        ({"model": "on_gpu"}, "model.factory: .*not compiled with CUDA", "leave .cuda()"),
+        ({"model": "of_group"}, "model.factory: .*process group", "starts the ranks"),
+        (
+            {"model": "torch.nn:Linear", "kwargs": {"in_features": "6", "out_features": 3}},
+            "raised TypeError.*where in_features is '6'",
+            "kwargs",
+        ),
     ],
 )
 def test_parts_of_a_job_that_cannot_be_trained_are_refused_in_silence(
