@@ -10,6 +10,7 @@ import shutil
 from importlib import import_module
 from typing import NamedTuple, cast
 
+from pipectl.batch.limits import Queue
 from pipectl.batch.process import TIMEOUT_S
 from pipectl.batch.scheduler import (
     CHECKPOINTED,
@@ -19,7 +20,6 @@ from pipectl.batch.scheduler import (
     JobState,
     JobStatus,
     OtherSystemError,
-    Queue,
     Scheduler,
     Template,
 )

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from pipectl.batch import process
+from pipectl.batch.limits import Demand, NodeKind, Queue, check_limits
 from pipectl.batch.reasons import pbs_cure
 from pipectl.batch.scheduler import (
     CommandLineScheduler,
@@ -21,7 +22,6 @@ from pipectl.batch.scheduler import (
     JobState,
     JobStatus,
     OtherSystemError,
-    Queue,
     name_suffix,
     number_of,
     parse_limit,
@@ -181,6 +181,18 @@ class PbsScheduler(CommandLineScheduler):
         commands = (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a"))
         return parse_queues(*(self._ask(*command).stdout for command in commands))
 
+    def check(self, request: JobRequest) -> str:
+        """See :meth:`Scheduler.check`. A list of all nodes may take long, so none is asked for:
+        PBS says in a job's comment that they can never run it."""
+        try:
+            queues, server = (self._ask("qstat", option, "-f").stdout for option in ("-Q", "-B"))
+        except SchedulerError:
+            return ""
+        resources, names = request.resources, [request.pbs.queue] if request.pbs.queue else []
+        cores = resources.tasks_per_node * resources.cpus_per_task
+        demand = Demand(resources.nodes, resources.walltime, None if request.pbs.select else cores)
+        return check_limits(parse_queues(queues, server, ""), names, demand, key="pbs.queue")
+
 
 def other_system(said: str) -> str | None:
     """Return the name of the batch system that has printed this, if it has commands with the names
@@ -331,20 +343,24 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
         if not _DOWN & set(re.split(r"[,\s]+", fields.get("state", "")))
     ]
 
-    def smallest(resource: str) -> int:
-        key = f"resources_available.{resource}"
-        return min((number_of(host.get(key, "")) for host in hosts), default=0)
-
+    kinds = tuple(
+        NodeKind(
+            1,
+            number_of(host.get("resources_available.ncpus", "")),
+            _memory(host) or None,
+            number_of(host.get("resources_available.ngpus", "")),
+        )
+        for host in hosts
+    )
     parsed = [
         Queue(
             name,
             default=name == default,
             open=fields.get("enabled") == "True" and fields.get("started") == "True",
             walltime_s=parse_limit(fields.get("resources_max.walltime", "")),
-            nodes=min(len(hosts), number_of(fields.get("resources_max.nodect", "")) or len(hosts)),
-            cores=smallest("ncpus"),
-            memory_bytes=min(filter(None, map(_memory, hosts)), default=None),
-            gpus=smallest("ngpus"),
+            max_nodes=number_of(fields.get("resources_max.nodect", "")) or None,
+            max_cores=number_of(fields.get("resources_max.ncpus", "")) or None,
+            kinds=kinds,
         )
         for name, fields in parse_blocks(queues).items()
         if "queue_type" in fields

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from pipectl.batch import process
+from pipectl.batch.limits import Queue
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.units import parse_duration
 
@@ -231,28 +232,6 @@ class JobStatus:
     cure: str = ""
 
 
-@dataclass(frozen=True)
-class Queue:
-    """A Slurm partition or PBS queue; unknown values are None or 0.
-
-    Args:
-        default: whether it is the default.
-        open: whether it accepts and runs jobs.
-        walltime_s: maximum walltime of a job.
-        nodes: number of nodes.
-        cores, memory_bytes, gpus: per node; the minimum if nodes differ.
-    """
-
-    name: str
-    default: bool = False
-    open: bool = True
-    walltime_s: int | None = None
-    nodes: int = 0
-    cores: int = 0
-    memory_bytes: int | None = None
-    gpus: int = 0
-
-
 class Scheduler(ABC):
     """A batch system. Methods raise SchedulerError if the system fails or refuses."""
 
@@ -315,6 +294,17 @@ class Scheduler(ABC):
         """Return the system's forecast of the start of a job, given the text of its script; None if
         it has none."""
         return None
+
+    def check(self, request: JobRequest) -> str:  # noqa: ARG002
+        """Compare a job with the limits of the system before it is submitted.
+
+        Returns:
+            A warning if it may never run; else empty, also if the system does not answer.
+
+        Raises:
+            SchedulerError: it can never run.
+        """
+        return ""
 
     @abstractmethod
     def find(self, tag: str) -> str | None:

@@ -6,6 +6,7 @@ Their text formats are stable. The JSON formats are not: ``squeue --json`` chang
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,24 +17,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipectl.batch import process
+from pipectl.batch.limits import Demand, NodeKind, Queue, check_limits
 from pipectl.batch.reasons import is_held, slurm_cure
 from pipectl.batch.scheduler import (
     CommandLineScheduler,
     JobRequest,
     JobState,
     JobStatus,
-    Queue,
     name_suffix,
     number_of,
     parse_limit,
 )
 from pipectl.batch.script import render_script
-from pipectl.directives import SBATCH
+from pipectl.directives import SBATCH, find_option
 from pipectl.errors import SchedulerError
 
 SQUEUE_FORMAT = "%i|%T|%j|%S|%e|%N|%k|%r"
 SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
-SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a"
+SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a|%s"
 _CLOCK_SKEW_S = 60.0
 _SIGNALLED = 128
 """Exit codes of scripts that a signal has ended are larger."""
@@ -177,7 +178,33 @@ class SlurmScheduler(CommandLineScheduler):
         return (self.array_id(row.job_id) for row in found)
 
     def queues(self) -> tuple[Queue, ...]:
-        return parse_sinfo(self._ask("sinfo", "-h", "-o", SINFO_FORMAT).stdout)
+        return self._sinfo()
+
+    def check(self, request: JobRequest) -> str:
+        if re.search(",|^all$", os.environ.get("SLURM_CLUSTERS", "")):
+            return ""  # their partitions may have the same names
+        try:
+            queues = self._sinfo("-a")  # nodes in a cloud that are off are hidden otherwise
+        except SchedulerError:
+            return ""
+        options = request.slurm.options
+        is_sure = find_option(SBATCH, options, _LIFTING) is None and not (
+            request.template and SBATCH.mark in request.template.text
+        )
+        names = [name for name in (request.slurm.partition or "").split(",") if name]
+        return check_limits(
+            queues,
+            names,
+            _demand(request),
+            key="slurm.partition",
+            exception="if it has a QOS that lifts the limit, name that in slurm.options.qos",
+            is_sure=is_sure,
+        )
+
+    def _sinfo(self, *selection: str) -> tuple[Queue, ...]:
+        """Return the partitions; ``-e`` lists nodes that differ apart."""
+        command = ("sinfo", "-h", "-e", *selection, "-o", SINFO_FORMAT)
+        return parse_sinfo(self._ask(*command).stdout)
 
     def _squeue(self, *selection: str) -> list[Listed]:
         command = ("squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, *selection)
@@ -229,6 +256,8 @@ _BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
 # In these states Slurm still gives the reason for which the job waited.
 _REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
 _NO_REASON = frozenset({"None", "(null)", ""})
+_LIFTING = ("--qos -q", "--reservation")
+"""Options with which other limits may hold than those of a partition."""
 _ASKED = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?")
 _WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
 _SECONDS = re.compile(r"[1-9][0-9]{0,10}")
@@ -331,39 +360,55 @@ def _status(
 
 
 def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
-    """Parse ``sinfo -h -o SINFO_FORMAT``: the partitions, the default first.
+    """Parse ``sinfo -h -e -o SINFO_FORMAT``: the partitions, the default first.
 
-    There is a line per kind of node; a partition has the minimum of its nodes. A ``+`` after a
-    number means that some nodes have more.
+    There is a line per kind of node.
     """
     partitions: dict[str, Queue] = {}
     for line in stdout.splitlines():
         fields = line.split("|")
-        if len(fields) != 7:
+        if len(fields) != 8:
             continue
-        name, limit, nodes, cores, memory, gres, state = fields
+        name, limit, nodes, cores, memory, gres, state, job_size = fields
         size = number_of(memory) * 2**20
-        queue = Queue(
-            name.removesuffix("*"),
-            default=name.endswith("*"),
-            open=state == "up",
-            walltime_s=parse_limit(limit),
+        kind = NodeKind(
             nodes=number_of(nodes),
             cores=number_of(cores),
             memory_bytes=size if size >= _UNSET_BYTES else None,
             gpus=sum(map(int, _GPUS.findall(gres))),
         )
-        if before := partitions.get(queue.name):
-            sizes = [s for s in (before.memory_bytes, queue.memory_bytes) if s is not None]
-            queue = replace(
-                before,
-                nodes=before.nodes + queue.nodes,
-                cores=min(before.cores, queue.cores),
-                memory_bytes=min(sizes, default=None),
-                gpus=min(before.gpus, queue.gpus),
-            )
-        partitions[queue.name] = queue
+        queue = Queue(
+            name.removesuffix("*"),
+            default=name.endswith("*"),
+            open=state == "up",
+            walltime_s=parse_limit(limit),
+            max_nodes=number_of(job_size.rpartition("-")[2]) or None,
+        )
+        queue = partitions.get(queue.name, queue)
+        partitions[queue.name] = replace(queue, kinds=(*queue.kinds, kind))
     return tuple(sorted(partitions.values(), key=lambda queue: not queue.default))
+
+
+def _demand(request: JobRequest) -> Demand:
+    """Return what a job asks for, as far as its options do not ask for something else."""
+    resources, options = request.resources, request.slurm.options
+
+    def has(*table: str) -> bool:
+        return find_option(SBATCH, options, table) is not None
+
+    table = SBATCH.replacements
+    replaced = {key for key, names in table.items() if options.keys() & {*names}}
+    cores: int | None = resources.tasks_per_node * resources.cpus_per_task
+    if replaced & {"cpus-per-task", "ntasks-per-node"} or has("--overcommit -O"):
+        cores = None
+    mib = request.memory_per_node_mib
+    return Demand(
+        nodes=resources.nodes,
+        walltime_s=None if "time" in replaced or has("--time-min") else resources.walltime,
+        cores=cores,
+        memory_bytes=None if "mem" in replaced or mib is None else mib * 2**20,
+        gpus=None if "gpus-per-node" in replaced else resources.gpus_per_node,
+    )
 
 
 def _time(text: str) -> float | None:

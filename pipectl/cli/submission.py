@@ -127,6 +127,7 @@ def print_submission(
     submission: Submission, *lines: str, as_json: bool, **more: Unpack[_MoreJson]
 ) -> None:
     """Print ``lines`` and the command for the status of a run, or its JSON with ``more`` keys."""
+    warn(submission.warning)
     if as_json:
         say_json(submission_json(submission, **more))
         return
@@ -140,6 +141,8 @@ def print_and_follow(
     """Print a submission; with ``wait``, follow its run to its end and print that."""
     if not (wait and as_json):
         print_submission(submission, *lines, as_json=as_json, **more)
+    else:
+        warn(submission.warning)
     if wait:
         from pipectl.cli.views.run import print_runs
 

@@ -233,16 +233,22 @@ def check_script(spec: JobSpec) -> None:
 
 
 def render(job: Job, now: float = 0.0, *, needs_mpi: bool = True) -> str:
-    """Render the script of a job, or of the first run of a sweep, as if it were submitted now.
+    """Render the script of a job; for the arguments see :func:`request_at`.
 
     The batch system is not called. The script of a user's template is checked with ``bash -n``.
+
+    Raises:
+        PipectlError: see :meth:`pipectl.batch.Scheduler.render`.
+    """
+    return get_scheduler(job.scheduler).render(request_at(job, now, needs_mpi=needs_mpi))
+
+
+def request_at(job: Job, now: float, *, needs_mpi: bool = True) -> JobRequest:
+    """The request for a job, or the first run of a sweep, as if it were submitted now.
 
     Args:
         now: seconds since the epoch, for the name of the run.
         needs_mpi: whether to raise an error if there is no mpiexec to start the ranks with.
-
-    Raises:
-        PipectlError: see :meth:`pipectl.batch.Scheduler.render`.
     """
     run = Path(job.spec.output.directory, stem_of(job.name, now))
     if job.values is not None:
@@ -253,13 +259,12 @@ def render(job: Job, now: float = 0.0, *, needs_mpi: bool = True) -> str:
             mpiexec = find_mpiexec(job.spec.environment, job.template)
         except SchedulerError:
             mpiexec = "mpiexec"
-    request = job.request_for(run, tag=f"{run.name} dry-run", mpiexec=mpiexec)
-    return get_scheduler(job.scheduler).render(request)
+    return job.request_for(run, tag=f"{run.name} dry-run", mpiexec=mpiexec)
 
 
 def render_array(job: Job, runs: int, at_once: int | None, now: float) -> str:
     """Render the script of the job array of a sweep; for the arguments see
-    :meth:`Job.array_request` and :func:`render`."""
+    :meth:`Job.array_request` and :func:`request_at`."""
     sweep = SweepDirectory.beside(Path(job.spec.output.directory, stem_of(job.name, now)))
     request = job.array_request(sweep, runs, at_once, tag=f"{sweep.name} dry-run")
     return get_scheduler(job.scheduler).render(request)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipectl.batch import JobRequest, JobState, get_scheduler
+from pipectl.batch import QUEUES_TIMEOUT_S, JobRequest, JobState, get_scheduler
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
@@ -50,12 +50,14 @@ class Submission:
 
     Args:
         record: contains the job's id once the batch system has accepted the job.
+        warning: why the job may never run; may be empty.
     """
 
     run: RunDirectory
     job: Job
     request: JobRequest
     record: Record
+    warning: str = ""
 
     @classmethod
     def new(
@@ -207,10 +209,11 @@ def hand_over(
         The submissions with the ids of their jobs.
 
     Raises:
-        SchedulerError: the batch system is missing or refuses the job.
+        SchedulerError: the batch system is missing or refuses the job, or the job can never run.
         NoAnswerError: the batch system did not answer and may have the job; all files stay.
     """
     scheduler = get_scheduler(submissions[0].record.scheduler)
+    warning = check_limits(submissions[0].request, scheduler.name)
     # By the identity of the plan. Runs without one share None, which copies nothing.
     first_runs: dict[int, RunDirectory] = {}
     environments: dict[Path | None, Environment] = {}
@@ -231,8 +234,13 @@ def hand_over(
         record = record.with_state(record.submitted_at, "submitted", job_id=own_id)
         with suppress(UsageError):  # without a record of its id, the job is found by its tag
             record.save(submission.run.record)
-        submitted.append(replace(submission, record=record))
+        submitted.append(replace(submission, record=record, warning=warning))
     return tuple(submitted)
+
+
+def check_limits(request: JobRequest, scheduler: str) -> str:
+    """Return a warning if a job may never run; see :meth:`pipectl.batch.Scheduler.check`."""
+    return get_scheduler(scheduler, QUEUES_TIMEOUT_S).check(request)
 
 
 def _write_files(

@@ -7,10 +7,11 @@ from getpass import getuser
 from pathlib import Path
 
 import pytest
+import yaml
 from fakes import FakeCommands
 from job_requests import check_table
 
-from pipectl.batch import JobState, get_scheduler, process
+from pipectl.batch import JobState, Template, get_scheduler, process
 from pipectl.batch.pbs import parse_qstat
 from pipectl.batch.slurm import parse_sacct, parse_sinfo, parse_squeue
 from pipectl.errors import SchedulerError
@@ -66,6 +67,11 @@ class Scene:
             ids, _, since = ids.partition(" since ")
             found = self.scheduler.query(ids.split(), since=float(since) if since else None)
             return [f"{described(*job)} [{job[1].source}]" for job in found.items()]
+        if what == "check":
+            changes = {"walltime": 600, **yaml.safe_load(f"{{{text}}}")}
+            template = {"template": Template("site.sh", changes.pop("template", ""))}
+            warning = self.scheduler.check(self.make_request(**changes, **template))
+            return warning.splitlines() or ["fits"]
         if what == "estimate":
             return [self.scheduler.estimate("#!/bin/bash\n")]
         if what in {"queues", "ping"}:

@@ -45,14 +45,14 @@ def pbs(program):
     program("qstat", f"if [[ $1 == -Q ]]; then\n{listed}")
 
 
-BIG = "debug*|30:00|4|8|16000|(null)|up\nlong|infinite|64|128|256000|gpu:4|up"
+BIG = "debug*|30:00|4|8|16000|(null)|up|1-infinite\nlong|infinite|64|128|256000|gpu:4|up|1-infinite"
 CLUSTERS = {
-    "tiny": "tiny*|0:05:00|2|1|1000|(null)|up",
-    "big": "big*|1:00:00|4|8|64000|(null)|up",
+    "tiny": "tiny*|0:05:00|2|1|1000|(null)|up|1-infinite",
+    "big": "big*|1:00:00|4|8|64000|(null)|up|1-infinite",
     "two": BIG,
-    "gpus": "gpus*|1:00:00|4|32|64000|gpu:a100:4|up",
-    "gpu": "gpus*|1:00:00|4|32|64000|gpu:1|up",
-    "hostile": 'a"}: {b,#*|1:00:00|1|2|9000|(null)|up',
+    "gpus": "gpus*|1:00:00|4|32|64000|gpu:a100:4|up|1-infinite",
+    "gpu": "gpus*|1:00:00|4|32|64000|gpu:1|up|1-infinite",
+    "hostile": 'a"}: {b,#*|1:00:00|1|2|9000|(null)|up|1-infinite',
     "down": "sinfo: error: no controller",
 }
 """What `sinfo` prints."""

@@ -179,6 +179,10 @@ def test_what_slurm_cannot_start_is_refused_with_a_cure_and_else_it_says_when(re
     assert " to start at " in forecast
     with pytest.raises(SchedulerError, match="not available"):
         SLURM.estimate(SLURM.render(change(request, nodes=5, tasks_per_node=9)))
+    assert SLURM.check(request) == ""
+    for change_of, why in (({"walltime": 7200}, "01:00:00"), ({"nodes": 5}, "4 nodes")):
+        with pytest.raises(SchedulerError, match=why):
+            SLURM.check(change(request, **change_of))
     with pytest.raises(SchedulerError, match="nosuch") as caught:
         submit(request_of("true", slurm={"partition": "nosuch"}))
     assert "slurm.partition" in (caught.value.cure or "")

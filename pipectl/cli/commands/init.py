@@ -15,6 +15,7 @@ from typing import Any
 import typer
 
 from pipectl.batch import LOCAL, QUEUES_TIMEOUT_S, Queue, find_scheduler, get_scheduler
+from pipectl.batch.limits import Demand, find_misfit
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say
 from pipectl.errors import SchedulerError, SpecError, UsageError
@@ -331,20 +332,13 @@ def _choose_resources(queue: Queue, values: dict[str, Any], *, ask: bool) -> Res
                 default = show(getattr(resources, key))
                 answers[key] = typer.prompt(question, default=default, value_proc=read)
         resources = resources.model_copy(update=answers)
-    nodes, gpus = resources.nodes, resources.gpus_per_node
     cores = resources.tasks_per_node * resources.cpus_per_task
-    limits = (  # 0 and None are not known
-        (nodes, queue.nodes, f"{nodes} nodes of {queue.nodes}"),
-        (cores, queue.cores, f"{cores} cores per node of {queue.cores}"),
-        (gpus, queue.gpus, f"{gpus} GPUs per node of {queue.gpus}"),
-        (resources.memory_per_node, queue.memory_bytes, "more memory than a node has"),
-        (resources.walltime, queue.walltime_s, "a longer walltime than jobs there may have"),
-    )
-    excess = [words for value, limit, words in limits if limit and (value or 0) > limit]
-    if excess:
+    demand = Demand(resources.nodes, resources.walltime, cores, resources.memory_per_node)
+    if queue.gpus:  # else they may have another name
+        demand = demand._replace(gpus=resources.gpus_per_node)
+    if (misfit := find_misfit(queue, demand)) is not None:
         raise UsageError(
-            f"{queue.name}: {'; '.join(excess)}",
-            cure="ask for less, or choose another partition or queue",
+            misfit.fault, cure=f"lower {misfit.key}, or choose another partition or queue"
         )
     return resources
 

@@ -25,7 +25,7 @@ from pipectl.cli.submission import (
 )
 from pipectl.directives import GPUS
 from pipectl.errors import UsageError
-from pipectl.jobs.job import choose_scheduler, render, render_array, warning_of_code
+from pipectl.jobs.job import choose_scheduler, render_array, request_at, warning_of_code
 from pipectl.jobs.prepare import plan_path, prepare, profile_path
 from pipectl.runs import RunDirectory, SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
@@ -125,11 +125,16 @@ def _show_script(
     the job array. With ``test_only``, print when the job would start instead."""
     now = time.time()
     (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
-    script, array_script = render(job, now, needs_mpi=False), ""
+    request, array_script = request_at(job, now, needs_mpi=False), ""
+    system = get_scheduler(job.scheduler)
+    script = system.render(request)
     if spec.sweep is not None:
         array_script = render_array(job, len(points), spec.sweep.at_once, now)
     if test_only:
-        forecast = get_scheduler(job.scheduler).estimate(array_script or script)
+        from pipectl.jobs.submit import check_limits  # a dry run does not import it
+
+        warn(check_limits(request, job.scheduler))
+        forecast = system.estimate(array_script or script)
         no_queue = "the scheduler gives no start time (without a queue, jobs start at once)"
         say(forecast or f"the job is valid; {no_queue}")
         return
@@ -183,6 +188,7 @@ def _submit_and_follow(
         title = f"submitted: {record.name} ({describe_job(record)})"
         print_and_follow(submissions[0], title, place, wait=wait, as_json=as_json)
         return
+    warn(submissions[0].warning)
     sweep = sweep_of(run, record.sweep.name)
     if not as_json:
         array = get_scheduler(record.scheduler).array_id(record.job_id or "")
