@@ -115,19 +115,21 @@ def _refuse_carried(
         return _difference(lines, _lines(again)), changes
 
     place, changed_again = rerun(changes)
+    begin = changes
     numbers = {n: entry for n, entry in changes.items() if isinstance(entry.value, int | float)}
     if place is None:  # a maximum stays where it is; a schedule may wait for many steps
         numbers = {
             name: _after_many_steps(numbers[name]) for name in numbers if name in changed_again
         }
         place, _ = rerun(numbers) if numbers else (None, {})
+        begin = numbers
     if place is not None:
-        alone = (name for name, entry in numbers.items() if rerun({name: entry})[0] is not None)
-        raise Refusal.CARRIED.error(place, name=own_name(next(alone, next(iter(numbers)))))
+        alone = (name for name, entry in begin.items() if rerun({name: entry})[0] is not None)
+        raise Refusal.CARRIED.error(place, name=own_name(next(alone, next(iter(begin)))))
 
 
 def _after_many_steps(number: Entry) -> Entry:
-    first = number.holder[number.key]
+    first = number.old
     return number._replace(value=first + _MANY_STEPS * (number.value - first))
 
 
@@ -175,16 +177,22 @@ def _partly_free(
 
 def _lines(program: ExportedProgram) -> list[tuple[str, str]]:
     """Return all that a program computes, except for the values of parameters and buffers, with the
-    line of the model for each operator.
+    line of the model for each operator, and for each constant that of its first use.
     """
-    lines = []
+    lines, reading = [], dict[str, str]()
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.op == "placeholder":
+                reading[node.name] = next(filter(None, map(place_of_node, node.users)), "")
+                continue
             target = getattr(node.target, "__name__", node.target)
             lines.append((f"{node.name} = {target}{node.args}{node.kwargs}", place_of_node(node)))
+    specs = program.graph_signature.input_specs
+    places = {spec.target: reading.get(getattr(spec.arg, "name", ""), "") for spec in specs}
     for name, tensor in program.constants.items():
         if type(tensor) is Tensor and not tensor.is_meta:
-            lines.append((f"{name}: {hashlib.sha256(octets_of(tensor)).hexdigest()}", ""))
+            digest = hashlib.sha256(octets_of(tensor)).hexdigest()
+            lines.append((f"{name}: {digest}", places.get(name, "")))
     return lines
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.outer_state import Holder, outer_holders
 from pipectl.capture.randomness import SHARED_GENERATORS, comparable, generator_state, set_state
 from pipectl.capture.refusals import Refusal
 from pipectl.capture.step import own_name, own_path
@@ -46,19 +47,13 @@ class Entry(NamedTuple):
     Args:
         holder: the attributes, mapping or list that contains it.
         key: its name, key or index there.
+        old: the value before the step, of an entry that the step has changed.
     """
 
     value: Any
     holder: Any
     key: Any
-
-
-class _Item(NamedTuple):
-    """A container, generator or array of a model, or the attributes of an object."""
-
-    value: Any
-    path: str
-    are_attributes: bool = False
+    old: Any = None
 
 
 @contextmanager
@@ -67,43 +62,80 @@ def preserve_state(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None
     own = [item.value for item in _items(model)]
     values = [*SHARED_GENERATORS, *own, *filter(_is_restorable, tensors)]
     restores = [_restore_of(value) for value in values]
+    outer = _entries(outer_holders(model))
     try:
         yield
     finally:
+        _restore_outer(model, outer)
         for restore in restores:
             with suppress(RuntimeError, TypeError, ValueError):  # it takes no values
                 restore()
 
 
-def _entries(model: nn.Module) -> dict[str, Entry]:
-    """Return all entries by name, such as ``blocks.3.calls`` or ``meter.counts['steps']``."""
+def _entries(holders: Iterable[Holder]) -> dict[str, Entry]:
+    """Return all entries by name, such as ``blocks.3.calls`` or ``meter.counts['steps']``.
+
+    An object has the attributes of its class, too, until it gets its own.
+    """
     entries: dict[str, Entry] = {}
-    for value, path, are_attributes in _items(model):
-        if type(value) in (*_MAPPINGS, list):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                name = f"{path}.{key}" if are_attributes else f"{path}[{key!r}]"
-                entries[name] = Entry(item, value, key)
+    for holder in holders:
+        value = holder.value
+        if isinstance(value, MutableMapping):
+            defaults = {} if holder.owner is None else _numbers_of(holder.owner)
+            pairs: Iterable[Any] = ({**defaults, **value} if defaults else value).items()
+        elif isinstance(value, list):
+            pairs = enumerate(value)
+        else:
+            continue
+        entries |= {holder.name_of(key): Entry(item, value, key) for key, item in pairs}
     return entries
 
 
-def _items(model: nn.Module) -> Iterator[_Item]:
-    """Yield everything in a model that may change, once."""
+@cache
+def _numbers_of(owner: type) -> dict[str, int | float]:
+    """Return the attributes of a class that are numbers; not those that torch's have."""
+    users = [each for each in owner.__mro__ if each.__module__.partition(".")[0] not in _SHARED]
+    every = [pair for each in reversed(users) for pair in vars(each).items()]
+    return {name: value for name, value in every if isinstance(value, int | float)}
+
+
+def _restore_outer(model: nn.Module, before: Mapping[str, Entry]) -> None:
+    """Restore numbers and tensors outside of a model; what else it has made there may stay."""
+    for name, entry in reversed(_entries(outer_holders(model)).items()):
+        value, holder, key = entry[:3]
+        old = before.get(name)
+        if old is not None and old.value is value:
+            continue
+        if isinstance(value, int | float) or any(True for _ in tensors_in(value)):
+            with suppress(AttributeError, TypeError, KeyError, IndexError):  # it is not to be set
+                if old is None:
+                    del holder[key]
+                else:
+                    holder[key] = old.value
+
+
+def _items(model: nn.Module) -> Iterator[Holder]:
+    """Yield everything in a model that may change, once: containers, generators, arrays, and the
+    attributes of objects.
+    """
     visited = {id(value) for value in (*model.parameters(), *model.buffers(), *model.modules())}
-    waiting = [_Item(vars(m), path, True) for path, m in model.named_modules()]
+    waiting = [Holder(vars(m), path, type(m)) for path, m in model.named_modules()]
     while waiting:
         item = waiting.pop()
-        value, path = item.value, item.path
+        value, path = item.value, item.name
         if id(value) in visited:
             continue
         visited.add(id(value))
         if type(value) in _CONTAINERS:
             yield item
             inner: Iterable[Any] = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [_Item(v, f"{path}.{k}") for k, v in inner if not isinstance(v, _PLAIN)]
+            waiting += [
+                Holder(v, f"{path}.{k}", None) for k, v in inner if not isinstance(v, _PLAIN)
+            ]
         elif isinstance(value, tuple | frozenset):
-            waiting += [_Item(v, path) for v in value if not isinstance(v, _PLAIN)]
+            waiting += [Holder(v, path, None) for v in value if not isinstance(v, _PLAIN)]
         elif isinstance(value, MethodType):
-            waiting.append(_Item(value.__self__, path))
+            waiting.append(Holder(value.__self__, path, None))
         elif isinstance(value, np.ndarray) or generator_state(value) is not None:
             yield item
         elif type(value) is Tensor:
@@ -113,7 +145,7 @@ def _items(model: nn.Module) -> Iterator[_Item]:
             type(value).__module__.partition(".")[0] not in _SHARED
             and isinstance(getattr(value, "__dict__", None), dict)
         ):
-            waiting.append(_Item(vars(value), path, True))
+            waiting.append(Holder(vars(value), path, type(value)))
 
 
 def _is_restorable(tensor: Tensor) -> bool:
@@ -201,25 +233,35 @@ def watch_changes(step: nn.Module, begin: Mapping[str, Entry]) -> Iterator[dict[
     def compare(*_: object) -> None:
         refuse_extra_states(step, extra, tensors=False)
         unknown = Entry(_ABSENT, None, None)
-        entries = _entries(step).items()
+        entries = _every_entry(step).items()
         changed = {n: e for n, e in entries if e.value is not before.get(n, unknown).value}
-        # Modules that have assigned tensors: numbers may say of what those are.
-        caching = {n.rpartition(".")[0] for n, e in changed.items() if isinstance(e.value, Tensor)}
+        # What has assigned tensors: numbers beside them may say of what those are.
+        tensors = {n: e for n, e in changed.items() if isinstance(e.value, Tensor)}
+        caching = {n.rpartition(".")[0] for n in tensors if n not in outer}
         caching |= {n.partition("._buffers[")[0] for n in changed if "._buffers[" in n}
+        outer_caching = {
+            id(e.holder) for n, e in tensors.items() if n in outer and not follows(n, e)
+        }
         for name, entry in changed.items():
-            old, new = before.get(name, entry._replace(value=None)), entry.value
+            old, new = before.get(name, entry._replace(value=None)).value, entry.value
             if isinstance(new, int | float):
-                is_of_a_table = name.removesuffix(f".{old.key}") in caching
-                if type(new) is type(old.value) and new != old.value and not is_of_a_table:
-                    changes[name] = old._replace(value=new)
-            elif "._buffers[" not in name and _follows(new, batch, old.value):
-                changes[name] = old._replace(value=new)
+                is_of_a_table = name.removesuffix(f".{entry.key}") in caching
+                is_of_a_table |= name in outer and id(entry.holder) in outer_caching
+                if type(new) is type(old) and new != old and not is_of_a_table:
+                    changes[name] = entry._replace(old=old)
+            elif "._buffers[" not in name and follows(name, entry):
+                changes[name] = entry._replace(old=old)
+
+    def follows(name: str, entry: Entry) -> bool:
+        return _follows(entry.value, batch, before[name].value if name in before else None)
 
     with preserve_state(step, ()):
-        for name, (value, holder, key) in begin.items():
-            if isinstance(holder, dict) or key < len(holder):
-                holder[key] = _carried(own_name(name), value)
-        before, extra = _entries(step), extra_states(step, tensors=False)
+        outer = _entries(outer_holders(step)).keys()
+        for name, (value, holder, key, _) in begin.items():
+            if not isinstance(holder, list) or key < len(holder):
+                is_outer = name in outer
+                holder[key] = _other(value) if is_outer else _carried(own_name(name), value)
+        before, extra = _every_entry(step), extra_states(step, tensors=False)
         hooks = [
             step.register_forward_pre_hook(lambda _, given: batch.update(_nodes(given))),
             step.register_forward_hook(compare),
@@ -229,6 +271,24 @@ def watch_changes(step: nn.Module, begin: Mapping[str, Entry]) -> Iterator[dict[
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _every_entry(step: nn.Module) -> dict[str, Entry]:
+    return _entries(_items(step)) | _entries(outer_holders(step))
+
+
+def _other(value: Any) -> Any:
+    """Return a value that a step might have left outside of a model: tensors have other values.
+
+    Code that only prints or gathers them may use them in any way.
+    """
+
+    def other(tensor: Tensor) -> Tensor:
+        sizes: list[Any] = [getattr(size, "node", size) for size in tensor.shape]
+        sizes = [getattr(size, "hint", size) for size in sizes]
+        return torch.full(sizes, 0.37).to(tensor.dtype)
+
+    return pytree.tree_map_only(Tensor, other, value)
 
 
 def _follows(value: Any, batch: set[fx.Node], old: Any) -> bool:

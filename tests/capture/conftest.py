@@ -36,13 +36,31 @@ def make_spec(spec_maker: Callable[[Path], Callable[..., JobSpec]]) -> Callable[
 
 
 MODULES = """\
-import contextlib, ctypes, random, types
+import contextlib, ctypes, functools, random, types
 from random import random as draw
 import numpy as np
 import torch
 from torch import nn
 
 GENERATOR = np.random.default_rng(0)
+STEPS, MEAN, LAST, WIDTH, TABLE = 0, torch.zeros(6), None, 0, None
+COUNTS, STATE = {"a": 0}, types.SimpleNamespace(calls=0)
+
+class Meter:
+    calls = 0
+
+def count_from(n):
+    def count():
+        nonlocal n
+        n += 1
+        return n
+    return count
+
+count = count_from(0)
+
+@functools.lru_cache
+def table(size):
+    return torch.arange(size)
 """
 MODULE = """
 class {name}(nn.Module):

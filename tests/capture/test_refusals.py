@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ def test_what_no_step_reads_of_another_may_be_kept_and_is_left_as_it_was(
     job = make_job(f"{write_modules(MODULES[kind])}:layers", opaque=opaque)
     before = [dict(vars(module)) for module in job.model]
     assert operators(job.training_graph(4)) == opaque
+    code = sys.modules[type(job.model[1]).__module__]
+    assert (code.STEPS, code.COUNTS, code.LAST, code.Meter.calls) == (0, {"a": 0}, None, 0)
     for module, attributes in zip(job.model, before, strict=True):
         assert vars(module).keys() == attributes.keys()
         assert getattr(module, "kept", None) is attributes.get("kept")

@@ -1,0 +1,187 @@
+"""State that a model's code keeps outside of the model: in variables of modules (``global``), of
+classes (``Net.calls += 1``) and of functions around functions (``nonlocal``), and in objects and
+containers there.
+
+Only the user's code is searched: what the classes of the model's modules and the loss refer to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, MutableMapping
+from functools import lru_cache, partial
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from pipectl import faults
+
+_MAX_HOLDERS = 2000
+_MAX_ENTRIES = 1000
+"""Of a container; a larger one is a table, or data."""
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), Tensor, nn.Module)
+_CONTAINERS = (dict, list)
+
+
+class Holder(NamedTuple):
+    """What has such state.
+
+    Args:
+        value: a list or a mapping.
+        name: for messages; the names of its entries begin with it.
+        owner: the class of the object whose attributes these are; None for a container.
+    """
+
+    value: Any
+    name: str
+    owner: type | None = object
+
+    def name_of(self, key: Any) -> str:
+        """The name of an entry: ``model.py:STEPS``, ``Net.calls``, ``model.py:COUNTS['a']``."""
+        if self.owner is None:
+            return f"{self.name}[{key!r}]"
+        return f"{self.name}{key}" if self.name.endswith(":") else f"{self.name}.{key}"
+
+
+class _ClassVariables(MutableMapping[str, Any]):
+    """The attributes of a class."""
+
+    def __init__(self, owner: type) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._owner)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*vars(self._owner)])
+
+    def __len__(self) -> int:
+        return len(vars(self._owner))
+
+
+class _Cells(MutableMapping[str, Any]):
+    """The variables of the functions around a function."""
+
+    def __init__(self, function: FunctionType) -> None:
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._cells = dict(cells)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cells[name].cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name, cell in self._cells.items() if _has_value(cell)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _has_value(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # it is not assigned yet
+        return False
+    return True
+
+
+def outer_holders(step: nn.Module) -> list[Holder]:
+    """Return what has such state, the same objects at each call.
+
+    Args:
+        step: the model and the loss.
+    """
+    found: list[Holder] = []
+    seen, waiting = set[int](), list[tuple[str, Any]]()
+    for module in step.modules():
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        values = (type(module), *vars(module).values(), *hooks)
+        waiting += [("", value) for value in values if type(value) not in (*_CONTAINERS, *_PLAIN)]
+    while waiting and len(found) < _MAX_HOLDERS:
+        name, value = waiting.pop()
+        if id(value) in seen or isinstance(value, _PLAIN):
+            continue
+        seen.add(id(value))
+        for holder in _holders(name, value):
+            found.append(holder)
+            items = enumerate(value) if isinstance(value, list) else [*holder.value.items()]
+            waiting += [(holder.name_of(key), item) for key, item in items]
+        waiting += _behind(value)
+    return found
+
+
+def _holders(name: str, value: Any) -> Iterator[Holder]:
+    """Yield what a value holds itself; its name is empty if the model holds it."""
+    if isinstance(value, FunctionType):
+        if _is_user_code(value.__code__.co_filename):
+            yield Holder(_Cells(value), _own_name(value))
+    elif isinstance(value, type):
+        if _is_users(value):
+            yield Holder(_ClassVariables(value), _own_name(value))
+    elif name.endswith(":"):
+        yield Holder(value, name)
+    elif name and type(value) in _CONTAINERS:
+        if len(value) <= _MAX_ENTRIES:
+            yield Holder(value, name, None)
+    elif name and (_is_of_users(value) or isinstance(value, SimpleNamespace)):
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield Holder(attributes, name, type(value))
+
+
+def _behind(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield code that a value refers to, and the variables of its modules, with their names."""
+    if isinstance(value, FunctionType):
+        yield from _variables(value.__code__.co_filename, value.__globals__)
+        yield "", getattr(value, "__wrapped__", None)
+    elif isinstance(value, ModuleType):
+        yield from _variables(getattr(value, "__file__", None), vars(value))
+    elif isinstance(value, type):
+        yield from (("", base) for base in value.__bases__)
+    elif isinstance(value, MethodType | staticmethod | classmethod):
+        yield "", value.__func__
+    elif isinstance(value, property | partial):
+        yield "", value.fget if isinstance(value, property) else value.func
+    elif _is_of_users(value):
+        yield "", type(value)
+
+
+def _variables(file: str | None, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    if file is not None and _is_user_code(file):
+        yield f"{Path(file).name}:", values
+
+
+def _own_name(value: Any) -> str:
+    return str(value.__qualname__).replace("<locals>.", "")
+
+
+def _is_of_users(value: Any) -> bool:
+    owner: type = type(value)
+    return _is_users(owner)
+
+
+@lru_cache(maxsize=1000)
+def _is_users(owner: type) -> bool:
+    """Whether a class is in a file of the user."""
+    module = sys.modules.get(owner.__module__)
+    files = [getattr(module, "__file__", None) or "<"]
+    files += [f.__code__.co_filename for f in vars(owner).values() if isinstance(f, FunctionType)]
+    return any(map(_is_user_code, files))
+
+
+@lru_cache(maxsize=10_000)
+def _is_user_code(file: str) -> bool:
+    return faults.is_user_code(file)
