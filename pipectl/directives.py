@@ -36,6 +36,7 @@ class Syntax(NamedTuple):
         name: pattern of an option name without dashes.
         flags: letters of options without a value; other letters may follow in the same word.
         refused: options that could override pipectl's at any place, and what to do instead.
+        of_keys: options that a template leaves to the spec, and the key.
         own: options that pipectl's own options override, and what to do instead.
         dependencies: options that pipectl writes if a job waits for other jobs.
         replacements: options of pipectl that a job can do without. One is not written if the job's
@@ -49,6 +50,7 @@ class Syntax(NamedTuple):
     name: str
     flags: str
     refused: Mapping[str, str]
+    of_keys: Mapping[str, str]
     own: Mapping[str, str]
     dependencies: tuple[str, ...]
     replacements: Mapping[str, tuple[str, ...]]
@@ -85,8 +87,6 @@ SBATCH = Syntax(
     flags="hHIkOQRsuvVW",
     refused={
         "--array -a": "remove it; a sweep of the job spec becomes an array",
-        "--clusters -M": "remove it, and set SLURM_CLUSTERS for all commands of pipectl: they "
-        "could neither see nor cancel a job that only sbatch knows to be on another cluster",
         "--error -e": "remove it; errors are in logs/job.log",
         "--export": "set environment.variables in the job spec",
         "--help -h": "remove it",
@@ -97,6 +97,8 @@ SBATCH = Syntax(
         "--wait -W": "remove it; `pipectl submit --wait` waits",
         "--wrap": "remove it",
     },
+    # By it, pipectl knows where to look for a job whose submission was interrupted.
+    of_keys={"--clusters -M": "set slurm.options.clusters in the job spec"},
     own={
         "--account -A": "set slurm.account",
         "--chdir -D": "remove it; jobs run in their run directory",
@@ -147,6 +149,7 @@ QSUB = Syntax(
         "-l select": "set resources in the job spec, or pbs.select",
         "-l walltime": "set resources.walltime in the job spec",
     },
+    of_keys={},
     own={
         "-A": "set pbs.account",
         "-N": "set name",
@@ -229,10 +232,11 @@ def fault_of_line(syntax: Syntax, line: str) -> tuple[str, str] | None:
     if not line.startswith("-"):
         how = f"write it as on {syntax.command}'s command line, for example {syntax.example}"
         return f"{line!r} is no option of {syntax.command}", how
+    cures = {**syntax.refused, **syntax.of_keys}
     for option in _split(line, syntax.flags):
-        if entry := syntax.find(option, None, syntax.refused):
+        if entry := syntax.find(option, None, cures):
             name = entry if syntax is QSUB else entry.partition(" ")[0]
-            return f"{name} cannot be set here", syntax.refused[entry]
+            return f"{name} cannot be set here", cures[entry]
         if "\\" in option and syntax is SBATCH:  # Slurm reads more escapes inside quotes
             return f"{option!r} cannot be set here", "write the option without a backslash"
     return None

@@ -7,13 +7,14 @@ job's environment contains quotes, and some releases print only the first of sev
 from __future__ import annotations
 
 import getpass
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from pipectl.batch import process
+from pipectl.batch import process, refusals
 from pipectl.batch.limits import Demand, NodeKind, Queue, check_limits
 from pipectl.batch.reasons import pbs_cure
 from pipectl.batch.scheduler import (
@@ -34,11 +35,6 @@ _UNKNOWN_ID, _FINISHED = 153, 35
 """Exit codes: PBS's error numbers modulo 256."""
 _NAME_LENGTH = 200
 _VERSION_S = 5.0
-_WHOLE = "all of `-l select`, such as 2:ncpus=64"
-_TOTALS = (
-    "set pbs.select: false; the job then asks for the totals of its nodes\n"
-    "with `-l ncpus=` and `-l mem=`, and pbs.options.l overrules these"
-)
 _OTHER_SYSTEMS = {
     "Torque": re.compile(r"^Version: \d|qsub: submit error \(", re.MULTILINE),
     "Grid Engine": re.compile(
@@ -61,38 +57,13 @@ class PbsScheduler(CommandLineScheduler):
     name, title = "pbs", "PBS"
     resubmits = True
     submit_command = ("qsub", "-C", "#PBS")
-    id_pattern = re.compile(r"([0-9]{1,18}(?:\[[0-9]*\])?(?:\.[A-Za-z0-9._-]+)?)")
+    id_patterns = (
+        re.compile(r"([0-9]{1,18}(?:\[[0-9]*\])?\.[A-Za-z0-9._-]+)()"),
+        re.compile(r"([0-9]{1,18}(?:\[[0-9]*\])?)()"),
+    )
     list_command = "qstat -x -u $USER -w"
     hidden_variables = ("PBS_DPREFIX", "PBS_JOBID", "PBS_ENVIRONMENT", "PBS_NODEFILE")
-    unsure_messages = (
-        "timed out",
-        "communication failure",
-        "end of file",
-        "pbs_submit: unexpected",
-    )
-    unreachable_messages = ("cannot connect",)
-    advice = (
-        ("max_run_subjobs", "this PBS limits no arrays: leave sweep.at_once out"),
-        ("-k value", "set pbs.options.k: false; PBS then writes logs/pbs.log when the job ends"),
-        ("usage:", "correct pbs.options"),
-        ("-l select", _TOTALS),
-        ("-lselect", _TOTALS),
-        ("-l ncpus", _TOTALS),
-        ("-lncpus", _TOTALS),
-        ("queue", "set pbs.queue; `qstat -Q` lists what there is"),
-        ("account", "set pbs.account, or pbs.options.P if the site charges projects"),
-        ("project", "set pbs.options.P"),
-        ("ngpus", f"ask the site what it calls its accelerators, and use pbs.select: {_WHOLE}"),
-        (
-            "unknown resource",
-            "correct pbs.select, or replace what pipectl asks for of each node:\n"
-            f"{_WHOLE}; `pbsnodes -a` shows what nodes have",
-        ),
-        ("walltime", "lower resources.walltime; `qstat -Qf` shows the limits"),
-        ("select", "lower resources; `pbsnodes -a` shows the nodes"),
-        ("illegal attribute", "correct pbs.options"),
-        ("cannot connect", "PBS's server cannot be reached; check the login node or PBS_SERVER"),
-    )
+    refusals, advice = refusals.PBS, refusals.PBS_ADVICE
 
     def ping(self) -> None:
         try:
@@ -105,6 +76,9 @@ class PbsScheduler(CommandLineScheduler):
         if request.pbs.select is False and (fault := self._fault_of_system("")):
             raise fault
         return super().submit(script, request)
+
+    def _is_refused(self, said: str) -> bool:
+        return super()._is_refused(said) or other_system(said) is not None
 
     def _refusal(self, done: process.Completed) -> SchedulerError:
         return self._fault_of_system(done.message) or super()._refusal(done)
@@ -145,9 +119,17 @@ class PbsScheduler(CommandLineScheduler):
     def _describe_tag(self, tag: str) -> str:
         return f"whose name ends in {name_suffix(tag)!r}"
 
+    def clusters_of(self, request: JobRequest) -> str:
+        server = (request.pbs.queue or "").partition("@")[2]
+        return server or os.environ.get("PBS_SERVER", "") or os.environ.get("PBS_DEFAULT", "")
+
+    def cluster_of(self, job_id: str) -> str:
+        return job_id.partition(".")[2]
+
     def _states(
         self,
         ids: Sequence[str],
+        cluster: str,  # noqa: ARG002 - it is part of the ids, by which qstat asks the server
         since: float | None,  # noqa: ARG002 - ids are not reused while history is kept
     ) -> Mapping[str, JobStatus]:
         """Ask qstat, also for ended jobs if the server keeps a history."""
@@ -157,7 +139,13 @@ class PbsScheduler(CommandLineScheduler):
         states = parse_qstat(done.stdout)
         if not states and done.returncode not in {0, _UNKNOWN_ID, _FINISHED}:
             raise SchedulerError(f"qstat: {done.message}", cure="try again in a minute")
-        return states
+        by_number = {job_id.partition(".")[0]: job_id for job_id in states}
+        # Names of servers may be shortened or left out.
+        names = {ours: by_number.get(ours.partition(".")[0], "") for ours in ids}
+        alike = {
+            ours: states[its] for ours, its in names.items() if its and _is_same_server(ours, its)
+        }
+        return {**alike, **states}
 
     def cancel(self, job_id: str) -> None:
         self._ask("qdel", job_id, harmless={0, _UNKNOWN_ID, _FINISHED})
@@ -171,11 +159,16 @@ class PbsScheduler(CommandLineScheduler):
     def dependency_id(self, task_id: str) -> str:
         return self.array_id(task_id)
 
-    def _find_all(self, tag: str) -> Iterator[str]:
-        listed = self._ask("qselect", "-x", "-u", getpass.getuser()).stdout
-        ids = [line for line in listed.split() if self.id_pattern.fullmatch(line)]
+    def find_all(self, tags: Collection[str], clusters: str = "") -> Mapping[str, str]:
+        where = ("-q", f"@{clusters}") if clusters else ()
+        listed = self._ask("qselect", "-x", "-u", getpass.getuser(), *where).stdout
+        ids = [line for line in listed.split() if self._read_id(line, "")]
         jobs = parse_blocks(self._run("qstat", "-x", "-f", *ids).stdout) if ids else {}
-        return (job for job in jobs if jobs[job].get("Job_Name", "").endswith(name_suffix(tag)))
+        found: dict[str, str] = {}
+        for job_id in sorted(jobs, key=number_of):
+            name = jobs[job_id].get("Job_Name", "")
+            found.update((tag, job_id) for tag in tags if name.endswith(name_suffix(tag)))
+        return found
 
     def queues(self) -> tuple[Queue, ...]:
         commands = (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a"))
@@ -192,6 +185,12 @@ class PbsScheduler(CommandLineScheduler):
         cores = resources.tasks_per_node * resources.cpus_per_task
         demand = Demand(resources.nodes, resources.walltime, None if request.pbs.select else cores)
         return check_limits(parse_queues(queues, server, ""), names, demand, key="pbs.queue")
+
+
+def _is_same_server(*ids: str) -> bool:
+    """Whether the server in one of two ids begins with that in the other."""
+    short, long = sorted((job_id.lower().partition(".")[2] for job_id in ids), key=len)
+    return not short or f"{long}.".startswith(f"{short}.")
 
 
 def other_system(said: str) -> str | None:

@@ -21,7 +21,15 @@ _LOOK_S = 0.02
 
 
 class NoAnswerError(SchedulerError):
-    """It is not known whether a command has taken effect."""
+    """It is not known whether a command has taken effect.
+
+    Args:
+        said: what the command printed; may be empty.
+    """
+
+    def __init__(self, message: str, *, cure: str | None = None, said: str = "") -> None:
+        super().__init__(message, cure=cure)
+        self.said = said
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,11 @@ class Completed:
 
     @property
     def message(self) -> str:
-        """Standard error, otherwise standard output, otherwise the exit code."""
-        return self.stderr or self.stdout or f"exit code {self.returncode}"
+        """Standard error, otherwise standard output, otherwise the exit code or signal."""
+        end = f"exit code {self.returncode}"
+        if self.returncode < 0:
+            end = f"ended by signal {-self.returncode}"
+        return self.stderr or self.stdout or end
 
     @property
     def last_line(self) -> str:
@@ -80,11 +91,20 @@ def run(
         except BaseException as error:
             _end_with_descendants(child)
             if isinstance(error, subprocess.TimeoutExpired):
+                words = _decoded(error.stderr) or _decoded(error.stdout)
+                said = f"; it said:\n{words}" if words else ""
                 raise NoAnswerError(
-                    f"{argv[0]}: no answer within {timeout_s:.0f} s", cure="try again in a minute"
+                    f"{argv[0]}: no answer within {timeout_s:.0f} s{said}",
+                    cure="try again in a minute",
                 ) from None
             raise
     return Completed(child.returncode, stdout.rstrip(), stderr.rstrip())
+
+
+def _decoded(output: bytes | str | None) -> str:
+    """Return what a command printed before its time was over; in bytes, whatever the encoding."""
+    text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+    return text.strip()
 
 
 def _end_with_descendants(child: subprocess.Popen[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _HELD = re.compile(r"JobHeld|JobHoldMaxRequeue|RequeueExitHold|(.*[ _])?held([ _]|$)")
-_RELEASE = "`scontrol release {job}` lets it start"
+_RELEASE = "`scontrol {where}release {job}` lets it start"
 _OTHER = "it never starts: cancel it, and submit it with"
 _SLURM = {
     "JobHeldAdmin": "an administrator holds it, and alone can release it",
@@ -39,10 +39,15 @@ def is_held(reason: str) -> bool:
     return bool(_HELD.match(reason))
 
 
-def slurm_cure(reason: str, job_id: str, *, held: bool) -> str:
-    """Return what to do about a job of Slurm that waits for this reason; empty if nothing."""
+def slurm_cure(reason: str, job_id: str, cluster: str, *, held: bool) -> str:
+    """Return what to do about a job of Slurm that waits for this reason; empty if nothing.
+
+    Args:
+        cluster: of the job; empty for the default.
+    """
     found = (cure for pattern, cure in _SLURM.items() if re.match(pattern, reason))
-    return next(found, _RELEASE if held else "").format(job=job_id)
+    where = f"-M {cluster} " if cluster else ""
+    return next(found, _RELEASE if held else "").format(job=job_id, where=where)
 
 
 def pbs_cure(reason: str, hold: str, job_id: str) -> str:

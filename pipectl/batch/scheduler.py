@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pipectl.batch import process
 from pipectl.batch.limits import Queue
+from pipectl.batch.refusals import Advice, is_refusal
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.units import parse_duration
 
@@ -28,6 +29,8 @@ QUEUES_TIMEOUT_S = 20.0
 _MIN_WALLTIME_PER_LEAD_TIME = 4
 _START_LIMITS, _FETCH_S = 10, 3600
 """Time for the ranks to appear, in units of ``launch.hang_after``, and to fetch an image."""
+_OF_ONE_JOB = ("scancel", "qdel")
+"""Commands whose errors need the job that they were called for."""
 
 
 class OtherSystemError(SchedulerError):
@@ -74,6 +77,7 @@ class JobRequest:
         binds: host directories that the container sees under the same names.
         mpiexec: path of mpiexec; by default that of :func:`pipectl.batch.launchers.find_mpiexec`.
         after: ids of jobs that must complete first.
+        cluster: cluster of the run's earlier job, for which none else may be named.
         hash_seed: of Python, in all processes of the job.
         array: None for a single job. For an array, ``run_directory`` is the sweep's, the resources
             are those of each job, and ``command`` starts the runs if there is no batch system.
@@ -96,6 +100,7 @@ class JobRequest:
     binds: tuple[Path, ...] = ()
     mpiexec: str | None = None
     after: tuple[str, ...] = ()
+    cluster: str = ""
     template: Template | None = None
     hash_seed: int = 0
     array: Array | None = None
@@ -310,6 +315,24 @@ class Scheduler(ABC):
     def find(self, tag: str) -> str | None:
         """Return the id of the job with this tag, after an interrupted submission."""
 
+    def find_all(self, tags: Collection[str], clusters: str = "") -> Mapping[str, str]:  # noqa: ARG002
+        """Return the ids of jobs by tag, of the tags that have one.
+
+        Args:
+            clusters: where to look; see :meth:`clusters_of`.
+        """
+        found = {tag: self.find(tag) for tag in tags}
+        return {tag: job_id for tag, job_id in found.items() if job_id is not None}
+
+    def clusters_of(self, request: JobRequest) -> str:  # noqa: ARG002
+        """Return what the request or the environment names as the place to submit to: clusters of
+        Slurm, or a server of PBS; empty for the default."""
+        return ""
+
+    def cluster_of(self, job_id: str) -> str:  # noqa: ARG002
+        """Return the cluster or server in a job's id; empty for the default."""
+        return ""
+
     def queues(self) -> tuple[Queue, ...]:
         """Return the partitions or queues, the default first."""
         return ()
@@ -320,8 +343,9 @@ class CommandLineScheduler(Scheduler):
 
     submit_command: ClassVar[tuple[str, ...]]
     """Command that submits a script, without the script."""
-    id_pattern: ClassVar[re.Pattern[str]]
-    """Pattern of the output line with the job's id, its first group."""
+    id_patterns: ClassVar[Sequence[re.Pattern[str]]]
+    """Patterns of the output line with the job's id, its first group; the first that matches a
+    line counts. A second group is the cluster."""
     list_command: ClassVar[str]
     """Command that lists jobs with their tags, for messages."""
     hidden_variables: ClassVar[tuple[str, ...]]
@@ -329,41 +353,50 @@ class CommandLineScheduler(Scheduler):
     belong to the job in which pipectl itself runs."""
     visible_variables: ClassVar[frozenset[str]] = frozenset()
     """Variables with such a prefix that are not hidden."""
-    unsure_messages: ClassVar[Sequence[str]]
-    """Parts of error messages, in lower case, after which the job may still have been submitted."""
-    unreachable_messages: ClassVar[Sequence[str]]
-    """Parts of error messages, in lower case, that say that the system cannot be reached."""
-    advice: ClassVar[Sequence[tuple[str, str]]]
-    """Parts of error messages, in lower case, and what to do; the first match counts."""
+    refusals: ClassVar[Sequence[str]]
+    """What the submit command says if it refuses a job; see :mod:`pipectl.batch.refusals`."""
+    unsent_message: ClassVar[str] = ""
+    """Part of what it says, in lower case, if there is nobody to whom it could send a job."""
+    advice: ClassVar[Advice]
 
     @abstractmethod
     def _describe_tag(self, tag: str) -> str:
         """Describe a job with this tag, for messages."""
 
     @abstractmethod
-    def _states(self, ids: Sequence[str], since: float | None) -> Mapping[str, JobStatus]:
-        """Return the states of at least those of the jobs that the system knows."""
+    def _states(
+        self, ids: Sequence[str], cluster: str, since: float | None
+    ) -> Mapping[str, JobStatus]:
+        """Return the states of at least those of the jobs that a cluster knows."""
 
     @abstractmethod
-    def _find_all(self, tag: str) -> Iterable[str]:
-        """Return the ids of this user's jobs and arrays with a tag."""
-
-    def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
-        """See :meth:`Scheduler.query`."""
-        states = self._states(ids, since) if ids else {}
-        return {job_id: states[job_id] for job_id in ids if job_id in states}
+    def find_all(self, tags: Collection[str], clusters: str = "") -> Mapping[str, str]:
+        """Return the ids of this user's latest job or array with each tag."""
 
     def find(self, tag: str) -> str | None:
         """Return the id of this user's latest job or array with the tag."""
-        return max(self._find_all(tag), key=number_of, default=None)
+        return self.find_all([tag]).get(tag)
+
+    def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
+        """See :meth:`Scheduler.query`; each cluster is asked about its own jobs."""
+        states: dict[str, JobStatus] = {}
+        for cluster in dict.fromkeys(map(self.cluster_of, ids)):
+            members = [job_id for job_id in ids if self.cluster_of(job_id) == cluster]
+            states.update(self._states(members, cluster, since))
+        return {job_id: states[job_id] for job_id in ids if job_id in states}
 
     def _run(
-        self, *argv: str, stdin: str = "", max_s: float = inf, **variables: str
+        self,
+        *argv: str,
+        stdin: str = "",
+        max_s: float = inf,
+        variables: Mapping[str, str | None] = MappingProxyType({}),
     ) -> process.Completed:
-        """Run a command with a text as its standard input and additional environment variables.
+        """Run a command with a text as its standard input and other environment variables.
 
         Args:
             max_s: time limit, if it is shorter than that of the system.
+            variables: None hides a variable.
         """
         env = {
             name: value
@@ -377,71 +410,105 @@ class CommandLineScheduler(Scheduler):
         return process.run(
             argv,
             cure=cure,
-            env={**env, **variables},
+            env={name: text for name, text in {**env, **variables}.items() if text is not None},
             timeout_s=min(self.timeout_s, max_s),
             stdin=stdin,
         )
 
     def _ask(
-        self, *argv: str, harmless: Collection[int] = (0,), **variables: str
+        self,
+        *argv: str,
+        harmless: Collection[int] = (0,),
+        variables: Mapping[str, str | None] = MappingProxyType({}),
     ) -> process.Completed:
         """Run a command; raise SchedulerError for exit codes that are not harmless."""
-        done = self._run(*argv, max_s=inf, **variables)
+        done = self._run(*argv, variables=variables)
         if done.returncode not in harmless:
-            command = " ".join(argv) if len(argv) == 2 else argv[0]  # the job, if it is one
-            message = done.message.removeprefix(f"{argv[0]}: ")
-            raise SchedulerError(f"{command}: {message}", cure="try again in a minute")
+            raise failure(argv, done)
         return done
 
     def submit(self, script: Path, request: JobRequest) -> str:
-        """Submit the script and return the job's id; if the command gives none, or prints several
-        numbers, as wrappers of sites do, find it by the tag.
+        """Submit the script and return the job's id.
+
+        Only a known refusal of the job is one. After any other answer, the job is looked for by its
+        tag: busy controllers lose answers, and sites have words of their own.
 
         Raises:
-            SchedulerError: the batch system refuses the job.
-            NoAnswerError: the command gave no id, and no job with the tag is listed yet.
+            SchedulerError: the batch system refuses the job, or there is none.
+            NoAnswerError: the job may have been accepted; none with the tag is listed yet.
         """
-        job_id, gave = None, "no job id"
+        clusters = self.clusters_of(request)
         try:
-            done = self._hand_over(script)
+            done = self._hand_over(script, self._on(clusters)[0])
         except process.NoAnswerError as error:
-            message = error.message
+            said = error.message
         else:
-            message = done.message
-            if done.returncode == 0:
-                lines = map(str.strip, done.stdout.splitlines())
-                found = (match[1] for match in map(self.id_pattern.fullmatch, lines) if match)
-                ids = [*dict.fromkeys(found)]
-                job_id = ids[0] if len(ids) == 1 else None
-                if len(ids) > 1:
-                    gave = f"several numbers, {', '.join(ids)}"
-            elif not any(phrase in done.stderr.lower() for phrase in self.unsure_messages):
+            said = done.message
+            if not done.returncode and (job_id := self._read_id(done.stdout, clusters)):
+                return job_id
+            if done.returncode > 0 and self._is_refused(f"{done.stderr}\n{done.stdout}"):
                 raise self._refusal(done)
+        listed = f"no job {self._describe_tag(request.tag)} is listed yet"
         try:
-            job_id = job_id or self.find(request.tag)
+            if job_id := self.find_all([request.tag], clusters).get(request.tag):
+                return job_id
         except SchedulerError as error:
-            message = f"{message}; {error.message}"
-        if job_id is None:
-            raise process.NoAnswerError(
-                f"{self.submit_command[0]} gave {gave}, and no job "
-                f"{self._describe_tag(request.tag)} is listed: {message}",
-                cure=f"look with `{self.list_command}` before you submit again",
-            )
+            listed = f"the jobs cannot be listed: {error.message}"
+        cure = f"`{self.list_command}` shows your jobs"
+        if advice := self._advice_on(said):
+            cure = f"as to its words: {advice}"
+        message = f"{self.submit_command[0]} gave no job id:\n{said}\n{listed}"
+        raise process.NoAnswerError(message, cure=cure, said=said)
+
+    def _hand_over(self, script: Path, options: Sequence[str]) -> process.Completed:
+        """Run the command that submits a script."""
+        return self._run(*self.submit_command, *options, str(script))
+
+    def _on(self, clusters: str) -> tuple[tuple[str, ...], Mapping[str, str | None]]:  # noqa: ARG002
+        """Return the options and environment variables with which a command goes to clusters."""
+        return (), {}
+
+    def _read_id(self, stdout: str, clusters: str) -> str | None:
+        """Return the id in the answer to a submission, with its cluster.
+
+        Lines of the site may come before and after it. None if there is none, or if several could
+        be it.
+        """
+        lines = [line.strip() for line in stdout.splitlines()]
+        for pattern in self.id_patterns:
+            found = [match for match in map(pattern.fullmatch, lines) if match]
+            ids = {self._place(match[1], match[2] or "", clusters) for match in found}
+            if ids:
+                return ids.pop() if len(ids) == 1 else None
+        return None
+
+    def _place(self, job_id: str, cluster: str, clusters: str) -> str | None:  # noqa: ARG002
+        """Return a job's id with its cluster, given those that the submission named; None if it
+        may be one of several."""
         return job_id
 
-    def _hand_over(self, script: Path) -> process.Completed:
-        """Run the command that submits a script."""
-        return self._run(*self.submit_command, str(script))
+    def _is_refused(self, said: str) -> bool:
+        is_unsent = bool(self.unsent_message) and self.unsent_message in said.lower()
+        return is_unsent or is_refusal(said, self.refusals, self.advice)
 
     def _refusal(self, done: process.Completed) -> SchedulerError:
         """Return the error for a script that was not submitted, with what to do."""
-        text = done.message.lower()
-        fallback = "correct the job spec as the message says"
-        cure = next((cure for phrase, cure in self.advice if phrase in text), fallback)
         what = f"{self.submit_command[0]} refuses the job script"
-        if any(phrase in text for phrase in self.unreachable_messages):
+        if self.unsent_message and self.unsent_message in done.message.lower():
             what = f"{self.title} does not answer"
+        cure = self._advice_on(done.message) or "correct the job spec as the message says"
         return SchedulerError(f"{what}:\n{done.message}", cure=cure)
+
+    def _advice_on(self, said: str) -> str:
+        """Return what to do if a text refuses a job; empty if it is not known."""
+        return next((cure for phrase, cure in self.advice if phrase in said.lower()), "")
+
+
+def failure(argv: Sequence[str], done: process.Completed) -> SchedulerError:
+    """Return the error for a command that has failed."""
+    command = " ".join(argv) if argv[0] in _OF_ONE_JOB else argv[0]
+    message = done.message.removeprefix(f"{argv[0]}: ")
+    return SchedulerError(f"{command}: {message}", cure="try again in a minute")
 
 
 def name_suffix(tag: str) -> str:

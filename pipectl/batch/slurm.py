@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
-from pipectl.batch import process
+from pipectl.batch import process, refusals
 from pipectl.batch.limits import Demand, NodeKind, Queue, check_limits
 from pipectl.batch.reasons import is_held, slurm_cure
 from pipectl.batch.scheduler import (
@@ -24,17 +25,21 @@ from pipectl.batch.scheduler import (
     JobRequest,
     JobState,
     JobStatus,
+    failure,
     name_suffix,
     number_of,
     parse_limit,
 )
 from pipectl.batch.script import render_script
 from pipectl.directives import SBATCH, find_option
-from pipectl.errors import SchedulerError
+from pipectl.errors import SchedulerError, UsageError
 
 SQUEUE_FORMAT = "%i|%T|%j|%S|%e|%N|%k|%r"
 SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
 SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a|%s"
+_SQUEUE = ("-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT)
+_TIMES: Mapping[str, str | None] = {"SLURM_TIME_FORMAT": "%s"}
+_CLUSTERS = "SLURM_CLUSTERS"
 _CLOCK_SKEW_S = 60.0
 _SIGNALLED = 128
 """Exit codes of scripts that a signal has ended are larger."""
@@ -46,73 +51,66 @@ class SlurmScheduler(CommandLineScheduler):
 
     name, title = "slurm", "Slurm"
     submit_command = ("sbatch", "--parsable")
-    id_pattern = re.compile(
-        r"(?:Submitted batch job )?([0-9]{1,18})(?:;\S+| on cluster \S+)?"
-    )  # the words are those without --parsable, which a wrapper may leave out
+    id_patterns = (
+        re.compile(r"Submitted batch job ([0-9]{1,18})(?: on cluster ([A-Za-z0-9_.-]+))?"),
+        re.compile(r"([0-9]{1,18});([A-Za-z0-9_.-]+)"),
+        re.compile(r"([0-9]{1,18})()"),
+    )
     list_command = "squeue --me -o '%i %j %k'"
     hidden_variables = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
     visible_variables = frozenset(
         {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"}
     )
-    unsure_messages = ("timed out", "unable to contact", "connection failure", "zero bytes")
-    unreachable_messages = ("configuration source",)
-    advice = (
-        (
-            "configuration source",
-            "Slurm's controller cannot be reached; check the login node or SLURM_CONF,\n"
-            "or run on this machine with --scheduler local",
-        ),
-        (
-            "accounting/qos policy",
-            "lower resources or resources.walltime, or set slurm.options.qos or slurm.account\n"
-            "to one with other limits; `sacctmgr show qos` lists the limits",
-        ),
-        (
-            "invalid account",
-            "set slurm.account, and a slurm.partition that it may use;\n"
-            "`sacctmgr show associations user=$USER` lists yours",
-        ),
-        ("--comment", "set slurm.options.comment to what the site wants; false leaves it out"),
-        ("partition", "set slurm.partition; `sinfo -s` lists what there is"),
-        ("account", "set slurm.account; `sacctmgr show associations user=$USER` lists yours"),
-        ("qos", "set slurm.options.qos; `sacctmgr show qos` lists what there is"),
-        (
-            "gres",
-            "set resources.gpus_per_node to what `sinfo -o '%P %G'` shows; if the site has\n"
-            "another name for them: slurm.options: {gpus-per-node: false, gres: NAME:COUNT}",
-        ),
-        (
-            "memory specification",
-            "lower resources.memory_per_node; `sinfo -o '%P %m'` shows MB per node",
-        ),
-        (
-            "memory",  # a rule of the site, in its own words
-            "set slurm.options.mem-per-cpu in place of resources.memory_per_node, or\n"
-            "slurm.options.mem: false if the site wants no memory in a job",
-        ),
-        ("node configuration", "lower resources; `sinfo -o '%P %D %c %m %G'` shows the nodes"),
-        ("time limit", "lower resources.walltime; `sinfo -o '%P %l'` shows the limits"),
-        ("unrecognized option", "correct slurm.options"),
-        *(
-            (f"--{option}", f"slurm.options.{option}: false leaves it out")
-            for option in SBATCH.replacements
-        ),
-    )
+    refusals, advice = refusals.SLURM, refusals.SLURM_ADVICE
+    unsent_message = "configuration source"
 
     def ping(self) -> None:
-        self._squeue("--me")
+        self._ask("squeue", *_SQUEUE, "--me", variables=_TIMES)
 
     def render(self, request: JobRequest) -> str:
         """The tag is the comment of a job, or the end of its name if the comment is the user's."""
         name = request.name
         if "comment" in request.slurm.options:
             name += name_suffix(request.tag)
+        request = replace(request, after=tuple(_numbers(request.after)))
         return render_script("slurm.sh.j2", request, self.name, job_name=name)
 
     def _describe_tag(self, tag: str) -> str:
         return f"with the tag {tag!r} in its comment or name"
 
-    def _states(self, ids: Sequence[str], since: float | None) -> Mapping[str, JobStatus]:
+    def clusters_of(self, request: JobRequest) -> str:
+        """See :meth:`Scheduler.clusters_of`; a job can only wait for jobs of its own cluster."""
+        options = request.slurm.options
+        value = options.get(find_option(SBATCH, options, ["--clusters -M"]) or "", "")
+        named = value[-1] if isinstance(value, tuple) else value if isinstance(value, str) else ""
+        named = named or os.environ.get(_CLUSTERS, "") or request.cluster
+        for cluster in {self.cluster_of(job_id) for job_id in request.after}:
+            if cluster != named and cluster not in named.split(",") and named != "all":
+                there = f"set slurm.options.clusters: {cluster}"
+                raise UsageError(
+                    f"--after: the job to wait for is on {_words_for(cluster)}, and this one goes "
+                    f"to {_words_for(named)}",
+                    cure=f"{there if cluster else 'name no cluster'}, or wait for its end",
+                )
+            named = cluster
+        return named
+
+    def cluster_of(self, job_id: str) -> str:
+        return job_id.partition(";")[2]
+
+    def _place(self, job_id: str, cluster: str, clusters: str) -> str | None:
+        cluster = cluster or ("" if _are_several(clusters) else clusters)
+        if clusters and not cluster:
+            return None
+        return _with_cluster(job_id, cluster)
+
+    def _on(self, clusters: str) -> tuple[tuple[str, ...], Mapping[str, str | None]]:
+        # As a variable too, for programs of the site that stand for Slurm's.
+        return ("-M", clusters) if clusters else (), {_CLUSTERS: clusters or None}
+
+    def _states(
+        self, ids: Sequence[str], cluster: str, since: float | None
+    ) -> Mapping[str, JobStatus]:
         """Ask squeue, and the accounting for jobs that have ended or are not listed.
 
         A job that has written its exit code is known, unless a signal ended it: the accounting may
@@ -122,16 +120,18 @@ class SlurmScheduler(CommandLineScheduler):
         ids = [job_id for job_id in ids if _ASKED.fullmatch(job_id)]
         if not ids:
             return {}
-        jobs = list(dict.fromkeys(map(self.array_id, ids)))
         # squeue fails for a single unknown id, but not for a repeated one.
-        rows = self._squeue("-j", ",".join([*jobs, jobs[0]]))
-        states = {row.job_id: row.status for row in rows}
+        jobs = _numbers(map(self.array_id, ids))
+        options, variables = self._on(cluster)
+        command = ("squeue", *options, *_SQUEUE, "-j", ",".join([*jobs, jobs[0]]))
+        done = self._ask(*command, variables={**_TIMES, **variables})
+        states = {row.job_id: row.status for row in parse_squeue(done.stdout, cluster)}
         over = [job_id for job_id in ids if job_id not in states or states[job_id].state.final]
         codes = self.exit_codes
         over = [job_id for job_id in over if codes.get(job_id, _SIGNALLED) >= _SIGNALLED]
         max_s = _MOMENT_S if codes.keys() >= {*over} else inf
         try:
-            accounts = self._accounting(over, since, max_s) if over else {}
+            accounts = self._accounting(over, cluster, since, max_s) if over else {}
         except SchedulerError as error:
             reason = f"no longer listed, and the accounting does not answer: {error.message}"
             unknown = JobStatus(JobState.UNKNOWN, reason=reason, source="none")
@@ -147,44 +147,64 @@ class SlurmScheduler(CommandLineScheduler):
                 states[job_id] = replace(queued, exit_code=account.exit_code)
         return states
 
-    def _hand_over(self, script: Path) -> process.Completed:
-        done = super()._hand_over(script)
+    def _hand_over(self, script: Path, options: Sequence[str]) -> process.Completed:
+        done = super()._hand_over(script, options)
         if done.returncode and "--parsable" in done.stderr:  # a wrapper that does not know it
-            done = self._run("sbatch", str(script))
+            done = self._run("sbatch", *options, str(script))
         return done
 
     def cancel(self, job_id: str) -> None:
-        self._ask("scancel", job_id)  # it is silent on unknown ids
+        options, variables = self._on(self.cluster_of(job_id))
+        # It is silent on unknown ids.
+        self._ask("scancel", *options, *_numbers([job_id]), variables=variables)
 
     def task_id(self, array_id: str, index: int) -> str:
-        return f"{array_id}_{index}"
+        number, _, cluster = array_id.partition(";")
+        return _with_cluster(f"{number}_{index}", cluster)
 
     def array_id(self, task_id: str) -> str:
-        return task_id.partition("_")[0]
+        number, _, cluster = task_id.partition(";")
+        return _with_cluster(number.partition("_")[0], cluster)
 
     def estimate(self, script: str) -> str | None:
         """Return the forecast of ``sbatch --test-only``, which ignores partition time limits."""
-        done = self._run("sbatch", "--test-only", stdin=script)
+        names_clusters = re.search(r"^#SBATCH (--cluster|-M)", script, re.MULTILINE)
+        # The variable would overrule the script.
+        hidden: dict[str, str | None] = {_CLUSTERS: None} if names_clusters else {}
+        done = self._run("sbatch", "--test-only", stdin=script, variables=hidden)
         if done.returncode != 0:
             raise self._refusal(done)
         lines = f"{done.stderr}\n{done.stdout}".splitlines()
         forecasts = (line for line in lines if " to start at " in line)
         return next((line.removeprefix("sbatch: ") for line in forecasts), None)
 
-    def _find_all(self, tag: str) -> Iterator[str]:
-        rows = self._squeue("--me")
-        suffix = name_suffix(tag)
-        found = (row for row in rows if row.comment == tag or row.name.endswith(suffix))
-        return (self.array_id(row.job_id) for row in found)
+    def find_all(self, tags: Collection[str], clusters: str = "") -> Mapping[str, str]:
+        options, variables = self._on(clusters)
+        # Only with headers, several clusters say which jobs are whose.
+        form = _SQUEUE[1:] if clusters else _SQUEUE
+        command = ("squeue", *options, *form, "--me")
+        done = self._run(*command, variables={**_TIMES, **variables})
+        found: dict[str, str] = {}
+        for row in parse_squeue(done.stdout, None if _are_several(clusters) else clusters):
+            for tag in tags:
+                if row.comment == tag or row.name.endswith(name_suffix(tag)):
+                    ids = (self.array_id(row.job_id), found.get(tag, ""))
+                    found[tag] = max(ids, key=number_of)
+        if done.returncode and not found:  # one of several clusters may not answer
+            raise failure(command, done)
+        return found
 
     def queues(self) -> tuple[Queue, ...]:
         return self._sinfo()
 
     def check(self, request: JobRequest) -> str:
-        if re.search(",|^all$", os.environ.get("SLURM_CLUSTERS", "")):
+        clusters = self.clusters_of(request)
+        if _are_several(clusters):
             return ""  # their partitions may have the same names
         try:
-            queues = self._sinfo("-a")  # nodes in a cloud that are off are hidden otherwise
+            where, variables = self._on(clusters)
+            # Nodes in a cloud that are off are hidden without `-a`.
+            queues = self._sinfo(*where, "-a", variables=variables)
         except SchedulerError:
             return ""
         options = request.slurm.options
@@ -201,34 +221,34 @@ class SlurmScheduler(CommandLineScheduler):
             is_sure=is_sure,
         )
 
-    def _sinfo(self, *selection: str) -> tuple[Queue, ...]:
+    def _sinfo(
+        self, *selection: str, variables: Mapping[str, str | None] = MappingProxyType({})
+    ) -> tuple[Queue, ...]:
         """Return the partitions; ``-e`` lists nodes that differ apart."""
         command = ("sinfo", "-h", "-e", *selection, "-o", SINFO_FORMAT)
-        return parse_sinfo(self._ask(*command).stdout)
-
-    def _squeue(self, *selection: str) -> list[Listed]:
-        command = ("squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, *selection)
-        return list(parse_squeue(self._ask(*command, SLURM_TIME_FORMAT="%s").stdout))
+        return parse_sinfo(self._ask(*command, variables=variables).stdout)
 
     def _accounting(
-        self, ids: Sequence[str], since: float | None, max_s: float
+        self, ids: Sequence[str], cluster: str, since: float | None, max_s: float
     ) -> dict[str, JobStatus]:
         """Return the latest attempts; empty if the site has no accounting.
 
         Raises:
             SchedulerError: it does not answer.
         """
-        jobs = ",".join(dict.fromkeys(map(self.array_id, ids)))
-        command = ["sacct", "-X", "-D", "-n", "-P", "-j", jobs, "-o", SACCT_FORMAT]
+        jobs = ",".join(_numbers(map(self.array_id, ids)))
+        options, variables = self._on(cluster)
+        command = ["sacct", *options, "-X", "-D", "-n", "-P", "-j", jobs, "-o", SACCT_FORMAT]
         if since is not None:
             command += ["-S", f"{datetime.fromtimestamp(since) - timedelta(days=1):%Y-%m-%d}"]
         if shutil.which("sacct") is None:
             return {}
-        done = self._run(*command, max_s=max_s, SLURM_TIME_FORMAT="%s")
+        done = self._run(*command, max_s=max_s, variables={**_TIMES, **variables})
         if done.returncode and "disabled" not in done.message:
             raise SchedulerError(done.last_line)
         oldest = (since or 0.0) - _CLOCK_SKEW_S  # older jobs have reused ids
-        rows = [row for row in parse_sacct(done.stdout) if (row.submitted_at or inf) >= oldest]
+        accounts = parse_sacct(done.stdout, cluster)
+        rows = [row for row in accounts if (row.submitted_at or inf) >= oldest]
         rows.sort(key=lambda row: inf if row.status.start is None else row.status.start)
         return {row.job_id: row.status for row in rows}
 
@@ -258,7 +278,8 @@ _REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
 _NO_REASON = frozenset({"None", "(null)", ""})
 _LIFTING = ("--qos -q", "--reservation")
 """Options with which other limits may hold than those of a partition."""
-_ASKED = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?")
+_ASKED = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?(;[A-Za-z0-9_.-]+)?")
+_CLUSTER = re.compile(r"CLUSTER: (\S+)")
 _WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
 _SECONDS = re.compile(r"[1-9][0-9]{0,10}")
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d{1,6})\b")
@@ -276,29 +297,57 @@ class Listed(NamedTuple):
     submitted_at: float | None = None
 
 
-def parse_squeue(stdout: str) -> Iterator[Listed]:
-    """Parse ``squeue -h -o SQUEUE_FORMAT``, with times in seconds since the epoch."""
-    for fields in (line.split("|", 6) for line in stdout.splitlines()):
+def parse_squeue(stdout: str, cluster: str | None = "") -> Iterator[Listed]:
+    """Parse ``squeue -h -o SQUEUE_FORMAT``, with times in seconds since the epoch.
+
+    Args:
+        cluster: of the jobs, for their ids, until a line names another; None if only such lines
+            tell. Empty for the default.
+    """
+    for line in stdout.splitlines():
+        if named := _CLUSTER.fullmatch(line.strip()):
+            cluster = named[1]
+        fields = line.split("|", 6)
         comment, bar, reason = fields[-1].rpartition("|")  # a comment may contain one
-        if len(fields) == 7 and bar:
+        if len(fields) == 7 and bar and cluster is not None:
             job_ids, word, name, start, end, nodes, _ = fields
             status = _status(word, start, end, nodes, reason=reason)
             for job_id in _job_ids(job_ids):
                 if status.state.waits:
                     held = status.state is JobState.HELD
-                    cure = slurm_cure(status.reason, job_id, held=held)
+                    cure = slurm_cure(status.reason, job_id, cluster, held=held)
                     status = replace(status, cure=cure)
-                yield Listed(job_id, status, comment, name)
+                yield Listed(_with_cluster(job_id, cluster), status, comment, name)
 
 
-def parse_sacct(stdout: str) -> Iterator[Listed]:
+def parse_sacct(stdout: str, cluster: str = "") -> Iterator[Listed]:
     """Parse ``sacct -n -P -o SACCT_FORMAT``: a row per attempt of a job, oldest first."""
     for fields in (line.split("|") for line in stdout.splitlines()):
         if len(fields) >= 7:
             job_ids, word, code, submit, start, end, nodes = fields[:7]
             status = _status(word, start, end, nodes, code=code, source="accounting")
             for job_id in _job_ids(job_ids):
-                yield Listed(job_id, status, submitted_at=_time(submit))
+                listed = _with_cluster(job_id, cluster)
+                yield Listed(listed, status, submitted_at=_time(submit))
+
+
+def _with_cluster(job_id: str, cluster: str) -> str:
+    """Return a job's id as ``sbatch --parsable`` writes it; jobs of two clusters may have one
+    number."""
+    return f"{job_id};{cluster}" if cluster else job_id
+
+
+def _numbers(ids: Iterable[str]) -> list[str]:
+    """Return ids without their cluster, each once."""
+    return list(dict.fromkeys(job_id.partition(";")[0] for job_id in ids))
+
+
+def _are_several(clusters: str) -> bool:
+    return "," in clusters or clusters == "all"
+
+
+def _words_for(clusters: str) -> str:
+    return f"cluster {clusters.replace(',', ' or ')}" if clusters else "the default cluster"
 
 
 def _job_ids(listed: str) -> Iterator[str]:

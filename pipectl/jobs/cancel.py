@@ -10,7 +10,15 @@ from pipectl.errors import SchedulerError, UnknownRunError
 from pipectl.files import is_there
 from pipectl.jobs.recover import BY_TAG, recover
 from pipectl.jobs.state import get_status, get_statuses
-from pipectl.runs import Record, RunDirectory, SweepDirectory, locked, read_exit_code
+from pipectl.runs import (
+    Record,
+    RunDirectory,
+    SweepDirectory,
+    locked,
+    name_in_shell,
+    read_exit_code,
+    read_starts,
+)
 
 _PATIENCE_S, _PAUSE_S = 10.0, 0.2
 
@@ -36,9 +44,12 @@ def cancel(run: RunDirectory, now: float) -> Cancellation:
     with locked(run):
         record = recover(run, now, is_locked=True)
         if record.job_id is None:
+            has_started = read_starts(run) > 0
             raise UnknownRunError(
                 f"{run.name}: its submission was never confirmed, and no job has its tag",
-                cure=f"if nothing runs, remove {run.path}",
+                cure=f"if nothing runs: pipectl resume --force {name_in_shell(run)}"
+                if has_started
+                else f"if nothing runs, remove {run.path}",
             )
         status = get_status(run, now)
         if status.job.state.final and status.query_error is None:
@@ -116,9 +127,8 @@ def _end(
         time.sleep(_PAUSE_S)
     # The job of a run in an array does not have the tag of the record.
     if newest.job_id == record.job_id and record.task is None:
-        newest = newest.with_state(
-            now, "submitted", job_id=scheduler.find(record.tag), detail=BY_TAG
-        )
+        found = scheduler.find_all([record.tag], scheduler.cluster_of(newest.job_id or ""))
+        newest = newest.with_state(now, "submitted", job_id=found.get(record.tag), detail=BY_TAG)
     if newest.job_id is not None and newest.job_id != record.job_id:
         scheduler.cancel(newest.job_id)
         newest.with_state(now, "cancelled").save(run.record)

@@ -6,21 +6,23 @@ is then found by its tag. It has an old one if the job script submitted itself a
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from pipectl.batch import get_scheduler
 from pipectl.batch.process import TIMEOUT_S
-from pipectl.errors import PipectlError, UsageError
+from pipectl.errors import PipectlError, SchedulerError, UsageError
 from pipectl.files import fault_of_owner, read_limited
 from pipectl.runs import Record, RunDirectory, is_job_id, list_runs, locked, name_in_shell
 
 BY_TAG = "found by its tag"
 _MAX_RUNS = 10
 """Maximum number of runs with the same name that are checked, newest first."""
+_RECENT_S = 86400.0
+"""Age of unconfirmed submissions that stop another one while the batch system does not answer."""
 _MAX_BYTES = 1000
-_ARRAYS: dict[tuple[Path, str], str] = {}
-"""Ids of job arrays by the directory of their runs and their tag."""
+_FILES_ONLY: Mapping[str, str] = {}
 
 
 def recover(
@@ -28,8 +30,7 @@ def recover(
     now: float,
     *,
     is_locked: bool = False,
-    search: bool = True,
-    timeout_s: float = TIMEOUT_S,
+    found: Mapping[str, str] | None = None,
 ) -> Record:
     """The record of a run, with the id of its current job.
 
@@ -38,8 +39,8 @@ def recover(
 
     Args:
         is_locked: whether the caller holds the lock of the run.
-        search: whether to ask the batch system for a job with the tag; otherwise only files count.
-        timeout_s: time limit of that question.
+        found: jobs by tag, from :func:`find_jobs`; None to ask the batch system, and empty if only
+            files count.
 
     Raises:
         DataFileError: there is no record, or it is damaged.
@@ -47,7 +48,8 @@ def recover(
     """
     record = Record.load(run.record)
     newer = add_next_job(run, record, now)
-    if newer is record and not (search and record.job_id is None):
+    may_be_found = found is None or record.tag in found
+    if newer is record and not (may_be_found and record.is_unsure):
         return record
     if not is_locked:
         if fault_of_owner(run.path, root=False) is not None:
@@ -55,25 +57,44 @@ def recover(
         with locked(run, wait=False) as ours:
             if not ours:
                 return record
-            return recover(run, now, is_locked=True, search=search, timeout_s=timeout_s)
-    is_unsure = newer is record and record.state == "submitting"
-    if is_unsure and (job_id := _find(run, record, timeout_s)) is not None:
+            return recover(run, now, is_locked=True, found=found)
+    if newer is record:
+        found = find_jobs([record]) if found is None else found
+        if record.tag not in found:
+            return record
+        job_id = found[record.tag]
+        if record.task is not None:
+            job_id = get_scheduler(record.scheduler).task_id(job_id, record.task)
         newer = record.with_state(now, "submitted", job_id=job_id, detail=BY_TAG)
-    if newer is not record:
-        with suppress(UsageError):  # the next command finds the job in the same way
-            newer.save(run.record)
+    with suppress(UsageError):  # the next command finds the job in the same way
+        newer.save(run.record)
     return newer
 
 
-def _find(run: RunDirectory, record: Record, timeout_s: float) -> str | None:
-    """The id of the job with the record's tag; an array is looked up once for all its runs."""
-    scheduler = get_scheduler(record.scheduler, timeout_s)
-    if record.task is None:
-        return scheduler.find(record.tag)
-    key = run.path.parent, record.tag
-    if key not in _ARRAYS and (array_id := scheduler.find(record.tag)) is not None:
-        _ARRAYS[key] = array_id
-    return scheduler.task_id(_ARRAYS[key], record.task) if key in _ARRAYS else None
+def recover_from_files(run: RunDirectory, now: float) -> Record:
+    """See :func:`recover`; the batch system is not asked."""
+    return recover(run, now, found=_FILES_ONLY)
+
+
+def find_jobs(records: Iterable[Record], timeout_s: float = TIMEOUT_S) -> dict[str, str]:
+    """Ids by tag of the jobs of submissions that nobody confirmed; of arrays, the array's.
+
+    Each batch system, and each choice of its clusters, is asked once.
+
+    Args:
+        timeout_s: time limit of each question.
+
+    Raises:
+        SchedulerError: a batch system cannot be asked.
+    """
+    places: dict[tuple[str, str], set[str]] = {}
+    for record in records:
+        if record.is_unsure:
+            places.setdefault((record.scheduler, record.clusters), set()).add(record.tag)
+    found: dict[str, str] = {}
+    for (name, clusters), tags in places.items():
+        found.update(get_scheduler(name, timeout_s).find_all(tags, clusters))
+    return found
 
 
 def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
@@ -92,29 +113,37 @@ def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
     return record.with_state(now, "submitted", job_id=ids[-1], detail=detail)
 
 
-def refuse_duplicate(base: Path, name: str, now: float) -> None:
+def refuse_duplicate(base: Path, name: str, scheduler: str, now: float) -> None:
     """Raise if an earlier submission of a job was interrupted after it reached the queue.
 
     This raises once per run, because it completes the run's record.
 
+    Args:
+        scheduler: of the job that is to be submitted.
+
     Raises:
         UsageError: naming the run.
+        SchedulerError: the batch system does not say whether it has the job.
     """
-    newest, count = None, 0
-    for run in reversed(list_runs(base)):
-        if not run.name.split("-", 2)[2].startswith(name):  # names may have a number at the end
-            continue
-        with suppress(PipectlError):  # an old run does not stop a new job
-            record = Record.load(run.record)
-            if record.name == name:
-                count += 1
-                if record.job_id is None:
-                    record = recover(run, now)
-                    # Any other detail is of a concurrent submission that has just recorded its id.
-                    if BY_TAG in {event.detail for event in record.history[-1:]}:
-                        newest = newest or (run, record)
-        if count == _MAX_RUNS:
-            break
+    unsure = _find_unsure(base, name)
+    try:
+        found = find_jobs(unsure.values())
+    except SchedulerError as error:
+        for run, record in unsure.items():
+            if record.scheduler == scheduler and now - record.submitted_at < _RECENT_S:
+                raise SchedulerError(
+                    f"{run.name}: it is not known whether this submission of the same job reached "
+                    f"the queue: {error.message}",
+                    cure=f"try again in a minute; if you know that it did not: rm -r {run.path}",
+                ) from None
+        return
+    newest = None
+    for run in unsure:
+        with suppress(PipectlError):
+            record = recover(run, now, found=found)
+            # Any other detail is of a concurrent submission that has just recorded its id.
+            if BY_TAG in {event.detail for event in record.history[-1:]}:
+                newest = newest or (run, record)
     if newest is not None:
         run, record = newest
         raise UsageError(
@@ -123,3 +152,21 @@ def refuse_duplicate(base: Path, name: str, now: float) -> None:
             cure=f"follow it with `pipectl status {name_in_shell(run)}`, or end it with "
             "`pipectl cancel`; for one more run, submit again",
         )
+
+
+def _find_unsure(base: Path, name: str) -> dict[RunDirectory, Record]:
+    """Those of the newest runs of a job, newest first, whose submission nobody confirmed."""
+    unsure: dict[RunDirectory, Record] = {}
+    count = 0
+    for run in reversed(list_runs(base)):
+        if not run.name.split("-", 2)[2].startswith(name):  # names may have a number at the end
+            continue
+        with suppress(PipectlError):  # an old run does not stop a new job
+            record = Record.load(run.record)
+            if record.name == name:
+                count += 1
+                if record.is_unsure and fault_of_owner(run.path, root=False) is None:
+                    unsure[run] = record
+        if count == _MAX_RUNS:
+            break
+    return unsure

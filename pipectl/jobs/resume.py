@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipectl.batch import JobState
+from pipectl.batch import JobState, get_scheduler
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.fields import leaves
@@ -253,9 +253,16 @@ def _hand_over_again(
         what: is done, for the history.
     """
     starts = read_starts(run)
+    system = get_scheduler(record.scheduler)
     record = record.with_state(now, "submitting", detail=what)
     new = Submission.new(
-        run, job, now, name=record.name, history=record.history, sweep=record.sweep
+        run,
+        job,
+        now,
+        name=record.name,
+        history=record.history,
+        sweep=record.sweep,
+        cluster=system.cluster_of(record.job_id) if record.job_id else record.clusters,
     )
     # Reports of the earlier start say nothing about the run while it waits.
     reports = [run.exit_code, run.resubmitted, run.stopped_marker, run.requeue_error, run.heartbeat]

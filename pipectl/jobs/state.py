@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from pipectl.batch import CHECKPOINTED, LOCAL, JobState, JobStatus, get_scheduler
 from pipectl.batch.process import TIMEOUT_S
-from pipectl.errors import DataFileError, PipectlError, UnknownRunError
+from pipectl.errors import DataFileError, PipectlError, UnknownRunError, UsageError
 from pipectl.faults import ErrorReport
-from pipectl.files import is_there, owner_of
-from pipectl.jobs.recover import add_next_job, recover
+from pipectl.files import fault_of_owner, is_there, owner_of
+from pipectl.jobs.recover import add_next_job, find_jobs, recover, recover_from_files
 from pipectl.plan import Plan
 from pipectl.runs import (
     TRAINING,
@@ -294,7 +294,7 @@ class Poller:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._queries: dict[str, _Query] = {}
+        self._queries: dict[tuple[str, str], _Query] = {}
         self._metrics: dict[RunDirectory, Metrics] = {}
 
     def get_statuses(self, runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
@@ -305,7 +305,7 @@ class Poller:
         readable = [run for run in runs if run not in closed]
         for run in readable:
             try:
-                records[run] = recover(run, now, search=False)
+                records[run] = recover_from_files(run, now)
             except DataFileError as error:
                 damage[run] = error.message
         # Do not wait for a batch system that hangs if the files tell the state of every run.
@@ -328,7 +328,7 @@ class Poller:
             heartbeat = read_heartbeat(run)  # after the question, as all files
             record = records.get(run)
             measured = read_measured(run, record, heartbeat, self._metrics[run])
-            answer = answers.get(record.scheduler if record else "", Answer({}))
+            answer = answers.get(run, Answer({}))
             if record is None:
                 job = JobStatus(JobState.UNKNOWN, reason=damage[run], source="none")
             else:
@@ -353,13 +353,15 @@ class Poller:
 
     def _query(
         self, records: dict[RunDirectory, Record], now: float, timeout_s: float
-    ) -> dict[str, Answer]:
-        """The newest answer of every batch system; ``records`` get the jobs of interrupted
-        submissions."""
-        answers = {}
-        for name in {record.scheduler for record in records.values()}:
-            ours = {run: each for run, each in records.items() if each.scheduler == name}
-            last, jobs = self._queries.get(name), _names_of_jobs(ours)
+    ) -> dict[RunDirectory, Answer]:
+        """The newest answer of every batch system, or cluster of one, by run; ``records`` get the
+        jobs of interrupted submissions."""
+        answers: dict[RunDirectory, Answer] = {}
+        places: dict[tuple[str, str], dict[RunDirectory, Record]] = {}
+        for run, record in records.items():
+            places.setdefault(_place_of(record), {})[run] = record
+        for place, ours in places.items():
+            name, last, jobs = place[0], self._queries.get(place), _names_of_jobs(ours)
             is_known = last is not None and jobs <= last.jobs
             if last is None or name == LOCAL or not is_known or self._is_due(last, ours):
                 answer = _ask(name, ours, now, timeout_s)
@@ -368,8 +370,8 @@ class Poller:
                     pause_s = min(last.pause_s * _GROWTH, _MAX_PAUSE_S)
                 jobs |= _names_of_jobs(ours)
                 last = _Query(jobs, answer, pause_s, self._clock() + pause_s)
-                self._queries[name] = last
-            answers[name] = last.answer
+                self._queries[place] = last
+            answers.update(dict.fromkeys(ours, last.answer))
             records.update(ours)
         return answers
 
@@ -384,13 +386,12 @@ class Poller:
 
 def _ask(name: str, records: dict[RunDirectory, Record], now: float, timeout_s: float) -> Answer:
     """Ask a batch system once about its jobs; ``records`` get those of interrupted submissions."""
-    missing_tags: set[str] = set()  # the runs of a sweep share one
     try:
-        for run, record in records.items():
-            if record.job_id is None and record.tag not in missing_tags:
-                records[run] = recover(run, now, timeout_s=timeout_s)
-                if records[run].job_id is None:
-                    missing_tags.add(record.tag)
+        unsure = [run for run, each in records.items() if each.is_unsure]
+        unsure = [run for run in unsure if fault_of_owner(run.path, root=False) is None]
+        found = find_jobs((records[run] for run in unsure), timeout_s)
+        for run in unsure if found else []:
+            records[run] = recover(run, now, found=found)
         times = {each.job_id: each.submitted_at for each in records.values() if each.job_id}
         if not times:
             return Answer({})
@@ -400,6 +401,16 @@ def _ask(name: str, records: dict[RunDirectory, Record], now: float, timeout_s: 
         return Answer(scheduler.query(list(times), since=min(times.values())))
     except PipectlError as error:
         return Answer({}, error.message)
+
+
+def _place_of(record: Record) -> tuple[str, str]:
+    """The batch system of a run, and its cluster: each is asked by itself, so that one that does
+    not answer hides no job of another."""
+    cluster = record.clusters
+    if record.job_id is not None:
+        with suppress(UsageError):  # a record may name any batch system
+            cluster = get_scheduler(record.scheduler).cluster_of(record.job_id)
+    return record.scheduler, cluster
 
 
 def _names_of_jobs(records: Mapping[RunDirectory, Record]) -> frozenset[str]:
@@ -492,9 +503,11 @@ def decide_state(
         last = f"last heartbeat {format_time(max(0.0, age_s))} ago ({words})"
         if abs(age_s) < max(_MIN_FRESH_S, _FRESH_STEPS * (step_time_s or 0.0)):
             return JobStatus(JobState.RUNNING, reason=f"{reason}; {last}", source="heartbeat")
-    if now - record.submitted_at < _SUBMIT_GRACE_S:
+    if now - record.submitted_at < _SUBMIT_GRACE_S and record.state != "unconfirmed":
         return JobStatus(JobState.QUEUED, reason="submitted just now", source="record")
     first = ["its submission was never confirmed"] if record.state == "submitting" else []
+    if record.state == "unconfirmed":
+        first = [f"its submission was not confirmed: {record.history[-1].detail}"]
     end = "no exit code in the run directory"
     if may_go_on:
         end = "stopped at a checkpoint, and may continue"

@@ -37,11 +37,19 @@ from pipectl.runs import (
 from pipectl.runs.code import Code, keep
 from pipectl.runs.kept_code import Repository
 from pipectl.spec import dump
+from pipectl.units import printable
 
+_MAX_WORDS = 500
 _PRIVATE = 0o600
 """Mode of files that may contain keys and tokens."""
 Environment = tuple[Repository | None, str]
 """The repository of user code, and the text of ``environment.txt``."""
+
+
+class InterruptedSubmissionError(NoAnswerError):
+    """Ctrl-C, or a signal like it, came while the batch system was asked."""
+
+    exit_code = 130
 
 
 @dataclass(frozen=True)
@@ -72,15 +80,16 @@ class Submission:
         history: tuple[Event, ...] = (),
         sweep: Setting | None = None,
         task: int | None = None,
+        cluster: str = "",
     ) -> Submission:
         """A submission that has not reached the batch system.
 
         Args:
-            after: see :class:`JobRequest`.
+            after, cluster: see :class:`JobRequest`.
             name, tag: for the record; by default those of the request.
             history, sweep, task: see :class:`Record`.
         """
-        request = job.request_for(run.path, after=after)
+        request = replace(job.request_for(run.path, after=after), cluster=cluster)
         record = Record(
             name=name or request.name,
             scheduler=job.scheduler,
@@ -89,6 +98,7 @@ class Submission:
             ranks=request.ranks,
             nodes=request.resources.nodes,
             steps=job.spec.training.steps if job.task.steps is None else job.task.steps,
+            clusters=get_scheduler(job.scheduler).clusters_of(request),
             history=history,
             kind=job.task.kind,
             sweep=sweep,
@@ -172,7 +182,7 @@ def submit(
     """
     first = jobs[0]
     base, name = Path(first.spec.output.directory), first.name
-    refuse_duplicate(base, name, now)
+    refuse_duplicate(base, name, first.scheduler, now)
     ids = ids_to_wait_for(after, first.scheduler, now)
     if first.values is None:
         run = RunDirectory.create(base, name, now)
@@ -226,7 +236,18 @@ def hand_over(
         script, request = array[0].script, array[1]
         write_text(script, scheduler.render(request), mode=0o700)
     rollback.scheduler_called = True
-    job_id = scheduler.submit(script, request)
+    name = name_in_shell(submissions[0].run if array is None else array[0])
+    try:
+        job_id = scheduler.submit(script, request)
+    except NoAnswerError as error:
+        for submission in submissions:
+            _note_doubt(submission, error.said)
+        cure = f"{_cure_of_doubt(name, submissions[0])}\n{error.cure}"
+        raise NoAnswerError(error.message, cure=cure) from error
+    except KeyboardInterrupt as interrupt:
+        raise InterruptedSubmissionError(
+            "interrupted; the job may be in the queue", cure=f"see: pipectl status {name}"
+        ) from interrupt
     submitted = []
     for index, submission in enumerate(submissions):
         own_id = job_id if array is None else scheduler.task_id(job_id, index)
@@ -241,6 +262,28 @@ def hand_over(
 def check_limits(request: JobRequest, scheduler: str) -> str:
     """Return a warning if a job may never run; see :meth:`pipectl.batch.Scheduler.check`."""
     return get_scheduler(scheduler, QUEUES_TIMEOUT_S).check(request)
+
+
+def _note_doubt(submission: Submission, said: str) -> None:
+    """Record what the batch system said when it did not say whether it has the job."""
+    record, lines = submission.record, " ".join(printable(said).split())
+    detail = lines if len(lines) <= _MAX_WORDS else f"{lines[:_MAX_WORDS]}…"
+    with suppress(UsageError):
+        record.with_state(record.submitted_at, "unconfirmed", detail=detail).save(
+            submission.run.record
+        )
+
+
+def _cure_of_doubt(name: str, submission: Submission) -> str:
+    """What to do if it is not known whether a batch system has a job.
+
+    Args:
+        name: of the run or sweep, on a command line.
+    """
+    again = "submit again; what was accepted is not submitted twice"
+    if submission.request.earlier_starts:
+        again = f"`pipectl resume --force {name}`"
+    return f"`pipectl status {name}` finds the job if it was accepted after all;\nif not: {again}"
 
 
 def _write_files(

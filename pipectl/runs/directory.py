@@ -440,7 +440,7 @@ def _find_job(runs: Sequence[RunDirectory], job_id: str) -> Sequence[RunDirector
         except (OSError, DataFileError):
             continue
         own_id = record.job_id or ""
-        if own_id == job_id or (own_id.startswith(job_id) and own_id[len(job_id)] in "._[@"):
+        if own_id == job_id or (own_id.startswith(job_id) and own_id[len(job_id)] in "._[@;"):
             matches.append((run, record))
     sweeps = {record.sweep.name if record.sweep else "" for _, record in matches}
     if len(matches) > 1 and len(sweeps) == 1 and "" not in sweeps:

@@ -9,14 +9,14 @@ from typing import Annotated, Any, ClassVar
 
 from pipectl.fields import VERSION, Count, DataFile, Rule
 
-STATES = ("submitting", "submitted", "cancelled")
+STATES = ("submitting", "unconfirmed", "submitted", "cancelled")
 TRAINING, PROFILING, REHEARSAL = "training", "profile", "rehearsal"
 MAX_BYTES = 2**20
 
 
 def is_job_id(text: str) -> bool:
     """Return whether a text can be a job id, which is passed to commands."""
-    return bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@+\[\]-]{0,299}", text))
+    return bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@;+\[\]-]{0,299}", text))
 
 
 _STATE = Rule(STATES.__contains__, f"one of {', '.join(STATES)}")
@@ -60,8 +60,11 @@ class Record(DataFile):
         scheduler: ``local``, ``slurm`` or ``pbs``.
         tag: unique text that the scheduler stores with the job.
         submitted_at: seconds since the epoch.
-        job_id: id given by the scheduler; for local jobs host, pid and process start.
-        state: ``submitting``, ``submitted`` or ``cancelled``: what pipectl did with the job.
+        job_id: id given by the scheduler; with Slurm's cluster if one was named (``7;b``), and
+            PBS's server (``7.b``); for local jobs host, pid and process start.
+        clusters: clusters or server that the submission named, where a job with the tag may be.
+        state: what pipectl did with the job: ``submitting``, ``unconfirmed`` if the scheduler did
+            not say whether it has the job, ``submitted`` or ``cancelled``.
         kind: ``training``, ``profile`` for a run that only measures, or ``rehearsal``.
         hash_seed: ``PYTHONHASHSEED`` of all its processes; None if each had its own.
         sweep: None for a run outside a sweep.
@@ -79,11 +82,17 @@ class Record(DataFile):
     steps: int
     state: Annotated[str, _STATE] = "submitting"
     job_id: Annotated[str, _JOB_ID] | None = None
+    clusters: str = ""
     history: tuple[Event, ...] = ()
     kind: str = TRAINING
     hash_seed: int | None = None
     sweep: Setting | None = None
     task: int | None = None
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether the scheduler may have a job whose id is not known."""
+        return self.job_id is None and self.state in ("submitting", "unconfirmed")
 
     def with_state(
         self, time: float, state: str, *, job_id: str | None = None, detail: str = ""

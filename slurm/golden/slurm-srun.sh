@@ -21,6 +21,7 @@
 #SBATCH --dependency=afterok:41:42
 #SBATCH --kill-on-invalid-dep=yes
 
+unset SLURM_CLUSTERS # in the job, all commands are for its own cluster
 set -uo pipefail
 export PIPECTL_RUN_DIRECTORY='/scratch/u/my runs/100%'
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1

@@ -12,6 +12,7 @@
 #SBATCH --signal=B:USR2@180
 #SBATCH --requeue
 
+unset SLURM_CLUSTERS # in the job, all commands are for its own cluster
 set -uo pipefail
 export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1

@@ -14,10 +14,11 @@ from job_requests import check_table
 from pipectl.batch import JobState, Template, get_scheduler, process
 from pipectl.batch.pbs import parse_qstat
 from pipectl.batch.slurm import parse_sacct, parse_sinfo, parse_squeue
-from pipectl.errors import SchedulerError
+from pipectl.errors import PipectlError, SchedulerError
 
 HERE = Path(__file__).parent
 SCENE = re.compile(r"(slurm|pbs): .*")
+SETS = re.compile(r"([A-Z_]+)=(.*)")
 SAYS = re.compile(r"(\w+)(?: \[(\d+)\])? (says|fails with|as in|hangs) ?(.*)")
 SCRIPT = Path("/runs/job.sh")
 HIDDEN = {
@@ -60,7 +61,14 @@ class Scene:
         """What the scheduler answers, in lines."""
         what, _, text = question.partition(" ")
         if what == "submit":
-            return [self.scheduler.submit(SCRIPT, self.make_request(tag=text))]
+            tag, _, after = text.partition(" after ")
+            tag, _, clusters = tag.partition(" to ")
+            slurm = {"options": {"clusters": clusters}} if clusters else {}
+            request = self.make_request(tag=tag, after=tuple(after.split()), slurm=slurm)
+            return [self.scheduler.submit(SCRIPT, request)]
+        if what == "find":
+            tag, _, clusters = text.encode().decode("unicode_escape").partition(" on ")
+            return [self.scheduler.find_all([tag], clusters).get(tag)]
         if what == "query":
             ids, _, codes = text.partition(" left ")
             self.scheduler.exit_codes = dict.fromkeys(ids.split(), int(codes)) if codes else {}
@@ -86,7 +94,7 @@ class Scene:
         before = {command: len(self.fake.calls(command)) for command in self.fake.names}
         try:
             yield from self.answer(question)
-        except SchedulerError as error:
+        except PipectlError as error:
             yield from f"{type(error).__name__}: {error.message} ({error.cure})".splitlines()
         for command, count in before.items():
             for arguments in self.fake.calls(command)[count:]:
@@ -106,6 +114,10 @@ def test_dialogues_with_batch_systems(tmp_path, monkeypatch, make_request, snaps
         if found := SCENE.fullmatch(line):
             scene = Scene(found[1], tmp_path / str(number), make_request)
             monkeypatch.setenv("PATH", f"{tmp_path / str(number)}:/usr/bin:/bin")
+            monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+            monkeypatch.delenv("PBS_SERVER", raising=False)
+        elif found := SETS.fullmatch(line):
+            monkeypatch.setenv(*found.groups())
         elif found := SAYS.fullmatch(line):
             scene.prepare(*found.groups())
         elif line and not line.startswith("#"):
@@ -123,7 +135,7 @@ def test_no_variable_overrules_a_submission_and_a_missing_command_is_named(
     scene = Scene(system, tmp_path / "bin", make_request)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     scene.prepare(submit, None, "says", "5")
-    assert scene.answer("submit tag") == ["5"]
+    assert scene.answer("submit tag") == ["5;x" if system == "slurm" else "5"]
     environment = scene.fake.environment(submit).keys()
     assert not hidden & environment
     assert kept | {"PATH"} <= environment
@@ -136,6 +148,12 @@ def test_no_variable_overrules_a_submission_and_a_missing_command_is_named(
 
 def test_undecodable_output_is_shown_as_it_can_be():
     assert process.run(["/bin/bash", "-c", "printf 'a\\377b'"], cure="-").stdout == "a\ufffdb"
+
+
+def test_the_words_of_a_command_that_waits_too_long_are_kept():
+    command = ["/bin/bash", "-c", "echo 41; echo busy, sleeping and retrying >&2; sleep 9"]
+    with pytest.raises(process.NoAnswerError, match=r"said:\nbusy, sleeping and retrying"):
+        process.run(command, cure="-", timeout_s=0.3)
 
 
 def meaning(said):

@@ -64,6 +64,7 @@ def started(*arguments: str) -> Iterator[int]:
             file = os.open(f"{arguments[0]}-{os.getpid()}.out", os.O_CREAT | os.O_WRONLY)
             os.dup2(file, 1)
             os.dup2(file, 2)
+            sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os._exit(main(list(arguments)))
         os._exit(99)
@@ -103,6 +104,9 @@ def interrupted(how: signal.Signals, *command: str) -> RunDirectory:
         assert code_of(pid) == (130 if how == signal.SIGINT else -how)
     Path("hang").unlink()
     (run,) = runs()
+    if how == signal.SIGINT:
+        (output,) = Path.cwd().glob("*.out")
+        assert f"may be in the queue\n  see: pipectl status {run.name}\n" in output.read_text()
     record = Record.load(run.record)
     assert (record.state, record.job_id) == ("submitting", None)
     return run
@@ -163,9 +167,9 @@ def test_a_submission_that_ends_while_another_looks_is_no_interrupted_one(
     done = Record.load(run.record)
     replace(done, state="submitting", job_id=None, history=done.history[:1]).save(run.record)
 
-    def wait_for_the_other(run, now):
+    def wait_for_the_other(run, now, **how):
         done.save(run.record)
-        return recover(run, now)
+        return recover(run, now, **how)
 
     monkeypatch.setattr("pipectl.jobs.recover.recover", wait_for_the_other)
     assert cli(*SUBMIT).code == 0

@@ -55,9 +55,12 @@ class Scheduler:
         self.asked, self.searched = [], []
         self.job_of_tag, self.state = None, JobState.RUNNING
 
-    def find(self, tag):
-        self.searched.append(tag)
-        return self.job_of_tag
+    def find_all(self, tags, clusters=""):
+        self.searched.append(sorted(tags))
+        return dict.fromkeys(tags, self.job_of_tag) if self.job_of_tag else {}
+
+    def cluster_of(self, job_id):
+        return job_id.partition(";")[2]
 
     def query(self, ids, *, since):
         self.asked.append(sorted(ids))
@@ -68,7 +71,7 @@ class Scheduler:
 def schedulers(monkeypatch):
     found = {"slurm": Scheduler(), "local": Scheduler()}
     for module in (state, recover):
-        monkeypatch.setattr(module, "get_scheduler", lambda name, _timeout_s: found[name])
+        monkeypatch.setattr(module, "get_scheduler", lambda name, *_: found[name])
     return found
 
 
