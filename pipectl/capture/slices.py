@@ -18,6 +18,12 @@ from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.operators import arguments_by_name
 from pipectl.errors import CaptureError
 
+_ALONG = {
+    "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp",
+    "cummax", "cummin", "sort", "argsort", "flip", "roll",
+}  # fmt: skip
+"""Operators that compute along a dimension and keep it."""
+_BY_INDEX = {"index", "index_select", "gather"}
 _CURE = "let replicas take whole micro-batches"
 
 
@@ -80,11 +86,12 @@ def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[...,
     """Return a random operator as a function of some rows that draws for the whole micro-batch.
 
     Raises:
-        CaptureError: the operator runs user code, whose draws are not known.
+        CaptureError: the operator runs user code, whose draws are not known, or draws numbers of
+            samples.
     """
     target: Any = node.target
     schema = getattr(target, "_schema", None)
-    if schema is None:
+    if schema is None or _draws_samples(graph, node, schema):
         raise CaptureError(
             f"model: {node.name!r} may draw random numbers, and replicas cannot share its samples",
             cure=_CURE,
@@ -111,6 +118,20 @@ def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[...,
     return draw
 
 
+def _draws_samples(graph: CapturedGraph, node: fx.Node, schema: Any) -> bool:
+    """Return whether an operator may draw numbers of samples, as a permutation of them does."""
+    arguments = arguments_by_name(schema, node.args, node.kwargs)
+    if "randperm" in schema.name:
+        return True
+    if "randint" in schema.name:
+        return not isinstance(arguments.get("high"), int)
+    source = arguments.get("self")
+    if "multinomial" not in schema.name or not isinstance(source, fx.Node):
+        return False
+    value = source.meta["val"]
+    return value.dim() - 1 in graph.sample_dimensions(value)
+
+
 def _grown(tensor: Tensor, dim: int | None, rows: Rows) -> Tensor:
     """Return a tensor for the whole micro-batch in the same layout, with the rows in place."""
     if dim is None:
@@ -128,22 +149,55 @@ def coupled_operators(graph: CapturedGraph) -> list[int]:
     other.
 
     These are batch norms, operators that combine a value of all samples (their mean, for example)
-    with values of single samples, and operators that relate samples to samples, such as ``x @
-    x.T``. The mean at the end of a loss is none. A graph for one batch size does not show which
-    dimensions count samples: there, only batch norms are known.
+    with values of single samples, operators that relate samples to samples, such as ``x @ x.T``,
+    operators along the samples (a softmax or a cumulative sum), and those that take samples in a
+    random order. The mean at the end of a loss is none. A graph for one batch size does not show
+    which dimensions count samples: there, only batch norms are known.
     """
     places = []
     of_all: set[fx.Node] = set()
+    shuffled: set[fx.Node] = set()
     for place, node in enumerate(graph.operators):
+        if "randperm" in str(node.target) or shuffled.intersection(node.all_input_nodes):
+            shuffled.add(node)
         sources = [s for s in graph.tensor_inputs(node) if s.name not in graph.states]
         here = _sample_dimensions(graph, node)
         before = max((_sample_dimensions(graph, source) for source in sources), default=0)
         mixed = bool(of_all.intersection(sources))
-        if is_batch_norm(node) or here > before > 0 or (here and mixed):
+        along = here and _goes_along_samples(graph, node, shuffled)
+        if is_batch_norm(node) or here > before > 0 or (here and mixed) or along:
             places.append(place)
         elif not here and (before or mixed):
             of_all.add(node)
     return places
+
+
+def _goes_along_samples(graph: CapturedGraph, node: fx.Node, shuffled: set[fx.Node]) -> bool:
+    """Return whether each sample of a result depends on others, by their order.
+
+    Args:
+        shuffled: nodes that follow from a random order.
+    """
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    name, arguments = (
+        schema.name.partition("::")[2],
+        arguments_by_name(schema, node.args, node.kwargs),
+    )
+    source, dims = arguments.get("self"), arguments.get("dim", arguments.get("dims"))
+    value = source.meta.get("val") if isinstance(source, fx.Node) else None
+    samples = graph.sample_dimensions(value)
+    if value is None or not samples:
+        return False
+    if name in _BY_INDEX:
+        indices = arguments.get("indices", arguments.get("index"))
+        places = enumerate(indices) if isinstance(indices, list | tuple) else [(dims, indices)]
+        return any(each in shuffled and dim in samples for dim, each in places)
+    if name not in _ALONG:
+        return False
+    given = dims if isinstance(dims, list | tuple) else [dims]
+    return any(isinstance(dim, int) and dim % value.dim() in samples for dim in given)
 
 
 def _sample_dimensions(graph: CapturedGraph, node: fx.Node) -> int:

@@ -37,7 +37,6 @@ from pipectl.capture import CapturedGraph, CapturedJob, Cut, Slot
 from pipectl.capture.batch import by_name, copy_written_inputs
 from pipectl.capture.data import Loader
 from pipectl.capture.opaque import Opaque
-from pipectl.capture.operators import arguments_by_name
 from pipectl.capture.refusals import module_of
 from pipectl.capture.slices import Rows, is_batch_norm
 from pipectl.capture.step import sample_shares, target_shares, weighted_loss
@@ -313,8 +312,7 @@ class _LossOfModel:
         given = job.states, device, job.spec.training.precision
         whole_rows = Rows.of(2 * half, length)
         self._whole = MicroBatch(0, whole_rows)
-        shared = takes_half and all(map(_has_rows, self.operators))
-        for shares_draws in (True, False) if shared else (False,):
+        for shares_draws in (True, False) if takes_half else (False,):
             halves = [Rows.of(half, length)] * 2
             if shares_draws:
                 halves = [Rows(start, start + half, 2 * half, length) for start in (0, half)]
@@ -323,7 +321,7 @@ class _LossOfModel:
                 self._loss = Stage(_LOSS, forms, *given)
             except CaptureError:
                 if shares_draws:
-                    continue  # the samples of a draw are no dimension of it
+                    continue  # half of the samples have no part of a draw
                 raise
             self._halves = [MicroBatch(0, each) for each in halves]
             self._shares_draws = shares_draws
@@ -456,20 +454,6 @@ class _LossOfModel:
         precise = self._device.type == "cpu" and self._job.spec.training.precision == "float32"
         sizes = [each.element_size() for each in (run.loss, *run.gradients.values())]
         return _ROUNDING if precise and min(sizes) >= 4 else _ROUNDING_OF_HALF
-
-
-def _has_rows(node: fx.Node) -> bool:
-    """Return whether a half may take its rows of what an operator draws for all samples, if it
-    draws: not of numbers that may count the samples, such as those of a permutation.
-    """
-    schema = getattr(node.target, "_schema", None)
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or schema is None:
-        return True  # building the stage refuses others
-    values = tensors_in([node.meta.get("val")])
-    if all(value.is_floating_point() or value.dtype == torch.bool for value in values):
-        return True
-    arguments = arguments_by_name(schema, node.args, node.kwargs)
-    return "randint" in schema.name and isinstance(arguments.get("high"), int)
 
 
 def _square_of_mean(values: Sequence[Tensor]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from pipectl.capture import CapturedGraph, Cut, build_stage
 from pipectl.capture.job import assign_groups, find_traits
 from pipectl.capture.operators import FunctionCall
 from pipectl.capture.regions import WHOLE, Autocast, Region, arithmetic, region_of
-from pipectl.capture.slices import coupled_operators
+from pipectl.capture.slices import Rows, coupled_operators
 from pipectl.errors import CaptureError
 
 MODELS = Path(__file__).with_name("models.py")
@@ -306,7 +306,11 @@ def test_a_graph_captured_in_half_precision_gives_what_the_model_gives(make_job,
             [],
         ),
         ("None", "x = x - 0.5 * x.mean(dim=0)", ["sub"]),
-        ("None", "x = torch.softmax(x @ x.T, dim=1) @ x", ["matmul"]),
+        ("None", "x = torch.softmax(x @ x.T, dim=1) @ x", ["matmul", "softmax"]),
+        ("None", "x = torch.softmax(x, dim=-2)", ["softmax"]),
+        ("None", "x = x.cumsum(0).flip(1)", ["cumsum"]),
+        ("None", "x = x + 0.1 * x[torch.randperm(x.shape[0])]", ["index"]),
+        ("None", "x = x[torch.arange(x.shape[0])].roll(1, 1)", []),
     ],
 )
 def test_operators_that_couple_samples_are_found(
@@ -315,6 +319,17 @@ def test_operators_that_couple_samples_are_found(
     path = write_modules({"Coupled": (first, code)})
     graph = make_job(f"{path}:WholeCoupled").training_graph(4)
     assert [graph.operators[i].name for i in coupled_operators(graph)] == coupled
+
+
+def test_replicas_do_not_share_what_draws_numbers_of_samples(
+    make_job, write_modules, run_whole
+) -> None:
+    code = "x = x + torch.randint({}, (x.shape[0],)).unsqueeze(1)"
+    draws = {"OfClasses": code.format(6), "OfSamples": code.format("x.shape[0]")}
+    path = write_modules(draws)
+    run_whole(make_job(f"{path}:WholeOfClasses"), Rows(2, 4, 4))
+    with pytest.raises(CaptureError, match=r"'randint' may draw .* cannot share its samples"):
+        run_whole(make_job(f"{path}:WholeOfSamples"), Rows(2, 4, 4))
 
 
 MEAN = "self.kept.running_mean"
