@@ -513,7 +513,7 @@ def failure(argv: Sequence[str], done: process.Completed) -> SchedulerError:
 
 def name_suffix(tag: str) -> str:
     """Return the end of the names of jobs with this tag, if they have it in their name."""
-    return f".{tag.split()[-1]}"
+    return f".{tag.rpartition(' ')[2]}"
 
 
 def number_of(text: str) -> int:

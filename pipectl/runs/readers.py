@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 from typing import Annotated, Any, ClassVar, Literal
 
 from pipectl.errors import DataFileError
@@ -29,9 +30,18 @@ _TELLING = re.compile(
 )
 _NOISE = re.compile(
     r"[-=+*#\s]*$|\[mpiexec\S*\] (HYD|send_hdr|ui_cmd|main )|.*job\.sh: line \d+: +\d+ |pipectl: "
+    r"|\[proxy\S*\] (HYD_pmcd_pmip_control_cmd_cb|HYDT_dmxu|main )|=   |This typically refers"
+    r"|Please see the FAQ|srun: cluster configuration lacks"
 )
 """Lines that do not say why a launcher failed, but that it is being ended."""
+_PROCESS_ENDED = re.compile(
+    r"a process ended before MPI|srun: error: \S+: tasks? \S+ "
+    r"|srun: (launch/|Terminating|Job step a)|slurmstepd\S* error: \*\*\*"
+    r"|YOUR APPLICATION TERMINATED"
+)
+"""Lines that say only which process ended, or that others are ended."""
 _MAX_LINES = 3
+_KILLED = "if that was for lack of memory, raise resources.memory_per_node"
 _MORE_TIME = "see the log; launch.hang_after allows more time: ten times that, and 1 s per rank"
 
 
@@ -127,7 +137,8 @@ def _read_launch_error(run: RunDirectory) -> ErrorReport | None:
     """Return why no rank has begun, in the words of the launcher; None if one has.
 
     The job script writes the node, its exit code and, if it ended the launcher itself, the seconds
-    that it waited for a rank; then what was printed.
+    that it waited for a rank, or ``begun`` if a signal ended what comes before the ranks; then what
+    was printed.
     """
     try:
         text = read_limited(run.launch_error, _MAX_REPORT_BYTES).decode("utf-8", "replace")
@@ -135,6 +146,11 @@ def _read_launch_error(run: RunDirectory) -> ErrorReport | None:
         return None
     node, numbers, *printed = [*text.splitlines(), "", ""]
     code, *waited_s = numbers.split() or ["unknown"]
+    if waited_s == ["begun"] and code.isdecimal():
+        names = {signal + 128: signal.name for signal in Signals}
+        what = f"its process was ended by {names.get(int(code[:3]), 'a signal')}"
+        cure = _KILLED if what.endswith("KILL") else None
+        return ErrorReport(what, action=LAUNCH, host=printable(node), cure=cure)
     what = f"no rank has begun: exit code {code}"
     if waited_s:
         what = f"no rank has begun in {waited_s[0]} s, so the launcher was ended"
@@ -150,8 +166,10 @@ def _read_launch_error(run: RunDirectory) -> ErrorReport | None:
 def _telling(printed: Iterable[str]) -> list[str]:
     """Return the few lines that say what went wrong: the first ones with a word for it."""
     lines = list(dict.fromkeys(line.strip() for line in printed if not _NOISE.match(line)))
-    telling = [line for line in lines if _TELLING.search(line)]
-    return (telling or lines[-_MAX_LINES:])[:_MAX_LINES]
+    ends = [line for line in lines if _PROCESS_ENDED.match(line)]
+    words = [line for line in lines if line not in ends]
+    telling = [line for line in words if _TELLING.search(line)]
+    return [*(telling or words[-_MAX_LINES:]), *ends][:_MAX_LINES]
 
 
 def read_stall(run: RunDirectory) -> str:

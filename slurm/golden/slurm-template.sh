@@ -127,6 +127,11 @@ run() {
     child=$!
     await
     settle "$?"
+    local code=$?
+    # A process that is killed cannot say so.
+    ((code > 128)) && [[ -z $signal_code && ! -e "$PIPECTL_RUN_DIRECTORY/starting" ]] &&
+        report_start "$code begun"
+    return "$code"
 }
 # What a command starts removes the file `starting`, and makes `finished` when its work is done.
 begin() {
@@ -201,6 +206,16 @@ run_ranks() {
     kill -s KILL "${helpers[@]}" 2>/dev/null
     settle "$code"
 }
+# MPICH waits forever for a process that ends before MPI has begun in it. One has ended if its proxy
+# on this node has waited for a process: see proc(5), cminflt.
+has_lost_rank() { # PARENT of the proxy
+    local stat
+    for proxy in $(cat "/proc/$1/task/$1/children" 2>/dev/null); do
+        read -ra stat 2>/dev/null <"/proc/$proxy/stat"
+        [[ ${stat[1]-} == "(hydra_pmi_proxy)" ]] && ((stat[10])) && return
+    done
+    return 1
+}
 # A launcher may wait forever for a node that does not answer. It is ended if it still runs after
 # `patience` looks since a rank has reported an error, after `start_looks` looks without a rank, or
 # after `end_looks` looks since all ranks are done.
@@ -212,7 +227,7 @@ end_looks=60
 guard() {
     trap '' TERM INT USR1 USR2
     trap - EXIT
-    local why=
+    local looks=0 why=
     while kill -s 0 "$1" 2>/dev/null; do
         if ((patience == 0)); then
             echo "pipectl: $why, and the launcher has not ended: it is killed" >&2
@@ -226,6 +241,10 @@ guard() {
         elif [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && ((--start_looks == 0)); then
             why="no rank has appeared in $start_limit_s s" patience=2
             write_file starting "$start_limit_s"
+            kill -s TERM "$1" 2>/dev/null
+        elif [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && has_lost_rank "$1" && ((++looks == 2)); then
+            why='a process ended before MPI had begun in it' patience=2
+            echo "$why" >&2
             kill -s TERM "$1" 2>/dev/null
         elif [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]] && ((--end_looks == 0)); then
             why='all ranks are done' patience=2
@@ -276,7 +295,38 @@ cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
 #!/bin/bash
 options=()
 while (($#)) && [[ $1 != */hydra_pmi_proxy ]]; do options+=("$1") && shift; done
-srun "${options[@]}" /bin/bash -c 'trap "" USR1 USR2 && exec "$0" "$@"' "$@"
+srun --kill-on-bad-exit=1 "${options[@]}" /bin/bash -c '
+trap "" USR1 USR2
+trap : TERM INT HUP # the proxy gets these, too
+# MPICH waits forever for a process that ends before MPI has begun in it. One has ended if its proxy
+# on this node has waited for a process: see proc(5), cminflt.
+has_lost_rank() { # PARENT of the proxy
+    local stat
+    for proxy in $(cat "/proc/$1/task/$1/children" 2>/dev/null); do
+        read -ra stat 2>/dev/null <"/proc/$proxy/stat"
+        [[ ${stat[1]-} == "(hydra_pmi_proxy)" ]] && ((stat[10])) && return
+    done
+    return 1
+}
+has_begun() { # a file system that shows files late looks when one is opened
+    ! { : <"$PIPECTL_RUN_DIRECTORY/starting"; } 2>/dev/null
+}
+watch_start() {
+    local looks=0
+    until has_begun; do
+        has_lost_rank "$$" && ((++looks == 3)) && kill -s KILL "$proxy"
+        read -rt 1 <> <(:)
+    done
+}
+watch_start </dev/null >/dev/null 2>&1 &
+"$0" "$@"
+code=$?
+for look in 1 2 3; do
+    has_begun && exit "$code"
+    read -rt 1 <> <(:)
+done
+echo "a process ended before MPI had begun in it" >&2
+exit 1' "$@"
 code=$?
 if ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]]; then # mpiexec would wait forever
     for signal in 0 0 TERM TERM KILL; do

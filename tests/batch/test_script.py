@@ -118,6 +118,14 @@ def test_what_fails_before_the_ranks_is_the_reason_of_the_end(make_request):
     assert "environment.setup failed with exit code 1: source /no such/activate" in error.message
 
 
+def test_a_profile_that_is_killed_is_named(make_request):
+    command = ("bash", "-c", "rm starting; kill -9 $$")
+    request = make_request(first_command=command)
+    assert run(request, "true")[0] == 137
+    (error,) = read_errors(RunDirectory(request.run_directory))
+    assert error.message == "its process was ended by SIGKILL"
+
+
 def test_background_processes_of_the_setup_end_with_the_job(make_request):
     request = make_request(setup=("sleep 311 &\necho $! >pid",))
     assert run(request, "true")[0] == 0
@@ -169,6 +177,19 @@ def test_why_no_rank_has_begun(make_request, printed, then, message):
     found = [(error.where, error.message) for error in read_errors(run)]
     where = f"start on {os.uname().nodename}"
     assert found == ([] if message is None else [(where, f"no rank has begun{message}")])
+
+
+@pytest.mark.mpi
+def test_an_mpiexec_that_waits_for_a_process_that_has_ended_is_ended(make_request, mpiexec):
+    rank = "((PMI_RANK)) && exec sleep 300; exit 3"
+    request = make_request(mpi="hydra", mpiexec=mpiexec, command=("bash", "-c", rank))
+    script, run = write_script(request), RunDirectory(request.run_directory)
+    script.write_text(script.read_text().replace("tick_s=5", "tick_s=0.1"))
+    with run.job_log.open("w") as log:
+        done = subprocess.run(["bash", script], stdout=log, stderr=log, timeout=60, check=False)
+    assert done.returncode
+    (error,) = read_errors(run)
+    assert "a process ended before MPI had begun in it" in error.message
 
 
 def test_ranks_that_are_done_and_do_not_end_are_ended(make_request):

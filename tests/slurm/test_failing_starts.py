@@ -23,6 +23,11 @@ SECOND_FAILS = (
     "-c",
     "[[ $SLURMD_NODENAME == node1 ]] && exec sleep 300; echo denied; exit 3",
 )
+SECOND_ENDS = ("bash", "-c", "[[ $SLURMD_NODENAME == node1 ]] && exec sleep 300; exit 0")
+SECOND_PROXY = (
+    "/usr/bin/srun $1 -N2 -n2 bash -c "
+    "'[[ $SLURMD_NODENAME == node1 ]] && exec sleep 300; echo denied >&2; exit 1'"
+)
 WAITS = ("bash", "-c", "exec sleep 300")
 
 
@@ -44,7 +49,9 @@ STARTS = {
     "no proxy": (HYDRA, {"srun": 'exec /usr/bin/srun -N2 -n2 /no/such/proxy'}, "No such file"),
     "proxy dies": (HYDRA, {"srun": prints("proxy: killed", "kill -9 $$")}, "proxy: killed"),
     "no program": ({**HYDRA, "command": ("no-such-program",)}, {}, "no-such-program"),
-    "second node": ({**HYDRA, **SOON, "command": SECOND_FAILS}, {}, "denied"),
+    "second node": ({**HYDRA, "command": SECOND_FAILS}, {}, "denied"),
+    "second ends": ({**HYDRA, "command": SECOND_ENDS}, {}, "a process ended"),
+    "second proxy": (HYDRA, {"srun": SECOND_PROXY}, "denied"),
     "ranks wait": ({**HYDRA, **SOON, "command": WAITS}, {}, "no rank has begun in"),
     "no mpi4py": ({**HYDRA, "command": PYTHON}, {}, "No module named mpi4py"),
     "no mpiexec": ({"mpiexec": "/no/such/mpiexec"}, {}, "/no/such/mpiexec"),

@@ -149,6 +149,7 @@ def test_every_rank_is_started_in_blocks(request_of, wait_for, launcher):
             pytest.skip("needs the mpich wheel: pip install mpich")
         variables = {"mpiexec": str(mpiexec), "mpi": kind_of(str(mpiexec))}
     request = request_of(
+        'rm -f "$PIPECTL_RUN_DIRECTORY/starting"; '
         'echo "rank ${PMI_RANK-$SLURM_PROCID} of ${PMI_SIZE-$SLURM_NTASKS} on $SLURMD_NODENAME"',
         nodes=2,
         tasks_per_node=2,
