@@ -405,6 +405,8 @@ class Profile(DataFile):
             None if there are none.
         shared_samples: indices of some held-out samples, each with that of an equal one of the
             training data; empty if none were found.
+        redrawn_samples: the same of samples that another process holds out, if ``shared_samples``
+            are none: each process splits the rows anew.
         uneven_metrics: metrics that are functions and no means over samples, although they are
             averaged.
         code: files that the model and the data have loaded, and that no import names.
@@ -440,6 +442,7 @@ class Profile(DataFile):
     loss_unknown: str = ""
     evaluation_key: str | None = None
     shared_samples: tuple[tuple[int, int], ...] = ()
+    redrawn_samples: tuple[tuple[int, int], ...] = ()
     uneven_metrics: tuple[str, ...] = ()
     code: tuple[LoadedFile, ...] = ()
     redrawn: str | None = None

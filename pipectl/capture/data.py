@@ -258,6 +258,11 @@ class Loader:
         """Return a sample of a map-style dataset as a batch of its own, without padding."""
         return self.collate([self._sample(_Seeded(self._dataset, self._seed), index)])
 
+    def stream(self) -> Iterator[Any]:
+        """Yield the samples of the first epoch of an iterable dataset, each as :meth:`sample`."""
+        samples = _SeededStream(self._dataset, self._seed, 0)
+        return (self.collate([sample]) for sample in samples)
+
     def read(self, batch: Samples) -> tuple[Any, Any]:
         """Return a batch as (inputs, targets), loaded in this process."""
         here = copy(self)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import islice
 from random import Random
 from typing import Any
 from zlib import crc32
@@ -104,19 +106,19 @@ def shared_samples(training: Loader, held_out: Loader) -> list[tuple[int, int]]:
     """Return the indices of some held-out samples, each with that of an equal one in training.
 
     A few samples all over the held-out data are compared with those of the same indices, counted
-    from the beginning or from the end; then with as many of any index as are read in a short time.
-    None are returned unless these few are equal, and samples are different from each other: data of
-    few values, or constants, are equal by chance.
+    from the beginning or from the end; then with as many of any index, or from the beginning of
+    iterable data, as are read in a short time. None are returned unless these few are equal, and
+    samples are different from each other: data of few values, or constants, are equal by chance.
 
     Raises:
         CaptureError: a sample cannot be read.
     """
     total, count = training.samples, held_out.samples
-    if total is None or count is None or min(total, count) < _SAMPLES:
+    if count is None or min(count, _SAMPLES if total is None else total) < _SAMPLES:
         return []
     # Not to the last row: a generator draws the end of a tensor in another way than its middle.
-    picks = [i * min(total, count) // _SAMPLES for i in range(_SAMPLES)]
-    for shift in dict.fromkeys((0, total - count)):
+    picks = [i * min(total or 0, count) // _SAMPLES for i in range(_SAMPLES)]
+    for shift in () if total is None else dict.fromkeys((0, total - count)):
         mine = [index - min(shift, 0) for index in picks]
         theirs = [index + max(shift, 0) for index in picks]
         digests = [_digest(held_out, index) for index in mine]
@@ -124,25 +126,37 @@ def shared_samples(training: Loader, held_out: Loader) -> list[tuple[int, int]]:
             return []
         if digests == [_digest(training, index) for index in theirs]:
             return list(zip(mine, theirs, strict=True))
-    return _shared_anywhere(training, held_out, total, count)
+    return trained_on(training, held_out_digests(held_out))
 
 
-def _shared_anywhere(
-    training: Loader, held_out: Loader, total: int, count: int
-) -> list[tuple[int, int]]:
-    """As :func:`shared_samples`, of samples at any indices."""
-    draw, until = Random(0), time.monotonic() + _PATIENCE_S
-    held = {_digest(held_out, i): i for i in draw.sample(range(count), min(count, _MAX_HELD_OUT))}
-    trained: dict[int, int] = {}
-    for read, index in enumerate(draw.sample(range(total), min(total, _MAX_TRAINED))):
+def held_out_digests(held_out: Loader) -> dict[int, int]:
+    """Return the indices of some held-out samples by their checksums; none if many are equal.
+
+    Raises:
+        CaptureError: a sample cannot be read.
+    """
+    count = held_out.samples or 0
+    drawn = Random(0).sample(range(count), min(count, _MAX_HELD_OUT))
+    found = {_digest(held_out, index): index for index in drawn}
+    return found if len(found) >= _DISTINCT * len(drawn) else {}
+
+
+def trained_on(training: Loader, held_out: Mapping[int, int]) -> list[tuple[int, int]]:
+    """As :func:`shared_samples`, for samples of :func:`held_out_digests`, at any indices."""
+    if (total := training.samples) is None:
+        samples: Iterable[tuple[int, Any]] = islice(enumerate(training.stream()), _MAX_TRAINED)
+    else:
+        drawn = Random(0).sample(range(total), min(total, _MAX_TRAINED))
+        samples = ((index, training.sample(index)) for index in drawn)
+    until, trained = time.monotonic() + _PATIENCE_S, dict[int, int]()
+    for read, (index, sample) in enumerate(samples if held_out else ()):
         if time.monotonic() > until:
             break
-        trained.setdefault(_digest(training, index), index)
+        trained.setdefault(int(digests_of(sample, 1)[0]), index)
         if len(trained) < _DISTINCT * read:
             return []
-    found = sorted((index, trained[each]) for each, index in held.items() if each in trained)
-    are_distinct = len(held) >= _DISTINCT * min(count, _MAX_HELD_OUT)
-    return found[:_SAMPLES] if are_distinct and len(found) >= _SAMPLES else []
+    found = sorted((index, trained[each]) for each, index in held_out.items() if each in trained)
+    return found[:_SAMPLES] if len(found) >= _SAMPLES else []
 
 
 def _digest(loader: Loader, index: int) -> int:

@@ -194,6 +194,7 @@ def warnings_of(spec: JobSpec, profile: Profile) -> list[str]:
         replicas_warning,
         loss_warning,
         sharing_warning,
+        splitting_warning,
         metrics_warning,
         redrawing_warning,
     )
@@ -222,6 +223,17 @@ def sharing_warning(spec: JobSpec, profile: Profile) -> str:
         "measures what was trained on: let both factories split the same rows (both draw from the "
         "same seed), or draw rows with generators of their own "
         "(torch.Generator().manual_seed(1) in one, 2 in the other)"
+    )
+
+
+def splitting_warning(spec: JobSpec, profile: Profile) -> str:
+    """A warning if each start of the job holds out other samples; empty if not."""
+    if not profile.redrawn_samples or not _is_of_evaluation(profile, spec):
+        return ""
+    return (
+        "each start of the job holds out other samples of evaluation.data (its generator has no "
+        "seed?), so after a requeue or `resume`, evaluation measures what was trained on before: "
+        "give the generator that splits the rows a seed, the same in both factories"
     )
 
 

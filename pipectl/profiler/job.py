@@ -33,6 +33,7 @@ from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.readings import (
     NOTES,
     find_redrawn,
+    find_redrawn_samples,
     find_shared_samples,
     other_reader,
 )
@@ -146,7 +147,8 @@ def profile_job(
             halved_loss=None if isinstance(loss, str) else loss,
             loss_unknown=loss if isinstance(loss, str) else "",
             evaluation_key=evaluation_key(spec),
-            shared_samples=find_shared_samples(job),
+            shared_samples=(shared := find_shared_samples(job)),
+            redrawn_samples=() if shared else find_redrawn_samples(job, other),
             uneven_metrics=uneven,
             code=tuple(Code.of(spec).with_loaded(loaded_here()).loaded.values()),
             process_baseline_bytes=baseline_bytes,

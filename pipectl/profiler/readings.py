@@ -9,12 +9,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
-from pipectl.capture.digests import checksum, sample_digests, shared_samples
+from pipectl.capture.digests import (
+    checksum,
+    held_out_digests,
+    sample_digests,
+    shared_samples,
+    trained_on,
+)
 from pipectl.capture.job import CapturedJob, build_model, evaluation_loader, training_loader
 from pipectl.capture.step import in_step
 from pipectl.capture.tensors import is_deferred
@@ -27,6 +34,8 @@ from pipectl.spec.code import Snapshot, active, using
 
 _OTHER_SEEDS = ("1", "2")
 _PATIENCE_S = 60.0
+_SOME, _HELD_OUT = "samples of both datasets", "held-out samples"
+"""What such a process sends, in this order."""
 _MEMORY_SHARE = 0.25
 """Of the free memory, for a second model."""
 NOTES = {
@@ -45,6 +54,7 @@ class OtherReader:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._received: dict[str, Any] = {}
 
     def compare(self, job: CapturedJob) -> Readings | None:
         """Read the same samples twice; None if they cannot be read, or the other process failed."""
@@ -55,10 +65,22 @@ class OtherReader:
                 return Readings.EACH
         except PipectlError:  # training may never come to this sample
             return None
+        if (digests := self._receive(_SOME)) is None:
+            return None
+        return Readings.SAME if digests == mine else Readings.BY_PROCESS
+
+    @property
+    def held_out(self) -> dict[int, int] | None:
+        """Indices of held-out samples that it has read, by their checksums; None if unknown."""
+        found: dict[int, int] | None = self._receive(_HELD_OUT)
+        return found
+
+    def _receive(self, what: str) -> Any:
+        """Return what it has read; None if it failed."""
         with suppress(EOFError, OSError):
-            if self._connection.poll(_PATIENCE_S):
-                return Readings.SAME if self._connection.recv() == mine else Readings.BY_PROCESS
-        return None
+            while what not in self._received and self._connection.poll(_PATIENCE_S):
+                self._received |= self._connection.recv()
+        return self._received.get(what)
 
 
 def find_shared_samples(job: CapturedJob) -> tuple[tuple[int, int], ...]:
@@ -67,6 +89,20 @@ def find_shared_samples(job: CapturedJob) -> tuple[tuple[int, int], ...]:
     if held_out is not None:
         with suppress(Exception):  # what cannot be read tells nothing
             return tuple(shared_samples(job.loader, held_out))
+    return ()
+
+
+def find_redrawn_samples(job: CapturedJob, other: OtherReader) -> tuple[tuple[int, int], ...]:
+    """Return the same of samples that another process holds out, and this one does not.
+
+    A third process, which has the hash seed of the other one, tells whether that makes the
+    difference: all processes of a run have one.
+    """
+    with suppress(Exception):
+        if other.held_out and (found := trained_on(job.loader, other.held_out)):
+            with other_reader(job.spec) as third:
+                is_redrawn = third.held_out not in (None, other.held_out)
+            return tuple(found) if is_redrawn else ()
     return ()
 
 
@@ -129,4 +165,6 @@ def other_reader(spec: JobSpec) -> Iterator[OtherReader]:
 def _read(spec: JobSpec, snapshot: Snapshot | None, sending: Connection) -> None:
     print_nothing()
     with using(snapshot):
-        sending.send(sample_digests(training_loader(spec), evaluation_loader(spec)))
+        training, held_out = training_loader(spec), evaluation_loader(spec)
+        sending.send({_SOME: sample_digests(training, held_out)})
+        sending.send({_HELD_OUT: {} if held_out is None else held_out_digests(held_out)})

@@ -103,8 +103,8 @@ def _train(
     job = CapturedJob(spec)
     board.phase("capturing the model")
     check_graph(communicator, job, plan, profile)
-    if rank == 0 and profile.readings is Readings.SAME:
-        _compare_samples(directory, job)
+    if rank == 0:
+        _compare_samples(directory, job, profile, begins=stored is None)
     if rank == 0 and (fault := misplaced(nodes, plan.node_of_rank)):
         warn(fault)
     board.phase("choosing how messages travel")
@@ -166,8 +166,21 @@ def _report_changed_code(directory: RunDirectory, spec: JobSpec) -> None:
         warn(f"{path} has changed since the submission, and the job uses it as it is now")
 
 
-def _compare_samples(directory: RunDirectory, job: CapturedJob) -> None:
-    """Warn if samples differ from those at the first start; keep them for a later one."""
+def _compare_samples(
+    directory: RunDirectory, job: CapturedJob, profile: Profile, *, begins: bool
+) -> None:
+    """Warn if samples differ from those at the first start; keep them for a later one.
+
+    Args:
+        begins: whether the training begins, and does not go on.
+    """
+    if profile.redrawn_samples and not begins:
+        warn(
+            "evaluation.data: this start holds out other samples than those before (they are drawn "
+            "by a generator without a seed), so evaluations measure what was trained on"
+        )
+    if profile.readings is not Readings.SAME:
+        return
     try:
         found = {"digests": sample_digests(job.loader, job.evaluation_loader)}
     except PipectlError:  # training may never come to this sample

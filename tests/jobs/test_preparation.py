@@ -23,6 +23,7 @@ from pipectl.jobs.profiles import (
     metrics_warning,
     replicas_warning,
     sharing_warning,
+    splitting_warning,
     warnings_of,
 )
 from pipectl.jobs.verify import refuse_unrepeatable
@@ -165,11 +166,13 @@ def test_what_was_found_in_an_evaluation_is_not_said_of_another(write_job, profi
     job = write_job("evaluation: {data: 'm:held_out', metrics: {rmse: 'm:rmse'}}")
     spec = load(job, check_files=False)
     other = load(job, ["evaluation.data=m:others"], check_files=False)
-    found = {"uneven_metrics": ("rmse",), "shared_samples": ((0, 1),)}
+    pairs = ((0, 1),)
+    found = {"uneven_metrics": ("rmse",), "shared_samples": pairs, "redrawn_samples": pairs}
     tried = replace(profile, **found, evaluation_key=evaluation_key(spec))
     for warn, words in (
         (metrics_warning, "evaluation.metrics.rmse is av"),
         (sharing_warning, "sa"),
+        (splitting_warning, "each start of the job holds out other samples"),
     ):
         assert warn(spec, tried).startswith(words)
         assert warn(other, tried) == warn(spec, profile) == ""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 
 def build() -> nn.Module:
@@ -30,6 +33,27 @@ def subset(seed: int = 0, share: float = 0.75) -> Dataset:
     rows = of(torch.arange(80.0).view(-1, 1).repeat(1, 8))
     order = torch.randperm(80, generator=torch.Generator().manual_seed(seed)).tolist()
     return Subset(rows, order[: int(80 * share)])
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(subset())
+
+
+ORDER = np.random.default_rng().permutation(80).tolist()
+NAMES = [int(name[4:]) for name in {f"row {index}" for index in range(80)}]
+
+
+def by_process(part: int = 0) -> Dataset:
+    """A split that each process draws anew."""
+    rows = of(torch.arange(80.0).view(-1, 1).repeat(1, 8))
+    return Subset(rows, ORDER[:60] if part == 0 else ORDER[60:])
+
+
+def by_name(part: int = 0) -> Dataset:
+    """A split in the order of a set, which is the same in all processes of a run."""
+    rows = of(torch.arange(80.0).view(-1, 1).repeat(1, 8))
+    return Subset(rows, NAMES[:60] if part == 0 else NAMES[60:])
 
 
 def constant() -> TensorDataset:

@@ -12,7 +12,12 @@ import torch
 
 from pipectl.capture import CapturedJob
 from pipectl.profile import Readings
-from pipectl.profiler.readings import find_redrawn, find_shared_samples, other_reader
+from pipectl.profiler.readings import (
+    find_redrawn,
+    find_redrawn_samples,
+    find_shared_samples,
+    other_reader,
+)
 
 ODD = Path(__file__).parents[1] / "runtime" / "odd_data.py"
 SHARED = Path(__file__).with_name("held_out.py")
@@ -66,6 +71,26 @@ def test_held_out_samples_that_are_also_trained_on_are_found(
     spec = spec_maker(SHARED)("build", loss="torch.nn:MSELoss", data=data,
                               evaluation={"data": factory})  # fmt: skip
     assert find_shared_samples(CapturedJob(spec)) == tuple(shared)
+
+
+def test_they_are_found_in_the_beginning_of_a_stream(spec_maker) -> None:
+    for seed, count in ((1, 4), (None, 0)):
+        factory = {"factory": f"{SHARED}:{'subset' if seed else 'drawn'}", "kwargs": {"seed": seed}}
+        spec = spec_maker(SHARED)("build", loss="torch.nn:MSELoss", data="Stream",
+                                  evaluation={"data": factory})  # fmt: skip
+        assert len(find_shared_samples(CapturedJob(spec))) == count
+
+
+@pytest.mark.parametrize(("data", "count"), [("split", 0), ("by_name", 0), ("by_process", 4)])
+def test_splits_that_each_process_draws_anew_are_found(spec_maker, data: str, count: int) -> None:
+    factory = {"factory": f"{SHARED}:{data}", "kwargs": {"part": 1}}
+    spec = spec_maker(SHARED)("build", loss="torch.nn:MSELoss", data=data,
+                              evaluation={"data": factory})  # fmt: skip
+    job = CapturedJob(spec)
+    with other_reader(spec) as other:
+        other.compare(job)
+        assert find_shared_samples(job) == ()
+        assert len(find_redrawn_samples(job, other)) == count
 
 
 def test_they_are_found_at_other_indices_too(spec_maker) -> None:

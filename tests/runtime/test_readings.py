@@ -145,14 +145,16 @@ def test_a_start_that_reads_other_samples_than_the_first_says_so(
     file.write_text("1")
     data = {"factory": f"{ODD}:Shifted", "kwargs": {"file": str(file)}}
     run = make_run(1, **{**copying("Copies"), "data": data})
-    replace(Profile.load(run.profile), readings=Readings.SAME).save(run.profile)
+    same = {"readings": Readings.SAME, "redrawn_samples": ((0, 1),)}
+    replace(Profile.load(run.profile), **same).save(run.profile)
     said = []
     for shift in ("1", "1", "2"):
         file.write_text(shift)
         done = work(0, run)
         assert done.returncode == 0, done.stderr
-        said.append("the data have changed since the run began" in done.stderr)
-    assert said == [False, False, True]
+        words = "the data have changed since the run began", "this start holds out other samples"
+        said.append([each in done.stderr for each in words])
+    assert said == [[False, False], [False, True], [True, True]]
 
 
 def test_one_rank_reads_where_the_profile_found_other_samples(make_run, train) -> None:
