@@ -94,7 +94,7 @@ def start(request: JobRequest, *command: str, scheduler: str = "local") -> subpr
 
 def end(process: subprocess.Popen[str], request: JobRequest) -> tuple[int, str]:
     """The exit code and the output of a job."""
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     exit_code = RunDirectory(request.run_directory).exit_code.read_text()
     assert exit_code == f"{process.returncode}\n"
     return process.returncode, output
@@ -105,7 +105,7 @@ def run(request: JobRequest, *command: str, scheduler: str = "local") -> tuple[i
     return end(start(request, *command, scheduler=scheduler), request)
 
 
-def wait_until(condition: Callable[[], T], timeout_s: float = 60.0, pause_s: float = 0.02) -> T:
+def wait_until(condition: Callable[[], T], timeout_s: float = 300.0, pause_s: float = 0.02) -> T:
     """Return what a condition gives as soon as that is true."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):

@@ -170,7 +170,7 @@ def test_why_no_rank_has_begun(make_request, printed, then, message):
     run = RunDirectory(request.run_directory)
     (run.path / "printed").write_text(printed)
     with run.job_log.open("w") as log:
-        done = subprocess.run(["bash", script], stdout=log, stderr=log, timeout=60, check=False)
+        done = subprocess.run(["bash", script], stdout=log, stderr=log, timeout=300, check=False)
     assert done.returncode
     assert run.exit_code.read_text() == f"{done.returncode}\n"
     assert not run.starting.exists()
@@ -195,7 +195,9 @@ def test_an_mpiexec_that_waits_for_a_process_that_has_ended_is_ended(make_reques
 def test_ranks_that_are_done_and_do_not_end_are_ended(make_request):
     command = ": >finished; exec sleep 300"
     script = impatient(write_script(make_request(), "bash", "-c", command), "end_looks")
-    done = subprocess.run(["bash", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", script], capture_output=True, text=True, timeout=300, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "")
     assert "all work was done and saved" in done.stderr
 
@@ -222,7 +224,7 @@ def test_an_mpiexec_whose_processes_do_not_start_is_ended(make_request, mpiexec,
     request = make_request(nodes=2, mpi="hydra", mpiexec=mpiexec, command=("true",))
     script, run = write_script(request, scheduler="slurm"), RunDirectory(request.run_directory)
     with run.job_log.open("w") as log:
-        done = subprocess.run(["bash", script], stdout=log, stderr=log, timeout=60, check=False)
+        done = subprocess.run(["bash", script], stdout=log, stderr=log, timeout=300, check=False)
     assert done.returncode
     (error,) = read_errors(run)
     assert error.where == "start on node1"
@@ -241,7 +243,7 @@ def test_jobs_of_this_machine_are_no_part_of_the_job_in_which_they_run(
         setup=("echo $SLURM_JOB_ID",),
     )
     process = subprocess.run(
-        ["bash", write_script(request)], capture_output=True, text=True, timeout=60, check=False
+        ["bash", write_script(request)], capture_output=True, text=True, timeout=300, check=False
     )
     assert process.stdout.splitlines() == ["1", *["SLURM_SUBMIT_DIR SLURM_TMPDIR 1"] * 2]
     environment = local_environment()
@@ -306,7 +308,7 @@ def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(make_req
         os.killpg(job.pid, number)
     (request.run_directory / "go").touch()
     try:
-        assert "the launcher has not ended: it is killed" in job.communicate(timeout=60)[1]
+        assert "the launcher has not ended: it is killed" in job.communicate(timeout=300)[1]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
@@ -320,7 +322,9 @@ def test_errors_of_an_earlier_start_that_cannot_be_moved_end_no_other(make_reque
     (request.run_directory / "errors" / "rank-0001.json").touch()
     (request.run_directory / "errors" / "attempt-1").touch()  # no directory
     (request.run_directory / "attempt").write_text("1\n")
-    done = subprocess.run(["bash", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", script], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -351,7 +355,7 @@ def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
     text = script.read_text()
     body = text.replace('wait "$child"\n        code=$?', 'wait "$child"\n        code=-1')
     assert body != text
-    assert subprocess.run(["bash", "-c", body], timeout=60, check=False).returncode == code
+    assert subprocess.run(["bash", "-c", body], timeout=300, check=False).returncode == code
 
 
 def test_termination_before_the_setup_is_no_success(make_request):

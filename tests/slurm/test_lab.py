@@ -15,7 +15,9 @@ README = CHECKOUT / "slurm" / "README.md"
 
 def up(**environment: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **environment}
-    return subprocess.run([LAB / "up"], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [LAB / "up"], env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.parametrize("name", ["up", "down", "env", "common"])
@@ -51,7 +53,7 @@ def test_down_stops_no_stranger(tmp_path):
     stranger = subprocess.Popen(["sleep", "60"])
     (tmp_path / "munged.pid").write_text(f"{stranger.pid}\n")
     environment = {**os.environ, "PIPECTL_LAB": str(tmp_path)}
-    subprocess.run([LAB / "down"], env=environment, check=True, timeout=60)
+    subprocess.run([LAB / "down"], env=environment, check=True, timeout=300)
     assert stranger.poll() is None
     stranger.kill()
     stranger.wait()

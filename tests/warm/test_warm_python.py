@@ -18,7 +18,7 @@ ASK = ["-m", "mpi4py", "-c"]
 
 def run(python: str, *words: str, **how: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [python, *words], capture_output=True, text=True, timeout=120, check=False, **how
+        [python, *words], capture_output=True, text=True, timeout=300, check=False, **how
     )
 
 
