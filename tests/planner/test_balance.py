@@ -106,7 +106,7 @@ def check_stages(profile, request, found):
     assert found.value_s == max(stage.load_s for stage in found.stages)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
 @given(
     profiles(),
     requests,

@@ -78,7 +78,7 @@ def test_equal_operators_are_shared_equally_with_the_warm_up_that_pays(
     assert plan.schedule == asked.get("schedule", "1f1b")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     data=st.data(),
     batch=st.integers(1, 24),

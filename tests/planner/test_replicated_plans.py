@@ -183,7 +183,7 @@ def test_frozen_parameters_have_neither_gradients_nor_state(replicas) -> None:
     assert planned(chain(each), nodes_of(3), 16, **asked)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     frozen=st.sets(st.integers(0, 5)),
     size=st.integers(0, 10**9),

@@ -80,7 +80,7 @@ def best_step_s(profile, cluster, request, most):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     profile=profiles(most=4, caches=True),
     speeds=st.lists(st.sampled_from([FAST, SLOW]), min_size=1, max_size=3),
@@ -108,7 +108,7 @@ def test_an_integer_has_the_bits_of_a_set_and_gives_them_back(count):
     assert list(bits(bitset(places))) == sorted(places)
 
 
-@pytest.mark.parametrize("number", range(24))
+@pytest.mark.parametrize("number", range(12))
 def test_plans_of_measured_sizes_are_within_a_percent_of_the_best_of_all_sizes(number) -> None:
     random, nodes = Random(number), gate_corpus.nodes
     profile = profile_of(f"tiny-{random.choice([*GRAPHS])}-{number}", random.randint(4, 6))

@@ -193,12 +193,12 @@ def test_a_disk_that_is_too_small_or_fills_ends_all_ranks_and_is_named(
 
 @pytest.mark.mpi
 def test_a_model_three_times_larger_than_a_rank_trains(make_spec, make_run, work, profile_of):
-    """40 layers of two million parameters. With copies of all they save, ranks would exceed the
-    limit, too (1007 of 907 MiB)."""
+    """20 layers of two million parameters. With copies of all they save, ranks would exceed the
+    limit, too."""
     sections = {
         "model": {
             "factory": f"{PARTS}:Model",
-            "kwargs": {"depth": 40, "width": 1448},
+            "kwargs": {"depth": 20, "width": 1448},
             "materialize": "per_rank",
         },
         "data": {"kwargs": {"width": 1448}},
@@ -211,7 +211,7 @@ def test_a_model_three_times_larger_than_a_rank_trains(make_spec, make_run, work
     assert baseline is not None
     parameters = {pair for operator in profile.operators for pair in operator.parameters}
     state_bytes = 4 * sum(size for _, size in parameters)  # with gradients and averages of Adam
-    assert state_bytes > 1.2 * 2**30
+    assert state_bytes > 0.6 * 2**30
     limit = baseline + state_bytes // 3
     pipeline = {"micro_batches": 2, "stages": 4, "memory_limit": limit}
     run = make_run(4, **sections, pipeline=pipeline)

@@ -106,21 +106,6 @@ def test_a_rank_without_a_stage_takes_part(make_run, train) -> None:
     assert "head.weight" in checkpoint.load(run.checkpoints / "step-000005")
 
 
-@pytest.mark.mpi
-def test_ranks_whose_hashes_differ_agree_on_data_that_end_with_one_sample(
-    make_run, work, different, train
-) -> None:
-    """Nothing that ranks compare depends on how a process hashes: not even ``hash(None)``."""
-    held_out = {"data": {"factory": f"{PARTS}:Samples", "kwargs": {"count": 5}}, "batch_size": 4}
-    run, alone = (
-        make_run(ranks, data={"kwargs": {"count": 9}}, evaluation=held_out) for ranks in (2, 1)
-    )
-    done = work(2, run, fresh=True)
-    assert done.returncode == 0, done.stderr
-    train(alone)
-    assert different(run, alone) == []
-
-
 def test_a_rank_says_what_it_does_from_its_start(make_run, monkeypatch) -> None:
     """Alone, it may have an optimizer that looks at all parameters."""
     run = make_run(1, training={"steps": 1, "batch_size": 4}, optimizer=COUPLED)

@@ -20,7 +20,7 @@ def programs_of(plan):
     return [lower(plan, rank) for rank in range(plan.ranks)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plan=plans(), fewer=st.integers(0, 2))
 def test_programs_of_any_plan_are_proved(plan, fewer):
     validate(plan, programs_of(plan))
@@ -74,7 +74,7 @@ def about_something_else(rows, position, data):
 
 
 @pytest.mark.parametrize("damage", [taken_out, doubled, put_first, about_something_else])
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(plan=plans() | overlapping_plans(), data=st.data())
 def test_no_row_can_be_otherwise(damage, plan, data):
     programs = [list(program) for program in programs_of(plan)]

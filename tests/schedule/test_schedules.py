@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from checked_plans import cluster_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import FLUSHED, apart
 from validator import validate
@@ -189,6 +189,7 @@ def in_flight_of(rows):
     return max(np.cumsum(signs), default=0)
 
 
+@settings(max_examples=50)
 @given(ranks=st.integers(1, 16), micro_batches=st.integers(1, 40))
 def test_ranks_keep_at_most_what_their_schedules_say(pipeline, ranks, micro_batches):
     bounds = {

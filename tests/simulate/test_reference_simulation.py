@@ -96,7 +96,7 @@ def small_buckets():
     network._exchange.cache_clear()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(drawn=plans(), seed=st.integers(0, 10**6))
 def test_both_simulators_agree(drawn, seed):
     """Also if Python has its turn after every event."""

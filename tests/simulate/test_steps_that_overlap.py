@@ -33,7 +33,7 @@ def simulated(plan, latency_s=0.0, bandwidth_bytes_per_s=1e12):
     return simulate(plan, cluster_of(plan.ranks, within=link))
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(plan=overlapping_plans(), more=st.integers(-3, 4))
 def test_a_stretch_repeats_its_steady_step_and_is_proven(plan, more):
     steps = steps_apart(plan) + more
