@@ -326,19 +326,21 @@ def files_like(directory: Path, pattern: str) -> list[Path]:
 
 def is_of_another(path: Path) -> bool:
     """Return whether another user owns a file or directory; False if there is none."""
-    try:
-        return path.lstat().st_uid != os.geteuid()
-    except OSError:
-        return False
+    return owner_number(path) not in (None, os.geteuid())
 
 
 def owner_of(path: Path) -> str:
     """Return the name of the user whom a file or directory belongs to; empty if it is unknown."""
+    owner = owner_number(path)
+    return "" if owner is None else _name_of_user(owner)
+
+
+def owner_number(path: Path) -> int | None:
+    """Return the number of the user whom a file or directory belongs to; None if it is unknown."""
     try:
-        owner = path.lstat().st_uid
+        return path.lstat().st_uid
     except OSError:
-        return ""
-    return _name_of_user(owner)
+        return None
 
 
 def _name_of_user(number: int) -> str:

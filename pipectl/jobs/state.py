@@ -41,7 +41,7 @@ from pipectl.runs import (
     read_requeue_error,
     read_stall,
 )
-from pipectl.runs.kept_code import KeptCode, KeptFile, read_code
+from pipectl.runs.kept_code import CodeWatch, KeptCode, KeptFile
 from pipectl.units import format_time
 
 _SHORT_TIMEOUT_S = 10.0
@@ -105,6 +105,7 @@ class RunStatus:
         query_error: why the batch system could not be asked; None if it answered.
         metrics: for curves; None if they were not read.
         is_closed: whether this user may not look at the run; ``job.reason`` then says whose it is.
+        code_watch: what was seen of its code; None to look at it when that is asked for.
     """
 
     run: RunDirectory
@@ -119,6 +120,7 @@ class RunStatus:
     query_error: str | None = None
     metrics: Metrics | None = None
     is_closed: bool = False
+    code_watch: CodeWatch | None = None
 
     @property
     def curve(self) -> list[MetricsLine]:
@@ -142,19 +144,18 @@ class RunStatus:
         return read_exit_warning(self.run) if is_complete else ""
 
     @cached_property
+    def _kept(self) -> CodeWatch:
+        return self.code_watch or CodeWatch(self.run)
+
+    @property
     def code(self) -> KeptCode | None:
         """The code that the run keeps; None if it keeps none."""
-        with suppress(PipectlError, OSError):
-            return read_code(self.run)
-        return None
+        return self._kept.code
 
-    @cached_property
+    @property
     def changed_files(self) -> list[KeptFile]:
         """The user's files that have changed since the submission, of a run that may go on."""
-        code = self.code
-        if code is None or self.job.state is JobState.COMPLETED:
-            return []
-        return code.changed(thorough=False)
+        return [] if self.job.state is JobState.COMPLETED else self._kept.changed
 
     @property
     def predicted_step_s(self) -> float | None:
@@ -296,6 +297,7 @@ class Poller:
         self._clock = clock
         self._queries: dict[tuple[str, str], _Query] = {}
         self._metrics: dict[RunDirectory, Metrics] = {}
+        self._codes: dict[RunDirectory, CodeWatch] = {}
 
     def get_statuses(self, runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
         """The states now; answers of a batch system may be up to a minute old."""
@@ -347,6 +349,7 @@ class Poller:
                     restarts=max(0, heartbeat.attempt - 1) if heartbeat else 0,
                     query_error=answer.error,
                     metrics=self._metrics[run],
+                    code_watch=self._codes.setdefault(run, CodeWatch(run, self._clock)),
                 )
             )
         return statuses

@@ -1,8 +1,8 @@
 """The best evaluation of a run, and the checkpoint of it.
 
-Every manifest has the best evaluation up to its step. A checkpoint whose own step that is was the
-best when it was written. Values only get better, so the last such checkpoint is the best that is
-there, also if a better one could not be written.
+Every manifest has the best evaluation up to its step; the newest one that can be read counts. A
+checkpoint whose own step that is was the best when it was written. Values only get better, so the
+last such checkpoint is the best that is there, also if a better one could not be written.
 """
 
 from __future__ import annotations
@@ -98,14 +98,16 @@ def best_checkpoint(directory: Path, until: int | None = None) -> BestCheckpoint
         return None
     # That of the best step first: there may be hundreds of checkpoints.
     for path in sorted(paths, key=lambda path: step_of(path) != newest.step):
-        own = _read(path)
+        manifest = _read(path)
+        own = None if manifest is None else manifest.best
         if own is not None and own.step == step_of(path) and own.is_like(newest):
             return BestCheckpoint(path, own, None if own.step == newest.step else newest)
     return None
 
 
 def _newest(paths: Sequence[Path]) -> Best | None:
-    return next(map(_read, paths), None)
+    found = (_read(path) for path in paths)
+    return next((manifest.best for manifest in found if manifest is not None), None)
 
 
 def _up_to(directory: Path, until: int | None) -> Sequence[Path]:
@@ -113,7 +115,13 @@ def _up_to(directory: Path, until: int | None) -> Sequence[Path]:
     return [path for path in every if until is None or (step_of(path) or 0) <= until]
 
 
-def _read(checkpoint: Path) -> Best | None:
+@dataclass(frozen=True)
+class _OfManifest(LenientFields):
+    best: Best | None = None
+
+
+def _read(checkpoint: Path) -> _OfManifest | None:
+    """Read a manifest; None if there is none, or if it is damaged."""
     file = checkpoint / MANIFEST
     try:
         status = file.stat()
@@ -123,17 +131,14 @@ def _read(checkpoint: Path) -> Best | None:
 
 
 @lru_cache(maxsize=1024)
-def _read_once(file: Path, *_: int) -> Best | None:
+def _read_once(file: Path, *_: int) -> _OfManifest | None:
     """Read a manifest that never changes: `status --watch` asks twice a second."""
     try:
         content = read_limited(file, MAX_BYTES)
-        document = json.loads(content) if _KEY in content else {}  # names may be many
-        best: Best | None = read_value(_OfManifest, document).best
+        is_whole = content.rstrip().endswith(b"}")
+        # Names may be many.
+        document = json.loads(content) if _KEY in content or not is_whole else {}
+        manifest: _OfManifest = read_value(_OfManifest, document)
     except (OSError, ValueError, RecursionError):  # a FieldError is a ValueError
         return None
-    return best
-
-
-@dataclass(frozen=True)
-class _OfManifest(LenientFields):
-    best: Best | None = None
+    return manifest

@@ -23,6 +23,8 @@ from pipectl.files import (
     is_there,
     make_private_directory,
     open_regular,
+    owner_number,
+    owner_of,
     path_of_user,
     read_limited,
 )
@@ -38,7 +40,9 @@ SCRIPT = "PIPECTL_SCRIPT"
 RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
 """Environment variable, set by the job script."""
 SWEEPS = "sweeps"
-"""Directory of sweeps beside the runs."""
+"""Directory of sweeps beside the runs; where users share a directory of runs, of the first one who
+had a sweep. Others have ``sweeps-UID``: who owns a directory can exchange what is in it."""
+_SWEEPS = re.compile(rf"{SWEEPS}(-[0-9]+)?")
 _FOLDERS = ("errors", "logs", "trace", "checkpoints")
 
 
@@ -158,7 +162,7 @@ class RunDirectory(Directory):
 
 
 class SweepDirectory(Directory):
-    """The directory ``sweeps/<date>-<name>`` beside the runs of a sweep."""
+    """The directory ``sweeps/<date>-<name>`` beside the runs of a sweep; see :data:`SWEEPS`."""
 
     script = File("array.sh")
     """Script of the job array."""
@@ -175,13 +179,27 @@ class SweepDirectory(Directory):
             runs = [sweep.run(index) for index in range(points)]
             folders = {sweep.path: ("logs",), **dict.fromkeys((r.path for r in runs), _FOLDERS)}
             if _make_all(base, folders):
+                if is_of_another(sweep.path.parent):  # it had that name before we did
+                    shutil.rmtree(sweep.path, ignore_errors=True)
+                    raise UsageError(
+                        f"{sweep.path.parent}: belongs to {owner_of(sweep.path.parent)}, who could "
+                        "exchange the scripts in it",
+                        cure="let its owner remove it, or set another output.directory",
+                    )
                 return sweep, runs
         raise AssertionError("unreachable")
 
     @classmethod
-    def beside(cls, run: Path) -> SweepDirectory:
-        """Return the sweep whose runs are beside ``run`` and which has the same name."""
-        return cls(run.parent / SWEEPS / run.name)
+    def beside(cls, run: Path, user: int | None = None) -> SweepDirectory:
+        """Return the sweep whose runs are beside ``run`` and which has the same name.
+
+        Args:
+            user: whose sweep it is; None for this user.
+        """
+        user = os.geteuid() if user is None else user
+        usual, own = run.parent / SWEEPS, run.parent / f"{SWEEPS}-{user}"
+        is_own = os.path.isdir(own / run.name) or owner_number(usual) not in (None, user)  # noqa: PTH112
+        return cls((own if is_own else usual) / run.name)
 
     @property
     def base(self) -> Path:
@@ -222,7 +240,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 def sweep_of(run: RunDirectory, name: str) -> SweepDirectory:
     """Return the sweep of the given name that ``run`` is part of."""
-    return SweepDirectory.beside(run.path.parent / name)
+    return SweepDirectory.beside(run.path.parent / name, owner_number(run.path))
 
 
 def stem_of(name: str, now: float) -> str:
@@ -326,7 +344,9 @@ def list_runs(base: Path) -> list[RunDirectory]:
 
 def list_sweeps(base: Path) -> list[SweepDirectory]:
     """Return all sweeps of the runs in ``base``, oldest first."""
-    return [SweepDirectory(run.path) for run in list_runs(base / SWEEPS)]
+    folders = [path for path in files_like(base, f"{SWEEPS}*") if _SWEEPS.fullmatch(path.name)]
+    sweeps = [run.path for folder in folders for run in list_runs(folder)]
+    return [SweepDirectory(path) for path in sorted(sweeps, key=lambda path: _age(path.name))]
 
 
 def find(base: Path, name: str) -> RunDirectory | SweepDirectory:
@@ -398,7 +418,7 @@ def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:
     """Return all matches of a name, at least one; only exact matches if there are any."""
     if "/" in name and RUN_NAME.fullmatch(Path(name).absolute().name) and Path(name).is_dir():
         run = RunDirectory(Path(name))
-        is_sweep = run.path.parent.name == SWEEPS and not is_there(run.record)
+        is_sweep = _SWEEPS.fullmatch(run.path.parent.name) and not is_there(run.record)
         return [SweepDirectory(run.path) if is_sweep else run]
     runs, sweeps = list_runs(base), list_sweeps(base)
     if not runs:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from pipectl.errors import PipectlError
 from pipectl.faults import is_user_code
 from pipectl.fields import Count, DataFile, Rule
 from pipectl.files import is_there, read_limited
@@ -18,6 +21,7 @@ from pipectl.units import plural, printable
 
 _MAX_HASHED_BYTES = 2**24
 """A larger file is known by its size and time."""
+_LOOK_AGAIN_S = 10.0
 CURE = (
     "submit the job again, or let the run take the files as they are now: "
     "pipectl resume --with-changed-code"
@@ -110,6 +114,40 @@ class KeptCode(DataFile):
         """The files that the job uses and that have changed; see :meth:`KeptFile.has_changed`."""
         used = (file for file in self.files if file.found != "beside")
         return [file for file in used if file.has_changed(thorough=thorough)]
+
+
+class CodeWatch:
+    """The code that a run keeps, and the files of it that have changed, for who looks repeatedly:
+    the files may be many, and on a network file system.
+
+    Args:
+        clock: clock in seconds, with any origin.
+    """
+
+    def __init__(self, run: RunDirectory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock = run, clock
+        self._due_s = -math.inf
+
+    @property
+    def code(self) -> KeptCode | None:
+        """The code that the run keeps; None if it keeps none."""
+        self._look()
+        return self._code
+
+    @property
+    def changed(self) -> list[KeptFile]:
+        """The files that have changed by their size or time, as of at most 10 s ago."""
+        self._look()
+        return self._changed
+
+    def _look(self) -> None:
+        if self._clock() < self._due_s:
+            return
+        self._code = None
+        with suppress(PipectlError, OSError):
+            self._code = read_code(self._run)
+        self._changed = self._code.changed(thorough=False) if self._code else []
+        self._due_s = self._clock() + _LOOK_AGAIN_S
 
 
 def read_code(run: RunDirectory) -> KeptCode | None:

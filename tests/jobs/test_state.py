@@ -14,6 +14,7 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.jobs import recover, state
 from pipectl.jobs.state import Answer, Poller, decide_state
 from pipectl.runs import Record, RunDirectory
+from pipectl.runs.kept_code import KeptCode, KeptFile
 
 NOW, SUBMITTED = 1.7e9 + 3600, 1.7e9
 VERDICTS = Path(__file__).with_name("verdicts.txt")
@@ -91,7 +92,10 @@ def run(tmp_path):
 
 
 def test_a_run_that_is_watched_is_not_read_again(run, schedulers):
-    poller, one = Poller(lambda: 0.0), run("7")
+    clock, one = SimpleNamespace(now=0.0), run("7")
+    poller, source = Poller(lambda: clock.now), one.path / "model.py"
+    source.write_text("changed")
+    KeptCode(NOW, (KeptFile(str(source), "other", 1, 1),)).save(one.code_file)
     for step in range(1, 4):
         with one.metrics.open("a") as stream:
             stream.write(json.dumps({"attempt": 1, "step": step, "loss": 3 / step}) + "\n")
@@ -99,6 +103,12 @@ def test_a_run_that_is_watched_is_not_read_again(run, schedulers):
         assert (found.measured.step, found.measured.last_loss) == (step, 3 / step)
         assert found.metrics.bytes_read == one.metrics.stat().st_size
         assert [line.loss for line in found.curve] == [3 / each for each in range(1, step + 1)]
+        assert len(found.changed_files) == 1
+        source.unlink(missing_ok=True)
+        one.code_file.unlink(missing_ok=True)
+    clock.now = 11.0
+    (found,) = poller.get_statuses([one], NOW)
+    assert found.changed_files == []
 
 
 def test_questions_and_searches_become_rare_and_a_new_job_is_asked_about_at_once(run, schedulers):

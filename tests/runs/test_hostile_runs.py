@@ -36,7 +36,15 @@ from pipectl.files import (
     read_limited,
     write_text,
 )
-from pipectl.runs import Record, RunDirectory, list_runs, list_sweeps
+from pipectl.runs import (
+    Record,
+    RunDirectory,
+    SweepDirectory,
+    find,
+    list_runs,
+    list_sweeps,
+    sweep_of,
+)
 
 ROOT, NOBODY, MALLORY = 0, 65534, 12345
 PATIENCE_S = 60
@@ -429,6 +437,35 @@ def test_a_directory_that_users_share_hides_no_run(place):
         refused = as_user(place.us, command(*words, closed.name, "-d", str(group)))
         assert refused.code != 0
         assert "Traceback" not in refused.err
+
+
+def test_users_who_share_a_directory_have_sweeps_of_their_own(place):
+    """Who owns the directory of a script could exchange it before sbatch reads it."""
+    group = place.theirs
+    group.chmod(0o1777)
+
+    def create(points, now):
+        return SweepDirectory.create(group, "demo", points, now)
+
+    theirs, _ = as_user(MALLORY, lambda: create(1, LATE))
+    mine, runs = as_user(place.us, lambda: create(2, LATE))
+    again, _ = as_user(place.us, lambda: create(1, LATE + 9))
+    assert theirs.path.parent == group / "sweeps"
+    assert mine.path.parent == again.path.parent == group / f"sweeps-{place.us}"
+    assert sweep_of(runs[1], mine.name) == mine
+    for sweep, user in ((theirs, MALLORY), (mine, place.us)):
+        assert sweep.path.stat().st_uid == user
+        assert stat.S_IMODE(sweep.path.parent.stat().st_mode) == 0o700
+    shown = as_user(place.us, lambda: (list_sweeps(group), find(group, mine.name), mine.runs()))
+    assert shown[0][-2:] == [mine, again]
+    assert shown[1:] == (mine, runs)
+    assert as_user(place.us, lambda: find(group, str(mine.path))) == mine
+    shutil.rmtree(mine.path.parent)
+    as_user(MALLORY, lambda: mine.path.parent.mkdir(0o777))
+    mine.path.parent.chmod(0o777)
+    with pytest.raises(UsageError, match=f"belongs to the user {MALLORY}"):
+        as_user(place.us, lambda: create(1, LATE + 99))
+    assert not list(mine.path.parent.iterdir())
 
 
 def test_files_that_another_node_has_just_replaced_are_asked_for_again(tmp_path, monkeypatch):

@@ -145,6 +145,12 @@ def test_the_best_is_kept_until_a_better_one_is_on_the_disk(tmp_path, monkeypatc
     assert evaluate(first, 3, 0.5) == [3]
     assert evaluate(first, 4, 0.5) == [3, 4]
     assert [evaluate(first, 5, 0.1), best()] == [[3, 5], (3, 0.5, None)]
+    newest = tmp_path / "step-000005" / "manifest.json"
+    whole = newest.read_text()
+    for damaged in ("", whole[:20], whole[:-3]):
+        newest.write_text(damaged)
+        assert best() == (3, 0.5, None)
+    newest.write_text(whole)
     with monkeypatch.context() as patch:
         patch.setattr("pipectl.runtime.checkpoint.snapshot.write_tensors", full)
         assert evaluate(first, 6, 0.9) == [3, 5]
