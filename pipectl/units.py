@@ -13,9 +13,12 @@ _BYTE_UNITS = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+    "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
     "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
 }  # fmt: skip
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_LEAST_MEMORY, _MOST_MEMORY = 2**27, 2**41
+"""Of a node or process, where a number has no unit."""
 _CLOCKS = (
     re.compile(r"(?P<days>\d+)-(?P<hours>\d+)(:(?P<minutes>\d{1,2})(:(?P<seconds>\d{1,2}))?)?"),
     re.compile(r"(?P<hours>\d+):(?P<minutes>\d{1,2}):(?P<seconds>\d{1,2})(?P<fraction>\.\d+)?"),
@@ -24,6 +27,9 @@ _CLOCKS = (
 """The forms of ``sbatch --time``, and of PBS's walltime, whose seconds may have a fraction."""
 _DURATION = re.compile(r"(?:(\d+)d(?!\d+$))?(?:(\d+)h(?!\d+$))?(?:(\d+)m)?(?:(\d+)s?)?")
 """A number without a unit is seconds, alone or after minutes. ``1h30`` is ambiguous."""
+_UNIT_WORD = re.compile(
+    r"(?<=\d)\s*(?:(d)ays?|(h)(?:ou)?rs?|(m)in(?:ute)?s?|(s)ec(?:ond)?s?)\b\s*", re.I
+)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HARMFUL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -51,9 +57,12 @@ def parse_memory(text: str) -> int:
     Raises:
         ValueError: the text is not a size, or a number of bytes in which no process runs.
     """
-    size = parse_bytes(text)
-    if 0 < size < 2**20 and text.strip()[-1:].isdigit():
-        raise ValueError(f"{text} is {size} bytes; did you mean {text}GiB?")
+    size, number = parse_bytes(text), text.strip()
+    if 0 < size < _LEAST_MEMORY and number[-1:].isdigit():
+        sizes = {unit: size * _BYTE_UNITS[unit.upper()] for unit in ("KiB", "MiB", "GiB")}
+        units = [unit for unit in sizes if _LEAST_MEMORY <= sizes[unit] <= _MOST_MEMORY]
+        meant = " or ".join(f"{number}{unit}" for unit in units or ["GiB"])
+        raise ValueError(f"{number} without a unit is {format_bytes(size)}; did you mean {meant}?")
     return size
 
 
@@ -81,12 +90,13 @@ def parse_duration(text: str) -> int:
     """Parse a duration as seconds; a fraction of a second is rounded up.
 
     ``"30:00"`` is half an hour, ``"01:30:00"`` one and a half; ``"2-12"``, ``"2-12:30"`` and
-    ``"2-12:30:00"`` begin with days; ``"3m"`` and ``"1h30m"`` have units; ``"90"`` is in seconds.
+    ``"2-12:30:00"`` begin with days; ``"3m"``, ``"1h30m"`` and ``"90 minutes"`` have units; a
+    number alone is in seconds.
 
     Raises:
         ValueError: the text is not a duration.
     """
-    stripped = text.strip()
+    stripped = _UNIT_WORD.sub(lambda unit: unit[0].strip()[0].lower(), text.strip())
     matches = (form.fullmatch(stripped) for form in _CLOCKS)
     if clock := next(filter(None, matches), None):
         named = clock.groupdict()
@@ -178,6 +188,8 @@ def did_you_mean(word: str, known: Iterable[str], *, similarity: float = 0.6) ->
     """
     names = list(known)
     nearest = sorted(name for name in names if name.lower() == word.lower())  # classes first
+    longer = [name for name in names if name.startswith(f"{word}_")]
+    nearest = nearest or (longer if len(longer) == 1 else [])
     nearest = nearest or difflib.get_close_matches(word, names, n=1, cutoff=similarity)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 

@@ -9,7 +9,7 @@ from pipectl import units
     ("text", "size"),
     [
         ("1024", 1024), ("4GiB", 4 * 2**30), ("512 MB", 512 * 10**6), ("1.5k", 1536),
-        (" 2 tib ", 2**41), ("0", 0),
+        (" 2 tib ", 2**41), ("64Gi", 2**36), ("0", 0),
     ],
 )  # fmt: skip
 def test_a_size_has_binary_or_decimal_units(text, size):
@@ -40,6 +40,7 @@ def test_a_size_is_shown_with_three_digits(size, text):
         ("1h30m", 5400), ("1d", 86_400), ("90", 90), (" 90s ", 90), ("1d12h", 129_600),
         ("1h30s", 3630), ("1m30", 90), ("30:00", 1800), ("90:30", 5430), ("2-12", 216_000),
         ("2-12:30", 217_800), ("0-100", 360_000), ("1:00:00.000", 3600), ("1:30.25", 91),
+        ("90 minutes", 5400), ("2 days", 172_800), ("1 Hour 30 min", 5400), ("5min", 300),
     ],
 )  # fmt: skip
 def test_a_duration_is_a_clock_or_has_units(text, seconds):

@@ -66,6 +66,11 @@ _FORMER_KEYS = {
     "pbs.directives": "write pbs.options: {p: 5}, say, for -p 5",
 }
 """Keys of earlier versions, and their replacements."""
+_FOREIGN_KEYS = dict.fromkeys(
+    ("training.epochs", "training.num_epochs", "training.max_epochs"),
+    "give training.steps: epochs times samples, divided by training.batch_size",
+)
+"""Keys of other programs, and what to write."""
 _FORMER_DEFAULTS = {"training.check_replicas": (100,), "checkpoint.on_signal": ("USR1", "USR2")}
 """Values of former keys that equal the behaviour without the key."""
 MAX_POINTS = 1000
@@ -77,6 +82,7 @@ _SHARED = (
 """Keys that all runs share, because the directives of a job array apply to all its jobs."""
 _POSITIONAL = {"optimizer": 1, "lr_scheduler": 1, "callbacks": 2}
 """Arguments that pipectl gives before the ``kwargs``, by section."""
+_HOUR_S = 3600
 _STAGES = ("pipeline", "stages")
 _MICRO_BATCHES = ("pipeline", "micro_batches")
 _WARM_UP = ("pipeline", "warm_up")
@@ -94,8 +100,11 @@ _PLACEHOLDER = "/path/to/"
 
 
 def fault_of_former_key(path: Sequence[str | int]) -> str:
-    """The message for a key of earlier versions; empty for any other key."""
-    advice = _FORMER_KEYS.get(".".join(map(str, path)))
+    """The message for a key of earlier versions or of other programs; empty for any other key."""
+    key = ".".join(map(str, path))
+    if key in _FOREIGN_KEYS:
+        return f"unknown key; {_FOREIGN_KEYS[key]}"
+    advice = _FORMER_KEYS.get(key)
     return f"is no longer a key; {advice}" if advice else ""
 
 
@@ -161,7 +170,7 @@ def check_code(
         ):
             yield (path if wrong is None else (*path[:-1], "kwargs", wrong)), fault
         yield from _texts_for_numbers(data, path, reference, positional)
-    yield from _ambiguous_time(data.get("resources"), data.get("launch"))
+    yield from _ambiguous_time(data)
     if names and not elsewhere:
         yield from _missing_trackers(data.get("tracking"), base)
         yield from _missing_imports(factories)
@@ -225,11 +234,15 @@ def _value_at(data: Any, path: Sequence[str | int]) -> Any:
     return data
 
 
-def _ambiguous_time(resources: Any, launch: Any) -> Iterator[Finding]:
-    """A walltime without a unit, in a job for PBS."""
-    is_pbs = isinstance(launch, Mapping) and launch.get("scheduler") == "pbs"
-    walltime = resources.get("walltime") if isinstance(resources, Mapping) else None
-    if is_pbs and isinstance(walltime, str) and walltime.strip().isdecimal():
+def _ambiguous_time(data: Mapping[str, Any]) -> Iterator[Finding]:
+    """A walltime without a unit, in a job that may be for PBS, or of whole hours in seconds."""
+    scheduler = _value_at(data, ("launch", "scheduler")) or "auto"
+    only_pbs = bool(data.get("pbs")) and not data.get("slurm")
+    is_pbs = scheduler == "pbs" or (scheduler == "auto" and only_pbs)
+    walltime = _value_at(data, ("resources", "walltime"))
+    if not isinstance(walltime, str) or not walltime.strip().isdecimal():
+        return
+    if is_pbs or (int(walltime) and int(walltime) % _HOUR_S == 0):
         fault = f"{walltime} has no unit: for PBS it would be seconds, for sbatch minutes"
         yield ("resources", "walltime"), f"{fault}; write {walltime}s or {walltime}m"
 

@@ -146,6 +146,17 @@ def choices(schema: Schema) -> list[str]:
     return [str(word) for each in words for word in each]
 
 
+_SYNONYMS = {
+    "bfloat16": "bf16",
+    "bf16-mixed": "bf16",
+    "fp16": "float16",
+    "half": "float16",
+    "16-mixed": "float16",
+    "fp32": "float32",
+}
+"""Names of other programs for what a key may be."""
+
+
 def describe_schema(schema: Schema) -> str:
     """The values that a schema allows, in words: ``auto or a whole number of at least 1``."""
     parts: list[str] = []
@@ -184,7 +195,14 @@ def explain_fault(root: Node, detail: ErrorDetails) -> Problem:
     if kind in _NUMBERS and in_quotes and not isinstance(parse_scalar(value), str | None):
         text = f"the text {text}; remove the quotes"
     word = value[:100] if isinstance(value, str) else ""
-    hint = did_you_mean(word, choices(schema), similarity=0.8)
+    known = choices(schema)
+    hint = did_you_mean(word, known, similarity=0.8)
+    if (synonym := _SYNONYMS.get(word.lower())) in known:
+        hint = f"; did you mean {synonym!r}?"
+    elif isinstance(value, str) and all(
+        item.get("type") == "array" for item in alternatives(schema)
+    ):
+        hint = "; write every entry on a line of its own, after '- '"
     return root.problem(path, f"must be {allowed}, not {text}{hint}")
 
 

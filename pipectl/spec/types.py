@@ -45,6 +45,7 @@ SCHEDULE_SUFFIX = ".csv"
 
 _MAX = 2**63 - 1
 _MAX_LEAD_TIME_S = 2**16 - 1
+_MIN_PLAIN_LEAD_TIME_S = 60
 _REFERENCE = "./file.py:name or package.module:name"
 _CHECK_MESSAGES = "PIPECTL_CHECK_MESSAGES"
 _READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
@@ -119,6 +120,13 @@ def _lead_time(seconds: int) -> int:
         longest = format_clock(_MAX_LEAD_TIME_S)
         raise ValueError(f"must be at most {longest}, the longest time of sbatch's --signal")
     return seconds
+
+
+def _short_with_unit(value: Any) -> Any:
+    text = value.strip() if isinstance(value, str) else ""
+    if text.isdecimal() and 0 < int(text) < _MIN_PLAIN_LEAD_TIME_S:
+        raise ValueError(f"{text} without a unit is {text} seconds; write {text}s or {text}m")
+    return value
 
 
 def _size_text(size_bytes: int) -> str:
@@ -239,7 +247,7 @@ Bytes = Annotated[
 ]
 _Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
 Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]
-LeadTime = Annotated[Seconds, AfterValidator(_lead_time)]
+LeadTime = Annotated[Seconds, BeforeValidator(_short_with_unit), AfterValidator(_lead_time)]
 Walltime = Annotated[
     _Clock, _quantity(parse_walltime), _json("a time such as 01:30:00, 90m or 90 (minutes)")
 ]

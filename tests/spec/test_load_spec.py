@@ -37,7 +37,7 @@ GPUS = "resources.gpus_per_node"
         ("resources: {walltime: 90, nodes: 1e0}", {"resources.walltime": 5400}),
         ("resources: {walltime: 90s}", {"resources.walltime": 90}),
         ("resources: {walltime: '00:05:00'}", {"resources.walltime": 300}),
-        ("resources: {memory_per_node: 2097152.5}", {"resources.memory_per_node": 2**21}),
+        ("resources: {memory_per_node: 134217728.5}", {"resources.memory_per_node": 2**27}),
         ("checkpoint: {every: 1e3}", {"checkpoint.every": 1000}),
         ("slurm: &site {account: physics}\npbs: *site", {"pbs.account": "physics"}),
         ("optimizer: torch.optim:SGD", {"optimizer.factory": "torch.optim:SGD"}),
