@@ -297,14 +297,18 @@ def _status(job_id: str, fields: Mapping[str, str]) -> JobStatus:
         cure = pbs_cure(reason, hold, job_id)
     if code is not None and code > _SIGNALLED:
         code += 128 - _SIGNALLED
+    start = _time(fields.get("stime"))
+    limit = parse_limit(fields.get("Resource_List.walltime", ""))
+    ends = start + limit if start and limit and state is JobState.RUNNING else None
     return JobStatus(
         state,
         reason=reason,
         exit_code=code if code is not None and code >= 0 and state.final else None,
         nodes=",".join(dict.fromkeys(_HOST.findall(fields.get("exec_host", "")))),
-        start=_time(fields.get("stime")) or _time(fields.get("estimated.start_time")),
+        start=start or _time(fields.get("estimated.start_time")),
         end=_time(fields.get("mtime")) if state.final else None,
         cure=cure,
+        deadline=ends,
     )
 
 

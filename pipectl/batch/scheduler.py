@@ -223,6 +223,7 @@ class JobStatus:
         nodes: host list in the batch system's notation; empty before the start.
         start, end: seconds since the epoch; before the start, ``start`` is a forecast. ``end`` is
             set for final states only.
+        deadline: when the walltime of a job that runs is over.
         source: ``queue``, ``accounting``, ``process``, ``run directory``, ``heartbeat``,
             ``record`` or ``none``.
     """
@@ -235,6 +236,7 @@ class JobStatus:
     end: float | None = None
     source: str = "queue"
     cure: str = ""
+    deadline: float | None = None
 
 
 class Scheduler(ABC):

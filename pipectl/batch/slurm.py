@@ -273,6 +273,7 @@ _STATES = {
     for word in words.split()
 }
 _BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
+_RUNS = frozenset({JobState.RUNNING, JobState.SUSPENDED})
 # In these states Slurm still gives the reason for which the job waited.
 _REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
 _NO_REASON = frozenset({"None", "(null)", ""})
@@ -405,6 +406,7 @@ def _status(
         start=_time(start),
         end=_time(end) if state.final else None,
         source=source,
+        deadline=_time(end) if state in _RUNS else None,
     )
 
 

@@ -23,6 +23,7 @@ from pipectl.errors import DataFileError, PipectlError, UnknownRunError, UsageEr
 from pipectl.faults import ErrorReport
 from pipectl.files import fault_of_owner, is_there, owner_of
 from pipectl.jobs.recover import add_next_job, find_jobs, recover, recover_from_files
+from pipectl.jobs.times import NO_TIMES, Times, measure_times
 from pipectl.plan import Plan
 from pipectl.runs import (
     TRAINING,
@@ -104,6 +105,7 @@ class RunStatus:
         restarts: number of times that the job was started again.
         query_error: why the batch system could not be asked; None if it answered.
         metrics: for curves; None if they were not read.
+        times: how long it has waited and run.
         is_closed: whether this user may not look at the run; ``job.reason`` then says whose it is.
         code_watch: what was seen of its code; None to look at it when that is asked for.
     """
@@ -119,6 +121,7 @@ class RunStatus:
     restarts: int = 0
     query_error: str | None = None
     metrics: Metrics | None = None
+    times: Times = NO_TIMES
     is_closed: bool = False
     code_watch: CodeWatch | None = None
 
@@ -236,6 +239,18 @@ class RunStatus:
         return "" if loss is None else f", {whose}loss {loss:.4g}"
 
     @property
+    def last_step(self) -> int | None:
+        """The step at which the end of the walltime stops a training, at the measured step time;
+        None if it is done by then, or if that is unknown."""
+        left_s, remaining_s = self.times.left_s, self.measured.remaining_s
+        if self.record is None or self.record.kind != TRAINING or left_s is None:
+            return None
+        usable_s = max(0.0, left_s - (self.record.lead_time_s or 0))
+        if not self.measured.step_time_s or remaining_s is None or remaining_s <= usable_s:
+            return None
+        return self.measured.step + int(usable_s / self.measured.step_time_s)
+
+    @property
     def exit_code(self) -> int:
         """0 for a completed run, else the exit code of the first failure."""
         if self.job.state is JobState.COMPLETED:
@@ -335,6 +350,7 @@ class Poller:
                 job = JobStatus(JobState.UNKNOWN, reason=damage[run], source="none")
             else:
                 job = _job_status(run, record, answer, heartbeat, measured.step_time_s, now)
+            restarts = max(0, heartbeat.attempt - 1) if heartbeat else 0
             statuses.append(
                 RunStatus(
                     run=run,
@@ -346,10 +362,11 @@ class Poller:
                     plan=_read_plan(run),
                     ranks=heartbeat.ranks if heartbeat else (),
                     errors=read_errors(run),
-                    restarts=max(0, heartbeat.attempt - 1) if heartbeat else 0,
+                    restarts=restarts,
                     query_error=answer.error,
                     metrics=self._metrics[run],
                     code_watch=self._codes.setdefault(run, CodeWatch(run, self._clock)),
+                    times=measure_times(run, record, job, restarts, now) if record else NO_TIMES,
                 )
             )
         return statuses

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from pipectl.batch import QUEUES_TIMEOUT_S, JobRequest, JobState, get_scheduler
@@ -75,6 +76,7 @@ class Submission:
         now: float,
         after: tuple[str, ...] = (),
         *,
+        after_runs: Iterable[str] = (),
         name: str | None = None,
         tag: str | None = None,
         history: tuple[Event, ...] = (),
@@ -86,6 +88,7 @@ class Submission:
 
         Args:
             after, cluster: see :class:`JobRequest`.
+            after_runs: names of the runs of those jobs, or of the job of the array.
             name, tag: for the record; by default those of the request.
             history, sweep, task: see :class:`Record`.
         """
@@ -104,6 +107,10 @@ class Submission:
             sweep=sweep,
             task=task,
             hash_seed=request.hash_seed,
+            after=tuple(after_runs),
+            walltime_s=request.resources.walltime,
+            lead_time_s=request.lead_time_s if request.checkpoint else None,
+            max_starts=request.max_starts,
         )
         return cls(run, job, request, record)
 
@@ -187,18 +194,19 @@ def submit(
     if first.values is None:
         run = RunDirectory.create(base, name, now)
         with locked(run), Rollback(created=[run.path]) as rollback:
-            return hand_over([Submission.new(run, first, now, ids)], rollback)
+            return hand_over(
+                [Submission.new(run, first, now, tuple(ids), after_runs=ids.values())], rollback
+            )
     sweep, runs = SweepDirectory.create(base, name, len(jobs), now)
     with locked(sweep), Rollback(created=[*(run.path for run in runs), sweep.path]) as rollback:
-        request = first.array_request(sweep, len(runs), at_once, after=ids)
+        request = first.array_request(sweep, len(runs), at_once, after=tuple(ids))
         submissions = []
         for index, (job, run) in enumerate(zip(jobs, runs, strict=True)):
             # values that JSON does not have, such as infinity, are recorded as text
             values = json.loads(json.dumps(dict(job.values or {})), parse_constant=str)
             setting = Setting(sweep.name, values)
-            submissions.append(
-                Submission.new(run, job, now, tag=request.tag, sweep=setting, task=index)
-            )
+            new = partial(Submission.new, run, job, now, after_runs=ids.values())
+            submissions.append(new(tag=request.tag, sweep=setting, task=index))
         return hand_over(submissions, rollback, (sweep, request))
 
 
@@ -347,15 +355,15 @@ def _keep_code(submission: Submission, environments: dict[Path | None, Environme
     keep(run, code, submission.request.earlier_starts + 1, repository)
 
 
-def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[str, ...]:
-    """Ids of the jobs of ``runs`` that have not completed.
+def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) -> Mapping[str, str]:
+    """Ids of the jobs of ``runs`` that have not completed, with the names of their runs.
 
     On PBS a job can wait only for a whole array, so ``runs`` must contain all runs of a sweep.
 
     Raises:
         UsageError: a run has failed, is not on ``scheduler``, or has no known job.
     """
-    ids: dict[str, None] = {}
+    ids: dict[str, str] = {}
     for status in get_statuses(runs, now):
         run, record, state = status.run, status.record, status.job.state
         if state is JobState.COMPLETED:
@@ -383,5 +391,6 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
                     f"--after {run.name}: a job on {scheduler} cannot wait for one job of an array",
                     cure=f"wait for the whole array: --after {name_in_shell(sweep)}",
                 )
-        ids[job_id] = None
-    return tuple(ids)
+        sweep_name = record.sweep.name if record.sweep is not None else run.name
+        ids[job_id] = run.name if job_id == record.job_id else sweep_name
+    return ids

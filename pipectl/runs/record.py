@@ -69,6 +69,11 @@ class Record(DataFile):
         hash_seed: ``PYTHONHASHSEED`` of all its processes; None if each had its own.
         sweep: None for a run outside a sweep.
         task: index in the job array with this tag; None for a single job.
+        after: names of the runs and sweeps that must complete before it starts.
+        walltime_s: time limit of the job.
+        lead_time_s: how long before the end of the walltime it stops at a checkpoint; None if it
+            does not.
+        max_starts: how often it starts at most by itself; None if only once.
     """
 
     cure: ClassVar[str] = "restore it from a backup, or submit the job again"
@@ -88,6 +93,10 @@ class Record(DataFile):
     hash_seed: int | None = None
     sweep: Setting | None = None
     task: int | None = None
+    after: tuple[str, ...] = ()
+    walltime_s: Count | None = None
+    lead_time_s: int | None = None
+    max_starts: Count | None = None
 
     @property
     def is_unsure(self) -> bool:

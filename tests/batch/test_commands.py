@@ -30,7 +30,7 @@ HIDDEN = {
 def described(job_id, job):
     """Times of PBS are local."""
     words = [job_id, job.state, "" if job.exit_code is None else f"code {job.exit_code}", job.nodes]
-    for word, time in (("from", job.start), ("to", job.end)):
+    for word, time in (("from", job.start), ("to", job.end), ("until", job.deadline)):
         if time is not None:
             words.append(f"{word} {datetime.fromtimestamp(time) if '.' in job_id else int(time)}")
     said = [f"({job.reason})" * bool(job.reason), f"[{job.cure}]" * bool(job.cure)]

@@ -100,6 +100,10 @@ def screen(monkeypatch):
     return show
 
 
+FIGURE = re.compile(r"\d\S* (h \d\d min|min \d\d s|days|ms|us|s)\b|\d\S*(?= node-hours)")
+"""A time, or what was used, in `status`."""
+
+
 @pytest.fixture
 def settled(place, time_in_names):
     """``settled(text)`` has no dates, host, ids of processes, nor this directory.
@@ -112,6 +116,8 @@ def settled(place, time_in_names):
         text = text.replace(f"{place}/", "")
         for pattern in (r"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?", r"\d+\.\d+@\S+", here, vary):
             text = re.sub(pattern, "***", text)
+        for line in re.findall(r"^  (?:time|used)  .*", text, re.MULTILINE):
+            text = text.replace(line, FIGURE.sub("***", line))
         text = re.sub(r"(?<=NOW-tiny )[0-9a-f]{8}\b", "***", time_in_names.sub("NOW-", text))
         return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 

@@ -233,6 +233,47 @@ def test_whoever_waits_is_told_each_reason_once_and_its_cure(run_of, monkeypatch
     assert looks[0].progress[2] == "QUEUED: Priority"
 
 
+RAN = "time waited 60 min 00 s, {} 2 h 00 min"
+LEFT = f"{RAN.format('runs for')}, 10 h 00 min of its walltime left"
+OVER = "too short at this speed, its walltime is over after step"
+SAVES = "it then saves a checkpoint, {}"
+WALLTIMES = [
+    ("PENDING", {"after": ["20250101-a", "rates"]}, "after starts once 20250101-a, rates has"),
+    ("PENDING", {}, "time has waited 3 h 00 min"),
+    ("RUNNING", {}, f"{LEFT} used 4 node-hours speed"),
+    ("RUNNING", {"lead_time_s": 18000}, f"{OVER} 8 of 10; {SAVES.format('from which')}"),
+    ("RUNNING", {"lead_time_s": 18000, "max_starts": 3}, SAVES.format("and starts again")),
+    ("RUNNING", {"steps": 20}, f"{OVER} 13 of 20; it saves no checkpoint"),
+    ("FAILED", {}, f"{RAN.format('ran for')} used 4 node-hours speed"),
+]
+
+
+@pytest.mark.parametrize(("state", "changes", "shown"), WALLTIMES)
+def test_how_long_a_run_waits_and_runs_and_whether_its_walltime_suffices(
+    cli, queued, program, state, changes, shown
+):
+    """It runs since 2 h on 2 nodes, may for 12 h, and has made 4 steps of an hour each."""
+    now = int(time.time())
+    record = json.loads((queued / "record.json").read_text())
+    record |= {"submitted_at": now - 3 * 3600, "nodes": 2, "steps": 10, **changes}
+    (queued / "record.json").write_text(json.dumps(record))
+    (queued / "logs/job.log").touch()
+    if state != "PENDING":
+        (queued / "attempt").write_text("1\n")
+        line = {"attempt": 1, "step": 4, "steps": record["steps"], "loss": 1, "step_time_s": 3600}
+        (queued / "metrics.jsonl").write_text(json.dumps(line))
+    start, end = now - 2 * 3600, now + (10 * 3600 if state == "RUNNING" else 0)
+    times = "N/A|N/A" if state == "PENDING" else f"{start}|{end}"
+    program("squeue", f"echo '12|{state}|tiny|{times}|n[1-2]|t|None'")
+    text = " ".join(cli("status", "last").out.split())
+    assert shown in text
+    found = cli("status", "last", "--json").json
+    assert found["after"] == changes.get("after", [])
+    hours = [(found[key] or 0) / 3600 for key in ("waited_s", "run_s", "walltime_left_s")]
+    expected = {"PENDING": (3, 0, 0), "RUNNING": (1, 2, 10), "FAILED": (1, 2, 0)}[state]
+    assert [round(each, 1) for each in hours] == [*expected]
+
+
 def test_an_interrupt_ends_the_waiting_and_not_the_run(
     cli, profile, mpiexec, monkeypatch, only_run
 ):

@@ -35,6 +35,7 @@ from pipectl.runs import (
     last_checkpoint,
     name_in_shell,
     read_heartbeat,
+    read_starts,
     step_of,
 )
 from pipectl.runs.kept_code import read_changed_code
@@ -152,7 +153,7 @@ def run_lines(
 def run_facts(status: RunStatus, difference: Difference | None = None) -> list[Fact]:
     """Failure, progress, speed and memory of a run; see :func:`run_lines`."""
     facts = [*_failure(status), *_changed_code(status), *_processor(status)]
-    facts += [*_progress(status), *_pace(status)]
+    facts += [*_progress(status), *_times(status), *_pace(status)]
     return [*facts, *(_difference(*difference) if difference else ()), *_memory_and_waits(status)]
 
 
@@ -236,6 +237,41 @@ def _progress(status: RunStatus) -> Iterator[Fact]:
         elif kept.missed is not None:
             text += f"; its checkpoint is missing, that of step {kept.best.step} is the best"
         yield "best", text, ""
+
+
+def _times(status: RunStatus) -> Iterator[Fact]:
+    """How long it has waited and run, and whether its walltime suffices."""
+    times, alive = status.times, status.job.state.alive
+    if status.job.state.waits and status.record is not None and status.record.after:
+        names = ", ".join(map(whole, status.record.after))
+        yield "after", f"starts once {names} has completed", ""
+    words = (
+        (times.waited_s, "has waited {}" if status.job.state.waits else "waited {}"),
+        (times.run_s, "runs for {}" if alive else "ran for {}"),
+        (times.left_s, "{} of its walltime left"),
+    )
+    said = [text.format(format_long_time(time_s)) for time_s, text in words if time_s is not None]
+    if said:
+        yield "time", ", ".join(said), ""
+    if times.node_hours is not None:
+        yield (
+            "used",
+            f"{times.node_hours:.3g} node-hours" + " in this start" * bool(status.restarts),
+            "",
+        )
+    if (last := status.last_step) is not None:
+        yield "too short", _what_then(status, last), "yellow"
+
+
+def _what_then(status: RunStatus, last: int) -> str:
+    """What becomes of a run whose walltime does not suffice."""
+    record = status.record
+    text = f"at this speed, its walltime is over after step {last} of {status.steps}; "
+    if record is None or record.lead_time_s is None:
+        return f"{text}it saves no checkpoint then: see `checkpoint` in the job"
+    if record.max_starts is not None and read_starts(status.run) < record.max_starts:
+        return f"{text}it then saves a checkpoint, and starts again by itself"
+    return f"{text}it then saves a checkpoint, from which `pipectl resume` goes on"
 
 
 def _pace(status: RunStatus) -> Iterator[Fact]:

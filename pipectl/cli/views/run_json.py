@@ -31,6 +31,12 @@ class RunJson(TypedDict):
         nodes: names of its nodes as the batch system writes them, one text.
         exit_code: exit code of the job.
         expected_start: when a waiting job is expected to start.
+        after: names of the runs and sweeps that must complete before it starts.
+        waited_s, run_s: time in the queue, and since the last start; to its end if it is over.
+        walltime_left_s: what is left of its walltime while it runs.
+        node_hours: nodes times ``run_s``; null on this machine.
+        last_step: step after which its walltime is over, at the measured step time; null if it is
+            done by then.
         phase: what the ranks do.
         stalled: who waits for whom, if no rank moves on; else null.
         restarts: how often the job was started again.
@@ -79,6 +85,12 @@ class RunJson(TypedDict):
     nodes: str
     exit_code: int | None
     expected_start: float | None
+    after: list[str]
+    waited_s: float | None
+    run_s: float | None
+    walltime_left_s: float | None
+    node_hours: float | None
+    last_step: int | None
     phase: str
     stalled: str | None
     restarts: int
@@ -135,6 +147,12 @@ def run_json(status: RunStatus) -> RunJson:
         "nodes": job.nodes,
         "exit_code": job.exit_code,
         "expected_start": job.start if job.state.waits else None,
+        "after": [] if record is None else list(record.after),
+        "waited_s": status.times.waited_s,
+        "run_s": status.times.run_s,
+        "walltime_left_s": status.times.left_s,
+        "node_hours": status.times.node_hours,
+        "last_step": status.last_step,
         "phase": status.phase,
         "stalled": status.stalled or None,
         "restarts": status.restarts,
