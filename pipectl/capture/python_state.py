@@ -11,6 +11,7 @@ every step assigns the same (such as a table that is computed when it is first n
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -39,6 +40,8 @@ _SHARED = frozenset({*sys.stdlib_module_names, "torch"})
 _CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"}
 """Operators that leave values as they are."""
 _ABSENT = object()
+_OF_TORCH = re.compile(r"\._(buffers|parameters|modules|\w*hooks\w*)\b|(^|\.)training$")
+"""In the names of attributes that every module of torch has."""
 
 
 class Entry(NamedTuple):
@@ -275,6 +278,27 @@ def watch_changes(step: nn.Module, begin: Mapping[str, Entry]) -> Iterator[dict[
 
 def _every_entry(step: nn.Module) -> dict[str, Entry]:
     return _entries(_items(step)) | _entries(outer_holders(step))
+
+
+def state_values(step: nn.Module) -> dict[str, object]:
+    """Return what tells whether an entry has changed, by name, and how many a container has.
+
+    Parameters, buffers and hooks are left out.
+    """
+    values: dict[str, object] = {}
+    for name, (value, *_) in _every_entry(step).items():
+        if _OF_TORCH.search(name):
+            continue
+        is_number = isinstance(value, int | float | str | None)
+        size = len(value) if type(value) in _CONTAINERS else getattr(value, "_version", 0)
+        values[own_name(name)] = value if is_number else (id(value), size)
+    return values
+
+
+def changed_state(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """Return the names of what has changed between two calls of :func:`state_values`."""
+    added = (name for name in after.keys() - before.keys() if not name.endswith("]"))
+    return sorted([*added, *(n for n, value in before.items() if after.get(n, value) != value)])
 
 
 def _other(value: Any) -> Any:

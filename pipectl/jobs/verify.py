@@ -60,6 +60,7 @@ _EVALUATIONS = (
     "evaluation.early_stopping=null",  # both trainings take as many steps
 )
 _CLEANUP_S = 20.0
+_MAX_NAMED = 3
 _PLAIN = "one plain PyTorch process"
 
 
@@ -151,7 +152,8 @@ def verify(
             # replicas average these, a single process does not
             left_out=frozenset(weights.buffers) if _has_replicas(plan) else frozenset(),
         )
-        notes = (*notes, *differing(plan, pipeline.profile, comparison))
+        kept = [] if reference.job or plain_steps is None else _changed_state(plain_steps)
+        notes = (*notes, *differing(plan, pipeline.profile, comparison, kept))
         return describe(plan, comparison, reference, notes, tolerance)
 
 
@@ -247,9 +249,36 @@ def describe(
     }
 
 
-def differing(plan: Plan, profile: Profile | None, comparison: Comparison) -> list[str]:
-    """Why replicas of a plan trained something else than one rank: the buffers and their stages."""
-    if profile is None or comparison.equal:
+def _changed_state(directory: Path) -> list[str]:
+    """What a plain training has changed in Python objects."""
+    from pipectl.runtime.plain import CHANGED, LOSSES
+
+    names: list[str] = json.loads((directory / LOSSES).read_text("utf-8")).get(CHANGED, [])
+    return names
+
+
+def differing(
+    plan: Plan, profile: Profile | None, comparison: Comparison, kept: Sequence[str] = ()
+) -> list[str]:
+    """Why a plan may have trained something else than one process: state in Python objects, and
+    buffers of stages with replicas.
+
+    Args:
+        kept: such state that the process has changed.
+    """
+    if comparison.equal:
+        return []
+    names = ", ".join(kept[:_MAX_NAMED]) + (", ..." if len(kept) > _MAX_NAMED else "")
+    notes = [
+        f"the plain training changed {names}, outside of parameters and buffers: if the model "
+        "computes with it, make it a buffer with register_buffer(), because a graph has its value "
+        "at capture"
+    ] * bool(kept)
+    return notes + _replicated(plan, profile)
+
+
+def _replicated(plan: Plan, profile: Profile | None) -> list[str]:
+    if profile is None:
         return []
     stage_of = {node: index for index, stage in enumerate(plan.stages) for node in stage.nodes}
     return [

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import split_batch
 from pipectl.capture.opaque import write_buffers_once
+from pipectl.capture.python_state import changed_state, state_values
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.step import (
     first_undefined,
@@ -55,6 +56,8 @@ from pipectl.spec import JobSpec, load
 from pipectl.units import printable
 
 LOSSES = "losses.json"
+CHANGED = "changed"
+"""Key in this file: what the user's code keeps in Python objects and has changed in training."""
 _CAST = "ToCopyBackward0"
 """Autograd's node of a cast, of which autocast makes one for all uses of a parameter."""
 _EXTRA = "_extra_state"
@@ -88,7 +91,7 @@ def train(
     scaler = GradScaler(device.type, scale.initial, growth_interval=interval, enabled=is_scaled)
     own = {own_name(name): parameter for name, parameter in parameters.items()}
     separate = SeparateUses({own[name]: count for name, count in (uses or {}).items()})
-    losses = []
+    losses, state = [], state_values(job.step)
     skips = spec.training.on_nonfinite == "skip"
     check = BufferCheck(dict(job.step.named_buffers()) if skips else {})
     weigh = job.weight()
@@ -113,7 +116,8 @@ def train(
             updater.watch(_evaluate(job, micro_batch_size, device))
         save_file(_weights(job), weights_file(directory, step))
     joint = [name for name, each in own.items() if each in separate.joint]
-    write_json(directory / LOSSES, {"losses": losses, "joint": joint})
+    changed = changed_state(state, state_values(job.step))
+    write_json(directory / LOSSES, {"losses": losses, "joint": joint, CHANGED: changed})
 
 
 class SeparateUses:

@@ -14,6 +14,7 @@ from trial import Trial
 
 from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.opaque import Opaque
+from pipectl.capture.python_state import changed_state, state_values
 from pipectl.capture.randomness import seed_libraries
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError, FaultError
@@ -68,6 +69,20 @@ def test_what_no_step_reads_of_another_may_be_kept_and_is_left_as_it_was(
     for module, attributes in zip(job.model, before, strict=True):
         assert vars(module).keys() == attributes.keys()
         assert getattr(module, "kept", None) is attributes.get("kept")
+
+
+def test_state_that_no_graph_shows_is_named(make_job, write_modules) -> None:
+    table = {
+        "Length": ["[]", "self.kept.append(1); x = x * len(self.kept)"],
+        "Running": ["nn.BatchNorm1d(6)", "x = self.kept(x)"],
+        "Outer": "global STEPS; STEPS += 1; COUNTS['b'] = 1; Meter.calls += 1; count()",
+    }
+    job = make_job(f"{write_modules(table)}:layers")
+    before = state_values(job.step)
+    assert changed_state(before, state_values(job.step)) == []
+    job.step(*job.loader.example(4))
+    names = ["1.kept", "Meter.calls", "count_from.count.n", "modules.py:COUNTS", "modules.py:STEPS"]
+    assert changed_state(before, state_values(job.step)) == names
 
 
 TWO_INPUTS = """

@@ -132,7 +132,8 @@ def test_a_stage_that_reads_what_it_has_written_gets_no_replicas_unasked(
     plan, its, _ = replicas(profile, 2)
     assert its == 2
     (said,) = differing(plan, profile, unequal)
-    assert differing(plan, profile, replace(unequal, first=None)) == []
+    assert differing(plan, profile, replace(unequal, first=None), ["a.calls"]) == []
+    assert "changed a.calls, outside" in differing(plan, None, unequal, ["a.calls"])[0]
     stage = next(i for i, stage in enumerate(plan.stages) if "n3" in stage.nodes)
     assert said.startswith("in training, forwards write and read 'mean', and the 2 replicas of ")
     assert f"stage {stage} " in said
