@@ -44,8 +44,10 @@ finish() {
     local background
     background=$(jobs -p) && [[ $background ]] && kill $background 2>/dev/null # of the setup
     set +eu
-    (exit "$code") # which the trap of the setup may look at
-    eval "$at_exit"
+    ( # an `exit` in the trap of the setup is not that of the job, whose code it may look at
+        (exit "$code")
+        eval "$at_exit"
+    )
     set -u
     exit "$code"
 }
