@@ -176,6 +176,22 @@ def work_bound_s(problem: Problem, tried: Iterable[int] = ()) -> float:
     return min(samples_s) * request.batch_size / speed
 
 
+def copies_bound_s(problem: Problem, copies: int) -> float:
+    """Lower bound on the step of so many copies of a pipeline, for all numbers of stages."""
+    cluster = problem.cluster
+    fastest = max(problem.speeds)
+    mean = sum(pool.speed * len(pool.ranks) for pool in problem.devices) / cluster.ranks
+    most = problem.request.fixed_stages or min(cluster.ranks // copies, len(problem.graph))
+    bounds_s = [inf]
+    for size in micro_batch_sizes(problem.request, problem.request.batch_size):
+        if size >= copies:
+            times = problem.block_times(ceil(size / copies), cached=True)
+            bottleneck_s = max(sum(times) / most / mean, max(times) / fastest)
+            path_s = longest_path_s(problem.graph, times)
+            bounds_s.append(area_bound_s(bottleneck_s, path_s, problem.shares(size), most, fastest))
+    return min(bounds_s)
+
+
 def with_findings(
     plan: Plan,
     bound_s: float,

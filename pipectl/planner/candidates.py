@@ -1,22 +1,17 @@
-"""Combinations of stages and micro-batch sizes, and the cuts that are proposed for each.
-
-A search that ends before it has judged anything falls back to even cuts of the graph's own order.
-"""
+"""Combinations of stages and micro-batch sizes, and the cuts that are proposed for each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
 from math import inf
 
 import numpy as np
 
 from pipectl.planner.bounds import area_bound_s, longest_path_s
 from pipectl.planner.costs.devices import Mix, every_placement, one_each
-from pipectl.planner.graph.blocks import bitset
-from pipectl.planner.graph.downsets import CutSpace, Enumeration, Partition
+from pipectl.planner.graph.downsets import CutSpace, Enumeration
 from pipectl.planner.judge import Candidate, Judge, Outcome, Simplicity
 from pipectl.planner.partition.cutter import Cut, Cutter, fewest_of_table
 from pipectl.planner.partition.layout import Choice, Layout
@@ -268,34 +263,3 @@ def judge_promising(candidates: Candidates, judge: Judge) -> set[Outcome]:
             return outcomes | {Outcome.BEATEN}
         outcomes.add(judge.judge(candidates.take()))
     return outcomes
-
-
-def even_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:
-    """Even cuts of the graph's own order into the most stages and the fewest.
-
-    Micro-batches have about the measured size, or the smallest size to try, which needs the least
-    memory. The schedule is the one with the fewest micro-batches in flight.
-
-    Args:
-        counts: numbers of stages that are allowed, ascending.
-    """
-    measured = problem.profile.micro_batch_size
-    fastest = [rank for pool in problem.devices for rank in pool.ranks]
-    for stages in dict.fromkeys((counts[-1], counts[0])):
-        sizes = problem.sizes(stages)
-        near = min(sizes, key=lambda size: (abs(size - measured), size))
-        for size in dict.fromkeys((near, min(sizes))):
-            order = problem.orders(stages, size)[0]
-            partition = even_partition(problem, stages, size)
-            ranks = one_each(tuple(sorted(fastest[:stages])))
-            yield Choice(Layout(partition, ranks), size, *order)
-
-
-def even_partition(problem: Problem, stages: int, size: int) -> Partition:
-    """Consecutive blocks, at least one per stage, cut where sums are nearest to even shares."""
-    times = problem.block_times(size)
-    sums, cuts = np.concatenate([[0.0], np.cumsum(times)]), [0]
-    for stage in range(1, stages):
-        nearest = int(np.abs(sums - sums[-1] * stage / stages).argmin())
-        cuts.append(min(max(nearest, cuts[-1] + 1), len(times) - stages + stage))
-    return tuple(bitset(range(*ends)) for ends in pairwise([*cuts, len(times)]))

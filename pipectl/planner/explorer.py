@@ -1,6 +1,7 @@
 """The search for stages, their ranks and replicas, micro-batches and the order of 1F1B or GPipe.
 
-With one rank per stage, a queue is ordered by lower bounds on the step. Its entries are
+If stages may have replicas, these come first, so that what cannot be better is not tried with one
+rank per stage. Then a queue is ordered by lower bounds on the step. Its entries are
 
 - an *area*: a number of stages and a micro-batch size. It yields candidates: good partitions from
   the dynamic programme (or all, if there are few) with every schedule, warm-up and placement.
@@ -38,14 +39,20 @@ from pipectl.planner.candidates import (
     Area,
     Areas,
     Candidates,
-    even_choices,
     judge_promising,
 )
 from pipectl.planner.costs.devices import exchanges, one_each, ranks_of_uses
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
-from pipectl.planner.judge import Candidate, Judge, Outcome, Verdict, out_of_time
+from pipectl.planner.judge import (
+    MAX_ACTIONS_OF_SEARCH,
+    Candidate,
+    Judge,
+    Outcome,
+    Verdict,
+    out_of_time,
+)
 from pipectl.planner.modes import ModeSearch
 from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of
 from pipectl.planner.partition.estimate import ROUNDING
@@ -68,6 +75,7 @@ from pipectl.planner.request import (
     stage_counts,
     takes,
 )
+from pipectl.planner.simple import even_choices, even_copies
 from pipectl.profile import Profile
 
 MAX_MOVE_WORK = 2_000_000
@@ -84,6 +92,8 @@ MAX_RECUTS = 24
 """Maximum number of recuts that fit, the most promising first; others make a search unfinished."""
 MAX_ACTIONS_OF_REPLICAS = 400_000
 """Simulated forwards and backwards of plans with replicas."""
+MIN_STEPS = 4
+"""Number of steps with replicas that are simulated however long they are."""
 MAX_SIZES = 8
 """Number of micro-batch sizes to try on very many ranks: the smallest ones."""
 PER_SIZE, DESCENTS = 5, 20
@@ -130,6 +140,7 @@ class Explorer:
         self._recut_count = 0
         self._hopeless: list[_Recut] = []
         self._memory_is_short = False
+        self._judged = False
         self._complete: dict[Area, Candidates] = {}
         self._opened: list[Candidates] = []
         self._minima: set[Choice] = set()
@@ -138,6 +149,9 @@ class Explorer:
 
     def run(self) -> None:
         """Find the best plan; the judge has the best so far at any time."""
+        if self.problem.request.replicas is None:
+            self._replicate()
+            self.judge.evaluator.allow(MAX_ACTIONS_OF_SEARCH)
         for area in self._areas.all:
             self._push(area.least_s, (area.stages, 0, 0, area.micro_batches), area)
         while self._queue:
@@ -153,8 +167,6 @@ class Explorer:
                 self._try_recut(item)
         if self.judge.best() is None:
             self._recut_with_smaller_micro_batches()
-        if self.problem.request.replicas is None:
-            self._replicate()
         self._improve()
 
     def least_step_s(self) -> float:
@@ -239,8 +251,9 @@ class Explorer:
     def _judge_next(self, candidates: Candidates) -> None:
         """Judge the most promising candidate; if it does not fit, queue a recut."""
         candidate = candidates.take()
-        if self.judge.best() is None and not self.problem.has_limits:
+        if not self._judged and not self.problem.has_limits:
             self._polish(candidate)
+        self._judged = True
         outcome = self.judge.judge(candidate)
         if outcome is Outcome.DOES_NOT_FIT and self.problem.has_limits:
             choice, area = candidate.choice, self._area_of(candidate)
@@ -403,7 +416,6 @@ class Explorer:
 
     def _replicate(self) -> None:
         """Judge the layouts with replicas of best estimate, with every way to share work."""
-        self.judge.evaluator.extend(MAX_ACTIONS_OF_REPLICAS)
         cutter = ReplicaCutter(self.problem, self._space, self.cutter.check)
         starts = self._replicated(cutter)
         if cutter.unit == 1:
@@ -416,6 +428,8 @@ class Explorer:
             improved = [self._descend(start, seen, cutter) for start in chosen]
             starts = _best_first([*improved, *starts])
         modes = ModeSearch(self.judge.evaluator, (False,))
+        per_step = (2 * each.micro_batches * sum(each.choice.replicas) for each in starts[:1])
+        self.judge.evaluator.allow(max(MAX_ACTIONS_OF_REPLICAS, MIN_STEPS * sum(per_step)))
         for proposal in starts[:PROPOSALS]:
             for changed in self._shared(proposal):
                 if not self.judge.is_exhausted():
@@ -434,12 +448,19 @@ class Explorer:
         for size in sizes:
             cuts = cutter.cuts(size, self.cutter.temporary_bytes)
             for order in orders:
-                members = [[r for r in order if r in pool.ranks] for pool in cutter.classes]
+                members = [
+                    [*filter(set(pool.ranks).__contains__, order)] for pool in cutter.classes
+                ]
                 layouts = (
                     Layout(cut.partition, ranks_of_uses(cut.uses, members), cut.recompute)
                     for cut in cuts
                 )
                 starts += self._rate(filter(problem.may_replicate, layouts), size)
+        simple: dict[int, list[Layout]] = {}
+        for size, layout in even_copies(problem):
+            simple.setdefault(size, []).append(layout)
+        for size, even in simple.items():
+            starts += self._rate(even, size)
         return _best_first(starts)
 
     def _rate(self, layouts: Iterable[Layout], size: int) -> Iterator[Candidate]:

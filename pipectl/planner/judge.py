@@ -100,6 +100,10 @@ class Evaluator:
         """Whether no more plans should be tried if there is one."""
         return self._actions > self._max_actions or self._expired()
 
+    def allow(self, max_actions: int) -> None:
+        """Set how many more actions may be simulated from now on."""
+        self._max_actions = self._actions + max_actions
+
     def extend(self, max_actions: int) -> None:
         """Raise the limit on simulated actions."""
         self._max_actions += max_actions

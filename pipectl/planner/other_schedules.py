@@ -21,7 +21,6 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.bounds import least_step_s, with_findings, work_bound_s
-from pipectl.planner.candidates import even_partition
 from pipectl.planner.costs.devices import Mix, one_each
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.judge import out_of_time, preference
@@ -39,6 +38,7 @@ from pipectl.planner.request import (
     micro_batch_sizes,
     stage_counts,
 )
+from pipectl.planner.simple import even_partition
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES, default_warm_up
 from pipectl.schedule.listed import Listed

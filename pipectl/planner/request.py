@@ -168,6 +168,11 @@ def stage_counts(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
     return [fixed]
 
 
+def numbers_of_copies(ranks: int) -> list[int]:
+    """Numbers of copies of a pipeline that share the ranks evenly: from two to one per rank."""
+    return [copies for copies in range(2, ranks + 1) if ranks % copies == 0]
+
+
 def check_cuts(stages: int, blocks: int, cure: str) -> None:
     """Check that a graph can be cut into a number of stages.
 

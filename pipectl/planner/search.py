@@ -29,13 +29,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 from time import perf_counter
 
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan, Replication
-from pipectl.planner.bounds import PLANNER, with_findings, work_bound_s
+from pipectl.planner.bounds import PLANNER, copies_bound_s, with_findings, work_bound_s
 from pipectl.planner.explain.what_if import with_ranks, with_unlimited_memory
 from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
 from pipectl.planner.graph.downsets import CutSpace
@@ -62,6 +62,7 @@ from pipectl.planner.request import (
     stage_counts,
     takes,
 )
+from pipectl.planner.simple import promising_copies
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
 from pipectl.units import plural
@@ -70,6 +71,8 @@ MAX_ALTERNATIVES = 5
 """Number of plans besides the best."""
 MAX_STARTS = 5
 """Plans besides the best from which others are derived."""
+MIN_GAIN_OF_COPIES = 0.01
+"""Copies of a pipeline are planned if the lower bound of their step is shorter by this share."""
 MAX_RANKS = 64
 """With more, only 1F1B and GPipe are tried, and no backwards on other ranks."""
 
@@ -141,12 +144,49 @@ def plain_plans(
         InfeasibleError, OutOfTimeError: there is no plan.
     """
     copies = request.replicas
-    if copies in (None, 1):
-        if request.schedule in OTHER_SCHEDULES:
-            return [named_plan(profile, cluster, request, expired)]
+    if copies not in (None, 1):
+        return _copied_plans(profile, cluster, request, expired, copies)
+    if request.schedule in OTHER_SCHEDULES:
+        return [named_plan(profile, cluster, request, expired)]
+    if copies == 1:
         return explore(profile, cluster, request, expired, alternatives)
-    assert copies is not None
-    return _copied_plans(profile, cluster, request, expired, copies)
+    return _plans_with_copies(profile, cluster, request, expired, alternatives)
+
+
+def _plans_with_copies(
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired, alternatives: int
+) -> list[Plan]:
+    """Plans with any number of replicas per stage, and copies of whole pipelines.
+
+    Copies are planned for the numbers of them whose even cuts have the shortest steps, if a lower
+    bound says that their steps could be shorter than the best so far.
+
+    Raises:
+        InfeasibleError, OutOfTimeError: there is no plan.
+    """
+    plans, problem, failed = [], Problem(profile, cluster, request), None
+    try:
+        plans = explore(profile, cluster, request, expired, alternatives)
+    except (InfeasibleError, OutOfTimeError) as error:
+        failed = error
+    for copies in promising_copies(problem):
+        fastest_s = min((plan.predicted_step_s for plan in plans), default=inf)
+        if copies_bound_s(problem, copies) < fastest_s * (1 - MIN_GAIN_OF_COPIES):
+            with suppress(InfeasibleError, OutOfTimeError):
+                found = _copied_plans(profile, cluster, request, expired, copies)
+                plans += [plan for plan in found if _has_size_asked_for(plan, request)]
+    if failed is not None and not plans:
+        raise failed
+    shapes: dict[Key, Plan] = {}
+    for plan in sorted(plans, key=preference):
+        shapes.setdefault(_shape(plan), plan)
+    return [*shapes.values()][: 1 + alternatives]
+
+
+def _has_size_asked_for(plan: Plan, request: PlanRequest) -> bool:
+    """Whether micro-batches are as many as requested; copies may need a multiple of their number."""
+    count = request.micro_batches
+    return count is None or plan.micro_batch_size == ceil(request.batch_size / count)
 
 
 def plans_of_choices(
@@ -204,6 +244,7 @@ def _copied_plans(
         batch_size=ceil(request.batch_size / copies),
         micro_batches=None if count is None else ceil(count / copies),
     )
+    request = replace(request, replicas=copies)
     alone = plain_plans(own, with_ranks(cluster, cluster.ranks // copies), one, expired)
     problem = Problem(profile, cluster, request)
     copied = [choice for plan in alone for choice in _copied(problem, plan, copies)]

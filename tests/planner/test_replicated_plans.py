@@ -1,10 +1,12 @@
 """Plans with replicated stages: who gets replicas, what they hold, and what the search rests on."""
 
 from dataclasses import replace
+from math import inf
 from random import Random
 
 import pytest
 from checked_plans import FAST, after, cluster_of, planned
+from gate_corpus import GRAPHS, profile_of
 from graphs import chain, hungry
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,14 +15,17 @@ from pipectl.errors import InfeasibleError
 from pipectl.jobs.verify import differing
 from pipectl.link import Link
 from pipectl.plan import Replication
-from pipectl.planner import PlanRequest, search_plans
+from pipectl.planner import PlanRequest, make_plan, search_plans
 from pipectl.planner.bounds import work_bound_s
 from pipectl.planner.costs.links import Links
 from pipectl.planner.graph.downsets import CutSpace
+from pipectl.planner.judge import TIE
 from pipectl.planner.partition.cutter import table_of
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.partition.replicated import MAX_UNITS
 from pipectl.planner.problem import Problem
+from pipectl.planner.request import open_orders
+from pipectl.planner.simple import even_copies
 from pipectl.profile import OperatorMemory, OptimizerCost, SmallestMicroBatch
 from pipectl.runtime.compare import Comparison, Difference
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
@@ -48,6 +53,42 @@ def test_a_slow_rank_and_one_with_little_memory_are_left_out() -> None:
     plan = planned(chain(each, forward_s=1e-3, backward_s=2e-3), mixed, 30, replicas=None)
     assert 1 not in plan.stages[0].ranks
     assert plan.stages[0].replicas == 3
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_no_plan_is_slower_than_copies_of_even_stages(number) -> None:
+    """On all ranks, on the fast ones, and on those with much memory."""
+    draw, way = Random(number), [*Replication][number % 2]
+    profile = profile_of(f"floor-{draw.choice([*GRAPHS])}-{number}", draw.randint(6, 12))
+    speeds = draw.choice([(1.0,), (1.0, 0.5), (1.0, 1.0, 0.2)])
+    cluster = cluster_of(*draw.choice([(4, 2), (2, 2, 2), (4, 4)]), speeds=speeds, within=LINK)
+    request = PlanRequest("job", 48, replicas=None, replication=way)
+    step_s, problem = planned_step_s(profile, cluster, request), Problem(profile, cluster, request)
+    for size, layout in even_copies(problem):
+        size //= 1 if way is Replication.SPLIT else len(layout.ranks[0])
+        replicas = None if way is Replication.SPLIT else tuple(map(len, layout.ranks))
+        for order in open_orders(request, len(layout.ranks), problem.micro_batches(size), replicas):
+            plan = problem.plan(Choice(layout, size, *order, way))
+            assert step_s <= simulate(plan, cluster).step_time_s * (1 + TIE)
+
+
+def test_any_replicas_on_many_ranks_are_no_slower_than_a_number_of_them() -> None:
+    """A pipeline needs four ranks for its memory; copies take all ranks."""
+    profile = hungry(16, 10**6)
+    cluster = cluster_of(*[8] * 8, within=Link(1e-5, 1e10), between=Link(1e-4, 1e9))
+    limited = {"memory_limit_bytes": 6_000_000, "recompute": None, "batch_size": 256}
+    request = PlanRequest("job", replicas=None, **limited)
+    step_s = planned_step_s(profile, cluster, request)
+    for copies in (4, 8, 16):
+        assert step_s <= planned_step_s(profile, cluster, replace(request, replicas=copies))
+
+
+def planned_step_s(profile, cluster, request):
+    """The step of the plan of a request; infinite if there is none."""
+    try:
+        return make_plan(profile, cluster, request).predicted_step_s
+    except InfeasibleError:
+        return inf
 
 
 @pytest.mark.parametrize(("way", "batch"), [(Replication.WHOLE, 16), (Replication.SPLIT, 2)])
