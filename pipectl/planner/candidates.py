@@ -83,6 +83,10 @@ class Areas:
         """Every area, and those that :meth:`of` was called with."""
         return list(dict.fromkeys([*self.all, *self._known.values()]))
 
+    def sizes_known(self, stages: int) -> set[int]:
+        """Sizes of all areas of a number of stages."""
+        return {area.size for area in self.known if area.stages == stages}
+
     def of(self, stages: int, size: int) -> Area:
         """One area, with its bound."""
         if (stages, size) not in self._known:

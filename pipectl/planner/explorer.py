@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import count, islice
-from math import ceil, inf, log
+from math import ceil, inf
 
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
@@ -88,6 +88,8 @@ MAX_ERROR = 0.01
 """Error of an estimate up to which the search goes on without a better move."""
 MIN_GAIN = 1e-6
 """Least share of the step that a move of borders must save."""
+NEAR = 1.25
+"""Factor over the best step up to which a number of stages is tried with more micro-batches."""
 MAX_RECUTS = 24
 """Maximum number of recuts that fit, the most promising first; others make a search unfinished."""
 MAX_ACTIONS_OF_REPLICAS = 400_000
@@ -141,6 +143,7 @@ class Explorer:
         self._hopeless: list[_Recut] = []
         self._memory_is_short = False
         self._judged = False
+        self._estimates_s: dict[Area, float] = {}
         self._complete: dict[Area, Candidates] = {}
         self._opened: list[Candidates] = []
         self._minima: set[Choice] = set()
@@ -152,8 +155,18 @@ class Explorer:
         if self.problem.request.replicas is None:
             self._replicate()
             self.judge.evaluator.allow(MAX_ACTIONS_OF_SEARCH)
-        for area in self._areas.all:
-            self._push(area.least_s, (area.stages, 0, 0, area.micro_batches), area)
+        areas = self._areas.all
+        while areas:
+            for area in areas:
+                self._push(area.least_s, (area.stages, 0, 0, area.micro_batches), area)
+            self._empty_queue()
+            areas = self._smaller_areas()
+        if self.judge.best() is None:
+            self._recut_with_smaller_micro_batches()
+        self._improve()
+
+    def _empty_queue(self) -> None:
+        """Open areas and judge candidates until no other can be better."""
         while self._queue:
             estimate_s, _, _, item = heappop(self._queue)
             self.cutter.check()
@@ -165,9 +178,20 @@ class Explorer:
                 self._judge_next(item)
             else:
                 self._try_recut(item)
-        if self.judge.best() is None:
-            self._recut_with_smaller_micro_batches()
-        self._improve()
+
+    def _smaller_areas(self) -> list[Area]:
+        """The next smaller micro-batches for numbers of stages with which the smallest that were
+        tried have the shortest estimate, not far above the best step."""
+        request, areas = self.problem.request, list[Area]()
+        every = micro_batch_sizes(request, request.batch_size)
+        for stages in self._areas.counts if self.judge.best() is not None else ():
+            estimates_s = {e.size: s for e, s in self._estimates_s.items() if e.stages == stages}
+            best = min(estimates_s, key=lambda size: (estimates_s[size], size), default=0)
+            smaller = [size for size in every if size < best][:1]
+            near = smaller and estimates_s[best] < self.judge.fastest_s * NEAR
+            if near and best == min(self._areas.sizes_known(stages)):
+                areas.append(self._areas.of(stages, smaller[0]))
+        return areas
 
     def least_step_s(self) -> float:
         """Lower bound on the step of all plans with the tried numbers of stages and sizes."""
@@ -244,6 +268,7 @@ class Explorer:
         else:
             candidates = self._complete[area] = self._candidates(everything, area)
         self._opened.append(candidates)
+        self._estimates_s[area] = candidates.next_s
         self._push_candidates(candidates)
         if not self._memory_is_short and not any(each.may_fit for each in candidates):
             self._memory_is_short = self.problem.has_limits
@@ -415,9 +440,24 @@ class Explorer:
         return near
 
     def _replicate(self) -> None:
-        """Judge the layouts with replicas of best estimate, with every way to share work."""
-        cutter = ReplicaCutter(self.problem, self._space, self.cutter.check)
-        starts = self._replicated(cutter)
+        """Judge layouts with replicas, with ever smaller micro-batches as long as the smallest are
+        estimated to be best."""
+        problem, request, ranks = self.problem, self.problem.request, self.problem.cluster.ranks
+        cutter = ReplicaCutter(problem, self._space, self.cutter.check)
+        every = micro_batch_sizes(request, request.batch_size)
+        sizes = problem.sizes(ranks) if cutter.unit == 1 else every[-MAX_SIZES:]
+        while sizes:
+            best = self._judge_replicated(cutter, sizes)
+            smaller = [size for size in every if size < min(sizes)][:1]
+            sizes = smaller if best is not None and best.choice.size == min(sizes) else []
+
+    def _judge_replicated(self, cutter: ReplicaCutter, sizes: Sequence[int]) -> Candidate | None:
+        """Judge the layouts of best estimate, with every way to share work.
+
+        Returns:
+            The one with the best estimate, if there is one.
+        """
+        starts = self._replicated(cutter, sizes)
         if cutter.unit == 1:
             chosen: list[Candidate] = []
             for start in starts:
@@ -435,33 +475,31 @@ class Explorer:
                 if not self.judge.is_exhausted():
                     self.cutter.check()
                     self.judge.examine(changed, modes.within_memory)
+        return starts[0] if starts else None
 
-    def _replicated(self, cutter: ReplicaCutter) -> list[Candidate]:
-        """Proposals of the programme for every size, with estimates on every order of the ranks."""
-        problem, ranks = self.problem, self.problem.cluster.ranks
-        sizes = problem.sizes(ranks)
-        if cutter.unit > 1:
-            sizes = micro_batch_sizes(problem.request, problem.request.batch_size)[-MAX_SIZES:]
-        sizes.sort(key=lambda size: abs(log(problem.micro_batches(size) / (2 * ranks))))
+    def _replicated(self, cutter: ReplicaCutter, sizes: Sequence[int]) -> list[Candidate]:
+        """Proposals of the programme for every size, with estimates on every order of the ranks,
+        and copies of even cuts."""
+        problem = self.problem
         orders = device_orders(problem.cluster.node_of_rank)[: 2 if cutter.unit == 1 else 1]
-        starts: list[Candidate] = []
+        layouts: dict[int, list[Layout]] = {size: [] for size in sizes}
         for size in sizes:
             cuts = cutter.cuts(size, self.cutter.temporary_bytes)
             for order in orders:
                 members = [
                     [*filter(set(pool.ranks).__contains__, order)] for pool in cutter.classes
                 ]
-                layouts = (
-                    Layout(cut.partition, ranks_of_uses(cut.uses, members), cut.recompute)
-                    for cut in cuts
+                layouts[size] += filter(
+                    problem.may_replicate,
+                    (
+                        Layout(cut.partition, ranks_of_uses(cut.uses, members), cut.recompute)
+                        for cut in cuts
+                    ),
                 )
-                starts += self._rate(filter(problem.may_replicate, layouts), size)
-        simple: dict[int, list[Layout]] = {}
         for size, layout in even_copies(problem):
-            simple.setdefault(size, []).append(layout)
-        for size, even in simple.items():
-            starts += self._rate(even, size)
-        return _best_first(starts)
+            if size in layouts:
+                layouts[size].append(layout)
+        return _best_first([each for size in sizes for each in self._rate(layouts[size], size)])
 
     def _rate(self, layouts: Iterable[Layout], size: int) -> Iterator[Candidate]:
         return Candidates(self.problem, list(layouts), size, with_replicas=True).best_of_layouts()

@@ -184,7 +184,7 @@ def _plans_with_copies(
 
 
 def _has_size_asked_for(plan: Plan, request: PlanRequest) -> bool:
-    """Whether micro-batches are as many as requested; copies may need a multiple of their number."""
+    """Whether micro-batches are as many as requested; copies may need a multiple of them."""
     count = request.micro_batches
     return count is None or plan.micro_batch_size == ceil(request.batch_size / count)
 

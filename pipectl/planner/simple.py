@@ -42,7 +42,7 @@ def even_copies(problem: Problem) -> Iterator[tuple[int, Layout]]:
                 continue
             most = stages * MICRO_BATCHES_PER_STAGE
             for size in micro_batch_sizes(request, request.batch_size):
-                if size < copies or (problem.micro_batches(size) > most and size // 2 >= copies):
+                if size < copies or problem.micro_batches(size) > most:
                     continue
                 partition = even_partition(problem, stages, -(-size // copies))
                 places = consecutive((copies,) * stages, ranks)

@@ -160,6 +160,12 @@ def test_no_micro_batch_of_an_epoch_is_smaller_than_the_model_takes(
         micro_batch_sizes(fixed, batch)
 
 
+def test_micro_batches_get_ever_smaller_as_long_as_that_pays() -> None:
+    """Without messages, the fill and drain of four stages take as long as three micro-batches."""
+    plan = planned(chain(4), cluster_of(4), 256, schedule="1f1b")
+    assert plan.micro_batches == 256
+
+
 def test_up_to_eight_stages_all_numbers_are_tried_then_fewer() -> None:
     many = stage_counts(PlanRequest("job", 8), ranks=1024, blocks=2000)
     assert [*many[:9], many[-1]] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 1024]
@@ -203,7 +209,7 @@ def test_everything_assumed_is_said_in_the_plan_and_its_file(tmp_path) -> None:
     ("first", "ranks", "batch", "limit", "asked"),
     [
         ({"saved": (("big", 50_000),)}, 2, 16, 111_000, {**PAIR, "schedule": "gpipe"}),
-        ({}, 2, 64, 9_000, {"stages": 2}),
+        ({}, 2, 64, 8_000, {"stages": 2}),
         ({"saved": (("own", 8_000_000),)}, 4, 16, 1_100_000, {}),
     ],
     ids=[
