@@ -117,9 +117,9 @@ class Loader:
         # The dataset's own may look at all samples of a micro-batch, and draw numbers for it.
         self.takes_whole = self.collate is not default_collate
 
-    @property
+    @cached_property
     def samples(self) -> int | None:
-        """Size of the dataset; None if it is iterable.
+        """Size of the dataset, which may grow as it keeps what it reads; None if it is iterable.
 
         Raises:
             CaptureError: a map-style dataset has no length, or is empty.

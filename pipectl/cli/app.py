@@ -219,8 +219,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     replace_unprintable()
-    if arguments is None:
-        restart_for_command(sys.argv[1:])
     gc.set_threshold(_OBJECTS)
     try:
         return _run(arguments)
@@ -235,6 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
+        if arguments is None:
+            restart_for_command(sys.argv[1:])
         with signals_interrupt():
             result = app(args=arguments, prog_name="pipectl", standalone_mode=False)
             sys.stdout.flush()

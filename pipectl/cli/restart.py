@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipectl.errors import UsageError
 from pipectl.hash_seed import DRAWN, RANDOM, VARIABLE, hash_seed_of
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ def _restart(variables: Mapping[str, str]) -> None:
 
     It goes on if its program came from standard input or is not what Python was started with, and
     if Python ignores the environment.
+
+    Raises:
+        UsageError: it cannot be started again.
     """
     words, started = list(_own_words), sys.orig_argv
     is_own = len(started) > len(words) > 0 and started[-len(words) :] == words
@@ -56,6 +60,11 @@ def _restart(variables: Mapping[str, str]) -> None:
     drawn = {DRAWN: seed} if variables.get(VARIABLE) == RANDOM else {}
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(
-        sys.executable, [sys.executable, *started[1:]], {**os.environ, VARIABLE: seed, **drawn}
-    )
+    command, environment = [sys.executable, *started[1:]], {**os.environ, VARIABLE: seed, **drawn}
+    try:
+        os.execve(sys.executable, command, environment)
+    except OSError as error:
+        raise UsageError(
+            f"{sys.executable} cannot start again with {VARIABLE}={seed}: {error.strerror}",
+            cure=f"set it before: export {VARIABLE}={seed}",
+        ) from None

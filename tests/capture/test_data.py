@@ -228,6 +228,24 @@ def test_data_that_make_no_batch(dataset: Any, message: str, cure: str) -> None:
     assert cure in str(raised.value.cure)
 
 
+def test_data_that_keep_what_they_read_have_the_samples_that_they_began_with() -> None:
+    rows = [(torch.full((2,), float(index)), index) for index in range(6)]
+
+    class Keeping(Dataset):
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, index: int) -> Any:
+            rows.append(rows[index])
+            return rows[index]
+
+    loader = Loader(Keeping(), seed=1, batch_size=4)
+    order = loader.order(0)
+    batches = loader.micro_batches(islice(loader.batches(), 2), 4)
+    read = [index for _, targets in batches for index in targets.tolist()]
+    assert (read, len(rows), loader.samples) == (order, 12, 6)
+
+
 # Batches of sequences of several lengths
 
 BUCKETS = (4, 8, 12)

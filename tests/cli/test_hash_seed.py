@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from pipectl.cli import restart
+from pipectl.cli.app import main
 from pipectl.hash_seed import DRAWN, VARIABLE, hash_seed_of
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.spec import load, profile_key
@@ -123,6 +124,22 @@ def test_a_command_that_may_run_the_users_code_starts_again_with_the_same_words(
         shell("random")
     shell("007")
     assert starts(["submit", "x"])[2][VARIABLE] == "7"
+
+
+def test_a_python_that_cannot_start_again_is_an_error_with_what_to_do(monkeypatch, capsys, shell):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    words = ["profile", "job.yaml"]
+    monkeypatch.setattr(sys, "argv", ["pipectl", *words])
+    monkeypatch.setattr(sys, "orig_argv", [*PYTHON, "-m", "pipectl", *words])
+    monkeypatch.setattr(restart, "_own_words", [])
+    monkeypatch.setattr(os, "execve", refuse)
+    assert main() == 2
+    assert capsys.readouterr().err == (
+        f"error: {sys.executable} cannot start again with {VARIABLE}=0: Permission denied\n"
+        f"  set it before: export {VARIABLE}=0\n"
+    )
 
 
 def test_no_other_process_starts_again(starts):
