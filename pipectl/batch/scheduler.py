@@ -456,7 +456,8 @@ class CommandLineScheduler(Scheduler):
                 return job_id
         except SchedulerError as error:
             listed = f"the jobs cannot be listed: {error.message}"
-        cure = f"`{self.list_command}` shows your jobs"
+        first, _, rest = self.list_command.partition(" ")
+        cure = f"`{' '.join([first, *self._on(clusters)[0], rest])}` shows your jobs"
         if advice := self._advice_on(said):
             cure = f"as to its words: {advice}"
         message = f"{self.submit_command[0]} gave no job id:\n{said}\n{listed}"

@@ -288,7 +288,7 @@ def _cure_of_doubt(name: str, submission: Submission) -> str:
     Args:
         name: of the run or sweep, on a command line.
     """
-    again = "submit again; what was accepted is not submitted twice"
+    again = "repeat this command; what was accepted is not submitted twice"
     if submission.request.earlier_starts:
         again = f"`pipectl resume --force {name}`"
     return f"`pipectl status {name}` finds the job if it was accepted after all;\nif not: {again}"

@@ -339,11 +339,29 @@ trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
 run_ranks /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 code=$?
+# A batch system that is busy or cannot be reached is asked again. TERM is for what is over.
+ask_again() {
+    local pause_s over='' error=$PIPECTL_RUN_DIRECTORY/requeue_error
+    for pause_s in 5 20 60 0; do
+        trap '' TERM # the batch system may end the script meanwhile
+        "$@" 2>"$error" && return
+        trap over=1 TERM
+        ((pause_s)) && grep -qiE 'unable to contact|cannot connect|connection|timed? ?out|communication|busy|temporarily|standby|unexpected|internal error|shutting down|end of file' "$error" || return 1
+        sleep "$pause_s" &
+        wait "$!"
+        [[ -z $over ]] || return 1
+    done
+}
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
     if ((attempt < 4)) && { [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; }; then
-        # Users may not requeue a job on PBS: the script submits itself again.
-        if next=$(qsub -C '#PBS' "$PIPECTL_RUN_DIRECTORY/job.sh" 2>"$PIPECTL_RUN_DIRECTORY/requeue_error"); then
+        # Users may not requeue a job on PBS: the script submits itself again, unless the server has
+        # taken the job already and its answer was lost.
+        submit_next() {
+            qselect -N gpt-small.7f3a9c -s HQTW 2>/dev/null | grep -m 1 '^[0-9]' ||
+                qsub -C '#PBS' "$PIPECTL_RUN_DIRECTORY/job.sh"
+        }
+        if next=$(ask_again submit_next); then
             write_file resubmitted "$next"
         else
             cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2

@@ -346,11 +346,23 @@ trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
 run_ranks /opt/env/bin/mpiexec -n 4 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
 code=$?
+# A batch system that is busy or cannot be reached is asked again. TERM is for what is over.
+ask_again() {
+    local pause_s over='' error=$PIPECTL_RUN_DIRECTORY/requeue_error
+    for pause_s in 5 20 60 0; do
+        trap '' TERM # the batch system may end the script meanwhile
+        "$@" 2>"$error" && return
+        trap over=1 TERM
+        ((pause_s)) && grep -qiE 'unable to contact|cannot connect|connection|timed? ?out|communication|busy|temporarily|standby|unexpected|internal error|shutting down|end of file' "$error" || return 1
+        sleep "$pause_s" &
+        wait "$!"
+        [[ -z $over ]] || return 1
+    done
+}
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
     if ((attempt < 4)) && { [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]] || is_preempted; }; then
-        trap '' TERM # Slurm ends the script meanwhile
-        scontrol requeue "$job_id" 2>"$PIPECTL_RUN_DIRECTORY/requeue_error" || cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
+        ask_again scontrol requeue "$job_id" || cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
     fi
 fi
 exit "$code"

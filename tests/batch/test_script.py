@@ -271,16 +271,20 @@ def test_a_job_that_slurm_preempts_goes_back_into_the_queue(
     scontrol.parent.mkdir()
     shown = f"JobId=7 Restarts=1\n   StartTime=2026-11-29T10:00:00 EndTime=Unknown {times}"
     scontrol.write_text(
-        f"#!/bin/bash\necho \"$@\" >>{tmp_path}/calls\n[[ $1 != show ]] || echo '{shown}'\n"
+        f'#!/bin/bash\necho "$@" >>{tmp_path}/calls\n'
+        f"[[ $1 != show ]] || exec echo '{shown}'\n"
+        f"mkdir {tmp_path}/asked 2>/dev/null || exit 0\n"
+        "echo 'Unable to contact slurm controller (connect failure)' >&2\nexit 1\n"
     )
     scontrol.chmod(0o755)
+    never_sleep(scontrol.parent)
     monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     request = make_request(checkpoint=Checkpoint(max_requeues=1))
     rank = "echo TERM >stop; : >stopped"
     assert run(request, "bash", "-c", rank, scheduler="slurm")[0] == 75
     said = (tmp_path / "calls").read_text().splitlines()
-    assert said == ["show job 7", *["requeue 7"] * calls]
+    assert said == ["show job 7", *["requeue 7"] * (2 * calls)], "it did not answer at first"
 
 
 def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(make_request):
@@ -454,6 +458,12 @@ def test_jinja_is_imported_only_to_render():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def never_sleep(folder):
+    """Longer than a rank does."""
+    (folder / "sleep").write_text("#!/bin/bash\n[[ $1 != 0.05 ]] || exec /bin/sleep 0.05\n")
+    (folder / "sleep").chmod(0o755)
+
+
 WAITS = "until [[ -e stop ]]; do sleep 0.05; done; : >stopped"
 
 
@@ -474,6 +484,19 @@ def test_a_job_of_pbs_stops_before_the_walltime_and_submits_itself_again_if_the_
         assert run(request, "bash", "-c", WAITS, scheduler="pbs")[0] == 75
         assert pbs.calls("qsub")[1:] == [["-C", "#PBS", str(directory.script)]], attempt
     assert directory.resubmitted.read_text() == "12.vm\n"
+
+
+def test_a_job_of_pbs_whose_server_takes_the_next_job_without_an_answer_has_one(pbs, make_request):
+    request = make_request(checkpoint=Checkpoint(max_requeues=1))
+    (pbs.folder / "qsub").write_text(
+        '#!/bin/bash\nhere=$(dirname "$0")\necho "$@" >>$here/called\n'
+        "echo 13.vm >$here/qselect.stdout\necho 'qsub: Connection timed out' >&2\nexit 1\n"
+    )
+    never_sleep(pbs.folder)
+    assert run(request, "bash", "-c", ": >stop; : >stopped", scheduler="pbs")[0] == 75
+    directory = RunDirectory(request.run_directory)
+    assert directory.resubmitted.read_text() == "13.vm\n"
+    assert (pbs.folder / "called").read_text() == f"-C #PBS {directory.script}\n"
 
 
 def test_a_job_of_pbs_that_is_deleted_does_not_come_back(pbs, make_request):
