@@ -173,6 +173,20 @@ def test_nasty_tags_reach_slurm_unchanged(request_of):
         ask("scancel", *tags)
 
 
+def test_jobs_with_a_comment_of_the_user_or_without_what_sites_refuse_are_found(request_of):
+    refused = ("comment", "chdir", "open-mode", "signal", "ntasks-per-node", "cpus-per-task")
+    for options in ({"comment": 'group "x" | {"a": 1}'}, dict.fromkeys(refused, False)):
+        request = request_of("true", slurm={"options": {**options, "hold": True}})
+        job_id = submit(request)
+        try:
+            shown = ask("squeue", "-h", "-o", "%k", "-j", job_id)
+            assert shown == (options["comment"] or "(null)")
+            assert SLURM.find(request.tag) == job_id
+            assert SLURM.query([job_id])[job_id].state is JobState.HELD
+        finally:
+            SLURM.cancel(job_id)
+
+
 def test_what_slurm_cannot_start_is_refused_with_a_cure_and_else_it_says_when(request_of):
     request = request_of("true")
     forecast = SLURM.estimate(SLURM.render(request))
