@@ -24,6 +24,7 @@ from pipectl.batch import (
     find_scheduler,
     get_scheduler,
 )
+from pipectl.batch.edited import DRY_RUN
 from pipectl.batch.launchers import AUTO, MpiChoice, choose_mpi, find_mpiexec
 from pipectl.cluster import Cluster
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
@@ -259,14 +260,14 @@ def request_at(job: Job, now: float, *, needs_mpi: bool = True) -> JobRequest:
             mpiexec = find_mpiexec(job.spec.environment, job.template)
         except SchedulerError:
             mpiexec = "mpiexec"
-    return job.request_for(run, tag=f"{run.name} dry-run", mpiexec=mpiexec)
+    return job.request_for(run, tag=f"{run.name} {DRY_RUN}", mpiexec=mpiexec)
 
 
 def render_array(job: Job, runs: int, at_once: int | None, now: float) -> str:
     """Render the script of the job array of a sweep; for the arguments see
     :meth:`Job.array_request` and :func:`request_at`."""
     sweep = SweepDirectory.beside(Path(job.spec.output.directory, stem_of(job.name, now)))
-    request = job.array_request(sweep, runs, at_once, tag=f"{sweep.name} dry-run")
+    request = job.array_request(sweep, runs, at_once, tag=f"{sweep.name} {DRY_RUN}")
     return get_scheduler(job.scheduler).render(request)
 
 

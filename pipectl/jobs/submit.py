@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from pipectl.batch import QUEUES_TIMEOUT_S, JobRequest, JobState, get_scheduler
+from pipectl.batch.edited import Edited
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
@@ -170,6 +171,7 @@ def submit(
     after: Sequence[RunDirectory] = (),
     *,
     at_once: int | None = None,
+    edited: Edited | None = None,
 ) -> tuple[Submission, ...]:
     """Make a run directory for every job, and hand their script to the batch system.
 
@@ -180,6 +182,7 @@ def submit(
         jobs: one job, or the jobs of all points of a sweep.
         after: runs that must complete before the jobs start.
         at_once: maximum number of jobs of a sweep at the same time; None sets no limit.
+        edited: the script of a single job, if a person has edited it.
 
     Raises:
         UsageError: an earlier submission was interrupted, but reached the queue; or the job cannot
@@ -194,9 +197,8 @@ def submit(
     if first.values is None:
         run = RunDirectory.create(base, name, now)
         with locked(run), Rollback(created=[run.path]) as rollback:
-            return hand_over(
-                [Submission.new(run, first, now, tuple(ids), after_runs=ids.values())], rollback
-            )
+            new_run = Submission.new(run, first, now, tuple(ids), after_runs=ids.values())
+            return hand_over([new_run], rollback, edited=edited)
     sweep, runs = SweepDirectory.create(base, name, len(jobs), now)
     with locked(sweep), Rollback(created=[*(run.path for run in runs), sweep.path]) as rollback:
         request = first.array_request(sweep, len(runs), at_once, after=tuple(ids))
@@ -214,6 +216,7 @@ def hand_over(
     submissions: Sequence[Submission],
     rollback: Rollback,
     array: tuple[SweepDirectory, JobRequest] | None = None,
+    edited: Edited | None = None,
 ) -> tuple[Submission, ...]:
     """Write all files of the runs, and submit their script to the batch system.
 
@@ -222,6 +225,7 @@ def hand_over(
     Args:
         submissions: one run, or all runs of an array in order.
         array: directory and request of the sweep; None for one run.
+        edited: see :func:`submit`.
 
     Returns:
         The submissions with the ids of their jobs.
@@ -231,12 +235,15 @@ def hand_over(
         NoAnswerError: the batch system did not answer and may have the job; all files stay.
     """
     scheduler = get_scheduler(submissions[0].record.scheduler)
-    warning = check_limits(submissions[0].request, scheduler.name)
+    # A script that was edited may ask for something else.
+    warning = "" if edited else check_limits(submissions[0].request, scheduler.name)
     # By the identity of the plan. Runs without one share None, which copies nothing.
     first_runs: dict[int, RunDirectory] = {}
     environments: dict[Path | None, Environment] = {}
     for submission in submissions:
         text = scheduler.render(submission.request)
+        if edited is not None:
+            text = edited.adopt(submission.request, text)
         first_run = first_runs.setdefault(id(submission.job.plan), submission.run)
         _write_files(submission, text, first_run, environments)
     script, request = submissions[0].run.script, submissions[0].request

@@ -40,6 +40,7 @@ _PROCESS_ENDED = re.compile(
     r"|YOUR APPLICATION TERMINATED"
 )
 """Lines that say only which process ended, or that others are ended."""
+_NO_DIRECTORY = re.compile(r"slurmstepd(?:-([\w.-]{1,255}))?: error: couldn't chdir to ")
 _MAX_LINES = 3
 _KILLED = "if that was for lack of memory, raise resources.memory_per_node"
 _MORE_TIME = "see the log; launch.hang_after allows more time: ten times that, and 1 s per rank"
@@ -155,11 +156,14 @@ def _read_launch_error(run: RunDirectory) -> ErrorReport | None:
     if waited_s:
         what = f"no rank has begun in {waited_s[0]} s, so the launcher was ended"
     words = "\n".join(_telling(printed))
+    cure = _MORE_TIME if waited_s else None
+    if missing := next(filter(None, map(_NO_DIRECTORY.match, printed)), None):
+        cure = f"check that {missing[1] or 'each of its nodes'} has that directory"
     return ErrorReport(
         printable(f"{what}\n{words}" if words else what),
         action=LAUNCH,
         host=printable(node),
-        cure=_MORE_TIME if waited_s else None,
+        cure=cure and printable(cure),
     )
 
 

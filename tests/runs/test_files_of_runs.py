@@ -278,6 +278,17 @@ def test_a_damaged_report_of_a_launcher_is_still_one(run, text):
     assert "\x1b" not in f"{error.where}{error.message}"
 
 
+@pytest.mark.parametrize(
+    ("daemon", "who"), [("slurmstepd-node4", "node4"), ("slurmstepd", "each of its nodes")]
+)
+def test_a_node_without_the_directory_of_a_run_is_named(run, daemon, who):
+    line = f"{daemon}: error: couldn't chdir to `{run.path}': No such file or directory: going to"
+    run.launch_error.write_text(f"node3\n255\nsrun: x\n{line} /tmp instead\nassert failed\n")
+    (error,) = read_errors(run)
+    assert line in error.message
+    assert error.cure == f"check that {who} has that directory"
+
+
 def test_an_exit_code_is_a_number_or_none(run):
     assert read_exit_code(run) is None
     for text, code in ((b"0\n", 0), (b"143\n", 143), (b"", None), (b"x\n", None), (b"\xff", None)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 import typer
 
 from pipectl.batch import LOCAL, get_scheduler
+from pipectl.batch.edited import Edited, mark_for_editing
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.restart import restart_for_job
@@ -37,6 +39,9 @@ def command(
     dry_run: bool = opt.flag("Print the job script; do not submit.", "--dry-run"),
     test_only: bool = opt.flag(
         "Ask the scheduler for the start time; do not submit.", "--test-only"
+    ),
+    script: Path | None = opt.value(
+        "FILE", "Submit this script, printed by --dry-run and then edited."
     ),
     wait: bool = opt.WAIT,
     after: list[str] | None = opt.value(
@@ -68,7 +73,7 @@ def command(
     if dry_run or test_only:
         only, cure = "--dry-run and --test-only", "leave it out"
         opt.refuse(context, "--json", f"{only} print text", cure=cure)
-        opt.refuse(context, "--wait --after", f"{only} submit nothing", cure=cure)
+        opt.refuse(context, "--wait --after --script", f"{only} submit nothing", cure=cure)
     gres_settings = _gres_settings(gres or "")
     values = {
         "resources.nodes": nodes,
@@ -96,10 +101,15 @@ def command(
     opt.refuse(context, unused_options, f"is not used with {batch_system}", cure="leave it out")
     warn(warning_of_code(spec, job))
     if dry_run or test_only:
-        _show_script(spec, points, batch_system, test_only=test_only)
+        _show_script(spec, points, batch_system, job, test_only=test_only)
     else:
+        if spec.sweep is not None:
+            opt.refuse(context, "--script", "is for one run, not for a sweep", cure="leave it out")
+        edited = None if script is None else _read_script(script)
         runs = find_runs(Path(spec.output.directory), after or ())
-        _submit_and_follow(spec, points, batch_system, runs, wait=wait, as_json=as_json)
+        _submit_and_follow(
+            spec, points, batch_system, runs, edited=edited, wait=wait, as_json=as_json
+        )
 
 
 def _gres_settings(gres: str) -> dict[str, str | int]:
@@ -118,8 +128,18 @@ def _gres_settings(gres: str) -> dict[str, str | int]:
     return settings
 
 
+def _read_script(file: Path) -> Edited:
+    """Read a script that a person has edited; ``-`` is standard input."""
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise UsageError(f"--script: {file}: cannot be read: {why}") from None
+    return Edited(str(file), text)
+
+
 def _show_script(
-    spec: JobSpec, points: Sequence[Point], scheduler: str, *, test_only: bool
+    spec: JobSpec, points: Sequence[Point], scheduler: str, file: Path, *, test_only: bool
 ) -> None:
     """Print the plan and the job script; for a sweep, those of its first run after the script of
     the job array. With ``test_only``, print when the job would start instead."""
@@ -146,7 +166,8 @@ def _show_script(
         note(f"no up-to-date plan: submit makes one from {profile_path(spec)}")
     else:
         print_plan([job], before=f"plan: {plan_path(spec)}: ", tell=note)
-    sys.stdout.write(script)
+    submission = f"pipectl submit {shlex.quote(str(file))} --script FILE"
+    sys.stdout.write(script if array_script else mark_for_editing(script, submission))
 
 
 def _submit_and_follow(
@@ -155,6 +176,7 @@ def _submit_and_follow(
     scheduler: str,
     after: Sequence[RunDirectory],
     *,
+    edited: Edited | None,
     wait: bool,
     as_json: bool,
 ) -> None:
@@ -163,6 +185,7 @@ def _submit_and_follow(
     Args:
         spec: the job, without the values of its sweep.
         after: runs that must complete before the job starts.
+        edited: the script of the job, if a person has edited it.
     """
     # A dry run does not import these.
     from pipectl.cli.progress import profiling_progress
@@ -179,7 +202,9 @@ def _submit_and_follow(
     for text in dict.fromkeys(text for each in profiled for text in warnings_of(*each)):
         warn(text)
     at_once = None if spec.sweep is None else spec.sweep.at_once
-    submissions = submit(jobs, time.time(), after, at_once=at_once)
+    submissions = submit(jobs, time.time(), after, at_once=at_once, edited=edited)
+    if edited is not None:
+        note("`resume` writes the script anew: permanent changes belong in the job")
     if not as_json:
         print_plan(jobs)
     run, record = submissions[0].run, submissions[0].record
