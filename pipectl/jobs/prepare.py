@@ -20,6 +20,7 @@ from pipectl.batch import LOCAL
 from pipectl.batch.launchers import MpiChoice
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, PipectlError
+from pipectl.files import is_of_another
 from pipectl.jobs.job import Job, make_job, render
 from pipectl.runs.code import Code, is_changed
 from pipectl.spec import JobSpec, Point, links_key, plan_key, profile_key
@@ -40,17 +41,26 @@ _AGAIN = "to measure again: pipectl profile JOB.yaml --links"
 
 def profile_path(spec: JobSpec) -> Path:
     """``runs/<name>.profile.json``."""
-    return Path(spec.output.directory) / f"{spec.name}.profile.json"
+    return _own_file(spec, "profile.json")
 
 
 def plan_path(spec: JobSpec) -> Path:
     """``runs/<name>.plan.json``."""
-    return Path(spec.output.directory) / f"{spec.name}.plan.json"
+    return _own_file(spec, "plan.json")
 
 
 def cluster_path(spec: JobSpec) -> Path:
     """``runs/<name>.cluster.json``, which `pipectl profile --links` writes."""
-    return Path(spec.output.directory) / f"{spec.name}.cluster.json"
+    return _own_file(spec, "cluster.json")
+
+
+def _own_file(spec: JobSpec, kind: str) -> Path:
+    """``runs/<name>.<kind>``, or ``runs/<name>-UID.<kind>`` if another user has the first for
+    himself: users may share a directory of runs."""
+    usual = Path(spec.output.directory) / f"{spec.name}.{kind}"
+    if not is_of_another(usual) or os.access(usual, os.R_OK | os.W_OK):
+        return usual
+    return usual.with_name(f"{spec.name}-{os.geteuid()}.{kind}")
 
 
 def cluster_file_key(spec: JobSpec, scheduler: str) -> str:

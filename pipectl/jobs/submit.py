@@ -382,7 +382,7 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
             )
         if record is None or record.job_id is None:
             raise UsageError(
-                f"--after {run.name}: its job is not known",
+                f"--after {run.name}: its job is not known: {status.job.reason}",
                 cure=f"see `pipectl status {name_in_shell(run)}`",
             )
         if record.scheduler != scheduler:

@@ -36,6 +36,7 @@ from pipectl.files import (
     read_limited,
     write_text,
 )
+from pipectl.jobs.prepare import plan_path
 from pipectl.runs import (
     Record,
     RunDirectory,
@@ -428,6 +429,11 @@ def test_a_directory_that_users_share_hides_no_run(place):
     assert closed.name in listed.out
     last = as_user(place.us, command("status", "last", "-d", str(group), "--json"))
     assert json.loads(last.out)["run"] == mine.name
+    spec = SimpleNamespace(name="demo", output=SimpleNamespace(directory=group))
+    assert as_user(place.us, lambda: plan_path(spec)) == group / "demo.plan.json"
+    as_user(MALLORY, lambda: (group / "demo.plan.json").touch(0o600))
+    own = "" if place.us == ROOT else f"-{place.us}"
+    assert as_user(place.us, lambda: plan_path(spec)) == group / f"demo{own}.plan.json"
     if place.us == ROOT:
         return
     told = as_user(place.us, command("status", closed.name, "-d", str(group)))
