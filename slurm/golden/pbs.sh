@@ -322,7 +322,9 @@ shift
 trap '' TERM INT USR1 USR2
 pbs_tmrsh "$host" /bin/bash -c "$*"
 code=$?
-if ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]]; then # mpiexec would wait forever
+# Before MPI has begun, mpiexec would wait forever. (The daemons of Open MPI leave their agent.)
+if [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && { ((code)) || [[ $* == *hydra_pmi_proxy* ]]; }; then
+    ((code)) || echo "a process ended before MPI had begun in it" >&2
     for signal in 0 0 TERM TERM KILL; do
         kill -s "$signal" "$PPID" 2>/dev/null || break
         sleep 1

@@ -516,3 +516,8 @@ def test_other_nodes_of_pbs_are_reached_by_the_task_manager(pbs, make_request):
     assert run(request, "bash", "-c", rank, scheduler="pbs")[0] == 0
     assert RunDirectory(request.run_directory).job_log.read_text() == "ssh\n"
     assert pbs.calls("pbs_tmrsh") == [["n2", "/bin/bash", "-c", "echo 'a  b' c"]]
+    pbs.answer("sleep")  # the agent's
+    rank = '"$HYDRA_LAUNCHER_EXEC" n2 /bin/hydra_pmi_proxy; read -t 30 <> <(:)'
+    assert run(request, "bash", "-c", rank, scheduler="pbs")[0] == 143
+    (error,) = read_errors(RunDirectory(request.run_directory))
+    assert "a process ended before MPI had begun in it" in error.message
