@@ -65,7 +65,7 @@ from pipectl.planner.partition.layout import (
     neighbours,
     replica_moves,
 )
-from pipectl.planner.partition.replicated import ReplicaCutter
+from pipectl.planner.partition.replicated import MAX_UNITS, ReplicaCutter
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
     PlanRequest,
@@ -160,7 +160,7 @@ class Explorer:
             for area in areas:
                 self._push(area.least_s, (area.stages, 0, 0, area.micro_batches), area)
             self._empty_queue()
-            areas = self._smaller_areas()
+            areas = [*self._smaller_areas(), *self._areas_between()]
         if self.judge.best() is None:
             self._recut_with_smaller_micro_batches()
         self._improve()
@@ -192,6 +192,22 @@ class Explorer:
             if near and best == min(self._areas.sizes_known(stages)):
                 areas.append(self._areas.of(stages, smaller[0]))
         return areas
+
+    def _areas_between(self) -> list[Area]:
+        """One stage more and one less than in the best plan, if not tried yet at its size."""
+        best, ranks = self.judge.best(), self.problem.cluster.ranks
+        several = best is not None and not _is_replicated(best.candidate.choice)
+        if not several or self.problem.request.fixed_stages is not None or ranks > MAX_UNITS:
+            return []
+        assert best is not None
+        stages, size = len(best.candidate.layout.ranks), best.candidate.choice.size
+        most = min(ranks, len(self.problem.graph))
+        return [
+            self._areas.of(count, size)
+            for count in (stages - 1, stages + 1)
+            if 1 <= count <= most and count not in self._areas.counts
+            if size not in self._areas.sizes_known(count) and self.problem.could_hold(count)
+        ]
 
     def least_step_s(self) -> float:
         """Lower bound on the step of all plans with the tried numbers of stages and sizes."""

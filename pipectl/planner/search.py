@@ -232,20 +232,8 @@ def _copied_plans(
             f"no feasible plan: {copies} replicas of every stage, but only {cluster.ranks} ranks",
             cure="use fewer replicas, or ask for more ranks",
         )
-    own = profile
-    if request.shard_optimizer:  # each copy holds a share of the optimizer's state
-        optimizer = profile.optimizer_cost
-        state = optimizer.state_bytes_per_parameter_byte / copies
-        own = replace(profile, optimizer=replace(optimizer, state_bytes_per_parameter_byte=state))
-    count = request.micro_batches
-    one = replace(
-        request,
-        replicas=1,
-        batch_size=ceil(request.batch_size / copies),
-        micro_batches=None if count is None else ceil(count / copies),
-    )
     request = replace(request, replicas=copies)
-    alone = plain_plans(own, with_ranks(cluster, cluster.ranks // copies), one, expired)
+    alone = plain_plans(*_one_copy(profile, cluster, request, copies), expired)
     problem = Problem(profile, cluster, request)
     copied = [choice for plan in alone for choice in _copied(problem, plan, copies)]
     if request.smallest is not None and not copied:
@@ -263,6 +251,25 @@ def _copied_plans(
             cure="use fewer replicas, so that every pipeline has more ranks",
         )
     return plans
+
+
+def _one_copy(
+    profile: Profile, cluster: Cluster, request: PlanRequest, copies: int
+) -> tuple[Profile, Cluster, PlanRequest]:
+    """The ranks and samples of one of several copies of a pipeline."""
+    own = profile
+    if request.shard_optimizer:  # each copy holds a share of the optimizer's state
+        optimizer = profile.optimizer_cost
+        state = optimizer.state_bytes_per_parameter_byte / copies
+        own = replace(profile, optimizer=replace(optimizer, state_bytes_per_parameter_byte=state))
+    count = request.micro_batches
+    one = replace(
+        request,
+        replicas=1,
+        batch_size=ceil(request.batch_size / copies),
+        micro_batches=None if count is None else ceil(count / copies),
+    )
+    return own, with_ranks(cluster, cluster.ranks // copies), one
 
 
 def _copied(problem: Problem, plan: Plan, copies: int) -> Iterator[Choice]:
@@ -283,7 +290,7 @@ def _copied(problem: Problem, plan: Plan, copies: int) -> Iterator[Choice]:
                 continue
             count = problem.micro_batches(size)
             in_turn = (copies,) * len(plan.stages) if replication is Replication.WHOLE else None
-            if request.schedule in OTHER_SCHEDULES:
+            if plan.schedule in OTHER_SCHEDULES:
                 shape = len(plan.stages), len(set(firsts))
                 orders = orders_of_schedule(plan.schedule, *shape, request, count, in_turn)
             else:
@@ -405,6 +412,8 @@ class VariantSearch:
             is_measured = self._problem.profile.split is not None
             gain = SPLIT_GAIN if is_measured else UNMEASURED_SPLIT_GAIN
             self._consider(self._other_schedules(start, splits_backward=True), gain)
+        for copies in self._numbers_of_copies():
+            self._consider(self._copies_of_other_schedules(copies), SEVERAL_STAGES_GAIN)
         if offloads:
             areas = [(len(plan.stages), plan.micro_batch_size) for plan in start]
             self._consider(plan for area in areas for plan in self._offloaded(*area))
@@ -499,6 +508,27 @@ class VariantSearch:
         if self._request.every_schedule:
             yield from propose_other_schedules(
                 self._problem, self._cutter, plans, splits_backward=splits_backward
+            )
+
+    def _numbers_of_copies(self) -> list[int]:
+        """Numbers of copies of a pipeline to try with other schedules."""
+        request, ranks = self._request, self._cluster.ranks
+        if not request.every_schedule or self._expired():
+            return []
+        tried = promising_copies(self._problem) if request.replicas is None else [request.replicas]
+        return [copies for copies in tried if 1 < copies <= ranks and ranks // copies <= MAX_RANKS]
+
+    def _copies_of_other_schedules(self, copies: int) -> Iterator[Plan]:
+        """Copies of pipelines with whole backwards and several stages per rank."""
+        problem = self._problem
+        shared = _one_copy(problem.profile, self._cluster, self._request, copies)
+        one = Problem(*shared, problem.graph)
+        cutter = Cutter(one, CutSpace.plain(problem.graph), self._expired)
+        for plan in propose_other_schedules(one, cutter, (), splits_backward=False):
+            copied = map(problem.plan, _copied(problem, plan, copies))
+            asked = problem.request
+            yield from (
+                each for each in copied if asked.replicas or _has_size_asked_for(each, asked)
             )
 
     def _offload_smaller_micro_batches(self) -> None:

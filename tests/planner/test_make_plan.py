@@ -166,6 +166,12 @@ def test_micro_batches_get_ever_smaller_as_long_as_that_pays() -> None:
     assert plan.micro_batches == 256
 
 
+def test_the_number_of_fast_ranks_is_tried_as_the_number_of_stages() -> None:
+    """Nine of twelve ranks are fast; of the numbers above eight, only some are tried at first."""
+    cluster = cluster_of(*[1] * 12, speeds=(0.1, 1.0, 1.0, 1.0))
+    assert len(planned(chain(18), cluster, 64).stages) == 9
+
+
 def test_up_to_eight_stages_all_numbers_are_tried_then_fewer() -> None:
     many = stage_counts(PlanRequest("job", 8), ranks=1024, blocks=2000)
     assert [*many[:9], many[-1]] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 1024]

@@ -83,6 +83,19 @@ def test_any_replicas_on_many_ranks_are_no_slower_than_a_number_of_them() -> Non
         assert step_s <= planned_step_s(profile, cluster, replace(request, replicas=copies))
 
 
+@pytest.mark.parametrize("replicas", [None, 2])
+def test_open_replicas_and_open_schedules_meet(replicas) -> None:
+    """With few micro-batches per rank, copies of an interleaved pipeline are fastest."""
+    profile, cluster = profile_of("combo-chain-3", 24), cluster_of(4, 4, within=LINK)
+    request = PlanRequest("job", 32, replicas=replicas, every_schedule=True)
+    step_s = planned_step_s(profile, cluster, request)
+    for schedule in ("interleaved", "1f1b"):
+        named = replace(request, replicas=2, schedule=schedule, every_schedule=False)
+        assert step_s <= planned_step_s(profile, cluster, named) * (1 + TIE)
+    closed = replace(request, every_schedule=False)
+    assert step_s < planned_step_s(profile, cluster, closed)
+
+
 def planned_step_s(profile, cluster, request):
     """The step of the plan of a request; infinite if there is none."""
     try:
