@@ -19,7 +19,6 @@ import torch
 from cuts import random_cut
 from stages import Stages
 from torch import Tensor, fx, nn
-from torch._inductor.compile_fx import compile_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -346,6 +345,8 @@ def test_compiled_stages_agree_within_rounding_and_a_new_seed_compiles_nothing_a
     capture, monkeypatch
 ) -> None:
     """Random operators draw the same masks, and autocasts inside the model stay."""
+    from torch._inductor.compile_fx import compile_fx  # takes a second
+
     compiled: list[Any] = []
 
     def counting(module: Any, example: Any) -> Any:
