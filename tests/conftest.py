@@ -39,6 +39,8 @@ SHARED = "PIPECTL_TESTS"
 WARM = Path(__file__).parent / "warm"
 TOGETHER = ("tests/slurm/", "tests/capture/", "tests/equality/")
 """Folders whose files share what takes long to make, so one process runs them."""
+WAITING = "tests/watch/"
+"""The tests of this folder wait for most of their time."""
 
 ROWS = RowTimes(compute=5e-5, begin=1e-3, end=1e-3)
 """Of profiles that tests make; tests/warm/server.py has the same."""
@@ -445,7 +447,7 @@ def scope_of(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first: folders that stay together, then files that start ranks.
+    """What takes long comes first: folders that stay together, then files that start ranks or wait.
 
     At the end, short files then keep all processes of ``pytest -n`` at work.
     """
@@ -453,6 +455,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> tuple[bool, bool]:
         scope = scope_of(item.nodeid)
-        return scope not in TOGETHER, scope not in ranks
+        return scope not in TOGETHER, scope not in ranks and not scope.startswith(WAITING)
 
     items.sort(key=place)
