@@ -35,6 +35,11 @@ _KNOWN = {
     r"FileNotFoundError|No such file": "pass the path in the kwargs, where ./ is relative to the "
     "job file, or build it from Path(__file__).parent: ranks run in the run directory, so other "
     "relative paths mean something else there",
+    r"must have the same dtype|expected scalar type|to have the same dtype": "give inputs the type "
+    "of the model's weights in the dataset (x.float(), say: numpy makes float64), or convert them "
+    "in the model",
+    r"Target -?\d+ is out of bounds|index out of range in self": "classes and indices count from "
+    "0, and must be less than the model's number of outputs or embeddings: check those of the data",
     r"SystemExit: 2$": "a module that reads the command line when it is imported cannot be a part "
     'of a job: put that below if __name__ == "__main__":',
 }

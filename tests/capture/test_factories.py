@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -339,6 +340,12 @@ def splits():
 def generator():
     yield torch.zeros(6), torch.zeros(3)
 
+def doubles():
+    return torch.utils.data.TensorDataset(torch.zeros(16, 6).double(), torch.zeros(16).long())
+
+def one_based():
+    return torch.utils.data.TensorDataset(torch.zeros(16, 6), torch.full((16,), 3))
+
 class nones(Mappings):
     def __getitem__(self, index):
         return torch.zeros(6), None
@@ -428,6 +435,22 @@ def test_parts_of_a_job_that_cannot_be_trained_are_refused_in_silence(
     assert raised.value.cure
     assert cure in str(raised.value.cure)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("data", "message", "cure"),
+    [
+        ("doubles", "model.factory: .* must have the same dtype", "x.float()"),
+        ("one_based", "loss.factory: .*Target 3 is out of bounds", "count from 0"),
+    ],
+)
+def test_what_only_a_run_shows_comes_with_what_to_do(
+    spec_maker, write_modules, data: str, message: str, cure: str
+) -> None:
+    job = CapturedJob(spec_maker(write_modules({}, PARTS))("plain", data=data))
+    refusal = job.misfit(4)
+    assert re.match(message, refusal.message)
+    assert cure in refusal.cure
 
 
 # What a model is built with: hooks, and parameters in the memory of others
