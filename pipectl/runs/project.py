@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -15,6 +16,8 @@ _NOT_OURS = {"pyvenv.cfg", "conda-meta", "code.json"}
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 _MAX_ENTRIES = 10_000
 """That are looked at: there may be data beside the code."""
+_MAX_BYTES = 2**20
+"""Of a file; nobody writes a larger one."""
 
 
 def python_files(directories: Iterable[Path]) -> Iterator[Path]:
@@ -44,7 +47,9 @@ def python_files(directories: Iterable[Path]) -> Iterator[Path]:
             if entry.is_dir(follow_symlinks=False):
                 waiting.extend([Path(entry.path)] if directory != home else [])
             elif entry.name.endswith(".py") and entry.is_file():
-                yield Path(entry.path)
+                with suppress(OSError):
+                    if entry.stat().st_size <= _MAX_BYTES:
+                        yield Path(entry.path)
 
 
 def _project_of(directory: Path) -> Path:

@@ -208,11 +208,14 @@ def test_the_python_files_of_a_project_are_found_near_ones_first(tmp_path, monke
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
 
+    (tmp_path / "a_table.py").write_text("A = 1\n")
+    monkeypatch.setattr(project, "_MAX_BYTES", 5)
+
     def found():
         return [str(path.relative_to(tmp_path)) for path in python_files([tmp_path / "jobs"])]
 
     assert found() == ["b.py", "setup.py", "jobs/model.py", "lib/deep/a.py"]
-    monkeypatch.setattr(project, "_MAX_ENTRIES", 8)
+    monkeypatch.setattr(project, "_MAX_ENTRIES", 9)
     assert found() == ["b.py", "setup.py"]
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert found() == ["jobs/model.py"]
