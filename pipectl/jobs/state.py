@@ -559,9 +559,12 @@ def _combine_states(listed: JobStatus, own: JobStatus | None, *, cancelled: bool
         return replace(listed, state=JobState.COMPLETED, reason="", exit_code=0)
     if listed.state is JobState.CANCELLED and code == CHECKPOINTED:
         return replace(listed, reason=_STOPPED, exit_code=code)
-    if not listed.state.final or listed.exit_code not in (None, CHECKPOINTED):
+    # Commands of the user at the exit of the script may end well after a failure.
+    hides_failure = listed.state is JobState.COMPLETED and code != 0
+    knows_code = listed.exit_code not in (None, CHECKPOINTED) and not hides_failure
+    if not listed.state.final or knows_code:
         return listed
-    if listed.source == "process" or code == CHECKPOINTED:
+    if listed.source == "process" or code == CHECKPOINTED or hides_failure:
         return replace(own, nodes=listed.nodes, start=listed.start, end=listed.end)
     return replace(listed, exit_code=code)
 
