@@ -22,7 +22,7 @@ _IN_JOB = "pipectl.jobs.in_job"
 _PARTS = (
     (
         r"#(SBATCH|PBS) ",
-        "yours to edit, but for files, comment, name, and numbers of nodes and tasks:",
+        "yours to edit, except files, comment, name, and numbers of nodes and tasks:",
     ),
     (r"set -uo pipefail$", "not yours:"),
     (r"export OMP_NUM_THREADS=", "yours to edit, with commands to run before the ranks start:"),
@@ -43,7 +43,8 @@ def mark_for_editing(script: str, submission: str) -> str:
     """
     lines = [
         f"{_MARK}to be read and edited. A batch system cannot run it alone, because its run",
-        f"{_MARK}directory is not there yet. This makes that, and submits the script:",
+        f"{_MARK}directory is not there yet. With the same options as now, this makes that and",
+        f"{_MARK}submits the script:",
         f"{_MARK}    {submission}",
     ]
     parts = list(_PARTS)

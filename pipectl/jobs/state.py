@@ -64,6 +64,8 @@ _SIGNALS = {
     153: " (SIGXFSZ: the size of files was limited, see `ulimit -f`)",
 }
 """What exit codes of a job script mean."""
+_NOT_STARTED = 128 + 53
+"""Exit code of a job in Slurm's accounting whose script could not be started."""
 POLL_S = 0.5
 _MAX_UNKNOWN_S = 300.0
 
@@ -468,7 +470,7 @@ def _job_status(
     # After the query, so that a job that ends in between does not look as if it had vanished.
     code = read_exit_code(run)
     job = decide_state(record, answer, now, code, beat_at, words, step_time_s)
-    if job.state is JobState.FAILED and code is None and _never_began(run, record, job):
+    if code is None and _never_began(run, record, job):
         node = f"a node of {job.nodes}" if re.search(r"[\[,]", job.nodes) else job.nodes or "a node"
         why = f" ({job.reason})" if job.reason else ""
         reason = f"{node} could not start the job script{why}"
@@ -479,8 +481,9 @@ def _job_status(
 
 
 def _never_began(run: RunDirectory, record: Record, job: JobStatus) -> bool:
-    """Whether a job that the batch system calls over did not even begin its script."""
-    if job.source not in ("queue", "accounting"):
+    """Whether Slurm could not start the script: it says the same of one that a signal has ended."""
+    is_said = job.reason.startswith("JobLaunchFailure") or job.exit_code == _NOT_STARTED
+    if job.state is not JobState.FAILED or not is_said:
         return False
     with suppress(OSError):  # it is there after an earlier start, too
         return run.attempt.stat().st_mtime < record.submitted_at - _SUBMIT_GRACE_S

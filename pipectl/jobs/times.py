@@ -51,7 +51,7 @@ def measure_times(
     run_s = None if end is None else max(0.0, end - start)
     is_queued = record.scheduler != LOCAL
     deadline = job.deadline
-    if deadline is None and record.walltime_s is not None and is_queued:
+    if job.source == "heartbeat" and record.walltime_s is not None and is_queued:
         deadline = start + record.walltime_s
     return Times(
         waited_s=max(0.0, start - submitted_at) if is_queued and not restarts else None,

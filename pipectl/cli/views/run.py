@@ -250,7 +250,7 @@ def _times(status: RunStatus) -> Iterator[Fact]:
         (times.run_s, "runs for {}" if alive else "ran for {}"),
         (times.left_s, "{} of its walltime left"),
     )
-    said = [text.format(format_long_time(time_s)) for time_s, text in words if time_s is not None]
+    said = [text.format(_whole_time(time_s)) for time_s, text in words if time_s is not None]
     if said:
         yield "time", ", ".join(said), ""
     if times.node_hours is not None:
@@ -261,6 +261,11 @@ def _times(status: RunStatus) -> Iterator[Fact]:
         )
     if (last := status.last_step) is not None:
         yield "too short", _what_then(status, last), "yellow"
+
+
+def _whole_time(time_s: float) -> str:
+    """As :func:`format_long_time`, in whole seconds."""
+    return f"{time_s:.0f} s" if time_s < 120 else format_long_time(time_s)
 
 
 def _what_then(status: RunStatus, last: int) -> str:
