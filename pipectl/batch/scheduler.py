@@ -77,7 +77,8 @@ class JobRequest:
         binds: host directories that the container sees under the same names.
         mpiexec: path of mpiexec; by default that of :func:`pipectl.batch.launchers.find_mpiexec`.
         after: ids of jobs that must complete first.
-        cluster: cluster of the run's earlier job, for which none else may be named.
+        cluster: cluster of the run's earlier job, to which the next one goes unless the spec names
+            another.
         hash_seed: of Python, in all processes of the job.
         array: None for a single job. For an array, ``run_directory`` is the sweep's, the resources
             are those of each job, and ``command`` starts the runs if there is no batch system.

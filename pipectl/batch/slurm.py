@@ -83,7 +83,7 @@ class SlurmScheduler(CommandLineScheduler):
         options = request.slurm.options
         value = options.get(find_option(SBATCH, options, ["--clusters -M"]) or "", "")
         named = value[-1] if isinstance(value, tuple) else value if isinstance(value, str) else ""
-        named = named or os.environ.get(_CLUSTERS, "") or request.cluster
+        named = named or request.cluster or os.environ.get(_CLUSTERS, "")
         for cluster in {self.cluster_of(job_id) for job_id in request.after}:
             if cluster != named and cluster not in named.split(",") and named != "all":
                 there = f"set slurm.options.clusters: {cluster}"
