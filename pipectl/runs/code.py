@@ -106,7 +106,8 @@ class Code:
         """The code, with the Python files of its project, of which it may load some."""
         contents, names, room = dict(self.sources.contents), dict(self.sources.names), _MAX_BESIDE
         for path in islice(python_files(each.parent for each in contents), MAX_FILES):
-            content = None if path in contents else _read(path, room)
+            is_known = path in contents or path in self.others
+            content = None if is_known else _read(path, room)
             if content is not None:
                 contents[path] = content
                 room -= len(content)
@@ -118,7 +119,7 @@ class Code:
     def with_loaded(self, files: Iterable[LoadedFile]) -> Code:
         """The code, with files that the code has loaded besides those that its imports name."""
         sources = self.sources
-        known = {*sources.contents, *self.others} - sources.searched
+        known = sources.contents.keys() - sources.searched
         loaded = {Path(f.path): f for f in files if Path(f.path) not in known} | {**self.loaded}
         contents, names = dict(sources.contents), dict(sources.names)
         others, room = dict.fromkeys(self.others), MAX_BYTES - sum(map(len, contents.values()))
@@ -129,6 +130,7 @@ class Code:
                     others[path] = None
                     continue
                 contents[path] = content
+                others.pop(path, None)
                 room -= len(content)
             for name in file.names:
                 names[name] = tuple(dict.fromkeys((*names.get(name, ()), path)))

@@ -16,6 +16,7 @@ from pipectl.batch import process
 from pipectl.capture import sources
 from pipectl.errors import DataFileError, SchedulerError
 from pipectl.jobs.environment import describe_environment, find_repository
+from pipectl.profile import LoadedFile
 from pipectl.runs import RunDirectory, code, project
 from pipectl.runs.code import (
     Code,
@@ -25,7 +26,7 @@ from pipectl.runs.code import (
     read_snapshot,
     using_code_of,
 )
-from pipectl.runs.kept_code import read_code, without_copies
+from pipectl.runs.kept_code import digest_of, read_code, without_copies
 from pipectl.runs.project import python_files
 from pipectl.spec import load, profile_key
 from pipectl.spec.code import Snapshot, is_source, read_source, using
@@ -184,6 +185,18 @@ def test_a_directory_on_pythonpath_of_the_job_has_code_of_it(tmp_path, job):
         assert (more / "extra.py" in Code.of(spec).sources.contents) is (directory == more)
         keys.append(profile_key(spec))
     assert keys[0] != keys[1]
+
+
+def test_code_that_an_argument_names_is_copied_if_it_is_loaded(job):
+    (job.parent / "helper.py").write_text("import importlib\n")
+    file = job.parent / "settings.py"
+    file.write_text("A = 1\n")
+    code = Code.of(load(job, [f"model.kwargs.config={file}"]))
+    assert file in code.others
+    assert file not in code.sources.contents
+    code = code.with_loaded([LoadedFile(str(file), digest_of(file))])
+    assert file not in code.others
+    assert code.sources.contents[file] == b"A = 1\n"
 
 
 def test_a_name_means_a_loaded_file_only_where_its_directory_comes_first(tmp_path):
