@@ -261,13 +261,16 @@ def loaded_here() -> list[LoadedFile]:
 
 
 def is_changed(file: LoadedFile) -> bool:
-    """Whether a file that was loaded has another content now, as this process sees it."""
+    """Whether a file that was loaded has another content now, as this process sees it.
+
+    One that is gone has not: the job may be in another directory, or on another machine.
+    """
     path = Path(file.path)
     try:
         content = read_source(path) if path.suffix == ".py" else None
         now = digest_of(path) if content is None else hashlib.sha256(content).hexdigest()
     except OSError:
-        return True
+        return False
     return now != file.digest
 
 

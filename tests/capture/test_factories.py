@@ -670,6 +670,7 @@ def test_code_that_no_import_names_is_kept_too(
     assert [*map(is_changed, before)] == [True] * is_planned
     if way != "a relative import":  # of a package without a file
         library.unlink()
+        assert not any(map(is_changed, before))
     with using_code_of(run):
         assert build() == 1
         keep_loaded(run, load(job), loaded())
