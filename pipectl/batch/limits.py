@@ -36,7 +36,7 @@ class Queue:
     Args:
         default: whether it is the default.
         open: whether it accepts and runs jobs.
-        walltime_s, max_nodes, max_cores: maximum of a job.
+        walltime_s, min_nodes, max_nodes, max_cores: limits of a job.
         kinds: its nodes.
     """
 
@@ -44,6 +44,7 @@ class Queue:
     default: bool = False
     open: bool = True
     walltime_s: int | None = None
+    min_nodes: int = 0
     max_nodes: int | None = None
     max_cores: int | None = None
     kinds: tuple[NodeKind, ...] = ()
@@ -86,14 +87,14 @@ class Demand(NamedTuple):
 
 
 class Misfit(NamedTuple):
-    """Why a job can never run in a partition or queue, and the key of the job that says so.
+    """Why a job can never run in a partition or queue, and what to do.
 
     Args:
         is_rule: whether it is a rule of the site, not a lack of nodes.
     """
 
     fault: str
-    key: str
+    cure: str
     is_rule: bool = False
 
 
@@ -103,15 +104,18 @@ def find_misfit(queue: Queue, demand: Demand) -> Misfit | None:
     if queue.walltime_s is not None and (walltime_s or 0) > queue.walltime_s:
         limit, time = format_clock(queue.walltime_s), format_clock(walltime_s or 0)
         fault = f"jobs in {name} may take {limit} at most, and this one asks for {time}"
-        return Misfit(fault, "resources.walltime", is_rule=True)
+        return Misfit(fault, "lower resources.walltime", is_rule=True)
+    if nodes < queue.min_nodes:
+        fault = f"jobs in {name} have at least {queue.min_nodes} nodes, and this one asks for "
+        return Misfit(f"{fault}{nodes}", "raise resources.nodes", is_rule=True)
     if nodes > (queue.max_nodes or nodes):
         limit = plural(queue.max_nodes or 0, "node")
         fault = f"jobs in {name} may have {limit} at most, and this one asks for {nodes}"
-        return Misfit(fault, "resources.nodes", is_rule=True)
+        return Misfit(fault, "lower resources.nodes", is_rule=True)
     cores = nodes * (demand.cores or 0)
     if cores > (queue.max_cores or cores):
         fault = f"jobs in {name} may have {queue.max_cores} cores, and this one asks for {cores}"
-        return Misfit(fault, "resources.nodes", is_rule=True)
+        return Misfit(fault, "lower resources.nodes", is_rule=True)
     return _find_misfit_of_nodes(queue, demand)
 
 
@@ -123,7 +127,7 @@ def _find_misfit_of_nodes(queue: Queue, demand: Demand) -> Misfit | None:
     if demand.nodes > count:
         has = plural(count, "node")
         fault = f"{queue.name} has {has}, and this job asks for {demand.nodes}"
-        return Misfit(fault, "resources.nodes")
+        return Misfit(fault, "lower resources.nodes")
     mib = demand.memory_bytes and -(-demand.memory_bytes // 2**20)
     parts: tuple[tuple[str, int | None, Callable[[NodeKind], int | None], str], ...] = (
         ("cpus_per_task", demand.cores, lambda kind: kind.cores or None, "core"),
@@ -141,11 +145,11 @@ def _find_misfit_of_nodes(queue: Queue, demand: Demand) -> Misfit | None:
         if not fitting:
             largest = max(size or 0 for size in sizes)
             fault = f"no node of {queue.name} has {' and '.join(needs)}: at most {largest}"
-            return Misfit(fault, f"resources.{key}")
+            return Misfit(fault, f"lower resources.{key}")
         if (left := _count(fitting)) < demand.nodes:
             have = "node has" if left == 1 else "nodes have"
             fault = f"only {left} {have} {' and '.join(needs)} in {queue.name}, and this job "
-            return Misfit(f"{fault}asks for {demand.nodes}", f"resources.{key}")
+            return Misfit(f"{fault}asks for {demand.nodes}", f"lower resources.{key}")
         kinds = fitting
     return None
 
@@ -191,7 +195,7 @@ def check_limits(
     usable = [queue for queue in queues if queue.open and (_count(queue.kinds) or not queue.kinds)]
     fitting = [queue.name for queue in usable if find_misfit(queue, demand) is None]
     fault = "; ".join(misfit.fault for misfit in misfits)
-    cure = f"lower {' and '.join(dict.fromkeys(misfit.key for misfit in misfits))}"
+    cure = " or ".join(dict.fromkeys(misfit.cure for misfit in misfits))
     if fitting:
         cure += f", or set {key} to one that allows it: {', '.join(shorten(fitting, _MAX_NAMES))}"
     # Sites may choose another partition for jobs that name none, by their QOS, say.

@@ -361,6 +361,7 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
             default=name == default,
             open=fields.get("enabled") == "True" and fields.get("started") == "True",
             walltime_s=parse_limit(fields.get("resources_max.walltime", "")),
+            min_nodes=number_of(fields.get("resources_min.nodect", "")),
             max_nodes=number_of(fields.get("resources_max.nodect", "")) or None,
             max_cores=number_of(fields.get("resources_max.ncpus", "")) or None,
             kinds=kinds,

@@ -433,6 +433,7 @@ def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
             default=name.endswith("*"),
             open=state == "up",
             walltime_s=parse_limit(limit),
+            min_nodes=number_of(job_size),
             max_nodes=number_of(job_size.rpartition("-")[2]) or None,
         )
         queue = partitions.get(queue.name, queue)

@@ -337,9 +337,7 @@ def _choose_resources(queue: Queue, values: dict[str, Any], *, ask: bool) -> Res
     if queue.gpus:  # else they may have another name
         demand = demand._replace(gpus=resources.gpus_per_node)
     if (misfit := find_misfit(queue, demand)) is not None:
-        raise UsageError(
-            misfit.fault, cure=f"lower {misfit.key}, or choose another partition or queue"
-        )
+        raise UsageError(misfit.fault, cure=f"{misfit.cure}, or choose another partition or queue")
     return resources
 
 

@@ -27,6 +27,7 @@ from pipectl.cli.submission import (
 )
 from pipectl.directives import GPUS
 from pipectl.errors import UsageError
+from pipectl.files import fault_of_owner
 from pipectl.jobs.job import choose_scheduler, render_array, request_at, warning_of_code
 from pipectl.jobs.prepare import plan_path, prepare, profile_path
 from pipectl.runs import RunDirectory, SweepDirectory, find_runs, name_in_shell, sweep_of
@@ -135,6 +136,8 @@ def _read_script(file: Path) -> Edited:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UsageError(f"--script: {file}: cannot be read: {why}") from None
+    if str(file) != "-" and (fault := fault_of_owner(file, groups=False)):
+        warn(f"{file} {fault}; it runs as you")
     return Edited(str(file), text)
 
 
