@@ -13,6 +13,21 @@ from pipectl.directives import SBATCH
 
 _COMMAND = re.compile(r"\S*(?:sbatch|qsub)\S*: ")
 _FAILED = re.compile(r"(?:error: |fatal: )?(?:batch job submission failed: |allocation failure: )?")
+TROUBLES = (
+    "busy",
+    "cannot connect",
+    "communication",
+    "connection",
+    "end of file",
+    "internal error",
+    "shutting down",
+    "standby",
+    "temporarily",
+    "timed out",
+    "unable to contact",
+    "unexpected",
+)
+"""Parts of what their commands say, in lower case, if the batch system is in trouble."""
 Advice = Sequence[tuple[str, str]]
 """Parts of what a command says, in lower case, and what to do; the first match counts."""
 
@@ -21,17 +36,19 @@ def is_refusal(said: str, refusals: Sequence[str], advice: Advice) -> bool:
     """Whether a line of what a command said begins with one of the texts, in lower case.
 
     A line of the command itself that names an option of ours is a refusal, too: by a rule of the
-    site, in words of its own.
+    site, in words of its own. If the command also met trouble, it has tried more than once, and
+    what was refused may be the second of two jobs.
     """
     options = [phrase for phrase, _ in advice if phrase.startswith("-")]
+    is_refused = False
     for line in said.lower().splitlines():
         own = _COMMAND.match(line)
         text = line[own.end() :] if own else line
-        if _FAILED.sub("", text, count=1).startswith(tuple(refusals)):
-            return True
-        if own and any(option in text for option in options):
-            return True
-    return False
+        if own and any(trouble in text for trouble in TROUBLES):
+            return False
+        is_refused |= _FAILED.sub("", text, count=1).startswith(tuple(refusals))
+        is_refused |= bool(own) and any(option in text for option in options)
+    return is_refused
 
 
 SLURM = (
@@ -68,7 +85,6 @@ SLURM = (
     "job dependency problem",
     "job size specification needs to be provided",
     "job violates accounting/qos policy",
-    "maxjobcount limit reached",
     "memory required by task is not available",
     "memory specification can not be satisfied",
     "more processors requested than permitted",
@@ -87,7 +103,6 @@ SLURM = (
     "requested topology configuration is not available",
     "required node not available",
     "required partition not available",
-    "system submissions disabled",
     "task count specification invalid",
     "task distribution specification invalid",
     "lua: ",  # rules of the site: what they say comes with the controller's answer

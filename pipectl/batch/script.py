@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import process
 from pipectl.batch.launchers import NOT_OF_JOBS, OF_JOBS, is_told_of_jobs, launch_command
+from pipectl.batch.refusals import TROUBLES
 from pipectl.batch.scheduler import CHECKPOINTED, JobRequest, Template
 from pipectl.directives import (
     SYNTAXES,
@@ -88,6 +89,7 @@ def render_script(base: str, request: JobRequest, scheduler: str, **values: Any)
         "of_jobs": Markup("|".join(OF_JOBS)),
         "not_of_jobs": Markup("|".join(NOT_OF_JOBS)),
         "is_told_of_jobs": is_told_of_jobs,
+        "troubles": "|".join(TROUBLES),
         **values,
     }
     script = ours.render(context)

@@ -355,7 +355,7 @@ ask_again() {
         trap '' TERM # the batch system may end the script meanwhile
         "$@" 2>"$error" && return
         trap over=1 TERM
-        ((pause_s)) && grep -qiE 'unable to contact|cannot connect|connection|timed? ?out|communication|busy|temporarily|standby|unexpected|internal error|shutting down|end of file' "$error" || return 1
+        ((pause_s)) && grep -qiE 'busy|cannot connect|communication|connection|end of file|internal error|shutting down|standby|temporarily|timed out|unable to contact|unexpected' "$error" || return 1
         sleep "$pause_s" &
         wait "$!"
         [[ -z $over ]] || return 1
