@@ -537,15 +537,20 @@ def _file_of(spec: ModuleSpec | None) -> Path | None:
     return Path(spec.origin or next(iter(spec.submodule_search_locations or ())))
 
 
-def _imports(name: str, path: Path) -> Iterator[str]:
+def _imports(name: str, path: Path) -> tuple[str, ...]:
     """Dotted names that a file may import; none if it cannot be read or parsed."""
     try:
-        tree = ast.parse(read_source(path))
+        return _imports_of(read_source(path), name, path)
     except _UNPARSABLE:
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from _names_imported(name, path, node)
+        return ()
+
+
+@lru_cache(maxsize=256)  # a command asks several times for what the same files import
+def _imports_of(content: bytes, name: str, path: Path) -> tuple[str, ...]:
+    """Dotted names that the content of a file may import."""
+    nodes = ast.walk(ast.parse(content))
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return tuple(each for node in imports for each in _names_imported(name, path, node))
 
 
 def _names_imported(name: str, path: Path, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
