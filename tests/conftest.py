@@ -34,8 +34,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Else each process that a test starts would compile what it imports, and each run all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-SHARED = "PIPECTL_TESTS"
-"""Where the environment names the folder of all processes of a run of tests."""
+PYTHON, ENVIRONMENT = sys.executable, {**os.environ}
+"""As they are before a test changes them."""
+SHARED, TESTS_PID = "PIPECTL_TESTS", "PIPECTL_TESTS_PID"
+"""Where the environment names the folder of all processes of a run of tests, and the first one."""
 WARM = Path(__file__).parent / "warm"
 TOGETHER = ("tests/slurm/", "tests/capture/", "tests/equality/")
 """Folders whose files share what takes long to make, so one process runs them."""
@@ -194,7 +196,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the folder that all processes of a run share."""
     if not hasattr(config, "workerinput"):  # else it is in the environment
         os.environ[SHARED] = tempfile.mkdtemp(prefix="pipectl-")  # the names of sockets are short
-        os.environ["PIPECTL_TESTS_PID"] = str(os.getpid())
+        os.environ[TESTS_PID] = str(os.getpid())
         config.add_cleanup(partial(shutil.rmtree, os.environ[SHARED]))
 
 
@@ -213,19 +215,21 @@ def warm_server(name: str, *modules: str, site: Path | None = None) -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             folder.mkdir()
-            python.write_text(f"#!{sys.executable} -IS\n{(WARM / 'client.py').read_text()}")
+            python.write_text(f"#!{PYTHON} -IS\n{(WARM / 'client.py').read_text()}")
             python.chmod(0o755)
             if launcher.exists():  # jobs look for it beside Python
                 (folder / "mpiexec").write_text(f'#!/bin/sh\nexec {quote(str(launcher))} "$@"\n')
                 (folder / "mpiexec").chmod(0o755)
-            command = [sys.executable, WARM / "server.py", folder, *modules]
+            command = [PYTHON, WARM / "server.py", folder, *modules]
             # As the processes of a job: a fork hashes as what it was forked from.
+            known = {name: os.environ[name] for name in (SHARED, TESTS_PID)}
             path = {"PYTHONPATH": str(site)} if site else {}
             server = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONHASHSEED": "0", **path},
+                cwd=WARM,
+                env={**ENVIRONMENT, **known, "PYTHONHASHSEED": "0", **path},
             )
             STARTED.append(server)
             assert server.stdout is not None
