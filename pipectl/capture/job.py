@@ -38,6 +38,7 @@ from pipectl.capture.refusals import (
     refuse_writes,
 )
 from pipectl.capture.regions import arithmetic, region_of
+from pipectl.capture.single import refuse_other_branch
 from pipectl.capture.stage import uses_of_parameter
 from pipectl.capture.step import Step, as_module, own_name
 from pipectl.capture.tensors import is_deferred
@@ -48,6 +49,7 @@ from pipectl.spec import JobSpec
 from pipectl.spec.models import Factory
 from pipectl.units import did_you_mean
 
+_TOO_SMALL = Refusal.SINGLE_VALUE, Refusal.ONE_SAMPLE
 _SMALLEST_EXPORT = 2
 """torch.export gives batch sizes 0 and 1 a meaning of their own."""
 
@@ -102,6 +104,7 @@ class CapturedJob:
                         tensor.copy_(loaded)
         self._fallback = Fallback(self.step, spec.model.opaque, self._values, notify)
         self._graphs: dict[tuple[bool, int, int], CapturedGraph] = {}
+        self._compared: set[tuple[bool, int, int]] = set()
 
     @property
     def model(self) -> nn.Module:
@@ -286,7 +289,7 @@ class CapturedJob:
         while least <= self.spec.training.batch_size:
             refusals = (self.refusal(least, length) for length in self.loader.lengths)
             refused = (each for each in refusals if isinstance(each, RefusedError))
-            single = next((e for e in refused if e.refusal is Refusal.SINGLE_VALUE), None)
+            single = next((e for e in refused if e.refusal in _TOO_SMALL), None)
             if single is None:
                 break
             least, reason = least + 1, single.message
@@ -366,7 +369,25 @@ class CapturedJob:
             same = next((graph for graph in captured if graph.holds_for(*key[1:])), None)
             self._graphs[key] = same or self._capture(loader, *key, next(iter(captured), None))
         refuse_single_values(self._graphs[key], *key[1:])
+        if batch == 1 and key not in self._compared:
+            self._compare_one(loader, length, training=training)
+            self._compared.add(key)
         return self._graphs[key]
+
+    def _compare_one(self, loader: Loader, length: int, *, training: bool) -> None:
+        """Refuse a graph for any size if the model computes something else for one sample."""
+        graph = self._graphs[training, 1, length or loader.lengths[-1]]
+        if graph.fixed or self.kept:  # kept submodules run for each size as they are
+            return
+        self.step.train(training)
+        precision = self.spec.training.precision
+        try:
+            with arithmetic(precision, torch.device("cpu")):
+                refuse_other_branch(self.step, partial(loader.example, length=length))
+        except RefusedError as error:
+            if not training:
+                error.cure = "choose evaluation.batch_size so that no held-out sample is left alone"
+            raise
 
     def _capture(
         self,

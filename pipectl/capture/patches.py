@@ -71,7 +71,7 @@ def patched_export(step: nn.Module, recorder: Recorder, *, unrolls: bool) -> Ite
         RefusedError: from the export, if the model does what no graph can hold.
     """
     with ExitStack() as stack:
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())
         stack.enter_context(_refused_draws())
         stack.enter_context(_refused_generators(step))
         stack.enter_context(_left_out_checks())
@@ -107,7 +107,7 @@ def _recorded_lines() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress torch's advice about its internals."""
     logger = logging.getLogger("torch")
     level = logger.level

@@ -185,6 +185,13 @@ class Refusal(Enum):
         "out",
         Keep.NOTHING,
     )
+    ONE_SAMPLE = (
+        "model: a micro-batch of 1 sample is too small{place}: {why}",
+        "choose training.batch_size and pipeline.micro_batches so that no micro-batch is as small, "
+        "the last one of an epoch included; data.drop_last: true leaves an incomplete last batch "
+        "out; or let the model compute the same for one sample",
+        Keep.NOTHING,
+    )
     SINGLE_POSITION = (
         "model: {name} normalises one value per channel and sample{place}: {why}",
         "give it inputs with more than one position per channel (larger ones, or less striding and "

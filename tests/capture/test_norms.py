@@ -56,6 +56,37 @@ def test_a_graph_takes_the_micro_batches_that_torch_takes(
     refuse_single_values(graph, 1, names=["linear", graph.loss])  # another stage has the norm
 
 
+ONE_SAMPLE = {
+    "another number": ("x = x * 2 if x.shape[0] > 1 else x * 3", 2),
+    "another function": ("x = x.relu() if x.shape[0] != 1 else x.tanh()", 2),
+    "one that torch refuses": ("x = torch.cat([x.squeeze(), x], 1)[:, 6:]", 2),
+    "another shape": (
+        "x = x + (x[:1] if x.shape[0] == 1 else x[:1].expand(x.shape[0], 6)).detach()",
+        1,
+    ),
+    "a number of samples": (
+        "x = x.view(x.shape[0], 6) / x.shape[0] + torch.zeros(x.shape[0], 6)",
+        1,
+    ),
+    "its own graph": ("x = x * 2 if len(x) > 1 else x * 3", 1),
+}
+"""What a module computes, and the least samples for which one graph computes that."""
+
+
+@pytest.mark.parametrize("name", ONE_SAMPLE)
+def test_a_graph_takes_one_sample_if_the_model_computes_the_same(
+    make_job: Callable[..., CapturedJob], write_modules: Any, place_of: Any, name: str
+) -> None:
+    code, least = ONE_SAMPLE[name]
+    path: Path = write_modules({"One": code})
+    job = make_job(f"{path}:WholeOne", training={"steps": 1, "batch_size": 4})
+    assert job.smallest(4)[0] == least
+    for graph_of in (job.training_graph, job.evaluation_graph) if least > 1 else ():
+        with pytest.raises(RefusedError, match="a micro-batch of 1 sample is too small") as caught:
+            graph_of(1)
+        assert place_of(path, code) in caught.value.message
+
+
 def test_evaluations_refuse_what_torch_refuses_there(make_job: Any, write_modules: Any) -> None:
     """A norm without running statistics takes those of the micro-batch; others do not."""
     kept = ("nn.BatchNorm1d(6, track_running_stats=False)", "x = self.kept(x)")

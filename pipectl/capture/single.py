@@ -1,0 +1,114 @@
+"""Models that compute something else for a single sample.
+
+torch.export takes every batch size for larger than one, and follows the branches of larger ones
+(``if len(x) > 1``, ``x.squeeze()``) without a condition. So before a graph for any batch size
+computes a micro-batch of one sample, the functions of torch that the model's Python code calls for
+one sample are compared with those for two and three, and so are the numbers that it gives them, but
+for those that count samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from pipectl.capture.patches import quiet
+from pipectl.capture.refusals import Refusal, first_line, place_of, running_line
+
+_PLAIN = (bool, int, float, str)
+_SHAPING = {
+    "__get__", "__len__", "broadcast_to", "clone", "contiguous", "detach", "dim", "expand",
+    "expand_as", "flatten", "is_contiguous", "numel", "permute", "repeat", "reshape", "size",
+    "squeeze", "stride", "to", "transpose", "unflatten", "unsqueeze", "view", "view_as",
+}  # fmt: skip
+"""What computes no values: one sample may need fewer of these, to be broadcast for example."""
+
+
+class _Call(NamedTuple):
+    """A call of a function of torch.
+
+    Args:
+        plain: its arguments that are no tensors.
+        line: the user's line.
+    """
+
+    name: str
+    plain: tuple[Any, ...]
+    line: str
+
+
+def refuse_other_branch(step: nn.Module, example: Callable[[int], tuple[Any, Any]]) -> None:
+    """Raise if model or loss compute something else for one sample than for several.
+
+    Nothing is raised for a model that does not run without values. The same functions of other
+    shapes (after ``x.squeeze()``, for example) are no difference unless torch refuses them.
+
+    Args:
+        step: the model with its loss, which stays as it is.
+        example: returns a batch of some samples.
+
+    Raises:
+        RefusedError: naming the first line that differs, or that fails.
+    """
+    try:
+        two, three = _calls(step, example(2)), _calls(step, example(3))
+    except Exception:  # it needs values, or cannot be copied
+        return
+    try:
+        one = _calls(step, example(1))
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise Refusal.ONE_SAMPLE.error(place_of(error), why=why) from error
+    if [call.name for call in two] != [call.name for call in three]:
+        return  # it computes something else for any number
+    for mine, its, other in zip_longest(one, two, three):
+        differs = mine is None or its is None or mine.name != its.name
+        if differs or (its.plain == other.plain and mine.plain != its.plain):
+            why = "the model computes something else for it than for several"
+            raise Refusal.ONE_SAMPLE.error((mine or its).line, why=why)
+
+
+def _calls(step: nn.Module, batch: tuple[Any, Any]) -> list[_Call]:
+    """Return what a forward calls, without values and without memory for them."""
+    recorder, mode = _Recorder(), FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = (*step.parameters(), *step.buffers())
+    trial = copy.deepcopy(step, {id(each): mode.from_tensor(each) for each in tensors})
+    inputs, targets = pytree.tree_map_only(Tensor, mode.from_tensor, batch)
+    before = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        with quiet(), torch.random.fork_rng(devices=[]), mode, recorder:
+            trial(inputs, targets)
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+    return recorder.calls
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes what Python code calls to compute values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name not in _SHAPING:
+            leaves = pytree.tree_leaves((args, kwargs))
+            plain = tuple(leaf for leaf in leaves if isinstance(leaf, _PLAIN))
+            self.calls.append(_Call(name, plain, running_line()))
+        return function(*args, **(kwargs or {}))
