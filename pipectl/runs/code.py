@@ -88,7 +88,7 @@ class Code:
             files[path] = None
             names[name] = tuple(dict.fromkeys((*names.get(name, ()), path)))
         contents: dict[Path, bytes] = {}
-        others = dict.fromkeys(_other_files(spec))
+        others = dict.fromkeys((*_other_files(spec), *map(Path, sorted(spec.large_packages))))
         room = MAX_BYTES
         for path in files:
             content = _read(path, room) if len(contents) < MAX_FILES else None
@@ -194,18 +194,14 @@ def keep(run: RunDirectory, code: Code, start: int, repository: Repository | Non
             f"{folder}: the code of the job cannot be kept: {error.strerror or error}",
             cure="set output.directory to a directory with room that you may write to",
         ) from error
-    for path in code.others:
+    # Of a package, the files that are used may be known.
+    known = {file.package for file in code.loaded.values()}
+    for path in (each for each in code.others if str(each) not in known):
         if path in earlier:
             files.append(_found_again(earlier[path], code))
             continue
         with suppress(OSError):  # using it will report the error
-            status = path.stat()  # first: what changes after it is compared by content
-            size, modified = status.st_size, status.st_mtime_ns
-            package = code.loaded[path].package if path in code.loaded else None
-            found = code.how_found(path)
-            files.append(
-                KeptFile(str(path), digest_of(path), size, modified, found=found, package=package)
-            )
+            files.append(_without_copy(path, code))
     listed = {file.path for file in files}
     # Code that loads files at will may have another one each time.
     files += [
@@ -215,6 +211,15 @@ def keep(run: RunDirectory, code: Code, start: int, repository: Repository | Non
         KeptCode(code.read_at, tuple(files), start, repository).save(run.code_file)
     elif tuple(files) != code.before.files:
         replace(code.before, files=tuple(files)).save(run.code_file)
+
+
+def _without_copy(path: Path, code: Code) -> KeptFile:
+    status = path.stat()  # first: what changes after it is compared by content
+    size, modified, found = status.st_size, status.st_mtime_ns, code.how_found(path)
+    package = str(path) if path.is_dir() else None
+    if path in code.loaded:
+        package = code.loaded[path].package
+    return KeptFile(str(path), digest_of(path), size, modified, found=found, package=package)
 
 
 def _found_again(file: KeptFile, code: Code) -> KeptFile:

@@ -39,11 +39,12 @@ _ABSOLUTE = Rule(lambda name: name.startswith("/"), "an absolute path")
 
 @dataclass(frozen=True)
 class KeptFile:
-    """A file that a job needs.
+    """A file that a job needs, or a large package, until it is known which of its files are used.
 
     Args:
         path: of the file at submission.
-        digest: SHA-256 of its content; of a large file that is not copied, its size and time.
+        digest: SHA-256 of its content; of a large file that is not copied, its size and time; of a
+            package, SHA-256 of the sizes and times of its Python files.
         size: in bytes.
         modified: its time, in nanoseconds since the epoch.
         copy: path of the copy, relative to ``code/``; null if there is none.
@@ -165,9 +166,10 @@ def without_copies(files: Iterable[KeptFile]) -> list[str]:
     for file in files:
         if file.copy is None:
             names.setdefault(file.package or file.path, []).append(file)
+    whole = {file.path for files in names.values() for file in files}
     return [
-        f"{name} ({plural(len(each), 'file')})" if each[0].package else name
-        for name, each in names.items()
+        name if name in whole else f"{name} ({plural(len(files), 'file')})"
+        for name, files in names.items()
     ]
 
 
@@ -211,6 +213,10 @@ def time_of(path: Path, digest: str) -> int:
 
 def digest_of(path: Path) -> str:
     """See :class:`KeptFile`."""
+    if path.is_dir():
+        files = ((file, file.stat()) for file in sorted(path.rglob("*.py")))
+        lines = (f"{file} {each.st_size} {each.st_mtime_ns}\n" for file, each in files)
+        return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
     status = path.stat()
     if status.st_size > _MAX_HASHED_BYTES:
         return f"{status.st_size} bytes of {status.st_mtime_ns}"

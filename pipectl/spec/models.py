@@ -575,8 +575,18 @@ class JobSpec(types.Section):
 
     def sources(self, named: Iterable[references.Reference]) -> dict[str, Path]:
         """Files behind some of its references; see :func:`pipectl.spec.references.user_sources`."""
+        return references.user_sources(named, self._more_places)
+
+    @property
+    def large_packages(self) -> set[str]:
+        """See :func:`pipectl.spec.references.large_packages`."""
+        return references.large_packages((each for _, each in self.factories()), self._more_places)
+
+    @property
+    def _more_places(self) -> list[str]:
+        """Absolute directories that the job's ``PYTHONPATH`` names."""
         more = self.environment.variables.get("PYTHONPATH", "").split(":")
-        return references.user_sources(named, [place for place in more if place.startswith("/")])
+        return [place for place in more if place.startswith("/")]
 
     @property
     def threads(self) -> int:

@@ -23,7 +23,7 @@ from importlib.util import decode_source, find_spec
 from pathlib import Path
 from symtable import symtable
 
-from pipectl.libraries import is_library
+from pipectl.libraries import is_library, large_package
 from pipectl.spec.code import active, read_source
 from pipectl.units import did_you_mean
 
@@ -140,6 +140,21 @@ def user_sources(references: Iterable[Reference], more: Iterable[str] = ()) -> d
             ``sys.path``.
         more: directories that ``PYTHONPATH`` of the job adds.
     """
+    return _search_sources(references, more)[0]
+
+
+def large_packages(references: Iterable[Reference], more: Iterable[str] = ()) -> set[str]:
+    """Directories of packages that these files import, and that only their size makes libraries.
+
+    Args:
+        references, more: see :func:`user_sources`.
+    """
+    return _search_sources(references, more)[1]
+
+
+def _search_sources(
+    references: Iterable[Reference], more: Iterable[str]
+) -> tuple[dict[str, Path], set[str]]:
     references = list(references)
     files = [reference.file for reference in references if reference.file is not None]
     roots = [reference.root for reference in references if reference.root is not None]
@@ -150,6 +165,7 @@ def user_sources(references: Iterable[Reference], more: Iterable[str] = ()) -> d
     waiting = [name for each in references for name in _levels(each.module or "")]
     waiting += [name for file in files for name in _imports("", file)]
     sources: dict[str, Path] = {}
+    large = set[str]()
     while waiting:
         name = waiting.pop()
         if name in sources or not _may_be_users(name):
@@ -158,7 +174,9 @@ def user_sources(references: Iterable[Reference], more: Iterable[str] = ()) -> d
         if file is not None and _is_users(name, file, search, own):
             sources[name] = file
             waiting += _imports(name, file)
-    return sources
+        elif file is not None and _may_be_users(name):
+            large.update(filter(None, [large_package(file, search, own)]))
+    return sources, large
 
 
 def _kept(name: str, search: list[str]) -> Path | None:

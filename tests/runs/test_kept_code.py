@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from pipectl.runs.code import (
 )
 from pipectl.runs.kept_code import digest_of, read_code, without_copies
 from pipectl.runs.project import python_files
-from pipectl.spec import load, profile_key
+from pipectl.spec import load, profile_key, references
 from pipectl.spec.code import Snapshot, is_source, read_source, using
 
 JOB = """\
@@ -160,6 +161,16 @@ def test_a_package_too_large_to_keep_is_compared_and_named_once(tmp_path, job, r
     monkeypatch.setattr(libraries, "_MAX_FILES", 2)
     monkeypatch.setattr(sys, "path", [*sys.path, str(package.parent)])
     monkeypatch.setattr(sources, "_began_s", math.inf)
+    # Before anything has run, by the times of all of its files.
+    (job.parent / "helper.py").write_text("import vast.one\n")
+    monkeypatch.setattr(references, "_SEARCH", (str(package.parent),))
+    queued = RunDirectory.create(run.path.parent, "tiny", 0.0)
+    keep(queued, Code.of(load(job)), 1, None)
+    assert read_code(queued).changed() == []
+    os.utime(package / "three.py", ns=(1, 1))
+    assert without_copies(read_code(queued).changed()) == [str(package)]
+    run = RunDirectory.create(run.path.parent, "tiny", 0.0)
+    keep(run, Code.of(load(job)), 1, None)
     sources.follow_imports()
     for name in ("one", "two"):
         importlib.import_module(f"vast.{name}")
@@ -167,6 +178,7 @@ def test_a_package_too_large_to_keep_is_compared_and_named_once(tmp_path, job, r
     assert [Path(file.path).stem for file in loaded] == ["__init__", "one", "two"]
     keep_loaded(run, load(job), loaded)
     assert read_code(run).changed() == []
+    os.utime(package / "three.py", ns=(2, 2))
     for name in ("one", "two", "three"):
         (package / f"{name}.py").write_text("A = 2\n")
     changed = read_code(run).changed()
