@@ -97,8 +97,11 @@ SBATCH = Syntax(
         "--wait -W": "remove it; `pipectl submit --wait` waits",
         "--wrap": "remove it",
     },
-    # By it, pipectl knows where to look for a job whose submission was interrupted.
-    of_keys={"--clusters -M": "set slurm.options.clusters in the job spec"},
+    # By them, pipectl knows how to look for a job whose submission was interrupted.
+    of_keys={
+        "--clusters -M": "set slurm.options.clusters in the job spec",
+        "--comment": "set slurm.options.comment in the job spec; pipectl's own would overrule it",
+    },
     own={
         "--account -A": "set slurm.account",
         "--chdir -D": "remove it; jobs run in their run directory",
