@@ -147,6 +147,21 @@ def test_questions_and_searches_become_rare_and_a_new_job_is_asked_about_at_once
     assert schedulers["local"].asked == [["9.1@here"]] * 3
 
 
+def test_a_cluster_that_does_not_answer_hides_no_job_of_another(run, schedulers):
+    slurm = schedulers["slurm"]
+    ask = slurm.query
+
+    def query(ids, *, since):
+        if any(slurm.cluster_of(job_id) for job_id in ids):
+            raise NoAnswerError("squeue: no answer")
+        return ask(ids, since=since)
+
+    slurm.query = query
+    ours, theirs = Poller().get_statuses([run("7"), run("7;b")], NOW)
+    assert (ours.job.state, ours.query_error) == (JobState.RUNNING, None)
+    assert (theirs.job.state, theirs.query_error) == (JobState.UNKNOWN, "squeue: no answer")
+
+
 @pytest.mark.parametrize(
     ("job_ids", "file", "patience_s", "verdict"),
     [
