@@ -6,6 +6,7 @@ They can be read at any time, also after a crash: fields of a wrong type count a
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pipectl.errors import DataFileError
 from pipectl.faults import LAUNCH, ErrorReport
 from pipectl.fields import VERSION, DataFile, LenientFields, Rule, read_value
-from pipectl.files import files_like, read_json, read_limited
+from pipectl.files import files_like, is_there, open_regular, read_json, read_limited
 from pipectl.runs.directory import RunDirectory, checkpoints
 from pipectl.units import printable
 
@@ -41,7 +42,7 @@ _PROCESS_ENDED = re.compile(
 )
 """Lines that say only which process ended, or that others are ended."""
 _NO_DIRECTORY = re.compile(r"slurmstepd(?:-([\w.-]{1,255}))?: error: couldn't chdir to ")
-_MAX_LINES = 3
+_MAX_LINES, _LOG_END = 3, 2**16
 _KILLED = "if that was for lack of memory, raise resources.memory_per_node"
 _MORE_TIME = "see the log; launch.hang_after allows more time: ten times that, and 1 s per rank"
 
@@ -129,8 +130,8 @@ def read_errors(run: RunDirectory) -> list[ErrorReport]:
         with suppress(DataFileError):
             document = read_json(path, cure="", limit=_MAX_REPORT_BYTES)
             errors.append(read_value(ErrorReport, document))
-    if not errors and (error := _read_launch_error(run)) is not None:
-        errors = [error]
+    if not errors:
+        errors = [error for error in (_read_launch_error(run) or _find_missing(run),) if error]
     return sorted(errors, key=lambda error: (error.rank is not None, error.time))
 
 
@@ -158,13 +159,37 @@ def _read_launch_error(run: RunDirectory) -> ErrorReport | None:
     words = "\n".join(_telling(printed))
     cure = _MORE_TIME if waited_s else None
     if missing := next(filter(None, map(_NO_DIRECTORY.match, printed)), None):
-        cure = f"check that {missing[1] or 'each of its nodes'} has that directory"
+        cure = _cure_of_missing(missing)
     return ErrorReport(
         printable(f"{what}\n{words}" if words else what),
         action=LAUNCH,
         host=printable(node),
-        cure=cure and printable(cure),
+        cure=cure,
     )
+
+
+def _find_missing(run: RunDirectory) -> ErrorReport | None:
+    """Return that a node had no run directory, in which its ranks could not report anything, if the
+    end of the log of a run that failed says so."""
+    if read_exit_code(run) in (None, 0) or is_there(run.stopped_marker):
+        return None
+    try:
+        with os.fdopen(open_regular(run.job_log), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_END))
+            lines = file.read(_LOG_END).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return None
+    missing = next(filter(None, map(_NO_DIRECTORY.match, lines)), None)
+    if missing is None:
+        return None
+    host = printable(missing[1] or "")
+    return ErrorReport(
+        printable(missing.string), action=LAUNCH, host=host, cure=_cure_of_missing(missing)
+    )
+
+
+def _cure_of_missing(missing: re.Match[str]) -> str:
+    return f"check that {missing[1] or 'each of its nodes'} has that directory"
 
 
 def _telling(printed: Iterable[str]) -> list[str]:

@@ -287,6 +287,13 @@ def test_a_node_without_the_directory_of_a_run_is_named(run, daemon, who):
     (error,) = read_errors(run)
     assert line in error.message
     assert error.cure == f"check that {who} has that directory"
+    run.launch_error.unlink()
+    run.job_log.write_text(f"{line} /tmp instead\nAbort(3)\n")
+    assert read_errors(run) == [], "of a run that is not over"
+    run.exit_code.write_text("3\n")
+    (other,) = read_errors(run)
+    assert (other.message, other.cure) == (f"{line} /tmp instead", error.cure)
+    assert other.host == who.removeprefix("each of its nodes")
 
 
 def test_an_exit_code_is_a_number_or_none(run):
