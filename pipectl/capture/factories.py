@@ -40,6 +40,8 @@ _KNOWN = {
     "in the model",
     r"Target -?\d+ is out of bounds|index out of range in self": "classes and indices count from "
     "0, and must be less than the model's number of outputs or embeddings: check those of the data",
+    r"'list' object has no attribute '(named_)?parameters'": "an optimizer's factory gets the "
+    "list of parameters, as torch.optim:SGD does, not the model",
     r"SystemExit: 2$": "a module that reads the command line when it is imported cannot be a part "
     'of a job: put that below if __name__ == "__main__":',
 }

@@ -319,10 +319,10 @@ def check_loss(loss: Any, outputs: Any = None) -> None:
         kind = f"a scalar of {loss.dtype}"
     else:
         return
-    raise CaptureError(
-        f"loss: must be a floating-point scalar tensor, but is {kind}",
-        cure="reduce it, for example with .mean(), or name a loss: function in the spec",
-    )
+    cure = "reduce it, for example with .mean(), or name a loss: function in the spec"
+    if isinstance(loss, tuple | Mapping):
+        cure = "return the scalar to be minimised alone; evaluation.metrics may compute more"
+    raise CaptureError(f"loss: must be a floating-point scalar tensor, but is {kind}", cure=cure)
 
 
 def sample_shares(sizes: Sequence[int]) -> list[float]:

@@ -159,9 +159,9 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
     refuse_parameter_hooks(unhooked)
     if schedule is None or function is None:
         return Updater(optimizer, None, parameters=trained)
-    lr_scheduler = call(
-        function, f"lr_scheduler.factory: {schedule.factory}", optimizer, **schedule.kwargs
-    )
+    name = f"lr_scheduler.factory: {schedule.factory}"
+    lr_scheduler = call(function, name, optimizer, **schedule.kwargs)
+    _refuse_without_step(lr_scheduler, name, "a schedule of learning rates")
     return Updater(optimizer, lr_scheduler, _watches(lr_scheduler, job), parameters=trained)
 
 
@@ -182,20 +182,30 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
     name = f"optimizer.factory: {spec.factory}"
     if not spec.groups:
         optimizer = call(job.find(spec), name, list(parameters.values()), **spec.kwargs)
+        _refuse_without_step(optimizer, name, "an optimizer")
         _refuse_closure(optimizer)
         _refuse_modes(optimizer)
         return optimizer
     index = job.parameter_groups()
     members: list[list[nn.Parameter]] = [[] for _ in range(1 + len(spec.groups))]
-    for name, parameter in parameters.items():
-        members[1 + index.get(name, -1)].append(parameter)
+    for parameter_name, parameter in parameters.items():
+        members[1 + index.get(parameter_name, -1)].append(parameter)
     options: list[dict[str, Any]] = [{}, *(group.options for group in spec.groups)]
     groups = [{**more, "params": own} for own, more in zip(members, options, strict=True)]
     optimizer = call(job.find(spec), name, groups, **spec.kwargs)
+    _refuse_without_step(optimizer, name, "an optimizer")
     _check_options(optimizer, options[1:])
     _refuse_closure(optimizer)
     _refuse_modes(optimizer)
     return optimizer
+
+
+def _refuse_without_step(made: Any, name: str, kind: str) -> None:
+    if not callable(getattr(made, "step", None)):
+        raise CaptureError(
+            f"{name}: returned a {type(made).__name__}, not {kind}",
+            cure=f"name a class, or return {kind} from this function",
+        )
 
 
 def _refuse_closure(optimizer: Any) -> None:

@@ -384,6 +384,9 @@ def count_loss(outputs, targets):
 def float_loss(outputs, targets):
     return 1.0
 
+def pair_loss(outputs, targets):
+    return outputs.mean(), outputs
+
 def weighted_loss(outputs, targets, weights):
     return outputs.mean()
 """
@@ -398,6 +401,7 @@ KEYWORD = {"loss": "torch.nn:NLLLoss", "data": "Mappings"}
         ({"loss": "vector_loss"}, SCALAR + r"tensor of shape \[batch\]", ""),
         ({"loss": "count_loss"}, SCALAR + "scalar of torch.int64", ""),
         ({"loss": "float_loss"}, SCALAR + "float", ""),
+        ({"loss": "pair_loss"}, SCALAR + "tuple", "alone"),
         ({"loss": "model"}, SCALAR + r"tensor of shape \[batch, 3\]", ""),
         ({"loss": "weighted_loss"}, "loss.factory: .*'weights'.*called with outputs", "kwargs"),
         ({"model": "frozen"}, "^loss: depends on no parameter that requires a gradient", ""),

@@ -49,6 +49,14 @@ class Broken(torch.optim.SGD):
         raise KeyError("beta3")
 
 
+def returning(parameters: Any) -> Any:
+    return parameters
+
+
+def of_model(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters())
+
+
 class Closing(torch.optim.SGD):
     """Looks around, as SAM does."""
 
@@ -298,6 +306,14 @@ NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.eve
         ("Replacing", {"kwargs": {"how": "half"}}, "replaced '0.weight' by a tensor of another"),
         ("Replacing", {"kwargs": {"how": "state"}}, "keeps '0.weight' itself in its state"),
         ("AdamW", {"lr_scheduler": f"{HERE}:failing"}, r"^lr_scheduler: raised KeyError: 1 \(at "),
+        ("AdamW", {"lr_scheduler": "builtins:id"}, "returned a int, not a schedule of learning"),
+        ("returning", {}, "^optimizer.factory: .*returned a list, not an optimizer.*return an opt"),
+        ("returning", {"groups": [{"match": "*"}]}, "^optimizer.factory: .*returned a list, not a"),
+        (
+            "of_model",
+            {},
+            "'list' object has no attribute 'parameters'.*gets the list of parameters",
+        ),
         ("AdamW", {"lr_scheduler": PLATEAU}, NEEDS_EVALUATIONS),
         ("AdamW", {"lr_scheduler": PLATEAU, "evaluation": HELD_OUT}, NEEDS_EVALUATIONS),
     ],
