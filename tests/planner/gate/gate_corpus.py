@@ -272,6 +272,25 @@ def _replicas() -> Iterator[Case]:
     yield _case("copies", "chain", 2, 14, ONE, replicas=2, shard_optimizer=True, memory=3.4)
 
 
+def _uneven() -> Iterator[Case]:
+    """Replicas on unequal devices, and on more than eight ranks."""
+    free = {"replicas": None}
+    ways = (Replication.WHOLE, Replication.SPLIT, None)
+    slow_first = nodes(1, 1, 1, 1, speeds=(0.25, 1.0, 1.0, 1.0))
+    three = nodes(1, 1, 1, 1, 1, speeds=(1.0, 0.45, 0.3), between=3e8)
+    for number, graph in enumerate(GRAPHS):
+        cluster, way = (slow_first, MIXED, three)[number % 3], ways[number % 3]
+        yield _case("uneven", graph, number, 6 + 3 * number, cluster, replication=way, **free)
+    yield _case("uneven", "chain", 5, 12, MIXED, memory=2.2, recompute=None, **free)
+    few = {"sizes": (), "stages": None, "micro_batches": 4, "replication": Replication.SPLIT}
+    yield _case("uneven", "skips", 6, 6, ONE, 16, memory=1.7, **few, **free)
+    yield _case("many", "chain", 0, 18, nodes(*[1] * 12, speeds=(0.1, 1.0, 1.0, 1.0)))
+    yield _case("many", "skips", 1, 24, nodes(4, 4, 4, 4), 256, **free)
+    yield _case("many", "chain", 2, 30, nodes(*[8] * 8), 512, memory=16.0, recompute=None, **free)
+    yield _case("many", "chain", 3, 8, nodes(8), 1024, schedule="1f1b", sizes=())
+    yield _case("many", "skips", 4, 24, nodes(4, 4), 64, every_schedule=True, **free)
+
+
 def _schedules() -> Iterator[Case]:
     named = ("interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipev", "pipedream-2bw")
     for number, schedule in enumerate(named):
@@ -296,4 +315,4 @@ def _schedules() -> Iterator[Case]:
 
 def cases() -> list[Case]:
     """All of them."""
-    return [*_plain(), *_machines(), *_memory(), *_replicas(), *_schedules()]
+    return [*_plain(), *_machines(), *_memory(), *_replicas(), *_uneven(), *_schedules()]
