@@ -73,7 +73,7 @@ def test_a_browser_zooms_and_says_what_an_action_is(cli, recorded, tmp_path):
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
          f"--user-data-dir={tmp_path / 'profile'}", "--window-size=900,700",
          "--virtual-time-budget=2000", "--dump-dom", f"file://{page}"],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     assert "CONSOLE" not in done.stderr, done.stderr
     assert "<title>7 true</title>" in done.stdout, "1.25 to the 9th, and moved to the left"

@@ -99,7 +99,7 @@ def interrupted(how: signal.Signals, *command: str) -> RunDirectory:
     """A submission that ends while sbatch, which has made the job, still says nothing."""
     Path("hang").touch()
     with started(*(command or SUBMIT)) as pid:
-        wait_until(lambda: list(Path("queue").glob("*/comment")), 120)
+        wait_until(lambda: list(Path("queue").glob("*/comment")))
         os.kill(pid, how)
         assert code_of(pid) == (130 if how == signal.SIGINT else -how)
     Path("hang").unlink()
@@ -291,7 +291,7 @@ def until(runs, *wanted):
     def reached():
         return [status.job.state for status in get_statuses(runs, time.time())] == list(wanted)
 
-    wait_until(reached, 120, 0.05)
+    wait_until(reached, pause_s=0.05)
 
 
 def test_a_few_run_at_a_time_in_their_order_and_what_is_cancelled_never_starts(

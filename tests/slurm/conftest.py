@@ -40,12 +40,12 @@ def running_lab(state: Path, **settings: str) -> Iterator[Path]:
             patch.setenv(name, str(value))
         try:
             with tempfile.TemporaryFile("w+") as said:  # the database would hold on to a pipe
-                up = subprocess.run([LAB / "up"], stdout=said, stderr=said, timeout=180)
+                up = subprocess.run([LAB / "up"], stdout=said, stderr=said, timeout=400)
                 said.seek(0)
                 assert up.returncode == 0, said.read()
             yield state
         finally:
-            subprocess.run([LAB / "down"], check=True, timeout=180)
+            subprocess.run([LAB / "down"], check=True, timeout=400)
             shutil.rmtree(state, ignore_errors=True)
 
 
@@ -103,7 +103,7 @@ def pipectl(lab, tmp_path, monkeypatch, capsys):
 def wait_for(lab):
     """Poll a job until it is in one of some states; the default: until it is over."""
 
-    def wait(job_id, *states, timeout_s=180.0):
+    def wait(job_id, *states, timeout_s=400.0):
         wanted = states or tuple(state for state in JobState if state.final)
 
         def status():

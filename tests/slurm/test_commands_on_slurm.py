@@ -261,7 +261,7 @@ def test_a_sweep_is_a_job_array_from_submission_to_its_end(pipectl, tmp_path, mo
             runs = pipectl("status", "tiny", "--json")["runs"]
             return runs if [run["state"] for run in runs] == [*wanted] else []
 
-        return wait_until(found, 120, 0.1)
+        return wait_until(found, pause_s=0.1)
 
     runs = pipectl("submit", "job.yaml", "--scheduler", "slurm", "--json")
     first, second, third = (Path(run["directory"]) for run in runs)
@@ -325,9 +325,9 @@ def test_a_job_edited_while_it_is_held_trains_the_code_it_was_submitted_with_als
     model.write_text(CODE.replace(".mean()", ".mean() * 1e6"))
     assert pipectl("status", run.name, "--json")["changed_files"] == [str(model)]
     subprocess.run(["scontrol", "release", job_id], check=True)
-    wait_until(lambda: [*run.glob("start-*")], 120)
+    wait_until(lambda: [*run.glob("start-*")])
     subprocess.run(["scontrol", "requeue", job_id], check=True)
-    wait_until((run / "start-1").exists, 200)
+    wait_until((run / "start-1").exists)
     (run / "go").touch()
     last = status_when(pipectl, run.name, is_over)
     log = (run / "logs/job.log").read_text()

@@ -220,7 +220,7 @@ def test_jobs_that_slurm_has_forgotten_end_in_its_accounts_as_they_did(accounts)
         cancelled: (JobState.CANCELLED, None),
     }
     SLURM.cancel(cancelled)
-    wait_until(lambda: not ask("squeue", "-h", "-t", "all"), 120, 0.3)
+    wait_until(lambda: not ask("squeue", "-h", "-t", "all"), pause_s=0.3)
     found = SLURM.query(list(expected), since=since)
     assert {job: (status.state, status.exit_code) for job, status in found.items()} == expected
     assert {status.source for status in found.values()} == {"accounting"}
