@@ -85,7 +85,7 @@ def test_jobs_complete_in_directories_of_any_name_whatever_the_environment(
 
 def test_waiting_jobs_are_queued_or_held_as_the_job_says_and_can_be_cancelled(request_of, wait_for):
     """Options of the job reach Slurm, and what pipectl writes overrules a template."""
-    own = "--hold --job-name=mine --time=9\n#SBATCH -c 4 -N2 --comment=x --requeue"
+    own = "--hold --job-name=mine --time=9\n#SBATCH -c 4 -N2 --requeue"
     blocks = f"{{% extends base %}}{{% block directives %}}\n#SBATCH {own}\n{{% endblock %}}"
     options = {"options": {"nice": "7", "x": "node[3-4]"}}
     held = request_of("true", template=Template("site.sh", blocks), slurm=options)
