@@ -1,7 +1,8 @@
 """The search for stages, their ranks and replicas, micro-batches and the order of 1F1B or GPipe.
 
-If stages may have replicas, these come first, so that what cannot be better is not tried with one
-rank per stage. Then a queue is ordered by lower bounds on the step. Its entries are
+If stages may have replicas, these come first (:mod:`pipectl.planner.replica_search`), so that what
+cannot be better is not tried with one rank per stage. Then a queue is ordered by lower bounds on
+the step. Its entries are
 
 - an *area*: a number of stages and a micro-batch size. It yields candidates: good partitions from
   the dynamic programme (or all, if there are few) with every schedule, warm-up and placement.
@@ -12,14 +13,9 @@ rank per stage. Then a queue is ordered by lower bounds on the step. Its entries
 The first candidate is improved before it is simulated: its stages are cut again if its micro-batch
 size is not the one they were cut for, and their borders move while that lowers its estimate.
 
-If stages may have replicas, the programme proposes these for every micro-batch size, and they are
-estimated on consecutive ranks, node by node and round-robin over the nodes. The best estimates are
-improved by the best move until there is none. Replicas share every micro-batch, or take whole ones
-in turn, which is the same work on smaller micro-batches. Both are tried if allowed, the second with
-the samples per replica of a split micro-batch.
-
-In the end, the borders of the best plan without replicas move again, while that makes its simulated
-step shorter.
+If the smallest micro-batches that were tried are best, smaller ones follow; so does one stage more
+or less than in the best plan. In the end, the borders of the best plan without replicas move again,
+while that makes its simulated step shorter.
 """
 
 from __future__ import annotations
@@ -29,11 +25,11 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import count, islice
-from math import ceil, inf
+from math import inf
 
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
-from pipectl.plan import Plan, Replication
+from pipectl.plan import Plan
 from pipectl.planner.bounds import with_findings, work_bound_s
 from pipectl.planner.candidates import (
     Area,
@@ -41,7 +37,7 @@ from pipectl.planner.candidates import (
     Candidates,
     judge_promising,
 )
-from pipectl.planner.costs.devices import exchanges, one_each, ranks_of_uses
+from pipectl.planner.costs.devices import exchanges, one_each
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
@@ -53,29 +49,23 @@ from pipectl.planner.judge import (
     Verdict,
     out_of_time,
 )
-from pipectl.planner.modes import ModeSearch
 from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of
-from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import (
     FAR,
     FEW,
     Choice,
     Layout,
-    device_orders,
     neighbours,
-    replica_moves,
 )
-from pipectl.planner.partition.replicated import MAX_UNITS, ReplicaCutter
+from pipectl.planner.partition.replicated import MAX_UNITS
 from pipectl.planner.problem import Problem
+from pipectl.planner.replica_search import ReplicaSearch
 from pipectl.planner.request import (
     PlanRequest,
-    accepted,
     micro_batch_sizes,
-    open_orders,
     stage_counts,
-    takes,
 )
-from pipectl.planner.simple import even_choices, even_copies
+from pipectl.planner.simple import even_choices
 from pipectl.profile import Profile
 
 MAX_MOVE_WORK = 2_000_000
@@ -92,16 +82,6 @@ NEAR = 1.25
 """Factor over the best step up to which a number of stages is tried with more micro-batches."""
 MAX_RECUTS = 24
 """Maximum number of recuts that fit, the most promising first; others make a search unfinished."""
-MAX_ACTIONS_OF_REPLICAS = 400_000
-"""Simulated forwards and backwards of plans with replicas."""
-MIN_STEPS = 4
-"""Number of steps with replicas that are simulated however long they are."""
-MAX_SIZES = 8
-"""Number of micro-batch sizes to try on very many ranks: the smallest ones."""
-PER_SIZE, DESCENTS = 5, 20
-"""Number of layouts with replicas to improve, per micro-batch size and in total."""
-PROPOSALS = 8
-"""Number of layouts with replicas to simulate, with every way to share work."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +133,7 @@ class Explorer:
     def run(self) -> None:
         """Find the best plan; the judge has the best so far at any time."""
         if self.problem.request.replicas is None:
-            self._replicate()
+            ReplicaSearch(self.problem, self._space, self.cutter, self.judge).run()
             self.judge.evaluator.allow(MAX_ACTIONS_OF_SEARCH)
         areas = self._areas.all
         while areas:
@@ -455,121 +435,6 @@ class Explorer:
         self._move_work -= max(1, len(near)) * work
         return near
 
-    def _replicate(self) -> None:
-        """Judge layouts with replicas, with ever smaller micro-batches as long as the smallest are
-        estimated to be best."""
-        problem, request, ranks = self.problem, self.problem.request, self.problem.cluster.ranks
-        cutter = ReplicaCutter(problem, self._space, self.cutter.check)
-        every = micro_batch_sizes(request, request.batch_size)
-        sizes = problem.sizes(ranks) if cutter.unit == 1 else every[-MAX_SIZES:]
-        while sizes:
-            best = self._judge_replicated(cutter, sizes)
-            smaller = [size for size in every if size < min(sizes)][:1]
-            sizes = smaller if best is not None and best.choice.size == min(sizes) else []
-
-    def _judge_replicated(self, cutter: ReplicaCutter, sizes: Sequence[int]) -> Candidate | None:
-        """Judge the layouts of best estimate, with every way to share work.
-
-        Returns:
-            The one with the best estimate, if there is one.
-        """
-        starts = self._replicated(cutter, sizes)
-        if cutter.unit == 1:
-            chosen: list[Candidate] = []
-            for start in starts:
-                same = [e.layout for e in chosen if e.choice.size == start.choice.size]
-                if start.layout not in same and len(same) < PER_SIZE and len(chosen) < DESCENTS:
-                    chosen.append(start)
-            seen: set[tuple[int, Layout]] = set()
-            improved = [self._descend(start, seen, cutter) for start in chosen]
-            starts = _best_first([*improved, *starts])
-        modes = ModeSearch(self.judge.evaluator, (False,))
-        per_step = (2 * each.micro_batches * sum(each.choice.replicas) for each in starts[:1])
-        self.judge.evaluator.allow(max(MAX_ACTIONS_OF_REPLICAS, MIN_STEPS * sum(per_step)))
-        for proposal in starts[:PROPOSALS]:
-            for changed in self._shared(proposal):
-                if not self.judge.is_exhausted():
-                    self.cutter.check()
-                    self.judge.examine(changed, modes.within_memory)
-        return starts[0] if starts else None
-
-    def _replicated(self, cutter: ReplicaCutter, sizes: Sequence[int]) -> list[Candidate]:
-        """Proposals of the programme for every size, with estimates on every order of the ranks,
-        and copies of even cuts."""
-        problem = self.problem
-        orders = device_orders(problem.cluster.node_of_rank)[: 2 if cutter.unit == 1 else 1]
-        layouts: dict[int, list[Layout]] = {size: [] for size in sizes}
-        for size in sizes:
-            cuts = cutter.cuts(size, self.cutter.temporary_bytes)
-            for order in orders:
-                members = [
-                    [*filter(set(pool.ranks).__contains__, order)] for pool in cutter.classes
-                ]
-                layouts[size] += filter(
-                    problem.may_replicate,
-                    (
-                        Layout(cut.partition, ranks_of_uses(cut.uses, members), cut.recompute)
-                        for cut in cuts
-                    ),
-                )
-        for size, layout in even_copies(problem):
-            if size in layouts:
-                layouts[size].append(layout)
-        return _best_first([each for size in sizes for each in self._rate(layouts[size], size)])
-
-    def _rate(self, layouts: Iterable[Layout], size: int) -> Iterator[Candidate]:
-        return Candidates(self.problem, list(layouts), size, with_replicas=True).best_of_layouts()
-
-    def _descend(
-        self, candidate: Candidate, seen: set[tuple[int, Layout]], cutter: ReplicaCutter
-    ) -> Candidate:
-        """Make the best move until there is none, or until it leads to a layout seen before."""
-        problem, size = self.problem, candidate.choice.size
-        ranks, fixed = problem.cluster.ranks, problem.request.fixed_stages is not None
-        loads, classes = problem.block_times(size), [pool.ranks for pool in cutter.classes]
-        while (size, candidate.layout) not in seen:
-            self.cutter.check()
-            seen.add((size, candidate.layout))
-            near = replica_moves(
-                candidate.layout,
-                problem.graph,
-                loads,
-                classes,
-                min(size, ranks),
-                keep_stages=fixed,
-            )
-            allowed = list(filter(problem.may_replicate, near))
-            best = Candidates(problem, allowed, size, with_replicas=True)
-            if best.next_s >= candidate.estimate_s * (1 - ROUNDING):
-                break
-            candidate = best.take()
-        return candidate
-
-    def _shared(self, proposal: Candidate) -> Iterator[Candidate]:
-        """A layout with every allowed way to share work in which all replicas have work."""
-        request, layout = self.problem.request, proposal.layout
-        stages = len(layout.partition)
-        for replication in request.replications:
-            sizes = {proposal.choice.size}
-            if replication is Replication.WHOLE and request.micro_batches is None:
-                shares = {ceil(proposal.choice.size / len(ranks)) for ranks in layout.ranks}
-                sizes = set(accepted(request, sorted(shares)))
-            for size in sorted(sizes, reverse=True):
-                if replication is Replication.SPLIT and not takes(
-                    request, size, max(map(len, layout.ranks))
-                ):
-                    continue
-                count = self.problem.micro_batches(size)
-                most = size if replication is Replication.SPLIT else count
-                ranks = tuple(each[:most] for each in layout.ranks)
-                replicas = tuple(map(len, ranks))
-                in_turn = replicas if replication is Replication.WHOLE else None
-                if max(replicas) > 1:
-                    fewer = layout._replace(ranks=ranks)
-                    for order in open_orders(request, stages, count, in_turn):
-                        choice = Choice(fewer, size, *order, replication)
-                        yield replace(proposal, choice=choice, micro_batches=count)
-
     def _area_of(self, candidate: Candidate) -> Area:
         choice = candidate.choice
         return self._areas.of(len(choice.layout.ranks), choice.size)
@@ -577,14 +442,6 @@ class Explorer:
 
 def _is_replicated(choice: Choice) -> bool:
     return max(choice.replicas) > 1
-
-
-def _best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates of layouts with replicas, lowest estimate first; each layout and size once."""
-    best: dict[tuple[int, Layout], Candidate] = {}
-    for each in sorted(candidates, key=lambda e: (e.estimate_s, e.choice.size, e.layout)):
-        best.setdefault((each.choice.size, each.layout), each)
-    return list(best.values())
 
 
 def explore(

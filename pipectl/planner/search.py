@@ -6,7 +6,8 @@
 - :func:`plain_plans`: stages, their ranks and replicas, micro-batches, and 1F1B or GPipe; see
   :mod:`pipectl.planner.explorer`. If every stage has the same number of replicas, these are copies
   of a whole pipeline: one copy is planned for its share of the ranks and samples, and then all
-  copies are simulated together.
+  copies are simulated together. If the numbers of replicas are open, stage by stage, copies are
+  planned as well, for the numbers of them that are promising.
 - :func:`varied_plans`: for most jobs. Plans that offload, run backwards on separate ranks,
   recompute segment by segment, or have another schedule are derived from plain plans, which are
   searched both within the memory limits and without limits. Proposals have deeper warm-ups, looser
@@ -37,7 +38,7 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.bounds import PLANNER, copies_bound_s, with_findings, work_bound_s
 from pipectl.planner.explain.what_if import with_ranks, with_unlimited_memory
-from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
+from pipectl.planner.explorer import explore
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
 from pipectl.planner.judge import MAX_ACTIONS, TIE, out_of_time, preference
@@ -53,6 +54,7 @@ from pipectl.planner.other_schedules import (
 from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of, merged
 from pipectl.planner.partition.layout import Choice, Layout, ranks_with_backwards
 from pipectl.planner.problem import Problem
+from pipectl.planner.replica_search import MAX_ACTIONS_OF_REPLICAS
 from pipectl.planner.request import (
     OTHER_SCHEDULES,
     PlanRequest,
