@@ -13,6 +13,8 @@ from pipectl.errors import SchedulerError
 from pipectl.units import format_clock, plural, shorten
 
 _MAX_NAMES = 4
+_MORE_NODES = "raise resources.nodes"
+_FEWER_CORES = "resources.tasks_per_node or resources.cpus_per_task"
 
 
 class NodeKind(NamedTuple):
@@ -77,6 +79,7 @@ class Demand(NamedTuple):
 
     Args:
         cores, memory_bytes, gpus: on each of its nodes.
+        alone: whether it is a measurement of one process, which has one node.
     """
 
     nodes: int
@@ -84,6 +87,7 @@ class Demand(NamedTuple):
     cores: int | None = None
     memory_bytes: int | None = None
     gpus: int | None = None
+    alone: bool = False
 
 
 class Misfit(NamedTuple):
@@ -106,8 +110,10 @@ def find_misfit(queue: Queue, demand: Demand) -> Misfit | None:
         fault = f"jobs in {name} may take {limit} at most, and this one asks for {time}"
         return Misfit(fault, "lower resources.walltime", is_rule=True)
     if nodes < queue.min_nodes:
-        fault = f"jobs in {name} have at least {queue.min_nodes} nodes, and this one asks for "
-        return Misfit(f"{fault}{nodes}", "raise resources.nodes", is_rule=True)
+        least = queue.min_nodes
+        fault = f"jobs in {name} have at least {least} nodes, and this one asks for {nodes}"
+        cure = "let `pipectl submit` measure in the job itself" if demand.alone else _MORE_NODES
+        return Misfit(fault, cure, is_rule=True)
     if nodes > (queue.max_nodes or nodes):
         limit = plural(queue.max_nodes or 0, "node")
         fault = f"jobs in {name} may have {limit} at most, and this one asks for {nodes}"
@@ -130,9 +136,9 @@ def _find_misfit_of_nodes(queue: Queue, demand: Demand) -> Misfit | None:
         return Misfit(fault, "lower resources.nodes")
     mib = demand.memory_bytes and -(-demand.memory_bytes // 2**20)
     parts: tuple[tuple[str, int | None, Callable[[NodeKind], int | None], str], ...] = (
-        ("cpus_per_task", demand.cores, lambda kind: kind.cores or None, "core"),
-        ("memory_per_node", mib, lambda kind: kind.memory_bytes and kind.memory_bytes >> 20, "MiB"),
-        ("gpus_per_node", demand.gpus, lambda kind: kind.gpus, "GPU"),
+        (_FEWER_CORES, demand.cores, lambda kind: kind.cores or None, "core"),
+        ("resources.memory_per_node", mib, _mib_of, "MiB"),
+        ("resources.gpus_per_node", demand.gpus, lambda kind: kind.gpus, "GPU"),
     )
     needs = []
     for key, wanted, size_of, noun in parts:
@@ -145,17 +151,21 @@ def _find_misfit_of_nodes(queue: Queue, demand: Demand) -> Misfit | None:
         if not fitting:
             largest = max(size or 0 for size in sizes)
             fault = f"no node of {queue.name} has {' and '.join(needs)}: at most {largest}"
-            return Misfit(fault, f"lower resources.{key}")
+            return Misfit(fault, f"lower {key}")
         if (left := _count(fitting)) < demand.nodes:
             have = "node has" if left == 1 else "nodes have"
             fault = f"only {left} {have} {' and '.join(needs)} in {queue.name}, and this job "
-            return Misfit(f"{fault}asks for {demand.nodes}", f"lower resources.{key}")
+            return Misfit(f"{fault}asks for {demand.nodes}", f"lower resources.nodes or {key}")
         kinds = fitting
     return None
 
 
 def _count(kinds: Sequence[NodeKind]) -> int:
     return sum(kind.nodes for kind in kinds)
+
+
+def _mib_of(kind: NodeKind) -> int | None:
+    return kind.memory_bytes and kind.memory_bytes >> 20
 
 
 def check_limits(
@@ -189,9 +199,11 @@ def check_limits(
     meant = named or [queue for queue in queues if queue.default][:1]
     misfits = [misfit for queue in meant if (misfit := find_misfit(queue, demand)) is not None]
     if not meant or len(misfits) < len(meant):
-        closed = meant and not any(queue.open for queue in meant)
+        if not meant or any(queue.open for queue in meant):
+            return ""
         which = " and ".join(queue.name for queue in meant)
-        return f"{which} is closed at present: the job waits until it opens" if closed else ""
+        are, they_open = ("is", "it opens") if len(meant) == 1 else ("are", "one opens")
+        return f"{which} {are} closed at present: the job waits until {they_open}"
     usable = [queue for queue in queues if queue.open and (_count(queue.kinds) or not queue.kinds)]
     fitting = [queue.name for queue in usable if find_misfit(queue, demand) is None]
     fault = "; ".join(misfit.fault for misfit in misfits)

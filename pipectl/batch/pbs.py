@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from pipectl.batch.scheduler import (
     parse_limit,
 )
 from pipectl.batch.script import render_script
-from pipectl.directives import PBS_GPUS, SELECT_COUNT, options_of
+from pipectl.directives import PBS_GPUS, QSUB, SELECT_COUNT, options_of
 from pipectl.errors import InvalidInputError, SchedulerError
 
 _UNKNOWN_ID, _FINISHED = 153, 35
@@ -181,10 +182,17 @@ class PbsScheduler(CommandLineScheduler):
             queues, server = (self._ask("qstat", option, "-f").stdout for option in ("-Q", "-B"))
         except SchedulerError:
             return ""
-        resources, names = request.resources, [request.pbs.queue] if request.pbs.queue else []
-        cores = resources.tasks_per_node * resources.cpus_per_task
-        demand = Demand(resources.nodes, resources.walltime, None if request.pbs.select else cores)
-        return check_limits(parse_queues(queues, server, ""), names, demand, key="pbs.queue")
+        listed = parse_queues(queues, server, "")
+        if request.pbs.select is False:
+            # PBS counts the totals of all nodes as one.
+            listed = tuple(replace(queue, min_nodes=0, max_nodes=None) for queue in listed)
+        return check_limits(
+            listed,
+            [request.pbs.queue] if request.pbs.queue else [],
+            _demand(request),
+            key="pbs.queue",
+            is_sure=not request.template_has(QSUB.mark),
+        )
 
 
 def _is_same_server(*ids: str) -> bool:
@@ -197,6 +205,21 @@ def other_system(said: str) -> str | None:
     """Return the name of the batch system that has printed this, if it has commands with the names
     of those of PBS; None for PBS itself."""
     return next((name for name, words in _OTHER_SYSTEMS.items() if words.search(said)), None)
+
+
+def _demand(request: JobRequest) -> Demand:
+    """Return what a job asks for, as far as its own resource lists do not ask for something else;
+    of totals, all that the job has is on one node.
+    """
+    resources, own = request.resources, request.pbs.select
+    nodes, cores = (
+        resources.nodes,
+        None if own else resources.tasks_per_node * resources.cpus_per_task,
+    )
+    if own is False:
+        totals = dict(text.split("=", 1) for text in _resources(request))
+        nodes, cores = 1, number_of(totals.get("ncpus", "")) or None
+    return Demand(nodes, resources.walltime, cores, alone=request.alone)
 
 
 def _resources(request: JobRequest) -> list[str]:
@@ -359,7 +382,7 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
         Queue(
             name,
             default=name == default,
-            open=fields.get("enabled") == "True" and fields.get("started") == "True",
+            open=_takes_jobs(fields),
             walltime_s=parse_limit(fields.get("resources_max.walltime", "")),
             min_nodes=number_of(fields.get("resources_min.nodect", "")),
             max_nodes=number_of(fields.get("resources_max.nodect", "")) or None,
@@ -370,6 +393,12 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
         if "queue_type" in fields
     ]
     return tuple(sorted(parsed, key=lambda queue: not queue.default))
+
+
+def _takes_jobs(queue: Mapping[str, str]) -> bool:
+    """Whether a queue accepts jobs from users, not only from other queues, and passes them on."""
+    is_open = queue.get("enabled") == "True" and queue.get("started") == "True"
+    return is_open and queue.get("from_route_only") != "True"
 
 
 def _memory(fields: dict[str, str]) -> int | None:

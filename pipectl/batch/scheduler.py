@@ -147,6 +147,10 @@ class JobRequest:
         """Return whether a name in ``environment.variables`` has one of the prefixes."""
         return any(name.startswith(prefixes) for name in self.environment.variables)
 
+    def template_has(self, mark: str) -> bool:
+        """Return whether the user's template has option lines, which begin with ``mark``."""
+        return self.template is not None and mark in self.template.text
+
     @property
     def sets_hydra_launcher(self) -> bool:
         """Whether the job sets how MPICH's mpiexec starts processes on other nodes."""

@@ -208,9 +208,7 @@ class SlurmScheduler(CommandLineScheduler):
         except SchedulerError:
             return ""
         options = request.slurm.options
-        is_sure = find_option(SBATCH, options, _LIFTING) is None and not (
-            request.template and SBATCH.mark in request.template.text
-        )
+        is_lifted = find_option(SBATCH, options, _LIFTING) is not None
         names = [name for name in (request.slurm.partition or "").split(",") if name]
         return check_limits(
             queues,
@@ -218,7 +216,7 @@ class SlurmScheduler(CommandLineScheduler):
             _demand(request),
             key="slurm.partition",
             exception="if it has a QOS that lifts the limit, name that in slurm.options.qos",
-            is_sure=is_sure,
+            is_sure=not is_lifted and not request.template_has(SBATCH.mark),
         )
 
     def _sinfo(
@@ -283,7 +281,8 @@ _ASKED = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?(;[A-Za-z0-9_.-]+)?")
 _CLUSTER = re.compile(r"CLUSTER: (\S+)")
 _WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
 _SECONDS = re.compile(r"[1-9][0-9]{0,10}")
-_GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d{1,6})\b")
+_GPUS = re.compile(r"\bgpu(?::[^:,()]+){0,2}:(\d{1,6})\b")
+_COUNT = re.compile(r"(\d{1,9})([KM]?)")
 _UNSET_BYTES = 64 * 2**20
 """Slurm reports 1 MB for nodes whose memory is not configured."""
 
@@ -423,8 +422,8 @@ def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
         name, limit, nodes, cores, memory, gres, state, job_size = fields
         size = number_of(memory) * 2**20
         kind = NodeKind(
-            nodes=number_of(nodes),
-            cores=number_of(cores),
+            nodes=_count(nodes),
+            cores=_count(cores),
             memory_bytes=size if size >= _UNSET_BYTES else None,
             gpus=sum(map(int, _GPUS.findall(gres))),
         )
@@ -433,12 +432,19 @@ def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
             default=name.endswith("*"),
             open=state == "up",
             walltime_s=parse_limit(limit),
-            min_nodes=number_of(job_size),
-            max_nodes=number_of(job_size.rpartition("-")[2]) or None,
+            min_nodes=_count(job_size),
+            max_nodes=_count(job_size.rpartition("-")[2]) or None,
         )
         queue = partitions.get(queue.name, queue)
         partitions[queue.name] = replace(queue, kinds=(*queue.kinds, kind))
     return tuple(sorted(partitions.values(), key=lambda queue: not queue.default))
+
+
+def _count(text: str) -> int:
+    """Return a number as sinfo writes it: 1024 is ``1K``, and a range begins with its minimum; 0 if
+    there is none."""
+    match = _COUNT.match(text)
+    return int(match[1]) * 1024 ** " KM".index(match[2] or " ") if match else 0
 
 
 def _demand(request: JobRequest) -> Demand:
@@ -460,6 +466,7 @@ def _demand(request: JobRequest) -> Demand:
         cores=cores,
         memory_bytes=None if "mem" in replaced or mib is None else mib * 2**20,
         gpus=None if "gpus-per-node" in replaced else resources.gpus_per_node,
+        alone=request.alone,
     )
 
 
