@@ -178,15 +178,13 @@ def work_bound_s(problem: Problem, tried: Iterable[int] = ()) -> float:
 
 def copies_bound_s(problem: Problem, copies: int) -> float:
     """Lower bound on the step of so many copies of a pipeline, for all numbers of stages."""
-    cluster = problem.cluster
-    fastest = max(problem.speeds)
-    mean = sum(pool.speed * len(pool.ranks) for pool in problem.devices) / cluster.ranks
+    cluster, fastest = problem.cluster, max(problem.speeds)
     most = problem.request.fixed_stages or min(cluster.ranks // copies, len(problem.graph))
     bounds_s = [inf]
     for size in micro_batch_sizes(problem.request, problem.request.batch_size):
         if size >= copies:
             times = problem.block_times(ceil(size / copies), cached=True)
-            bottleneck_s = max(sum(times) / most / mean, max(times) / fastest)
+            bottleneck_s = max(sum(times) / most, max(times)) / fastest
             path_s = longest_path_s(problem.graph, times)
             bounds_s.append(area_bound_s(bottleneck_s, path_s, problem.shares(size), most, fastest))
     return min(bounds_s)
