@@ -40,8 +40,8 @@ def measure_times(
     Args:
         restarts: how often the job was started again; what it waited before that is unknown.
     """
-    since, submitted_at = record.submitted_at - _CLOCK_SKEW_S, record.submitted_at
-    began_at, ended_at = _written(run.attempt, since), _written(run.exit_code, since)
+    submitted_at = record.submitted_at
+    began_at, ended_at = (written_since(record, file) for file in (run.attempt, run.exit_code))
     if job.state.waits:
         return Times(waited_s=max(0.0, now - submitted_at) if began_at is None else None)
     start = job.start or began_at
@@ -61,9 +61,9 @@ def measure_times(
     )
 
 
-def _written(path: Path, since: float) -> float | None:
-    """Return when a file was written; None if there is none, or only one from before ``since``."""
+def written_since(record: Record, path: Path) -> float | None:
+    """Return when a file of a run was written; None if it was not since the last submission."""
     with suppress(OSError):
         time = path.stat().st_mtime
-        return time if time >= since else None
+        return time if time >= record.submitted_at - _CLOCK_SKEW_S else None
     return None

@@ -12,7 +12,8 @@ from job_requests import check_table
 from pipectl.batch import JobState, JobStatus
 from pipectl.batch.process import NoAnswerError
 from pipectl.jobs import recover, state
-from pipectl.jobs.state import Answer, Poller, decide_state
+from pipectl.jobs.state import Poller
+from pipectl.jobs.verdict import Answer, decide_state
 from pipectl.runs import Record, RunDirectory
 from pipectl.runs.kept_code import KeptCode, KeptFile
 
