@@ -32,7 +32,7 @@ from pipectl.batch.script import render_script
 from pipectl.directives import PBS_GPUS, QSUB, SELECT_COUNT, options_of
 from pipectl.errors import InvalidInputError, SchedulerError
 
-_UNKNOWN_ID, _FINISHED = 153, 35
+_UNKNOWN_ID, _FINISHED, _REJECTED_BY_HOOK = 153, 35, 32
 """Exit codes: PBS's error numbers modulo 256."""
 _NAME_LENGTH = 200
 _VERSION_S = 5.0
@@ -78,8 +78,11 @@ class PbsScheduler(CommandLineScheduler):
             raise fault
         return super().submit(script, request)
 
-    def _is_refused(self, said: str) -> bool:
-        return super()._is_refused(said) or other_system(said) is not None
+    def _is_refused(self, done: process.Completed) -> bool:
+        # Hooks have words of their own.
+        is_of_hook = done.returncode == _REJECTED_BY_HOOK
+        said = f"{done.stderr}\n{done.stdout}"
+        return is_of_hook or super()._is_refused(done) or other_system(said) is not None
 
     def _refusal(self, done: process.Completed) -> SchedulerError:
         return self._fault_of_system(done.message) or super()._refusal(done)

@@ -453,7 +453,7 @@ class CommandLineScheduler(Scheduler):
             said = done.message
             if not done.returncode and (job_id := self._read_id(done.stdout, clusters)):
                 return job_id
-            if done.returncode > 0 and self._is_refused(f"{done.stderr}\n{done.stdout}"):
+            if done.returncode > 0 and self._is_refused(done):
                 raise self._refusal(done)
         listed = f"no job {self._describe_tag(request.tag)} is listed yet"
         try:
@@ -495,7 +495,9 @@ class CommandLineScheduler(Scheduler):
         may be one of several."""
         return job_id
 
-    def _is_refused(self, said: str) -> bool:
+    def _is_refused(self, done: process.Completed) -> bool:
+        """Return whether a command that has failed says that the job was not accepted."""
+        said = f"{done.stderr}\n{done.stdout}"
         is_unsent = bool(self.unsent_message) and self.unsent_message in said.lower()
         return is_unsent or is_refusal(said, self.refusals, self.advice)
 
