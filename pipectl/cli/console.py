@@ -23,6 +23,8 @@ _WIDTH_WITHOUT_TERMINAL = 80
 _UNBROKEN = "\N{NO-BREAK SPACE}"
 _GAP = 2
 """Spaces between the columns of a table."""
+_MIN_CUT = 16
+"""Minimum width of a column that is cut."""
 
 
 def output(*, stderr: bool = False) -> Console:
@@ -133,6 +135,7 @@ def table(
     *,
     left: Collection[str] = (),
     optional: Sequence[str] = (),
+    cut: str = "",
     wrap: bool = False,
 ) -> Fitted:
     """A table with heads; cells that are not `Text` have no style.
@@ -141,6 +144,7 @@ def table(
         left: heads of left-aligned columns; the others are right-aligned.
         optional: columns that are left out if all their cells are empty, and then, in this order,
             until the table fits the width of the console.
+        cut: one of them that is cut, if that suffices, in place of being left out.
         wrap: whether cells may wrap; else the first column is cut if necessary, on terminals.
     """
     texts = [[cell if isinstance(cell, Text) else plain(cell) for cell in row] for row in rows]
@@ -156,8 +160,13 @@ def table(
 
     def draw(width: int) -> Table:
         indices, needed = filled, needed_for(filled)
+        cut_width = None
         for head in optional:
             if needed > width:
+                left_width = widths[heads.index(head)] - (needed - width) if head == cut else 0
+                if left_width >= _MIN_CUT:
+                    cut_width, needed = left_width, width
+                    break
                 indices = [i for i in indices if heads[i] != head]
                 needed = needed_for(indices)
         is_whole = not wrap and needed > width and not _has_width(sys.stdout)
@@ -168,6 +177,7 @@ def table(
                 heads[i],
                 justify="left" if heads[i] in left else "right",
                 no_wrap=not wrap and i > 0,
+                max_width=cut_width if heads[i] == cut else None,
                 overflow="ellipsis",
             )
         for row in texts:

@@ -373,7 +373,7 @@ def runs_table(statuses: Sequence[RunStatus]) -> RenderableType:
 def _table(rows: Sequence[Mapping[str, str | Text]], optional: Sequence[str]) -> RenderableType:
     """A table of rows, which map heads to cells."""
     cells = [tuple(row.values()) for row in rows]
-    return table(tuple(rows[0]), cells, left=_WORDS, optional=optional)
+    return table(tuple(rows[0]), cells, left=_WORDS, optional=optional, cut="waits for")
 
 
 def _row(status: RunStatus) -> dict[str, str | Text]:
@@ -404,7 +404,7 @@ def _waits_for(job: JobStatus) -> str:
     if not job.state.waits:
         return ""
     start = "" if job.start is None else f"until {datetime.fromtimestamp(job.start):%a %H:%M}"
-    return ", ".join(filter(None, (job.reason[:_MAX_REASON], start)))
+    return ", ".join(filter(None, (_shortened(job.reason, _MAX_REASON), start)))
 
 
 def _draw_sweep(
@@ -463,8 +463,11 @@ def _value(values: Mapping[str, Any], key: str) -> str:
     """A shortened value; empty if the point has no such key."""
     if key not in values:
         return ""
-    text = "null" if values[key] is None else str(values[key])
-    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."
+    return _shortened("null" if values[key] is None else str(values[key]), _MAX_VALUE)
+
+
+def _shortened(text: str, size: int) -> str:
+    return text if len(text) <= size else f"{text[: size - 3]}..."
 
 
 def ranks_table(status: RunStatus, max_rows: int | None = None) -> RenderableType:
