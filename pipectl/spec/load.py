@@ -34,7 +34,7 @@ from pipectl.spec.document import (
 )
 from pipectl.spec.models import JobSpec, holds_variables
 from pipectl.spec.paths import escape_paths, expand_paths
-from pipectl.spec.types import check_version
+from pipectl.spec.types import WITH_UNITS, check_version
 
 SITE_KEYS = (
     "version", "resources", "launch", "environment", "checkpoint", "trace", "output", "cluster",
@@ -104,7 +104,7 @@ def dump(spec: JobSpec) -> str:
 
     Only ``output.directory`` stays relative, to the working directory of a command.
     """
-    return to_yaml({**escape_paths(spec.model_dump()), "site_defaults": False})
+    return to_yaml({**escape_paths(spec.model_dump(context=WITH_UNITS)), "site_defaults": False})
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pydantic import (
     Field,
     GetPydanticSchema,
     PlainSerializer,
+    SerializationInfo,
     StrictFloat,
     StrictInt,
     ValidationInfo,
@@ -43,6 +44,8 @@ VERSION = 1
 SCHEDULE_SUFFIX = ".csv"
 """Suffix of the file of a user's own schedule."""
 
+WITH_UNITS = "units"
+"""The context in which ``model_dump`` gives sizes with their units."""
 _MAX = 2**63 - 1
 _MAX_LEAD_TIME_S = 2**16 - 1
 _MIN_PLAIN_LEAD_TIME_S = 60
@@ -129,8 +132,11 @@ def _short_with_unit(value: Any) -> Any:
     return value
 
 
-def _size_text(size_bytes: int) -> str:
-    """The exact size in the largest unit that divides it, for display; plans hash the number."""
+def _write_size(size_bytes: int, info: SerializationInfo) -> int | str:
+    """The exact size in the largest unit that divides it, for display and in files that are read
+    again, where a small number would lack its unit; plans hash the number."""
+    if not (info.mode_is_json() or info.context == WITH_UNITS):
+        return size_bytes
     units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
     name = next(name for name, unit in units.items() if size_bytes % unit == 0)
     return f"{size_bytes // units[name]}{name}"
@@ -243,7 +249,7 @@ Bytes = Annotated[
     Field(ge=1, le=_MAX),
     BeforeValidator(_read_memory),
     _json("a size such as 4GiB"),
-    PlainSerializer(_size_text, when_used="json"),
+    PlainSerializer(_write_size),
 ]
 _Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
 Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]

@@ -287,7 +287,7 @@ def test_a_profile_and_a_plan_are_made_unless_what_is_there_is_of_this_model_or_
 
 
 def test_a_failure_is_reported_in_the_run_and_on_standard_error(run, measured, capsys):
-    run.job.write_text(run.job.read_text().replace(": 1073741824\n", ": 1MiB\n"))
+    run.job.write_text(run.job.read_text().replace(": 1GiB\n", ": 1MiB\n"))
     assert in_job.main([str(run.path)]) == 4
     assert (run.profile.exists(), run.plan.exists()) == (True, False)
     error, cure = capsys.readouterr().err.splitlines()

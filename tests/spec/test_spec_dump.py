@@ -23,7 +23,7 @@ def job(tmp_path, minimal):
         + "./model.py:w, kwargs: {q: 1}}}}\n"
         + "cluster: cluster.json\n"
         + "resources: {nodes: 2, walltime: 1:30:00, memory_per_node: 8GiB}\n"
-        + "pipeline: {stages: 2, warm_up: [2, 1]}\n"
+        + "pipeline: {stages: 2, warm_up: [2, 1], memory_limit: 64MiB}\n"
     )
     return home / "job.yaml"
 
