@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
@@ -49,6 +49,10 @@ _ROUNDING = {"float32": 1e-4, "bf16": 2e-2, "float16": 2e-2}
 _BY_PROCESS = (
     "samples differ from process to process, so both trainings may have had others (are classes "
     "numbered in the order of a set?)"
+)
+_NOT_FINITE = (
+    "the loss of step {step} is not finite in both trainings, so that they are equal shows little: "
+    "lower the learning rate, or look for the cause with one process"
 )
 _SAME_MICRO_BATCHES = (
     "{loss}: both trainings have {count} micro-batches, and a loop over whole batches would train "
@@ -261,13 +265,15 @@ def differing(
     plan: Plan, profile: Profile | None, comparison: Comparison, kept: Sequence[str] = ()
 ) -> list[str]:
     """Why a plan may have trained something else than one process: state in Python objects, and
-    buffers of stages with replicas.
+    buffers of stages with replicas. Of equal trainings: whether that shows little.
 
     Args:
         kept: such state that the process has changed.
     """
     if comparison.equal:
-        return []
+        steps = enumerate(comparison.losses, 1)
+        lost = next((step for step, pair in steps if not all(map(isfinite, pair))), None)
+        return [] if lost is None else [_NOT_FINITE.format(step=lost)]
     names = ", ".join(kept[:_MAX_NAMED]) + (", ..." if len(kept) > _MAX_NAMED else "")
     notes = [
         f"the plain training changed {names}, outside of parameters and buffers: if the model "

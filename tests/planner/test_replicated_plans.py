@@ -1,7 +1,7 @@
 """Plans with replicated stages: who gets replicas, what they hold, and what the search rests on."""
 
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 from random import Random
 
 import pytest
@@ -186,7 +186,9 @@ def test_a_stage_that_reads_what_it_has_written_gets_no_replicas_unasked(
     plan, its, _ = replicas(profile, 2)
     assert its == 2
     (said,) = differing(plan, profile, unequal)
-    assert differing(plan, profile, replace(unequal, first=None), ["a.calls"]) == []
+    equal = replace(unequal, first=None, losses=((1.0, 1.0), (nan, nan)))
+    assert differing(plan, profile, replace(equal, losses=()), ["a.calls"]) == []
+    assert "loss of step 2 is not finite" in differing(plan, profile, equal)[0]
     assert "changed a.calls, outside" in differing(plan, None, unequal, ["a.calls"])[0]
     stage = next(i for i, stage in enumerate(plan.stages) if "n3" in stage.nodes)
     assert said.startswith("in training, forwards write and read 'mean', and the 2 replicas of ")
