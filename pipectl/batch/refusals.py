@@ -111,6 +111,7 @@ SLURM = (
     # Of sbatch, before it sends anything.
     "batch script contains dos line breaks",
     "batch script is empty",
+    "cli_filter plugin terminated with error",  # rules of the site, said before
     "invalid numeric value",
     "this does not look like a batch script",
     'try "sbatch --help"',
