@@ -7,6 +7,7 @@ Only the user's code is searched: what the classes of the model's modules and th
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, MutableMapping
 from functools import lru_cache, partial
@@ -15,21 +16,25 @@ from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipectl import faults
+from pipectl.capture.tensors import tensors_in
 
 _MAX_HOLDERS = 2000
 _MAX_ENTRIES = 1000
 """Of a container; a larger one is a table, or data."""
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), Tensor, nn.Module)
 _CONTAINERS = (dict, list)
+CachedFunction: Any = type(lru_cache(int))
+"""What ``functools.lru_cache`` and ``functools.cache`` return."""
 
 
 class Holder(NamedTuple):
     """What has such state.
 
     Args:
-        value: a list or a mapping.
+        value: a list, a mapping, or a function with a cache.
         name: for messages; the names of its entries begin with it.
         owner: the class of the object whose attributes these are; None for a container.
     """
@@ -115,12 +120,21 @@ def outer_holders(step: nn.Module) -> list[Holder]:
         if id(value) in seen or isinstance(value, _PLAIN):
             continue
         seen.add(id(value))
+        if isinstance(value, CachedFunction):
+            found.append(Holder(value, name, None))
         for holder in _holders(name, value):
             found.append(holder)
             items = enumerate(value) if isinstance(value, list) else [*holder.value.items()]
             waiting += [(holder.name_of(key), item) for key, item in items]
         waiting += _behind(value)
     return found
+
+
+def clear_traced(cached: Any) -> None:
+    """Empty the cache of a function if it has tensors of a trace, which have no values."""
+    kept = gc.get_referents(cached)
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(kept)):
+        cached.cache_clear()
 
 
 def _holders(name: str, value: Any) -> Iterator[Holder]:
@@ -147,6 +161,8 @@ def _behind(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, FunctionType):
         yield from _variables(value.__code__.co_filename, value.__globals__)
         yield "", getattr(value, "__wrapped__", None)
+    elif isinstance(value, CachedFunction):
+        yield "", value.__wrapped__
     elif isinstance(value, ModuleType):
         yield from _variables(getattr(value, "__file__", None), vars(value))
     elif isinstance(value, type):

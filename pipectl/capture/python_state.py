@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.outer_state import Holder, outer_holders
+from pipectl.capture.outer_state import CachedFunction, Holder, clear_traced, outer_holders
 from pipectl.capture.randomness import SHARED_GENERATORS, comparable, generator_state, set_state
 from pipectl.capture.refusals import Refusal
 from pipectl.capture.step import own_name, own_path
@@ -103,8 +103,14 @@ def _numbers_of(owner: type) -> dict[str, int | float]:
 
 
 def _restore_outer(model: nn.Module, before: Mapping[str, Entry]) -> None:
-    """Restore numbers and tensors outside of a model; what else it has made there may stay."""
-    for name, entry in reversed(_entries(outer_holders(model)).items()):
+    """Restore numbers and tensors outside of a model; what else it has made there may stay, but
+    for tensors of a trace.
+    """
+    holders = outer_holders(model)
+    for each in holders:
+        if isinstance(each.value, CachedFunction):
+            clear_traced(each.value)
+    for name, entry in reversed(_entries(holders).items()):
         value, holder, key = entry[:3]
         old = before.get(name)
         if old is not None and old.value is value:

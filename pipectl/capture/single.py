@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.patches import quiet
+from pipectl.capture.python_state import preserve_state
 from pipectl.capture.refusals import Refusal, first_line, place_of, running_line
 
 _PLAIN = (bool, int, float, str)
@@ -88,7 +89,8 @@ def _calls(step: nn.Module, batch: tuple[Any, Any]) -> list[_Call]:
     random.seed(0)
     np.random.seed(0)
     try:
-        with quiet(), torch.random.fork_rng(devices=[]), mode, recorder:
+        preserved = preserve_state(trial, ())
+        with quiet(), preserved, torch.random.fork_rng(devices=[]), mode, recorder:
             trial(inputs, targets)
     finally:
         random.setstate(before[0])

@@ -69,6 +69,10 @@ ONE_SAMPLE = {
         1,
     ),
     "its own graph": ("x = x * 2 if len(x) > 1 else x * 3", 1),
+    "tables that are made once": (
+        "x = x + table(6) + COUNTS.setdefault('table', torch.arange(6))",
+        1,
+    ),
 }
 """What a module computes, and the least samples for which one graph computes that."""
 
@@ -85,6 +89,9 @@ def test_a_graph_takes_one_sample_if_the_model_computes_the_same(
         with pytest.raises(RefusedError, match="a micro-batch of 1 sample is too small") as caught:
             graph_of(1)
         assert place_of(path, code) in caught.value.message
+    if least == 1:
+        job.evaluation_graph(1)
+        assert job.misfit(4) is None
 
 
 def test_evaluations_refuse_what_torch_refuses_there(make_job: Any, write_modules: Any) -> None:
