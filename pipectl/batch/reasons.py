@@ -7,6 +7,7 @@ import re
 _HELD = re.compile(r"JobHeld|JobHoldMaxRequeue|RequeueExitHold|(.*[ _])?held([ _]|$)")
 _RELEASE = "`scontrol {where}release {job}` lets it start"
 _OTHER = "it never starts: cancel it, and submit it with"
+_IF_NONE = ";\nif there are none, it never starts: cancel it, and lower resources"
 _SLURM = {
     "JobHeldAdmin": "an administrator holds it, and alone can release it",
     "launch[ _]failed": f"a node could not start it: see `sinfo -R`; {_RELEASE}",
@@ -26,10 +27,12 @@ _SLURM = {
     "`sacctmgr show qos` lists them",
     r"(QOS|Assoc)Grp\w*(Minutes|Wall)|QOSUsageThreshold": "the allowance of its account or QOS "
     "does not suffice;\nask who manages it, or lower resources.walltime",
-    "(QOS|Assoc)Grp": "it waits until other jobs of its account or QOS end",
+    "(QOS|Assoc)GrpJobs": "it waits until other jobs of its account or QOS end",
+    "(QOS|Assoc)Grp": f"it waits until other jobs of its account or QOS end{_IF_NONE}",
     r"QOSMin|(QOS|Assoc)Max\w*(PerJob|PerNode)": f"{_OTHER} other resources,\nor another "
     "slurm.options.qos; `sacctmgr show qos` shows the limits",
-    "QOSMax|AssocMaxJobs|Max.*PerAccount": "it waits until other jobs of its user or account end",
+    "(QOS|Assoc)MaxJobs|MaxJobs": "it waits until other jobs of its user or account end",
+    "QOSMax|Max.*PerAccount": f"it waits until other jobs of its user or account end{_IF_NONE}",
 }
 """What to do about the reasons of Slurm that begin like a pattern; the first one counts."""
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 CHECKPOINTED = 75
 """Exit code of a job script whose ranks stopped at a checkpoint before the last step."""
+CLOCK_SKEW_S = 60.0
+"""Maximum difference between the clocks of this machine, of batch systems and of file servers."""
 QUEUES_TIMEOUT_S = 20.0
 """Time limit for queries of partitions and queues, for which a user waits."""
 _MIN_WALLTIME_PER_LEAD_TIME = 4

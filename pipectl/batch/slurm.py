@@ -21,6 +21,7 @@ from pipectl.batch import process, refusals
 from pipectl.batch.limits import Demand, NodeKind, Queue, check_limits
 from pipectl.batch.reasons import is_held, slurm_cure
 from pipectl.batch.scheduler import (
+    CLOCK_SKEW_S,
     CommandLineScheduler,
     JobRequest,
     JobState,
@@ -40,7 +41,6 @@ SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a|%s"
 _SQUEUE = ("-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT)
 _TIMES: Mapping[str, str | None] = {"SLURM_TIME_FORMAT": "%s"}
 _CLUSTERS = "SLURM_CLUSTERS"
-_CLOCK_SKEW_S = 60.0
 _SIGNALLED = 128
 """Exit codes of scripts that a signal has ended are larger."""
 _MOMENT_S = 3.0
@@ -244,7 +244,7 @@ class SlurmScheduler(CommandLineScheduler):
         done = self._run(*command, max_s=max_s, variables={**_TIMES, **variables})
         if done.returncode and "disabled" not in done.message:
             raise SchedulerError(done.last_line)
-        oldest = (since or 0.0) - _CLOCK_SKEW_S  # older jobs have reused ids
+        oldest = (since or 0.0) - CLOCK_SKEW_S  # older jobs have reused ids
         accounts = parse_sacct(done.stdout, cluster)
         rows = [row for row in accounts if (row.submitted_at or inf) >= oldest]
         rows.sort(key=lambda row: inf if row.status.start is None else row.status.start)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipectl.batch import LOCAL, JobStatus
+from pipectl.batch.scheduler import CLOCK_SKEW_S
 from pipectl.runs import Record, RunDirectory
-
-_CLOCK_SKEW_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -65,5 +64,5 @@ def written_since(record: Record, path: Path) -> float | None:
     """Return when a file of a run was written; None if it was not since the last submission."""
     with suppress(OSError):
         time = path.stat().st_mtime
-        return time if time >= record.submitted_at - _CLOCK_SKEW_S else None
+        return time if time >= record.submitted_at - CLOCK_SKEW_S else None
     return None
