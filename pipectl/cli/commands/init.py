@@ -312,7 +312,7 @@ def _choose_resources(queue: Queue, values: dict[str, Any], *, ask: bool) -> Res
         )
     tasks = tasks or min(_RANKS, queue.cores or _RANKS, gpus or _RANKS)
     proposal: dict[str, Any] = {
-        "nodes": min(-(-_RANKS // tasks), queue.nodes or 1),
+        "nodes": max(min(-(-_RANKS // tasks), queue.nodes or 1), queue.min_nodes),
         "tasks_per_node": tasks,
         "gpus_per_node": min(tasks, gpus),
         "walltime": min(_WALLTIME_S, queue.walltime_s or _WALLTIME_S),
