@@ -282,7 +282,7 @@ _CLUSTER = re.compile(r"CLUSTER: (\S+)")
 _WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
 _SECONDS = re.compile(r"[1-9][0-9]{0,10}")
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+){0,2}:(\d{1,6})\b")
-_COUNT = re.compile(r"(\d{1,9})([KM]?)")
+_COUNT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KM]?)")
 _UNSET_BYTES = 64 * 2**20
 """Slurm reports 1 MB for nodes whose memory is not configured."""
 
@@ -441,10 +441,12 @@ def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
 
 
 def _count(text: str) -> int:
-    """Return a number as sinfo writes it: 1024 is ``1K``, and a range begins with its minimum; 0 if
-    there is none."""
+    """Return a number as sinfo writes it, or the minimum of a range; 0 if there is none.
+
+    1024 is ``1K``, and 1536 ``1.50K``.
+    """
     match = _COUNT.match(text)
-    return int(match[1]) * 1024 ** " KM".index(match[2] or " ") if match else 0
+    return round(float(match[1]) * 1024 ** " KM".index(match[2] or " ")) if match else 0
 
 
 def _demand(request: JobRequest) -> Demand:
