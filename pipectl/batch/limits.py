@@ -13,7 +13,6 @@ from pipectl.errors import SchedulerError
 from pipectl.units import format_clock, plural, shorten
 
 _MAX_NAMES = 4
-_MORE_NODES = "raise resources.nodes"
 _FEWER_CORES = "resources.tasks_per_node or resources.cpus_per_task"
 
 
@@ -112,7 +111,9 @@ def find_misfit(queue: Queue, demand: Demand) -> Misfit | None:
     if nodes < queue.min_nodes:
         least = queue.min_nodes
         fault = f"jobs in {name} have at least {least} nodes, and this one asks for {nodes}"
-        cure = "let `pipectl submit` measure in the job itself" if demand.alone else _MORE_NODES
+        cure = "raise resources.nodes"
+        if demand.alone:
+            cure = "let `pipectl submit` measure in the job itself"
         return Misfit(fault, cure, is_rule=True)
     if nodes > (queue.max_nodes or nodes):
         limit = plural(queue.max_nodes or 0, "node")
@@ -120,8 +121,9 @@ def find_misfit(queue: Queue, demand: Demand) -> Misfit | None:
         return Misfit(fault, "lower resources.nodes", is_rule=True)
     cores = nodes * (demand.cores or 0)
     if cores > (queue.max_cores or cores):
-        fault = f"jobs in {name} may have {queue.max_cores} cores, and this one asks for {cores}"
-        return Misfit(fault, "lower resources.nodes", is_rule=True)
+        limit = plural(queue.max_cores or 0, "core")
+        fault = f"jobs in {name} may have {limit} at most, and this one asks for {cores}"
+        return Misfit(fault, f"lower resources.nodes, {_FEWER_CORES}", is_rule=True)
     return _find_misfit_of_nodes(queue, demand)
 
 
