@@ -6,6 +6,7 @@ The sequence length is free too, if sequences are padded to several lengths.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import zip_longest
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
@@ -176,24 +178,92 @@ def _partly_free(
 
 
 def _lines(program: ExportedProgram) -> list[tuple[str, str]]:
-    """Return all that a program computes, except for the values of parameters and buffers, with the
-    line of the model for each operator, and for each constant that of its first use.
+    """Return all that a program computes for its results, except for the values of parameters and
+    buffers, with the line of the model for each operator, and for each constant that of its first
+    use.
     """
     lines, reading = [], dict[str, str]()
+    specs = program.graph_signature.input_specs
+    names = {getattr(spec.arg, "name", ""): str(spec.target) for spec in specs}
+    kinds = {getattr(spec.arg, "name", ""): spec.kind for spec in specs}
+    fixed = {name for name, kind in kinds.items() if kind is InputKind.CONSTANT_TENSOR}
+    constants = {
+        name: tensor
+        for name, tensor in program.constants.items()
+        if type(tensor) is Tensor and not tensor.is_meta
+    }
     for module in program.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        used = _used(module.graph, fixed)
+        numbers, counts = dict[fx.Node, str](), Counter[str]()
+        for node in (each for each in module.graph.nodes if each in used):
+            # Another constant before it leaves the number of an operator as it is.
+            kind = ("c" if node.name in fixed else "") if node.op == "placeholder" else "%"
+            numbers[node] = f"{kind}{counts[kind]}" if kind else node.name
+            counts[kind] += 1
+        for node, number in numbers.items():
             if node.op == "placeholder":
-                reading[node.name] = next(filter(None, map(place_of_node, node.users)), "")
+                users = (user for user in node.users if user in used)
+                places = filter(None, map(place_of_node, users))
+                reading[names.get(node.name, "")] = next(places, "")
                 continue
             target = getattr(node.target, "__name__", node.target)
-            lines.append((f"{node.name} = {target}{node.args}{node.kwargs}", place_of_node(node)))
-    specs = program.graph_signature.input_specs
-    places = {spec.target: reading.get(getattr(spec.arg, "name", ""), "") for spec in specs}
-    for name, tensor in program.constants.items():
-        if type(tensor) is Tensor and not tensor.is_meta:
-            digest = hashlib.sha256(octets_of(tensor)).hexdigest()
-            lines.append((f"{name}: {digest}", places.get(name, "")))
+            given = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
+            lines.append((f"{number} = {target}{given}", place_of_node(node)))
+    for i, name in enumerate(name for name in constants if name in reading):
+        digest = hashlib.sha256(octets_of(constants[name])).hexdigest()
+        lines.append((f"constant {i}: {digest}", reading[name]))
     return lines
+
+
+def _used(graph: fx.Graph, constants: Collection[str]) -> set[fx.Node]:
+    """Return the nodes on which the results of a graph, or what it writes, depend.
+
+    Args:
+        constants: names of the placeholders that a write does not outlast.
+    """
+    used = set[fx.Node]()
+    for node in reversed(graph.nodes):
+        is_needed = bool(used.intersection(node.users)) or node.op in ("output", "get_attr")
+        if not is_needed and node.op != "placeholder":
+            is_needed = _acts(node) or any(_outlasts(n, used, constants) for n in _written(node))
+        if is_needed:
+            used.add(node)
+    return used
+
+
+def _acts(node: fx.Node) -> bool:
+    """Return whether an operator may do more than to return values and to write its arguments."""
+    if isinstance(node.target, OpOverload):
+        return not node.target._schema.returns
+    return getattr(node.target, "__module__", "") not in ("_operator", "math", "torch")
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that an operator writes."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    written = []
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            written += [n for n in pytree.tree_leaves(given) if isinstance(n, fx.Node)]
+    return written
+
+
+def _outlasts(node: fx.Node, used: set[fx.Node], constants: Collection[str]) -> bool:
+    """Return whether what is written to a value may be read in a place that counts.
+
+    The value may be a view of what it is computed of.
+    """
+    while not used.intersection(node.users):
+        if node.op == "placeholder":
+            return node.name not in constants
+        if not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return True
 
 
 def _difference(lines: list[tuple[str, str]], others: list[tuple[str, str]]) -> str | None:
