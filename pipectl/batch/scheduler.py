@@ -333,6 +333,10 @@ class Scheduler(ABC):
         found = {tag: self.find(tag) for tag in tags}
         return {tag: job_id for tag, job_id in found.items() if job_id is not None}
 
+    def walltime_of(self, request: JobRequest) -> int | None:
+        """Return the walltime that a job asks for, in seconds; None if the site sets it."""
+        return request.resources.walltime
+
     def clusters_of(self, request: JobRequest) -> str:  # noqa: ARG002
         """Return what the request or the environment names as the place to submit to: clusters of
         Slurm, or a server of PBS; empty for the default."""

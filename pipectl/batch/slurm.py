@@ -95,6 +95,10 @@ class SlurmScheduler(CommandLineScheduler):
             named = cluster
         return named
 
+    def walltime_of(self, request: JobRequest) -> int | None:
+        is_ours = request.slurm.options.keys().isdisjoint(SBATCH.replacements["time"])
+        return request.resources.walltime if is_ours else None
+
     def cluster_of(self, job_id: str) -> str:
         return job_id.partition(";")[2]
 
@@ -213,7 +217,7 @@ class SlurmScheduler(CommandLineScheduler):
         return check_limits(
             queues,
             names,
-            _demand(request),
+            _demand(request, self.walltime_of(request)),
             key="slurm.partition",
             exception="if it has a QOS that lifts the limit, name that in slurm.options.qos",
             is_sure=not is_lifted and not request.template_has(SBATCH.mark),
@@ -449,7 +453,7 @@ def _count(text: str) -> int:
     return round(float(match[1]) * 1024 ** " KM".index(match[2] or " ")) if match else 0
 
 
-def _demand(request: JobRequest) -> Demand:
+def _demand(request: JobRequest, walltime_s: int | None) -> Demand:
     """Return what a job asks for, as far as its options do not ask for something else."""
     resources, options = request.resources, request.slurm.options
 
@@ -464,7 +468,7 @@ def _demand(request: JobRequest) -> Demand:
     mib = request.memory_per_node_mib
     return Demand(
         nodes=resources.nodes,
-        walltime_s=None if "time" in replaced or has("--time-min") else resources.walltime,
+        walltime_s=None if has("--time-min") else walltime_s,
         cores=cores,
         memory_bytes=None if "mem" in replaced or mib is None else mib * 2**20,
         gpus=None if "gpus-per-node" in replaced else resources.gpus_per_node,

@@ -94,6 +94,7 @@ class Submission:
             history, sweep, task: see :class:`Record`.
         """
         request = replace(job.request_for(run.path, after=after), cluster=cluster)
+        system = get_scheduler(job.scheduler)
         record = Record(
             name=name or request.name,
             scheduler=job.scheduler,
@@ -102,14 +103,14 @@ class Submission:
             ranks=request.ranks,
             nodes=request.resources.nodes,
             steps=job.spec.training.steps if job.task.steps is None else job.task.steps,
-            clusters=get_scheduler(job.scheduler).clusters_of(request),
+            clusters=system.clusters_of(request),
             history=history,
             kind=job.task.kind,
             sweep=sweep,
             task=task,
             hash_seed=request.hash_seed,
             after=tuple(after_runs),
-            walltime_s=request.resources.walltime,
+            walltime_s=system.walltime_of(request),
             lead_time_s=request.lead_time_s if request.checkpoint else None,
             max_starts=request.max_starts,
         )

@@ -70,7 +70,7 @@ class Record(DataFile):
         sweep: None for a run outside a sweep.
         task: index in the job array with this tag; None for a single job.
         after: names of the runs and sweeps that must complete before it starts.
-        walltime_s: time limit of the job.
+        walltime_s: time limit of the job; None if the site sets it.
         lead_time_s: how long before the end of the walltime it stops at a checkpoint; None if it
             does not.
         max_starts: how often it starts at most by itself; None if only once.
