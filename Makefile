@@ -47,6 +47,7 @@ test: $(INSTALLED) ## run all tests
 
 test-equality: $(INSTALLED) ## compare every schedule, use of memory and number of ranks with one rank
 	$(BIN)/python -m pytest -m '' tests/equality tests/accelerator
+	$(BIN)/python -m pytest -m product --ignore=tests/equality --ignore=tests/accelerator
 
 test-lowest: ## run the tests that start no ranks, and some that do, with the lowest versions allowed
 	$(PYTHON) -m venv .venv-lowest

@@ -23,7 +23,7 @@ from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.units import did_you_mean
 
 if TYPE_CHECKING:
-    from pipectl.spec.models import Environment, Launch
+    from pipectl.spec.launch import Environment, Launch
 
 AUTO = "auto"
 _TIMEOUT_S = 20.0

@@ -20,7 +20,8 @@ from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.units import parse_duration
 
 if TYPE_CHECKING:
-    from pipectl.spec.models import Checkpoint, Environment, Launch, Pbs, Resources, Slurm
+    from pipectl.spec.launch import Environment, Launch, Pbs, Resources, Slurm
+    from pipectl.spec.models import Checkpoint
 
 CHECKPOINTED = 75
 """Exit code of a job script whose ranks stopped at a checkpoint before the last step."""

@@ -47,7 +47,7 @@ from pipectl.jobs.variables import variables_set
 from pipectl.link import RowTimes
 from pipectl.profile import SEEDED_CURE, MeasuredOn, Profile
 from pipectl.spec import evaluation_key, profile_key
-from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
+from pipectl.spec.launch import Environment, Launch, Pbs, Resources, Slurm
 from pipectl.units import shorten
 
 if TYPE_CHECKING:

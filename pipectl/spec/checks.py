@@ -27,6 +27,7 @@ from pipectl.hash_seed import MAX_SEED, RANDOM, VARIABLE, is_seed
 from pipectl.spec import models
 from pipectl.spec.code import is_source
 from pipectl.spec.document import MAX_DEPTH, KeyPath, escape, parse_scalar, resolve
+from pipectl.spec.launch import Environment, Launch, Pbs, Resources, Slurm
 from pipectl.spec.references import (
     Reference,
     faults_of_use,
@@ -133,7 +134,7 @@ def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_code(
-    data: Mapping[str, Any], base: Path, environment: models.Environment | None, *, names: bool
+    data: Mapping[str, Any], base: Path, environment: Environment | None, *, names: bool
 ) -> Iterator[Finding]:
     """Files that do not exist, and placeholders of recipes.
 
@@ -273,7 +274,7 @@ def _missing_imports(factories: Mapping[Reference, tuple[str | int, ...]]) -> It
         yield factories[reference], f"{fault}; {cure}"
 
 
-def _is_elsewhere(environment: models.Environment, launch: Any) -> bool:
+def _is_elsewhere(environment: Environment, launch: Any) -> bool:
     """Whether the job may run with another Python than this, or with other packages."""
     more = environment.container, environment.modules, environment.setup
     has_template = isinstance(launch, Mapping) and bool(launch.get("template"))
@@ -289,7 +290,7 @@ def _built_in(pipeline: models.Pipeline) -> Schedule | None:
     return SCHEDULES.get(pipeline.schedule)
 
 
-def _check_ranks(pipeline: models.Pipeline, resources: models.Resources) -> Iterator[Finding]:
+def _check_ranks(pipeline: models.Pipeline, resources: Resources) -> Iterator[Finding]:
     """Faults of the numbers of stages and ranks, and of memory."""
     stages, name, ranks = pipeline.stages, pipeline.schedule, resources.ranks
     if pipeline.offload == "host" and not resources.gpus_per_node:
@@ -363,7 +364,7 @@ def _check_warm_up(pipeline: models.Pipeline) -> Iterator[Finding]:
         yield _WARM_UP, f"{largest} forwards, but there are {micro_batches} micro-batches"
 
 
-def _check_backward(pipeline: models.Pipeline, resources: models.Resources) -> Iterator[Finding]:
+def _check_backward(pipeline: models.Pipeline, resources: Resources) -> Iterator[Finding]:
     """``backward: apart`` needs two ranks per stage."""
     ranks = 2 * (pipeline.stages or 1)
     if pipeline.backward == "apart" and ranks > resources.ranks:
@@ -389,7 +390,7 @@ def _check_buckets(data: models.Data) -> Iterator[Finding]:
         yield ("data", "pad"), "needs data.buckets: the lengths to pad to, such as [128, 512]"
 
 
-def _check_progress(launch: models.Launch, resources: models.Resources) -> Iterator[Finding]:
+def _check_progress(launch: Launch, resources: Resources) -> Iterator[Finding]:
     if not launch.threads(resources.cpus_per_task):
         fault = "core leaves no core to compute with: resources.cpus_per_task is 1"
         yield ("launch", "progress"), f"{fault}; set it to 2 or more"
@@ -419,14 +420,14 @@ def _check_best(
         yield ("checkpoint", "keep_best"), fault
 
 
-def _check_options(slurm: models.Slurm, pbs: models.Pbs) -> Iterator[Finding]:
+def _check_options(slurm: Slurm, pbs: Pbs) -> Iterator[Finding]:
     for section, options, syntax in (("slurm", slurm.options, SBATCH), ("pbs", pbs.options, QSUB)):
         for name, value in options.items():
             if fault := fault_of_option(syntax, name, value):
                 yield (section, "options", name), fault
 
 
-def _check_slurm_gpus(slurm: models.Slurm, resources: models.Resources) -> Iterator[Finding]:
+def _check_slurm_gpus(slurm: Slurm, resources: Resources) -> Iterator[Finding]:
     units = {"node": resources.nodes, "task": resources.ranks, "job": 1}
     for name, unit in _GPU_OPTIONS.items():
         for _, value in options_of(name, slurm.options.get(name, False)):
@@ -447,7 +448,7 @@ def _check_slurm_gpus(slurm: models.Slurm, resources: models.Resources) -> Itera
                 yield ("slurm", "options", name), fault
 
 
-def _check_select(pbs: models.Pbs, resources: models.Resources) -> Iterator[Finding]:
+def _check_select(pbs: Pbs, resources: Resources) -> Iterator[Finding]:
     if pbs.select and (count := SELECT_COUNT.match(pbs.select)):
         if "+" in pbs.select:
             yield ("pbs", "select"), "has several kinds of chunks, but all nodes of a job are alike"
@@ -456,7 +457,7 @@ def _check_select(pbs: models.Pbs, resources: models.Resources) -> Iterator[Find
             yield ("pbs", "select"), f"{fault} {resources.nodes}"
 
 
-def _check_pbs_gpus(pbs: models.Pbs, resources: models.Resources) -> Iterator[Finding]:
+def _check_pbs_gpus(pbs: Pbs, resources: Resources) -> Iterator[Finding]:
     for gpus in PBS_GPUS.finditer(pbs.select or ""):
         count, how = int(gpus[2]), "instead" if gpus[1] == "ngpus" else "as well"
         cure = f"write resources: {{gpus_per_node: {count}}} {how}"
@@ -476,7 +477,7 @@ def _check_pbs_gpus(pbs: models.Pbs, resources: models.Resources) -> Iterator[Fi
 
 
 def _fault_of_gpus(
-    text: str, number: int, total: int | None, resources: models.Resources, cure: str
+    text: str, number: int, total: int | None, resources: Resources, cure: str
 ) -> str:
     """Why an option may not ask for GPUs; empty if it may.
 
@@ -500,7 +501,7 @@ def _fault_of_gpus(
     return f"{text!r} {fault}; ask for {gpus} per node{other}"
 
 
-def _check_hash_seed(environment: models.Environment) -> Iterator[Finding]:
+def _check_hash_seed(environment: Environment) -> Iterator[Finding]:
     seed = environment.variables.get(VARIABLE, RANDOM)
     if seed != RANDOM and not is_seed(seed):
         fault = f"must be a number from 0 to {MAX_SEED}, or random: Python starts with no other"

@@ -17,7 +17,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem
-from pipectl.spec import models
+from pipectl.spec import launch, models
 from pipectl.spec.checks import fault_of_former_key
 from pipectl.spec.document import (
     KeyPath,
@@ -80,7 +80,7 @@ class _Generator(GenerateJsonSchema):
 @cache
 def _descriptions() -> dict[str, dict[str, str]]:
     """The docstrings of fields by class; pydantic would parse them at every start."""
-    tree = ast.parse(Path(models.__file__).read_text("utf-8"))
+    trees = [ast.parse(Path(each.__file__).read_text("utf-8")) for each in (models, launch)]
     return {
         section.name: {
             field.target.id: str(text.value.value)
@@ -88,6 +88,7 @@ def _descriptions() -> dict[str, dict[str, str]]:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
             if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
         }
+        for tree in trees
         for section in tree.body
         if isinstance(section, ast.ClassDef)
     }

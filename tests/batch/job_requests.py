@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from pipectl.batch import Array, JobRequest, Template, get_scheduler
 from pipectl.batch.script import render_variables
 from pipectl.runs import RunDirectory
-from pipectl.spec.models import Checkpoint, Environment, Launch, Pbs, Resources, Slurm
+from pipectl.spec.launch import Environment, Launch, Pbs, Resources, Slurm
+from pipectl.spec.models import Checkpoint
 
 T = TypeVar("T")
 FIELDS = {field.name for field in dataclasses.fields(JobRequest)}

@@ -35,7 +35,7 @@ from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.prepare import memory_of_this_machine
 from pipectl.jobs.profiles import request_of_two
 from pipectl.spec import load
-from pipectl.spec.models import Launch
+from pipectl.spec.launch import Launch
 from pipectl.units import format_bytes, format_time
 from pipectl.versions import cure_of_torch, tested_torch, untested_torch
 

@@ -22,7 +22,7 @@ from pipectl.errors import SchedulerError, SpecError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
 from pipectl.jobs.prepare import memory_of_this_machine
 from pipectl.spec import SpecFile
-from pipectl.spec.models import Resources
+from pipectl.spec.launch import Resources
 from pipectl.spec.references import fault_of, parse
 from pipectl.spec.schema import json_schema
 from pipectl.units import did_you_mean, format_bytes, format_clock, is_name

@@ -1,0 +1,145 @@
+"""The sections of a job spec that say where a job runs and how its ranks start."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pipectl.directives import SchedulerName
+from pipectl.spec import types
+
+
+class Resources(types.Section):
+    """What the job asks for, under every scheduler."""
+
+    nodes: types.Count = 1
+    """Nodes."""
+    tasks_per_node: types.Count = 1
+    """MPI ranks per node."""
+    cpus_per_task: types.Count = 1
+    """Cores per rank, which computes with as many threads (see `launch.progress: core`)."""
+    gpus_per_node: types.Natural = 0
+    """Accelerators per node. If above 0, ranks compute on them, and the job fails if
+    torch finds none (`pipectl doctor` says what it finds)."""
+    memory_per_node: types.Bytes | None = None
+    """Memory per node; by default what the scheduler gives."""
+    walltime: types.Walltime = 3600
+    """Time after which the batch system ends the job; `local` jobs have no limit. A number without
+    a unit is minutes, as for `sbatch --time`."""
+
+    @property
+    def ranks(self) -> int:
+        """MPI ranks of the job."""
+        return self.nodes * self.tasks_per_node
+
+    def memory_per_rank(self, node_bytes: int | None = None) -> int | None:
+        """A rank's share of its node's memory in bytes; None if that is not known, or if ranks
+        compute in the memory of accelerators.
+
+        Args:
+            node_bytes: memory of a node, which counts if ``memory_per_node`` is not given.
+        """
+        if self.memory_per_node is not None:
+            node_bytes = self.memory_per_node
+        if node_bytes is None or self.gpus_per_node:
+            return None
+        return node_bytes // self.tasks_per_node
+
+    @property
+    def shares_machine_memory(self) -> bool:
+        """Whether the memory of a node limits its ranks: the job names no memory, and ranks do not
+        compute in the memory of accelerators."""
+        return self.memory_per_node is None and not self.gpus_per_node
+
+
+class Launch(types.Section):
+    """How the ranks are started."""
+
+    scheduler: Literal["auto", SchedulerName] = "auto"
+    """`slurm`, `pbs`, or `local` for processes on this machine. `auto` is `slurm` if `sbatch` is
+    found, else `pbs` if `qsub` is, else `local`."""
+    launcher: Literal["auto", "srun", "mpiexec"] = "auto"
+    """The command that starts the ranks; `auto` is `mpiexec`. `srun` needs Slurm."""
+    mpi: types.Text = "auto"
+    """The value of `srun --mpi`, such as `pmix`; or the kind of `mpiexec`: `hydra` (MPICH),
+    `openmpi`, `intel` or `cray` (PALS). `auto` detects it at submission, if possible."""
+    bind: Literal["none", "cores", "numa"] = "none"
+    """Bind each rank to `cpus_per_task` cores of its own (`cores`), or to a memory domain of its
+    node (`numa`)."""
+    args: tuple[types.Text, ...] = ()
+    """Further arguments of the launcher, verbatim."""
+    progress: Literal["auto", "none", "poll", "thread", "core"] = "auto"
+    """What moves messages while ranks compute: `none` if MPI does so by itself, `poll` between
+    operators, or a `thread`; `auto` follows from the nodes, the size of the messages and what
+    `pipectl profile --links` measured. With `core`, ranks compute with one thread less than they
+    have cores, and leave that core to a thread for large messages, also in profiles."""
+    gpu_aware: Literal["auto", "always", "never"] = "auto"
+    """Whether MPI reads and writes the memory of accelerators directly: `always`, `never`, or
+    `auto`: if MPI says that it can, and a test message arrives."""
+    hang_after: types.Seconds = 30
+    """How long a rank may be frozen, or its node silent, before the job is ended; at least three
+    steps."""
+    template: types.File | None = None
+    """A Jinja template that extends the job script, relative to the file that names it."""
+
+    def threads(self, cpus_per_task: int) -> int:
+        """Threads that a rank with these cores computes with."""
+        return cpus_per_task - (self.progress == "core")
+
+
+class Environment(types.Section):
+    """What the job script does before the ranks start."""
+
+    modules: tuple[types.Text, ...] = ()
+    """Names for `module load`, in this order."""
+    setup: tuple[str, ...] = ()
+    """Shell code put into the job script verbatim, after the modules."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What a command of `setup` that fails does to the job: it ends it (`stop`) or does not
+    (`continue`). With `stop`, write `COMMAND || true` where a failure does not matter."""
+    variables: types.Variables = Field(default_factory=dict)
+    """Environment variables of all ranks, and of commands while they measure or verify the model. A
+    profile is measured again if one changes that the job's Python files name, or that libraries
+    read which compute (such as `OMP_...`). They may contain secrets: they are written only to two
+    files of the run directory that nobody but its owner can read, to no script and no report.
+    `PYTHONHASHSEED` is the same in all processes of a run, so that they iterate over sets of texts
+    in one order: the number set here, else by the shell, else 0; `random` draws one for the run. A
+    resumed run keeps its number."""
+    container: types.Image | None = None
+    """Apptainer image in which the ranks run, relative to the spec file, or an address such as
+    `docker://...`; its `python3` must have torch, mpi4py and pipectl."""
+
+
+class Slurm(types.Section):
+    """Options for Slurm alone; ignored elsewhere."""
+
+    partition: types.Text | None = None
+    """Partition."""
+    account: types.Text | None = None
+    """Account the job is charged to."""
+    options: types.Options = Field(default_factory=dict)
+    """Further options of sbatch, such as `{qos: long, constraint: a100&nvlink, exclusive: true}`:
+    long names or single letters, with a text, with `true` for an option without a value, or with a
+    list for an option that is repeated. `gpus-per-node` and `mem` (or `mem-per-cpu`,
+    `mem-per-gpu`) replace what follows from `resources`, and `comment` pipectl's own. `chdir`,
+    `comment`, `cpus-per-task`, `gpus-per-node`, `mem`, `ntasks-per-node`, `open-mode`, `signal` and
+    `time` may be `false`, for sites that refuse them. Options that other keys of the spec set are
+    refused."""
+
+
+class Pbs(types.Section):
+    """Options for PBS alone; ignored elsewhere."""
+
+    queue: types.Text | None = None
+    """Queue."""
+    account: types.Text | None = None
+    """Account the job is charged to."""
+    select: types.Select | None = None
+    """Appended to the resources of each node in `-l select`, such as `model=icelake`. A text that
+    begins with the number of nodes, such as `2:ncpus=64:mem=200gb`, is all of `-l select`. With
+    `false`, for sites that refuse it, the job asks for totals: `-l ncpus=` and `-l mem=`."""
+    options: types.Options = Field(default_factory=dict)
+    """Further options of qsub by letter, such as `{P: project, m: ae, l: [place=scatter:excl]}`,
+    with values as for `slurm`. Several nodes are placed by `scatter` unless `l` says otherwise.
+    `S`, `j` and `k` may be `false`, for sites that refuse them."""
