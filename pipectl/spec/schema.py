@@ -6,6 +6,7 @@ It accepts whatever the loader accepts. What a value must be is described from t
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -30,7 +31,7 @@ from pipectl.spec.document import (
 )
 from pipectl.spec.models import JobSpec
 from pipectl.spec.types import SCALAR
-from pipectl.units import did_you_mean
+from pipectl.units import did_you_mean, printable
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _NUMBERS = ("int_type", "float_type", "bool_type")
@@ -80,7 +81,8 @@ class _Generator(GenerateJsonSchema):
 @cache
 def _descriptions() -> dict[str, dict[str, str]]:
     """The docstrings of fields by class; pydantic would parse them at every start."""
-    trees = [ast.parse(Path(each.__file__).read_text("utf-8")) for each in (models, launch)]
+    files = [inspect.getfile(each) for each in (models, launch)]
+    trees = [ast.parse(Path(file).read_text("utf-8")) for file in files]
     return {
         section.name: {
             field.target.id: str(text.value.value)
@@ -238,8 +240,8 @@ def _explain_unknown_key(root: Node, path: KeyPath) -> str:
         places = [names_of[name] for name in similar]
     if not places:
         return f"unknown key; known are {', '.join(names)}"
-    form = f"{{}}={node.value}" if is_option else "'{}'"
-    words = [form.format(path_text(each)) for each in places[:_MAX_PLACES]]
+    keys = map(path_text, places[:_MAX_PLACES])
+    words = [f"{key}={printable(node.value)}" if is_option else f"'{key}'" for key in keys]
     return f"unknown key; did you mean {' or '.join(words)}?"
 
 
