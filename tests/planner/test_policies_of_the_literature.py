@@ -58,7 +58,7 @@ def test_every_policy_makes_a_plan_that_can_be_carried_out(name, machines, opera
     assert len(set(held)) == len(held)
     assert plan == best(name, profile, machines, REQUEST)
     if name in EVEN and machines is FOUR:
-        step_s = planned(profile, machines).predicted_step_s
+        step_s = planned(profile, machines, micro_batches=plan.micro_batches).predicted_step_s
         assert plan.predicted_step_s == pytest.approx(step_s, rel=1e-3)
     if operators == 2:
         assert len(plan.stages) <= 2
