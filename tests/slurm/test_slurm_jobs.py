@@ -247,7 +247,8 @@ def test_a_preempted_job_stops_at_a_checkpoint_and_comes_back(
 ):
     """And it does not if it is cancelled after that."""
     kinds = {"srun": {"launcher": "srun", "mpi": "none"}, "mpiexec": {"mpi": "hydra"}}
-    waits = "trap 'echo TERM >>stop' TERM; : >begun-$PIPECTL_ATTEMPT; "
+    begins = 'rm -f "$PIPECTL_RUN_DIRECTORY/starting"; : >begun-$PIPECTL_ATTEMPT; '
+    waits = f"trap 'echo TERM >>stop' TERM; {begins}"
     request = request_of(
         f"{waits}until [[ -s stop ]]; do sleep 0.1; done; : >stopped",
         nodes=2,
