@@ -16,7 +16,6 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -85,16 +84,11 @@ def _calls(step: nn.Module, batch: tuple[Any, Any]) -> list[_Call]:
     tensors = (*step.parameters(), *step.buffers())
     trial = copy.deepcopy(step, {id(each): mode.from_tensor(each) for each in tensors})
     inputs, targets = pytree.tree_map_only(Tensor, mode.from_tensor, batch)
-    before = random.getstate(), np.random.get_state()
-    random.seed(0)
-    np.random.seed(0)
-    try:
-        preserved = preserve_state(trial, ())
-        with quiet(), preserved, torch.random.fork_rng(devices=[]), mode, recorder:
+    with quiet(), preserve_state(trial, ()):
+        random.seed(0)
+        np.random.seed(0)
+        with mode, recorder:
             trial(inputs, targets)
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
     return recorder.calls
 
 
