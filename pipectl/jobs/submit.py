@@ -237,7 +237,7 @@ def hand_over(
     """
     scheduler = get_scheduler(submissions[0].record.scheduler)
     # A script that was edited may ask for something else.
-    warning = "" if edited else check_limits(submissions[0].request, scheduler.name)
+    warning = "" if edited else limits_warning(submissions[0].request, scheduler.name)
     # By the identity of the plan. Runs without one share None, which copies nothing.
     first_runs: dict[int, RunDirectory] = {}
     environments: dict[Path | None, Environment] = {}
@@ -275,7 +275,7 @@ def hand_over(
     return tuple(submitted)
 
 
-def check_limits(request: JobRequest, scheduler: str) -> str:
+def limits_warning(request: JobRequest, scheduler: str) -> str:
     """Return a warning if a job may never run; see :meth:`pipectl.batch.Scheduler.check`."""
     return get_scheduler(scheduler, QUEUES_TIMEOUT_S).check(request)
 

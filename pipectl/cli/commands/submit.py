@@ -154,9 +154,9 @@ def _show_script(
     if spec.sweep is not None:
         array_script = render_array(job, len(points), spec.sweep.at_once, now)
     if test_only:
-        from pipectl.jobs.submit import check_limits  # a dry run does not import it
+        from pipectl.jobs.submit import limits_warning  # a dry run does not import it
 
-        warn(check_limits(request, job.scheduler))
+        warn(limits_warning(request, job.scheduler))
         forecast = system.estimate(array_script or script)
         no_queue = "the scheduler gives no start time (without a queue, jobs start at once)"
         say(forecast or f"the job is valid; {no_queue}")
