@@ -12,16 +12,13 @@ from typing import NamedTuple, cast
 
 from pipectl.batch.limits import Queue
 from pipectl.batch.process import TIMEOUT_S
+from pipectl.batch.request import CHECKPOINTED, Array, JobRequest, Template
 from pipectl.batch.scheduler import (
-    CHECKPOINTED,
     QUEUES_TIMEOUT_S,
-    Array,
-    JobRequest,
     JobState,
     JobStatus,
     OtherSystemError,
     Scheduler,
-    Template,
 )
 from pipectl.errors import UsageError
 from pipectl.units import did_you_mean

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipectl.batch import process
-from pipectl.batch.scheduler import JobRequest, name_suffix
+from pipectl.batch.request import JobRequest
+from pipectl.batch.scheduler import name_suffix
 from pipectl.errors import UsageError
 
 DRY_RUN = "dry-run"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl.batch import process
-from pipectl.batch.scheduler import JobRequest, Template
+from pipectl.batch.request import JobRequest, Template
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.units import did_you_mean
 

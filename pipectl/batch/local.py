@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipectl.batch import process
-from pipectl.batch.scheduler import JobRequest, JobState, JobStatus, Scheduler
+from pipectl.batch.request import JobRequest
+from pipectl.batch.scheduler import JobState, JobStatus, Scheduler
 from pipectl.errors import SchedulerError
 from pipectl.files import open_regular
 

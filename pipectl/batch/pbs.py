@@ -18,9 +18,9 @@ from pathlib import Path
 from pipectl.batch import process, refusals
 from pipectl.batch.limits import Demand, NodeKind, Queue, check_limits
 from pipectl.batch.reasons import pbs_cure
+from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import (
     CommandLineScheduler,
-    JobRequest,
     JobState,
     JobStatus,
     OtherSystemError,

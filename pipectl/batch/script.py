@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pipectl.batch import process
 from pipectl.batch.launchers import NOT_OF_JOBS, OF_JOBS, is_told_of_jobs, launch_command
 from pipectl.batch.refusals import TROUBLES
-from pipectl.batch.scheduler import CHECKPOINTED, JobRequest, Template
+from pipectl.batch.request import CHECKPOINTED, JobRequest, Template
 from pipectl.directives import (
     SYNTAXES,
     Syntax,

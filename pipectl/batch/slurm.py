@@ -20,10 +20,10 @@ from typing import NamedTuple
 from pipectl.batch import process, refusals
 from pipectl.batch.limits import Demand, NodeKind, Queue, check_limits
 from pipectl.batch.reasons import is_held, slurm_cure
+from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import (
     CLOCK_SKEW_S,
     CommandLineScheduler,
-    JobRequest,
     JobState,
     JobStatus,
     failure,
