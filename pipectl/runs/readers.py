@@ -36,7 +36,7 @@ _NOISE = re.compile(
 )
 """Lines that do not say why a launcher failed, but that it is being ended."""
 _PROCESS_ENDED = re.compile(
-    r"a process ended before MPI|srun: error: \S+: tasks? \S+ "
+    r"a process ended .*before MPI|srun: error: \S+: tasks? \S+ "
     r"|srun: (launch/|Terminating|Job step a)|slurmstepd\S* error: \*\*\*"
     r"|YOUR APPLICATION TERMINATED"
 )
@@ -193,12 +193,13 @@ def _cure_of_missing(missing: re.Match[str]) -> str:
 
 
 def _telling(printed: Iterable[str]) -> list[str]:
-    """Return the few lines that say what went wrong: the first ones with a word for it."""
+    """Return the few lines that say what went wrong: the first ones with a word for it, and at
+    least one that says which process ended."""
     lines = list(dict.fromkeys(line.strip() for line in printed if not _NOISE.match(line)))
     ends = [line for line in lines if _PROCESS_ENDED.match(line)]
     words = [line for line in lines if line not in ends]
     telling = [line for line in words if _TELLING.search(line)]
-    return [*(telling or words[-_MAX_LINES:]), *ends][:_MAX_LINES]
+    return [*(telling or words[-_MAX_LINES:])[: _MAX_LINES - bool(ends)], *ends][:_MAX_LINES]
 
 
 def read_stall(run: RunDirectory) -> str:

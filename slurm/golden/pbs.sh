@@ -26,7 +26,7 @@ write_file() {
     (umask 077 && echo "$2" >"$PIPECTL_RUN_DIRECTORY/$1.tmp") &&
         mv -f "$PIPECTL_RUN_DIRECTORY/$1.tmp" "$PIPECTL_RUN_DIRECTORY/$1"
 }
-rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
+rm -f "$PIPECTL_RUN_DIRECTORY"/{agents,exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
 finish() {
     local code=$?
     [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/starting"
@@ -158,9 +158,20 @@ settle() {
         echo "pipectl: $(<"$PIPECTL_RUN_DIRECTORY/exit_warning")" >&2
         code=0
     elif ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" && (-z $signal_code || $waited_s) ]]; then
+        await_agents
         report_start "$code $waited_s"
     fi
     return "$code"
+}
+# A launcher may end before its agents do, by which it starts processes on other nodes: these have
+# more to say.
+await_agents() {
+    local agent looks=100
+    for agent in $(cat "$PIPECTL_RUN_DIRECTORY/agents" 2>/dev/null); do
+        while [[ -e "/proc/$agent/exe" ]] && ((looks-- > 0)); do # no zombie
+            read -rt 0.1 <> <(:)
+        done
+    done
 }
 # Says why no rank has begun: an exit code, and what was printed.
 report_start() {
@@ -249,7 +260,7 @@ guard() {
             write_file starting "$start_limit_s"
             kill -s TERM "$1" 2>/dev/null
         elif [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && has_lost_rank "$1" && ((++looks == 2)); then
-            why='a process ended before MPI had begun in it' patience=2
+            why="a process ended on ${SLURMD_NODENAME:-$HOSTNAME} before MPI had begun in it" patience=2
             echo "$why" >&2
             kill -s TERM "$1" 2>/dev/null
         elif [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]] && ((--end_looks == 0)); then
@@ -316,15 +327,17 @@ disown "$!"
 if type pbs_tmrsh >/dev/null 2>&1; then
     cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
 #!/bin/bash
+echo "$$" >>"$PIPECTL_RUN_DIRECTORY/agents"
 while [[ ${1-} == -* ]]; do shift; done
 host=$1
+where=" on $host"
 shift
 trap '' TERM INT USR1 USR2
 pbs_tmrsh "$host" /bin/bash -c "$*"
 code=$?
 # Before MPI has begun, mpiexec would wait forever. (The daemons of Open MPI leave their agent.)
 if [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && { ((code)) || [[ $* == *hydra_pmi_proxy* ]]; }; then
-    ((code)) || echo "a process ended before MPI had begun in it" >&2
+    ((code)) || echo "a process ended${where-} before MPI had begun in it" >&2
     for signal in 0 0 TERM TERM KILL; do
         kill -s "$signal" "$PPID" 2>/dev/null || break
         sleep 1

@@ -22,7 +22,7 @@ write_file() {
     (umask 077 && echo "$2" >"$PIPECTL_RUN_DIRECTORY/$1.tmp") &&
         mv -f "$PIPECTL_RUN_DIRECTORY/$1.tmp" "$PIPECTL_RUN_DIRECTORY/$1"
 }
-rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
+rm -f "$PIPECTL_RUN_DIRECTORY"/{agents,exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
 finish() {
     local code=$?
     [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/starting"
@@ -154,9 +154,20 @@ settle() {
         echo "pipectl: $(<"$PIPECTL_RUN_DIRECTORY/exit_warning")" >&2
         code=0
     elif ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" && (-z $signal_code || $waited_s) ]]; then
+        await_agents
         report_start "$code $waited_s"
     fi
     return "$code"
+}
+# A launcher may end before its agents do, by which it starts processes on other nodes: these have
+# more to say.
+await_agents() {
+    local agent looks=100
+    for agent in $(cat "$PIPECTL_RUN_DIRECTORY/agents" 2>/dev/null); do
+        while [[ -e "/proc/$agent/exe" ]] && ((looks-- > 0)); do # no zombie
+            read -rt 0.1 <> <(:)
+        done
+    done
 }
 # Says why no rank has begun: an exit code, and what was printed.
 report_start() {
@@ -245,7 +256,7 @@ guard() {
             write_file starting "$start_limit_s"
             kill -s TERM "$1" 2>/dev/null
         elif [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && has_lost_rank "$1" && ((++looks == 2)); then
-            why='a process ended before MPI had begun in it' patience=2
+            why="a process ended on ${SLURMD_NODENAME:-$HOSTNAME} before MPI had begun in it" patience=2
             echo "$why" >&2
             kill -s TERM "$1" 2>/dev/null
         elif [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]] && ((--end_looks == 0)); then
@@ -295,6 +306,8 @@ unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 export SLURM_CPU_BIND=none
 cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
 #!/bin/bash
+echo "$$" >>"$PIPECTL_RUN_DIRECTORY/agents"
+where=
 options=()
 while (($#)) && [[ $1 != */hydra_pmi_proxy ]]; do options+=("$1") && shift; done
 srun --kill-on-bad-exit=1 "${options[@]}" /bin/bash -c '
@@ -327,12 +340,12 @@ for look in 1 2 3; do
     has_begun && exit "$code"
     read -rt 1 <> <(:)
 done
-echo "a process ended before MPI had begun in it" >&2
+echo "a process ended on ${SLURMD_NODENAME:-$HOSTNAME} before MPI had begun in it" >&2
 exit 1' "$@"
 code=$?
 # Before MPI has begun, mpiexec would wait forever. (The daemons of Open MPI leave their agent.)
 if [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && { ((code)) || [[ $* == *hydra_pmi_proxy* ]]; }; then
-    ((code)) || echo "a process ended before MPI had begun in it" >&2
+    ((code)) || echo "a process ended${where-} before MPI had begun in it" >&2
     for signal in 0 0 TERM TERM KILL; do
         kill -s "$signal" "$PPID" 2>/dev/null || break
         sleep 1

@@ -189,7 +189,7 @@ def test_an_mpiexec_that_waits_for_a_process_that_has_ended_is_ended(make_reques
         done = subprocess.run(["bash", script], stdout=log, stderr=log, timeout=60, check=False)
     assert done.returncode
     (error,) = read_errors(run)
-    assert "a process ended before MPI had begun in it" in error.message
+    assert f"a process ended on {os.uname().nodename} before MPI had begun" in error.message
 
 
 def test_ranks_that_are_done_and_do_not_end_are_ended(make_request):
@@ -229,6 +229,27 @@ def test_an_mpiexec_whose_processes_do_not_start_is_ended(make_request, mpiexec,
     (error,) = read_errors(run)
     assert error.where == "start on node1"
     assert error.message.splitlines()[1] == "srun: error: Job credential expired"
+
+
+def test_what_ended_is_said_though_the_launcher_ends_before_its_agent(make_request, job_of_slurm):
+    """And has more to say than the few lines of a reason."""
+    srun = Path(os.environ["PATH"].partition(":")[0]) / "srun"
+    srun.write_text(
+        "#!/bin/bash\nwhile kill -0 $LAUNCHER 2>/dev/null; do read -rt 0.05 <> <(:); done\n"
+        "echo 'a process ended on node2 before MPI had begun in it' >&2\nexit 1\n"
+    )
+    mpiexec = (
+        "export LAUNCHER=$$; $HYDRA_LAUNCHER_EXEC -N2 /bin/hydra_pmi_proxy & "
+        "until [[ -s agents ]]; do read -rt 0.05 <> <(:); done; "
+        "for f in f1 f2 f3; do echo "
+        '"[proxy:1@node2] $f (/a.c:1): read error"; done; exit 255'
+    )
+    request = make_request(nodes=2)
+    assert run(request, "bash", "-c", f"({mpiexec}) >>logs/job.log 2>&1", scheduler="slurm")[0]
+    (error,) = read_errors(RunDirectory(request.run_directory))
+    _, first, _, ended = error.message.splitlines()
+    assert "read error" in first
+    assert ended == "a process ended on node2 before MPI had begun in it"
 
 
 @pytest.mark.mpi
@@ -520,4 +541,4 @@ def test_other_nodes_of_pbs_are_reached_by_the_task_manager(pbs, make_request):
     rank = '"$HYDRA_LAUNCHER_EXEC" n2 /bin/hydra_pmi_proxy; read -t 30 <> <(:)'
     assert run(request, "bash", "-c", rank, scheduler="pbs")[0] == 143
     (error,) = read_errors(RunDirectory(request.run_directory))
-    assert "a process ended before MPI had begun in it" in error.message
+    assert "a process ended on n2 before MPI had begun in it" in error.message

@@ -50,7 +50,7 @@ STARTS = {
     "proxy dies": (HYDRA, {"srun": prints("proxy: killed", "kill -9 $$")}, "proxy: killed"),
     "no program": ({**HYDRA, "command": ("no-such-program",)}, {}, "no-such-program"),
     "second node": ({**HYDRA, "command": SECOND_FAILS}, {}, "denied"),
-    "second ends": ({**HYDRA, "command": SECOND_ENDS}, {}, "a process ended"),
+    "second ends": ({**HYDRA, "command": SECOND_ENDS}, {}, "a process ended on node"),
     "second proxy": (HYDRA, {"srun": SECOND_PROXY}, "denied"),
     "ranks wait": ({**HYDRA, **SOON, "command": WAITS}, {}, "no rank has begun in"),
     "no mpi4py": ({**HYDRA, "command": PYTHON}, {}, "No module named mpi4py"),
