@@ -1,9 +1,9 @@
-"""The command that starts one process per rank: MPI's ``mpiexec``, or Slurm's ``srun``.
+"""The command that starts one process per rank: MPI's ``mpiexec``, Slurm's ``srun``, or another.
 
 Sources of the options: ``mpiexec -help`` and ``mpiexec -bind-to -help`` of MPICH; prterun's help
 (``--map-by``, ``--rank-by``, ``--bind-to``; Open MPI 4 takes the same); Intel's developer reference
 (``mpiexec.hydra``, "Interoperability with OpenMP API", "Process Pinning"); job scripts of sites
-with Cray's PALS.
+with Cray's PALS, and of TACC's with ibrun; flux-run(1).
 """
 
 from __future__ import annotations
@@ -81,6 +81,52 @@ _MPIEXECS = {
         {"none": "none", "cores": "depth", "numa": "numa"},
     ),
 }
+
+
+class _Launcher(NamedTuple):
+    """The options of a launcher that does not belong to an MPI.
+
+    Args:
+        words: the command, with placeholders for ``mpi``, ``cores`` and ``bind``.
+        bind: binding by ``launch.bind``; what is missing is refused.
+        mpi: option for ``launch.mpi``; empty if there is none.
+        scheduler: the batch system that it belongs to; empty if any may have it.
+        cure: how to bind in another way.
+    """
+
+    words: str
+    bind: Mapping[str, str]
+    mpi: str = ""
+    scheduler: str = ""
+    cure: str = ""
+
+
+_LAUNCHERS = {
+    # In Slurm 22.05 to 23.02, srun does not inherit the cores. A rank that dies must end the step,
+    # otherwise the others block.
+    "srun": _Launcher(
+        "srun --kill-on-bad-exit=1 {mpi} --ntasks={ranks} --ntasks-per-node={per_node} {cores} "
+        "--distribution=block --export=ALL {bind}",
+        {"none": "", "cores": "--cpu-bind=cores", "numa": "--cpu-bind=ldoms"},
+        mpi="--mpi={mpi}",
+        scheduler="slurm",
+    ),
+    # TACC's; the loaded modules say which MPI.
+    "ibrun": _Launcher(
+        "ibrun -n {ranks}",
+        {"none": ""},
+        scheduler="slurm",
+        cure="ibrun binds ranks by a program: write launch.args: [task_affinity]",
+    ),
+    # By default the ranks that still run are killed 30 s after the first one has ended.
+    "flux": _Launcher(
+        "flux run --nodes={nodes} --exclusive --tasks-per-node={per_node} {mpi} -o exit-on-error "
+        "-o exit-timeout=none {bind}",
+        {"none": "", "cores": "-o cpu-affinity=per-task"},
+        mpi="-o pmi={mpi}",
+        cure="flux binds ranks to cores only, or by -o cpu-affinity in launch.args",
+    ),
+}
 MPIEXECS = tuple(_MPIEXECS)
 """Names for ``launch.mpi`` with mpiexec: MPICH, Open MPI, Intel MPI, and PALS on Cray EX."""
 OF_JOBS = (
@@ -94,7 +140,6 @@ OF_JOBS = (
 system, or under another launcher."""
 NOT_OF_JOBS = ("*_TMPDIR", "*_SUBMIT_DIR", "SLURM_CONF*", "SLURM_JWT", "PBS_O_*", "PMIX_MCA_*")
 """Patterns of variables that it does not look at, but that a user's code may need."""
-_SRUN_BINDING = {"none": (), "cores": ("--cpu-bind=cores",), "numa": ("--cpu-bind=ldoms",)}
 _PMIS = {"open mpi": ("pmix",), "cray mpich": ("cray_shasta", "pmi2")}
 """Kinds of PMI of MPI libraries, the best first, by parts of their version text."""
 _USUAL_PMI = "pmi2"
@@ -112,44 +157,63 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
 
     Raises:
         InvalidInputError: ranks cannot be bound as requested.
-        SchedulerError: there is no mpiexec, or the launcher is srun without Slurm.
+        SchedulerError: there is no mpiexec, or the launcher belongs to another batch system.
     """
     if request.array is not None:
         return ()
     launch, command = request.launch, request.in_container(request.command)
     if request.alone:
         return command
-    if launch.launcher != "srun":
+    if launch.launcher not in _LAUNCHERS:
         options = _mpiexec_options(request, on_this_machine=scheduler == "local")
         mpiexec = request.mpiexec or find_mpiexec(request.environment, request.template)
         return (mpiexec, *options, *launch.args, *command)
-    if scheduler != "slurm":
-        raise SchedulerError("launch.launcher: srun needs Slurm", cure="use mpiexec or auto")
-    # In Slurm 22.05 to 23.02, srun does not inherit the cores. A rank that dies must end the step,
-    # otherwise the others block.
-    cores = (f"--cpus-per-task={request.resources.cpus_per_task}",)
-    return (
-        "srun",
-        "--kill-on-bad-exit=1",
-        f"--mpi={launch.mpi}",
-        f"--ntasks={request.ranks}",
-        f"--ntasks-per-node={request.resources.tasks_per_node}",
-        *(() if "cpus-per-task" in request.slurm.options else cores),
-        "--distribution=block",
-        "--export=ALL",
-        *_SRUN_BINDING[launch.bind],
-        *launch.args,
-        *command,
-    )
+    return (*_launcher_words(request, scheduler), *launch.args, *command)
 
 
-def is_told_of_jobs(mpi: str) -> bool:
-    """Return whether a kind of mpiexec starts ranks through a batch system even on this machine:
-    PALS has no other way."""
-    return mpi == "cray"
+def _launcher_words(request: JobRequest, scheduler: str) -> list[str]:
+    """Return a launcher that does not belong to an MPI, with its options."""
+    launch, resources = request.launch, request.resources
+    name, launcher = launch.launcher, _LAUNCHERS[launch.launcher]
+    if launcher.scheduler not in {"", scheduler}:
+        raise SchedulerError(
+            f"launch.launcher: {name} needs {launcher.scheduler.capitalize()}",
+            cure="use mpiexec or auto",
+        )
+    if launch.mpi != AUTO and not launcher.mpi:
+        raise InvalidInputError(
+            f"launch.mpi: {name} starts the MPI of the loaded modules, and takes no {launch.mpi!r}",
+            cure="remove launch.mpi, and name the MPI in environment.modules",
+        )
+    if launch.bind not in launcher.bind:
+        raise InvalidInputError(
+            f"launch.bind: {name} has no option that binds ranks to {launch.bind}",
+            cure=launcher.cure,
+        )
+    cores = f"--cpus-per-task={resources.cpus_per_task}"
+    has_mpi = launch.mpi != AUTO or name == "srun"
+    return launcher.words.format(
+        nodes=resources.nodes,
+        ranks=request.ranks,
+        per_node=resources.tasks_per_node,
+        cores="" if "cpus-per-task" in request.slurm.options else cores,
+        mpi=launcher.mpi.format(mpi=launch.mpi) if has_mpi else "",
+        bind=launcher.bind[launch.bind],
+    ).split()
 
 
-def local_environment(mpi: str = AUTO) -> dict[str, str]:
+def belongs_to_mpi(launch: Launch) -> bool:
+    """Return whether the launcher of a job is an mpiexec, which needs no batch system."""
+    return launch.launcher not in _LAUNCHERS
+
+
+def is_told_of_jobs(launch: Launch) -> bool:
+    """Return whether a launcher starts ranks through a batch system even on this machine: PALS and
+    Flux have no other way."""
+    return launch.mpi == "cray" or launch.launcher == "flux"
+
+
+def local_environment(launch: Launch | None = None) -> dict[str, str]:
     """Return the environment of an mpiexec, or of a process with MPI, for this machine alone.
 
     In a job, such as the shell of ``srun --pty bash``, mpiexec would start the ranks through the
@@ -158,7 +222,7 @@ def local_environment(mpi: str = AUTO) -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if is_told_of_jobs(mpi)
+        if (launch is not None and is_told_of_jobs(launch))
         or any(fnmatchcase(name, pattern) for pattern in NOT_OF_JOBS)
         or not any(fnmatchcase(name, pattern) for pattern in OF_JOBS)
     }
@@ -249,6 +313,8 @@ def choose_mpi(
         return MpiChoice(mpi)
     if launch.launcher == "srun":
         return _choose_pmi(mpi, environment, template)
+    if not belongs_to_mpi(launch):
+        return MpiChoice(mpi)
     try:
         mpiexec = find_mpiexec(environment, template)
     except SchedulerError:

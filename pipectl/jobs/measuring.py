@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, TypedDict
 
 from pipectl.batch import LOCAL
+from pipectl.batch.launchers import belongs_to_mpi
 from pipectl.errors import UsageError
 from pipectl.files import is_stream, make_directory_of
 from pipectl.jobs.job import (
@@ -117,7 +118,7 @@ def plan_rehearsal(
         launch = {
             "bind": "none",
             "launcher": "mpiexec",
-            "mpi": "auto" if spec.launch.launcher == "srun" else spec.launch.mpi,
+            "mpi": spec.launch.mpi if belongs_to_mpi(spec.launch) else "auto",
             "args": spec.launch.args if batch_system == LOCAL else (),
         }
         variables = {**spec.environment.variables, **_OVERSUBSCRIBE}

@@ -399,6 +399,7 @@ def measure_rows(
         or len(os.sched_getaffinity(0)) < _ROW_RANKS * resources.cpus_per_task
         or resources.gpus_per_node
         or spec.environment.container is not None
+        or launch.launcher in ("ibrun", "flux")  # whose ranks cannot be put on this node
     ):
         return None, UNKNOWN_ROWS
     if progress is not None:
@@ -418,7 +419,7 @@ def measure_rows(
                 *arguments,
                 cpus_per_task=resources.cpus_per_task,
             )
-            in_job = by_srun or is_told_of_jobs(request.launch.mpi)
+            in_job = by_srun or is_told_of_jobs(request.launch)
             result = process.run(
                 launch_command(request, scheduler if in_job else LOCAL),
                 cure="",

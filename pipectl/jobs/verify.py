@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import psutil
 
 from pipectl.batch import LOCAL, JobState, process
+from pipectl.batch.launchers import belongs_to_mpi
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.hash_seed import VARIABLE, hash_seed_of
 from pipectl.jobs.cancel import cancel
@@ -447,7 +448,7 @@ def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[st
     # A learning rate schedule may follow the loss of evaluations.
     evaluates = spec.evaluation is not None and spec.lr_scheduler is not None
     return [
-        *(["launch={launcher: mpiexec}"] if spec.launch.launcher == "srun" else []),
+        *(["launch={launcher: mpiexec}"] if not belongs_to_mpi(spec.launch) else []),
         # Values that are not finite on both sides count as equal.
         *(["training.on_nonfinite=ignore"] if spec.training.on_nonfinite == "stop" else []),
         *(_EVALUATIONS if evaluates else ["evaluation=null"]),

@@ -59,11 +59,13 @@ class Launch(types.Section):
     scheduler: Literal["auto", SchedulerName] = "auto"
     """`slurm`, `pbs`, or `local` for processes on this machine. `auto` is `slurm` if `sbatch` is
     found, else `pbs` if `qsub` is, else `local`."""
-    launcher: Literal["auto", "srun", "mpiexec"] = "auto"
-    """The command that starts the ranks; `auto` is `mpiexec`. `srun` needs Slurm."""
+    launcher: Literal["auto", "srun", "mpiexec", "ibrun", "flux"] = "auto"
+    """The command that starts the ranks; `auto` is `mpiexec`. `srun` and `ibrun` (TACC's) need
+    Slurm; `flux` is `flux run`, within an allocation of Flux."""
     mpi: types.Text = "auto"
-    """The value of `srun --mpi`, such as `pmix`; or the kind of `mpiexec`: `hydra` (MPICH),
-    `openmpi`, `intel` or `cray` (PALS). `auto` detects it at submission, if possible."""
+    """The value of `srun --mpi`, such as `pmix`, or of `flux run -o pmi`; or the kind of `mpiexec`:
+    `hydra` (MPICH), `openmpi`, `intel` or `cray` (PALS). `auto` detects it at submission, if
+    possible."""
     bind: Literal["none", "cores", "numa"] = "none"
     """Bind each rank to `cpus_per_task` cores of its own (`cores`), or to a memory domain of its
     node (`numa`)."""

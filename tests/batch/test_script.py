@@ -25,6 +25,7 @@ from pipectl.runs import (
     read_errors,
     read_requeue_error,
 )
+from pipectl.spec.launch import Launch
 from pipectl.spec.models import Checkpoint
 
 SAVES = Checkpoint(max_requeues=0)
@@ -272,7 +273,8 @@ def test_jobs_of_this_machine_are_no_part_of_the_job_in_which_they_run(
         "SLURM_TMPDIR",
         "SLURM_SUBMIT_DIR",
     }
-    assert local_environment("cray") == dict(os.environ)
+    for launch in (Launch(mpi="cray"), Launch(launcher="flux")):
+        assert local_environment(launch) == dict(os.environ)
 
 
 @pytest.mark.parametrize(
@@ -444,6 +446,50 @@ def test_the_script_of_a_run_takes_over_that_of_its_array(
     assert words[2] == f"{runs[1]}/job.sh\n"
     assert not (runs[0] / "logs/job.log").exists()
     assert not (tmp_path / "PWNED").exists()
+
+
+LAUNCHERS = {
+    "ibrun": """[[ $1 == -n ]] || exit 99
+ranks=$2
+shift 2
+[[ $1 == task_affinity ]] && shift""",
+    "flux": """[[ "$1 $2 $4 ${FLUX_URI-}" == "run --nodes=2 --tasks-per-node=2 local:" ]] || exit 99
+ranks=4
+shift 4
+while [[ $1 == -o ]]; do
+    [[ $2 == @(exit-on-error|exit-timeout=none|cpu-affinity=per-task|pmi=simple) ]] || exit 98
+    shift 2
+done""",
+}
+"""As they read their words: TACC's user guides, flux-run(1)."""
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "launch"),
+    [
+        ("slurm", {"launcher": "ibrun", "args": ("task_affinity",)}),
+        ("local", {"launcher": "flux", "bind": "cores", "mpi": "simple"}),
+        ("pbs", {"launcher": "flux"}),
+    ],
+)
+def test_launchers_of_sites_start_all_ranks(make_request, tmp_path, monkeypatch, scheduler, launch):
+    name = launch["launcher"]
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / name
+    copies = 'for _ in $(seq "$ranks"); do "$@" & done\nwait\n'
+    program.write_text(f"#!/bin/bash\n{LAUNCHERS[name]}\n{copies}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FLUX_URI", "local:")
+    words = ("bash", "-c", "echo $OMP_NUM_THREADS $WORD >>ranks; : >finished; rm -f starting")
+    request = make_request(
+        nodes=2, cpus_per_task=3, command=words, variables={"WORD": "a b"}, **launch
+    )
+    script = write_script(request, scheduler=scheduler)
+    done = subprocess.run(["bash", script], timeout=300, check=False)
+    run = request.run_directory
+    assert done.returncode == 0, read_errors(RunDirectory(run))
+    assert (run / "ranks").read_text().splitlines() == ["3 a b"] * 4
 
 
 APPTAINER = """#!/bin/bash

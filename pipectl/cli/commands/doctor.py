@@ -24,6 +24,7 @@ from pipectl.batch import LOCAL, find_scheduler, process
 from pipectl.batch.launchers import (
     AUTO,
     MPIEXECS,
+    belongs_to_mpi,
     knows_pmi,
     launch_command,
     list_pmis,
@@ -174,12 +175,13 @@ def _check_torch() -> Iterator[Finding]:
 def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
     """Start two ranks that send each other messages, as the ranks of a job do."""
     launch = Launch() if launch is None else launch.model_copy(update={"bind": "none"})
-    if launch.launcher == "srun":
-        yield assess("MPI", "ranks start with srun, which can only be tried within a job")
+    if not belongs_to_mpi(launch):
+        text = f"ranks start with {launch.launcher}, which can only be tried within a job"
+        yield assess("MPI", text)
         return
     request = request_of_two(launch, _REACH)
     command, mpi = launch_command(request, LOCAL), request.launch.mpi
-    answer = _answer(command, local_environment(mpi))
+    answer = _answer(command, local_environment(request.launch))
     if answer["ranks"] != 2:
         raise SchedulerError(
             f"{command[0]} starts two ranks that do not see each other: it does not belong to the "
