@@ -63,7 +63,7 @@ COMMANDS = {
 LAB = {
     "simulate": "Simulate one step and draw it.\n\n"
     "The chart shows the actions and the waits of every rank.",
-    "plan": "Plan with other planners, for other objectives or links.",
+    "plan": "Plan for other objectives, techniques or links.",
     "rehearse": "Run a plan with sleeps in place of computation.\n\n"
     "It runs on this machine unless --scheduler names a batch system.",
     "verify": "Compare a pipeline with training in one process.\n\n"
@@ -87,7 +87,6 @@ _OLD_OPTIONS = {
         **_SIZES,
         "--memory-limit": "--set pipeline.memory_limit=SIZE",
         "--objective": "pipectl lab plan --objective",
-        "--planner": "pipectl lab plan --planner",
         "--allow": "pipectl lab plan --allow",
         "--budget": "pipectl lab plan --budget",
         "--bandwidth": "pipectl lab plan --bandwidth",

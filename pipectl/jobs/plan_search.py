@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any, NotRequired, TypedDict
 
@@ -15,15 +14,13 @@ from pipectl.errors import InfeasibleError, PipectlError
 from pipectl.jobs.planning import PlanInputs, advise_other_micro_batches
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
-from pipectl.planner.baselines import OWN
-from pipectl.planner.baselines.plans import policy_plans
 from pipectl.planner.explain.bottleneck import LinkLoad, StepParts, busiest_link, step_parts
 from pipectl.planner.explain.data_parallel import WithoutPipeline, without_pipeline
 from pipectl.planner.explain.explain import Explanation, explain
 from pipectl.planner.explain.what_if import step_range, with_ranks
 from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.judge import plan_of_stages
-from pipectl.planner.search import MAX_ALTERNATIVES, search_plans
+from pipectl.planner.search import search_plans
 from pipectl.profile import Profile
 from pipectl.simulate import Simulation, simulate
 from pipectl.units import format_bytes
@@ -33,7 +30,6 @@ class PlanSearch:
     """A planner that ends with the best plan so far after a time limit or an interrupt.
 
     Args:
-        planner: name of the planner.
         budget_s: time limit of each plan; None sets no limit.
 
     Attributes:
@@ -41,8 +37,8 @@ class PlanSearch:
         cut_short: whether a search has ended early.
     """
 
-    def __init__(self, planner: str = OWN, budget_s: float | None = None) -> None:
-        self.planner, self.budget_s = planner, budget_s
+    def __init__(self, budget_s: float | None = None) -> None:
+        self.budget_s = budget_s
         self.interrupted = self.cut_short = False
         self.restart()
 
@@ -61,27 +57,14 @@ class PlanSearch:
         self.cut_short = self.cut_short or late or self.interrupted
         return late or self.interrupted
 
-    def find(
-        self, profile: Profile, cluster: Cluster, request: PlanRequest, planner: str | None = None
-    ) -> list[Plan]:
-        """Find the best plan, and after it the next best ones.
-
-        Args:
-            planner: name of the planner; None for that of this search.
-        """
+    def find(self, profile: Profile, cluster: Cluster, request: PlanRequest) -> list[Plan]:
+        """Find the best plan, and after it the next best ones."""
         self.restart()
-        if (planner := planner or self.planner) == OWN:
-            return search_plans(profile, cluster, request, self.expired)
-        plan, *others = policy_plans(planner, profile, cluster, request, self.expired)
-        assert plan.search is not None, "planners say how they found a plan"
-        searched = replace(plan.search, planning_s=self.elapsed_s)
-        return [replace(plan, search=searched), *others[:MAX_ALTERNATIVES]]
+        return search_plans(profile, cluster, request, self.expired)
 
-    def plan(
-        self, profile: Profile, cluster: Cluster, request: PlanRequest, planner: str | None = None
-    ) -> Plan:
+    def plan(self, profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
         """The best plan; see :meth:`find`."""
-        return self.find(profile, cluster, request, planner)[0]
+        return self.find(profile, cluster, request)[0]
 
 
 class ExplanationJson(TypedDict):
@@ -229,7 +212,7 @@ def plan_step(
         without = explanation = None
         if not search.interrupted:
             tell("comparing with other ways to train")
-            without = without_pipeline(*subject, partial(search.plan, planner=OWN))
+            without = without_pipeline(*subject, search.plan)
         if explained:
             tell("explaining")
             explanation = explain(

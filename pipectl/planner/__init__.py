@@ -3,8 +3,8 @@
 A search turns a ``Chain`` of downsets into a ``Cut`` (stages and kinds of device), a ``Layout``
 (with ranks), a ``Choice`` (with micro-batch size, schedule and warm-up), a ``Candidate`` (with an
 estimate), and a ``Verdict`` (simulated, within memory), which has the plan. Besides the search,
-``balance/`` minimises the largest stage load with a proof, ``baselines/`` has the planners of other
-papers, and ``explain/`` says what limits a plan and what would help.
+``balance/`` minimises the largest stage load with a proof, and ``explain/`` says what limits a plan
+and what would help.
 
 Names of this package load on first use: the search imports LLVM, and the process that measures
 the memory of a rank's process (``profiler``) needs only the planner's cost model.

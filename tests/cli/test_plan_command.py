@@ -9,7 +9,6 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
-import pytest
 from rich.console import Console, RenderableType
 
 from pipectl.cli.views import plan as views
@@ -18,7 +17,6 @@ from pipectl.jobs.plan_search import AnswerJson, StepAnswer
 from pipectl.jobs.planning import PlanInputs
 from pipectl.plan import Blocks, Plan, Prediction, Replication, Search, StageCost
 from pipectl.planner import PlanRequest
-from pipectl.planner.baselines import NAMES, OWN
 from pipectl.planner.explain.bottleneck import LinkLoad, StepParts
 from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline
 from pipectl.planner.explain.explain import Alternative, Explanation, Offer
@@ -59,21 +57,6 @@ def test_plan_writes_a_file_that_loads(cli, profile):
     assert Path("pictures/plan.svg").read_text().startswith("<svg ")
     several = cli("plan", "job.yaml", "--nodes", "1,2", "--scheduler", "slurm", "--json").json
     assert set(several) == {"cut_short", *ScalingJson.__annotations__}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_planners_can_be_compared(cli, alone, name):
-    found = cli(*TWO, "--planner", name, "--json").json
-    assert found["search"]["planner"] == name
-    assert found["planning_s"] == found["search"]["planning_s"] > 0
-    assert found["value_s"] == found["predicted"]["step_time_s"]
-    assert sum(len(stage["nodes"]) for stage in found["stages"]) == 4
-    text = cli(*TWO, "--planner", name, "--explain").out
-    assert f"search:     {'' if name == OWN else f'by {name}, '}took " in text
-    assert "cannot be submitted" not in text
-    assert "with other resources or settings:" in text
-    table = cli(*PROFILE, "--planner", name, "--nodes", "1,2")
-    assert (table.code, table.out.count("\n    ")) == (0, 2)
 
 
 Plans = Callable[..., Plan]
@@ -185,7 +168,6 @@ def test_verdicts_advice_and_remarks(pipeline, golden):
         stopped="by Ctrl-C", compiling_s=1.5,
     )  # fmt: skip
     little = answer(plan, replace(PARTS, bubble_s=0.01, communication_s=0.0))
-    dapple = replace(searched.plan, search=replace(search, planner="dapple"))
     best = replace(searched.plan, search=replace(search, gap=0.0))
     request = replace(searched.inputs.request, micro_batches=4, keeps_micro_batches=True)
     answers = {
@@ -203,7 +185,6 @@ def test_verdicts_advice_and_remarks(pipeline, golden):
         "one rank is slower": answer(plan, without=WithoutPipeline(Estimate(1, 1.1, 0.0, 0), None)),
         "data parallelism was considered": answer(plan, without=parallel, replicas=None),
         "search": replace(searched, inputs=replace(searched.inputs, request=request)),
-        "another planner": replace(searched, plan=dapple),
         "best plan": replace(searched, plan=best),
         **{name: answer(plan, link=link) for name, link in links.items()},
     }

@@ -9,15 +9,15 @@ import os
 from pathlib import Path
 
 import pytest
+from literature import dapple
+from literature.pipedream import solved
+from literature.policy import Work
 from published import DappleRules, cluster_of, half_and_half, plans_of
 
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.balance.balance import balance
 from pipectl.planner.balance.load_model import BalanceRequest
-from pipectl.planner.baselines import dapple
-from pipectl.planner.baselines.pipedream import solved
-from pipectl.planner.baselines.policy import Work
 from pipectl.planner.graph.imported import prepared
 from pipectl.planner.judge import TIE
 from pipectl.profile import Profile

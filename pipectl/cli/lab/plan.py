@@ -1,4 +1,4 @@
-"""`pipectl lab plan`: other planners, objectives, techniques and links, and time limits."""
+"""`pipectl lab plan`: other objectives, techniques and links, and time limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from pipectl.errors import UsageError
 from pipectl.jobs.plan_search import BalanceJson, PlanSearch, plan_balance
 from pipectl.jobs.planning import PlanInputs, gather
 from pipectl.plan import Plan, Replication
-from pipectl.planner.baselines import NAMES, OWN
 from pipectl.planner.explain.what_if import with_bandwidth, with_slower_links
 from pipectl.units import did_you_mean, format_time, parse_bytes, parse_duration, plural
 
@@ -52,9 +51,6 @@ def command(
     objective: Literal["step-time", "max-stage-load"] = opt.flag(
         "What makes a plan good.", default="step-time"
     ),
-    planner: str = opt.value(
-        "NAME", "dapple, pipedream, …: plan as others do, to compare.", default=OWN
-    ),
     profile_file: Path | None = plan_command.PROFILE_FILE,
     cluster: Path | None = plan_command.CLUSTER_FILE,
     devices: int | None = plan_command.DEVICES,
@@ -85,10 +81,8 @@ def command(
     if job is None:
         opt.refuse(context, "--scheduler", "needs a JOB.yaml")
     if objective == "max-stage-load":
-        of_steps = "--nodes --explain -o --svg --planner --allow"
+        of_steps = "--nodes --explain -o --svg --allow"
         opt.refuse(context, of_steps, f"is not used with --objective {objective}")
-    if planner != OWN:
-        opt.refuse(context, "--allow", f"{planner} chooses by its own rules")
     changes = list(overrides or ())
     if memory_limit is not None:
         changes.append(f"pipeline.memory_limit={memory_limit}B")
@@ -98,8 +92,8 @@ def command(
         nodes=counts, new_micro_batches=True,
     )  # fmt: skip
     names = [name.strip() for text in allow or () for name in text.split(",")]
-    inputs = _change(inputs, planner, names, bandwidth, communication_scale)
-    search = PlanSearch(planner, budget)
+    inputs = _change(inputs, names, bandwidth, communication_scale)
+    search = PlanSearch(budget)
     if objective == "max-stage-load":
         for warning in inputs.warnings:
             warn(warning)
@@ -120,7 +114,6 @@ def command(
 
 def _change(
     inputs: PlanInputs,
-    planner: str,
     techniques: Sequence[str],
     bandwidth: float | None,
     communication_scale: float | None,
@@ -128,19 +121,9 @@ def _change(
     """The inputs with more techniques and other links.
 
     Raises:
-        UsageError: there is no such planner or technique, or the planner ignores the schedule.
+        UsageError: there is no such technique.
     """
     request, machines = inputs.request, inputs.cluster
-    if planner not in NAMES:
-        raise UsageError(
-            f"--planner: there is no planner {planner!r}{did_you_mean(planner, NAMES)}",
-            cure=f"one of: {', '.join(NAMES)}",
-        )
-    if planner != OWN and request.listed is not None:
-        raise UsageError(
-            f"--planner {planner}: chooses a schedule, but the job has {request.listed.name}",
-            cure="leave --planner out, or set pipeline.schedule: auto",
-        )
     for name in techniques:
         if name not in _TECHNIQUES:
             raise UsageError(

@@ -255,14 +255,11 @@ def _without_advice(
 
 def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
     """Remarks on the search and the plan: labels and texts."""
-    from pipectl.planner.baselines import OWN
     from pipectl.runtime.nodes import unsupported
 
     plan, inputs, search = answer.plan, answer.inputs, answer.plan.search
     if search is not None:
         text = f"took {format_time(search.planning_s)}"
-        if search.planner != OWN:
-            text = f"by {search.planner}, {text}"
         if answer.compiling_s >= _NOTEWORTHY_S:
             text += f", {format_time(answer.compiling_s)} of it to compile the planner"
         if answer.stopped:

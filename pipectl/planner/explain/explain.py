@@ -14,7 +14,6 @@ from typing import Any
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.baselines import OWN
 from pipectl.planner.explain.what_if import with_faster_links, with_memory, with_nodes
 from pipectl.planner.request import COMPARED, Planner, PlanRequest
 from pipectl.profile import Profile
@@ -161,9 +160,7 @@ def _offers(subject: _Subject, *, can_add_nodes: bool) -> Iterator[Offer]:
         yield Offer(f"{count} micro-batches", reason=reason)
     else:
         yield subject.offer(f"{count} micro-batches", micro_batches=count)
-    # Our own search can use replicas; the request may have ruled them out.
-    own = plan.search is not None and plan.search.planner == OWN
-    if own and request.replicas == 1 and cluster.ranks > 1:
+    if request.replicas == 1 and cluster.ranks > 1:
         yield subject.offer("stages with replicas", replicas=None)
 
 

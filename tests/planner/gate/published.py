@@ -13,11 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from literature.pipedream import antichain_states
+
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.plan import Plan, Replication
 from pipectl.planner import PlanRequest
-from pipectl.planner.baselines.pipedream import antichain_states
 from pipectl.planner.costs.links import Message
 from pipectl.planner.graph.imported import prepared
 from pipectl.planner.partition.layout import Choice, Layout, consecutive

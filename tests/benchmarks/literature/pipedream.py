@@ -23,9 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from literature.policy import PolicyPlan, Prefixes, Work
 from pipectl.arrays import Floats, Integers
-from pipectl.planner.baselines.policy import PolicyPlan, Prefixes, Work
-from pipectl.planner.costs.links import Links
 from pipectl.planner.graph.blocks import BlockGraph, bits, bitset, condense
 from pipectl.planner.graph.downsets import CutSpace, prefix_downsets
 from pipectl.planner.partition.layout import consecutive
@@ -103,11 +102,6 @@ def _maximal(graph: BlockGraph, blocks: set[int]) -> tuple[int, ...]:
     return tuple(sorted(b for b in blocks if not graph.descendants[b] & inside))
 
 
-NAME = "pipedream"
-ANTICHAIN = "antichain"
-_LEAST_S = 1e-12
-
-
 @dataclass(frozen=True)
 class _Level:
     """One level of the hierarchy, solved.
@@ -121,22 +115,6 @@ class _Level:
     best_s: Floats
     split: Integers
     tail: Integers
-
-
-def plan(profile: Profile, links: Links, work: Work) -> PolicyPlan:
-    """The plan for the cluster's nodes, with the bandwidths of messages of one megabyte."""
-    machines = max(links.node_of_rank) + 1
-    within = len(links.node_of_rank) // machines
-    bandwidths = [bandwidth(links, 0, 1)] if within > 1 else []
-    bandwidths += [bandwidth(links, 0, len(links.node_of_rank) - 1)] if machines > 1 else []
-    counts = [count for count in (within, machines) if count > 1]
-    return solved(profile, work, counts, bandwidths, straight=False)
-
-
-def bandwidth(links: Links, sender: int, receiver: int) -> float:
-    """Bytes per second of a message of one megabyte; its time may be no longer than a latency."""
-    size = 1e6
-    return size / max(links.transfer_s(size, [sender], [receiver]).hold_s, _LEAST_S)
 
 
 def solved(
@@ -239,14 +217,3 @@ def _stages(
         stages = [*_stages(levels, level - 1, (at, end), inside, copies * last), *stages]
         devices, end = devices - last, at
     return [*_stages(levels, level - 1, (start, end), inside, copies * devices), *stages]
-
-
-def straight_plan(profile: Profile, links: Links, work: Work) -> PolicyPlan:
-    """A pipeline without replicas on at most as many devices as states; links count once."""
-    devices = len(links.node_of_rank)
-    between = bandwidth(links, 0, devices - 1) if devices > 1 else 1.0
-    for count in range(devices, 1, -1):
-        plan = solved(profile, work, [count], [between], straight=True)
-        if plan.value_s < float("inf"):
-            return plan
-    return solved(profile, work, [], [], straight=True)

@@ -22,13 +22,12 @@ from functools import cache
 
 import numpy as np
 
-from pipectl.planner.baselines.pipedream import antichain_states
-from pipectl.planner.baselines.policy import PolicyPlan, Prefixes, Work
+from literature.pipedream import antichain_states
+from literature.policy import PolicyPlan, Prefixes, Work
 from pipectl.planner.costs.links import Links
 from pipectl.planner.partition.layout import Ranks
 from pipectl.profile import Profile
 
-NAME = "dapple"
 MAX_STATES = 32
 """If there are more states, this many are used, which divide the work evenly."""
 LARGE_BYTES = 1e6
