@@ -37,6 +37,7 @@ _TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"
 _PLAIN = (bool, int, str, type(None))
 _COMPARED = (*_PLAIN, float)
 _CALLS_CLOSURE = re.compile("closure|'NoneType' object is not callable")
+_NEEDED = ("step", "param_groups", "state")
 _COUNTERS = frozenset({"step", "mu_product"})
 """Keys of torch's optimizers that count steps; others are on the parameter's device."""
 
@@ -133,9 +134,16 @@ class Updater:
                 self.watch(loss)
 
     def skip(self) -> None:
-        """Drop the gradients and change nothing else."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        """Drop the gradients and change nothing else.
+
+        Raises:
+            WorkerError: the optimizer raises.
+        """
+        # Of a wrapper, zero_grad may take no arguments, or not exist.
+        if (zero := getattr(self.optimizer, "zero_grad", None)) is not None:
+            call_in_training(zero, "optimizer")
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
 
 def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Updater:
@@ -161,7 +169,7 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
         return Updater(optimizer, None, parameters=trained)
     name = f"lr_scheduler.factory: {schedule.factory}"
     lr_scheduler = call(function, name, optimizer, **schedule.kwargs)
-    _refuse_without_step(lr_scheduler, name, "a schedule of learning rates")
+    _refuse_without(lr_scheduler, name, "a schedule of learning rates", "step")
     return Updater(optimizer, lr_scheduler, _watches(lr_scheduler, job), parameters=trained)
 
 
@@ -182,7 +190,7 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
     name = f"optimizer.factory: {spec.factory}"
     if not spec.groups:
         optimizer = call(job.find(spec), name, list(parameters.values()), **spec.kwargs)
-        _refuse_without_step(optimizer, name, "an optimizer")
+        _refuse_without(optimizer, name, "an optimizer", *_NEEDED)
         _refuse_closure(optimizer)
         _refuse_modes(optimizer)
         return optimizer
@@ -193,18 +201,20 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
     options: list[dict[str, Any]] = [{}, *(group.options for group in spec.groups)]
     groups = [{**more, "params": own} for own, more in zip(members, options, strict=True)]
     optimizer = call(job.find(spec), name, groups, **spec.kwargs)
-    _refuse_without_step(optimizer, name, "an optimizer")
+    _refuse_without(optimizer, name, "an optimizer", *_NEEDED)
     _check_options(optimizer, options[1:])
     _refuse_closure(optimizer)
     _refuse_modes(optimizer)
     return optimizer
 
 
-def _refuse_without_step(made: Any, name: str, kind: str) -> None:
-    if not callable(getattr(made, "step", None)):
+def _refuse_without(made: Any, name: str, kind: str, *attributes: str) -> None:
+    missing = [each for each in attributes if not hasattr(made, each)]
+    if missing:
+        own = kind if "step" in missing else f"{kind} with {' and '.join(missing)}"
         raise CaptureError(
-            f"{name}: returned a {type(made).__name__}, not {kind}",
-            cure=f"name a class, or return {kind} from this function",
+            f"{name}: returned a {type(made).__name__}, not {own}",
+            cure=f"name a class, or return {own} from this function",
         )
 
 

@@ -8,7 +8,7 @@ every tenth step. Trials have all of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -128,16 +128,19 @@ def _try(
 ) -> tuple[_Sample, dict[str, list[Tensor]]]:
     """The updates of all trial parameters by one optimizer; none if it fails."""
     sample: _Sample = {}
-    for sample in _samples(job):
+    # In float64 an optimizer's copy in float64 would be the parameter itself.
+    for sample in _samples(job, (None, None) if checks else (torch.float64, None)):
         if updates := _updates(job, sample, device, checks=checks):
             return sample, updates
     return sample, {}
 
 
-def _samples(job: CapturedJob) -> Iterator[_Sample]:
+def _samples(job: CapturedJob, dtypes: Sequence[torch.dtype | None]) -> Iterator[_Sample]:
     """Trial parameters: tiny ones, and, for an optimizer that takes none of these, larger ones.
 
-    Rounding makes no difference to tiny ones, which are in float64.
+    Args:
+        dtypes: of tiny ones and larger ones; None for their own. Rounding makes no difference to
+            tiny ones in float64.
     """
     groups = job.parameter_groups()
     kinds: dict[tuple[int, int], int] = {}
@@ -149,7 +152,7 @@ def _samples(job: CapturedJob) -> Iterator[_Sample]:
         kinds[kind] = kinds.get(kind, 0) + 1
         if kinds[kind] <= _MAX_ALIKE:
             chosen[name] = tensor
-    for limit, dtype in zip(_MAX_SIZES, (torch.float64, None), strict=True):
+    for limit, dtype in zip(_MAX_SIZES, dtypes, strict=True):
         yield {
             name: torch.empty(
                 [min(size, limit) for size in tensor.shape],

@@ -57,6 +57,14 @@ def of_model(model: Any) -> Any:
     return torch.optim.SGD(model.parameters())
 
 
+class StepOnly:
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = parameters
+
+    def step(self) -> None:
+        pass
+
+
 class Closing(torch.optim.SGD):
     """Looks around, as SAM does."""
 
@@ -79,6 +87,23 @@ class Wrapping(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:
         self.inner.step()
+
+
+class Around:
+    """No optimizer of torch, but around one; rebinds parameters to parts of copies in float64."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad(set_to_none=False)
+
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            wide = self.state[p].setdefault("wide", p.detach().double())
+            wide -= 0.1 * p.grad
+            p.data = wide.to(p.dtype)
 
 
 class Ahead(torch.optim.SGD):
@@ -281,6 +306,13 @@ def first_step_of(made: CapturedJob) -> Updater:
     return updater
 
 
+def test_an_object_around_an_optimizer_is_one(job: Maker) -> None:
+    made = job("Around")
+    updater = first_step_of(made)
+    assert updater.updates == 1
+    assert all(each.grad is None for each in updater.parameters.values())
+
+
 PLATEAU = {"factory": f"{HERE}:plateau", "kwargs": {"patience": 1}}
 HELD_OUT = {"data": f"{PARTS}:Samples"}
 NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.every"
@@ -309,6 +341,7 @@ NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.eve
         ("AdamW", {"lr_scheduler": "builtins:id"}, "returned a int, not a schedule of learning"),
         ("returning", {}, "^optimizer.factory: .*returned a list, not an optimizer.*return an opt"),
         ("returning", {"groups": [{"match": "*"}]}, "^optimizer.factory: .*returned a list, not a"),
+        ("StepOnly", {}, "returned a StepOnly, not an optimizer with param_groups and state"),
         (
             "of_model",
             {},
@@ -404,6 +437,7 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused(
     [("replaces", "replaced '0.weight' by a tensor of another type"), ("groups", "keeps 'lr' in")],
 )
 def test_what_ranks_refuse_is_found_if_it_comes_late(job: Maker, how: str, words: str) -> None:
-    refuse_late_changes(job("Ahead"), torch.device("cpu"))
+    for allowed in ("Ahead", "Around"):
+        refuse_late_changes(job(allowed), torch.device("cpu"))
     with pytest.raises(CaptureError, match=words):
         refuse_late_changes(job("Late", {"how": how}), torch.device("cpu"))
