@@ -14,7 +14,7 @@ NOT_QUICK := $(addprefix planner/test_,saving_memory.py make_plan.py replicated_
     simulate/test_reference_simulation.py runs/test_hostile_runs.py spec/test_spec_fuzz.py report/test_page.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-equality test-lowest test-newest coverage torture check docs bench mutants golden clean
+.PHONY: help demo quick test test-equality test-lowest test-newest coverage torture check docs dist bench mutants golden clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
@@ -77,6 +77,13 @@ check: $(INSTALLED) ## lint, formatting and types, as CI checks them
 docs: $(INSTALLED) ## build the pages as a site in build/site; a broken link is an error
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/zensical build --clean --strict
+
+dist: $(INSTALLED) ## build the wheel, the source distribution and man pages in dist/, and check them
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	rm -rf dist build/man
+	$(BIN)/python tests/docs/man_pages.py build/man
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 bench: $(MEASURED) ## measure the tool, its planner and its peers; rewrites docs/benchmarks.md (ONLY="peer memory": those)
 	$(BIN)/python tests/benchmarks/write_page.py $(ONLY)

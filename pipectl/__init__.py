@@ -1,3 +1,3 @@
 """pipectl: pipeline-parallel training of any PyTorch model over MPI and a batch scheduler."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

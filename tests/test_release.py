@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import platform
 import re
@@ -14,9 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
-from distribution import source_distribution, wheel
+from distribution import wheel
+from man_pages import commands_of
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
+from packaging.specifiers import Specifier, SpecifierSet
 from packaging.version import Version
 from pages import CHECKOUT
 
@@ -24,16 +26,46 @@ import pipectl
 from pipectl import versions
 from pipectl.versions import NEWEST_TORCH, OLDEST_TORCH
 
-PROJECT: dict[str, Any] = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+PYPROJECT: dict[str, Any] = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+PROJECT, BUILD = PYPROJECT["project"], PYPROJECT["build-system"]
 CITATION: dict[str, Any] = yaml.safe_load((CHECKOUT / "CITATION.cff").read_text())
 METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
 
 
-def test_the_version_is_the_same_everywhere() -> None:
-    assert pipectl.__version__ == PROJECT["version"] == CITATION["version"]
+def lower_bound(asked: Requirement) -> Specifier:
+    return next(bound for bound in asked.specifier if bound.operator != "<")
+
+
+def test_the_last_release_is_the_same_everywhere_and_the_version_is_it_or_the_next() -> None:
     text = (CHECKOUT / "CHANGELOG.md").read_text()
-    newest = re.findall(r"^## \[(\d\S*)\] - (\S+)$", text, re.MULTILINE)[0]
-    assert newest == (CITATION["version"], CITATION["date-released"])
+    released, date = re.findall(r"^## \[(\d\S*)\] - (\S+)$", text, re.MULTILINE)[0]
+    assert (released, date) == (CITATION["version"], CITATION["date-released"])
+    version = Version(pipectl.__version__)
+    assert version == Version(released) or (version.is_devrelease and version > Version(released))
+
+
+def test_recipes_have_the_version_and_the_lower_bounds_of_the_project() -> None:
+    """In ``docs/packaging.md``, for Spack and conda-forge."""
+    text = (CHECKOUT / "docs" / "packaging.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"^```\w+ (spack|conda)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    asked = map(Requirement, PROJECT["dependencies"] + BUILD["requires"])
+    needed = {each.name: lower_bound(each).version for each in asked}
+    needed["python"] = PROJECT["requires-python"].removeprefix(">=")
+
+    calls = [each for each in ast.walk(ast.parse(blocks["spack"])) if isinstance(each, ast.Call)]
+    spack = [ast.unparse(each.func) + " " + ast.literal_eval(each.args[0]) for each in calls]
+    version = Version(pipectl.__version__).base_version
+    assert {f"version {version}", f"license {PROJECT['license']}"} <= set(spack)
+    assert dict(re.findall(r"depends_on (?:py-)?(\S+)@(\S+):", "\n".join(spack))) == needed
+
+    conda = yaml.safe_load(blocks["conda"])
+    named = conda["requirements"]["host"] + conda["requirements"]["run"]
+    needed["pytorch"] = needed.pop("torch")
+    assert conda["context"] == {"version": version, "python_min": needed.pop("python")}
+    assert dict(re.findall(r"(\S+) >=([\d.]+)", "\n".join(named))) == needed
+    assert conda["build"]["python"]["entry_points"] == [
+        f"pipectl = {PROJECT['scripts']['pipectl']}"
+    ]
 
 
 def test_lower_bounds_are_the_versions_that_were_tried() -> None:
@@ -44,10 +76,7 @@ def test_lower_bounds_are_the_versions_that_were_tried() -> None:
     )
     extras = PROJECT["optional-dependencies"]
     asked = PROJECT["dependencies"] + extras["mpich"] + extras["examples"]
-    bounds = {
-        one.name: next(bound for bound in one.specifier if bound.operator != "<")
-        for one in map(Requirement, asked)
-    }
+    bounds = {one.name: lower_bound(one) for one in map(Requirement, asked)}
     assert tried.keys() == bounds.keys()
     for name, bound in bounds.items():
         assert bound.operator == ">=", name
@@ -106,8 +135,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
         CHECKOUT / "configs", "pipectl/recipes"
     )
     names = {name for name in names if "__pycache__" not in name}
-    assert {name for name in names if ".dist-info/" not in name} == package
-    assert {name.partition(".dist-info/")[2] for name in names - package} == METADATA
+    assert {name for name in names if not re.search(r"\.(dist-info|data)/", name)} == package
+    rest = {re.sub(r".*(dist-info|man1)/", "", name) for name in names - package}
+    assert rest == METADATA | {f"{each.replace(' ', '-')}.1" for each in commands_of()}
     assert {"pipectl/py.typed", "pipectl/cli/starter/job.yaml.j2"} <= names
 
 
@@ -121,11 +151,12 @@ def tracked() -> set[str]:
     return {name for name in names if name and (CHECKOUT / name).is_file()}
 
 
-def test_the_source_distribution_is_the_whole_repository(tracked: set[str], tmp_path: Path) -> None:
-    with tarfile.open(source_distribution(tmp_path)) as archive:
+def test_the_source_distribution_is_the_whole_repository(tracked: set[str], built: Path) -> None:
+    with tarfile.open(next(built.parent.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert tracked - names == set()
-    assert names - tracked - {"PKG-INFO"} == set()
+    added = {name for name in names if not name.startswith("build/man/")}  # by make dist
+    assert added - tracked - {"PKG-INFO"} == set()
 
 
 # Written in two parts, so that this file does not contain them.

@@ -1,19 +1,20 @@
-"""The wheel and the source distribution of this checkout."""
+"""The wheel and the source distribution of this checkout, as ``make dist`` builds them."""
 
+import tarfile
 from pathlib import Path
 
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
+from man_pages import write_man_pages
 from pages import CHECKOUT
 
 
 def wheel(folder: Path) -> Path:
-    """Build it there."""
-    (path,) = WheelBuilder(str(CHECKOUT)).build(directory=str(folder), versions=["standard"])
-    return Path(path)
-
-
-def source_distribution(folder: Path) -> Path:
-    """Build it there."""
-    (path,) = SdistBuilder(str(CHECKOUT)).build(directory=str(folder))
+    """Build it there, of the source distribution, which is there then, too, with man pages."""
+    (archive,) = SdistBuilder(str(CHECKOUT)).build(directory=str(folder))
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    (source,) = folder.glob("*/pyproject.toml")
+    write_man_pages(source.parent / "build" / "man")
+    (path,) = WheelBuilder(str(source.parent)).build(directory=str(folder), versions=["standard"])
     return Path(path)

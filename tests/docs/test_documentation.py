@@ -8,14 +8,12 @@ import shlex
 import pytest
 from formats import with_tables
 from job_requests import make_request
+from man_pages import commands_of
 from pages import CHECKOUT, PAGES, blocks
 from spec_reference import reference_markdown
-from typer import Context
-from typer.main import get_command
 
 from pipectl import errors
 from pipectl.batch import CHECKPOINTED, get_scheduler
-from pipectl.cli import app
 from pipectl.cli.app import INTERRUPTED
 from pipectl.cluster import Cluster
 from pipectl.profile import Profile
@@ -25,18 +23,7 @@ DOCS = CHECKOUT / "docs"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def commands_of(group, before=""):
-    """All commands by name, those of groups by both words, with their options."""
-    commands = {}
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            commands |= commands_of(command, f"{before}{name} ")
-        else:
-            commands[f"{before}{name}"] = group.resolve_command(Context(group), [name])[1]
-    return commands
-
-
-COMMANDS = commands_of(get_command(app))
+COMMANDS = {path.partition(" ")[2]: each for path, each in commands_of().items()}
 TARGETS = re.findall(r"^([\w-]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
 
 

@@ -4,6 +4,8 @@ import inspect
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 from types import ModuleType
 
@@ -46,13 +48,17 @@ def test_commands_of_the_readme_run(tmp_path, warm_python):
 
 @pytest.mark.mpi
 def test_the_walk_prints_what_the_page_shows(tmp_path, warm_python_of):
-    """Outside of the checkout, with pipectl as its wheel installs it."""
-    site, reader = tmp_path / "site", tmp_path / "reader"
-    pip = [sys.executable, "-m", "pip", "--quiet", "install", "--no-compile", "--no-deps"]
-    subprocess.run([*pip, "--no-index", "--target", site, wheel(tmp_path)], check=True)
-    python = f"PYTHONPATH={site} exec {sys.executable}"
+    """Outside of the checkout, with pipectl as its wheel installs it into a new environment."""
+    home, reader = tmp_path / "venv", tmp_path / "reader"
+    venv.create(home)
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(home)}))
+    dependencies = sysconfig.get_paths()["purelib"]  # without pipectl: no .pth of theirs is read
+    (site / "dependencies.pth").write_text(f"{dependencies}\n")
+    pip = [sys.executable, "-m", "pip", "--python", home, "--quiet", "install", "--no-compile"]
+    built = wheel(tmp_path)
+    subprocess.run([*pip, "--no-index", "--no-deps", built], check=True)
     warm = warm_python_of("wheel", site=site)
-    install(reader, python=python, installed=f"{python} {site}/bin/pipectl",
+    install(reader, python=f"exec {home}/bin/python", installed=f"exec {home}/bin/pipectl",
             pipectl=f"exec {warm} -m pipectl")  # fmt: skip
     files = re.findall(r"^```python (\S+\.py)\n(.*?)^```", WALK.read_text("utf-8"), re.M | re.S)
     for name, body in files:
@@ -60,6 +66,8 @@ def test_the_walk_prints_what_the_page_shows(tmp_path, warm_python_of):
     where = "python -c 'import pipectl.runtime as r; print(r.__file__)'"
     assert Path(bash(where, reader)[0]).is_relative_to(site)
     assert bash("installed --version", reader) == bash("pipectl --version", reader)
+    bash("pipectl init taken --recipe digits-cnn && pipectl check taken/digits-cnn.yaml", reader)
+    assert (home / "share" / "man" / "man1" / "pipectl-submit.1").exists()
 
     printed = [CONTROL.sub("", line) for line in bash(shorter(script(WALK, "walk")), reader)]
     gists = [gist(line) for line in printed]
