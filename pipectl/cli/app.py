@@ -15,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from importlib import import_module
+from inspect import unwrap
+from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -122,13 +124,12 @@ class Command(TyperCommand):
         Raises:
             UsageError: a path cannot be expanded.
         """
-        for parameter in self.params:
-            name = str(parameter.name)
-            if parameter.type.name == "path" and ctx.params.get(name) is not None:
+        for name, kind in get_type_hints(unwrap(self.callback)).items():
+            if Path in (kind, *get_args(kind)) and ctx.params.get(name) is not None:
                 source = ctx.get_parameter_source(name)
                 is_variable = source is not None and source.name == "ENVIRONMENT"
                 path = path_of_user(str(ctx.params[name]), variables=is_variable)
-                ctx.params[name] = str(path)
+                ctx.params[name] = path
         return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
