@@ -124,7 +124,8 @@ class Command(TyperCommand):
         Raises:
             UsageError: a path cannot be expanded.
         """
-        for name, kind in get_type_hints(unwrap(self.callback)).items():
+        types = get_type_hints(unwrap(self.callback)) if self.callback else {}
+        for name, kind in types.items():
             if Path in (kind, *get_args(kind)) and ctx.params.get(name) is not None:
                 source = ctx.get_parameter_source(name)
                 is_variable = source is not None and source.name == "ENVIRONMENT"
