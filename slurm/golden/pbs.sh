@@ -26,6 +26,20 @@ write_file() {
     (umask 077 && echo "$2" >"$PIPECTL_RUN_DIRECTORY/$1.tmp") &&
         mv -f "$PIPECTL_RUN_DIRECTORY/$1.tmp" "$PIPECTL_RUN_DIRECTORY/$1"
 }
+attempt=0
+# A batch system that is busy or cannot be reached is asked again. TERM is for what is over.
+ask_again() {
+    local pause_s over='' error=$PIPECTL_RUN_DIRECTORY/requeue_error
+    for pause_s in 5 20 60 0; do
+        trap '' TERM # the batch system may end the script meanwhile
+        "$@" 2>"$error" && return 0 # in a trap, `return` alone has the code before it
+        trap over=1 TERM
+        ((pause_s)) && grep -qiE 'busy|cannot connect|communication|connection|end of file|internal error|shutting down|standby|temporarily|timed out|unable to contact|unexpected' "$error" || return 1
+        sleep "$pause_s" &
+        wait "$!"
+        [[ -z $over ]] || return 1
+    done
+}
 rm -f "$PIPECTL_RUN_DIRECTORY"/{agents,exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
 finish() {
     local code=$?
@@ -81,7 +95,6 @@ trap 'exit 143' TERM # without traps, the code of the last command would be writ
 trap 'exit 130' INT
 
 # Which start of the job this is.
-attempt=0
 [[ -r "$PIPECTL_RUN_DIRECTORY/attempt" ]] && read -r attempt <"$PIPECTL_RUN_DIRECTORY/attempt"
 [[ $attempt =~ ^[0-9]{1,9}$ ]] || attempt=0
 attempt=$((10#$attempt + 1))
@@ -354,19 +367,6 @@ trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
 run_ranks /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 code=$?
-# A batch system that is busy or cannot be reached is asked again. TERM is for what is over.
-ask_again() {
-    local pause_s over='' error=$PIPECTL_RUN_DIRECTORY/requeue_error
-    for pause_s in 5 20 60 0; do
-        trap '' TERM # the batch system may end the script meanwhile
-        "$@" 2>"$error" && return
-        trap over=1 TERM
-        ((pause_s)) && grep -qiE 'busy|cannot connect|communication|connection|end of file|internal error|shutting down|standby|temporarily|timed out|unable to contact|unexpected' "$error" || return 1
-        sleep "$pause_s" &
-        wait "$!"
-        [[ -z $over ]] || return 1
-    done
-}
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
     if ((attempt < 4)) && { [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; }; then

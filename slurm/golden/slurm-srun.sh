@@ -31,6 +31,7 @@ write_file() {
     (umask 077 && echo "$2" >"$PIPECTL_RUN_DIRECTORY/$1.tmp") &&
         mv -f "$PIPECTL_RUN_DIRECTORY/$1.tmp" "$PIPECTL_RUN_DIRECTORY/$1"
 }
+attempt=0
 rm -f "$PIPECTL_RUN_DIRECTORY"/{agents,exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
 finish() {
     local code=$?
@@ -86,7 +87,6 @@ trap 'exit 143' TERM # without traps, the code of the last command would be writ
 trap 'exit 130' INT
 
 # Which start of the job this is.
-attempt=0
 [[ -r "$PIPECTL_RUN_DIRECTORY/attempt" ]] && read -r attempt <"$PIPECTL_RUN_DIRECTORY/attempt"
 [[ $attempt =~ ^[0-9]{1,9}$ ]] || attempt=0
 attempt=$((10#$attempt + 1))

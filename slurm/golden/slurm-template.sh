@@ -22,6 +22,30 @@ write_file() {
     (umask 077 && echo "$2" >"$PIPECTL_RUN_DIRECTORY/$1.tmp") &&
         mv -f "$PIPECTL_RUN_DIRECTORY/$1.tmp" "$PIPECTL_RUN_DIRECTORY/$1"
 }
+attempt=0
+# A batch system that is busy or cannot be reached is asked again. TERM is for what is over.
+ask_again() {
+    local pause_s over='' error=$PIPECTL_RUN_DIRECTORY/requeue_error
+    for pause_s in 5 20 60 0; do
+        trap '' TERM # the batch system may end the script meanwhile
+        "$@" 2>"$error" && return 0 # in a trap, `return` alone has the code before it
+        trap over=1 TERM
+        ((pause_s)) && grep -qiE 'busy|cannot connect|communication|connection|end of file|internal error|shutting down|standby|temporarily|timed out|unable to contact|unexpected' "$error" || return 1
+        sleep "$pause_s" &
+        wait "$!"
+        [[ -z $over ]] || return 1
+    done
+}
+# The number of an array's last job is that of the array, by which all would start again.
+job_id=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+# Slurm sends TERM when it preempts a job, as when the job is cancelled. It requeues the job only if
+# that lives until the end of its time of grace.
+is_preempted() {
+    local found preempted_at
+    found=$(SLURM_TIME_FORMAT=standard scontrol show job "$job_id") || return 1
+    [[ $found =~ PreemptTime=([0-9T:-]+) ]] && preempted_at=${BASH_REMATCH[1]} &&
+        [[ $found =~ StartTime=([0-9T:-]+) && ! $preempted_at < ${BASH_REMATCH[1]} ]]
+}
 rm -f "$PIPECTL_RUN_DIRECTORY"/{agents,exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
 finish() {
     local code=$?
@@ -30,6 +54,12 @@ finish() {
         echo "pipectl: the setup ended the script with exit code $code" >&2
         report_start "$((code ? code : 1))" "start failed: the setup ended the script with exit code $code"$'\n'
         code=$((code ? code : 1))
+    fi
+    # Before ranks can save a checkpoint, TERM ends them: there is nothing to save yet.
+    if ((code != 0 && code != 75 && attempt < 4)) &&
+        is_preempted 2>/dev/null && ask_again scontrol requeue "$job_id"; then
+        rm -f "$PIPECTL_RUN_DIRECTORY/launch_error"
+        code=75
     fi
     write_file exit_code "$code"
     local background
@@ -77,7 +107,6 @@ trap 'exit 143' TERM # without traps, the code of the last command would be writ
 trap 'exit 130' INT
 
 # Which start of the job this is.
-attempt=0
 [[ -r "$PIPECTL_RUN_DIRECTORY/attempt" ]] && read -r attempt <"$PIPECTL_RUN_DIRECTORY/attempt"
 [[ $attempt =~ ^[0-9]{1,9}$ ]] || attempt=0
 attempt=$((10#$attempt + 1))
@@ -292,16 +321,6 @@ with_variables() {
     exec "$@"
 }
 
-# The number of an array's last job is that of the array, by which all would start again.
-job_id=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
-# Slurm sends TERM when it preempts a job, as when the job is cancelled. It requeues the job only if
-# that lives until the end of its time of grace.
-is_preempted() {
-    local found preempted_at
-    found=$(SLURM_TIME_FORMAT=standard scontrol show job "$job_id") || return 1
-    [[ $found =~ PreemptTime=([0-9T:-]+) ]] && preempted_at=${BASH_REMATCH[1]} &&
-        [[ $found =~ StartTime=([0-9T:-]+) && ! $preempted_at < ${BASH_REMATCH[1]} ]]
-}
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 export SLURM_CPU_BIND=none
 cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
@@ -361,19 +380,6 @@ trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
 run_ranks /opt/env/bin/mpiexec -n 4 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
 code=$?
-# A batch system that is busy or cannot be reached is asked again. TERM is for what is over.
-ask_again() {
-    local pause_s over='' error=$PIPECTL_RUN_DIRECTORY/requeue_error
-    for pause_s in 5 20 60 0; do
-        trap '' TERM # the batch system may end the script meanwhile
-        "$@" 2>"$error" && return
-        trap over=1 TERM
-        ((pause_s)) && grep -qiE 'busy|cannot connect|communication|connection|end of file|internal error|shutting down|standby|temporarily|timed out|unable to contact|unexpected' "$error" || return 1
-        sleep "$pause_s" &
-        wait "$!"
-        [[ -z $over ]] || return 1
-    done
-}
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
     if ((attempt < 4)) && { [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]] || is_preempted; }; then

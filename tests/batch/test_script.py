@@ -33,6 +33,7 @@ TEMPLATE = "{% extends base %}{% block setup %}\nSETUP{% endblock %}"
 AT_EXIT = """{% block at_exit %}
 echo "$word's $code, $(cat exit_code)"; false
 {% endblock %}"""
+PREEMPTED = "PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=2026-11-29T10:05:07"
 INDEX = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}
 
 
@@ -277,17 +278,24 @@ def test_jobs_of_this_machine_are_no_part_of_the_job_in_which_they_run(
         assert local_environment(launch) == dict(os.environ)
 
 
+STOPS = "echo TERM >stop; : >stopped"
+
+
 @pytest.mark.parametrize(
-    ("times", "calls"),
+    ("times", "calls", "rank"),
     [
-        ("PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=2026-11-29T10:05:07", 1),
-        ("PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=None", 0),  # it is cancelled
-        ("PreemptTime=2026-11-29T09:59:59", 0),  # the start before was preempted
-        ("", 0),
+        (PREEMPTED, 1, STOPS),
+        ("PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=None", 0, STOPS),  # it is cancelled
+        ("PreemptTime=2026-11-29T09:59:59", 0, STOPS),  # the start before was preempted
+        ("", 0, STOPS),
+        (PREEMPTED, 1, "kill $$"),  # before the ranks look for signals
+        (PREEMPTED, 1, "rm starting; kill $$"),
+        ("", 0, "kill $$"),
+        (PREEMPTED, 0, ": >finished; exit 3"),
     ],
 )
 def test_a_job_that_slurm_preempts_goes_back_into_the_queue(
-    make_request, tmp_path, monkeypatch, times, calls
+    make_request, tmp_path, monkeypatch, times, calls, rank
 ):
     """Slurm itself requeues it only if it lives until the end of its time of grace."""
     scontrol = tmp_path / "bin" / "scontrol"
@@ -304,10 +312,12 @@ def test_a_job_that_slurm_preempts_goes_back_into_the_queue(
     monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     request = make_request(checkpoint=Checkpoint(max_requeues=1))
-    rank = "echo TERM >stop; : >stopped"
-    assert run(request, "bash", "-c", rank, scheduler="slurm")[0] == 75
-    said = (tmp_path / "calls").read_text().splitlines()
-    assert said == ["show job 7", *["requeue 7"] * (2 * calls)], "it did not answer at first"
+    code = 75 if calls or rank == STOPS else 0 if "finished" in rank else 143
+    assert run(request, "bash", "-c", rank, scheduler="slurm")[0] == code
+    said = (tmp_path / "calls").read_text().splitlines() if code else []
+    shown = ["show job 7"] if code else []
+    assert said == [*shown, *["requeue 7"] * (2 * calls)], "it did not answer at first"
+    assert len(read_errors(RunDirectory(request.run_directory))) == (code == 143)
 
 
 def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(make_request):

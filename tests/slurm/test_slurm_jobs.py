@@ -241,14 +241,16 @@ def partitions_with_priorities(lab):
 
 @pytest.mark.mpi
 @pytest.mark.torture
+@pytest.mark.parametrize("catches", [True, False])
 @pytest.mark.parametrize("launcher", ["srun", "mpiexec"])
 def test_a_preempted_job_stops_at_a_checkpoint_and_comes_back(
-    request_of, wait_for, partitions_with_priorities, mpiexec, launcher
+    request_of, wait_for, partitions_with_priorities, mpiexec, launcher, catches
 ):
-    """And it does not if it is cancelled after that."""
+    """Or at once, if TERM ends ranks that still import; and it does not if it is cancelled after
+    that."""
     kinds = {"srun": {"launcher": "srun", "mpi": "none"}, "mpiexec": {"mpi": "hydra"}}
     begins = 'rm -f "$PIPECTL_RUN_DIRECTORY/starting"; : >begun-$PIPECTL_ATTEMPT; '
-    waits = f"trap 'echo TERM >>stop' TERM; {begins}"
+    waits = f"trap 'echo TERM >>stop' TERM; {begins}" if catches else ": >begun-$PIPECTL_ATTEMPT; "
     request = request_of(
         f"{waits}until [[ -s stop ]]; do sleep 0.1; done; : >stopped",
         nodes=2,
