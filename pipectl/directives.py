@@ -88,7 +88,7 @@ SBATCH = Syntax(
     refused={
         "--array -a": "remove it; a sweep of the job spec becomes an array",
         "--error -e": "remove it; errors are in logs/job.log",
-        "--export": "set environment.variables in the job spec",
+        "--export": "set environment.inherit or environment.variables in the job spec",
         "--help -h": "remove it",
         "--ntasks -n": "set resources.tasks_per_node in the job spec",
         "--test-only": "remove it; `pipectl submit --test-only` asks Slurm",
@@ -142,7 +142,7 @@ QSUB = Syntax(
         "-C": "remove it",
         "-I": "remove it; pipectl's jobs are not interactive",
         "-J": "remove it; a sweep of the job spec becomes an array",
-        "-V": "set environment.variables in the job spec",
+        "-V": "set environment.inherit: all in the job spec",
         "-f": "remove it",
         "-z": "remove it; pipectl needs the job's id",
         "-W block": "remove it; `pipectl submit --wait` waits",

@@ -53,6 +53,7 @@ class LocalScheduler(Scheduler):
     """
 
     name, title = "local", "this machine"
+    runs_in_shell = True
 
     def __init__(self, grace_s: float = 5.0) -> None:
         self._grace_s = grace_s

@@ -104,6 +104,8 @@ class Scheduler(ABC):
     """Name in messages."""
     resubmits: ClassVar[bool] = False
     """Whether job scripts submit themselves again instead of being requeued."""
+    runs_in_shell: ClassVar[bool] = False
+    """Whether jobs have the environment of the shell that submits them."""
     timeout_s: float = process.TIMEOUT_S
     """Time limit of each command of the system."""
     exit_codes: Mapping[str, int] = MappingProxyType({})

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 def print_notes(jobs: Sequence[Job]) -> None:
     """Print the warnings of jobs, and the reasons for the choice of MPI, once each."""
+    from pipectl.jobs.environment import note_of_modules
+
+    if jobs and (text := note_of_modules(jobs[0])):
+        note(text)
     for choice, warning in dict.fromkeys((each.mpi, each.cluster_warning) for each in jobs):
         warn(warning)
         if choice.reason:

@@ -12,12 +12,16 @@ import socket
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipectl.batch import process
+from pipectl.batch import get_scheduler, process
 from pipectl.errors import PipectlError
 from pipectl.files import fault_of_owner
 from pipectl.runs.kept_code import Repository
 from pipectl.units import printable
+
+if TYPE_CHECKING:
+    from pipectl.jobs.job import Job
 
 _GIT_TIMEOUT_S = 5.0
 _GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
@@ -77,3 +81,19 @@ def describe_environment(repository: Repository | None, why: str) -> str:
     packages = {f"{each.name}=={each.version}" for each in distributions() if each.name}
     lines += ["", *sorted(packages, key=str.lower)]
     return "".join(f"{printable(line)}\n" for line in lines)
+
+
+def note_of_modules(job: Job) -> str:
+    """Say that the modules of this shell are not those of a job, if the job may need them for its
+    MPI; empty if not."""
+    modules, environment = os.environ.get("LOADEDMODULES"), job.spec.environment
+    is_own = environment.modules or environment.setup or environment.container or job.template
+    has_mpi = job.task.alone or Path(sys.executable).with_name("mpiexec").exists()
+    if not modules or is_own or has_mpi or environment.inherit == "all":
+        return ""
+    if get_scheduler(job.scheduler).runs_in_shell:
+        return ""
+    return (
+        f"the job begins as a login does, without what this shell has loaded: "
+        f"{printable(modules.replace(':', ', '))}; environment.modules loads them in the job"
+    )

@@ -93,6 +93,9 @@ class Launch(types.Section):
 class Environment(types.Section):
     """What the job script does before the ranks start."""
 
+    inherit: Literal["none", "all"] = "none"
+    """What a job of Slurm or PBS gets of the variables of the shell that submits it: `none`, and it
+    begins as a login does, or `all`. On this machine, and in an allocation, jobs get all."""
     modules: tuple[types.Text, ...] = ()
     """Names for `module load`, in this order."""
     setup: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/bin/bash -l
 #SBATCH --constraint="a100&nvlink"
 #SBATCH --reservation="maintenance week"
 #SBATCH --mail-type=END,FAIL
@@ -16,6 +16,7 @@
 #SBATCH --chdir="/scratch/u/my runs/100%/sweeps/x"
 #SBATCH --output="/scratch/u/my runs/100%%/sweeps/x/logs/job.log"
 #SBATCH --open-mode=append
+#SBATCH --export=HOME,USER,LOGNAME,SHELL,LANG
 #SBATCH --no-requeue
 #SBATCH --array=0-2%2
 
@@ -27,4 +28,4 @@ runs=(
 )
 run=${runs[$SLURM_ARRAY_TASK_ID]}
 exec >>"$run/logs/job.log" 2>&1
-exec /bin/bash "$run/job.sh"
+exec /bin/bash -l "$run/job.sh"

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/bin/bash -l
 #SBATCH --constraint="a100&nvlink"
 #SBATCH --reservation="maintenance week"
 #SBATCH --mail-type=END,FAIL
@@ -16,12 +16,14 @@
 #SBATCH --chdir="/scratch/u/my runs/100%"
 #SBATCH --output="/scratch/u/my runs/100%%/logs/job.log"
 #SBATCH --open-mode=append
+#SBATCH --export=HOME,USER,LOGNAME,SHELL,LANG
 #SBATCH --signal=B:USR2@90
 #SBATCH --no-requeue
 #SBATCH --dependency=afterok:41:42
 #SBATCH --kill-on-invalid-dep=yes
 
 unset SLURM_CLUSTERS # in the job, all commands are for its own cluster
+unset SLURM_EXPORT_ENV # steps get the environment of this script
 set -uo pipefail
 export PIPECTL_RUN_DIRECTORY='/scratch/u/my runs/100%'
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1

@@ -9,10 +9,12 @@
 #SBATCH --chdir=/scratch/u/runs/20261120-152233-gpt-small
 #SBATCH --output=/scratch/u/runs/20261120-152233-gpt-small/logs/job.log
 #SBATCH --open-mode=append
+#SBATCH --export=HOME,USER,LOGNAME,SHELL,LANG
 #SBATCH --signal=B:USR2@180
 #SBATCH --requeue
 
 unset SLURM_CLUSTERS # in the job, all commands are for its own cluster
+unset SLURM_EXPORT_ENV # steps get the environment of this script
 set -uo pipefail
 export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1

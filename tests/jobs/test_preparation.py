@@ -1,15 +1,19 @@
 """What is known before a job is submitted: its machines, and what it asks of the planner."""
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from job_requests import check_table
 
+from pipectl.batch.launchers import MpiChoice
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.corrections import correct_profile
+from pipectl.jobs.environment import note_of_modules
+from pipectl.jobs.job import make_job
 from pipectl.jobs.planning import gather, make_plan_request
 from pipectl.jobs.prepare import (
     cluster_file_key,
@@ -284,3 +288,20 @@ def test_all_points_keep_the_micro_batches_of_the_last_plan(sweep):
         grid = "sweep.grid={pipeline.schedule: [1f1b, gpipe]}"
         found = sweep("slurm", "pipeline.micro_batches=auto", grid)
         assert [job.plan.micro_batches for job in found] == [2, 2]
+
+
+def test_a_job_that_may_lack_the_modules_of_the_shell_is_noted(write_job, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
+    monkeypatch.setenv("LOADEDMODULES", "gcc/13:openmpi/5")
+
+    def note(scheduler, key="name=x"):
+        spec = load(write_job(), [key], check_files=False)
+        return note_of_modules(make_job(spec, scheduler, mpi=MpiChoice("auto")))
+
+    assert "has loaded: gcc/13, openmpi/5; environment.modules" in note("slurm")
+    assert note("slurm") == note("pbs")
+    for key in ("modules=[openmpi/5]", "setup=[source x]", "inherit=all"):
+        assert note("slurm", f"environment.{key}") == ""
+    assert note("local") == ""
+    monkeypatch.delenv("LOADEDMODULES")
+    assert note("slurm") == ""

@@ -67,17 +67,28 @@ def log(request: JobRequest) -> str:
 def test_jobs_complete_in_directories_of_any_name_whatever_the_environment(
     request_of, wait_for, tmp_path, monkeypatch
 ):
+    """Variables of the submitting shell are there if the job inherits them."""
     monkeypatch.setenv("SBATCH_PARTITION", "nosuch")
+    monkeypatch.setenv("OF_THE_SHELL", "its variable")
     names = ("a b'c\"d$HOME\\e%j;touch PWNED", "100%", "%j", "\\%j%%", "#x", "ä b")
-    requests = [request_of("echo here", run_directory=tmp_path / name) for name in names]
+    said = {"none": "here, nothing\n", "all": "here, its variable\n"}
+    requests = [
+        request_of(
+            "srun -n1 bash -c 'echo here, ${OF_THE_SHELL-nothing}'; : ${HOME?} ${PATH?}",
+            run_directory=tmp_path / name,
+            inherit=inherit,
+        )
+        for name, inherit in zip(names, [*said] * 3, strict=True)
+    ]
     assert SLURM.find(requests[0].tag) is None
     submitted = time.time()
     jobs = {submit(request): request for request in requests}
     for job_id, request in jobs.items():
         assert SLURM.find(request.tag) == job_id
         status = wait_for(job_id)
-        assert (status.state, status.exit_code) == (JobState.COMPLETED, 0)
-        assert (exit_file(request), log(request)) == ("0\n", "here\n")
+        assert (status.state, status.exit_code) == (JobState.COMPLETED, 0), log(request)
+        assert exit_file(request) == "0\n"
+        assert log(request).endswith(said[request.environment.inherit])
         assert status.nodes.startswith("node")
         assert submitted - 1 <= status.start <= status.end <= time.time() + 1
     assert not list(tmp_path.rglob("PWNED"))
