@@ -310,15 +310,15 @@ def _take_out_casts(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-    *_, last = arguments = graph.find_nodes(op="placeholder")
+    arguments = [*graph.find_nodes(op="placeholder")]  # a stage of constants has none
     for node in graph.nodes:
         if node in needed or node in arguments:
             values[node] = outside.node_copy(node, values.__getitem__)
     outside.output(tuple(values[cast] for cast in casts))
     for cast in casts:
-        with graph.inserting_after(last):
-            last = graph.placeholder(cast.name)
-        cast.replace_all_uses_with(last)
+        with graph.inserting_after(arguments[-1]):
+            arguments.append(graph.placeholder(cast.name))
+        cast.replace_all_uses_with(arguments[-1])
         graph.erase_node(cast)
     return fx.GraphModule(root, outside)
 

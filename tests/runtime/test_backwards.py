@@ -158,7 +158,7 @@ class Kept(nn.Sequential):
 
 
 class Twice(nn.Module):
-    """Uses one matrix on both sides of what may be a border."""
+    """Uses one matrix on both sides of what may be a border, and a constant that it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,8 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(x @ self.matrix)
-        return self.head(torch.tanh(F.linear(x, self.matrix))).view(-1, 3, 4)
+        x = torch.tanh(F.linear(x, self.matrix)) + torch.ones(6)
+        return self.head(x).view(-1, 3, 4)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +209,10 @@ class InHalves(Stages):
 
 
 def stages_of(job: CapturedJob, count: int, kind: type[Stages] = Stages, **how: bool) -> Stages:
-    stage_of = random_cut(job.training_graph(SIZE), count, 0)
+    graph = job.training_graph(SIZE)
+    stage_of = random_cut(graph, count, 0)
+    if how.pop("constant", False):  # the first stage computes a constant, and nothing else
+        stage_of = {node.name: int(node.name != "ones") for node in graph.operators}
     return kind(job, SIZE, stage_of, evaluates=False, **how)
 
 
@@ -372,6 +376,7 @@ def test_compiled_stages_agree_within_rounding_and_a_new_seed_compiles_nothing_a
         ("Products,bf16", "in halves"),
         ("Dropping,bf16", "in halves, again"),
         ("Twice", "in halves"),
+        ("Twice", "constant"),
         ("Kept", "again"),
         ("Kept", "in halves"),
         ("Kept", "apart, again"),
@@ -384,7 +389,8 @@ def test_compiled_code_trains_what_its_operators_train(capture, monkeypatch, mod
     kind, again = InHalves if "halves" in how else Stages, "again" in how
     job = capture(*model.split(","))
     plain, stages = (
-        stages_of(job, 2, kind, recompute=again, apart="apart" in how) for _ in range(2)
+        stages_of(job, 2, kind, recompute=again, **{w: w in how for w in ("apart", "constant")})
+        for _ in range(2)
     )
     for stage in {*stages.forwards, *stages.backwards}:
         stage.compile()
