@@ -1,18 +1,20 @@
 """The partition of a graph with the smallest largest stage load, with a proof.
 
-1. Compute lower bounds from the work alone and from minimum cuts.
-2. Find the best partition along several topological orders, then improve it by moving single
-   blocks. Often it meets a bound and is optimal.
-3. Otherwise enumerate all downsets, and decide whether any partition is better. Repeat with each
+1. Find the best partition along several topological orders. It is optimal if its largest load is
+   the work over the devices.
+2. Otherwise enumerate all downsets, and decide whether any partition is better. Repeat with each
    better one, until there is none, which proves the last one optimal.
 
-If there are too many downsets, or time is up, the best partition so far is returned with the lower
-bound, so its gap is proven.
+If there are too many downsets, or time is up, the best partition so far is returned with the bound
+of the work, so its gap is proven.
+
+The programme of plans (:mod:`pipectl.planner.partition.programme`) cannot take the place of this:
+its costs are differences between two downsets, and a value that skips a stage is not such a one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 import numpy as np
@@ -30,7 +32,6 @@ from pipectl.planner.balance.load_model import (
     Stages,
     load_model,
 )
-from pipectl.planner.balance.minimum_cut import stage_bound_s
 from pipectl.planner.graph.downsets import enumerate_downsets
 from pipectl.profile import Profile
 
@@ -122,46 +123,6 @@ def _cut_order(
                         before[end, devices + 1] = start
 
 
-def move_blocks(model: LoadModel, stages: Stages, expired: Callable[[], bool]) -> Stages:
-    """Move single blocks out of the most loaded stage, until none lowers the largest load.
-
-    A block may move to any stage between those of its predecessors and those of its successors;
-    only the loads of the two stages change, because a value that other stages use crosses their
-    borders before and after.
-    """
-    better: Stages | None = stages
-    while better is not None and not expired():
-        stages, better = better, _best_move(model, better)
-    return stages if better is None else better
-
-
-def _best_move(model: LoadModel, stages: Stages) -> Stages | None:
-    """The partition after the move that minimises the larger load of the two changed stages."""
-    loads = [model.load_s(blocks) for blocks in stages]
-    full = int(np.argmax(loads))
-    stage_of = np.zeros(len(model), dtype=np.int64)
-    for stage, blocks in enumerate(stages):
-        stage_of[list(blocks)] = stage
-    best_s, best = loads[full], None
-    for block in stages[full] if len(stages[full]) > 1 else ():
-        for target in _targets(model, stage_of, block, len(loads)):
-            moved = list(stages)
-            moved[full] = tuple(other for other in moved[full] if other != block)
-            moved[target] = tuple(sorted((*moved[target], block)))
-            larger_s = max(model.load_s(moved[full]), model.load_s(moved[target]))
-            fits = float(model.memory_bytes[list(moved[target])].sum()) <= model.limit_bytes
-            if larger_s < best_s and fits:
-                best_s, best = larger_s, tuple(moved)
-    return best
-
-
-def _targets(model: LoadModel, stage_of: Integers, block: int, stages: int) -> Iterator[int]:
-    """Other stages that a block may move to."""
-    before, after = (stage_of[near[block]] for near in model.neighbours)
-    first, last = before.max(initial=0), after.min(initial=stages - 1)
-    return (stage for stage in range(first, last + 1) if stage != stage_of[block])
-
-
 MAX_DOWNSETS = 1_000_000
 
 
@@ -192,11 +153,6 @@ def balance(
 
     if stages is not None:
         value_s = model.value_s(stages)
-    if not is_proven():
-        bound_s = min(max(bound_s, stage_bound_s(model, value_s, expired)), value_s)
-    if not is_proven() and stages is not None:
-        moved = move_blocks(model, stages, expired)
-        stages, value_s = min((moved, model.value_s(moved)), (stages, value_s), key=lambda s: s[1])
     arcs = model.neighbours
     lattice = None if is_proven() else enumerate_downsets(*arcs, max_downsets, expired)
     if lattice is not None:
