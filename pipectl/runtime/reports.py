@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from pipectl.errors import UsageError
 from pipectl.files import open_regular
+from pipectl.runtime.objects import ArrivingObject, begin_receive
 
 T = TypeVar("T")
 MAX_LINES = 100_000
@@ -40,7 +41,7 @@ class Reports(Generic[T]):
         self._communicator = communicator
         self._count = communicator.size if ranks is None else len(ranks)
         self._sending: list[MPI.Request] = []
-        self._receiving: list[tuple[MPI.Request, int]] = []
+        self._receiving: list[ArrivingObject] = []
         self.incomplete: dict[int, dict[int, T]] = {}
 
     @property
@@ -60,17 +61,15 @@ class Reports(Generic[T]):
 
     def collect(self) -> list[tuple[int, dict[int, T]]]:
         """The steps, on rank 0, whose last report has arrived since the last call."""
-        status = MPI.Status()
-        while (message := self._communicator.improbe(tag=_TAG, status=status)) is not None:
-            self._receiving.append((message.irecv(), status.source))
+        while (arriving := begin_receive(self._communicator, _TAG)) is not None:
+            self._receiving.append(arriving)
         waiting, self._receiving = self._receiving, []
-        for request, rank in waiting:
-            is_there, message = request.test()
-            if is_there:
-                step, report = cast("tuple[int, T]", message)
-                self._accept(rank, step, report)
+        for arriving in waiting:
+            if arriving.is_there():
+                step, report = cast("tuple[int, T]", arriving.value())
+                self._accept(arriving.rank, step, report)
             else:
-                self._receiving.append((request, rank))
+                self._receiving.append(arriving)
         whole = [step for step, each in self.incomplete.items() if len(each) == self._count]
         return [(step, self.incomplete.pop(step)) for step in sorted(whole)]
 

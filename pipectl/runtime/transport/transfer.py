@@ -34,6 +34,7 @@ from torch import Tensor
 
 from pipectl.errors import WorkerError
 from pipectl.runtime.device import Device, DeviceMemory, Sizes, Staging
+from pipectl.runtime.objects import ArrivingObject, begin_receive
 from pipectl.runtime.waiting import WorkMeter, poll
 from pipectl.units import format_bytes
 
@@ -416,16 +417,16 @@ class Wire:
 
     def receive_object(self, rank: int, tag: int) -> Any:
         """Wait for the next such object."""
-        messages: list[MPI.Message] = []
+        arriving: ArrivingObject | None = None
 
         def is_there() -> bool:
-            message = self._communicator.improbe(rank, tag)
-            if message is not None:
-                messages.append(message)
-            return message is not None
+            nonlocal arriving
+            arriving = arriving or begin_receive(self._communicator, tag, rank)
+            return arriving is not None and arriving.is_there()
 
         self.progress.until(is_there)
-        return messages[0].recv()
+        assert arriving is not None
+        return arriving.value()
 
     def _send_from(
         self, messages: Staging | DeviceMemory, vector: Tensor, rank: int, tag: int
