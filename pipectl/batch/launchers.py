@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl.batch import process
+from pipectl.batch.containers import rank_words, wrap
 from pipectl.batch.request import JobRequest, Template
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.units import did_you_mean
@@ -156,25 +157,26 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
         scheduler: name of the batch system.
 
     Raises:
-        InvalidInputError: ranks cannot be bound as requested.
+        InvalidInputError: ranks cannot be bound as requested, or not started in their container.
         SchedulerError: there is no mpiexec, or the launcher belongs to another batch system.
     """
     if request.array is not None:
         return ()
-    launch, command = request.launch, request.in_container(request.command)
+    launch = request.launch
     if request.alone:
-        return command
-    if launch.launcher not in _LAUNCHERS:
-        options = _mpiexec_options(request, on_this_machine=scheduler == "local")
+        return wrap(request, request.command, scheduler)
+    options, command = rank_words(request, request.command, scheduler)
+    if request.launcher == "mpiexec":
+        own = _mpiexec_options(request, on_this_machine=scheduler == "local")
         mpiexec = request.mpiexec or find_mpiexec(request.environment, request.template)
-        return (mpiexec, *options, *launch.args, *command)
-    return (*_launcher_words(request, scheduler), *launch.args, *command)
+        return (mpiexec, *own, *launch.args, *command)
+    return (*_launcher_words(request, scheduler), *options, *launch.args, *command)
 
 
 def _launcher_words(request: JobRequest, scheduler: str) -> list[str]:
     """Return a launcher that does not belong to an MPI, with its options."""
     launch, resources = request.launch, request.resources
-    name, launcher = launch.launcher, _LAUNCHERS[launch.launcher]
+    name, launcher = request.launcher, _LAUNCHERS[request.launcher]
     if launcher.scheduler not in {"", scheduler}:
         raise SchedulerError(
             f"launch.launcher: {name} needs {launcher.scheduler.capitalize()}",
@@ -311,7 +313,9 @@ def choose_mpi(
     mpi = launch.mpi
     if alone:
         return MpiChoice(mpi)
-    if launch.launcher == "srun":
+    container = environment.container
+    starts_container = container is not None and container.by_srun and launch.launcher == AUTO
+    if launch.launcher == "srun" or starts_container:
         return _choose_pmi(mpi, environment, template)
     if not belongs_to_mpi(launch):
         return MpiChoice(mpi)

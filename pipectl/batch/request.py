@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from pipectl.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from pipectl.spec.launch import Environment, Launch, Pbs, Resources, Slurm
@@ -52,7 +49,7 @@ class JobRequest:
         python: absolute path of the interpreter that submits.
         command: command of each rank, started under MPI.
         launch: with the kind of MPI that was chosen; ``auto`` only for mpiexec, if it is not known.
-        environment: its container is an absolute path or an address.
+        environment: its container has the runtime that was chosen.
         checkpoint: None for jobs that cannot continue from a checkpoint.
         earlier_starts: how often the job script of the run was started before this submission.
         alone: whether to start the command once, on the first node, without MPI.
@@ -115,7 +112,8 @@ class JobRequest:
     def start_limit_s(self) -> int:
         """Seconds after which a launcher without a rank is ended: more ranks start more slowly,
         and a container may have to be fetched first."""
-        fetch_s = _FETCH_S if "://" in (self.environment.container or "") else 0
+        container = self.environment.container
+        fetch_s = _FETCH_S if container is not None and container.is_fetched else 0
         return _START_LIMITS * self.launch.hang_after + self.ranks + fetch_s
 
     @property
@@ -125,6 +123,21 @@ class JobRequest:
         if self.checkpoint is None or not self.checkpoint.max_requeues:
             return None
         return self.earlier_starts + 1 + self.checkpoint.max_requeues
+
+    @property
+    def launcher(self) -> str:
+        """The launcher of the ranks: ``mpiexec``, or srun if it has to start their container,
+        unless the job names another."""
+        if self.launch.launcher != "auto":
+            return self.launch.launcher
+        container = self.environment.container
+        return "srun" if container is not None and container.by_srun else "mpiexec"
+
+    @property
+    def container_program(self) -> str:
+        """The program that starts the job's container; empty if there is none."""
+        container = self.environment.container
+        return "" if container is None or container.by_srun else container.runtime
 
     def has_variable(self, *prefixes: str) -> bool:
         """Return whether a name in ``environment.variables`` has one of the prefixes."""
@@ -141,24 +154,3 @@ class JobRequest:
         return self.has_variable("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP") or any(
             word.startswith(options) for word in self.launch.args
         )
-
-    def in_container(self, words: tuple[str, ...]) -> tuple[str, ...]:
-        """Return a command as it is started: in the job's container, with the container's Python.
-
-        Raises:
-            InvalidInputError: Apptainer cannot bind a directory.
-        """
-        image = self.environment.container
-        if image is None:
-            return words
-        for path in self.binds:
-            if re.search("[,:]", str(path)):
-                raise InvalidInputError(
-                    f"environment.container: {path} contains a comma or colon, which Apptainer "
-                    "takes for the end of the name",
-                    cure="choose a directory without one",
-                )
-        accelerators = ("--nv",) * (self.resources.gpus_per_node > 0)
-        binds = (f"--bind={path}" for path in self.binds)
-        program = "python3" if words[0] == self.python else words[0]
-        return ("apptainer", "exec", *accelerators, *binds, image, program, *words[1:])

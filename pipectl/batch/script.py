@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import process
+from pipectl.batch.containers import edf_of, wrap
 from pipectl.batch.launchers import NOT_OF_JOBS, OF_JOBS, is_told_of_jobs, launch_command
 from pipectl.batch.refusals import TROUBLES
 from pipectl.batch.request import CHECKPOINTED, JobRequest, Template
@@ -82,6 +83,8 @@ def render_script(base: str, request: JobRequest, scheduler: str, **values: Any)
         "base": ours,
         "scheduler": scheduler,
         "launch": launch_command(request, scheduler),
+        "first": wrap(request, request.first_command, scheduler) if request.first_command else (),
+        "edf": Markup(edf_of(request)),
         "checkpointed": CHECKPOINTED,
         "tight_heap": TIGHT_HEAP,
         "sets": sets,

@@ -24,6 +24,7 @@ from pipectl.batch import (
     find_scheduler,
     get_scheduler,
 )
+from pipectl.batch.containers import choose_runtime
 from pipectl.batch.edited import DRY_RUN
 from pipectl.batch.launchers import AUTO, MpiChoice, choose_mpi, find_mpiexec
 from pipectl.cluster import Cluster
@@ -194,6 +195,9 @@ def make_job(
     """
     task, template = task or Task(), read_template(spec)
     spec = with_hash_seed(spec, hash_seed_of(spec.environment.variables))
+    if spec.environment.container is not None:
+        container = choose_runtime(spec.environment.container)
+        spec = change(spec, environment={"container": container})
     if mpi is None:
         mpi = choose_mpi(spec.launch, spec.environment, template, alone=task.alone)
     return Job(spec, scheduler, task, template, mpi, values)
@@ -230,6 +234,7 @@ def check_script(spec: JobSpec) -> None:
     """Raise a SpecError if the job's template, if any, cannot be rendered."""
     if spec.launch.template is not None:
         plain = change(spec, launch={"launcher": "mpiexec", "bind": "none"})
+        plain = change(plain, environment={"container": None})
         render(make_job(plain, choose_scheduler(spec), mpi=MpiChoice(AUTO)), needs_mpi=False)
 
 

@@ -167,7 +167,7 @@ def _add_profiles(
                 if must_run and make_missing:
                     render(job)  # raise errors in the script before the model is measured
                 profile, is_new = read_profile(job.spec, path), False
-                if profile is None and make_missing and job.scheduler == LOCAL:
+                if profile is None and make_missing and _measures_here(job):
                     from pipectl.jobs.profiles import measure
 
                     saved_in = path if key == own_key else None
@@ -181,6 +181,11 @@ def _add_profiles(
         profile, is_new = profiles[key]
         profiled.append(replace(job, profile=profile, is_profiled_now=is_new))
     return profiled
+
+
+def _measures_here(job: Job) -> bool:
+    """Whether the ranks of a job will run on this machine, with this Python."""
+    return job.scheduler == LOCAL and job.spec.environment.container is None
 
 
 def _add_plans(
@@ -200,7 +205,7 @@ def _add_plans(
     for job in jobs:
         assert job.cluster is not None
         if job.profile is None:
-            planned.append(replace(job, plans_in_job=job.scheduler != LOCAL))
+            planned.append(replace(job, plans_in_job=not _measures_here(job)))
             continue
         profile, cluster = join_rows(job.profile, job.cluster)
         inputs = plan_key(job.spec), cluster

@@ -449,6 +449,7 @@ def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[st
     evaluates = spec.evaluation is not None and spec.lr_scheduler is not None
     return [
         *(["launch={launcher: mpiexec}"] if not belongs_to_mpi(spec.launch) else []),
+        "environment.container=null",  # one of the trainings runs in this process
         # Values that are not finite on both sides count as equal.
         *(["training.on_nonfinite=ignore"] if spec.training.on_nonfinite == "stop" else []),
         *(_EVALUATIONS if evaluates else ["evaluation=null"]),

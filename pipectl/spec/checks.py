@@ -27,7 +27,7 @@ from pipectl.hash_seed import MAX_SEED, RANDOM, VARIABLE, is_seed
 from pipectl.spec import models
 from pipectl.spec.code import is_source
 from pipectl.spec.document import MAX_DEPTH, KeyPath, escape, parse_scalar, resolve
-from pipectl.spec.launch import Environment, Launch, Pbs, Resources, Slurm
+from pipectl.spec.launch import Container, Environment, Launch, Pbs, Resources, Slurm
 from pipectl.spec.references import (
     Reference,
     faults_of_use,
@@ -176,6 +176,8 @@ def check_code(
         yield from _missing_trackers(data.get("tracking"), base)
         yield from _missing_imports(factories)
     yield from _missing_files(files)
+    if names and environment is not None:
+        yield from _missing_image(environment.container)
 
 
 def _texts_for_numbers(
@@ -256,6 +258,13 @@ def _missing_files(files: Iterable[tuple[tuple[str | int, ...], Path]]) -> Itera
             if is_source(file) or (or_directory and file.is_dir()):
                 continue
         yield path, f"no such file{' or directory' * or_directory}: {file}"
+
+
+def _missing_image(container: Container | None) -> Iterator[Finding]:
+    """A container's image that is not in its directory, unless that may be one of compute nodes."""
+    image = Path("" if container is None else container.image)
+    if image.is_absolute() and image.parent.is_dir() and not image.exists():
+        yield ("environment", "container", "image"), f"no such file or directory: {image}"
 
 
 def _missing_trackers(trackers: Any, base: Path) -> Iterator[Finding]:
@@ -388,6 +397,22 @@ def _check_buckets(data: models.Data) -> Iterator[Finding]:
         yield ("data", "buckets"), fault + "{input_ids: 0, labels: -100}"
     if data.pad and not buckets:
         yield ("data", "pad"), "needs data.buckets: the lengths to pad to, such as [128, 512]"
+
+
+def _check_container(environment: Environment, launch: Launch, slurm: Slurm) -> Iterator[Finding]:
+    """Options of srun and sbatch that start only a part of a job in a container, or set what
+    ``environment.container`` sets."""
+    for index, word in enumerate(launch.args if launch.launcher in {"auto", "srun"} else ()):
+        if word.startswith(("--container-", "--environment")):
+            fault = "starts the ranks in a container, but not what measures and plans"
+            cure = "write environment.container: {image: ...}, with further options in its args"
+            yield ("launch", "args", index), f"{word} {fault}; {cure}"
+    if environment.container is None:
+        return
+    for name in slurm.options:
+        if name.startswith("container-") or name == "environment":
+            fault = "is given twice: environment.container is for each command of the job"
+            yield ("slurm", "options", name), f"{fault}; remove one of the two"
 
 
 def _check_progress(launch: Launch, resources: Resources) -> Iterator[Finding]:
@@ -554,7 +579,8 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_combinations, _check_batch, _check_buckets, _check_warm_up,
-    _check_backward, _check_progress, _check_loss, _check_evaluation, _check_best, _check_options,
+    _check_backward, _check_container, _check_progress, _check_loss, _check_evaluation, _check_best,
+    _check_options,
     _check_slurm_gpus, _check_select, _check_pbs_gpus, _check_hash_seed, _check_sweep,
 )  # fmt: skip
 """Checks; the names of their parameters are the sections they need."""

@@ -94,7 +94,7 @@ def links_key(spec: JobSpec, scheduler: str, host: str = "") -> str:
     resources = spec.resources.model_dump(exclude={"walltime", "memory_per_node"})
     launch = spec.launch.model_dump(include={"launcher", "mpi", "bind", "args"})
     environment = spec.environment
-    software = [environment.modules, environment.container]
+    software = [environment.modules, _container_of(spec)]
     variables = {
         name: value
         for name, value in environment.variables.items()
@@ -154,7 +154,7 @@ def _profiled(spec: JobSpec) -> Any:
     training["clips"] = spec.training.clip_grad_norm is not None
     # Another kind of node, or another torch; and who loads samples, whose time counts.
     where = [_nodes_of(spec, name, options) for name, options in _HARDWARE_OPTIONS.items()]
-    where += [spec.environment.modules, spec.environment.container, spec.data.workers > 0]
+    where += [spec.environment.modules, _container_of(spec), spec.data.workers > 0]
     micro_batches = spec.pipeline.model_dump()["micro_batches"]
     modules = spec.sources(reference for _, reference in named)
     files = [reference.file for _, reference in named if reference.file is not None]
@@ -162,6 +162,12 @@ def _profiled(spec: JobSpec) -> Any:
         load["variables"] = variables
     contents = {name: _content(path) for name, path in modules.items()}
     return [sections, training, load, micro_batches, contents, where]
+
+
+def _container_of(spec: JobSpec) -> Any:
+    """What chooses the software in the container; its runtime and its directories do not."""
+    container = spec.environment.container
+    return None if container is None else container.model_dump(include={"image", "args"})
 
 
 def _variables_of(spec: JobSpec, sources: Iterable[Path]) -> dict[str, str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipectl.directives import SchedulerName
 from pipectl.spec import types
@@ -90,6 +90,45 @@ class Launch(types.Section):
         return cpus_per_task - (self.progress == "core")
 
 
+class Container(types.Section):
+    """The container in which everything in the job runs except the launcher. Its `python3` must
+    have torch, mpi4py and pipectl."""
+
+    runtime: Literal[
+        "auto", "apptainer", "singularity", "podman-hpc", "shifter", "pyxis", "cscs"
+    ] = "auto"
+    """The program that opens it, or `pyxis` (`srun --container-image`) or `cscs` (the Container
+    Engine, `srun --environment`). `auto` follows from the image and from what is installed where
+    `submit` runs, if that leaves one."""
+    image: types.Image
+    """A file such as `./torch.sif`, relative to the spec file; an address such as `docker://...`;
+    or what the runtime calls it: `nersc/pytorch:24.06`, `nvcr.io#nvidia/pytorch:25.06-py3`, or the
+    name of an environment definition file."""
+    mounts: tuple[types.Mount, ...] = ()
+    """Further directories that the container sees: `DIRECTORY`, or `DIRECTORY:TARGET` for another
+    name. The directories of the runs and of the files that the job names are mounted anyway."""
+    args: tuple[types.Text, ...] = ()
+    """Further options of the runtime, verbatim, such as `--rocm` or `--module=mpich`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_text(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError("must be a mapping: write {image: ...}")
+        return value
+
+    @property
+    def by_srun(self) -> bool:
+        """Whether only srun can start processes in it."""
+        return self.runtime in {"pyxis", "cscs"}
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether its image may first have to be fetched: it is no file, or a file that may name an
+        address."""
+        return not self.image.startswith("/") or self.image.endswith(".toml")
+
+
 class Environment(types.Section):
     """What the job script does before the ranks start."""
 
@@ -111,9 +150,8 @@ class Environment(types.Section):
     `PYTHONHASHSEED` is the same in all processes of a run, so that they iterate over sets of texts
     in one order: the number set here, else by the shell, else 0; `random` draws one for the run. A
     resumed run keeps its number."""
-    container: types.Image | None = None
-    """Apptainer image in which the ranks run, relative to the spec file, or an address such as
-    `docker://...`; its `python3` must have torch, mpi4py and pipectl."""
+    container: Container | None = None
+    """The container in which everything in the job runs except the launcher."""
 
 
 class Slurm(types.Section):

@@ -12,7 +12,7 @@ from typing import Any
 from pipectl.files import escape_path, expand_path
 from pipectl.spec import argument_paths, models
 
-Finding = tuple[tuple[str, ...], str]
+Finding = tuple[tuple[str | int, ...], str]
 
 
 def expand_paths(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
@@ -23,7 +23,7 @@ def expand_paths(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]
     """
     faults: list[Finding] = []
 
-    def expand(path: tuple[str, ...], text: str) -> str:
+    def expand(path: tuple[str | int, ...], text: str) -> str:
         try:
             return expand_path(text)
         except ValueError as error:
@@ -43,7 +43,7 @@ def escape_paths(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_paths(
-    data: Mapping[str, Any], change: Callable[[tuple[str, ...], str], str]
+    data: Mapping[str, Any], change: Callable[[tuple[str | int, ...], str], str]
 ) -> dict[str, Any]:
     changed = dict(data)
     for path, text in _paths_in(data):
@@ -51,17 +51,17 @@ def _with_paths(
     return changed
 
 
-def _paths_in(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _paths_in(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """All paths: a reference to user code is one if a directory is named in it."""
     yield from models.files_in(data)
     for path, text, _ in models.factories_in(data):
         if "/" in text:
             yield path, text
-    for names in (("output", "directory"), ("environment", "container")):
-        section = data.get(names[0])
-        value: Any = section.get(names[1]) if isinstance(section, Mapping) else None
-        if isinstance(value, str) and "://" not in value:
-            yield names, value
+    output = data.get("output")
+    directory = output.get("directory") if isinstance(output, Mapping) else None
+    if isinstance(directory, str):
+        yield ("output", "directory"), directory
+    yield from _paths_of_container(data.get("environment"))
     trackers = data.get("tracking")
     for tracker, arguments in trackers.items() if isinstance(trackers, Mapping) else ():
         for name, value in arguments.items() if isinstance(arguments, Mapping) else ():
@@ -69,12 +69,24 @@ def _paths_in(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
                 yield ("tracking", tracker, name), value
 
 
-def _replace(data: dict[str, Any], path: tuple[str, ...], text: Any) -> None:
-    """Put a value at a path; the mappings on the way are copied."""
+def _paths_of_container(environment: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    container = environment.get("container") if isinstance(environment, Mapping) else None
+    if not isinstance(container, Mapping):
+        return
+    image, mounts = container.get("image"), container.get("mounts")
+    if isinstance(image, str) and "://" not in image:
+        yield ("environment", "container", "image"), image
+    for index, mount in enumerate(mounts if isinstance(mounts, list | tuple) else ()):
+        if isinstance(mount, str):
+            yield ("environment", "container", "mounts", index), mount
+
+
+def _replace(data: Any, path: tuple[str | int, ...], text: Any) -> None:
+    """Put a value at a path; the mappings and lists on the way are copied."""
     first, *rest = path
-    inner = data.get(first)
-    if rest and isinstance(inner, Mapping):
-        data[first] = dict(inner)
+    inner = data.get(first) if isinstance(data, dict) else data[first]
+    if rest and isinstance(inner, Mapping | list | tuple):
+        data[first] = dict(inner) if isinstance(inner, Mapping) else list(inner)
         _replace(data[first], tuple(rest), text)
     else:  # also a factory in short form, whose value is its reference
         data[first] = text

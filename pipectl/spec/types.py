@@ -47,6 +47,7 @@ SCHEDULE_SUFFIX = ".csv"
 WITH_UNITS = "units"
 """The context in which ``model_dump`` gives sizes with their units."""
 _MAX = 2**63 - 1
+_IMAGE_SUFFIXES = (".sif", ".simg", ".img", ".sqsh", ".sqfs", ".squashfs", ".toml")
 _MAX_LEAD_TIME_S = 2**16 - 1
 _MIN_PLAIN_LEAD_TIME_S = 60
 _REFERENCE = "./file.py:name or package.module:name"
@@ -172,7 +173,22 @@ def _file(text: str, info: ValidationInfo) -> str:
 
 
 def _image(text: str, info: ValidationInfo) -> str:
-    return text if "://" in text else _file(text, info)
+    return _file(text, info) if is_image_file(text, info.data.get("runtime")) else text
+
+
+def is_image_file(image: str, runtime: str | None) -> bool:
+    """Return whether an image is a file, or a directory, not an address or a name."""
+    if "://" in image or runtime in {"podman-hpc", "shifter"}:
+        return False
+    is_path = image.startswith(("/", "./", "../")) or image.endswith(_IMAGE_SUFFIXES)
+    return is_path or runtime in {"apptainer", "singularity"}
+
+
+def _mount(text: str, info: ValidationInfo) -> str:
+    source, colon, target = text.partition(":")
+    if colon and not target.startswith("/"):
+        raise ValueError("must be DIRECTORY or DIRECTORY:TARGET, with the whole path of the target")
+    return f"{_file(source, info)}{colon}{target}"
 
 
 def _reference(*words: str) -> AfterValidator:
@@ -262,7 +278,9 @@ Text = Annotated[str, AfterValidator(_nonempty_line)]
 File = Annotated[Text, AfterValidator(_file)]
 """A path relative to the spec file; in Python it is absolute."""
 Image = Annotated[Text, AfterValidator(_image)]
-"""A path as well, or an address."""
+"""A path as well, or an address or name."""
+Mount = Annotated[Text, AfterValidator(_mount)]
+"""A directory, and the name under which a container sees it."""
 JobName = Annotated[
     Text, Field(pattern=f"^{NAME.pattern}$", title="letters, digits, '.', '_' or '-', at most 64")
 ]

@@ -330,7 +330,15 @@ with_variables() {
     exec "$@"
 }
 
-run with_variables apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m pipectl.jobs.in_job '/scratch/u/my runs/100%' || exit "$?"
+if ! type apptainer >/dev/null 2>&1; then
+    missing="environment.container: $HOSTNAME has no apptainer: load its module, or name another runtime"
+    echo "pipectl: $missing" >&2
+    measure_log
+    report_start 127 "$missing"$'\n'
+    exit 127
+fi
+
+run with_variables apptainer exec '--bind=/scratch/u/my runs:/scratch/u/my runs' --bind=/home/u:/home/u --bind=/data:/mnt/data:ro --nv '/proj/my image.sif' /bin/sh -c '. "$0" && exec "$@"' '/scratch/u/my runs/100%/variables.sh' python3 -m pipectl.jobs.in_job '/scratch/u/my runs/100%' || exit "$?"
 
 stop_s=129420
 wait_s=$((SECONDS < stop_s ? stop_s - SECONDS : 1))
@@ -365,7 +373,7 @@ fi
 trap 'ask_to_stop TERM' TERM # TERM would end the launcher, and the ranks with it
 trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
-run_ranks /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
+run_ranks /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label apptainer exec '--bind=/scratch/u/my runs:/scratch/u/my runs' --bind=/home/u:/home/u --bind=/data:/mnt/data:ro --nv '/proj/my image.sif' /bin/sh -c '. "$0" && exec "$@"' '/scratch/u/my runs/100%/variables.sh' python3 -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 code=$?
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pipectl.batch import Array, JobRequest, Template, get_scheduler
 from pipectl.batch.script import render_variables
 from pipectl.runs import RunDirectory
-from pipectl.spec.launch import Environment, Launch, Pbs, Resources, Slurm
+from pipectl.spec.launch import Container, Environment, Launch, Pbs, Resources, Slurm
 from pipectl.spec.models import Checkpoint
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ def fields(document):
         "array": lambda paths: paths and Array(tuple(map(Path, paths)), 2),
         "checkpoint": lambda values: Checkpoint(**values),
         "template": lambda text: Template("site.sh", text),
+        "container": lambda values: Container(**values),
     }
     return {
         name: made.get(name, lambda value: value)(lists_as_tuples(value))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 from job_requests import change, check_table, fields
 
 from pipectl.batch import Template
+from pipectl.batch.containers import RUNTIMES, choose_runtime
 from pipectl.batch.launchers import (
     MpiChoice,
     choose_mpi,
@@ -18,6 +20,7 @@ from pipectl.batch.launchers import (
     launch_command,
 )
 from pipectl.errors import PipectlError, SchedulerError
+from pipectl.spec.launch import Container
 
 RANK = (
     "import os; from mpi4py import MPI; world = MPI.COMM_WORLD; "
@@ -136,6 +139,33 @@ def test_mpiexec_is_found_beside_the_interpreter_else_on_the_path_of_the_job_and
     beside.parent.mkdir()
     beside.touch()
     assert found() == str(beside)
+
+
+def test_the_runtime_of_a_container_follows_from_its_image_and_from_what_is_installed(program):
+    """Of several that may be meant, none is chosen."""
+    pyxis = "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'"
+
+    def chosen_of(*images):
+        return [choose_runtime(Container(image=image)).runtime for image in images]
+
+    assert chosen_of("/x.sif", "docker://a/b", "/x.toml", "/x.sqsh", "nvcr.io#a/b", "a/b:1") == [
+        "apptainer", "apptainer", "cscs", "pyxis", "pyxis", "auto"
+    ]  # fmt: skip
+    program("singularity", "true")
+    program("srun", "exit 1")
+    assert chosen_of("/x.sif", "a/b:1") == ["singularity", "auto"]
+    program("shifter", "true")
+    assert chosen_of("a/b:1") == ["shifter"]
+    program("podman-hpc", "true")
+    assert chosen_of("a/b:1") == ["auto"]
+    for name in ("podman-hpc", "shifter"):
+        (Path(os.environ["PATH"]) / name).unlink()
+    program("srun", pyxis)
+    assert chosen_of("a/b:1", "/x.sif") == ["pyxis", "singularity"]
+    own = Container(image="/x.sif", runtime="shifter")
+    assert choose_runtime(own) == own
+    names = typing.get_args(Container.model_fields["runtime"].annotation)
+    assert names == ("auto", *RUNTIMES)
 
 
 def test_srun_is_told_what_the_library_speaks_if_that_is_known(

@@ -25,7 +25,7 @@ from pipectl.runs import (
     read_errors,
     read_requeue_error,
 )
-from pipectl.spec.launch import Launch
+from pipectl.spec.launch import Container, Launch
 from pipectl.spec.models import Checkpoint
 
 SAVES = Checkpoint(max_requeues=0)
@@ -502,32 +502,70 @@ def test_launchers_of_sites_start_all_ranks(make_request, tmp_path, monkeypatch,
     assert (run / "ranks").read_text().splitlines() == ["3 a b"] * 4
 
 
-APPTAINER = """#!/bin/bash
-[[ $1 == exec ]] || exit 99
-shift
-while [[ $1 == -* ]]; do echo "option $1"; shift; done
-echo "image $1"
-shift
-[[ $1 == python3 ]] || exit 98
-exec {python} "${{@:2}}"
+RUNTIME = """#!/bin/bash
+# Drops its own words, of which some are wanted, marks the processes, and runs them.
+words="$* "
+while (($#)) && [[ $1 != python3 && $1 != /bin/sh ]]; do
+    [[ $1 == -n ]] && shift
+    shift
+done
+for wanted in WANTED; do [[ $words == *"$wanted "* ]] || exit 98; done
+(($#)) || exit 97
+[[ $1 == python3 ]] || [[ $5 == python3 ]] || exit 96
+export INSIDE=$((${INSIDE-0} + 1)) TOKEN="of the image"
+PATH=HERE/image:$PATH exec "$@"
 """
+IMAGES = {
+    "apptainer": ("local", "/x.sif", "apptainer", "--bind=/d:/d /x.sif"),
+    "singularity": ("pbs", "/x.sif", "singularity", "--bind=/d:/d /x.sif"),
+    "podman-hpc": ("local", "a/b:1", "podman-hpc", "run --volume=/d:/d a/b:1 --env=PIPECTL_*"),
+    "shifter": ("pbs", "a/b:1", "shifter", "--image=a/b:1 --volume=/d:/d"),
+    "pyxis": ("slurm", "r#a/b", "srun", "--container-image=r#a/b"),
+    "cscs": ("slurm", "/a.toml", "srun", "--environment=HERE/run/container.toml"),
+}
+"""Batch system, image, program, and words that it must have."""
 
 
-def test_python_of_the_container_runs_with_the_same_words(make_request, tmp_path, monkeypatch):
-    fake = tmp_path / "bin" / "apptainer"
-    fake.parent.mkdir()
-    fake.write_text(APPTAINER.format(python=sys.executable))
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{fake.parent}:/usr/bin:/bin")
-    own = (sys.executable, "-c", "import sys; print(sys.argv[1:])", "it's", "a b")
+@pytest.mark.parametrize("runtime", IMAGES)
+def test_every_process_of_a_job_runs_in_its_container(make_request, tmp_path, monkeypatch, runtime):
+    """What measures and plans, the ranks and what they start, once each, with Python and the
+    variables of the container; where the runtime is missing, the error says what to do."""
+    scheduler, image, program, wanted = IMAGES[runtime]
+    for name in ("bin", "image"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "image" / "python3").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.delenv("INSIDE", raising=False)
+    code = (
+        "import os, subprocess, sys; subprocess.run(['bash', '-c', 'echo $INSIDE $TOKEN >>seen']); "
+        "print(sys.argv[1:]); os.path.exists('starting') and os.unlink('starting')"
+    )
+    own = (sys.executable, "-c", code, "it's", "a b")
     request = make_request(
         python=sys.executable,
-        container="my image.sif",
-        binds=(tmp_path, Path("/my dir")),
+        command=own,
         first_command=own,
+        container=Container(image=image, runtime=runtime, mounts=("/d",)),
+        variables={"TOKEN": "a b"},
     )
-    once = f"option --bind={tmp_path}\noption --bind=/my dir\nimage my image.sif\n"
-    assert run(request, *own) == (0, 2 * f"{once}[\"it's\", 'a b']\n")
+    script = write_script(request, *(own if program != "srun" else ()), scheduler=scheduler)
+    log = RunDirectory(request.run_directory).job_log
+
+    def start_job() -> int:
+        with log.open("w") as output:
+            done = subprocess.run(["bash", script], stdout=output, stderr=output, timeout=300)
+        return done.returncode
+
+    if program != "srun":
+        assert start_job() == 127
+        (error,) = read_errors(RunDirectory(request.run_directory))
+        assert f"has no {program}: load its module" in error.message
+    text = RUNTIME.replace("WANTED", wanted).replace("HERE", str(tmp_path))
+    (tmp_path / "bin" / program).write_text(text)
+    (tmp_path / "bin" / program).chmod(0o755)
+    assert start_job() == 0, log.read_text()
+    assert (request.run_directory / "seen").read_text() == "1 a b\n" * 2
+    assert log.read_text() == "[\"it's\", 'a b']\n" * 2
 
 
 def test_jinja_is_imported_only_to_render():

@@ -10,6 +10,7 @@ from job_requests import change, make_request, write_script
 
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.runs import RunDirectory, read_errors
+from pipectl.spec.launch import Container
 
 LIMIT_S = 60.0
 EXPIRED = "srun: error: Task launch for StepId=1.0 failed on node node2: Job credential expired"
@@ -37,7 +38,8 @@ def prints(line, then="exit 1"):
 
 # Of every start: what the job changes, and what is said. With ``srun`` that command is a script,
 # with ``mpiexec`` the launcher is; ``soon`` is a job that allows little time for a silent start.
-HYDRA, SRUN = {"mpi": "hydra"}, {"launcher": "srun", "mpi": "pmi2"}
+HYDRA, SIF = Container(image="/image.sif", runtime="apptainer")
+SRUN = {"mpi": "hydra"}, {"launcher": "srun", "mpi": "pmi2"}
 SOON = {"hang_after": 1}
 STARTS = {
     "credential": (HYDRA, {"srun": prints(EXPIRED)}, EXPIRED),
@@ -55,7 +57,7 @@ STARTS = {
     "ranks wait": ({**HYDRA, **SOON, "command": WAITS}, {}, "no rank has begun in"),
     "no mpi4py": ({**HYDRA, "command": PYTHON}, {}, "No module named mpi4py"),
     "no mpiexec": ({"mpiexec": "/no/such/mpiexec"}, {}, "/no/such/mpiexec"),
-    "no container": ({**HYDRA, "container": "/image.sif", "python": "python"}, {}, "apptainer"),
+    "no container": ({**HYDRA, "container": SIF, "python": "python"}, {}, "apptainer"),
     "srun credential": (SRUN, {"srun": prints(EXPIRED)}, EXPIRED),
     "srun refused": ({**SRUN, "setup": ("export SLURM_JOB_ID=99999",)}, {}, "Invalid job id"),
     "srun plugin": ({**SRUN, "mpi": "nosuch"}, {}, "mpi/nosuch"),

@@ -21,7 +21,7 @@ optimizer: ~/code/own.py:adam
 pipeline: {schedule: $STORE/mine.csv}
 training: {steps: 1, batch_size: 1}
 launch: {template: ~/t.sh}
-environment: {container: $STORE/image.sif, setup: [cd ~]}
+environment: {container: {image: $STORE/image.sif, mounts: [~/d, "$STORE/e:/e"]}, setup: [cd ~]}
 output: {directory: $STORE/$$x/runs}
 cluster: ~/cluster.json
 """
@@ -47,13 +47,15 @@ def test_every_path_is_expanded_when_the_spec_is_read_and_stays_as_it_is(tmp_pat
         spec.model.factory, spec.model.weights, spec.loss.factory, spec.data.factory,
         spec.evaluation.data.factory, spec.evaluation.metrics["m"].factory,
         spec.optimizer.factory, spec.pipeline.schedule, spec.launch.template,
-        spec.environment.container, spec.output.directory, spec.cluster,
+        spec.environment.container.image, *spec.environment.container.mounts,
+        spec.output.directory, spec.cluster,
     )  # fmt: skip
     assert paths == (
         "/home/me/code/model.py:build", "/scratch/a b/w.safetensors", "/scratch/a b/loss.py:loss",
         f"{job.parent}/data.py:data", "/home/me/code/models/data:held_out", "/home/me/m.py:m",
         "/home/me/code/own.py:adam", "/scratch/a b/mine.csv", "/home/me/t.sh",
-        "/scratch/a b/image.sif", "/scratch/a b/$x/runs", "/home/me/cluster.json",
+        "/scratch/a b/image.sif", "/home/me/d", "/scratch/a b/e:/e", "/scratch/a b/$x/runs",
+        "/home/me/cluster.json",
     )  # fmt: skip
     assert spec.data.kwargs["root"] == [
         "/home/me/data", "//scratch/a b/$a", "/scratch/a b/x", f"{job.parent}/y", "/scratch/a b",

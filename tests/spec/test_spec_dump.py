@@ -37,7 +37,7 @@ def test_a_dump_is_read_back_the_same_from_another_directory(job, tmp_path):
     """Keys do not depend on where the files are, either."""
     (job.parent / "mine.csv").write_text("0F0,0B0\n1F0,1B0\n")
     for image in ("pipectl.sif", "docker://example.org/pipectl"):
-        own = [f"environment.container={image}", "pipeline={schedule: mine.csv}"]
+        own = [f"environment.container.image={image}", "pipeline={schedule: mine.csv}"]
         spec = load(job, own, sites=())
         again = reload(spec, tmp_path / "run.yaml")
         assert dump(again) == dump(spec)

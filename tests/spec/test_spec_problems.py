@@ -229,7 +229,7 @@ def test_a_module_that_user_code_imports_and_python_lacks_is_a_fault_before_anyt
     for elsewhere in (
         "environment.modules=[ml]",
         "environment.setup=[. venv/bin/activate]",
-        "environment.container=docker://ml",
+        "environment.container={image: docker://ml}",
         "environment.variables={PYTHONPATH: lib}",
     ):
         load(path, [elsewhere], check_names=True)

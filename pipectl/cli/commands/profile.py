@@ -62,13 +62,7 @@ def command(
     batch_system = choose_scheduler(spec, scheduler)
     path = output_file or (cluster_path(spec) if links else profile_path(spec))
     if not (links or submit):
-        if batch_system not in {LOCAL, allocation()}:
-            raise UsageError(
-                f"jobs go to {batch_system} from here, so this seems to be a login node, where "
-                "times differ from those of compute nodes",
-                cure="measure in an allocation: add --submit (and --wait to follow it);\n"
-                "to measure on this machine anyway: --scheduler local",
-            )
+        _refuse_other_nodes(spec, batch_system)
         with profiling_progress() as progress:
             profile = measure(spec, path, progress, effort, again=again)
         show_profile(profile, path, began, as_json=as_json)
@@ -95,6 +89,23 @@ def command(
         profile = Profile.load(run.profile)
         show_profile(profile, path, began, as_json=as_json)
         _warn_of(spec, profile)
+
+
+def _refuse_other_nodes(spec: JobSpec, batch_system: str) -> None:
+    """Raise a UsageError if the job will run on other nodes than this, or with another Python."""
+    if spec.environment.container is not None:
+        raise UsageError(
+            "environment.container: this would measure with another Python than that of the "
+            "container",
+            cure="measure in a job: add --submit (and --wait to follow it)",
+        )
+    if batch_system not in {LOCAL, allocation()}:
+        raise UsageError(
+            f"jobs go to {batch_system} from here, so this seems to be a login node, where "
+            "times differ from those of compute nodes",
+            cure="measure in an allocation: add --submit (and --wait to follow it);\n"
+            "to measure on this machine anyway: --scheduler local",
+        )
 
 
 def _warn_of(spec: JobSpec, profile: Profile) -> None:
