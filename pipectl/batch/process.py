@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -18,6 +19,8 @@ from pipectl.watch import ProcessState, process_state
 TIMEOUT_S = 60.0
 _LAST_WORDS_S = 1.0
 _LOOK_S = 0.02
+_RULE = re.compile(r"[-=*]{20,}\s*")
+_OF_OPEN_MPI = re.compile(r"\[[\w.-]+:\d+\] ")
 
 
 class NoAnswerError(SchedulerError):
@@ -49,9 +52,15 @@ class Completed:
         return self.stderr or self.stdout or end
 
     @property
-    def last_line(self) -> str:
-        """Of the message: the error, without the lines before it, such as a traceback."""
-        return self.message.splitlines()[-1]
+    def error_line(self) -> str:
+        """Of the message: the last line before the texts between rules in which Open MPI explains
+        how ranks ended; without one, the first line of the last such text."""
+        lines = [line for line in self.message.splitlines() if line.strip()] or [self.message]
+        rules = [index for index, line in enumerate(lines) if _RULE.fullmatch(line)]
+        if len(rules) < 2:
+            return lines[-1]
+        before = [line for line in lines[: rules[0]] if not _OF_OPEN_MPI.match(line)]
+        return before[-1] if before else lines[min(rules[-2] + 1, len(lines) - 1)]
 
 
 def run(

@@ -247,7 +247,7 @@ class SlurmScheduler(CommandLineScheduler):
             return {}
         done = self._run(*command, max_s=max_s, variables={**_TIMES, **variables})
         if done.returncode and "disabled" not in done.message:
-            raise SchedulerError(done.last_line)
+            raise SchedulerError(done.error_line)
         oldest = (since or 0.0) - CLOCK_SKEW_S  # older jobs have reused ids
         accounts = parse_sacct(done.stdout, cluster)
         rows = [row for row in accounts if (row.submitted_at or inf) >= oldest]

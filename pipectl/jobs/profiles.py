@@ -427,7 +427,7 @@ def measure_rows(
                 timeout_s=_ROW_PATIENCE_S,
             )
             if result.returncode:
-                raise SchedulerError(result.last_line)
+                raise SchedulerError(result.error_line)
             document = read_json(output, cure=_CURE)
             return read_fields(RowTimes, document, file=str(output), cure=_CURE), ""
     except (PipectlError, OSError) as error:

@@ -26,7 +26,7 @@ from pipectl.units import printable
 _MAX_REPORT_BYTES, _MAX_DIGITS = 2**24, 100
 _TELLING = re.compile(
     r"error|fail|fatal|not found|no such|cannot|can't|unable|denied|refused|expired|invalid|abort"
-    r"|killed|not enough|disabled|no space|limit",
+    r"|killed|not enough|disabled|no space|limit|as root",
     re.IGNORECASE,
 )
 _NOISE = re.compile(
@@ -44,6 +44,12 @@ _PROCESS_ENDED = re.compile(
 _NO_DIRECTORY = re.compile(r"slurmstepd(?:-([\w.-]{1,255}))?: error: couldn't chdir to ")
 _MAX_LINES, _LOG_END = 3, 2**16
 _KILLED = "if that was for lack of memory, raise resources.memory_per_node"
+AS_ROOT = "attempt to run as root"
+"""Part of what Open MPI says if it starts nothing for root."""
+CURE_OF_ROOT = (
+    "be another user, or set OMPI_ALLOW_RUN_AS_ROOT and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM to 1, in a "
+    "job by environment.variables"
+)
 _MORE_TIME = "see the log; launch.hang_after allows more time: ten times that, and 1 s per rank"
 
 
@@ -158,6 +164,8 @@ def _read_launch_error(run: RunDirectory) -> ErrorReport | None:
         what = f"no rank has begun in {waited_s[0]} s, so the launcher was ended"
     words = "\n".join(_telling(printed))
     cure = _MORE_TIME if waited_s else None
+    if AS_ROOT in words:
+        cure = CURE_OF_ROOT
     if missing := next(filter(None, map(_NO_DIRECTORY.match, printed)), None):
         cure = _cure_of_missing(missing)
     return ErrorReport(

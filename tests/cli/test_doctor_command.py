@@ -33,12 +33,26 @@ SOUND = {"ranks": 2, "library": "MPICH 5", "threads": "multiple",
          "latency_s": 2e-6, "bandwidth_bytes_per_s": 2**31}  # fmt: skip
 
 
+RULE = "-" * 74
+AS_ROOT = f"""{RULE}
+mpiexec has detected an attempt to run as root.
+
+Running as root is *strongly* discouraged as any mistake (e.g., in
+defining TMPDIR) or bug can result in catastrophic damage to the OS
+file system, leaving your system in an unusable state.
+
+We strongly suggest that you run mpiexec as a non-root user.
+{RULE}
+"""
+"""As Open MPI 4 prints it."""
 MPIS = {
     "sound": answer(**SOUND),
     "another library": answer(ranks=1, library="Open MPI v5"),
     "unknown launcher": answer(**SOUND).replace("Intel(R)", "Our"),
     "few threads": answer(**SOUND | {"threads": "serialized"}),
     "an error": "echo 'no such plugin' >&2; exit 3",
+    "root": f"cat >&2 <<'END'\n{AS_ROOT}END\nexit 1",
+    "a rank": f"printf 'ImportError: libmpi.so\\n{RULE}\\nA rank\\n{RULE}\\n' >&2; exit 1",
     "other words": "echo hello",
     "no words": "true",
 }

@@ -278,6 +278,14 @@ def test_a_damaged_report_of_a_launcher_is_still_one(run, text):
     assert "\x1b" not in f"{error.where}{error.message}"
 
 
+def test_what_open_mpi_says_to_root_is_told_with_what_to_do(run):
+    rule, said = "-" * 74, "prterun has detected an attempt to run as root."
+    run.launch_error.write_text(f"n1\n1\n{rule}\n{said}\n\nRunning as x\nWe advise\n{rule}\n")
+    (error,) = read_errors(run)
+    assert error.message == f"no rank has begun: exit code 1\n{said}"
+    assert "OMPI_ALLOW_RUN_AS_ROOT" in (error.cure or "")
+
+
 @pytest.mark.parametrize(
     ("daemon", "who"), [("slurmstepd-node4", "node4"), ("slurmstepd", "each of its nodes")]
 )

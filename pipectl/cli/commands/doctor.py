@@ -35,6 +35,7 @@ from pipectl.cli.console import labels, say_json, show
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.prepare import memory_of_this_machine
 from pipectl.jobs.profiles import request_of_two
+from pipectl.runs.readers import AS_ROOT, CURE_OF_ROOT
 from pipectl.spec import load
 from pipectl.spec.launch import Launch
 from pipectl.units import format_bytes, format_time
@@ -147,7 +148,7 @@ def _check_torch() -> Iterator[Finding]:
     result = _run([sys.executable, "-c", _TORCH])
     if result.returncode:
         number = max(0, -result.returncode)
-        fault = result.last_line if not number else f"ended by {Signals(number).name}"
+        fault = result.error_line if not number else f"ended by {Signals(number).name}"
         text = f"cannot be imported by {sys.executable}: {fault}"
         yield Finding("torch", "fail", text, cure_of_torch(fault, number))
         return
@@ -292,7 +293,8 @@ def _output(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     """The output of a command."""
     result = _run(argv, env)
     if result.returncode:
-        raise SchedulerError(f"{Path(argv[0]).name}: {result.last_line}")
+        cure = CURE_OF_ROOT if AS_ROOT in result.message else None
+        raise SchedulerError(f"{Path(argv[0]).name}: {result.error_line}", cure=cure)
     return result.stdout or result.stderr
 
 
