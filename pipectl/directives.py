@@ -6,10 +6,12 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-SchedulerName = Literal["local", "slurm", "pbs"]
-"""Name of a batch system; ``local`` is this machine."""
+SCHEDULERS = ("local", "slurm", "pbs")
+"""Names of pipectl's own batch systems; ``local`` is this machine."""
+SCHEDULER_GROUP = "pipectl.schedulers"
+"""Entry points of packages that add batch systems."""
 Value = str | bool | tuple[str, ...]
 """Value of an option: text; true for an option without a value; false for an option that is not
 written; several texts for an option that is written several times."""
@@ -172,6 +174,13 @@ QSUB = Syntax(
 
 SYNTAXES = {"slurm": SBATCH, "pbs": QSUB}
 """The syntax of each batch system by name."""
+
+
+def packaged_schedulers() -> tuple[str, ...]:
+    """Return the names of the batch systems that installed packages add."""
+    from importlib.metadata import entry_points
+
+    return tuple(sorted(entry_points(group=SCHEDULER_GROUP).names))
 
 
 def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import cache
 from importlib import import_module
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 from pipectl.batch.limits import Queue
 from pipectl.batch.process import TIMEOUT_S
@@ -20,38 +21,68 @@ from pipectl.batch.scheduler import (
     OtherSystemError,
     Scheduler,
 )
+from pipectl.directives import SCHEDULER_GROUP, packaged_schedulers
 from pipectl.errors import UsageError
 from pipectl.units import did_you_mean
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 LOCAL = "local"
 __all__ = [
     "CHECKPOINTED", "LOCAL", "QUEUES_TIMEOUT_S", "Array", "JobRequest", "JobState", "JobStatus",
-    "OtherSystemError", "Queue", "Scheduler", "Template", "allocation", "find_scheduler",
-    "get_scheduler",
+    "OtherSystemError", "Queue", "Scheduler", "Template", "allocation", "batch_systems",
+    "find_scheduler", "get_scheduler", "scheduler_class",
 ]  # fmt: skip
 
 
-class _System(NamedTuple):
-    """A batch system.
+_SYSTEMS = {LOCAL: "LocalScheduler", "slurm": "SlurmScheduler", "pbs": "PbsScheduler"}
+"""The class of each batch system, in the module of its name."""
+_QUEUED = ("slurm", "pbs")
+"""Slurm is looked for first, because it may come with wrappers named as the commands of PBS."""
 
-    Args:
-        class_name: its class, in the module with its name.
-        programs: are on PATH if the system is installed.
-        node_variables: environment variables that are all set on its compute nodes.
+
+@cache
+def scheduler_class(name: str) -> type[Scheduler]:
+    """Return the class of a batch system: pipectl's own, or that of an installed package.
+
+    Raises:
+        UsageError: there is no such system, or the package's class cannot be used.
     """
+    if name in _SYSTEMS:
+        own: type[Scheduler] = getattr(import_module(f"{__name__}.{name}"), _SYSTEMS[name])
+        return own
+    from importlib.metadata import entry_points
 
-    class_name: str
-    programs: tuple[str, ...] = ()
-    node_variables: frozenset[str] = frozenset()
+    found = tuple(entry_points(group=SCHEDULER_GROUP, name=name))
+    if not found:
+        known = (*_SYSTEMS, *packaged_schedulers())
+        raise UsageError(
+            f"there is no batch system {name!r}{did_you_mean(name, known)}",
+            cure=f"choose one of {', '.join(known)}, or install the package that adds it",
+        )
+    return _load(found[0])
 
 
-_SYSTEMS = {
-    LOCAL: _System("LocalScheduler"),
-    # Slurm is looked for first, because it may come with wrappers named as the commands of PBS.
-    # The shell of salloc on a login node has only SLURM_JOB_ID.
-    "slurm": _System("SlurmScheduler", ("sbatch",), frozenset({"SLURM_JOB_ID", "SLURMD_NODENAME"})),
-    "pbs": _System("PbsScheduler", ("qsub", "qselect"), frozenset({"PBS_JOBID", "PBS_NODEFILE"})),
-}
+def _load(entry: EntryPoint) -> type[Scheduler]:
+    """Return the class that an entry point names."""
+    found: Any = None
+    try:
+        found = entry.load()
+        fault = "" if isinstance(found, type) and issubclass(found, Scheduler) else "is none"
+        missing = [] if fault else sorted(found.__abstractmethods__)
+        fault = fault or (f"lacks {', '.join(missing)}" if missing else "")
+        if not fault and found.name != entry.name:
+            fault = f"calls itself {found.name!r}"
+    except Exception as error:  # it is code of another package
+        fault = f"cannot be loaded: {type(error).__name__}: {error}"
+    if fault:
+        raise UsageError(
+            f"the class of the batch system {entry.name!r}, {entry.value}, {fault}",
+            cure="correct or remove the package that adds it; docs/extending.md shows a class",
+        )
+    loaded: type[Scheduler] = found
+    return loaded
 
 
 def get_scheduler(name: str, timeout_s: float = TIMEOUT_S) -> Scheduler:
@@ -61,30 +92,32 @@ def get_scheduler(name: str, timeout_s: float = TIMEOUT_S) -> Scheduler:
         timeout_s: time limit of each of its commands.
 
     Raises:
-        UsageError: there is no such system.
+        UsageError: see :func:`scheduler_class`.
     """
-    if name not in _SYSTEMS:
-        raise UsageError(
-            f"launch.scheduler: no scheduler {name!r}{did_you_mean(name, _SYSTEMS)}",
-            cure=f"choose one of {', '.join(_SYSTEMS)}",
-        )
-    module = import_module(f"{__name__}.{name}")
-    system = cast(Scheduler, getattr(module, _SYSTEMS[name].class_name)())
+    system = scheduler_class(name)()
     system.timeout_s = timeout_s
     return system
 
 
+def batch_systems() -> tuple[str, ...]:
+    """Return the names of all systems with a queue, in the order in which they are looked for:
+    whoever has installed a package for one has it."""
+    return (*packaged_schedulers(), *_QUEUED)
+
+
 def find_scheduler() -> str:
     """Return the name of the installed batch system, otherwise ``local``."""
-    for name, system in _SYSTEMS.items():
-        if system.programs and all(map(shutil.which, system.programs)):
+    for name in batch_systems():
+        programs = scheduler_class(name).programs
+        if programs and all(map(shutil.which, programs)):
             return name
     return LOCAL
 
 
 def allocation() -> str:
     """Return the name of the batch system of this compute node; elsewhere ``local``."""
-    for name, system in _SYSTEMS.items():
-        if system.node_variables and system.node_variables <= os.environ.keys():
+    for name in batch_systems():
+        variables = scheduler_class(name).node_variables
+        if variables and variables <= os.environ.keys():
             return name
     return LOCAL

@@ -9,13 +9,15 @@ from __future__ import annotations
 import getpass
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipectl.batch import process, refusals
+from pipectl.batch.findings import Finding, assess
 from pipectl.batch.limits import Demand, NodeKind, Queue, check_limits
 from pipectl.batch.reasons import pbs_cure
 from pipectl.batch.request import JobRequest
@@ -31,6 +33,9 @@ from pipectl.batch.scheduler import (
 from pipectl.batch.script import render_script
 from pipectl.directives import PBS_GPUS, QSUB, SELECT_COUNT, options_of
 from pipectl.errors import InvalidInputError, SchedulerError
+
+if TYPE_CHECKING:
+    from pipectl.spec.launch import Launch
 
 _UNKNOWN_ID, _FINISHED, _REJECTED_BY_HOOK = 153, 35, 32
 """Exit codes: PBS's error numbers modulo 256."""
@@ -56,6 +61,11 @@ class PbsScheduler(CommandLineScheduler):
     """PBS Pro from version 13, or OpenPBS. (Torque is another system.)"""
 
     name, title = "pbs", "PBS"
+    programs = ("qsub", "qselect")
+    node_variables = frozenset({"PBS_JOBID", "PBS_NODEFILE"})
+    submit_options = frozenset({"--queue", "--account"})
+    queue_key = "queue"
+    unreachable_cure = "ask the site, or set PBS_SERVER"
     resubmits = True
     submit_command = ("qsub", "-C", "#PBS")
     id_patterns = (
@@ -71,6 +81,22 @@ class PbsScheduler(CommandLineScheduler):
             self._ask("qselect", "-u", getpass.getuser())
         except SchedulerError as error:
             raise self._fault_of_system(error.message) or error from None
+
+    def examine(self, launch: Launch | None) -> Iterator[Finding]:  # noqa: ARG002
+        """Check that PBS answers, and that jobs may submit themselves again."""
+        version = self._run("qstat", "--version")
+        if system := other_system(version.message):
+            what = OF_OTHER_SYSTEMS.format(system)
+            yield Finding(self.title, "fail", what, CURE_OF_OTHER_SYSTEMS)
+            return
+        release = version.stdout or version.stderr
+        server = self._ask("qstat", "-B", "-f").stdout
+        cure = "" if release else "ask the site whether this is PBS: pipectl knows no other qsub"
+        yield assess(self.title, release or "`qstat --version` prints nothing", cure)
+        if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
+            text = "flatuid is not set: jobs may not be able to submit themselves again"
+            cure = "ask the site for `set server flatuid = True`; else continue with pipectl resume"
+            yield assess("PBS requeue", text, cure)
 
     def submit(self, script: Path, request: JobRequest) -> str:
         # Other systems refuse a script with `-l select`.

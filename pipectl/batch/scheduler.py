@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pipectl.batch import process
+from pipectl.batch.findings import Finding, assess
 from pipectl.batch.limits import Queue
 from pipectl.batch.refusals import Advice, is_refusal
 from pipectl.batch.request import JobRequest
 from pipectl.batch.script import render_script
 from pipectl.errors import SchedulerError
 from pipectl.units import parse_duration
+
+if TYPE_CHECKING:
+    from pipectl.spec.launch import Launch
 
 CLOCK_SKEW_S = 60.0
 """Maximum difference between the clocks of this machine, of batch systems and of file servers."""
@@ -102,6 +106,17 @@ class Scheduler(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     """Name in messages."""
+    programs: ClassVar[tuple[str, ...]] = ()
+    """Programs that are all on PATH where the system is installed; without one, ``auto`` is never
+    this system."""
+    node_variables: ClassVar[frozenset[str]] = frozenset()
+    """Environment variables that are all set on its compute nodes."""
+    submit_options: ClassVar[frozenset[str]] = frozenset()
+    """Options of `pipectl submit` that set keys of this system."""
+    queue_key: ClassVar[str] = ""
+    """The key that names a queue in the system's section of a job; empty if there is none."""
+    unreachable_cure: ClassVar[str] = "ask the site"
+    """What to do if it does not answer."""
     resubmits: ClassVar[bool] = False
     """Whether job scripts submit themselves again instead of being requeued."""
     runs_in_shell: ClassVar[bool] = False
@@ -113,6 +128,18 @@ class Scheduler(ABC):
 
     def ping(self) -> None:  # noqa: B027
         """Check with a cheap query that the system answers."""
+
+    def examine(self, launch: Launch | None) -> Iterator[Finding]:  # noqa: ARG002
+        """Check, for `pipectl doctor`, that the system answers and has what jobs need.
+
+        Args:
+            launch: launch settings of a job; None for the defaults.
+
+        Raises:
+            SchedulerError: it does not answer.
+        """
+        self.ping()
+        yield assess(self.title, "answers")
 
     def render(self, request: JobRequest) -> str:
         """Render the job script.

@@ -76,6 +76,11 @@ def render_script(base: str, request: JobRequest, scheduler: str, **values: Any)
             f"{scheduler}.options.{name}: `pipectl submit --after` sets the job's dependency",
             cure="remove it, or submit without --after",
         )
+    if syntax is not None and request.launch.options:
+        raise InvalidInputError(
+            "launch.options: are for the batch system of a package",
+            cure=f"write {scheduler}.options",
+        )
     environment = _environment()
     ours = environment.from_string(base) if "{%" in base else environment.get_template(base)
     context = {

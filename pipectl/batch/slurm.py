@@ -15,9 +15,10 @@ from datetime import datetime, timedelta
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl.batch import process, refusals
+from pipectl.batch.findings import Finding, assess
 from pipectl.batch.limits import Demand, NodeKind, Queue, check_limits
 from pipectl.batch.reasons import is_held, slurm_cure
 from pipectl.batch.request import JobRequest
@@ -35,6 +36,9 @@ from pipectl.batch.script import render_script
 from pipectl.directives import SBATCH, find_option
 from pipectl.errors import SchedulerError, UsageError
 
+if TYPE_CHECKING:
+    from pipectl.spec.launch import Launch
+
 SQUEUE_FORMAT = "%i|%T|%j|%S|%e|%N|%k|%r"
 SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
 SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a|%s"
@@ -50,6 +54,12 @@ class SlurmScheduler(CommandLineScheduler):
     """Slurm 20.02 or later."""
 
     name, title = "slurm", "Slurm"
+    programs = ("sbatch",)
+    # The shell of salloc on a login node has only SLURM_JOB_ID.
+    node_variables = frozenset({"SLURM_JOB_ID", "SLURMD_NODENAME"})
+    submit_options = frozenset({"--partition", "--account", "--gres"})
+    queue_key = "partition"
+    unreachable_cure = "ask the site, or set SLURM_CONF"
     submit_command = ("sbatch", "--parsable")
     id_patterns = (
         re.compile(r"Submitted batch job ([0-9]{1,18})(?: on cluster ([A-Za-z0-9_.-]+))?"),
@@ -66,6 +76,22 @@ class SlurmScheduler(CommandLineScheduler):
 
     def ping(self) -> None:
         self._ask("squeue", *_SQUEUE, "--me", variables=_TIMES)
+
+    def examine(self, launch: Launch | None) -> Iterator[Finding]:
+        """Check that Slurm answers, and that ``srun --mpi`` accepts the value of the job."""
+        from pipectl.batch.launchers import AUTO, knows_pmi, list_pmis
+
+        release = self._ask("sinfo", "--version").stdout
+        partitions = self._ask("sinfo", "-h", "-o", "%P").stdout.split()
+        yield assess(self.title, f"{release}; partitions {', '.join(partitions) or 'none'}")
+        kinds = list_pmis()
+        mpi = AUTO if launch is None or launch.launcher != "srun" else launch.mpi
+        text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
+        if mpi != AUTO and not knows_pmi(kinds, mpi):
+            cure = "set launch.mpi to the one that your MPI needs"
+            yield Finding("PMI", "fail", f"{text}; the job wants {mpi}", cure)
+        else:
+            yield assess("PMI", text)
 
     def render(self, request: JobRequest) -> str:
         """The tag is the comment of a job, or the end of its name if the comment is the user's."""

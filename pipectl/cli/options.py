@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from pipectl.directives import SchedulerName as SchedulerName
+from pipectl.directives import SCHEDULERS, packaged_schedulers
 from pipectl.errors import UsageError
 from pipectl.files import RUNS_VARIABLE
 from pipectl.runs import list_runs, list_sweeps, runs_directory
@@ -99,11 +99,20 @@ def names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
+def names_of_schedulers(incomplete: str) -> list[str]:
+    """Completions for the name of a batch system."""
+    names = (*SCHEDULERS, *packaged_schedulers())
+    return [name for name in names if name.startswith(incomplete)]
+
+
 RUN_HELP = "Run name (or its start or end), path, job id, or 'last'."
 
 JOB_FILE: Any = typer.Argument(..., metavar="JOB.yaml", help="The job spec.")
 OVERRIDES = value("KEY=VALUE", "Set one key of the job: training.steps=10.", "--set")
-SCHEDULER = flag("Where the job runs; by default launch.scheduler.", "--scheduler", default=None)
+SCHEDULER = value(
+    "NAME", f"Where the job runs: {', '.join(SCHEDULERS)}; by default launch.scheduler.",
+    "--scheduler", autocompletion=names_of_schedulers,
+)  # fmt: skip
 _NAMED: Any = {"metavar": "RUN", "help": RUN_HELP, "autocompletion": names_of_runs}
 RUN, LAST_RUN = typer.Argument(..., **_NAMED), typer.Argument("last", **_NAMED)
 RUN_NAMES = typer.Argument(None, **_NAMED)

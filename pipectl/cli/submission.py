@@ -98,7 +98,7 @@ class SubmissionJson(_MoreJson):
 
     Args:
         run, directory: its name, and the path of its directory.
-        scheduler: ``slurm``, ``pbs`` or ``local``.
+        scheduler: name of the batch system, such as ``slurm``, or ``local``.
         job_id: id of the job in the batch system, with its cluster if one was named: ``7;b``.
         file: of a measurement: the profile or cluster file that it will write.
         sweep, values: of a run of a sweep: the name of the sweep, and the run's values by key.

@@ -23,6 +23,7 @@ from pipectl.batch import (
     Template,
     find_scheduler,
     get_scheduler,
+    scheduler_class,
 )
 from pipectl.batch.containers import choose_runtime
 from pipectl.batch.edited import DRY_RUN
@@ -204,15 +205,18 @@ def make_job(
 
 
 def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: bool = False) -> str:
-    """Choose ``name``, or the spec's scheduler; ``auto`` is Slurm or PBS if one is installed.
+    """Choose ``name``, or the spec's scheduler; ``auto`` is the installed batch system, if any.
 
     Args:
         must_answer: whether to raise a SchedulerError if the scheduler that ``auto`` chose does not
             answer: its commands may be installed on a machine without a batch system.
+
+    Raises:
+        UsageError: there is no batch system of this name.
     """
-    name = name or str(spec.launch.scheduler)
+    name = name or spec.launch.scheduler
     if name != AUTO:
-        return name
+        return scheduler_class(name).name
     name = find_scheduler()
     if name == LOCAL or not must_answer:
         return name

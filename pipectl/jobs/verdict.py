@@ -139,8 +139,10 @@ def _state_of_code(code: int, *, cancelled: bool) -> JobStatus:
 def _combine_states(listed: JobStatus, own: JobStatus | None, *, cancelled: bool) -> JobStatus:
     """Combine the batch system's state of a job with ``own``, that of its exit code.
 
-    Batch systems list a job that stopped at a checkpoint as failed.
+    Batch systems list a job that stopped at a checkpoint as failed, and some a cancelled one, too.
     """
+    if cancelled and listed.state is JobState.FAILED and listed.source != "process":
+        listed = replace(listed, state=JobState.CANCELLED, reason="")
     if own is None:
         is_killed = cancelled and listed.source == "process"
         is_killed &= listed.state is not JobState.RUNNING

@@ -57,7 +57,7 @@ class Record(DataFile):
 
     Args:
         name: name of the job.
-        scheduler: ``local``, ``slurm`` or ``pbs``.
+        scheduler: name of the batch system, such as ``slurm``; ``local`` is this machine.
         tag: unique text that the scheduler stores with the job.
         submitted_at: seconds since the epoch.
         job_id: id given by the scheduler; with Slurm's cluster if one was named (``7;b``), and

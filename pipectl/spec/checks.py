@@ -77,8 +77,9 @@ _FORMER_DEFAULTS = {"training.check_replicas": (100,), "checkpoint.on_signal": (
 MAX_POINTS = 1000
 """Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
 _SHARED = (
-    "version", "name", "resources", "launch.scheduler", "launch.template", "output", "slurm", "pbs",
-    "checkpoint.lead_time", "checkpoint.max_requeues", "site_defaults", "sweep",
+    "version", "name", "resources", "launch.scheduler", "launch.options", "launch.template",
+    "output", "slurm", "pbs", "checkpoint.lead_time", "checkpoint.max_requeues", "site_defaults",
+    "sweep",
 )  # fmt: skip
 """Keys that all runs share, because the directives of a job array apply to all its jobs."""
 _POSITIONAL = {"optimizer": 1, "lr_scheduler": 1, "callbacks": 2}

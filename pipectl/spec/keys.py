@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipectl.directives import SYNTAXES, options_of
+from pipectl.directives import SCHEDULERS, SYNTAXES, options_of
 from pipectl.hash_seed import VARIABLE, hash_seed_of
 from pipectl.spec.code import read_source
 from pipectl.spec.models import JobSpec
@@ -111,8 +111,8 @@ def _nodes_of(spec: JobSpec, scheduler: str, options: Sequence[str]) -> Any:
     Args:
         options: that count.
     """
-    if scheduler not in SYNTAXES:
-        return None
+    if scheduler not in SYNTAXES:  # which of its options choose nodes, only a package knows
+        return spec.launch.options if scheduler not in SCHEDULERS and spec.launch.options else None
     section = getattr(spec, scheduler)
     written = (
         (option, _AMOUNTS.sub("", text or ""), text)
@@ -150,6 +150,8 @@ def _profiled(spec: JobSpec) -> Any:
         load["accelerators"] = True
     if seed := hash_seed_of(spec.environment.variables):  # a model may be built from a set
         load["hash_seed"] = seed
+    if spec.launch.options:  # they may choose another kind of node
+        load["options"] = spec.launch.options
     training = spec.training.model_dump(include={"batch_size", "precision"})
     training["clips"] = spec.training.clip_grad_norm is not None
     # Another kind of node, or another torch; and who loads samples, whose time counts.

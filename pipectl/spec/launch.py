@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipectl.directives import SchedulerName
 from pipectl.spec import types
 
 
@@ -56,9 +55,13 @@ class Resources(types.Section):
 class Launch(types.Section):
     """How the ranks are started."""
 
-    scheduler: Literal["auto", SchedulerName] = "auto"
-    """`slurm`, `pbs`, or `local` for processes on this machine. `auto` is `slurm` if `sbatch` is
-    found, else `pbs` if `qsub` is, else `local`."""
+    scheduler: types.Scheduler = "auto"
+    """`slurm`, `pbs`, the name of a batch system that a package adds, or `local` for processes on
+    this machine. `auto` is the system of such a package if its commands are found, else `slurm` if
+    `sbatch` is found, else `pbs` if `qsub` is, else `local`."""
+    options: types.Options = Field(default_factory=dict)
+    """Options for the batch system of a package, which says what they are; other systems have
+    sections of their own, and `local` ignores them."""
     launcher: Literal["auto", "srun", "mpiexec", "ibrun", "flux"] = "auto"
     """The command that starts the ranks; `auto` is `mpiexec`. `srun` and `ibrun` (TACC's) need
     Slurm; `flux` is `flux run`, within an allocation of Flux."""

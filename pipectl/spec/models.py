@@ -355,9 +355,10 @@ class Sweep(types.Section):
     """Several runs of this job that differ in some values: a job array on Slurm and PBS.
 
     Keys are dotted as for `--set`. `version`, `name`, `resources`, `slurm`, `pbs`,
-    `launch.scheduler`, `launch.template`, `output`, `site_defaults`, `checkpoint.lead_time` and
-    `checkpoint.max_requeues` cannot be swept: they are the same for all jobs of an array. Commands
-    other than `check` and `submit` ignore the sweep. See [sweeps](sweeps.md).
+    `launch.scheduler`, `launch.options`, `launch.template`, `output`, `site_defaults`,
+    `checkpoint.lead_time` and `checkpoint.max_requeues` cannot be swept: they are the same for all
+    jobs of an array. Commands other than `check` and `submit` ignore the sweep. See
+    [sweeps](sweeps.md).
     """
 
     grid: types.Grid = Field(default_factory=dict)

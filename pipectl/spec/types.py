@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from pipectl.directives import RESOURCES
+from pipectl.directives import RESOURCES, SCHEDULERS, packaged_schedulers
 from pipectl.spec import references
 from pipectl.spec.document import parse_scalar, resolve
 from pipectl.units import (
@@ -318,5 +318,23 @@ def _describe_schedules(_core: Any, _handler: Any) -> dict[str, Any]:
     return {"anyOf": [{"enum": list(NAMES)}, file]}
 
 
+_NAME = "^[a-z][a-z0-9_-]*$"
+
+
+def _scheduler(name: str) -> str:
+    if name not in ("auto", *SCHEDULERS) and name not in packaged_schedulers():
+        raise ValueError
+    return name
+
+
+def _describe_schedulers(_core: Any, _handler: Any) -> dict[str, Any]:
+    own = {"title": "the name of a package's batch system", "type": "string", "pattern": _NAME}
+    return {"anyOf": [{"enum": ["auto", *SCHEDULERS]}, own]}
+
+
+Scheduler = Annotated[
+    str, AfterValidator(_scheduler), GetPydanticSchema(None, _describe_schedulers)
+]
+"""Name of a batch system, or ``auto``."""
 _Schedule = Annotated[str, AfterValidator(_schedule), GetPydanticSchema(None, _describe_schedules)]
 Schedule = Annotated[_Schedule | None, Auto()]

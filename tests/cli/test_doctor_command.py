@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from pipectl.batch import launchers
+from pipectl.batch.findings import Finding
 from pipectl.cli import main
 from pipectl.cli.commands import doctor, status
-from pipectl.cli.commands.doctor import Finding, examine
+from pipectl.cli.commands.doctor import examine
 from pipectl.spec import load
 from pipectl.versions import cure_of_torch
 
@@ -79,7 +80,7 @@ def test_what_is_found_and_what_cures_it(mpiexec, program, job, golden):
         lines = (f"{each.level} {each.what}: {each.text} ({each.cure})" for each in found)
         texts.append("\n".join([f"# {part}: {what}", *lines, ""]).replace(f"{Path.cwd()}/", ""))
 
-    for part in ("MPI", "Slurm", "PBS"):
+    for part in ("MPI", "batch system"):
         show("not installed", part)
     for what, text in MPIS.items():
         mpiexec(text)
@@ -88,16 +89,16 @@ def test_what_is_found_and_what_cures_it(mpiexec, program, job, golden):
         program(name, "true")
     for what, text in QSTATS.items():
         program("qstat", text)
-        show(what, "PBS")
+        show(f"PBS: {what}", "batch system")
     program("sbatch", "true")
     program("srun", 'printf "MPI plugin types are...\\n\\tpmi2\\n\\tnone\\n\\tpmix_v4\\n" >&2')
     for what, text in SINFOS.items():
         program("sinfo", text)
-        show(what, "Slurm")
+        show(f"Slurm: {what}", "batch system")
     program("sinfo", SINFOS["sound"])
     for mpi in ("pmix", "none", "openmpi"):
         launch = load(job, [f"launch={{launcher: srun, mpi: {mpi}}}"]).launch
-        show(f"launch.mpi: {mpi}", "Slurm", launch)
+        show(f"launch.mpi: {mpi}", "batch system", launch)
     golden(*texts)
 
 

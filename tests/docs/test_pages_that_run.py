@@ -1,6 +1,7 @@
 """The commands of the README and of the walk-through, and the code of the page on extensions."""
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from types import ModuleType
 
 import pytest
 from distribution import wheel
-from job_requests import change, make_request
+from job_requests import change, make_request, wait_until
 from pages import CHECKOUT, bash, blocks, directory_of_a_reader, install, script
 
-from pipectl.batch import Array, JobState, Scheduler, Template
-from pipectl.errors import SchedulerError
+from pipectl.batch import Array, Scheduler, Template, get_scheduler, scheduler_class
+from pipectl.cli import main
+from pipectl.cli.commands.doctor import examine
+from pipectl.errors import PipectlError, UsageError
 from pipectl.schedule.listed import Listed
 
 DOCS = CHECKOUT / "docs"
@@ -111,44 +114,179 @@ def test_the_documented_schedule_is_one():
     assert 'entry-points."pipectl.schedules"' in code("toml", "schedule")
 
 
-GRID_ENGINE = {
-    "qsub": "echo 42",
-    "qdel": 'echo "$@" >>"$0.said"',
-    "qstat": "{ [[ ${1-} == -r ]] && cat || grep -v jobname; } <<'END'\n"
-    "job-ID  prior   name       user         state submit/start at     queue\n"
-    "-----------------------------------------------------------------------\n"
-    "     41 0.55500 pipectl.12 me           qw    11/21/2026 12:00:00\n"
-    "       Full jobname:     pipectl.1234abcd\n"
-    "     42 0.55500 pipectl.7f me           r     11/21/2026 12:00:00 all.q@n1\n"
-    "       Full jobname:     pipectl.7f3a9c01\nEND",
-}
-"""Its pretended commands."""
+GRID_ENGINE = r"""#!/bin/bash
+jobs=$(dirname "$0")/jobs
+directive() { sed -n "s/^#\\$ -$1 //p" "$2"; }
+case $(basename "$0") in
+qsub) # -terse SCRIPT
+    id=$(($(ls "$jobs" | wc -l) + 41)) job=$jobs/$(($(ls "$jobs" | wc -l) + 41))
+    mkdir "$job"
+    directive N "$2" >"$job/name"
+    cp "$2" "$job/script"
+    {
+        for other in $(directive hold_jid "$2" | tr , ' '); do
+            until [[ -e $jobs/$other/code ]]; do sleep 0.02; done
+        done
+        [[ -e $job/code ]] && exit
+        setsid bash "$job/script" >>"$(directive o "$2")" 2>&1 </dev/null &
+        echo "$!" >"$job/pid"
+        wait "$!"
+        echo "$?" >"$job/code"
+    } >/dev/null 2>&1 &
+    echo "$id"
+    ;;
+qdel)
+    echo 137 >"$jobs/$1/code"
+    [[ -e $jobs/$1/pid ]] && kill -TERM -- "-$(<"$jobs/$1/pid")"
+    echo "me has deleted job $1"
+    ;;
+qacct)
+    [[ -e $jobs/$2/code ]] || { echo "error: job id $2 not found" >&2 && exit 1; }
+    printf 'jobnumber    %s\nfailed       0\nexit_status  %s\n' "$2" "$(<"$jobs/$2/code")"
+    ;;
+qstat)
+    echo 'job-ID  prior   name       user         state submit/start at     queue'
+    echo '-----------------------------------------------------------------------'
+    for job in "$jobs"/*/; do
+        [[ -e $job/code ]] && continue
+        state=r
+        [[ -e $job/pid ]] || state=hqw
+        name=$(<"$job/name")
+        echo "$(basename "$job") 0.55500 ${name:0:10} me $state 11/21/2026 12:00:00"
+        [[ ${1-} == -r ]] && echo "       Full jobname:     $name"
+    done
+    ;;
+esac
+exit 0
+"""
+"""Its pretended commands, whose jobs are processes."""
+RANKS = """#!/bin/bash
+[[ $1 == --version ]] && exit
+until [[ -e go || -s stop ]]; do sleep 0.02; done
+[[ -e go ]] && echo "the ranks have trained" && exit
+touch stopped
+"""
 
 
-def test_the_documented_batch_system_has_all_methods_and_works(tmp_path, monkeypatch):
-    for name, line in GRID_ENGINE.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    grid_engine = module_of("scheduler").GridEngine()
+@pytest.fixture
+def grid_engine(tmp_path, monkeypatch):
+    """The class of the page, in a package that is installed as the page says; its commands."""
+    package, programs = tmp_path / "site" / "my_package", tmp_path / "bin"
+    info = tmp_path / "site" / "my_package-1.dist-info"
+    for folder in (package, info, programs / "jobs"):
+        folder.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "gridengine.py").write_text(code("python", "scheduler"))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1\n")
+    points = code("toml", "scheduler").replace('project.entry-points."', "").replace('"]', "]")
+    (info / "entry_points.txt").write_text(points.replace('"', ""))
+    for name in ("qsub", "qstat", "qdel", "qacct"):
+        (programs / name).write_text(GRID_ENGINE)
+    for name, text in (("python", "#!/bin/bash\n"), ("mpiexec", RANKS)):
+        (programs / name).write_text(text)
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    yield programs
+    scheduler_class.cache_clear()
+    for name in ("my_package.gridengine", "my_package"):
+        sys.modules.pop(name, None)
+
+
+def test_the_documented_batch_system_has_all_methods_and_renders(tmp_path, grid_engine):
+    system = get_scheduler("gridengine")
     for name, method in inspect.getmembers(Scheduler, inspect.isfunction):
         if not name.startswith("_"):
-            found = inspect.signature(getattr(type(grid_engine), name))
+            found = inspect.signature(getattr(type(system), name))
             assert list(found.parameters) == list(inspect.signature(method).parameters), name
     request = make_request(tmp_path / "run", tag="20261121-demo 7f3a9c01", nodes=2)
     script = tmp_path / "job.sh"
-    script.write_text(grid_engine.render(request))
+    script.write_text(system.render(change(request, after=("41",))))
     subprocess.run(["bash", "-n", str(script)], check=True)
-    assert "#$ -pe mpi 4\n" in script.read_text()
-    assert grid_engine.submit(script, request) == "42"
-    found = grid_engine.query(["42", "41", "7"])
-    states = {job_id: status.state for job_id, status in found.items()}
-    assert states == {"42": JobState.RUNNING, "41": JobState.QUEUED}
-    assert (grid_engine.find(request.tag), grid_engine.find("other 99")) == ("42", None)
-    grid_engine.cancel("42")
-    assert (tmp_path / "qdel.said").read_text() == "42\n"
-    for refused in ({"run_directory": Path("/a b")}, {"array": Array((Path("/a"),))}):
-        with pytest.raises(SchedulerError):
-            grid_engine.render(change(request, **refused))
+    assert {"#$ -pe mpi 4", "#$ -hold_jid 41"} <= {*script.read_text().splitlines()}
+    for refused in (
+        {"run_directory": Path("/a b")},
+        {"array": Array((Path("/a"),))},
+        {"options": {"N": "x"}},
+    ):
+        with pytest.raises(PipectlError):
+            system.render(change(request, **refused))
     text = "{% extends base %}\n{% block setup %}\ndate\n{% endblock %}\n"
-    assert "\ndate\n" in grid_engine.render(change(request, template=Template("t.sh", text)))
+    assert "\ndate\n" in system.render(change(request, template=Template("t.sh", text)))
+    (answer,) = examine(None, tmp_path, "batch system")
+    assert (answer.what, answer.level) == ("Grid Engine", "ok")
+    assert system.find("20261121-demo 7f3a9c01") is None
+    (grid_engine / "jobs" / "41").mkdir()
+    (grid_engine / "jobs" / "41" / "name").write_text("pipectl.7f3a9c01\n")
+    assert system.find("20261121-demo 7f3a9c01") == "41"
+
+
+OF_GRID_ENGINE = """\
+version: 1
+name: first
+model: {factory: "torch.nn:Linear", kwargs: {in_features: 4, out_features: 1}}
+loss: {factory: "torch.nn:MSELoss"}
+data: {factory: "torch.utils.data:TensorDataset"}
+training: {steps: 4, batch_size: 8}
+resources: {tasks_per_node: 2}
+launch: {options: {q: long.q}}
+site_defaults: false
+"""
+
+
+def test_the_documented_batch_system_takes_a_run_through_all_commands(
+    tmp_path, grid_engine, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(OF_GRID_ENGINE)
+
+    def pipectl(*arguments):
+        capsys.readouterr()
+        code = main([*arguments])
+        out, err = capsys.readouterr()
+        assert code == 0, out + err
+        return json.loads(out) if "--json" in arguments else out
+
+    def submit(*arguments):
+        return Path(pipectl("submit", "job.yaml", *arguments, "--json")["directory"])
+
+    def until(run, state):
+        def status():
+            found = pipectl("status", run.name, "--json")
+            return found if found["state"] == state else None
+
+        return wait_until(status, 100, 0.05)
+
+    first = submit()
+    status = until(first, "RUNNING")
+    assert (status["scheduler"], status["job_id"]) == ("gridengine", "41")
+    assert "#$ -q long.q\n" in (first / "job.sh").read_text()
+    second = submit("--set", "name=second", "--after", first.name)
+    until(second, "HELD")
+    (first / "go").touch()
+    until(first, "COMPLETED")
+    until(second, "RUNNING")
+    assert "the ranks have trained" in pipectl("logs", first.name)
+    pipectl("cancel", second.name)
+    until(second, "CANCELLED")
+    pipectl("resume", second.name)
+    assert until(second, "RUNNING")["job_id"] == "43"
+    (second / "go").touch()
+    until(second, "COMPLETED")
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("raise OSError('no licence')", "cannot be loaded: OSError: no licence"),
+        ("class GridEngine: ...", "is none"),
+        ("from pipectl.batch import Scheduler\nclass GridEngine(Scheduler): ...", "lacks cancel,"),
+    ],
+)
+def test_a_package_whose_class_is_no_batch_system_is_named(grid_engine, source, why):
+    place = grid_engine.parent / "site" / "my_package" / "gridengine.py"
+    place.write_text(source)
+    with pytest.raises(UsageError, match=re.escape(f"my_package.gridengine:GridEngine, {why}")):
+        get_scheduler("gridengine")

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import platform
-import re
 import shutil
 import sys
 import tempfile
@@ -15,19 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from signal import Signals
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import typer
 
 from pipectl import __version__
-from pipectl.batch import LOCAL, find_scheduler, process
+from pipectl.batch import LOCAL, find_scheduler, get_scheduler, process
+from pipectl.batch.findings import Finding, assess
 from pipectl.batch.launchers import (
     AUTO,
     MPIEXECS,
     belongs_to_mpi,
-    knows_pmi,
     launch_command,
-    list_pmis,
     local_environment,
 )
 from pipectl.cli import options as opt
@@ -56,28 +54,6 @@ _TORCH = (
     "print(json.dumps([torch.__version__, found and found.type, torch.accelerator.device_count(), "
     "kind]))"
 )
-Level = Literal["ok", "warn", "fail"]
-
-
-class Finding(NamedTuple):
-    """The result of a check.
-
-    Args:
-        what: what was checked.
-        level: ``ok``, ``warn`` or ``fail``; with ``fail``, jobs cannot run.
-        text: what was found.
-        cure: what to do; empty if nothing is wrong.
-    """
-
-    what: str
-    level: Level
-    text: str
-    cure: str = ""
-
-
-def assess(what: str, text: str, cure: str = "") -> Finding:
-    """Return the finding of a check that did not fail; with a cure it is a warning."""
-    return Finding(what, "warn" if cure else "ok", text, cure)
 
 
 def command(
@@ -123,8 +99,7 @@ def examine(launch: Launch | None, directory: Path, only: str | None = None) -> 
         "python": (_check_python(), ""),
         "torch": (_check_torch(), ""),
         "MPI": (_check_mpi(launch), "pip install mpich, or load your cluster's MPI first"),
-        "Slurm": (_check_slurm(launch), f"ask the site, or set SLURM_CONF; {_HERE}"),
-        "PBS": (_check_pbs(), f"ask the site, or set PBS_SERVER; {_HERE}"),
+        "batch system": (_check_batch_system(launch), ""),
         "files": (_check_file_system(directory), "set output.directory to where you may write"),
         "machine": (_check_machine(), ""),
     }
@@ -202,40 +177,16 @@ def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
     yield assess("messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine")
 
 
-def _check_slurm(launch: Launch | None) -> Iterator[Finding]:
-    """Check that Slurm answers, and that ``srun --mpi`` accepts the value of the job."""
-    if not shutil.which("sbatch"):
-        yield assess("Slurm", "not installed")
+def _check_batch_system(launch: Launch | None) -> Iterator[Finding]:
+    """Check the batch system to which jobs go from here."""
+    if (name := find_scheduler()) == LOCAL:
+        yield assess("batch system", "none is installed: jobs run on this machine")
         return
-    release = _output(["sinfo", "--version"])
-    partitions = _output(["sinfo", "-h", "-o", "%P"]).split()
-    yield assess("Slurm", f"{release}; partitions {', '.join(partitions) or 'none'}")
-    kinds = list_pmis()
-    mpi = AUTO if launch is None or launch.launcher != "srun" else launch.mpi
-    text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
-    if mpi != AUTO and not knows_pmi(kinds, mpi):
-        cure = "set launch.mpi to the one that your MPI needs"
-        yield Finding("PMI", "fail", f"{text}; the job wants {mpi}", cure)
-    else:
-        yield assess("PMI", text)
-
-
-def _check_pbs() -> Iterator[Finding]:
-    """Check that PBS answers, if there is no Slurm."""
-    if find_scheduler() != "pbs":
-        return
-    from pipectl.batch.pbs import CURE_OF_OTHER_SYSTEMS, OF_OTHER_SYSTEMS, other_system
-
-    if system := other_system(_run(["qstat", "--version"]).message):
-        yield Finding("PBS", "fail", OF_OTHER_SYSTEMS.format(system), CURE_OF_OTHER_SYSTEMS)
-        return
-    release, server = _output(["qstat", "--version"]), _output(["qstat", "-B", "-f"])
-    cure = "" if release else "ask the site whether this is PBS: pipectl knows no other qsub"
-    yield assess("PBS", release or "`qstat --version` prints nothing", cure)
-    if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
-        text = "flatuid is not set: jobs may not be able to submit themselves again"
-        cure = "ask the site for `set server flatuid = True`; else continue with pipectl resume"
-        yield assess("PBS requeue", text, cure)
+    system = get_scheduler(name, _PATIENCE_S)
+    try:
+        yield from system.examine(launch)
+    except SchedulerError as error:
+        yield Finding(system.title, "fail", error.message, f"{system.unreachable_cure}; {_HERE}")
 
 
 def _check_file_system(directory: Path) -> Iterator[Finding]:

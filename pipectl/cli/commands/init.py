@@ -14,7 +14,14 @@ from typing import Any
 
 import typer
 
-from pipectl.batch import LOCAL, QUEUES_TIMEOUT_S, Queue, find_scheduler, get_scheduler
+from pipectl.batch import (
+    LOCAL,
+    QUEUES_TIMEOUT_S,
+    Queue,
+    find_scheduler,
+    get_scheduler,
+    scheduler_class,
+)
 from pipectl.batch.limits import Demand, find_misfit
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say
@@ -63,7 +70,6 @@ _KEYS_OF_OPTIONS = {
     "--walltime": "resources.walltime",
 }
 """Keys of the job that say what the options say."""
-_QUEUE_KEYS = {"slurm": "partition", "pbs": "queue"}
 _QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = {
     "nodes": ("Nodes", opt.reader(opt.parse_whole_number), str),
     "tasks_per_node": ("Ranks on each node", opt.reader(opt.parse_whole_number), str),
@@ -89,8 +95,10 @@ def command(
     ),
     recipe: str | None = opt.value("NAME", "Recipe to copy; `list` shows all."),
     name: str = opt.value("NAME", "Name of the job.", default=STARTER),
-    scheduler: opt.SchedulerName | None = opt.flag(
-        "Batch system; by default the installed one.", default=None
+    scheduler: str | None = opt.value(
+        "NAME",
+        "Batch system; by default the installed one.",
+        autocompletion=opt.names_of_schedulers,
     ),
     partition: str | None = opt.value(
         "NAME", "Slurm partition or PBS queue.", "--partition", "--queue"
@@ -129,8 +137,9 @@ def command(
     _check_new(targets, force=force)
     installed = find_scheduler()
     batch_system = scheduler or installed
-    if batch_system == LOCAL:
-        why, cure = "the job runs on this machine", "add --scheduler slurm or --scheduler pbs"
+    queue_key = scheduler_class(batch_system).queue_key
+    if not queue_key:
+        why, cure = f"is not used with {batch_system}", "add --scheduler slurm or --scheduler pbs"
         opt.refuse(context, "--partition --account", why, cure=cure)
     ask = is_terminal() and not yes and batch_system != LOCAL
     queues: Sequence[Queue] = ()
@@ -152,7 +161,7 @@ def command(
     resources = _choose_resources(queue, values, ask=ask)
     node_bytes = memory_of_this_machine() if batch_system == LOCAL else queue.memory_bytes
     share = resources.memory_per_rank(node_bytes)
-    site = {_QUEUE_KEYS.get(batch_system): queue.name, "account": account}
+    site = {queue_key: queue.name, "account": account} if queue_key else {}
     text = _render_job(
         name=name,
         code=code,
@@ -161,7 +170,7 @@ def command(
         named=batch_system != installed,
         queue=queue,
         account=account,
-        site={} if batch_system == LOCAL else {key: value for key, value in site.items() if value},
+        site={key: value for key, value in site.items() if value},
         memory_limit=share and int(share * _OF_SHARE),
     )
     starter = {} if code is not None else {example: _starter_file("model.py.txt")}

@@ -38,7 +38,7 @@ def command(
     profile_file: Path | None = PROFILE_FILE,
     cluster: Path | None = CLUSTER_FILE,
     devices: int | None = DEVICES,
-    scheduler: opt.SchedulerName | None = opt.SCHEDULER,
+    scheduler: str | None = opt.SCHEDULER,
     nodes: list[str] | None = NODE_COUNTS,
     new_micro_batches: bool = opt.flag(
         "Do not keep the number of micro-batches of the previous plan.", "--new-micro-batches"

@@ -46,7 +46,7 @@ def command(
     submit: bool = opt.flag("Measure in a batch job.", "--submit"),
     wait: bool = opt.flag("Follow the job of --submit to its end.", "--wait"),
     links: bool = opt.flag("Measure the links between the ranks instead.", "--links"),
-    scheduler: opt.SchedulerName | None = opt.SCHEDULER,
+    scheduler: str | None = opt.SCHEDULER,
     as_json: bool = opt.JSON,
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from pipectl.batch import LOCAL, get_scheduler
+from pipectl.batch import LOCAL, get_scheduler, scheduler_class
 from pipectl.batch.edited import Edited, mark_for_editing
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
@@ -33,6 +33,9 @@ from pipectl.jobs.prepare import plan_path, prepare, profile_path
 from pipectl.runs import RunDirectory, SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
 
+_OF_BATCH_SYSTEMS = frozenset({"--partition", "--queue", "--account", "--gres"})
+"""Options that set keys of some batch systems."""
+
 
 def command(
     context: typer.Context,
@@ -48,7 +51,7 @@ def command(
     after: list[str] | None = opt.value(
         "RUN", "Start after RUN has completed.", autocompletion=opt.names_of_runs
     ),
-    scheduler: opt.SchedulerName | None = opt.SCHEDULER,
+    scheduler: str | None = opt.SCHEDULER,
     partition: str | None = opt.value(
         "NAME", "Slurm partition (slurm.partition).", "-p", "--partition"
     ),
@@ -95,11 +98,10 @@ def command(
     restart_for_job(spec, job)
     points = file.points(spec)
     batch_system = choose_scheduler(spec, scheduler, must_answer=not (dry_run or test_only))
-    unused = {"slurm": "--queue", "pbs": "--partition", LOCAL: "--partition --queue --account"}
-    unused_options = unused.get(batch_system, "--partition --queue --account")
-    if batch_system != "slurm" and gres_settings.keys() != {"resources.gpus_per_node"}:
-        unused_options += " --gres"
-    opt.refuse(context, unused_options, f"is not used with {batch_system}", cure="leave it out")
+    unused = _OF_BATCH_SYSTEMS - scheduler_class(batch_system).submit_options
+    if gres_settings.keys() == {"resources.gpus_per_node"}:
+        unused -= {"--gres"}
+    opt.refuse(context, " ".join(unused), f"is not used with {batch_system}", cure="leave it out")
     warn(warning_of_code(spec, job))
     if dry_run or test_only:
         _show_script(spec, points, batch_system, job, test_only=test_only)

@@ -70,7 +70,7 @@ def command(
     budget: int | None = opt.value(
         "TIME", "Time limit of each search: 10s.", parser=opt.reader(parse_duration, zero=True)
     ),
-    scheduler: opt.SchedulerName | None = opt.SCHEDULER,
+    scheduler: str | None = opt.SCHEDULER,
     nodes: list[str] | None = plan_command.NODE_COUNTS,
     explain: bool = plan_command.EXPLAIN,
     output_file: Path | None = opt.value("FILE", "File to write.", "-o", "--output"),

@@ -18,10 +18,11 @@ from pipectl.jobs.submit import submit
 from pipectl.spec import load
 from pipectl.units import format_time, plural
 
-_SCHEDULER: Any = opt.flag(
+_SCHEDULER: Any = opt.value(
+    "NAME",
     "Where to rehearse, and for which to plan; by default here, for launch.scheduler.",
     "--scheduler",
-    default=None,
+    autocompletion=opt.names_of_schedulers,
 )
 _SHARED = 0.005
 """Share of the step from which on the effect of shared cores and links is printed."""
@@ -29,7 +30,7 @@ _SHARED = 0.005
 
 def command(
     job: Path = opt.JOB_FILE,
-    scheduler: opt.SchedulerName | None = _SCHEDULER,
+    scheduler: str | None = _SCHEDULER,
     wait: bool = opt.WAIT,
     as_json: bool = opt.JSON,
     overrides: list[str] | None = opt.OVERRIDES,
