@@ -14,12 +14,12 @@ from math import isnan
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.graph import CapturedGraph, Place
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.tensors import tensors_in
 from pipectl.errors import CaptureError
+from pipectl.torch_api import pytree
 from pipectl.units import plural, shorten
 
 _MAX_NAMED = 3

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from pipectl.errors import CaptureError
+from pipectl.torch_api import pytree
 
 _PARTS = ("inputs", "targets")
 Indices = npt.NDArray[np.int64]

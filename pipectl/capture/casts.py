@@ -13,19 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipectl.capture.graph import CapturedGraph, State
 from pipectl.capture.operators import gives_views
 from pipectl.capture.regions import arithmetic, region_of
 from pipectl.capture.tensors import storage_of
+from pipectl.torch_api import COPY_TO, FakeTensorMode, OpOverload, TorchDispatchMode, pytree
 
 Casts = Mapping[int, torch.dtype]
 """Types to which an operator casts some of its arguments, by index among their leaves."""
-_CAST = torch.ops.aten._to_copy.default
 
 
 class Casting:
@@ -196,7 +192,7 @@ def _find_casts(
 
 def _is_cast(step: _Step) -> bool:
     given = {name for name, value in step.kwargs.items() if value is not None}
-    return step.target is _CAST and given == {"dtype"}
+    return step.target is COPY_TO and given == {"dtype"}
 
 
 def _line(step: _Step) -> str:

@@ -25,16 +25,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from pipectl.capture.step import Step
+from pipectl.torch_api import ASSERT_METADATA, get_proxy_mode, get_proxy_slot
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom, ast.Pass)
 _UNCAUGHT = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 """Where the code lies that catches no exception of a model for good."""
 _KEY = "pipectl_condition"
-_GUARD = torch.ops.aten._assert_tensor_metadata.default
 """Of the type of what is cast, which an export leaves before the cast."""
 
 
@@ -52,7 +51,7 @@ def drop_conditions(graph: fx.Graph) -> None:
     """Drop the operators that only compute conditions of checks that were left out."""
     unread = {node for node in graph.nodes if _KEY in node.meta}
     for node in reversed(graph.nodes):
-        if node.target is _GUARD and unread.issuperset(node.all_input_nodes):
+        if node.target is ASSERT_METADATA and unread.issuperset(node.all_input_nodes):
             graph.erase_node(node)
         elif node in unread and not (node.users or node.op != "call_function" or _acts(node)):
             unread.update(node.all_input_nodes)

@@ -20,15 +20,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pipectl.capture.operators import written_tensors
 from pipectl.capture.patches import copyable_without_values
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in
 from pipectl.errors import CaptureError
+from pipectl.torch_api import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    pytree,
+    without_modes,
+)
 
 
 class Write(NamedTuple):
@@ -206,7 +211,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = function(*arguments[0], **arguments[1])
         except DataDependentOutputException:  # item(), equal(): the factory looks at values
-            with _disable_current_modes():
+            with without_modes():
                 args, kwargs = pytree.tree_map_only(FakeTensor, self._deferred.values, arguments)
                 return function(*args, **kwargs)
         self._deferred.note(function, arguments, outlines, result)

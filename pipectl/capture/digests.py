@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.data import Loader
 from pipectl.capture.tensors import octets_of
+from pipectl.torch_api import pytree
 
 _SAMPLES = 4
 """Of each dataset, for a comparison of processes."""

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.buckets import field_of
 from pipectl.capture.checks import drop_conditions
@@ -34,6 +32,7 @@ from pipectl.capture.refusals import (
 from pipectl.capture.step import Step, own_name
 from pipectl.capture.tensors import octets_of
 from pipectl.errors import CaptureError
+from pipectl.torch_api import OpOverload, pytree, schema_of
 
 _SAMPLES, _POSITIONS = 0, 1
 """Dimensions of a batch that an export may leave free: the second one of padded fields only."""
@@ -236,7 +235,7 @@ def _used(graph: fx.Graph, constants: Collection[str]) -> set[fx.Node]:
 def _acts(node: fx.Node) -> bool:
     """Return whether an operator may do more than to return values and to write its arguments."""
     if isinstance(node.target, OpOverload):
-        return not node.target._schema.returns
+        return not schema_of(node.target).returns
     return getattr(node.target, "__module__", "") not in ("_operator", "math", "torch")
 
 
@@ -245,7 +244,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, OpOverload):
         return []
     written = []
-    for place, argument in enumerate(node.target._schema.arguments):
+    for place, argument in enumerate(schema_of(node.target).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             written += [n for n in pytree.tree_leaves(given) if isinstance(n, fx.Node)]

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
@@ -53,6 +51,7 @@ from pipectl.capture.step import States, Step, in_model, own_name
 from pipectl.capture.tensors import fill_sample, is_deferred, is_same, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
+from pipectl.torch_api import buffers_of, detect_fake_mode, pytree, untouched_by_modes, version_of
 from pipectl.units import did_you_mean
 
 _SAMPLES = ((0, 2), (2, 5), (5, 9), (0, 4))
@@ -251,12 +250,12 @@ class KeptModule:
                 arguments = Arguments(args, kwargs)
                 inputs = [*states.now(), *arguments.tensors]
                 tensors = [*map(make, inputs[:count]), *map(_sample, inputs[count:])]
-                versions = [tensor._version for tensor in tensors]
+                versions = [version_of(tensor) for tensor in tensors]
                 random = states_of(generators)
                 args, kwargs = arguments.filled(tensors[count:])
                 with mask.lifted():
                     result, buffers, written = states.call_module(tensors[:count], args, kwargs)
-                written |= {i for i, t in enumerate(tensors) if t._version != versions[i]}
+                written |= {i for i, t in enumerate(tensors) if version_of(t) != versions[i]}
                 draws = states_of(generators) != random
                 outline = Outline.of_call(result, tensors, written, draws)
                 changed = (i for i, new in buffers.items() if not is_same(new, tensors[i]))
@@ -297,7 +296,7 @@ class KeptModule:
         """
         states, inside = self._states, set(self.module.modules())
         others = (other for other in step.modules() if other not in inside)
-        shared = {id(buffer) for other in others for buffer in other._buffers.values()}
+        shared = {id(buffer) for other in others for buffer in buffers_of(other).values()}
         now = states.now()
         own = {index for index in states.buffers if id(now[index]) not in shared}
         waiting = iter(self.outlines)
@@ -313,7 +312,7 @@ class KeptModule:
             tensors = [*states.now(), *arguments.tensors]
 
             def blanks() -> Any:
-                with torch._C.DisableTorchFunction():
+                with untouched_by_modes():
                     buffers = [torch.empty_like(tensors[index]) for index in changed]
                     return one_or_tuple([*outline.blanks(batch(), tensors), *buffers])
 

@@ -17,15 +17,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.buckets import field_of
 from pipectl.capture.carried import Dependence
@@ -36,16 +30,19 @@ from pipectl.capture.regions import WHOLE, region_of
 from pipectl.capture.step import copy_assigned
 from pipectl.capture.tensors import storage_of, storages_in, tensors_in
 from pipectl.errors import CaptureError
+from pipectl.torch_api import (
+    CHECKS,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    is_edge_of_vmap,
+    part_of,
+    place_of_guard,
+    pytree,
+    version_of,
+)
 
 # Checks that export leaves in the graph; the shapes they check are fixed when a stage is built.
-_GUARDS = {
-    torch.ops.aten._assert_scalar.default,
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten.sym_constrain_range.default,
-    torch.ops.aten.sym_constrain_range_for_size.default,
-}
-_TRANSFORMS = "torch._functorch.predispatch"
-"""The module of what stands in a graph where ``torch.func.vmap`` begins and ends."""
 _KEEP_POSITIONS = tuple(
     f"aten.{name}."
     for name in (
@@ -164,7 +161,7 @@ class CapturedGraph:
         carried = trial.dependence.changed & trial.dependence.of(of_loss)
         self.carried = {self.states[name].name: self.written[name] for name in sorted(carried)}
         spec = program.call_spec.out_spec
-        self.output_spec: Any = spec.child(1) if outputs and spec is not None else None
+        self.output_spec: Any = part_of(spec, 1) if outputs and spec is not None else None
 
     @cached_property
     def tokens_per_sample(self) -> int:
@@ -381,7 +378,7 @@ class CapturedGraph:
         for node, value in trial.values.items():
             last = max((trial.last_write.get(s, -1) for s in storages_in(value)), default=-1)
             if node.op == "placeholder":
-                if node.name in self.states and value._version != trial.first_version[node]:
+                if node.name in self.states and version_of(value) != trial.first_version[node]:
                     self.rewritten.add(node.name)
                 if last >= 0:
                     self.written[node.name] = self.operators[last].name
@@ -400,7 +397,7 @@ class CapturedGraph:
         spoilt: dict[str, tuple[fx.Node, fx.Node]] = {}
         for reader, tensor, version in trial.saved:
             storage = storage_of(tensor)
-            if tensor._version == version or reader.name not in in_backward:
+            if version_of(tensor) == version or reader.name not in in_backward:
                 continue
             writer = self.operators[trial.last_write[storage]]
             value = next(n for n, v in trial.values.items() if storage in storages_in(v))
@@ -410,7 +407,7 @@ class CapturedGraph:
 
 def _computes(node: fx.Node) -> bool:
     """Return whether a node is an operator: not a guard, and not only arithmetic on sizes."""
-    if node.op != "call_function" or node.target in _GUARDS:
+    if node.op != "call_function" or node.target in CHECKS:
         return False
     value = node.meta.get("val")
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
@@ -465,11 +462,9 @@ def _conditions(sizes: Sequence[Any], symbols: frozenset[Any]) -> tuple[Any, ...
     environments = {id(size.node.shape_env): size.node.shape_env for size in free}
     asked = []
     for environment in environments.values():
-        for guard in environment.guards:
-            place = guard.sloc.framework_loc
-            if not is_torch_code(str(getattr(place, "filename", place))):
-                # Symbols that turned out to be equal have one name.
-                asked.append(environment.replace(guard.expr))
+        guards = [each for each in environment.guards if not is_torch_code(place_of_guard(each))]
+        # Symbols that turned out to be equal have one name.
+        asked += [environment.replace(guard.expr) for guard in guards]
     return tuple(each for each in asked if each.free_symbols <= symbols)
 
 
@@ -523,7 +518,7 @@ class _Trial:
             for node in graph.graph.nodes:
                 if node.op == "placeholder":
                     self.values[node] = value = self._placeholder(node, mode)
-                    self.first_version[node] = value._version if isinstance(value, Tensor) else 0
+                    self.first_version[node] = version_of(value) if isinstance(value, Tensor) else 0
                     self.persistent.update(storages_in(value))
                     if (state := graph.states.get(node.name)) and state.kind == "buffer":
                         self.dependence.enter(node.name, value)
@@ -548,13 +543,13 @@ class _Trial:
     def _run(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         target: Any = node.target
-        if getattr(target, "__module__", "") == _TRANSFORMS:
+        if is_edge_of_vmap(target):
             raise Refusal.TRANSFORMS.error(place_of_node(node), part=module_of(node))
         tensors = tensors_in((args, kwargs))
-        versions = [tensor._version for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
 
         def note(tensor: Tensor) -> None:
-            self.saved.append((node, tensor, tensor._version))
+            self.saved.append((node, tensor, version_of(tensor)))
 
         try:
             with saved_tensors_hooks(note, _never_read):
@@ -564,7 +559,9 @@ class _Trial:
             raise Refusal.OPERATOR_SIZE.error(place, part=module_of(node), name=node.name) from None
         for storage in {*storages_in(tensors), *storages_in(result)}:
             self.touched.setdefault(storage, []).append(node)
-        written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        written = [
+            t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version
+        ]
         self.dependence.note(target, args, kwargs, result, written)
         for tensor in (*written, *written_tensors(target, args, kwargs, statistics=True)):
             self.last_write.update(dict.fromkeys(storages_in(tensor), self.index[node]))

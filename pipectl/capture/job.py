@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import factories
 from pipectl.capture.batch import Reader, check_samples
@@ -47,6 +46,7 @@ from pipectl.errors import CaptureError
 from pipectl.faults import fault_of, is_ours
 from pipectl.spec import JobSpec
 from pipectl.spec.models import Factory
+from pipectl.torch_api import pytree
 from pipectl.units import did_you_mean
 
 _TOO_SMALL = Refusal.SINGLE_VALUE, Refusal.ONE_SAMPLE

@@ -20,12 +20,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.randomness import own_generators, reseed
 from pipectl.capture.refusals import Refusal, RefusedError
 from pipectl.capture.step import States, own_name, register_dataclasses
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
+from pipectl.torch_api import buffers_of, is_in_backward, pytree
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -477,18 +477,19 @@ def write_buffers_once(model: nn.Module) -> None:
     depends on the schedule.
     """
     for module in model.modules():
-        if module in _written_once or all(each is None for each in module._buffers.values()):
+        if module in _written_once or all(each is None for each in buffers_of(module).values()):
             continue
         _written_once.add(module)
         own: dict[str, Tensor] = {}  # while copies stand in the module
 
         def lend(module: nn.Module, _: Any, own: dict[str, Tensor] = own) -> None:
-            if torch._C._current_graph_task_id() != -1:  # what torch's own checkpoint asks, too
-                own.update({n: each for n, each in module._buffers.items() if each is not None})
-                module._buffers.update({name: each.detach().clone() for name, each in own.items()})
+            if is_in_backward():
+                buffers = buffers_of(module)
+                own.update({name: each for name, each in buffers.items() if each is not None})
+                buffers.update({name: each.detach().clone() for name, each in own.items()})
 
         def take_back(module: nn.Module, *_: Any, own: dict[str, Tensor] = own) -> None:
-            module._buffers.update(own)
+            buffers_of(module).update(own)
             own.clear()
 
         module.register_forward_pre_hook(lend)

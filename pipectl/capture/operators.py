@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.factories import module_of
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.randomness import Seeder, seed_libraries, seed_operator
+from pipectl.torch_api import pytree
 
 
 def arguments_by_name(

@@ -16,10 +16,10 @@ from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from pipectl import faults
 from pipectl.capture.tensors import tensors_in
+from pipectl.torch_api import FakeTensor, forward_hooks_of
 
 _MAX_HOLDERS = 2000
 _MAX_ENTRIES = 1000
@@ -112,7 +112,7 @@ def outer_holders(step: nn.Module) -> list[Holder]:
     found: list[Holder] = []
     seen, waiting = set[int](), list[tuple[str, Any]]()
     for module in step.modules():
-        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        hooks = forward_hooks_of(module)
         values = (type(module), *vars(module).values(), *hooks)
         waiting += [("", value) for value in values if type(value) not in (*_CONTAINERS, *_PLAIN)]
     while waiting and len(found) < _MAX_HOLDERS:

@@ -23,23 +23,10 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._export.passes import replace_autocast_with_hop_pass as _autocast_pass
-from torch._export.passes import replace_set_grad_with_hop_pass as _gradient_pass
-from torch._functorch import eager_transforms
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    track_tensor_tree,
-)
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.proxy import TracerBase
-from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipectl.capture.checks import is_caught, mark_condition, passing_answer
@@ -53,6 +40,24 @@ from pipectl.capture.refusals import (
 from pipectl.capture.regions import mark_regions
 from pipectl.capture.step import Step
 from pipectl.faults import is_user_code
+from pipectl.torch_api import (
+    ASSERT_ASYNC,
+    PACK_SEQUENCE,
+    FakeTensor,
+    HigherOrderOperator,
+    disable_proxy_modes_tracing,
+    free_unbacked_symbols,
+    get_proxy_mode,
+    keep_unread,
+    pytree,
+    refused_gradients,
+    rename,
+    replaced_mask_check,
+    replaced_region_passes,
+    track_tensor_tree,
+    untouched_by_modes,
+    without_hooks,
+)
 
 MAX_REPEATS = 500
 """Calls from one line of one module until a loop is too long. Tracing one takes some 10 ms."""
@@ -218,7 +223,7 @@ def _masks_taken_as_given() -> Iterator[None]:
     ) -> bool:
         return is_causal is True
 
-    with mock.patch.object(transformer, "_detect_is_causal_mask", detect):
+    with replaced_mask_check(detect):
         yield
 
 
@@ -241,7 +246,7 @@ class _WatchedCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond: it refuses them itself
             return func(*args, **kwargs)
-        if func is torch._assert_async and get_proxy_mode() is not None:
+        if func is ASSERT_ASYNC and get_proxy_mode() is not None:
             condition = args[0] if args else kwargs["input"]
             if not is_caught(sys._getframe(1)):
                 return mark_condition(condition)
@@ -250,7 +255,7 @@ class _WatchedCalls(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "backward":
             raise Refusal.BACKWARD.error()
-        if name == "_pack_padded_sequence":
+        if name == PACK_SEQUENCE:
             raise Refusal.PACKING.error()
         if any(isinstance(given, torch.Generator) for given in (*args, *kwargs.values())):
             raise Refusal.DRAW.error()
@@ -332,15 +337,8 @@ def _marked_regions() -> Iterator[None]:
     def leave(self: Any, *_: object) -> None:
         torch.set_grad_enabled(self.pipectl_before)
 
-    autocast, gradients = "replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass"
-    passes = [getattr(_autocast_pass, autocast), getattr(_gradient_pass, gradients)]
-
-    def mark(module: fx.GraphModule, signature: Any) -> tuple[Any, Any]:
-        return mark_regions(module, signature, passes)
-
-    with (  # The pass for gradients runs first, and leaves everything to the other.
-        mock.patch.object(_gradient_pass, gradients, lambda *module_signature: module_signature),
-        mock.patch.object(_autocast_pass, autocast, mark),
+    with (
+        replaced_region_passes(mark_regions),
         mock.patch.object(torch.inference_mode, "__enter__", enter),
         mock.patch.object(torch.inference_mode, "__exit__", leave),
     ):
@@ -355,7 +353,7 @@ class _Recorded(HigherOrderOperator):
 
 
 _RECORDED = _Recorded("pipectl_recorded")  # type: ignore[no-untyped-call]
-fx.node.has_side_effect(_RECORDED)  # it is kept even if nothing reads its result
+keep_unread(_RECORDED)
 
 
 class Recorder:
@@ -375,7 +373,7 @@ class Recorder:
         mode: Any = get_proxy_mode()
         with disable_proxy_modes_tracing():
             result = give()
-        with torch._C.DisableTorchFunction():  # what follows is no call of the model's
+        with untouched_by_modes():  # what follows is no call of the model's
             args, kwargs = pytree.tree_map(mode.tracer.unwrap_proxy, (args, kwargs))
             numbered = (len(self._targets), *args)
             proxy = mode.tracer.create_proxy("call_function", _RECORDED, numbered, kwargs)
@@ -389,7 +387,7 @@ class Recorder:
             for node in module.graph.find_nodes(op="call_function", target=_RECORDED):
                 number, *args = node.args
                 node.target, node.args = self._targets[number], tuple(args)
-                node._rename(module.graph._target_to_str(node.target))
+                rename(node)
                 if isinstance(node.target, FunctionCall) and not node.users:
                     module.graph.erase_node(node)
 
@@ -427,10 +425,7 @@ def _recorded_functions(recorder: Recorder) -> Iterator[None]:
     with (
         mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
         mock.patch.object(Tensor, "register_hook", refuse_hook),
-        mock.patch.object(torch.autograd, "_engine_run_backward", refuse_backward),
-        # What torch.func enters to differentiate.
-        mock.patch.object(eager_transforms, "grad_increment_nesting", refuse_backward),
-        mock.patch.object(eager_transforms, "jvp_increment_nesting", refuse_backward),
+        refused_gradients(refuse_backward),
     ):
         yield
 
@@ -444,23 +439,14 @@ def hooks_on_saved_tensors(
     It refuses hooks while it runs a function. So they are taken off meanwhile, and what autograd
     saves then stays where it is. Yields a list with what ``torch.func`` said each time.
     """
-    autograd: Any = torch._C._autograd
     refuse_hooks, transforms = torch.autograd.graph.disable_saved_tensors_hooks, list[str]()
 
     @contextmanager
     def take_off(message: str) -> Iterator[None]:
-        hooks = autograd._top_saved_tensors_default_hooks(True)
-        if hooks is None or hooks[0] is not pack:  # none, or others
-            with refuse_hooks(message):
-                yield
-            return
-        transforms.append(message)
-        autograd._pop_saved_tensors_default_hooks()
-        try:
-            with refuse_hooks(message):
-                yield
-        finally:
-            autograd._push_saved_tensors_default_hooks(*hooks)
+        with without_hooks(pack) as are_ours, refuse_hooks(message):
+            if are_ours:
+                transforms.append(message)
+            yield
 
     with (
         mock.patch.object(torch.autograd.graph, "disable_saved_tensors_hooks", take_off),

@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.outer_state import CachedFunction, Holder, clear_traced, outer_holders
 from pipectl.capture.randomness import SHARED_GENERATORS, comparable, generator_state, set_state
 from pipectl.capture.refusals import Refusal
 from pipectl.capture.step import own_name, own_path
 from pipectl.capture.tensors import tensors_in
+from pipectl.torch_api import get_proxy_mode, get_proxy_slot, make_subclass, pytree, version_of
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -218,7 +217,7 @@ class _Carried(Tensor):
 
 def _carried(name: str, value: Any) -> Any:
     """Return the value of an entry at the beginning of a step, with stand-ins for tensors."""
-    stand_in = Tensor._make_subclass(_Carried, torch.empty(0))
+    stand_in = make_subclass(_Carried, torch.empty(0))
     stand_in.kept_as = name
     return pytree.tree_map_only(Tensor, lambda _: stand_in, value)
 
@@ -296,7 +295,9 @@ def state_values(step: nn.Module) -> dict[str, object]:
         if _OF_TORCH.search(name):
             continue
         is_number = isinstance(value, int | float | str | None)
-        size = len(value) if type(value) in _CONTAINERS else getattr(value, "_version", 0)
+        size = version_of(value) if isinstance(value, Tensor) else 0
+        if type(value) in _CONTAINERS:
+            size = len(value)
         values[own_name(name)] = value if is_number else (id(value), size)
     return values
 

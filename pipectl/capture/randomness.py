@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.regions import accelerator, accelerator_in_use
 from pipectl.capture.tensors import is_deferred, octets_of
 from pipectl.faults import is_user_code
+from pipectl.torch_api import pytree
 
 _MASK = (1 << 64) - 1
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)

@@ -22,6 +22,7 @@ from pipectl.capture.step import Step, own_name, own_path
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code, user_line
+from pipectl.torch_api import CALL_OF_A_MODULE, has_backward_hooks, has_gradient_hooks, identity_of
 
 if TYPE_CHECKING:
     from pipectl.capture.graph import CapturedGraph
@@ -368,7 +369,7 @@ def culprit(error: BaseException) -> nn.Module | None:
     for one in _chain(error):
         for frame, _ in reversed(list(traceback.walk_tb(one.__traceback__))):
             module = frame.f_locals.get("self")
-            if frame.f_code.co_name == "_call_impl" and isinstance(module, nn.Module):
+            if frame.f_code.co_name == CALL_OF_A_MODULE and isinstance(module, nn.Module):
                 return module
     return None
 
@@ -418,17 +419,12 @@ def refuse_backward_hooks(model: nn.Module, kept: Iterable[nn.Module] = ()) -> N
     for name, module in model.named_modules():
         if module in free:
             continue
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_backward_hooks(module):
             raise Refusal.GRADIENT_HOOK.error(
                 "",
                 subject=f"{own_path(name) or 'the model'} has a backward hook",
                 why="which no graph can hold",
             )
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has a hook on its gradient."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def refuse_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -441,7 +437,7 @@ def refuse_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> No
         CaptureError: naming the parameter.
     """
     for name, parameter in parameters:
-        if parameter.requires_grad and has_hooks(parameter):
+        if parameter.requires_grad and has_gradient_hooks(parameter):
             raise Refusal.GRADIENT_HOOK.error(
                 "",
                 subject=f"parameter {own_path(name)} has a hook on its gradient",
@@ -492,7 +488,7 @@ def _locate(tensor: Tensor) -> tuple[object, np.ndarray[Any, Any]] | None:
         return None
     item_bytes = tensor.element_size()
     if is_deferred(tensor) or tensor.is_meta:
-        memory: object = tensor.untyped_storage()._cdata
+        memory: object = identity_of(tensor.untyped_storage())
         start = (1 + int(tensor.storage_offset())) * item_bytes
     else:
         memory, start = tensor.device, tensor.data_ptr()

@@ -20,14 +20,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.amp import autocast_mode
-from torch.utils import _pytree as pytree
 
 from pipectl.errors import CaptureError
+from pipectl.torch_api import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    SET_GRADIENTS,
+    current_accelerator,
+    pytree,
+)
 
 _KEY = "pipectl_region"
-_SET_GRADIENTS = torch._C._set_grad_enabled
-_ENTER, _EXIT = autocast_mode._enter_autocast, autocast_mode._exit_autocast
 
 
 class Autocast(NamedTuple):
@@ -118,12 +121,12 @@ def mark_regions(module: fx.GraphModule, signature: Any, passes: list[Any]) -> t
     autocasts: dict[fx.Node, Autocast] = {}
     gradients, marks = True, []
     for node in module.graph.nodes:
-        if node.target is _ENTER:
+        if node.target is ENTER_AUTOCAST:
             device, dtype, enabled, _ = node.args
             autocasts[node] = Autocast(device, dtype, enabled)
-        elif node.target is _EXIT:
+        elif node.target is EXIT_AUTOCAST:
             autocasts.pop(node.args[0])
-        elif node.target is _SET_GRADIENTS:
+        elif node.target is SET_GRADIENTS:
             gradients = node.args[0]
         else:
             innermost = {autocast.device: autocast for autocast in autocasts.values()}
@@ -189,7 +192,7 @@ def missing_kernels(operator: str, precision: str, device: torch.device) -> Iter
 @cache
 def accelerator() -> tuple[str, Any]:
     """Return the type of the accelerators of this machine and torch's module for them, or None."""
-    device = torch.accelerator.current_accelerator()
+    device = current_accelerator()
     return ("cpu", None) if device is None else (device.type, torch.get_device_module(device))
 
 

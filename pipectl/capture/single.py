@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.patches import quiet
 from pipectl.capture.python_state import preserve_state
 from pipectl.capture.refusals import Refusal, first_line, place_of, running_line
+from pipectl.torch_api import FakeTensorMode, pytree
 
 _PLAIN = (bool, int, float, str)
 _SHAPING = {

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.operators import arguments_by_name
 from pipectl.errors import CaptureError
+from pipectl.torch_api import pytree
 
 _ALONG = {
     "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp",

@@ -10,11 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.factories import call
 from pipectl.errors import CaptureError
+from pipectl.torch_api import (
+    buffers_of,
+    get_proxy_mode,
+    get_proxy_slot,
+    parameters_of,
+    pytree,
+    version_of,
+)
 
 Loss = Callable[[Any, Any], Tensor]
 # No strings: among the outputs of a graph they name operators.
@@ -109,7 +115,7 @@ class States:
         self._are_parameters: list[bool] = []
         index_of: dict[int, int] = {}
         for prefix, owner in module.named_modules(prefix=path):
-            for entries in (owner._parameters, owner._buffers):
+            for entries in (parameters_of(owner), buffers_of(owner)):
                 for name, tensor in entries.items():
                     if tensor is None:
                         continue
@@ -117,10 +123,10 @@ class States:
                     if index == len(self.names):
                         self.names.append(own_name(f"{prefix}.{name}"))
                         self._places.append([])
-                        self._are_parameters.append(entries is owner._parameters)
+                        self._are_parameters.append(entries is parameters_of(owner))
                     self._places[index].append((entries, name))
         self.buffers = [i for i, trained in enumerate(self._are_parameters) if not trained]
-        of_norms = {id(m._buffers) for m in module.modules() if type(m) in _NORMS}
+        of_norms = {id(buffers_of(m)) for m in module.modules() if type(m) in _NORMS}
         self.statistics = [i for i in self.buffers if id(self._places[i][0][0]) in of_norms]
 
     def now(self) -> list[Tensor]:
@@ -168,7 +174,7 @@ class States:
         with self.replaced(lent) as assigned:
             result = self._module(*args, **kwargs)
         values = {index: lent[index] for index in self.buffers}
-        written = frozenset(i for i in values.keys() - assigned.keys() if values[i]._version)
+        written = frozenset(i for i in values.keys() - assigned.keys() if version_of(values[i]))
         for index, value in assigned.items():
             values[index] = torch.empty_like(lent[index]).copy_(value)
         return result, values, written

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
+
+from pipectl.torch_api import FakeTensor, identity_of, pytree
 
 
 def is_deferred(tensor: Tensor) -> bool:
@@ -39,8 +39,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def storage_of(tensor: Tensor) -> int:
     """Return an identity of a tensor's storage, valid while the tensor exists."""
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
+    return identity_of(tensor.untyped_storage())
 
 
 def storages_in(value: Any) -> list[int]:

@@ -48,6 +48,7 @@ from pipectl.runtime.casts import SharedCast
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.stage import MicroBatch, Stage
+from pipectl.torch_api import count_nodes, number_of
 
 Pairs = dict[str, tuple[float, float]]
 """(forward_s, backward_s) by operator."""
@@ -62,7 +63,6 @@ _SPLIT_CUTS = 2
 _OUTSIDE = -1
 _TRIALS = 15
 _CHAIN = 200
-_count_nodes: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 class Cost(NamedTuple):
@@ -103,7 +103,7 @@ class MarkedCode:
                 waiting = []
 
         def mark() -> None:
-            nodes.append(_count_nodes())
+            nodes.append(count_nodes())
             begins.append(clock())
 
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -140,7 +140,7 @@ class MarkedCode:
         self._roots = []
 
     def _hook(self, node: Any) -> Callable[[Any], None]:
-        number = node._sequence_nr()
+        number = number_of(node)
         within = self._nodes[0] <= number < self._nodes[-1]
         index = bisect_right(self._nodes, number) - 1 if within else _OUTSIDE
         turns, clock = self._turns, self._clock
@@ -183,7 +183,7 @@ def cost_of_measuring(clock: Clock) -> Cost:
     for _ in range(_TRIALS):
         start = clock()
         for _ in range(_CHAIN):
-            numbers.append(_count_nodes())
+            numbers.append(count_nodes())
             looks.append(clock())
         marks.append((clock() - start) / _CHAIN)
         plain_s = backward_s(None)

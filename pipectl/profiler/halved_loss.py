@@ -29,9 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut, Slot
 from pipectl.capture.batch import by_name, copy_written_inputs
@@ -46,6 +43,7 @@ from pipectl.faults import fault_of, is_ours, user_line
 from pipectl.profile import HalvedLoss
 from pipectl.runtime.device import Device
 from pipectl.runtime.stage import MicroBatch, Stage
+from pipectl.torch_api import BatchNorm, Dropout, pytree
 
 _MODEL, _LOSS = 0, 1
 """Stages of the cut."""
@@ -152,7 +150,7 @@ def _sample_by_sample(operators: Iterable[fx.Node]) -> Iterator[None]:
     kept = {id(node.target): node.target for node in operators if isinstance(node.target, Opaque)}
     before = [(opaque, opaque.modes) for opaque in kept.values()]
     for opaque, modes in before:
-        opaque.modes = [(m, on and not isinstance(m, _BatchNorm | _DropoutNd)) for m, on in modes]
+        opaque.modes = [(m, on and not isinstance(m, BatchNorm | Dropout)) for m, on in modes]
     try:
         yield
     finally:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.runtime.metrics import is_stateful
+from pipectl.torch_api import pytree
 
 _MAX_SAMPLES = 16
 _PLACES = 3

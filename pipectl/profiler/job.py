@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.slices import coupled_operators
@@ -49,6 +48,7 @@ from pipectl.runtime.device import (
     settle_process,
 )
 from pipectl.spec import JobSpec, evaluation_key, profile_key
+from pipectl.torch_api import pytree
 from pipectl.units import plural
 
 _MPI_BYTES = 14 << 20

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from pipectl.runtime.device import CpuDevice, Device, choose_device
+from pipectl.torch_api import allocated_bytes, peak_bytes, reset_peak
 
 Clock = Callable[[], float]
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -139,18 +140,18 @@ class _OnAccelerator(Recording):
 
     def __enter__(self) -> Self:
         torch.accelerator.synchronize(self._device)
-        torch.accelerator.reset_peak_memory_stats(self._device)
-        self._start = torch.accelerator.memory_allocated(self._device)
+        reset_peak(self._device)
+        self._start = allocated_bytes(self._device)
         return self
 
     def mark(self) -> None:
         torch.accelerator.synchronize(self._device)
-        peak = torch.accelerator.max_memory_allocated(self._device) - self._start
-        level = torch.accelerator.memory_allocated(self._device) - self._start
+        peak = peak_bytes(self._device) - self._start
+        level = allocated_bytes(self._device) - self._start
         if self.phases:  # values released since the mark, by the garbage collector for instance
             peak = max(peak, self.phases[-1].end_bytes)
         self.phases.append(Phase(peak, level))
-        torch.accelerator.reset_peak_memory_stats(self._device)
+        reset_peak(self._device)
 
     def __exit__(self, *_: Any) -> None:
         self.mark()

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 from pipectl.capture import CapturedJob, State
@@ -34,13 +33,14 @@ from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import clock_of, record_allocated
 from pipectl.runtime.casts import use_cast
 from pipectl.runtime.device import Device, release_freed_memory
+from pipectl.torch_api import ATTENTION_ON_CPU, ATTENTION_ON_CPU_BACKWARD, identity_of, pytree
 
 _MIN_REPEATS, _MAX_REPEATS = 3, 15
 _LONG_S = 2.0
 """An operator that takes longer is steady, and not repeated more than it must be."""
 _ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    ATTENTION_ON_CPU: sdpa_flop,
+    ATTENTION_ON_CPU_BACKWARD: sdpa_backward_flop,
 }
 """What torch's own counter leaves out."""
 _RESULT = -1
@@ -159,13 +159,14 @@ def observe(call: Call, device: torch.device, casts: Mapping[int, Tensor]) -> tu
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept_bytes.setdefault(storage._cdata, storage.nbytes())
+        kept_bytes.setdefault(identity_of(storage), storage.nbytes())
         return tensor
 
     def new_bytes(value: Any, known: Sequence[Any]) -> int:
         """Return the bytes of the storages in ``value`` that no tensor in ``known`` uses."""
         old = set(storages_in(known))
-        sizes = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors_in(value))}
+        storages = [tensor.untyped_storage() for tensor in tensors_in(value)]
+        sizes = {identity_of(storage): storage.nbytes() for storage in storages}
         return sum(size for storage, size in sizes.items() if storage not in old)
 
     wanting = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and x.requires_grad]

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.tensors import is_deferred
@@ -22,6 +21,7 @@ from pipectl.runtime.optimizer import (
     refuse_half_parameters,
 )
 from pipectl.runtime.update_trials import refuse_coupled_updates, refuse_late_changes
+from pipectl.torch_api import norms, pytree
 
 _SAMPLE_BYTES = 64 << 20
 _REPEATS = 5
@@ -55,7 +55,7 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
         caches.fill_(0)  # between two updates, a step goes through the caches
         start = clock()
         # Before an update ranks see whether all gradients are finite, and clip them.
-        for norm in torch._foreach_norm(gradients):
+        for norm in norms(gradients):
             bool(norm.isfinite())
         if job.spec.training.clip_grad_norm is not None:
             for gradient in gradients:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.batch import Reader
@@ -27,6 +26,7 @@ from pipectl.runtime.metrics import Metrics
 from pipectl.runtime.unflushed import refuse
 from pipectl.runtime.update_trials import refuse_own_memory
 from pipectl.schedule import SCHEDULES
+from pipectl.torch_api import pytree
 
 _PATIENCE_S = 10.0
 """For the evaluation of all held-out data, if a metric needs more than one micro-batch."""

@@ -27,6 +27,7 @@ from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.waiting import gather_all, waiting
 from pipectl.schedule import program_hash
 from pipectl.spec import JobSpec
+from pipectl.torch_api import current_accelerator
 from pipectl.units import format_ranges
 
 Identity = Mapping[str, str]
@@ -92,7 +93,7 @@ def check_accelerators(communicator: MPI.Comm) -> None:
         MismatchError: on all ranks, if none sees an accelerator, or naming those that see another
             type than rank 0, or none.
     """
-    mine = torch.accelerator.current_accelerator(check_available=True)
+    mine = current_accelerator()
     types = gather_all(communicator, (mine.type if mine else "", node_name()))
     differing = [rank for rank, (kind, _) in enumerate(types) if kind != types[0][0]]
     if differing:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipectl.capture.tensors import storage_of
 from pipectl.runtime.layout import Layout
+from pipectl.torch_api import StorageWeakRef, version_of
 
 
 class View(NamedTuple):
@@ -63,7 +63,7 @@ class SharedCasts:
 
     def of(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         """The cast of a weight or a view of one; without a gradient."""
-        number, version = storage_of(value), value._version
+        number, version = storage_of(value), version_of(value)
         entry = self._entries.get(number)
         if entry is None:
             entry = _Entry(StorageWeakRef(value.untyped_storage()), {})  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from pipectl import torch_api
 from pipectl.errors import MismatchError
 from pipectl.runtime.nodes import node_name
 
@@ -169,7 +170,7 @@ class AcceleratorDevice(Device):
     """
 
     def __init__(self, index: int, *, in_place: bool = False) -> None:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch_api.current_accelerator()
         assert accelerator is not None
         self.torch_device = torch.device(accelerator.type, index)
         torch.accelerator.set_device_index(index)
@@ -188,12 +189,11 @@ class AcceleratorDevice(Device):
 
     def peak_bytes(self) -> int:
         """Most bytes allocated on the accelerator."""
-        return int(torch.accelerator.max_memory_allocated(self.torch_device))
+        return torch_api.peak_bytes(self.torch_device)
 
     def free_bytes(self) -> int:
         """Free bytes of the accelerator."""
-        free, _ = torch.accelerator.get_memory_info(self.torch_device)
-        return int(free)
+        return torch_api.free_bytes(self.torch_device)
 
 
 def _mark(device: torch.device) -> torch.Event:
@@ -230,12 +230,12 @@ def choose_device(accelerators_per_node: int, local_rank: int, *, in_place: bool
 def move(tensor: Tensor, device: torch.device) -> None:
     """Move a parameter or buffer in place, so that all holders see it there."""
     moved = tensor.detach().to(device)
-    if torch._has_compatible_shallow_copy_type(tensor, moved):
+    if torch_api.takes_data_of(tensor, moved):
         tensor.data = moved
         return
     if isinstance(tensor, nn.Parameter):  # to a device outside of torch
         moved = nn.Parameter(moved, tensor.requires_grad)
-    torch._C._swap_tensor_impl(tensor, moved)
+    torch_api.swap(tensor, moved)
 
 
 def settle_process(threads: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from mpi4py import MPI
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, CapturedJob, Slot
 from pipectl.capture.slices import Rows
@@ -23,6 +22,7 @@ from pipectl.runtime.process import say
 from pipectl.runtime.step import Batch, Step, StepRun
 from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.schedule import Channel, lower_evaluation
+from pipectl.torch_api import pytree
 
 
 def outputs_of(graph: CapturedGraph, rows: Rows, results: Tensors) -> Any:

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.data import Loader, Pieces, Samples
@@ -41,6 +40,7 @@ from pipectl.runtime.parcels import Parcel, Post
 from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import Batch, narrowed
 from pipectl.runtime.waiting import gather_all, wait
+from pipectl.torch_api import pytree
 
 _TARGETS: pytree.SequenceKey[Any] = pytree.SequenceKey(1)
 _TAGS = 2**15

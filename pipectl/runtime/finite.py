@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from pipectl import torch_api
+
 
 def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Tensors grouped by device and type, as multi-tensor kernels need them."""
@@ -21,7 +23,7 @@ def norms_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """The norm of every tensor by its name; tensors are read once."""
     norms: dict[int, float] = {}
     for same in alike(tensors.values()):
-        values = torch.stack(torch._foreach_norm(same)).double().tolist()
+        values = torch.stack(list(torch_api.norms(same))).double().tolist()
         norms.update(zip(map(id, same), values, strict=True))
     return {name: norms[id(tensor)] for name, tensor in tensors.items()}
 

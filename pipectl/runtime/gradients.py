@@ -15,7 +15,6 @@ from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from pipectl.capture import Cut, Slot
 from pipectl.capture.stage import uses_of_parameter
@@ -24,6 +23,7 @@ from pipectl.runtime.manifest import LossScaleState
 from pipectl.runtime.optimizer import refuse_half_parameters
 from pipectl.runtime.transport import Transfer, Wire
 from pipectl.spec.models import LossScale as LossScaleSpec
+from pipectl.torch_api import order_in_groups, unscale, update_scale
 
 Uses = list[tuple[Slot, int]]
 """Uses of one parameter in graph order, each with its stage."""
@@ -138,8 +138,7 @@ def total_norm(norms: Sequence[float | None], dtypes: Sequence[torch.dtype]) -> 
     order: Sequence[int] = range(len(types))
     if len(set(types)) > 1:  # torch handles one type after another
         columns: list[list[Tensor | None]] = [[torch.empty(0, dtype=dtype) for dtype in types]]
-        groups = _group_tensors_by_device_and_dtype(columns, with_indices=True)
-        order = [index for _, indices in groups.values() for index in indices]
+        order = order_in_groups(columns)
     values = torch.tensor([pairs_with_norm[index][0] for index in order], dtype=torch.float64)
     widest = reduce(torch.promote_types, types or [torch.float32])
     norm: Tensor = torch.linalg.vector_norm(values.to(widest))
@@ -195,11 +194,7 @@ class LossScale:
         inverse = self._scale.double().reciprocal().float()
         overflow = False
         for gradients in alike(p.grad for p in self._parameters if p.grad is not None):
-            device = gradients[0].device
-            is_infinite = torch.zeros((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                gradients, is_infinite, inverse.to(device)
-            )
+            is_infinite = unscale(gradients, inverse.to(gradients[0].device))
             overflow = overflow or bool(is_infinite)
         return overflow
 
@@ -209,7 +204,7 @@ class LossScale:
         Args:
             overflow: whether a gradient overflowed on any rank.
         """
-        torch._amp_update_scale_(
+        update_scale(
             self._scale,
             self._steps_since,
             torch.tensor(float(overflow)),

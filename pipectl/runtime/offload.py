@@ -39,6 +39,7 @@ from pipectl.plan import Plan
 from pipectl.runtime.waiting import gather_all
 from pipectl.schedule import lower
 from pipectl.simulate.memory import peak_host_bytes
+from pipectl.torch_api import on_stream
 from pipectl.units import format_bytes
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ class Mover:
 
         def work_after() -> T:
             stream.wait_event(queued)
-            with stream:
+            with on_stream(stream):
                 return work()
 
         return threads.submit(work_after)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call, call_in_training
-from pipectl.capture.refusals import has_hooks, refuse_parameter_hooks
+from pipectl.capture.refusals import refuse_parameter_hooks
 from pipectl.capture.step import own_name
 from pipectl.capture.tensor_file import CODES
 from pipectl.capture.tensors import storage_of, tensors_in
@@ -31,6 +31,7 @@ from pipectl.errors import CaptureError, WorkerError
 from pipectl.plan import Plan
 from pipectl.runtime.device import release_freed_memory
 from pipectl.spec import JobSpec
+from pipectl.torch_api import MUON, has_gradient_hooks, version_of
 from pipectl.units import did_you_mean
 
 _TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"
@@ -162,7 +163,7 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
     if not trained:
         return Updater(None, None)
     # Its factory may set hooks; hooks of sums over replicas are of an earlier training of the job.
-    unhooked = [(name, each) for name, each in trained.items() if not has_hooks(each)]
+    unhooked = [(name, each) for name, each in trained.items() if not has_gradient_hooks(each)]
     optimizer = make_optimizer(job, trained)
     refuse_parameter_hooks(unhooked)
     if schedule is None or function is None:
@@ -185,7 +186,7 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
             would compute the loss again.
     """
     spec = job.spec.optimizer
-    if job.find(spec) is torch.optim.Muon:
+    if job.find(spec) is MUON:
         _refuse_all_but_matrices(parameters)
     name = f"optimizer.factory: {spec.factory}"
     if not spec.groups:
@@ -408,7 +409,7 @@ def refuse_other_tensors(
 def _mark(value: Any) -> Any:
     """A value that shows a later change, read without waiting for a device."""
     if isinstance(value, Tensor):
-        return id(value), value._version
+        return id(value), version_of(value)
     if isinstance(value, tuple):
         return tuple(map(_mark, value))
     return value if isinstance(value, _COMPARED) else id(value)

@@ -13,13 +13,13 @@ import numpy.typing as npt
 import torch
 from mpi4py import MPI
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipectl.capture.tensors import octets_of
 from pipectl.errors import CaptureError
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.transport.transfer import LARGEST_BYTES
 from pipectl.runtime.waiting import wait
+from pipectl.torch_api import pytree
 
 Octets = npt.NDArray[np.uint8]
 

@@ -25,9 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import Cut, Lane, Slot
 from pipectl.capture.opaque import Opaque
@@ -45,6 +43,7 @@ from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import bytes_of, unpack
 from pipectl.runtime.stage import Code, Key, Live, MicroBatch, Segment, Stage, Start
 from pipectl.runtime.transport import Wire
+from pipectl.torch_api import HigherOrderOperator, function_of, pytree
 
 BUNDLED_BYTES = 8 << 10
 """Memories below this size travel together: a separate message would cost more than a copy."""
@@ -271,7 +270,7 @@ def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
 
 def _is_read_once(node: Node) -> bool:
     """Whether it reads each saved tensor once: true of all but the user's own functions."""
-    function = getattr(node, "_forward_cls", None)
+    function = function_of(node)
     return function is None or function.__module__ in (Receive.__module__, casts.__name__)
 
 

@@ -25,8 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils import _pytree as pytree
+from torch.autograd.graph import Node
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import split_batch
@@ -53,6 +52,7 @@ from pipectl.runtime.optimizer import Updater, make_updater, refuse_half_paramet
 from pipectl.runtime.pipefb import nodes_behind
 from pipectl.runtime.saved_tensors import run_backward
 from pipectl.spec import JobSpec, load
+from pipectl.torch_api import edge_of, number_of, pytree
 from pipectl.units import printable
 
 LOSSES = "losses.json"
@@ -141,7 +141,7 @@ class SeparateUses:
         if not self._counts:
             return
         assert loss.grad_fn is not None
-        nodes = nodes_behind([get_gradient_edge(loss)])
+        nodes = nodes_behind([edge_of(loss)])
         readers: dict[Node, dict[Node, list[int]]] = {}
         for node in nodes:
             for index, (after, _) in enumerate(node.next_functions):
@@ -156,7 +156,7 @@ class SeparateUses:
             if len(uses) != self._counts[parameter]:
                 self.joint.add(parameter)
                 continue
-            in_order = sorted(uses, key=lambda node: node._sequence_nr())
+            in_order = sorted(uses, key=lambda node: number_of(node))
             for number, node in enumerate(in_order):
                 node.register_hook(partial(self._add, parameter, number, uses[node]))
 

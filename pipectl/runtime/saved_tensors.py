@@ -26,7 +26,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipectl.capture.patches import hooks_on_saved_tensors
 from pipectl.capture.refusals import Refusal
@@ -34,6 +33,7 @@ from pipectl.capture.tensors import storage_of
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import Mover, Place
 from pipectl.schedule import Kind
+from pipectl.torch_api import StorageWeakRef, is_zero_tensor, run_engine
 
 
 def run_backward(
@@ -62,15 +62,7 @@ def run_backward(
     """
     fresh = [leaf for leaf in leaves if leaf.grad is None]
     try:
-        torch.autograd.Variable._execution_engine.run_backward(
-            tuple(roots),
-            tuple(gradients),
-            retain_graph,
-            False,
-            tuple(inputs),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+        run_engine(roots, gradients, inputs, keep_graph=retain_graph, accumulate=True)
     except RuntimeError as error:
         written = re.search(r"modified by an inplace operation: \[(.*?\])\]", str(error))
         if written is None:
@@ -85,16 +77,7 @@ def gradients_of(
     root: GradientEdge, gradient: Tensor, inputs: Sequence[GradientEdge]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``inputs``, and keep the graph for further backwards."""
-    gradients: tuple[Tensor | None, ...] = torch.autograd.Variable._execution_engine.run_backward(
-        (root,),
-        (gradient,),
-        True,
-        False,
-        tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=False,
-    )
-    return gradients
+    return run_engine([root], [gradient], inputs, keep_graph=True, accumulate=False)
 
 
 def keep_apart(leaves: Iterable[Tensor], others: Iterable[Tensor | None]) -> None:
@@ -220,7 +203,7 @@ class SavedTensors:
             return False
         if tensor.is_conj() or tensor.is_neg():  # flags that are not part of the storage
             return False
-        if tensor._is_zerotensor():  # of forward derivatives; it has no memory
+        if is_zero_tensor(tensor):
             return False
         return tensor.untyped_storage().nbytes() >= self.min_bytes
 

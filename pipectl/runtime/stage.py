@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from pipectl.capture import Cut, Slot, build_stage
 from pipectl.capture.batch import copy_written_inputs
@@ -48,6 +48,7 @@ from pipectl.runtime.stage_code import (
     split_backwards,
 )
 from pipectl.runtime.versions import Version, Versions
+from pipectl.torch_api import edge_of
 
 Key = tuple[bool, Rows]
 """(training, rows): whether code is for training, and the rows that one call computes."""
@@ -111,7 +112,7 @@ class Live:
     @property
     def edges(self) -> list[GradientEdge]:
         """All places at which the backward enters the graph."""
-        loss = [] if self.loss is None else [get_gradient_edge(self.loss)]
+        loss = [] if self.loss is None else [edge_of(self.loss)]
         return [*self.roots.values(), *loss]
 
     def backward(
@@ -309,7 +310,7 @@ class Segment:
         for slot in code.returning:
             value = values.get(slot)
             if value is not None and value.requires_grad:
-                roots[slot] = get_gradient_edge(value)
+                roots[slot] = edge_of(value)
         return Live(roots, results.get(code.loss), caught, weight_half, version), results
 
     def call(

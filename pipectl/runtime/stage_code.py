@@ -25,9 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator, OpOverload
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
+from torch.autograd.graph import GradientEdge
 
 from pipectl.capture.casts import Casting
 from pipectl.capture.graph import CapturedGraph, State
@@ -36,6 +34,7 @@ from pipectl.capture.stage import Pass, StageCode, fork_uses
 from pipectl.errors import CaptureError
 from pipectl.runtime.casts import SharedCast, SharedCasts
 from pipectl.runtime.saved_tensors import gradients_of, run_backward
+from pipectl.torch_api import HigherOrderOperator, OpOverload, edge_of, is_of_compiler, pytree
 
 _ATEN = torch.ops.aten
 SPLIT = frozenset(
@@ -216,8 +215,8 @@ class _Split(torch.autograd.Function):
                 for value in values
             ]
             result = run(inner)
-        ctx.edges = [get_gradient_edge(value) if value.requires_grad else None for value in inner]
-        ctx.root, ctx.weights, ctx.weight_half = get_gradient_edge(result), weights, weight_half
+        ctx.edges = [edge_of(value) if value.requires_grad else None for value in inner]
+        ctx.root, ctx.weights, ctx.weight_half = edge_of(result), weights, weight_half
         return result.detach()
 
     @staticmethod
@@ -351,7 +350,7 @@ class _Compiled:
         try:
             return self._run(*arguments, *self._casts.forward(*arguments))  # type: ignore[no-any-return]
         except Exception as error:
-            if not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+            if not is_of_compiler(error):
                 raise
             raise CaptureError(
                 f"training.compile: torch.compile fails: {str(error).splitlines()[0]}",

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipectl.capture import Lane
 from pipectl.capture.data import micro_batches_of
@@ -35,6 +34,7 @@ from pipectl.schedule import (
     portion,
     roles,
 )
+from pipectl.torch_api import pytree
 
 Batch = tuple[Any, Any]
 Key = tuple[bool, int, int]

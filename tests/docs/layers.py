@@ -17,7 +17,7 @@ LAYERS = (
     "profile plan graph cluster link timeline rehearsal",
     "spec planner simulate schedule",
     "batch report runs watch",
-    "profiler runtime capture",
+    "profiler runtime capture torch_api",
     "jobs",
     "__main__ cli",
 )

@@ -1,0 +1,442 @@
+"""The names of torch that are private, or that not all supported releases have.
+
+No other file of the package names them (``tests/test_torch_api.py`` checks that), so a new release
+of torch is a change here. What differs between releases says since when; all else is the same in
+torch 2.8 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._decomp import decompositions
+from torch._export.passes import replace_autocast_with_hop_pass as _autocast_pass
+from torch._export.passes import replace_set_grad_with_hop_pass as _gradient_pass
+from torch._functorch import eager_transforms
+from torch._guards import detect_fake_mode
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.amp import autocast_mode
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = [
+    "BatchNorm",
+    "DataDependentOutputException",
+    "Dropout",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "StorageWeakRef",
+    "TorchDispatchMode",
+    "detect_fake_mode",
+    "disable_proxy_modes_tracing",
+    "free_unbacked_symbols",
+    "get_proxy_mode",
+    "get_proxy_slot",
+    "pytree",
+    "track_tensor_tree",
+]
+
+_ATEN = torch.ops.aten
+# Tensors and modules
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that grows with every write to a tensor or to a view of it."""
+    return tensor._version
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other storage has while this one exists."""
+    identity: int = storage._cdata
+    return identity
+
+
+def is_zero_tensor(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for zeros and has no memory, as forward derivatives do."""
+    return tensor._is_zerotensor()
+
+
+def make_subclass(kind: type[Tensor], tensor: Tensor) -> Any:
+    """Return a tensor of a subclass with the memory of another."""
+    return Tensor._make_subclass(kind, tensor)
+
+
+def takes_data_of(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether ``tensor.data = other`` is possible; devices outside of torch differ."""
+    return bool(torch._has_compatible_shallow_copy_type(tensor, other))
+
+
+def swap(tensor: Tensor, other: Tensor) -> None:
+    """Exchange what two Python objects stand for."""
+    torch._C._swap_tensor_impl(tensor, other)
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Return whether a hook waits for the gradient of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters that a module itself holds; changes of the table change the module."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """Return the buffers that a module itself holds; changes of the table change the module."""
+    return module._buffers
+
+
+def forward_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks before and after the forward of a module."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks on its backward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+CALL_OF_A_MODULE = nn.Module._call_impl.__name__
+"""The function whose ``self`` is the module that is called."""
+PACK_SEQUENCE = torch._VF._pack_padded_sequence.__name__
+"""The function of torch behind ``pack_padded_sequence``."""
+
+
+# Autograd
+
+
+def run_engine(
+    roots: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor | GradientEdge] = (),
+    *,
+    keep_graph: bool,
+    accumulate: bool,
+) -> tuple[Tensor | None, ...]:
+    """Run autograd's engine without the checks of ``torch.autograd.backward``.
+
+    Args:
+        gradients: of the roots.
+        inputs: the only ones that get gradients, if any are given.
+        accumulate: whether gradients are added to ``.grad``; else they are returned.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    results: tuple[Tensor | None, ...] = engine.run_backward(
+        tuple(roots),
+        tuple(gradients),
+        keep_graph,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=accumulate,
+    )
+    return results
+
+
+def edge_of(value: Tensor) -> GradientEdge:
+    """Return the edge at which a backward enters the graph of a value, which may then be dropped.
+
+    Until torch 2.8, an edge does not keep the node of a function in Python, which ends with the
+    value. The node of a view is one of C, and keeps what is behind it.
+    """
+    is_in_python = isinstance(value.grad_fn, torch.autograd.function.BackwardCFunction)
+    if is_in_python and "ownership_token" not in GradientEdge._fields:
+        with torch.enable_grad():
+            value = value.view_as(value)
+    return get_gradient_edge(value)
+
+
+def count_nodes() -> int:
+    """Return how many nodes of graphs this thread has made."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def number_of(node: Node) -> int:
+    """Return how many nodes of graphs the thread had made before this one."""
+    return int(node._sequence_nr())
+
+
+def function_of(node: Node) -> type[torch.autograd.Function] | None:
+    """Return the function in Python to which a node belongs, if it is one."""
+    return getattr(node, "_forward_cls", None)
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread runs a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+@contextmanager
+def without_hooks(pack: Callable[[Tensor], Any]) -> Iterator[bool]:
+    """Take off the innermost hooks on saved tensors if they are those that pack by ``pack``.
+
+    Yields whether they are.
+    """
+    stack: Any = torch._C._autograd
+    hooks = stack._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0] is not pack:
+        yield False
+        return
+    stack._pop_saved_tensors_default_hooks()
+    try:
+        yield True
+    finally:
+        stack._push_saved_tensors_default_hooks(*hooks)
+
+
+@contextmanager
+def refused_gradients(refuse: Callable[..., Any]) -> Iterator[None]:
+    """Call ``refuse`` in place of a backward, and where ``torch.func`` begins to differentiate."""
+    with (
+        mock.patch.object(torch.autograd, "_engine_run_backward", refuse),
+        mock.patch.object(eager_transforms, "grad_increment_nesting", refuse),
+        mock.patch.object(eager_transforms, "jvp_increment_nesting", refuse),
+    ):
+        yield
+
+
+# Operators
+
+COPY_TO = _ATEN._to_copy.default
+"""What casts become in a graph."""
+ASSERT_METADATA = _ATEN._assert_tensor_metadata.default
+CHECKS = (
+    _ATEN._assert_scalar.default,
+    ASSERT_METADATA,
+    _ATEN.sym_constrain_range.default,
+    _ATEN.sym_constrain_range_for_size.default,
+)
+"""Operators that check values and compute nothing."""
+ASSERT_ASYNC: Callable[..., Any] = torch._assert_async
+"""The function by which torch checks its arguments from 2.15 on."""
+ATTENTION_ON_CPU = _ATEN._scaled_dot_product_flash_attention_for_cpu
+ATTENTION_ON_CPU_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def schema_of(target: OpOverload) -> Any:
+    """Return what an operator takes and returns."""
+    return target._schema
+
+
+def norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Return the norms of tensors of one device and type, by one kernel."""
+    return torch._foreach_norm(tensors)
+
+
+def unscale(gradients: list[Tensor], inverse: Tensor) -> Tensor:
+    """Multiply gradients of one device and type; returns 1 if one is infinite or NaN, else 0."""
+    overflow = torch.zeros((), device=gradients[0].device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+    return overflow
+
+
+def update_scale(
+    scale: Tensor, steps: Tensor, overflow: Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """Change a loss scale, and the steps since its last change, by torch's rule."""
+    torch._amp_update_scale_(scale, steps, overflow, growth, backoff, interval)
+
+
+def order_in_groups(columns: list[list[Tensor | None]]) -> list[int]:
+    """Return the indices of tensors in the order in which torch sums their norms."""
+    groups = _group_tensors_by_device_and_dtype(columns, with_indices=True)
+    return [index for _, indices in groups.values() for index in indices]
+
+
+# Exports
+
+SET_GRADIENTS = torch._C._set_grad_enabled
+"""Marks in a graph where gradients are switched on or off."""
+ENTER_AUTOCAST: Callable[..., Any] = autocast_mode._enter_autocast
+EXIT_AUTOCAST: Callable[..., Any] = autocast_mode._exit_autocast
+"""Mark the beginning and the end of an autocast in a graph."""
+_AUTOCAST_PASS, _GRADIENT_PASS = "replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass"
+_KEEPS_INPUTS: Any = getattr(checkpoint, "_NoopSaveInputs", None)
+
+
+@contextmanager
+def replaced_region_passes(
+    replace: Callable[[fx.GraphModule, Any, list[Any]], tuple[Any, Any]],
+) -> Iterator[None]:
+    """Let a function take the place of what an export does about autocast and ``no_grad``.
+
+    Args:
+        replace: is called with a module, a signature, and torch's passes for autocast and for
+            gradients. It returns what these return: the new module and signature.
+    """
+    passes = [getattr(_autocast_pass, _AUTOCAST_PASS), getattr(_gradient_pass, _GRADIENT_PASS)]
+
+    def run(module: fx.GraphModule, signature: Any) -> tuple[Any, Any]:
+        return replace(module, signature, passes)
+
+    with (  # The pass for gradients runs first, and leaves everything to the other.
+        mock.patch.object(_gradient_pass, _GRADIENT_PASS, lambda *unchanged: unchanged),
+        mock.patch.object(_autocast_pass, _AUTOCAST_PASS, run),
+    ):
+        yield
+
+
+@contextmanager
+def replaced_mask_check(check: Callable[..., bool]) -> Iterator[None]:
+    """Let a function take the place of what finds out whether a mask is causal."""
+    with mock.patch.object(transformer, "_detect_is_causal_mask", check):
+        yield
+
+
+@contextmanager
+def states_of_lstms() -> Iterator[None]:
+    """Let an LSTM return states of the sizes that it was given.
+
+    Until torch 2.12, an export removes the wrong dimension of the last states of a layer, so they
+    have one too many unless the batch is a single sample.
+    """
+    layer = decompositions.one_layer_lstm
+
+    def one_layer_lstm(*args: Any, **kwargs: Any) -> Any:
+        output, states = layer(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return output, tuple(last.squeeze(0) if last.dim() > 2 else last for last in states)
+
+    with mock.patch.object(decompositions, "one_layer_lstm", one_layer_lstm):
+        yield
+
+
+def is_keeping_inputs(function: type[torch.autograd.Function]) -> bool:
+    """Return whether a function only keeps the inputs of a part that a backward recomputes.
+
+    Until torch 2.11, ``torch.utils.checkpoint`` calls it with an empty tensor, which nobody reads.
+    """
+    return function is _KEEPS_INPUTS
+
+
+def keep_unread(operator: HigherOrderOperator) -> None:
+    """Keep an operator in graphs even if nothing reads its result."""
+    fx.node.has_side_effect(operator)
+
+
+def rename(node: fx.Node) -> None:
+    """Name a node after its target."""
+    node._rename(node.graph._target_to_str(node.target))
+
+
+def untouched_by_modes() -> AbstractContextManager[Any]:
+    """Return a context in which calls of functions of torch reach no mode and no subclass."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return context
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Return a context in which operators reach no mode."""
+    context: AbstractContextManager[Any] = _disable_current_modes()
+    return context
+
+
+def is_edge_of_vmap(target: Any) -> bool:
+    """Return whether a function stands where ``torch.func.vmap`` begins or ends in a graph.
+
+    Before torch 2.9, no graph has such functions.
+    """
+    return getattr(target, "__module__", "") == "torch._functorch.predispatch"
+
+
+def place_of_guard(guard: Any) -> str:
+    """Return the file whose code has asked for a condition on sizes."""
+    place = guard.sloc.framework_loc
+    return str(getattr(place, "filename", place))
+
+
+def part_of(spec: pytree.TreeSpec, index: int) -> pytree.TreeSpec:
+    """Return the structure of one part of a value. ``child`` is new in torch 2.10."""
+    part: pytree.TreeSpec = (
+        spec.child(index) if hasattr(spec, "child") else spec.children_specs[index]
+    )
+    return part
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    """Return whether ``torch.compile`` has raised an error."""
+    return type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
+
+
+# Accelerators and optimizers
+
+MUON: Any = getattr(torch.optim, "Muon", None)
+"""An optimizer that is new in torch 2.9; None before."""
+
+
+def current_accelerator() -> torch.device | None:
+    """Return the accelerator of this machine; None if there is none.
+
+    A build for accelerators names their type where there is none, too.
+    """
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes that are allocated on an accelerator."""
+    return int(_memory_of(device).memory_allocated(device))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that were allocated since :func:`reset_peak`."""
+    return int(_memory_of(device).max_memory_allocated(device))
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin anew with :func:`peak_bytes`."""
+    _memory_of(device).reset_peak_memory_stats(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of an accelerator that are free; ``get_memory_info`` is new in 2.10."""
+    ask = getattr(torch.accelerator, "get_memory_info", None)
+    free, _ = (ask or torch.get_device_module(device).mem_get_info)(device)
+    return int(free)
+
+
+def _memory_of(device: torch.device) -> Any:
+    """Return the module that counts memory: that of the kind of accelerator before torch 2.9."""
+    has_counts = hasattr(torch.accelerator, "memory_allocated")
+    return torch.accelerator if has_counts else torch.get_device_module(device)
+
+
+@contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Queue the work of this thread on a stream.
+
+    ``with stream`` cannot be entered by two threads at once before torch 2.12.
+    """
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
