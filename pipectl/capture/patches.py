@@ -42,6 +42,7 @@ from pipectl.capture.step import Step
 from pipectl.faults import is_user_code
 from pipectl.torch_api import (
     ASSERT_ASYNC,
+    CALL_OF_A_MODULE,
     PACK_SEQUENCE,
     FakeTensor,
     HigherOrderOperator,
@@ -475,7 +476,7 @@ class Mask:
 
     def __init__(self, module: nn.Module, stand_in: Callable[..., Any]) -> None:
         self._own = vars(module)
-        self._other: dict[str, Any] = {"_call_impl": stand_in, "forward": stand_in}
+        self._other: dict[str, Any] = {CALL_OF_A_MODULE: stand_in, "forward": stand_in}
 
     @contextmanager
     def worn(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from pipectl.batch.launchers import local_environment
 from pipectl.errors import PipectlError
 from pipectl.runtime.transport.transfer import memory
 from pipectl.runtime.waiting import gather_all
+from pipectl.torch_api import current_accelerator
 
 _MODULE = "pipectl.runtime.transport.gpu_aware"
 _TIMEOUT_S = 120.0
@@ -123,7 +124,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _kind() -> str:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = current_accelerator()
     if accelerator is None:
         return "none"
     return "rocm" if accelerator.type == "cuda" and torch.version.hip else accelerator.type
