@@ -14,7 +14,7 @@ NOT_QUICK := $(addprefix planner/test_,saving_memory.py make_plan.py replicated_
     simulate/test_reference_simulation.py runs/test_hostile_runs.py spec/test_spec_fuzz.py report/test_page.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-equality test-lowest test-newest coverage torture check docs dist bench mutants golden clean
+.PHONY: help demo quick test test-equality test-lowest test-torch coverage torture check docs dist bench mutants golden clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
@@ -55,11 +55,10 @@ test-lowest: ## run the tests that start no ranks, and some that do, with the lo
 	.venv-lowest/bin/python -m pytest -n auto -m 'not mpi and not slurm and not corpus and not product and not torture'
 	.venv-lowest/bin/python -m pytest $(WITH_RANKS)
 
-test-newest: ## run tests of the commands, capture and the runtime with the newest typer and torch (TORCH=2.14: that one)
-	$(PYTHON) -m venv .venv-newest
-	sed -e 's/^torch==.*/torch==$(TORCH).*/' -e '/^typer==/d' constraints.txt > .venv-newest/constraints.txt
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-newest/constraints.txt -e '.[mpich,examples,test]'
-	.venv-newest/bin/python -m pytest -n auto tests/cli tests/capture tests/equality tests/profiler tests/runtime $(WITH_RANKS)
+test-torch: ## run tests of torch_api, the commands, capture and ranks with a release of torch (TORCH=2.8 PYTHON=python3.10)
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH).*' -e '.[mpich,examples,test]'
+	.venv-torch/bin/python -m pytest -n auto tests/test_torch_api.py tests/cli tests/capture tests/equality tests/profiler tests/runtime $(WITH_RANKS)
 
 coverage: $(INSTALLED) ## run all tests and say which share of the branches they took; an hour
 	$(BIN)/python -m pytest -n auto --cov --cov-report=
@@ -95,5 +94,5 @@ golden: $(INSTALLED) ## rewrite the golden files and the generated reference; lo
 	PIPECTL_GOLDEN=write $(BIN)/python -m pytest $$(grep -rlE --include='test_*.py' '\b(golden|snapshot|check_table)\(' tests)
 
 clean: ## remove what make and the tools made; runs/ stays
-	rm -rf .venv .venv-lowest .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist
+	rm -rf .venv .venv-lowest .venv-torch .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The versions of torch that pipectl supports, and the versions that are installed."""
+"""The versions of torch that pipectl was tested with, and the versions that are installed."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import re
 
 from pipectl import __version__
 
-OLDEST_TORCH, NEWEST_TORCH = "2.13", "2.15"
-"""The first and the last release of torch with which the tests pass."""
+OLDEST_TORCH, NEWEST_TORCH = "2.8", "2.15"
+"""The first and the last release of torch that pipectl was tested with."""
 _DRIVER = re.compile(r"\blib(cuda|nvidia-ml|amdhip64|ze_loader|level_zero)\.so")
 _ILLEGAL = 4
 """The signal SIGILL."""
 
 
 def tested_torch() -> str:
-    """Return the supported range: ``torch 2.13 to 2.15``."""
+    """Return the tested range: ``torch 2.8 to 2.15``."""
     return f"torch {OLDEST_TORCH} to {NEWEST_TORCH}"
 
 
-def untested_torch() -> str | None:
-    """Return a warning if the installed torch is outside the tested range, else None."""
+def untested_torch() -> str:
+    """Return a warning if the installed torch is outside the tested range, else an empty text."""
     installed = installed_version("torch")
     release, oldest, newest = (
         [int(number) for number in re.findall(r"\d+", text or "")[:2]]  # major and minor
         for text in (installed, OLDEST_TORCH, NEWEST_TORCH)
     )
     if installed is None or oldest <= release <= newest:
-        return None
+        return ""
     return f"tested with {tested_torch()}; this is {installed}"
 
 

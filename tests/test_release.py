@@ -85,16 +85,15 @@ def test_lower_bounds_are_the_versions_that_were_tried() -> None:
 
 def test_the_bounds_of_torch_are_the_releases_that_were_tested() -> None:
     torch = next(one for one in map(Requirement, PROJECT["dependencies"]) if one.name == "torch")
-    major, minor = NEWEST_TORCH.split(".")
-    assert torch.specifier == SpecifierSet(f">={OLDEST_TORCH},<{major}.{int(minor) + 1}")
+    assert torch.specifier == SpecifierSet(f">={OLDEST_TORCH}"), "a new release gives a warning"
     assert f"\nTORCH ?= {NEWEST_TORCH}\n" in (CHECKOUT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize(
     ("version", "tested"),
     [
-        ("2.12.1", False),
-        ("2.13.0+cpu", True),
+        ("2.7.1", False),
+        ("2.8.0+cpu", True),
         ("2.14.0a0+git1234", True),
         ("2.15.3", True),
         ("2.16.0.dev20270101", False),
@@ -105,8 +104,8 @@ def test_a_torch_outside_the_tested_range_is_named_beside_it(
     monkeypatch: pytest.MonkeyPatch, version: str, tested: bool
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
-    fault = f"tested with torch 2.13 to 2.15; this is {version}"
-    assert versions.untested_torch() == (None if tested else fault)
+    fault = f"tested with torch 2.8 to 2.15; this is {version}"
+    assert versions.untested_torch() == ("" if tested else fault)
 
 
 def test_a_report_has_the_versions_of_all_that_takes_part() -> None:

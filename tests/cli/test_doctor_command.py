@@ -124,7 +124,7 @@ def test_the_file_system(tmp_path, monkeypatch):
 
 
 FAULTS = {
-    "ModuleNotFoundError: No module named 'torch'": "pip install torch; tested are torch 2.13",
+    "ModuleNotFoundError: No module named 'torch'": "pip install torch; tested are torch 2.8",
     "ModuleNotFoundError: No module named 'sympy'": "pip install sympy, or install torch again",
     "ImportError: libcuda.so.1: cannot open shared object file: No such file": "a node with GPUs",
     "ImportError: libcudart.so.12: cannot open shared object file: No such file": "LD_LIBRARY_PATH",
@@ -165,7 +165,7 @@ def test_a_torch_that_is_broken_or_untested(monkeypatch):
     monkeypatch.setattr(doctor, "_TORCH", """print('["2.99.0", null, 0, null]')""")
     first = next(examine(None, HERE, "torch"))
     assert (first.what, first.level) == ("torch", "warn")
-    assert first.text.startswith("tested with torch 2.13 to ")
+    assert first.text.startswith("tested with torch 2.8 to ")
     assert "this is 2.99.0" in first.text
 
 

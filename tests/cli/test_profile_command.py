@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pipectl import versions
 from pipectl.cli.commands.profile import links_view
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Observed, measured_link
@@ -29,6 +30,13 @@ def test_the_details_of_a_fault_of_pipectl_are_kept_beside_the_profile(cli, real
     assert f"\n  please report it with {details}\n" in result.err
     assert "Traceback" in details.read_text()
     assert details.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_torch_that_was_not_tested_gives_one_warning(cli, profile, monkeypatch):
+    monkeypatch.setattr(versions, "installed_version", lambda _: "2.99.0")
+    result = cli("submit", "job.yaml", "--dry-run")
+    text = "warning: tested with torch 2.8 to 2.15; this is 2.99.0"
+    assert (result.code, result.err.count(text)) == (0, 1)
 
 
 def test_an_interrupt_says_what_is_kept_and_the_next_command_what_it_uses_of_it(

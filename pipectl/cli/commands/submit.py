@@ -32,6 +32,7 @@ from pipectl.jobs.job import choose_scheduler, render_array, request_at, warning
 from pipectl.jobs.prepare import plan_path, prepare, profile_path
 from pipectl.runs import RunDirectory, SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
+from pipectl.versions import untested_torch
 
 _OF_BATCH_SYSTEMS = frozenset({"--partition", "--queue", "--account", "--gres"})
 """Options that set keys of some batch systems."""
@@ -103,6 +104,7 @@ def command(
         unused -= {"--gres"}
     opt.refuse(context, " ".join(unused), f"is not used with {batch_system}", cure="leave it out")
     warn(warning_of_code(spec, job))
+    warn(untested_torch())
     if dry_run or test_only:
         _show_script(spec, points, batch_system, job, test_only=test_only)
     else:
