@@ -57,6 +57,10 @@ if TYPE_CHECKING:
 LOADING = "loading torch"
 _CURE = "measure again with: pipectl profile JOB.yaml --submit"
 _MAX_CACHED = 32
+_PROCESSORS = Path("/proc/cpuinfo")
+_NAMES = ("model name", "Model Name", "cpu model", "cpu")
+"""What architectures call the name of a processor: x86, LoongArch, MIPS and POWER."""
+_NUMBERS = ("CPU implementer", "CPU part")
 _MAX_NAMED = 3
 _MEASURING_CODE = ("capture", "profiler", "runtime")
 _ROW_RANKS = 2
@@ -325,14 +329,21 @@ def this_device(spec: JobSpec) -> MeasuredOn:
     )
 
 
-def processor() -> str:
-    """Name of the first processor according to the kernel; the architecture if it has no name."""
+def processor(described: Path = _PROCESSORS) -> str:
+    """Name of the first processor according to the kernel; the architecture if it has no name.
+
+    On ARM the kernel has numbers: ``aarch64, CPU implementer 0x41, CPU part 0xd4f``.
+    """
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = described.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.machine()
+    first_last = (line.partition(":") for line in reversed(lines))
+    fields = {key.strip(): value.strip() for key, _, value in first_last}
+    if name := next(filter(None, map(fields.get, _NAMES)), ""):
+        return name
+    numbers = [f"{key} {fields[key]}" for key in _NUMBERS if fields.get(key)]
+    return ", ".join([platform.machine(), *numbers])
 
 
 def _with_rows(

@@ -317,3 +317,25 @@ def test_the_profile_is_put_where_later_commands_look_if_that_can_be_and_none_is
         os.utime(place, (SUBMITTED - 5, SUBMITTED - 5))
         in_job.profile_and_plan(run)
         assert place.read_text() == "of the job as it is now", "the run had its profile already"
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ("processor : 0\ncpu family : 6\nmodel name : Xeon 1\nmodel name : Xeon 2", "Xeon 1"),
+        ("processor : 0\nModel Name : Loongson-3C5000L", "Loongson-3C5000L"),
+        ("processor : 0\ncpu : POWER9, altivec supported", "POWER9, altivec supported"),
+        (
+            "processor : 0\nCPU implementer : 0x41\nCPU architecture: 8\nCPU part : 0xd4f",
+            "aarch64, CPU implementer 0x41, CPU part 0xd4f",
+        ),
+        ("vendor_id : IBM/S390", "aarch64"),
+        (None, "aarch64"),
+    ],
+)
+def test_processors_of_other_kinds_have_other_names(tmp_path, monkeypatch, fields, name):
+    """Else a profile that one kind has measured would be taken for another."""
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    if fields is not None:
+        (tmp_path / "cpuinfo").write_text(fields)
+    assert profiles.processor(tmp_path / "cpuinfo") == name
