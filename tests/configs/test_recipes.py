@@ -83,9 +83,9 @@ def test_models_know_nothing_of_pipectl():
 
 
 def test_lora_trains_on_tokens_and_on_bytes_only_without_a_tokenizer(tmp_path):
-    pytest.importorskip("peft", reason="pip install 'pipectl[corpus]'")
-    transformers = pytest.importorskip("transformers", reason="pip install 'pipectl[corpus]'")
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'pipectl[corpus]'")
+    pytest.importorskip("peft", reason="pip install '.[corpus]'")
+    transformers = pytest.importorskip("transformers", reason="pip install '.[corpus]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install '.[corpus]'")
     recipe, base, file = module("causal_lm"), tmp_path / "base", tmp_path / "text"
     file.write_text("the loss of the sentence " * 4)
     with pytest.raises(FileNotFoundError, match=r"base is no directory with config\.json"):
@@ -180,7 +180,7 @@ def test_recipes_learn_over_ranks(name, steps, learns, overrides, trained):
     """The first learns what it learns on one rank; models of the kinds of the others are compared
     with one rank below, and in tests/equality."""
     if name == "digits-cnn":
-        pytest.importorskip("sklearn", reason="pip install 'pipectl[examples]'")
+        pytest.importorskip("sklearn", reason="pip install '.[examples]'")
     halfway = f"evaluation.every={steps // 2}"
     counts = (1, 2) if name == "gpt-stdlib" else (2,)
     *alone, run = trained(read(name, f"training.steps={steps}", halfway, *overrides), *counts)
@@ -215,8 +215,8 @@ def test_models_of_the_corpus_train_over_ranks_as_on_one(name, tmp_path, trained
 
 @pytest.mark.mpi
 def test_vision_transformer_learns_from_a_folder_of_images(tmp_path, trained):
-    pytest.importorskip("torchvision", reason="pip install 'pipectl[corpus]'")
-    image = pytest.importorskip("PIL.Image", reason="pip install 'pipectl[corpus]'")
+    pytest.importorskip("torchvision", reason="pip install '.[corpus]'")
+    image = pytest.importorskip("PIL.Image", reason="pip install '.[corpus]'")
     for name, colour in [("blue", (0, 0, 255)), ("red", (255, 0, 0))]:
         (tmp_path / "images" / name).mkdir(parents=True)
         for number in range(16):
@@ -239,8 +239,8 @@ def test_vision_transformer_learns_from_a_folder_of_images(tmp_path, trained):
 
 @pytest.mark.mpi
 def test_what_lora_learnt_loads_in_plain_transformers(tmp_path, trained):
-    pytest.importorskip("peft", reason="pip install 'pipectl[corpus]'")
-    transformers = pytest.importorskip("transformers", reason="pip install 'pipectl[corpus]'")
+    pytest.importorskip("peft", reason="pip install '.[corpus]'")
+    transformers = pytest.importorskip("transformers", reason="pip install '.[corpus]'")
     base, text = tmp_path / "base", tmp_path / "text"
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -174,7 +174,7 @@ def test_tensorboard_is_told_numbers_by_step(job, run: RunDirectory) -> None:
 def test_wandb_without_a_server_leaves_what_it_would_send_in_the_run(
     job, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb", reason="pip install 'pipectl[tracking]'")
+    pytest.importorskip("wandb", reason="pip install '.[tracking]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     track(job, run, "wandb", project="demo")
     files = [path for path in (run.path / "wandb").rglob("*") if path.is_file()]
@@ -186,7 +186,7 @@ def test_wandb_without_a_server_leaves_what_it_would_send_in_the_run(
 def test_for_mlflow_two_starts_of_one_job_are_one_run(
     job, run: RunDirectory, tmp_path: Path
 ) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="pip install 'pipectl[tracking]'")
+    mlflow = pytest.importorskip("mlflow", reason="pip install '.[tracking]'")
     track(job, run, "mlflow", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     (only,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
     assert (only.info.run_name, only.info.status) == (run.name, "FINISHED")
