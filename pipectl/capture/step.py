@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -364,12 +364,17 @@ def weighted_loss(losses: Sequence[Tensor], shares: Sequence[float]) -> float:
     if not losses:
         return math.nan
     # The loss of a micro-batch without weight (no valid token, say) may be undefined.
-    pairs = [(float(loss), share) for loss, share in zip(losses, shares, strict=True) if share]
-    parts = [loss * share for loss, share in pairs]
+    pairs = zip(_numbers(losses), shares, strict=True)
+    parts = [loss * share for loss, share in pairs if share]
     return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
 
 
-def first_undefined(losses: Iterable[Tensor], shares: Sequence[float]) -> int | None:
+def first_undefined(losses: Sequence[Tensor], shares: Sequence[float]) -> int | None:
     """Return the index of the first weighted loss that is not finite; None if there is none."""
-    pairs = enumerate(zip(losses, shares, strict=True))
+    pairs = enumerate(zip(_numbers(losses), shares, strict=True))
     return next((i for i, (loss, share) in pairs if share and not math.isfinite(loss)), None)
+
+
+def _numbers(losses: Sequence[Tensor]) -> list[float]:
+    """Losses of one type as numbers; waits once for an accelerator."""
+    return torch.stack([loss.detach().reshape(()) for loss in losses]).tolist() if losses else []

@@ -139,7 +139,7 @@ class AsynchronousSteps(Steps):
         _read_weights(steps.unread, count)
         batch = steps.batches[index]
         steps.since_s = self._finish(step, batch, run, outcome, loss, steps.since_s)
-        run.busy_s = run.busy_cpu_s = 0.0
+        run.called_s = run.called_cpu_s = run.worked_s = 0.0
         return outcome
 
     def _end_recording(self, steps: _Stretch, run: StepRun) -> None:

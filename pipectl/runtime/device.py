@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -22,19 +21,14 @@ from torch import Tensor, nn
 from pipectl import torch_api
 from pipectl.errors import MismatchError
 from pipectl.runtime.nodes import node_name
+from pipectl.runtime.staging import CopyStream, DeviceMemory, Staging, bring
+from pipectl.runtime.work_clock import WorkClock
 
-Sizes = int | tuple[int, ...]
-"""Sizes of a contiguous tensor's dimensions, or the number of elements of a vector."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 """Parameters of ``mallopt``, see its manual page; glibc has no other interface."""
 _LARGEST, _LARGE_BYTES, _DEFAULT_MMAP_MAX = 2**31 - 1, 2**17, 2**16
 _COLLECTIONS = (700, 10, 10)
 """Thresholds of Python's garbage collector, as it begins."""
-
-
-Message = tuple[Tensor, Sequence[torch.Event]]
-"""A contiguous tensor that MPI may read or write, and the events after which it may use each of its
-pieces: one per piece, one for all, or none if MPI may use it now."""
 
 
 class Device:
@@ -44,17 +38,23 @@ class Device:
         route: a description of how they reach MPI.
         staged: whether messages are copied through host memory, piece by piece.
         messages: how tensors of an accelerator become messages; None on CPUs.
+        work_clock: measures the work of an accelerator; None on CPUs, which do it within calls.
     """
 
     torch_device = torch.device("cpu")
     route = "in place"
     staged = False
     messages: Staging | DeviceMemory | None = None
+    work_clock: WorkClock | None = None
     _peak_bytes = 0
     _copy_bytes = 0
 
     def enter_thread(self) -> None:
         """Make this the current device of the calling thread, which may pass its memory to MPI."""
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on this device."""
+        return tensor
 
     def synchronize(self) -> None:
         """Return when all work queued on the device is done."""
@@ -104,63 +104,6 @@ class CpuDevice(Device):
     """Tensors live in host memory: MPI reads and writes them in place."""
 
 
-class Staging:
-    """Messages of an accelerator that are copied through host memory, which MPI can access.
-
-    Args:
-        device: of the tensors; copies of the CPU's own memory are for tests.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pinned = device.type != "cpu"
-
-    def buffer(self, sizes: Sizes, dtype: torch.dtype) -> Message:
-        """Host memory to receive a tensor, pinned if there is an accelerator."""
-        return self._host_memory(sizes, dtype), ()
-
-    def outgoing(self, vector: Tensor, piece_bytes: int) -> Message:
-        """Queue the copies of all pieces; the first can leave while the second is copied."""
-        buffer = self._host_memory(vector.numel(), vector.dtype)
-        if not vector.numel():
-            return buffer, ()
-        source, target = vector.view(-1).view(torch.uint8), buffer.view(torch.uint8)
-        copied = []
-        for offset in range(0, target.numel(), piece_bytes):
-            piece = slice(offset, offset + piece_bytes)
-            target[piece].copy_(source[piece], non_blocking=self._pinned)
-            if self._pinned:
-                copied.append(_mark(self._device))
-        return buffer, copied
-
-    def incoming(self, buffer: Tensor) -> Tensor:
-        """A copy on the device. The buffer's memory is not reused before the copy has ended."""
-        tensor = torch.empty_like(buffer, device=self._device, pin_memory=False)
-        return tensor.copy_(buffer, non_blocking=self._pinned)
-
-    def _host_memory(self, sizes: Sizes, dtype: torch.dtype) -> Tensor:
-        return torch.empty(sizes, dtype=dtype, pin_memory=self._pinned)  # torch keeps freed blocks
-
-
-class DeviceMemory:
-    """Messages in the memory of an accelerator that MPI can access; see :class:`Staging`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def buffer(self, sizes: Sizes, dtype: torch.dtype) -> Message:
-        """Memory of the accelerator, once kernels no longer use it."""
-        return torch.empty(sizes, dtype=dtype, device=self._device), [_mark(self._device)]
-
-    def outgoing(self, vector: Tensor, piece_bytes: int) -> Message:  # noqa: ARG002
-        """The tensor itself, once it is computed."""
-        return vector, [_mark(self._device)]
-
-    def incoming(self, buffer: Tensor) -> Tensor:
-        """The buffer itself."""
-        return buffer
-
-
 class AcceleratorDevice(Device):
     """Tensors live on an accelerator (CUDA, XPU, ...).
 
@@ -176,12 +119,21 @@ class AcceleratorDevice(Device):
         torch.accelerator.set_device_index(index)
         self.staged = not in_place
         self.route = "in place" if in_place else "through pinned host memory"
-        make = DeviceMemory if in_place else Staging
-        self.messages = make(self.torch_device)
+        self._leaving, self._arriving = (CopyStream(self.torch_device) for _ in range(2))
+        self.messages = (
+            DeviceMemory(self.torch_device)
+            if in_place
+            else Staging(self.torch_device, self._leaving, self._arriving)
+        )
+        self.work_clock = WorkClock(self.torch_device)
 
     def enter_thread(self) -> None:
         """Set the device: threads start with the first accelerator of the node."""
         torch.accelerator.set_device_index(self.torch_device.index)
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor of the host to the accelerator, while it computes."""
+        return bring(tensor, self._arriving, self.torch_device)
 
     def synchronize(self) -> None:
         """Wait for the current stream, which holds all of the rank's work."""
@@ -194,13 +146,6 @@ class AcceleratorDevice(Device):
     def free_bytes(self) -> int:
         """Free bytes of the accelerator."""
         return torch_api.free_bytes(self.torch_device)
-
-
-def _mark(device: torch.device) -> torch.Event:
-    """An event after the work that is now queued on an accelerator."""
-    event = torch.Event(device)
-    event.record()
-    return event
 
 
 def choose_device(accelerators_per_node: int, local_rank: int, *, in_place: bool = False) -> Device:

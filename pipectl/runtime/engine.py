@@ -32,6 +32,7 @@ from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.runtime.step import Piece, Step, StepRun, lane_of
 from pipectl.runtime.transport import Transport
+from pipectl.runtime.work_clock import WorkClock
 from pipectl.schedule import Actions, Channel, Kind
 from pipectl.watch.board import Board, action_record, wait_record
 
@@ -210,8 +211,11 @@ class Engine:
             self._run_rows(run, self._bind(step, shifted), shifted)
 
     def _run_rows(self, run: StepRun, rows: Sequence[Row], actions: Actions) -> None:
+        work_clock = self.device.work_clock
         if run.recording is not None:
             run.recording.expect(actions.rows)
+            if work_clock is not None:
+                work_clock.compare()
         begin, awaits, advance = self.board.begin, self.board.awaits, self._transport.advance
         reductions = list(self.reductions.values())
         for execute, micro_batch, activity, wait, computes in rows:
@@ -227,11 +231,22 @@ class Engine:
             if run.recording is not None:
                 run.recording.add(start, end)
             if computes:
-                run.busy_s += end - start
-                run.busy_cpu_s += thread_time() - before_s
+                run.called_s += end - start
+                run.called_cpu_s += thread_time() - before_s
                 advance()
                 for reduction in reductions:
                     reduction.advance()
+        if work_clock is not None:
+            self._read_work(run, work_clock)
+
+    def _read_work(self, run: StepRun, work_clock: WorkClock) -> None:
+        """Take over how long the accelerator worked, and when, if the step is recorded."""
+        recording = run.recording
+        intervals = work_clock.read(wait=recording is not None)
+        run.worked_s += sum(end_s - start_s for _, start_s, end_s in intervals)
+        if recording is not None:
+            recording.correct(intervals)
+            work_clock.forget()
 
     def _bind(self, step: Step, actions: Actions) -> list[Row]:
         """The rows of some actions of a step, bound to what they need."""
@@ -259,11 +274,25 @@ class Engine:
                 flag = kind is Kind.BACKWARD and step.closing.get(stage) == number
             form = Form(kind, stage, channel, rows, flag, copies)
             if form not in bound:
-                bound[form] = self._bind_form(step.channels, form)
+                execute = self._bind_form(step.channels, form)
+                bound[form] = self._timed(execute) if computes else execute
             activity = action_record(name if number < 0 else f"{name} micro-batch {number}", stage)
             micro_batch = MicroBatch(number, rows, age=age)
             program.append(Row(bound[form], micro_batch, activity, wait, computes))
         return program[::-1]
+
+    def _timed(self, execute: Execute) -> Execute:
+        """Measures on an accelerator what it computes."""
+        work_clock = self.device.work_clock
+        if work_clock is None:
+            return execute
+
+        def timed(run: StepRun, micro_batch: MicroBatch) -> None:
+            work_clock.begin(-1 if run.recording is None else run.recording.count)
+            execute(run, micro_batch)
+            work_clock.end()
+
+        return timed
 
     def _bind_form(self, channels: Sequence[Channel], form: Form) -> Execute:
         kind, index, stages, reductions = form.kind, form.stage, self.stages, self.reductions
@@ -322,10 +351,10 @@ class Engine:
     ) -> Callable[[StepRun, MicroBatch], tuple[MicroBatch, dict[str, Tensor], Tensors]]:
         """The arguments of a forward: its micro-batch, tensors of the batch, received values."""
         index, rows, is_last_reader = form.stage, form.rows, form.flag
-        size, is_whole, device, joined = (
+        size, is_whole, bring, joined = (
             rows.size,
             rows.is_whole,
-            self.device.torch_device,
+            self.device.bring,
             self._slicing.joined,
         )
         draws, names = stage.draws(trains, rows), stage.inputs(trains, rows)
@@ -351,7 +380,7 @@ class Engine:
                 run.drop(number)
             if reader is not None:
                 reader.check(known, size, names, is_whole=is_whole)
-            return micro_batch, {name: known[name].to(device) for name in names}, arrived
+            return micro_batch, {name: bring(known[name]) for name in names}, arrived
 
         return start
 

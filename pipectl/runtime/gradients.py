@@ -150,7 +150,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: 
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.device))
+            parameter.grad.mul_(factor)  # a number of the host, for which no accelerator waits
 
 
 GROWTH, BACKOFF = 2.0, 0.5

@@ -4,6 +4,11 @@ Copies run in the background, one at a time per direction, as in the simulator. 
 in host memory, or in an unnamed file. Before training starts, each node is checked for the disk
 space that its ranks need.
 
+*Accelerators* have a stream per direction, so that both directions of their link work at once, and
+copy at its full speed only from and to pinned memory. So offloaded bytes wait in pinned memory, one
+vector after the other in chunks of a few sizes: blocks of the sizes of single vectors would be
+rounded up to powers of two.
+
 *Pages.* The values that a forward saves live longer than its other values. Mixed in the C library's
 heap, the short-lived values leave holes between the saved ones; larger blocks do not fit into these
 and make the heap grow although much of it is free. Saved values with pages of their own leave no
@@ -22,9 +27,10 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -36,10 +42,10 @@ from torch import Tensor
 from pipectl.cluster import OffloadTarget
 from pipectl.errors import WorkerError
 from pipectl.plan import Plan
+from pipectl.runtime.staging import CopyStream, mark
 from pipectl.runtime.waiting import gather_all
 from pipectl.schedule import lower
 from pipectl.simulate.memory import peak_host_bytes
-from pipectl.torch_api import on_stream
 from pipectl.units import format_bytes
 
 if TYPE_CHECKING:
@@ -47,6 +53,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PAGE = mmap.PAGESIZE
+CHUNK = 2**24
+"""Largest chunk of pinned memory, in bytes."""
 
 
 class Pages:
@@ -83,6 +91,47 @@ def whole_pages(vector: Tensor) -> memoryview | None:
 
 def _new_pages(size: int) -> mmap.mmap:
     return mmap.mmap(-1, paged_bytes(size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class PinnedChunks:
+    """Pinned host memory in which the offloaded vectors of a rank's accelerator wait."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+        self._lock = Lock()
+
+    def take(self, total: int) -> list[Tensor]:
+        """Chunks that hold ``total`` bytes together; all but the last are full."""
+        chunks, size = [], min(CHUNK, 1 << max(0, total - 1).bit_length())
+        while total > 0:
+            with self._lock:
+                free = self._free.setdefault(size, [])
+                chunk = free.pop() if free else None
+            if chunk is None:
+                chunk = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            chunks.append(chunk)
+            total -= size
+        return chunks
+
+    def put_back(self, chunks: Sequence[Tensor]) -> None:
+        """Allow that chunks are used again; nothing reads or writes them any longer."""
+        with self._lock:
+            for chunk in chunks:
+                self._free.setdefault(chunk.numel(), []).append(chunk)
+
+
+def _parts(chunks: Sequence[Tensor], vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of chunks in which vectors lie one after the other, each with its part of a vector."""
+    rest, at = iter(chunks), 0
+    chunk = torch.empty(0)
+    for vector in vectors:
+        done = 0
+        while done < vector.numel():
+            if at == chunk.numel():
+                chunk, at = next(rest), 0
+            size = min(vector.numel() - done, chunk.numel() - at)
+            yield chunk[at : at + size], vector[done : done + size]
+            done, at = done + size, at + size
 
 
 class Extent(NamedTuple):
@@ -198,7 +247,8 @@ class DiskStore:
 
 
 Place = list[Tensor] | Extent
-"""Where offloaded vectors wait: on the host, or in a file."""
+"""Where offloaded vectors wait: on the host (in chunks, if they come from an accelerator), or in a
+file."""
 
 
 def _is_direct(opened: int, name: str) -> bool:
@@ -226,10 +276,9 @@ def _is_direct(opened: int, name: str) -> bool:
 class Mover:
     """Moves vectors of bytes from a rank's device to memory of the host or a file, and back.
 
-    On accelerators, copies use a stream of their own, after the work that is queued on the device
-    when they begin, and pass through pinned host memory. On ranks that compute on the CPU, moves to
-    the host free nothing; they exist so that a job for accelerators gives the same results without
-    accelerators.
+    On accelerators, copies use streams of their own, after the work that is queued on the device
+    when they begin. On ranks that compute on the CPU, moves to the host free nothing; they exist so
+    that a job for accelerators gives the same results without accelerators.
 
     Args:
         store: the file; None for memory of the host.
@@ -238,77 +287,110 @@ class Mover:
     def __init__(self, store: DiskStore | None, device: torch.device) -> None:
         self._store = store
         self._device = device
-        self._out, self._in = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
-        self._pages = Pages()
+        self._on_accelerator = device.type != "cpu"
+        self._out, self._in = (_Direction(device) for _ in range(2))
+        self._pages, self._chunks = Pages(), PinnedChunks()
 
     def housed(self, vector: Tensor) -> Tensor:
         """A vector of bytes in memory from which it can be offloaded.
 
         On accelerators it stays in place, since their allocators keep blocks of recurring sizes.
         """
-        return self._pages.copy_of(vector) if self._stream is None else vector
+        return vector if self._on_accelerator else self._pages.copy_of(vector)
 
     def leave(self, pieces: Sequence[Tensor]) -> Future[Place]:
         """Start copying vectors out."""
+        if not self._on_accelerator:
+            write = self._store.write if self._store is not None else _copies
+            return self._out.begin(partial(write, list(pieces)))
+        computed = mark(self._device)
 
         def work() -> Place:
-            copies = list(pieces)
-            if self._stream is not None:
-                copies = [_pinned(piece).copy_(piece, non_blocking=True) for piece in pieces]
-                self._stream.synchronize()
-            if self._store is not None:
-                return self._store.write(copies)
-            # Pinned memory is allocated in powers of two, and the next copies need it.
-            return [copy.clone() for copy in copies]
+            place: list[Tensor] = []
+            if self._store is None:
+                place = self._chunks.take(sum(piece.numel() for piece in pieces))
+                self._out.copy(_parts(place, pieces), after=computed)
+                return place
+            place = [_pinned(piece) for piece in pieces]
+            self._out.copy(zip(place, pieces, strict=True), after=computed)
+            return self._store.write(place)
 
-        return self._begin(self._out, work)
+        return self._out.begin(work)
 
     def fetch(self, place: Place, sizes: Sequence[int]) -> Future[list[Tensor]]:
-        """Start copying vectors back; allocates their memory at once."""
+        """Start copying vectors back, once; allocates their memory at once."""
         into = [self._empty(size) for size in sizes]
 
         def work() -> list[Tensor]:
             if isinstance(place, Extent):
                 assert self._store is not None
-                copies = into if self._stream is None else [_pinned(piece) for piece in into]
+                copies = [_pinned(piece) for piece in into] if self._on_accelerator else into
                 self._store.read(place, copies)
+                if self._on_accelerator:
+                    self._in.copy(zip(into, copies, strict=True))
+            elif self._on_accelerator:
+                self._in.copy((part, chunk) for chunk, part in _parts(place, into))
+                self._chunks.put_back(place)
             else:
-                copies = place
-            if copies is not into:
-                for piece, target in zip(copies, into, strict=True):
-                    target.copy_(piece, non_blocking=True)
-            if self._stream is not None:
-                self._stream.synchronize()
+                self._in.copy(zip(into, place, strict=True))
             return into
 
-        return self._begin(self._in, work)
+        return self._in.begin(work)
 
     def close(self) -> None:
         """End the threads and free the store; copies that have not begun are not made."""
-        self._out.shutdown(cancel_futures=True)
-        self._in.shutdown(cancel_futures=True)
+        self._out.close()
+        self._in.close()
         if self._store is not None:
             self._store.close()
 
     def _empty(self, size: int) -> Tensor:
-        if self._stream is None:
-            return self._pages.take(size)
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
+        if self._on_accelerator:
+            return self._in.empty(size)
+        return self._pages.take(size)
 
-    def _begin(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> Future[T]:
-        stream = self._stream
-        if stream is None:
-            return threads.submit(work)
-        queued = torch.Event(self._device)
-        queued.record()
 
-        def work_after() -> T:
-            stream.wait_event(queued)
-            with on_stream(stream):
-                return work()
+class _Direction:
+    """Copies of one direction, one after the other: a thread, and on accelerators a stream."""
 
-        return threads.submit(work_after)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None
+        enter = _do_nothing
+        if device.type != "cpu":
+            self._stream = CopyStream(device)
+            enter = partial(torch.accelerator.set_device_index, device.index)
+        self._thread = ThreadPoolExecutor(1, initializer=enter)
+
+    def begin(self, work: Callable[[], T]) -> Future[T]:
+        """Do some work in the thread."""
+        return self._thread.submit(work)
+
+    def copy(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], after: torch.Event | None = None
+    ) -> None:
+        """Copy tensors (target, source) after an event, and wait for that; called in the thread."""
+        with nullcontext() if self._stream is None else self._stream.entered(after):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def empty(self, size: int) -> Tensor:
+        """Memory of an accelerator for copies of this direction, and kernels of the rank later."""
+        assert self._stream is not None
+        with self._stream.entered():
+            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        memory.record_stream(torch.accelerator.current_stream(self._device))
+        return memory
+
+    def close(self) -> None:
+        """End the thread; work that has not begun is not done."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def mover_of(plan: Plan, rank: int, device: torch.device, directory: Path) -> Mover | None:
@@ -321,6 +403,10 @@ def mover_of(plan: Plan, rank: int, device: torch.device, directory: Path) -> Mo
         return None
     on_disk = plan.offload_to is OffloadTarget.DISK
     return Mover(DiskStore(directory, rank) if on_disk else None, device)
+
+
+def _copies(vectors: Sequence[Tensor]) -> list[Tensor]:
+    return [vector.clone() for vector in vectors]
 
 
 def _pinned(like: Tensor) -> Tensor:

@@ -191,7 +191,9 @@ class StepRun:
         sends, receives: under way, by channel and micro-batch.
         losses: of every micro-batch, or part of one, that this rank computes, in order.
         outcome: of the last step that has ended.
-        busy_s, busy_cpu_s: time in forwards and backwards, and the thread's processor time in it.
+        called_s, called_cpu_s: time in calls of forwards and backwards, and the thread's processor
+            time in it.
+        worked_s: time that an accelerator spent on them.
     """
 
     step: Step
@@ -210,8 +212,9 @@ class StepRun:
     receives: dict[tuple[int, int], Posted] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     outcome: Outcome | None = None
-    busy_s: float = 0.0
-    busy_cpu_s: float = 0.0
+    called_s: float = 0.0
+    called_cpu_s: float = 0.0
+    worked_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._order = iter(self.step.pieces)

@@ -96,8 +96,8 @@ class Steps:
                 samples=batch.size,
                 tokens=self._batches.tokens_of(batch),
             ),
-            run.busy_s,
-            run.busy_cpu_s,
+            run.called_s if self._engine.device.work_clock is None else run.worked_s,
+            (run.called_s, run.called_cpu_s),
             self._engine.device.peak_bytes(),
         )
         return now

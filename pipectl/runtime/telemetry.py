@@ -108,14 +108,16 @@ class Telemetry:
         self._processor.restart()
         self._beat(force=True)
 
-    def report(self, report: StepReport, busy_s: float, busy_cpu_s: float, peak_bytes: int) -> None:
+    def report(
+        self, report: StepReport, busy_s: float, called_s: tuple[float, float], peak_bytes: int
+    ) -> None:
         """Send one step's report; never waits for another rank.
 
         Args:
             busy_s, peak_bytes: of this rank; see :class:`pipectl.runs.RankBeat`.
-            busy_cpu_s: processor time of the main thread in ``busy_s``.
+            called_s: wall and processor time of the main thread in forwards and backwards.
         """
-        got = self._processor.measure(busy_s, busy_cpu_s)
+        got = self._processor.measure(*called_s)
         beat = replace(
             self._me,
             busy_s=busy_s,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -25,6 +26,7 @@ from pipectl.runtime import clock
 from pipectl.runtime.process import warn
 from pipectl.runtime.reports import Attempts, Reports
 from pipectl.runtime.waiting import gather_all, poll
+from pipectl.runtime.work_clock import Interval
 from pipectl.schedule.actions import EVENT_NAMES, Action, Columns
 from pipectl.spec.models import Trace
 from pipectl.timeline import Event, Timeline, shown_ranks
@@ -59,6 +61,12 @@ class Recording:
         self._times = array("d")
         self._next = 0
         self._met: list[tuple[int, float]] = []
+        self._worked: list[Interval] = []
+
+    @property
+    def count(self) -> int:
+        """Rows that are done."""
+        return self._next // 2
 
     def expect(self, rows: Columns) -> None:
         """Reserve space for the rows that follow."""
@@ -72,24 +80,44 @@ class Recording:
         times[at + 1] = end_s
         self._next = at + 2
 
+    def correct(self, intervals: Sequence[Interval]) -> None:
+        """Take over when an accelerator did the work of some rows."""
+        self._worked += intervals
+
     def met(self) -> None:
         """Record that the current row, an UPDATE, has waited for the other ranks until now."""
         self._met.append((self._next // 2, time.perf_counter()))
 
     def table(self) -> Table:
         """All completed rows, in order; shape [events, ``WIDTH``]."""
-        count = self._next // 2
+        count = self.count
         table = np.empty((count, WIDTH))
         table[:, :2] = np.frombuffer(self._times).reshape(-1, 2)[:count]
+        if self._worked:
+            _follow(table, self._worked)
         if self._rows:
             table[:, 2:] = np.concatenate(self._rows)[:count, _NAMED]
         meetings = [(row, at_s) for row, at_s in self._met if row < count]
         for more, (row, at_s) in enumerate(meetings):  # an UPDATE is a wait and the rest
             row += more
+            at_s = max(at_s, table[row, 0])
             table = np.insert(table, row, table[row], axis=0)
             table[row, 1:3] = at_s, _WAIT_FOR_ALL
             table[row + 1, 0] = at_s
         return table
+
+
+def _follow(table: Table, worked: Sequence[Interval]) -> None:
+    """Let rows happen when the accelerator did them, not when they were called.
+
+    It does one after the other. Other rows (waits) last until their call returned, but what passes
+    meanwhile on the accelerator is its work and no wait.
+    """
+    by_row = {row: (start_s, end_s) for row, start_s, end_s in worked}
+    until_s = -np.inf
+    for row, times in enumerate(table[:, :2]):
+        times[:] = np.maximum(by_row.get(row, times), until_s)
+        until_s = times[1]
 
 
 class Tracing:

@@ -1,6 +1,7 @@
 // An accelerator that is none: tensors of a device of their own, in host memory, whose operators run
 // on the CPU after all tensors were seen to be on the device. So what would fail on an accelerator
-// because something stayed on the CPU fails here.
+// because something stayed on the CPU fails here, and so does what would use memory too soon (see
+// streams.h).
 
 #include <ATen/ATen.h>
 #include <ATen/CPUFunctions.h>
@@ -23,6 +24,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "streams.h"
+
 namespace {
 
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
@@ -32,21 +35,17 @@ constexpr size_t MEMORY_BYTES = size_t(1) << 34;
 thread_local c10::DeviceIndex current = 0;
 std::atomic<int64_t> held_bytes{0}, peak_bytes{0};
 
-struct Block {
-  void* memory;
-  size_t size;
-};
-
 void release(void* context) {
-  auto* block = static_cast<Block*>(context);
+  auto* block = static_cast<late::Block*>(context);
   held_bytes -= block->size;
-  std::free(block->memory);
-  delete block;
+  late::release(block);
 }
+
+void release_pinned(void* context) { late::release(static_cast<late::Block*>(context)); }
 
 struct Allocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
-    auto* block = new Block{std::malloc(size ? size : 1), size};
+    auto* block = late::allocate(size, current, false);
     int64_t held = held_bytes += size, peak = peak_bytes;
     while (held > peak && !peak_bytes.compare_exchange_weak(peak, held)) {
     }
@@ -58,7 +57,10 @@ struct Allocator final : c10::DeviceAllocator {
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
+    std::lock_guard guard(late::lock);
+    if (auto* block = late::block_of(memory.get())) block->recorded.insert(late::index_of(stream));
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
     c10::CachingDeviceAllocator::DeviceStats found;
     auto& all = found.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
@@ -76,7 +78,18 @@ struct Allocator final : c10::DeviceAllocator {
 Allocator allocator;
 REGISTER_ALLOCATOR(TYPE, &allocator);
 
-// One stream a device, which is done with everything at once.
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    auto* block = late::allocate(size, current, true);
+    return {block->memory, block, &release_pinned, c10::kCPU};
+  }
+  void copy_data(void* target, const void* source, size_t size) const override {
+    std::memcpy(target, source, size);
+  }
+};
+
+PinnedAllocator pinned_allocator;
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return TYPE; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -88,24 +101,87 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(c10::Device device) const override { current = device.index(); }
   void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
   c10::Stream getStream(c10::Device device) const override {
-    c10::Device own(TYPE, device.has_index() ? device.index() : current);
-    return c10::Stream(c10::Stream::DEFAULT, own);
+    auto index = device.has_index() ? device.index() : current;
+    return stream_of(index, late::current[index]);
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream_of(device.has_index() ? device.index() : current, 0);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    static std::atomic<int> made{0};
+    auto index = device.has_index() ? device.index() : current;
+    return stream_of(index, 1 + made++ % (late::STREAMS_OF_DEVICE - 1));
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    auto& id = late::current[stream.device_index()];
+    return stream_of(stream.device_index(), std::exchange(id, static_cast<int>(stream.id())));
+  }
   c10::DeviceIndex deviceCount() const noexcept override { return COUNT; }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
-      const override {
-    *event = const_cast<Guard*>(this);
+  void record(
+      void** event, const c10::Stream& stream, const c10::DeviceIndex,
+      const c10::EventFlag) const override {
+    std::lock_guard guard(late::lock);
+    if (!*event) *event = new late::Event;
+    auto index = late::index_of(stream);
+    auto end_ns = std::max(late::now_ns(), late::end_ns[index]);
+    late::join(late::known[index], late::host);
+    *static_cast<late::Event*>(*event) = {late::known[index], end_ns};
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
-  void synchronizeEvent(void*) const override {}
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void block(void* event, const c10::Stream& stream) const override {
+    if (!event) return;
+    std::lock_guard guard(late::lock);
+    auto& [clock, end_ns] = *static_cast<late::Event*>(event);
+    auto index = late::index_of(stream);
+    late::join(late::known[index], clock);
+    late::end_ns[index] = std::max(late::end_ns[index], end_ns);
+  }
+  bool queryEvent(void* event) const override {
+    if (!event) return true;
+    std::lock_guard guard(late::lock);
+    auto& [clock, end_ns] = *static_cast<late::Event*>(event);
+    bool over = late::now_ns() >= end_ns;
+    if (over) late::host_waited_for(clock);
+    return over;
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<late::Event*>(event);
+  }
+  void synchronizeEvent(void* event) const override {
+    if (!event) return;
+    late::Event now;
+    {
+      std::lock_guard guard(late::lock);
+      now = *static_cast<late::Event*>(event);
+    }
+    late::wait(now.clock, now.end_ns);
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    std::lock_guard guard(late::lock);
+    auto index = late::index_of(stream);
+    bool over = late::now_ns() >= late::end_ns[index];
+    if (over) late::host_waited_for(late::known[index]);
+    return over;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    late::wait_for_stream(late::index_of(stream));
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    for (int id = 0; id < late::STREAMS_OF_DEVICE; ++id)
+      late::wait_for_stream((device < 0 ? current : device) * late::STREAMS_OF_DEVICE + id);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    allocator.recordStream(memory, stream);
+  }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    std::lock_guard guard(late::lock);
+    return (static_cast<late::Event*>(to)->end_ns - static_cast<late::Event*>(from)->end_ns) / 1e6;
+  }
+  static c10::Stream stream_of(c10::DeviceIndex device, int id) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(TYPE, device), id);
+  }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -123,7 +199,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
     return exchangeDevice(device);
   }
-  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  bool isPinnedPtr(const void* memory) const override {
+    std::lock_guard guard(late::lock);
+    auto* block = late::block_of(memory);
+    return block && block->on_host;
+  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }
@@ -168,8 +249,69 @@ at::Tensor as_host(const at::Tensor& tensor) {
       at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU));
 }
 
-at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
+// One operation of the current stream.
+class Kernel {
+ public:
+  Kernel(
+      const std::string& name, const std::vector<at::Tensor>& reads,
+      const std::vector<at::Tensor>& writes, size_t copied_bytes = 0)
+      : outermost_(late::within++ == 0) {
+    if (!outermost_) return;
+    stream_ = current * late::STREAMS_OF_DEVICE + late::current[current];
+    std::lock_guard guard(late::lock);
+    try {
+      use_ = {stream_, late::launch(name, stream_, known(reads), known(writes), copied_bytes), name};
+    } catch (...) {
+      --late::within;
+      throw;
+    }
+  }
+  ~Kernel() { --late::within; }
+  Kernel(const Kernel&) = delete;
+
+  void made(const at::Tensor& tensor) {
+    if (!outermost_ || !tensor.defined() || tensor.device().type() != TYPE) return;
+    std::lock_guard guard(late::lock);
+    for (auto* block : known({tensor})) block->written = use_;
+  }
+  bool outermost() const { return outermost_; }
+  int stream() const { return stream_; }
+  int64_t number() const { return use_.number; }
+
+ private:
+  static std::vector<late::Block*> known(const std::vector<at::Tensor>& tensors) {
+    std::vector<late::Block*> found;
+    for (const auto& tensor : tensors)
+      if (tensor.defined() && tensor.numel())
+        if (auto* block = late::block_of(tensor.storage().data())) found.push_back(block);
+    return found;
+  }
+
+  bool outermost_;
+  int stream_ = -1;
+  late::Use use_;
+};
+
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  c10::DeviceGuard guard(target.is_cpu() ? source.device() : target.device());
+  auto bytes = source.is_cpu() || target.is_cpu() ? target.nbytes() : 0;
+  Kernel kernel("a copy", {source}, {target}, bytes);
+  const auto& host = source.is_cpu() ? source : target;
+  auto plain = host.is_cpu() && kernel.outermost() && host.numel();
+  auto pinned = plain && late::block_of(host.data_ptr()) != nullptr;
+  auto later = pinned && non_blocking && host.is_contiguous();
+  if (plain && source.is_cpu()) {
+    std::lock_guard lock(late::lock);
+    late::land_before(late::known[kernel.stream()], host.data_ptr(), host.nbytes());
+  }
   as_host(target).copy_(as_host(source));
+  if (plain) {
+    std::lock_guard lock(late::lock);
+    late::counts.unpinned += !pinned && host.dim() > 0;
+    if (later)
+      late::land(kernel.stream(), kernel.number(), host.data_ptr(), host.nbytes(), target.is_cpu(), "a copy");
+  }
+  if (plain && !later) late::wait_for_stream(kernel.stream());
   return target;
 }
 
@@ -183,7 +325,12 @@ const at::Tensor& resize(
   return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(sizes), format);
 }
 
-at::Scalar item(const at::Tensor& self) { return at::native::_local_scalar_dense_cpu(self); }
+at::Scalar item(const at::Tensor& self) {
+  c10::DeviceGuard guard(self.device());
+  Kernel kernel("item", {self}, {});
+  if (kernel.outermost()) late::wait_for_stream(kernel.stream());
+  return at::native::_local_scalar_dense_cpu(self);
+}
 
 at::Tensor as_strided(
     const at::Tensor& self, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
@@ -215,47 +362,95 @@ at::Tensor& set_storage_at(
   return at::cpu::set_(self, source, offset, sizes, strides);
 }
 
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  allocator.recordStream(self.storage().data_ptr(), stream);
+}
+
 using Sizes = c10::SymIntArrayRef;
 
 at::Tensor convolution(
     const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
     Sizes stride, Sizes padding, Sizes dilation, bool transposed, Sizes output_padding,
     c10::SymInt groups) {
+  Kernel kernel("convolution", {input, weight, bias.value_or(at::Tensor())}, {});
   auto shift = bias && bias->defined() ? std::optional(as_host(*bias)) : std::nullopt;
-  return at::convolution_symint(
-             as_host(input), as_host(weight), shift, stride, padding, dilation, transposed,
-             output_padding, groups)
-      .to(input.device());
+  auto made = at::convolution_symint(
+                  as_host(input), as_host(weight), shift, stride, padding, dilation, transposed,
+                  output_padding, groups)
+                  .to(input.device());
+  kernel.made(made);
+  return made;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, Sizes stride,
     Sizes padding, Sizes dilation, bool transposed, Sizes output_padding, c10::SymInt groups,
     std::array<bool, 3> wanted) {
+  Kernel kernel("convolution_backward", {gradient, input, weight}, {});
   auto [for_input, for_weight, for_bias] = at::convolution_backward_symint(
       as_host(gradient), as_host(input), as_host(weight),
       c10::SymIntArrayRef(weight.sym_sizes()[transposed ? 1 : 0]), stride, padding, dilation,
       transposed, output_padding, groups, wanted);
-  auto back = [&](const at::Tensor& made) { return made.defined() ? made.to(input.device()) : made; };
+  auto back = [&](const at::Tensor& found) {
+    auto made = found.defined() ? found.to(input.device()) : found;
+    kernel.made(made);
+    return made;
+  };
   return {back(for_input), back(for_weight), back(for_bias)};
 }
 
-void check(const c10::OperatorHandle& op, const c10::IValue& value) {
-  if (value.isTensor()) {
-    const auto& tensor = value.toTensor();
+void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  std::vector<at::Tensor> reads, writes;
+  c10::DeviceIndex device = current;
+  auto add = [&](const at::Tensor& tensor, bool written) {
+    if (!tensor.defined()) return;
     TORCH_CHECK(
-        !tensor.defined() || tensor.dim() == 0 || tensor.device().type() == TYPE,
-        "Expected all tensors to be on the same device, but ", op.schema().name(), " got one on ",
+        tensor.dim() == 0 || tensor.device().type() == TYPE,
+        "Expected all tensors to be on the same device, but ", schema.name(), " got one on ",
         tensor.device());
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorList()) check(op, tensor);
+    if (tensor.device().type() != TYPE) return;
+    device = tensor.device().index();
+    (written ? writes : reads).push_back(tensor);
+  };
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  for (size_t at = 0; at < arguments.size(); ++at) {
+    const auto* alias = schema.arguments()[at].alias_info();
+    const bool written = alias && alias->isWrite();
+    if (arguments[at].isTensor()) {
+      add(arguments[at].toTensor(), written);
+    } else if (arguments[at].isTensorList()) {
+      for (const at::Tensor& tensor : arguments[at].toTensorList()) add(tensor, written);
+    } else if (arguments[at].isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : arguments[at].toOptionalTensorList())
+        if (tensor) add(*tensor, written);
+    }
+  }
+  c10::DeviceGuard guard({TYPE, device});
+  Kernel kernel(schema.name(), reads, writes);
+  at::native::cpu_fallback(op, stack);
+  for (const auto& value : torch::jit::last(*stack, schema.returns().size())) {
+    if (value.isTensor()) kernel.made(value.toTensor());
+    if (value.isTensorList())
+      for (const at::Tensor& tensor : value.toTensorList()) kernel.made(tensor);
   }
 }
 
-void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto count = op.schema().arguments().size();
-  for (const auto& value : torch::jit::last(*stack, count)) check(op, value);
-  at::native::cpu_fallback(op, stack);
+std::vector<int64_t> counts() {
+  std::lock_guard guard(late::lock);
+  return {late::counts.waits, late::counts.unpinned};
+}
+
+void sleep(int64_t duration_ns) {
+  std::lock_guard guard(late::lock);
+  auto stream = current * late::STREAMS_OF_DEVICE + late::current[current];
+  late::launch("sleep", stream, {}, {});
+  late::end_ns[stream] += duration_ns;
+}
+
+TORCH_LIBRARY(pretended, m) {
+  m.def("sleep(int duration_ns) -> ()", sleep);  // of the current stream
+  m.def("counts() -> int[]", counts);  // waits of the host, copies from and to unpinned memory
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -270,6 +465,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", item);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("record_stream", record_stream);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage_at);

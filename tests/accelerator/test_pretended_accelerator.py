@@ -1,8 +1,9 @@
 """Ranks on an accelerator that torch itself does not know, where there is no real one.
 
 Its tensors are of a device of their own, whose operators refuse tensors of the CPU; messages,
-offload and checkpoints go the way they go on any accelerator. What it cannot show is speed, memory
-that the host does not reach, and operators that are still at work when they return.
+offload and checkpoints go the way they go on any accelerator. It is late: an operator that uses
+memory without having waited for its last use fails, and the host does not see what is copied to it
+before it has waited. What it cannot show is speed, and memory that the host does not reach.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import torch
 from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
-TESTS = HERE.parent / "runtime" / "test_on_accelerators.py"
+TESTS = [
+    str(HERE.parent / "runtime" / name)
+    for name in ("test_on_accelerators.py", "test_streams_of_accelerators.py")
+]
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
 
@@ -57,7 +61,7 @@ def test_its_operators_refuse_tensors_of_the_cpu() -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
-        "tied or host_memory or numbers or refuse",
+        "tied or host_memory or numbers or refuse or streams",
         pytest.param("test", marks=pytest.mark.product),
     ],
 )
@@ -66,8 +70,8 @@ def test_what_is_for_accelerators_passes_on_it(place: Path, chosen: str) -> None
     options = ("-n0", "-m", "gpu", "-k", chosen, "-p", "no:cacheprovider")
     path = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(TESTS), __file__],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-m", "pytest", *options, *TESTS, __file__],
+        env={**os.environ, "PYTHONPATH": path, "PRETENDED_LATE": "1"},
         capture_output=True,
         text=True,
         check=False,

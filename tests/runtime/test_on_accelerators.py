@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from pipectl.runs import read_errors, read_heartbeat
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
-from pipectl.runtime.device import Staging
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Updater
+from pipectl.runtime.staging import CopyStream, Staging
 
 MODELS = Path(__file__).parents[1] / "equality" / "models.py"
 TOKENS = {"loss": f"{MODELS}:token_loss", "data": {"factory": f"{MODELS}:Tokens"}}
@@ -72,12 +72,16 @@ def test_ranks_train_what_one_rank_does(
 def test_messages_go_through_host_memory_and_back(dtype: torch.dtype, piece_bytes: int) -> None:
     device = torch.accelerator.current_accelerator()
     sent = torch.arange(1000, device=device).to(dtype)
-    staging = Staging(device)
-    message, copied = staging.outgoing(sent, piece_bytes)
-    assert len(copied) == -(-sent.nbytes // piece_bytes)
-    for event in copied:
+    staging = Staging(device, CopyStream(device), CopyStream(device))
+    there = staging.outgoing(sent, piece_bytes)
+    assert len(there.free) == -(-sent.nbytes // piece_bytes)
+    for event in there.free:
         event.synchronize()
-    received = staging.incoming(message)
+    back = staging.buffer(sent.numel(), dtype)
+    back.buffer.copy_(there.buffer)
+    assert back.landing is not None
+    back.landing.take(sent.nbytes // 2)
+    received = back.landing.finish()
     assert received.device.type == device.type
     assert torch.equal(received.cpu(), sent.cpu())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 
 from mpi4py import MPI
@@ -22,8 +22,8 @@ from pipectl.units import format_bytes
 
 HELPED = Pieces(2**20, under_way=4)
 """Pieces of a message that moves only within MPI calls: see :mod:`.transfer`."""
-STAGED = Pieces(4 * 2**20)
-"""Pieces of a message that is copied through host memory."""
+STAGED_BYTES = 4 * 2**20
+"""Size of a piece of a message that is copied through host memory; each is a copy of its own."""
 SMALL_BYTES = 64 * 2**10
 """Smaller messages leave within the call that starts them, over TCP too."""
 NEEDED = 0.5
@@ -58,8 +58,10 @@ class Choice:
             staged: whether messages are copied through host memory.
             enter_thread: see :class:`Progress`.
         """
-        whole = STAGED if staged else WHOLE
-        return Progress(self.mode, whole if self.mode == "none" else HELPED, enter_thread)
+        pieces = WHOLE if self.mode == "none" else HELPED
+        if staged:
+            pieces = replace(pieces, size_bytes=STAGED_BYTES)
+        return Progress(self.mode, pieces, enter_thread)
 
 
 @dataclass(frozen=True)

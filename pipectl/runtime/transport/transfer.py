@@ -33,8 +33,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pipectl.errors import WorkerError
-from pipectl.runtime.device import Device, DeviceMemory, Sizes, Staging
+from pipectl.runtime.device import Device
 from pipectl.runtime.objects import ArrivingObject, begin_receive
+from pipectl.runtime.staging import DeviceMemory, Landing, Sizes, Staging
 from pipectl.runtime.waiting import WorkMeter, poll
 from pipectl.units import format_bytes
 
@@ -74,16 +75,20 @@ class Transfer:
 
     Attributes:
         buffer: the memory that MPI reads or writes.
+        landing, source: of its message; see :class:`~pipectl.runtime.staging.Message`.
         unstarted: pieces that are not yet posted to MPI.
         done: whether all bytes have left or arrived; only ``advance`` updates it.
     """
 
-    __slots__ = ("_request", "_what", "buffer", "done", "unstarted")
+    __slots__ = ("_request", "_what", "buffer", "done", "landing", "source", "unstarted")
+    landing: Landing | None
+    source: Tensor | None
 
     def __init__(
         self, call: Call, buffer: Tensor, rank: int, tag: int, what: Words | None = None
     ) -> None:
         self.buffer, self._what = buffer, what
+        self.landing = self.source = None
         self.unstarted = 0
         self._request = call(memory(buffer, 0, buffer.nbytes), rank, tag)
         # Small messages usually leave at once.
@@ -135,7 +140,17 @@ class PiecewiseTransfer(Transfer):
         free: events after which MPI may use each piece, or one for all; none if it may now.
     """
 
-    __slots__ = ("_after", "_call", "_free", "_offset", "_pieces", "_rank", "_tag", "_under_way")
+    __slots__ = (
+        "_after",
+        "_arrived_bytes",
+        "_call",
+        "_free",
+        "_offset",
+        "_pieces",
+        "_rank",
+        "_tag",
+        "_under_way",
+    )
 
     def __init__(
         self,
@@ -152,6 +167,8 @@ class PiecewiseTransfer(Transfer):
         self.buffer, self._free = buffer, free
         self._pieces, self._offset = pieces, 0
         self._what, self._after = what, after
+        self.landing = self.source = None
+        self._arrived_bytes = 0
         self.unstarted = max(1, -(-self.buffer.nbytes // pieces.size_bytes))  # at least one
         self._under_way: deque[tuple[MPI.Request, int]] = deque()
         self.done = False
@@ -162,7 +179,10 @@ class PiecewiseTransfer(Transfer):
         if self.unstarted:
             self._start_next()
         while self._under_way and self._is_complete(*self._under_way[0]):
-            self._under_way.popleft()
+            _, size_bytes = self._under_way.popleft()
+            self._arrived_bytes += size_bytes
+            if self.landing is not None:
+                self.landing.take(self._arrived_bytes)
             if self.unstarted:
                 self._start_next()
         self.done = not self.unstarted and not self._under_way
@@ -250,6 +270,7 @@ class Progress:
         tag: int,
         what: Words | None = None,
         free: Sequence[torch.Event] = (),
+        landing: Landing | None = None,
     ) -> Transfer:
         """Start a transfer (see its arguments); later calls advance it until it is done."""
         after = None
@@ -264,6 +285,7 @@ class Progress:
                     self._unstarted[call, rank, tag] = transfer
             else:
                 transfer = Transfer(call, buffer, rank, tag, what)
+            transfer.landing = landing
             if not transfer.done:
                 self._transfers.append(transfer)
         if self._thread is not None and not transfer.done:
@@ -402,13 +424,14 @@ class Wire:
         """
         if self._messages is None:
             return self._begin(self._receive, torch.empty(sizes, dtype=dtype), rank, tag, what)
-        buffer, free = self._messages.buffer(sizes, dtype)
-        return self._begin(self._receive, buffer, rank, tag, what, free)
+        message = self._messages.buffer(sizes, dtype)
+        return self._begin(
+            self._receive, message.buffer, rank, tag, what, message.free, message.landing
+        )
 
     def arrived(self, transfer: Transfer) -> Tensor:
         """The received tensor, on the device."""
-        buffer = transfer.buffer
-        return buffer if self._messages is None else self._messages.incoming(buffer)
+        return transfer.buffer if transfer.landing is None else transfer.landing.finish()
 
     def send_object(self, value: object, rank: int, tag: int) -> None:
         """Start sending any other object; it leaves at the latest when its receiver asks for it."""
@@ -431,5 +454,7 @@ class Wire:
     def _send_from(
         self, messages: Staging | DeviceMemory, vector: Tensor, rank: int, tag: int
     ) -> Transfer:
-        buffer, free = messages.outgoing(vector, self.progress.pieces.size_bytes)
-        return self._begin(self._send, buffer, rank, tag, None, free)
+        message = messages.outgoing(vector, self.progress.pieces.size_bytes)
+        transfer = self._begin(self._send, message.buffer, rank, tag, None, message.free)
+        transfer.source = message.source
+        return transfer

@@ -28,8 +28,9 @@ from torch import Tensor
 from pipectl.capture import Lane, Slot
 from pipectl.errors import WorkerError
 from pipectl.graph import TransferKind
-from pipectl.runtime.device import CpuDevice, Message, Sizes
+from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.layout import Layout
+from pipectl.runtime.staging import Message, Sizes
 from pipectl.runtime.transport import Line, Progress, Transport
 from pipectl.runtime.transport.transfer import WHOLE, Pieces, PiecewiseTransfer, memory
 
@@ -177,16 +178,15 @@ class LateDevice(CpuDevice):
         self.messages: Any = self
 
     def buffer(self, sizes: Sizes, dtype: torch.dtype) -> Message:
-        return torch.zeros(sizes, dtype=dtype), [Later(lambda: None)]
-
-    def incoming(self, buffer: Tensor) -> Tensor:
-        return buffer
+        late: Any = [Later(lambda: None)]
+        return Message(torch.zeros(sizes, dtype=dtype), late)
 
     def outgoing(self, vector: Tensor, piece_bytes: int) -> Message:
         source, copy = vector.view(-1).view(torch.uint8), torch.zeros_like(vector)
         target = copy.view(-1).view(torch.uint8)
         pieces = zip(source.split(piece_bytes), target.split(piece_bytes), strict=True)
-        return copy, [Later(partial(to.copy_, piece)) for piece, to in pieces]
+        late: Any = [Later(partial(to.copy_, piece)) for piece, to in pieces]
+        return Message(copy, late)
 
 
 class Later:

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Observed
 from pipectl.runtime.transport import gpu_aware
-from pipectl.runtime.transport.choice import HELPED, STAGED, Circumstances, decide
+from pipectl.runtime.transport.choice import HELPED, STAGED_BYTES, Circumstances, decide
 from pipectl.runtime.transport.gpu_aware import Finding, find, judge, passes_self_test
 from pipectl.runtime.transport.transfer import WHOLE
 
@@ -65,10 +65,11 @@ def test_help_and_pieces_follow_from_the_job_its_machines_and_what_mpi_does_and_
     choice = decide(wanted, known, {"I_MPI_ASYNC_PROGRESS": own}, threads=threads)
     assert choice.mode == mode, choice
     assert words in choice.why
-    for staged, whole in ((False, WHOLE), (True, STAGED)):
+    usual = WHOLE if mode == "none" else HELPED
+    for staged, pieces in ((False, usual), (True, replace(usual, size_bytes=STAGED_BYTES))):
         with choice.progress(staged=staged) as progress:
             assert progress.mode == mode
-            assert progress.pieces == (HELPED if mode != "none" else whole)
+            assert progress.pieces == pieces
 
 
 def mpich(kind: Any, answer: Any) -> int:
