@@ -108,7 +108,7 @@ class PinnedChunks:
                 free = self._free.setdefault(size, [])
                 chunk = free.pop() if free else None
             if chunk is None:
-                chunk = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                chunk = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             chunks.append(chunk)
             total -= size
         return chunks
@@ -410,7 +410,8 @@ def _copies(vectors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _pinned(like: Tensor) -> Tensor:
-    pages = torch.empty(paged_bytes(like.numel()), dtype=torch.uint8, pin_memory=True)
+    size = paged_bytes(like.numel())
+    pages = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     return pages[: like.numel()]
 
 

@@ -384,6 +384,7 @@ class Stage:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.uses: dict[Slot, Tensor] = {}
+        self._constants: dict[str, Tensor] = {}
         training = {rows: cut for (trains, rows), cut in cuts.items() if trains}
         evaluating = {rows: cut for (trains, rows), cut in cuts.items() if not trains}
         inner = {rows: cut.in_segments(index, firsts) for rows, cut in training.items()}
@@ -567,8 +568,9 @@ class Stage:
         """A parameter or buffer of this stage, moved to the device in place."""
         state = cut.graph.states[slot.value]
         if state.kind == "constant":
-            constant: Tensor = cut.graph.constants[state.name]
-            return constant.to(self.device)
+            if state.name not in self._constants:  # one copy for training and evaluation
+                self._constants[state.name] = cut.graph.constants[state.name].to(self.device)
+            return self._constants[state.name]
         tensor = self._states[state.name]
         move(tensor, self.device)
         if not isinstance(tensor, nn.Parameter):

@@ -104,12 +104,14 @@ class Staging:
 
     def buffer(self, sizes: Sizes, dtype: torch.dtype) -> Message:
         """Host memory to receive a tensor."""
-        buffer = torch.empty(sizes, dtype=dtype, pin_memory=True)  # torch keeps freed blocks
+        buffer = torch.empty(
+            sizes, dtype=dtype, device="cpu", pin_memory=True
+        )  # torch keeps freed blocks
         return Message(buffer, landing=Landing(buffer, self._arriving, self._device))
 
     def outgoing(self, vector: Tensor, piece_bytes: int) -> Message:
         """Queue the copies of all pieces; the first can leave while the second is copied."""
-        buffer = torch.empty(vector.numel(), dtype=vector.dtype, pin_memory=True)
+        buffer = torch.empty(vector.numel(), dtype=vector.dtype, device="cpu", pin_memory=True)
         source, target = _bytes(vector), _bytes(buffer)
         copied = []
         with self._leaving.entered(after=mark(self._device)):
@@ -137,7 +139,7 @@ class DeviceMemory:
 
 def bring(tensor: Tensor, stream: CopyStream, device: torch.device) -> Tensor:
     """A tensor of the host on the accelerator, for kernels of the current stream."""
-    pinned = tensor.contiguous()
+    pinned = tensor.cpu().contiguous()
     landing = Landing(pinned if pinned.is_pinned() else pinned.pin_memory(), stream, device)
     return landing.finish()
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import os
 from contextlib import closing, suppress
+from itertools import permutations
 
+import pipectl.runtime.before_mpi  # noqa: F401
+
+# isort: split
 import psutil
 import torch
 from mpi4py import MPI
@@ -45,7 +49,7 @@ from pipectl.runtime.transport import Circumstances, choose_progress, gpu_aware
 from pipectl.runtime.update_trials import loses_state, refuse_coupled_updates, refuse_own_memory
 from pipectl.runtime.waiting import broadcast, choose_spin
 from pipectl.runtime.watching import watched
-from pipectl.schedule import is_unflushed
+from pipectl.schedule import channels, is_unflushed
 from pipectl.spec import JobSpec, load
 from pipectl.units import plural
 from pipectl.watch.board import Board
@@ -98,7 +102,7 @@ def _train(
     nodes = neighbours_of(communicator)
     choose_spin(communicator, node_name())
     local_rank = next(ranks.index(rank) for ranks in nodes if rank in ranks)
-    device = _device(communicator, spec, local_rank)
+    device = _device(communicator, spec, plan, local_rank)
     board.phase("building the model and the data")
     job = CapturedJob(spec)
     board.phase("capturing the model")
@@ -194,18 +198,29 @@ def _compare_samples(
         )
 
 
-def _device(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> Device:
+def _device(communicator: MPI.Comm, spec: JobSpec, plan: Plan, local_rank: int) -> Device:
     accelerators = spec.resources.gpus_per_node
     if not accelerators:
         return choose_device(0, local_rank)
     check_accelerators(communicator)
     finding = gpu_aware.find(communicator, spec.launch.gpu_aware, asks=local_rank == 0)
+    device = choose_device(accelerators, local_rank, in_place=finding.able)
+    if finding.able:
+        finding = gpu_aware.confirm(communicator, finding, _pairs(plan), device.torch_device)
+        if not finding.able:
+            device = choose_device(accelerators, local_rank)
     if communicator.rank == 0:
         say(f"MPI and accelerators: {finding.why}")
-    device = choose_device(accelerators, local_rank, in_place=finding.able)
     if accelerators >= spec.resources.tasks_per_node:
         check_unshared(communicator, device.torch_device)
     return device
+
+
+def _pairs(plan: Plan) -> set[tuple[int, int]]:
+    """The ranks that send to each other in a step."""
+    ends = {(channel.source_rank, channel.target_rank) for channel in channels(plan)}
+    ends |= {pair for stage in plan.stages for pair in permutations(stage.ranks, 2)}
+    return {(source, target) for source, target in ends if source != target}
 
 
 if __name__ == "__main__":

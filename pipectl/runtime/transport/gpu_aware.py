@@ -2,7 +2,8 @@
 
 A wrong yes means a crash, or data that never arrive. So MPI's own answer counts only if a test
 message of a device to itself arrives too, in a separate process: ``python -m mpi4py -m
-pipectl.runtime.transport.gpu_aware DEVICE``, with torch's name of the device.
+pipectl.runtime.transport.gpu_aware DEVICE``, with torch's name of the device. Between processes and
+nodes, messages take other ways. So the ranks that will exchange messages try these, too.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from mpi4py import MPI
+from torch import Tensor
 
 from pipectl.batch import process
 from pipectl.batch.launchers import local_environment
 from pipectl.errors import PipectlError
 from pipectl.runtime.transport.transfer import memory
-from pipectl.runtime.waiting import gather_all
+from pipectl.runtime.waiting import gather_all, wait
 from pipectl.torch_api import current_accelerator
 
 _MODULE = "pipectl.runtime.transport.gpu_aware"
@@ -36,6 +38,10 @@ _QUERIES = {
 }
 """By kind of accelerator: Open MPI's function, and the number in MPICH's MPIX_GPU_query_support."""
 _SWITCHES = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MV2_USE_ROCM", "PSP_CUDA")
+
+
+Pair = tuple[int, int]
+"""Two ranks: the first sends to the second."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,47 @@ def find(communicator: MPI.Comm, wanted: str, *, asks: bool) -> Finding:
     mine = judge(_kind(), os.environ, passes_self_test if asks else lambda _: True)
     findings = gather_all(communicator, mine)
     return next((finding for finding in findings if not finding.able), findings[0])
+
+
+def confirm(
+    communicator: MPI.Comm, finding: Finding, pairs: Iterable[Pair], device: torch.device
+) -> Finding:
+    """The finding after messages between the ranks of a job. Collective.
+
+    Args:
+        pairs: the ranks that will send (first) and receive (second).
+        device: of this rank.
+    """
+    own, rank = communicator.Dup(), communicator.rank  # no other message matches
+    sent, received = list[Tensor](), dict[Pair, list[Tensor]]()
+    requests, numbers = list[MPI.Request](), dict[Pair, int]()
+    for number, (source, target) in enumerate(sorted(pairs)):
+        numbers[source, target] = number
+        if rank == target:
+            buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in _SIZES]
+            _synchronize(device)
+            received[source, target] = buffers
+            requests += [own.Irecv(memory(buffer, 0, buffer.nbytes), source) for buffer in buffers]
+    for pair in numbers:
+        if rank == pair[0]:
+            vectors = [_random(size, numbers[pair]).to(device) for size in _SIZES]
+            _synchronize(device)
+            sent += vectors
+            requests += [own.Isend(memory(vector, 0, vector.nbytes), pair[1]) for vector in vectors]
+    wait(requests)
+    own.Free()
+    wrong = [
+        pair
+        for pair, buffers in received.items()
+        for buffer in buffers
+        if not torch.equal(buffer.cpu(), _random(buffer.numel(), numbers[pair]))
+    ]
+    first = min((pair for each in gather_all(communicator, wrong) for pair in each), default=None)
+    if first is None:
+        return finding
+    source, target = first
+    words = f"a test message from rank {source} to rank {target} arrives with other bytes"
+    return Finding(False, f"{finding.why}, but {words}")
 
 
 def judge(kind: str, environment: Mapping[str, str], test: Callable[[str], bool]) -> Finding:
@@ -130,12 +177,21 @@ def _kind() -> str:
     return "rocm" if accelerator.type == "cuda" and torch.version.hip else accelerator.type
 
 
-def arrives(device: torch.device, size_bytes: int) -> bool:
-    """Whether a vector of random bytes arrives as it was sent."""
-    sent = torch.randint(256, (size_bytes,), dtype=torch.uint8, device=device)
-    received = torch.zeros_like(sent)
+def _random(size: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (size,), dtype=torch.uint8, generator=generator, device="cpu")
+
+
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def arrives(device: torch.device, size_bytes: int) -> bool:
+    """Whether a vector of random bytes arrives as it was sent."""
+    sent = _random(size_bytes, 0).to(device)
+    received = torch.zeros_like(sent)
+    _synchronize(device)
     receiving = MPI.COMM_SELF.Irecv(memory(received, 0, size_bytes), 0, 1)
     MPI.COMM_SELF.Send(memory(sent, 0, size_bytes), 0, 1)
     receiving.Wait()

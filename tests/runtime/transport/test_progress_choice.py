@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from mpi4py import MPI
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Observed
+from pipectl.runtime import before_mpi
 from pipectl.runtime.transport import gpu_aware
 from pipectl.runtime.transport.choice import HELPED, STAGED_BYTES, Circumstances, decide
 from pipectl.runtime.transport.gpu_aware import Finding, find, judge, passes_self_test
@@ -155,3 +159,51 @@ def test_the_test_message_is_sent_by_a_process_of_its_own(monkeypatch, warm_pyth
     assert not passes_self_test("a device that torch does not know")
     monkeypatch.setattr(gpu_aware, "_MODULE", "faulthandler_that_is_not_there")
     assert not passes_self_test("cpu")
+
+
+def test_ranks_try_messages_between_each_other(monkeypatch) -> None:
+    """What a device can send to itself may arrive damaged elsewhere."""
+    finding, cpu = Finding(True, "MPI says so"), torch.device("cpu")
+    assert gpu_aware.confirm(MPI.COMM_SELF, finding, [(0, 0)], cpu) == finding
+    values = count()
+    monkeypatch.setattr(
+        gpu_aware, "_random", lambda size, _: torch.full((size,), next(values), dtype=torch.uint8)
+    )
+    changed = gpu_aware.confirm(MPI.COMM_SELF, finding, [(0, 0)], cpu)
+    assert not changed.able
+    assert changed.why.endswith("a test message from rank 0 to rank 0 arrives with other bytes")
+
+
+@pytest.mark.parametrize(
+    ("environment", "local_rank"),
+    [
+        ({"SLURM_LOCALID": "3"}, 3),
+        ({"SLURM_LOCALID": "0", "MPI_LOCALRANKID": "2"}, 2),  # mpiexec within a step
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "x", "PALS_LOCAL_RANKID": "1"}, 1),
+        ({}, None),
+    ],
+)
+def test_launchers_say_which_rank_of_its_node_a_process_is(environment, local_rank) -> None:
+    assert before_mpi.local_rank(environment) == local_rank
+
+
+def test_a_rank_chooses_its_accelerator_before_mpi_begins(monkeypatch) -> None:
+    chosen = list[int]()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(os, "environ", {"MPI_LOCALRANKID": "5", "FI_EFA_FORK_SAFE": "0"})
+    for accelerators, workers in ((0, 0), (2, 0), (8, 2)):
+        data, resources = {"workers": workers}, {"gpus_per_node": accelerators}
+        spec = SimpleNamespace(data=SimpleNamespace(**data), resources=SimpleNamespace(**resources))
+        monkeypatch.setattr(before_mpi, "load", lambda _, spec=spec: spec)
+        before_mpi.prepare(["worker", "--run", "run"])
+    assert chosen == [1, 1]
+    assert os.environ["RDMAV_FORK_SAFE"] == "1"
+    assert os.environ["FI_EFA_FORK_SAFE"] == "0"  # what the user sets stays
+
+
+def test_errors_of_files_wait_until_the_ranks_have_met(tmp_path) -> None:
+    before_mpi.prepare(["worker", "--run", str(tmp_path)])
+    before_mpi.prepare(["worker", "--run"])
+    before_mpi.prepare(["worker"])
