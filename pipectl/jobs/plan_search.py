@@ -14,12 +14,12 @@ from pipectl.errors import InfeasibleError, PipectlError
 from pipectl.jobs.planning import PlanInputs, advise_other_micro_batches
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
+from pipectl.planner.evaluator import plan_of_stages
 from pipectl.planner.explain.bottleneck import LinkLoad, StepParts, busiest_link, step_parts
 from pipectl.planner.explain.data_parallel import WithoutPipeline, without_pipeline
 from pipectl.planner.explain.explain import Explanation, explain
 from pipectl.planner.explain.what_if import step_range, with_ranks
 from pipectl.planner.graph.imported import folded, prepared
-from pipectl.planner.judge import plan_of_stages
 from pipectl.planner.search import search_plans
 from pipectl.profile import Profile
 from pipectl.simulate import Simulation, simulate

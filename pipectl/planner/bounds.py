@@ -172,7 +172,7 @@ def work_bound_s(problem: Problem, tried: Iterable[int] = ()) -> float:
     speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
     sizes = {*tried, *micro_batch_sizes(request, request.batch_size)}
     slices = {ceil(size / count) for size in sizes for count in range(1, cluster.ranks + 1)}
-    samples_s = (float(problem.times.at(size).cached.sum()) / size for size in sorted(slices))
+    samples_s = (float(problem.costs.times.at(size).cached.sum()) / size for size in sorted(slices))
     return min(samples_s) * request.batch_size / speed
 
 
@@ -183,7 +183,7 @@ def copies_bound_s(problem: Problem, copies: int) -> float:
     bounds_s = [inf]
     for size in micro_batch_sizes(problem.request, problem.request.batch_size):
         if size >= copies:
-            times = problem.block_times(ceil(size / copies), cached=True)
+            times = problem.costs.block_times(ceil(size / copies), cached=True)
             bottleneck_s = max(sum(times) / most, max(times)) / fastest
             path_s = longest_path_s(problem.graph, times)
             bounds_s.append(area_bound_s(bottleneck_s, path_s, problem.shares(size), most, fastest))
@@ -195,7 +195,6 @@ def with_findings(
     bound_s: float,
     *,
     finished: bool = True,
-    planner: str = PLANNER,
 ) -> Plan:
     """A plan with the lower bound on its step.
 
@@ -203,8 +202,7 @@ def with_findings(
         plan: with a prediction.
         bound_s: lower bound on the step; replaces one that the plan has.
         finished: whether the search was completed.
-        planner: name of the planner, unless the plan has one.
     """
-    known = plan.search or Search(planner, planning_s=0.0)
+    known = plan.search or Search(PLANNER, planning_s=0.0)
     known = known.bounded(plan.predicted_step_s, bound_s)
     return replace(plan, search=replace(known, finished=known.finished and finished))

@@ -9,14 +9,15 @@ from math import ceil
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.costs.devices import mixes
+from pipectl.planner.evaluator import Evaluator
 from pipectl.planner.explain.what_if import with_nodes, with_ranks
 from pipectl.planner.graph.downsets import CutSpace
-from pipectl.planner.judge import Evaluator
 from pipectl.planner.modes import ON_THE_DEVICE, ModeSearch
 from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of
 from pipectl.planner.partition.layout import Choice
+from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import PlanRequest, micro_batch_sizes, takes
+from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders, takes
 from pipectl.schedule.one_f_one_b import GPIPE, ONE_F_ONE_B
 from pipectl.units import format_bytes, plural
 
@@ -43,12 +44,12 @@ def least_demanding(
     plans: list[tuple[Choice, Plan]] = []
     size = micro_batch_sizes(request, request.batch_size)[-1]
     for stages in sorted({*counts[:MAX_COUNTS], *counts[-MAX_COUNTS:]}):
-        order = problem.orders(stages, size)[0]
+        order = open_orders(problem.request, stages, problem.micro_batches(size))[0]
         for mix in mixes(problem.devices, len(problem.graph) + 1, stages):
             cuts = cutter.smallest_peak(cut_request(problem, size, order[1], mix))
             for layout in layouts_of(problem, cuts):
                 choice = Choice(layout, size, *order)
-                plans.append((choice, evaluator.run(problem.plan(choice))))
+                plans.append((choice, evaluator.run(plan_of(problem, choice))))
     choice, plan = min(plans, key=lambda pair: problem.excess_bytes(pair[1]))
     return choice, ModeSearch(evaluator, offload).least_demanding(plan)
 
@@ -126,7 +127,7 @@ def _cures(problem: Problem, plan: Plan, offload: tuple[bool, ...]) -> Iterator[
         cluster = problem.cluster
         if stages > cluster.ranks:
             cluster = with_ranks(with_nodes(cluster, len(cluster.nodes) + stages), stages)
-        changed = Problem(problem.profile, cluster, request, problem.graph)
+        changed = problem.on(cluster=cluster, request=request)
         _, smaller = least_demanding(changed, cutter, [stages], offload)
         missing, _, peak = _worst(changed, smaller)
         if missing < MAX_REST * excess:

@@ -1,167 +1,33 @@
-"""The evaluation of plans: simulated, held against the memory of every rank, and compared.
+"""The judge: simulates what the searches propose, and keeps the plans that fit.
 
-Every plan that the planner returns is simulated here. Of plans that fit, the fastest is best. The
-search for plain plans counts steps that differ by less than ``TIE`` as equal, and takes the
-simplest; a plan derived from plain plans must be faster by this share to replace the best of them.
+Every plan that the planner returns is simulated here. Searches for cuts propose *candidates*, with
+an estimate of the step; those that derive plans from others propose *plans*. Steps that differ by
+less than ``TIE`` count as equal: then the simplest plan is best, and plans without offload, without
+backwards on other ranks and in the order of 1F1B or GPipe are simpler than others. Some plans have
+to be faster than all others by more than a tie, because predictions are not exact: their *gain*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from math import inf
 
-from pipectl.cluster import Cluster
-from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.costs.footprint import baseline_bytes
+from pipectl.planner.bounds import least_step_s
+from pipectl.planner.candidates import Candidate, Candidates, Family
+from pipectl.planner.evaluator import TIE, Evaluator
+from pipectl.planner.modes import ModeSearch
 from pipectl.planner.partition.estimate import ROUNDING
-from pipectl.planner.partition.layout import Choice, Layout, Ranks
+from pipectl.planner.partition.layout import Choice
+from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import PlanRequest
-from pipectl.profile import Profile
-from pipectl.simulate import simulate
+from pipectl.planner.request import OTHER_SCHEDULES
 
-TIE = 1e-3
-"""Step times that differ by less than this share count as equal."""
-MAX_ACTIONS = 1_000_000
-"""Total of simulated forwards and backwards, over all replicas, per group of derived plans."""
 MAX_ACTIONS_OF_SEARCH = 200_000
 """Total of simulated forwards and backwards; keeps planning for many ranks within seconds."""
-Simplicity = tuple[int, int, int, int]
-"""Numbers of stages, recomputed stages, micro-batches in flight, and micro-batches. Lower is better
-if times tie."""
-Family = tuple[tuple[int, ...], int, str, tuple[int, ...]]
-"""Replicas of every stage, micro-batch size, schedule and warm-up."""
-
-
-def predicted(plan: Plan, cluster: Cluster, profile: Profile) -> Plan:
-    """A plan with the prediction of the simulator.
-
-    Args:
-        profile: has the memory of a process besides its stages.
-    """
-    simulation = simulate(
-        plan,
-        cluster,
-        process_baseline_bytes=baseline_bytes(profile),
-        capture_bytes=profile.capture_bytes,
-        heap_share=profile.heap_share,
-    )
-    return replace(plan, prediction=simulation.prediction)
-
-
-def plan_of_stages(
-    profile: Profile, cluster: Cluster, request: PlanRequest, stages: Sequence[Sequence[str]]
-) -> Plan:
-    """The plan, with its prediction, that runs each stage on the rank of its number.
-
-    Args:
-        cluster: with at least as many ranks as there are stages.
-        request: if it has no micro-batches, they have the profile's size.
-        stages: ids of the operators of each, in the order of the pipeline.
-    """
-    plan = Problem(profile, cluster, request).stages_in_turn(stages)
-    return predicted(plan, cluster, profile)
-
-
-def out_of_time() -> OutOfTimeError:
-    """The error for no plan in time."""
-    return OutOfTimeError("planning was ended before any plan was found", cure="allow more time")
-
-
-class Evaluator:
-    """Simulates plans of a problem, within its limits of memory.
-
-    Args:
-        expired: called repeatedly; once it returns true, no more plans are tried.
-        max_actions: total of simulated forwards and backwards, over all replicas.
-
-    Attributes:
-        sizes: micro-batch sizes of the simulated plans.
-    """
-
-    def __init__(
-        self,
-        problem: Problem,
-        expired: Callable[[], bool] = lambda: False,
-        *,
-        max_actions: int = MAX_ACTIONS,
-    ) -> None:
-        self.problem = problem
-        self._expired = expired
-        self._max_actions = max_actions
-        self._actions = 0
-        self.sizes: set[int] = set()
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether no more plans should be tried if there is one."""
-        return self._actions > self._max_actions or self._expired()
-
-    def allow(self, max_actions: int) -> None:
-        """Set how many more actions may be simulated from now on."""
-        self._max_actions = self._actions + max_actions
-
-    def extend(self, max_actions: int) -> None:
-        """Raise the limit on simulated actions."""
-        self._max_actions += max_actions
-
-    def run(self, plan: Plan) -> Plan:
-        """Simulate a plan; returns it with its prediction."""
-        self._actions += 2 * plan.micro_batches * sum(stage.replicas for stage in plan.stages)
-        self.sizes.add(plan.micro_batch_size)
-        return predicted(plan, self.problem.cluster, self.problem.profile)
-
-    def fits(self, tried: Plan) -> bool:
-        """Whether every rank of a simulated plan stays within its limit."""
-        return self.problem.excess_bytes(tried) <= 0
-
-    def stage_fits(self, tried: Plan, stage: int) -> bool:
-        """Whether the ranks of a stage of a simulated plan stay within their limits."""
-        assert tried.prediction is not None
-        own, peaks = tried.stages[stage], tried.prediction.peak_memory_bytes
-        ranks = (*own.ranks, *own.backward_ranks)
-        return all(peaks[rank] <= self.problem.limit_bytes(rank) for rank in ranks)
-
-
-def preference(plan: Plan) -> tuple[float, int, int, int]:
-    """Lower is better: the predicted step, then the simpler plan."""
-    return plan.predicted_step_s, len(plan.stages), sum(plan.warm_up), plan.micro_batches
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A choice and the estimate of its step, a lower bound with one rank per stage.
-
-    Args:
-        micro_batches: of a step.
-        may_fit: whether the memory that every schedule needs is within the limits.
-    """
-
-    choice: Choice
-    micro_batches: int
-    estimate_s: float
-    may_fit: bool = True
-
-    @property
-    def layout(self) -> Layout:
-        """Stages and their ranks."""
-        return self.choice.layout
-
-    @property
-    def simplicity(self) -> Simplicity:
-        """Key by which candidates are preferred if times tie."""
-        choice = self.choice
-        recomputed = sum(choice.layout.recompute)
-        return len(choice.layout.ranks), recomputed, sum(choice.warm_up), self.micro_batches
-
-    @property
-    def family(self) -> Family:
-        """Key that is equal for candidates that differ only in their cuts."""
-        choice = self.choice
-        return choice.replicas, choice.size, choice.schedule, choice.warm_up
 
 
 class Outcome(Enum):
@@ -172,10 +38,14 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A simulated candidate that fits."""
+    """A simulated plan that fits.
 
-    candidate: Candidate
+    Args:
+        candidate: that it was made from; None if it was proposed as a plan.
+    """
+
     plan: Plan
+    candidate: Candidate | None = None
 
     @property
     def step_s(self) -> float:
@@ -184,21 +54,50 @@ class Verdict:
 
 
 class Judge:
-    """Collects the verdicts on the candidates of one problem.
+    """Collects the plans of one problem that fit.
+
+    Args:
+        expired: called repeatedly; once it returns true, no more plans are tried.
+        offload: the allowed values of whether stages offload.
+        accepts: whether a plan meets the request.
+        max_actions: total of simulated forwards and backwards, over all replicas.
 
     Attributes:
         evaluator: simulates the plans.
         fastest_s: the shortest step so far.
-        gave_up: whether candidates were left out because of the limit on simulations.
+        closest: of all simulated proposals, before their modes were changed to fit, the one that
+            exceeds its limits least.
+        finished: whether no proposals were left out because of the limit on simulations.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        expired: Callable[[], bool] = lambda: False,
+        *,
+        offload: tuple[bool, ...] = (False,),
+        accepts: Callable[[Plan], bool] = lambda _: True,
+        max_actions: int = MAX_ACTIONS_OF_SEARCH,
+    ) -> None:
+        self.evaluator = Evaluator(problem, expired, max_actions=max_actions)
+        self.fastest_s = inf
+        self.closest: Plan | None = None
+        self.finished = True
         self._problem = problem
+        self._accepts = accepts
+        self._offload = offload
         self._verdicts: list[Verdict] = []
         self._steps_s: dict[Choice, float] = {}  # infinite if it does not fit
-        self.evaluator = Evaluator(problem, max_actions=MAX_ACTIONS_OF_SEARCH)
-        self.fastest_s = inf
-        self.gave_up = False
+        self._plain_s = inf  # the shortest step of plans without a required gain
+
+    @cached_property
+    def _modes(self) -> ModeSearch:
+        return ModeSearch(self.evaluator, self._offload)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """All plans that fit, in the order in which they were accepted."""
+        return [verdict.plan for verdict in self._verdicts]
 
     def judge(self, candidate: Candidate) -> Outcome:
         """Simulate a candidate, unless it does not fit or cannot be best."""
@@ -209,43 +108,92 @@ class Judge:
                 return Outcome.BEATEN
         return self.examine(candidate)
 
-    def examine(
-        self, candidate: Candidate, change_modes: Callable[[Plan], Plan | None] = lambda _: None
-    ) -> Outcome:
+    def judge_all(self, candidates: Candidates) -> set[Outcome]:
+        """Judge the candidates that could be best; what became of all."""
+        outcomes = {Outcome.DOES_NOT_FIT} if candidates.some_left_out else set()
+        while candidates.next_s < inf:
+            if self.is_beaten(candidates.next_s):
+                return outcomes | {Outcome.BEATEN}
+            outcomes.add(self.judge(candidates.take()))
+        return outcomes
+
+    def examine(self, candidate: Candidate, *, change_modes: bool = False) -> Outcome:
         """Simulate a candidate even if it cannot be best.
 
         Args:
-            change_modes: makes a plan fit that does not, but could be the best; or returns None.
+            change_modes: whether to look for modes in which it fits, if it could be the best.
         """
         choice = candidate.choice
         if choice not in self._steps_s:
-            plan = self.evaluator.run(self._problem.plan(choice))
-            fitting = plan if self.evaluator.fits(plan) else None
-            if fitting is None and plan.predicted_step_s < self.fastest_s:
-                fitting = change_modes(plan)
+            plan = self.evaluator.run(plan_of(self._problem, choice))
+            fitting = plan if self._problem.fits(plan) else None
+            if fitting is None and change_modes and plan.predicted_step_s < self.fastest_s:
+                fitting = self._modes.within_memory(plan)
             self._steps_s[choice] = inf if fitting is None else fitting.predicted_step_s
             if fitting is not None:
-                self._verdicts.append(Verdict(candidate, fitting))
-                self.fastest_s = min(self.fastest_s, fitting.predicted_step_s)
+                self._keep(Verdict(fitting, candidate))
         return Outcome.FITS if self._steps_s[choice] < inf else Outcome.DOES_NOT_FIT
 
+    def add(self, plans: Iterable[Plan]) -> None:
+        """Keep plans that fit, with predictions, if they meet the request."""
+        for plan in filter(self._accepts, plans):
+            self._plain_s = min(self._plain_s, plan.predicted_step_s)
+            self._keep(Verdict(plan))
+
+    def consider(self, proposed: Iterable[Plan], gain: float = TIE) -> None:
+        """Keep plans that fit, or that could be the fastest and fit in other modes.
+
+        Args:
+            proposed: without predictions.
+            gain: share by which their steps must be shorter than those of all plans kept without a
+                required gain (of all plans, if there are no such plans). If it is more than a tie,
+                only a new fastest plan is kept.
+        """
+        limit_s = self._limit_s(gain)
+        simulated: list[Plan] = []
+        bounded: Iterable[tuple[float, Plan]]
+        bounded = ((least_step_s(plan, self._problem.cluster), plan) for plan in proposed)
+        if gain > TIE:  # at most the fastest is kept: the most promising come first
+            bounded = sorted(bounded, key=lambda pair: pair[0])
+        for least_s, plan in bounded:
+            if self.evaluator.is_exhausted and (self._verdicts or simulated):
+                self.finished = False
+                break
+            if least_s < limit_s:
+                tried = self._modes.simplest(plan)
+                simulated.append(tried)
+                excess, closest = self._problem.excess_bytes, self.closest
+                if closest is None or excess(tried) < excess(closest):
+                    self.closest = tried
+                if gain > TIE and self._problem.fits(tried) and self._accepts(tried):
+                    limit_s = min(limit_s, tried.predicted_step_s)
+        self.settle(simulated, gain)
+
+    def settle(self, simulated: Iterable[Plan], gain: float = TIE) -> None:
+        """As :meth:`consider`, for plans with predictions."""
+        for plan in sorted(simulated, key=_by_step):
+            limit_s = self._limit_s(gain)
+            fitting: Plan | None = plan if self._problem.fits(plan) else None
+            if plan.predicted_step_s < limit_s and not self.is_exhausted():
+                fitting = self._modes.within_memory(plan)
+            if fitting is None:
+                continue
+            if gain == TIE:
+                self.add([fitting])
+            elif fitting.predicted_step_s < limit_s and self._accepts(fitting):
+                self._keep(Verdict(fitting))
+
     def best(self) -> Verdict | None:
-        """The fastest plan that fits; among equals the simplest. None if there is none."""
+        """The fastest plan; among equals the simplest. None if there is none."""
         if not self._verdicts:
             return None
         ties = [v for v in self._verdicts if v.step_s <= self.fastest_s * (1 + TIE)]
-        return min(ties, key=_simplest_first)
-
-    def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
-        """The next best plans, all of which differ in more than their cuts."""
-        shapes = {best.candidate.family: best}
-        for verdict in sorted(self._verdicts, key=lambda v: v.step_s):
-            shapes.setdefault(verdict.candidate.family, verdict)
-        return list(shapes.values())[1 : most + 1]
+        return min(ties, key=lambda verdict: _simplest_first(verdict.plan))
 
     def families(self) -> set[Family]:
-        """Families of all simulated plans that fit."""
-        return {verdict.candidate.family for verdict in self._verdicts}
+        """Families of all candidates that fit."""
+        candidates = (verdict.candidate for verdict in self._verdicts)
+        return {candidate.family for candidate in candidates if candidate is not None}
 
     def is_beaten(self, estimate_s: float) -> bool:
         """Whether a plan with this estimate cannot even tie, or simulations are exhausted."""
@@ -253,8 +201,8 @@ class Judge:
 
     def is_exhausted(self) -> bool:
         """Whether enough were simulated, and some fit; what is left out then is given up."""
-        exhausted = self.evaluator.is_exhausted and bool(self._verdicts)
-        self.gave_up |= exhausted
+        exhausted = bool(self._verdicts) and self.evaluator.is_exhausted
+        self.finished &= not exhausted
         return exhausted
 
     def least_s(self, candidate: Candidate) -> float:
@@ -264,15 +212,64 @@ class Judge:
         helps = self._problem.request.recompute is None
         return candidate.estimate_s if helps and step_s == inf else step_s
 
+    def _keep(self, verdict: Verdict) -> None:
+        self._verdicts.append(verdict)
+        self.fastest_s = min(self.fastest_s, verdict.step_s)
+
+    def _limit_s(self, gain: float) -> float:
+        """The step time that a plan must be below to be the fastest, with a gain if required."""
+        if gain == TIE or self._plain_s == inf:
+            return self.fastest_s * (1 - gain)
+        return min(self.fastest_s * (1 - TIE), self._plain_s * (1 - gain))
+
     def _ties_at_best(self, candidate: Candidate) -> bool:
         """Whether a candidate can at most tie, with plans that are as simple or simpler."""
         best = self.best() if candidate.estimate_s >= self.fastest_s * (1 - TIE) else None
-        if best is None or candidate.simplicity < best.candidate.simplicity:
+        if best is None or best.candidate is None:
+            return False
+        if candidate.simplicity < best.candidate.simplicity:
             return False
         equal = candidate.simplicity == best.candidate.simplicity
         return not equal or candidate.estimate_s >= best.step_s * (1 - 2 * ROUNDING)
 
 
-def _simplest_first(verdict: Verdict) -> tuple[Simplicity, float, Ranks]:
-    candidate = verdict.candidate
-    return candidate.simplicity, verdict.step_s, candidate.choice.layout.ranks
+def best_first(plans: Sequence[Plan]) -> list[Plan]:
+    """Plans with predictions: the best, then the fastest of every other shape."""
+    if not plans:
+        return []
+    most_s = min(plan.predicted_step_s for plan in plans) * (1 + TIE)
+    ties = [plan for plan in plans if plan.predicted_step_s <= most_s]
+    shapes: dict[object, Plan] = {}
+    for plan in [min(ties, key=_simplest_first), *sorted(plans, key=_by_step)]:
+        shapes.setdefault(_shape(plan), plan)
+    return list(shapes.values())
+
+
+def _by_step(plan: Plan) -> tuple[float, int, int, int]:
+    return plan.predicted_step_s, len(plan.stages), sum(plan.warm_up), plan.micro_batches
+
+
+def _simplest_first(plan: Plan) -> tuple[object, ...]:
+    stages = plan.stages
+    varied = any(stage.offload or stage.blocks or stage.backward_ranks for stage in stages)
+    return (
+        varied or plan.schedule in OTHER_SCHEDULES,
+        len(stages),
+        sum(stage.recompute for stage in stages),
+        sum(plan.warm_up),
+        plan.micro_batches,
+        plan.predicted_step_s,
+        tuple(stage.ranks for stage in stages),
+    )
+
+
+def _shape(plan: Plan) -> object:
+    """Equal for plans that differ only in their cuts and ranks."""
+    stages = tuple(
+        (
+            *(stage.replicas, bool(stage.backward_ranks), stage.recompute, stage.offload),
+            stage.blocks is not None,
+        )
+        for stage in plan.stages
+    )
+    return stages, plan.schedule, plan.warm_up, plan.micro_batches, plan.replication

@@ -27,18 +27,15 @@ with changes of single stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from math import inf
 from typing import NamedTuple
 
 from pipectl.cluster import OffloadTarget
 from pipectl.plan import Plan, Stage
-from pipectl.planner.bounds import least_step_s
-from pipectl.planner.judge import TIE, Evaluator, preference
-from pipectl.planner.problem import Problem
+from pipectl.planner.evaluator import TIE, Evaluator
 from pipectl.planner.request import choices
 from pipectl.planner.segments import SegmentPlans
 from pipectl.schedule.combinations import APART, BLOCKS, go_together
@@ -84,12 +81,13 @@ class ModeSearch:
             if recompute or not segments
         ]
         self._evaluator = evaluator
+        self._problem = evaluator.problem
         self._cluster = evaluator.problem.cluster
         self._may_recompute = request.recompute is None  # and need not
 
     @cached_property
     def _segment_plans(self) -> SegmentPlans:
-        return SegmentPlans(self._evaluator.problem.profile)
+        return SegmentPlans(self._problem.profile)
 
     def simplest(self, plan: Plan) -> Plan:
         """The plan with a prediction, with the first allowed mode for all stages.
@@ -102,7 +100,10 @@ class ModeSearch:
         if any(apart) and self._may_recompute:
             chosen = [first._replace(recompute=each) for each in apart]
             other = self._evaluator.run(self._with_modes(plan, chosen))
-            fits, other_fits = self._evaluator.fits(tried), self._evaluator.fits(other)
+            fits, other_fits = (
+                self._problem.fits(tried),
+                self._problem.fits(other),
+            )
             if other_fits > fits or (other_fits == fits and _is_faster(other, tried)):
                 return other
         return tried
@@ -118,7 +119,7 @@ class ModeSearch:
         """
         evaluator = self._evaluator
         fitting: dict[Mode, list[bool]] = {}
-        if evaluator.fits(plan):  # only what two ranks of a stage send is open
+        if self._problem.fits(plan):  # only what two ranks of a stage send is open
             apart = [bool(stage.backward_ranks) for stage in plan.stages]
             fitting = {mode: apart for mode in self._allowed if not mode.segments}
             return self._improved(plan, fitting) if any(apart) else plan
@@ -127,12 +128,12 @@ class ModeSearch:
         stages = range(len(plan.stages))
         for mode in self._allowed:
             alike = evaluator.run(self._with_modes(plan, [mode] * len(stages)))
-            fitting[mode] = [evaluator.stage_fits(alike, index) for index in stages]
+            fitting[mode] = [self._problem.stage_fits(alike, index) for index in stages]
         best: Plan | None = None
         for price in (self._cost_of(plan.offload_to), _offload_first, _recompute_first):
             chosen = _cheapest(plan, fitting, price)
             tried = None if chosen is None else evaluator.run(self._with_modes(plan, chosen))
-            if tried is not None and evaluator.fits(tried) and _is_faster(tried, best):
+            if tried is not None and self._problem.fits(tried) and _is_faster(tried, best):
                 best = tried
         return None if best is None else self._improved(best, fitting)
 
@@ -146,7 +147,7 @@ class ModeSearch:
         tried = [plan] if all(Mode.of(stage) in self._allowed for stage in stages) else []
         alike = (self._with_modes(plan, [mode] * len(stages)) for mode in self._allowed)
         tried += map(self._evaluator.run, alike)
-        return min(tried, key=self._evaluator.problem.excess_bytes)
+        return min(tried, key=self._problem.excess_bytes)
 
     def _with_modes(self, plan: Plan, chosen: Sequence[Mode]) -> Plan:
         chosen = [
@@ -190,7 +191,7 @@ class ModeSearch:
                     tried = evaluator.run(self._with_modes(best, chosen))
                     simpler = stage.recompute and not mode.recompute
                     simpler &= tried.predicted_step_s <= best.predicted_step_s
-                    if evaluator.fits(tried) and (simpler or _is_faster(tried, best)):
+                    if self._problem.fits(tried) and (simpler or _is_faster(tried, best)):
                         best = tried
         return best
 
@@ -240,101 +241,3 @@ def _shares_ranks(plan: Plan, index: int) -> bool:
         other is not stage and {*stage.ranks, *stage.backward_ranks} & {*other.ranks}
         for other in plan.stages
     )
-
-
-class Shortlist:
-    """Plans that fit, with predictions.
-
-    Args:
-        expired: called repeatedly; once it returns true, no more plans are tried.
-        offload: the allowed values of whether stages offload.
-        accepts: whether a plan meets the request.
-        max_actions: total of simulated forwards and backwards, over all replicas.
-
-    Attributes:
-        plans: in the order in which they were accepted.
-        closest: of all simulated plans, before their modes were changed to fit, the one that
-            exceeds its limits least.
-        finished: whether time sufficed for all plans.
-    """
-
-    def __init__(
-        self,
-        problem: Problem,
-        expired: Callable[[], bool],
-        offload: tuple[bool, ...] = (False,),
-        accepts: Callable[[Plan], bool] = lambda _: True,
-        **limits: int,
-    ) -> None:
-        self.evaluator = Evaluator(problem, expired, **limits)
-        self.plans: list[Plan] = []
-        self.closest: Plan | None = None
-        self.finished = True
-        self._plain_s = inf  # the shortest step of plans without a required gain
-        self._modes = ModeSearch(self.evaluator, offload)
-        self._cluster = problem.cluster
-        self._accepts = accepts
-
-    @property
-    def fastest_s(self) -> float:
-        """The shortest step so far."""
-        return min((plan.predicted_step_s for plan in self.plans), default=inf)
-
-    def add(self, plans: Iterable[Plan]) -> None:
-        """Accept plans that fit, with predictions, if they meet the request."""
-        for plan in filter(self._accepts, plans):
-            self.plans.append(plan)
-            self._plain_s = min(self._plain_s, plan.predicted_step_s)
-
-    def consider(self, proposed: Iterable[Plan], gain: float = TIE) -> None:
-        """Accept plans that fit, or that could be the fastest and fit in other modes.
-
-        Args:
-            proposed: without predictions.
-            gain: share by which their steps must be shorter than those of all plans accepted
-                without a required gain (of all plans, if there are no such plans). If it is more
-                than a tie, only a new fastest plan is accepted.
-        """
-        limit_s = self._limit_s(gain)
-        simulated: list[Plan] = []
-        bounded: Iterable[tuple[float, Plan]]
-        bounded = ((least_step_s(plan, self._cluster), plan) for plan in proposed)
-        if gain > TIE:  # at most the fastest is accepted: the most promising come first
-            bounded = sorted(bounded, key=lambda pair: pair[0])
-        for least_s, plan in bounded:
-            if self.evaluator.is_exhausted and (self.plans or simulated):
-                self.finished = False
-                break
-            if least_s < limit_s:
-                tried = self._modes.simplest(plan)
-                simulated.append(tried)
-                excess, closest = self.evaluator.problem.excess_bytes, self.closest
-                if closest is None or excess(tried) < excess(closest):
-                    self.closest = tried
-                if gain > TIE and self.evaluator.fits(tried) and self._accepts(tried):
-                    limit_s = min(limit_s, tried.predicted_step_s)
-        self.settle(simulated, gain)
-
-    def settle(self, simulated: Iterable[Plan], gain: float = TIE) -> None:
-        """As :meth:`consider`, for plans with predictions."""
-        for plan in sorted(simulated, key=preference):
-            limit_s = self._limit_s(gain)
-            fitting: Plan | None = plan if self.evaluator.fits(plan) else None
-            if plan.predicted_step_s < limit_s:
-                if self.plans and self.evaluator.is_exhausted:
-                    self.finished = False
-                else:
-                    fitting = self._modes.within_memory(plan)
-            if fitting is None:
-                continue
-            if gain == TIE:
-                self.add([fitting])
-            elif fitting.predicted_step_s < limit_s and self._accepts(fitting):
-                self.plans.append(fitting)
-
-    def _limit_s(self, gain: float) -> float:
-        """The step time that a plan must be below to be the fastest, with a gain if required."""
-        fastest_s = self.fastest_s
-        if gain == TIE or self._plain_s == inf:
-            return fastest_s * (1 - gain)
-        return min(fastest_s * (1 - TIE), self._plain_s * (1 - gain))

@@ -18,17 +18,22 @@ from dataclasses import replace
 from math import ceil
 
 from pipectl.plan import Replication
-from pipectl.planner.candidates import Candidates
+from pipectl.planner.candidates import Candidate, Candidates
 from pipectl.planner.costs.devices import ranks_of_uses
 from pipectl.planner.graph.downsets import CutSpace
-from pipectl.planner.judge import Candidate, Judge
-from pipectl.planner.modes import ModeSearch
+from pipectl.planner.improve import descend
+from pipectl.planner.judge import Judge
 from pipectl.planner.partition.cutter import Cutter
-from pipectl.planner.partition.estimate import ROUNDING
-from pipectl.planner.partition.layout import Choice, Layout, device_orders, replica_moves
+from pipectl.planner.partition.layout import Choice, Layout, device_orders
 from pipectl.planner.partition.replicated import ReplicaCutter
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import accepted, micro_batch_sizes, open_orders, takes
+from pipectl.planner.request import (
+    accepted,
+    micro_batch_sizes,
+    open_orders,
+    sizes_of_stages,
+    takes,
+)
 from pipectl.planner.simple import even_copies
 
 MAX_ACTIONS_OF_REPLICAS = 400_000
@@ -63,7 +68,9 @@ class ReplicaSearch:
         estimated to be best."""
         problem, request, ranks = self._problem, self._problem.request, self._problem.cluster.ranks
         every = micro_batch_sizes(request, request.batch_size)
-        sizes = problem.sizes(ranks) if self._cutter.unit == 1 else every[-MAX_SIZES:]
+        sizes = every[-MAX_SIZES:]
+        if self._cutter.unit == 1:
+            sizes = sizes_of_stages(request, problem.profile, ranks)
         while sizes:
             best = self._judge_best(sizes)
             smaller = [size for size in every if size < min(sizes)][:1]
@@ -83,16 +90,18 @@ class ReplicaSearch:
                 if start.layout not in same and len(same) < PER_SIZE and len(chosen) < DESCENTS:
                     chosen.append(start)
             seen: set[tuple[int, Layout]] = set()
-            improved = [self._descend(start, seen) for start in chosen]
+            classes = [pool.ranks for pool in self._cutter.classes]
+            improved = [
+                descend(self._problem, start, classes, seen, self._check) for start in chosen
+            ]
             starts = _best_first([*improved, *starts])
-        modes = ModeSearch(self._judge.evaluator, (False,))
         per_step = (2 * each.micro_batches * sum(each.choice.replicas) for each in starts[:1])
         self._judge.evaluator.allow(max(MAX_ACTIONS_OF_REPLICAS, MIN_STEPS * sum(per_step)))
         for proposal in starts[:PROPOSALS]:
             for changed in self._shared(proposal):
                 if not self._judge.is_exhausted():
                     self._check()
-                    self._judge.examine(changed, modes.within_memory)
+                    self._judge.examine(changed, change_modes=True)
         return starts[0] if starts else None
 
     def _proposals(self, sizes: Sequence[int]) -> list[Candidate]:
@@ -121,29 +130,6 @@ class ReplicaSearch:
 
     def _rate(self, layouts: Iterable[Layout], size: int) -> Iterator[Candidate]:
         return Candidates(self._problem, list(layouts), size, with_replicas=True).best_of_layouts()
-
-    def _descend(self, candidate: Candidate, seen: set[tuple[int, Layout]]) -> Candidate:
-        """Make the best move until there is none, or until it leads to a layout seen before."""
-        problem, size = self._problem, candidate.choice.size
-        ranks, fixed = problem.cluster.ranks, problem.request.fixed_stages is not None
-        loads, classes = problem.block_times(size), [pool.ranks for pool in self._cutter.classes]
-        while (size, candidate.layout) not in seen:
-            self._check()
-            seen.add((size, candidate.layout))
-            near = replica_moves(
-                candidate.layout,
-                problem.graph,
-                loads,
-                classes,
-                min(size, ranks),
-                keep_stages=fixed,
-            )
-            allowed = list(filter(problem.may_replicate, near))
-            best = Candidates(problem, allowed, size, with_replicas=True)
-            if best.next_s >= candidate.estimate_s * (1 - ROUNDING):
-                break
-            candidate = best.take()
-        return candidate
 
     def _shared(self, proposal: Candidate) -> Iterator[Candidate]:
         """A layout with every allowed way to share work in which all replicas have work."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, log
 
 from pipectl.cluster import Cluster, OffloadTarget
-from pipectl.errors import InfeasibleError
+from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan, Replication
 from pipectl.profile import Profile, SmallestMicroBatch
 from pipectl.schedule import SCHEDULES
@@ -27,8 +27,18 @@ OTHER_SCHEDULES = tuple(name for name, schedule in SCHEDULES.items() if schedule
 COMPARED = (*OPEN, INTERLEAVED)
 """Those that plans are compared with; others assume what half a backward takes."""
 
+MICRO_BATCHES_PER_STAGE = 8
+"""With more, the step hardly gets shorter: the bubble is then about a tenth."""
+MICRO_BATCHES_IF_PROPORTIONAL = 4
+"""The same if times of small micro-batches are scaled from a larger size, not measured."""
+
 _EVERY_STAGE_COUNT = 8
 _SNAP = 1.34
+
+
+def out_of_time() -> OutOfTimeError:
+    """The error for no plan in time."""
+    return OutOfTimeError("planning was ended before any plan was found", cure="allow more time")
 
 
 def choices(asked: bool | None) -> tuple[bool, ...]:
@@ -217,6 +227,13 @@ def micro_batch_sizes(request: PlanRequest, most: int) -> list[int]:
     divisors = [size for size in range(1, batch + 1) if batch % size == 0]
     sizes = {_snapped(ceil(batch / count), divisors) for count in counts}
     return accepted(request, sorted(sizes, reverse=True))
+
+
+def sizes_of_stages(request: PlanRequest, profile: Profile, stages: int) -> list[int]:
+    """Micro-batch sizes to try with a number of stages, largest first."""
+    several = profile.has_several_sizes
+    most = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
+    return micro_batch_sizes(request, stages * most)
 
 
 def accepted(request: PlanRequest, sizes: Sequence[int], *, fixed: bool = False) -> list[int]:

@@ -19,8 +19,14 @@ from pipectl.planner.graph.blocks import bitset
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.layout import Choice, Layout, consecutive
 from pipectl.planner.partition.replicated import MAX_UNITS
-from pipectl.planner.problem import MICRO_BATCHES_PER_STAGE, Problem
-from pipectl.planner.request import micro_batch_sizes, numbers_of_copies
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import (
+    MICRO_BATCHES_PER_STAGE,
+    micro_batch_sizes,
+    numbers_of_copies,
+    open_orders,
+    sizes_of_stages,
+)
 
 MAX_SLOWER, MAX_PLANNED = 1.25, 3
 """Copies of a pipeline are planned if their even cuts are slower by at most this factor than the
@@ -90,10 +96,10 @@ def even_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:
     measured = problem.profile.micro_batch_size
     fastest = [rank for pool in problem.devices for rank in pool.ranks]
     for stages in dict.fromkeys((counts[-1], counts[0])):
-        sizes = problem.sizes(stages)
+        sizes = sizes_of_stages(problem.request, problem.profile, stages)
         near = min(sizes, key=lambda size: (abs(size - measured), size))
         for size in dict.fromkeys((near, min(sizes))):
-            order = problem.orders(stages, size)[0]
+            order = open_orders(problem.request, stages, problem.micro_batches(size))[0]
             partition = even_partition(problem, stages, size)
             ranks = one_each(tuple(sorted(fastest[:stages])))
             yield Choice(Layout(partition, ranks), size, *order)
@@ -101,7 +107,7 @@ def even_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:
 
 def even_partition(problem: Problem, stages: int, size: int) -> Partition:
     """Consecutive blocks, at least one per stage, cut where sums are nearest to even shares."""
-    times = problem.block_times(size)
+    times = problem.costs.block_times(size)
     sums, cuts = np.concatenate([[0.0], np.cumsum(times)]), [0]
     for stage in range(1, stages):
         nearest = int(np.abs(sums - sums[-1] * stage / stages).argmin())

@@ -30,7 +30,7 @@ from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.judge import plan_of_stages
+from pipectl.planner.evaluator import plan_of_stages
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up
 from pipectl.schedule.one_f_one_b import policy_b

@@ -15,6 +15,7 @@ from pipectl.planner.bounds import least_step_s
 from pipectl.planner.costs.devices import one_each
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.layout import Choice, Layout, consecutive
+from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
 from pipectl.profile import OptimizerCost
@@ -59,7 +60,7 @@ def test_nothing_is_simulated_below_the_bounds(
     layout = Layout(partition, one_each(tuple(range(stages))), recompute)
     orders = open_orders(problem.request, stages, problem.micro_batches(size))
     order = data.draw(st.sampled_from(orders))
-    plan = problem.plan(Choice(layout, size, *order))
+    plan = plan_of(problem, Choice(layout, size, *order))
     found = simulate(plan, cluster, process_baseline_bytes=problem.baseline_bytes)
     ((bound_s,),) = problem.estimator.steps_s([layout], size, [order[1]])
     assert bound_s <= found.step_time_s * (1 + 1e-12)
@@ -81,7 +82,7 @@ def test_estimates_are_what_is_simulated_if_messages_are_short(batch, latency_s,
     layout = Layout((0b11, 0b11100, 0b1111 << 5), one_each((0, 1, 2)))
     for name, warm_up in open_orders(problem.request, 3, batch):
         ((step_s,),) = problem.estimator.steps_s([layout], 1, [warm_up])
-        found = simulate(problem.plan(Choice(layout, 1, name, warm_up)), cluster)
+        found = simulate(plan_of(problem, Choice(layout, 1, name, warm_up)), cluster)
         assert step_s == pytest.approx(found.step_time_s, rel=1e-8)
 
 
@@ -95,7 +96,7 @@ def test_no_node_is_charged_work_that_its_replicas_do_not_get(batch, speeds, rep
     layout = Layout((0b1111,), ((0, 1, 2),))
     for size in (1, 4, 8):
         choice = Choice(layout, size, ONE_F_ONE_B.name, (1,), replication)
-        plan = problem.plan(choice)
+        plan = plan_of(problem, choice)
         assert least_step_s(plan, cluster) <= simulate(plan, cluster).step_time_s * (1 + 1e-9)
 
 
@@ -113,7 +114,7 @@ def test_estimates_know_that_sums_share_links(sizes, interface, together) -> Non
     for name, warm_up in open_orders(problem.request, 4, 4):
         ((step_s,),) = problem.estimator.steps_s([layout], 8, [warm_up])
         choice = Choice(layout, 8, name, warm_up, Replication.SPLIT)
-        simulated_s = simulate(problem.plan(choice), cluster).step_time_s
+        simulated_s = simulate(plan_of(problem, choice), cluster).step_time_s
         assert simulated_s == pytest.approx(step_s, rel=0.02)
         assert simulated_s >= sum(sizes) / 1e8
 
@@ -133,5 +134,5 @@ def test_estimates_of_replicas_that_split_micro_batches_are_too(data, batch, cou
         warm_up = policy(len(counts), problem.micro_batches(8))
         ((step_s,),) = problem.estimator.steps_s([layout], 8, [warm_up])
         choice = Choice(layout, 8, ONE_F_ONE_B.name, warm_up, Replication.SPLIT)
-        simulated_s = simulate(problem.plan(choice), cluster).step_time_s
+        simulated_s = simulate(plan_of(problem, choice), cluster).step_time_s
         assert simulated_s == pytest.approx(step_s, rel=1e-3, abs=2e-5)

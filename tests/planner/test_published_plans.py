@@ -18,8 +18,8 @@ from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.balance.balance import balance
 from pipectl.planner.balance.load_model import BalanceRequest
+from pipectl.planner.evaluator import TIE
 from pipectl.planner.graph.imported import prepared
-from pipectl.planner.judge import TIE
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
 

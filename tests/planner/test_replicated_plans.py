@@ -18,11 +18,12 @@ from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan, search_plans
 from pipectl.planner.bounds import work_bound_s
 from pipectl.planner.costs.links import Links
+from pipectl.planner.evaluator import TIE
 from pipectl.planner.graph.downsets import CutSpace
-from pipectl.planner.judge import TIE
-from pipectl.planner.partition.cutter import table_of
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.partition.replicated import MAX_UNITS
+from pipectl.planner.partition.tables import table_of
+from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
 from pipectl.planner.simple import even_copies
@@ -68,7 +69,7 @@ def test_no_plan_is_slower_than_copies_of_even_stages(number) -> None:
         size //= 1 if way is Replication.SPLIT else len(layout.ranks[0])
         replicas = None if way is Replication.SPLIT else tuple(map(len, layout.ranks))
         for order in open_orders(request, len(layout.ranks), problem.micro_batches(size), replicas):
-            plan = problem.plan(Choice(layout, size, *order, way))
+            plan = plan_of(problem, Choice(layout, size, *order, way))
             assert step_s <= simulate(plan, cluster).step_time_s * (1 + TIE)
 
 
@@ -162,6 +163,14 @@ def test_replicas_recompute_if_all_stages_shall_or_where_nothing_else_fits(way, 
     free = planned(profile, cluster, 32, recompute=True, replicas=None, replication=way)
     assert max(stage.replicas for stage in free.stages) > 1
     assert all(stage.recompute for stage in free.stages)
+
+
+def test_copies_whose_sums_need_more_memory_than_one_alone_get_more_stages() -> None:
+    """One stage is fastest, and fits alone; the sum over two replicas does not."""
+    each = [{"parameters": ((f"p{at}", 10**6),)} for at in range(4)]
+    slow = nodes_of(4, Link(1e-3, 1e6))
+    plan = planned(chain(each), slow, replicas=2, memory_limit_bytes=5000 + 21 * 10**6)
+    assert [stage.replicas for stage in plan.stages] == [2, 2]
 
 
 @pytest.mark.parametrize("way", Replication)
@@ -272,16 +281,17 @@ def test_a_replica_updates_only_what_it_owns(sizes, most) -> None:
     request = PlanRequest("job", 16, replicas=2, shard_optimizer=True)
     layout = Layout(((1 << len(sizes)) - 1,), ((0, 1),))
     choice = Choice(layout, 4, ONE_F_ONE_B.name, (1,))
-    (stage,) = Problem(owning(*sizes), nodes_of(2), request).plan(choice).stages
+    (stage,) = plan_of(Problem(owning(*sizes), nodes_of(2), request), choice).stages
     assert stage.cost.update_s == pytest.approx(most * 1e-9)
 
 
 def test_a_search_that_is_cut_short_returns_its_best() -> None:
     """The more time there is, the better."""
     cluster = cluster_of(2, 2, within=Link(1e-5, 1e8), between=Link(1e-4, 1e6))
+    uneven = chain([{"parameters": ((f"p{at}", 10**4),)} for at in range(9)])
     steps = []
     for most in (1, 10, 100, 1000, 10_000):
-        plan = planned(chain(9), cluster, expired=after(most), replicas=None)
+        plan = planned(uneven, cluster, expired=after(most), replicas=None)
         steps.append(plan.predicted_step_s)
     assert plan.search.finished
     assert steps[-1] <= min(steps) * (1 + 1e-3)
@@ -315,7 +325,7 @@ def state_bytes(profile, layout):
     ranks = 1 + max(max(held) for held in layout.ranks)
     request = PlanRequest("job", 16, replicas=2, shard_optimizer=True)
     choice = Choice(layout, 4, ONE_F_ONE_B.name, (1,) * len(layout.ranks))
-    plan = Problem(profile, nodes_of(ranks), request).plan(choice)
+    plan = plan_of(Problem(profile, nodes_of(ranks), request), choice)
     return [stage.cost.optimizer_bytes for stage in plan.stages]
 
 

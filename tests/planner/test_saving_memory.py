@@ -11,7 +11,7 @@ from graphs import DEEP, chain
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, search_plans
-from pipectl.planner.judge import TIE
+from pipectl.planner.evaluator import TIE
 from pipectl.planner.segments import SegmentCuts
 from pipectl.schedule import is_unflushed
 from pipectl.simulate import simulate

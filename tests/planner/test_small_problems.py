@@ -15,10 +15,11 @@ from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
 from pipectl.planner.costs.devices import one_each
+from pipectl.planner.evaluator import TIE
 from pipectl.planner.graph.blocks import bits, bitset, condense
-from pipectl.planner.judge import TIE
 from pipectl.planner.partition.layout import Choice, Layout, consecutive
 from pipectl.planner.partition.programme import _hash_of
+from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, policy_a
@@ -74,7 +75,7 @@ def rank_orders(cluster):
 def best_step_s(profile, cluster, request, most):
     problem = Problem(profile, cluster, request, condense(profile))
     return min(
-        simulate(problem.plan(choice), cluster).step_time_s
+        simulate(plan_of(problem, choice), cluster).step_time_s
         for size in micro_batch_sizes(request, most)
         for choice in every_choice(problem, size)
     )

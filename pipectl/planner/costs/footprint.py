@@ -34,6 +34,8 @@ DEFAULT_BASELINE_BYTES = 240 * 2**20
 MAX_HELD = 4_000_000
 """Largest array of what every stage of some partitions holds."""
 KINDS = (TransferKind.ACTIVATION, TransferKind.GRADIENT)
+ROUNDING_BYTES = 16.0
+"""More than sums of bytes are rounded by."""
 
 
 def baseline_bytes(profile: Profile) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from random import Random
@@ -310,12 +310,18 @@ class CutSpace:
     Args:
         complete: whether these are all downsets.
         moved: operators of negligible blocks that were merged into others.
+
+    Attributes:
+        rows: whether each downset holds each block; shape [downsets, blocks].
+        words: the same as packed bits; shape [downsets, words].
     """
 
     graph: BlockGraph
     downsets: tuple[int, ...]
     complete: bool
     moved: tuple[int, ...] = ()
+    rows: Flags = field(init=False, repr=False, compare=False)
+    words: Words = field(init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, graph: BlockGraph, profile: Profile, cap: int = MAX_DOWNSETS) -> CutSpace:
@@ -348,15 +354,10 @@ class CutSpace:
     def __len__(self) -> int:
         return len(self.downsets)
 
-    @cached_property
-    def rows(self) -> Flags:
-        """Whether each downset holds each block; shape [downsets, blocks]."""
-        return membership(self.downsets, len(self.graph))
-
-    @cached_property
-    def words(self) -> Words:
-        """The same as packed bits; shape [downsets, words]."""
-        return words_of(self.rows)
+    def __post_init__(self) -> None:
+        rows = membership(self.downsets, len(self.graph))
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "words", words_of(rows))
 
     @cached_property
     def operators(self) -> Flags:

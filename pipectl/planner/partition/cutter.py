@@ -17,11 +17,10 @@ from math import inf, isfinite
 
 import numpy as np
 
+from pipectl.link import Link
 from pipectl.planner.costs.devices import Mix, Placement, mixes, one_each, placements
 from pipectl.planner.costs.links import REFERENCE_BYTES
-from pipectl.planner.graph.blocks import bits
 from pipectl.planner.graph.downsets import CutSpace, Partition
-from pipectl.planner.judge import out_of_time
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.programme import (
     ADDED,
@@ -35,13 +34,13 @@ from pipectl.planner.partition.programme import (
     RECOMPUTE_ELSEWHERE,
     Chain,
     Chains,
-    CostTable,
     Goal,
     Options,
     best_chains,
-    cost_table,
 )
+from pipectl.planner.partition.tables import CostTable, table_of
 from pipectl.planner.problem import Problem
+from pipectl.planner.request import out_of_time
 
 CAPS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
 """Caps on the largest load, relative to the smallest possible."""
@@ -53,8 +52,6 @@ MAX_FITTING = 1500
 """Downsets of a search within memory limits; if there are more, prefixes are searched."""
 EQUAL = 1e-12
 """Relative difference of equal loads because of rounding."""
-_EXCLUDED = 1000.0
-"""Load, relative to all work, of blocks that no replicas may compute: no chain chooses these."""
 GUESSES = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5), (1.0, 0.5), (1.0, 1.0))
 """Shares that count as memory of the values that cross the start of a stage, and of messages and
 temporary values. The programme does not know them: values may only pass, and not all are held at
@@ -230,7 +227,7 @@ class Cutter:
 
     def _short_s(self, table: CostTable, stages: int, size: int) -> float:
         """A load that balanced stages hardly ever exceed."""
-        largest_s = max(self._problem.block_times(size))
+        largest_s = max(self._problem.costs.block_times(size))
         load_s = float(table.work_s[0, 1, -1]) * 2 / stages + largest_s + 2 * table.stage_s
         return load_s / min(self._problem.speeds)
 
@@ -241,7 +238,7 @@ class Cutter:
 
     def _options(self, mix: Mix, limits: Sequence[float], modes: Sequence[int]) -> Options:
         """Options with one device of any kind per stage, and any of these modes."""
-        problem, link = self._problem, self._problem.link_between_stages
+        problem, link = self._problem, self._link_between_stages()
         kind = np.repeat(np.arange(mix.kinds), len(modes))
         return Options.of(
             mix.following[:, kind],
@@ -252,6 +249,13 @@ class Cutter:
             latency_s=link.latency_s,
             s_per_byte=link.hold_s(REFERENCE_BYTES) / REFERENCE_BYTES,
         )
+
+    def _link_between_stages(self) -> Link:
+        """What messages between stages pass through, if stages are on several nodes."""
+        cluster = self._problem.cluster
+        most = min(cluster.ranks, len(self._problem.graph))
+        several_nodes = cluster.node_of_rank[most - 1] > 0
+        return cluster.between_nodes if several_nodes else cluster.within_node
 
     def _cut(self, space: CutSpace, chain: Chain, modes: Sequence[int] = (KEEP,)) -> Cut:
         kinds, chosen = zip(*(divmod(each, len(modes)) for each in chain.options), strict=True)
@@ -337,23 +341,3 @@ def cut_request(problem: Problem, size: int, warm_up: Sequence[int], mix: Mix) -
     """The request of a problem, within the memory limits of its devices."""
     limits, recompute = problem.kind_limits_bytes, problem.request.recompute
     return CutRequest(size, tuple(warm_up), mix, limits, recompute)
-
-
-def table_of(
-    problem: Problem, space: CutSpace, size: int, samples: Sequence[int] = ()
-) -> CostTable:
-    """The cost table of micro-batches of ``size`` samples.
-
-    Args:
-        samples: of replicas, one row each; by default all samples.
-    """
-    rows = samples or (size,)
-    work = [[problem.block_times(row, cached=each) for each in (True, False)] for row in rows]
-    for row in work[1:]:  # of several replicas
-        for times in row:
-            excluded_s = _EXCLUDED * sum(times)
-            for block in bits(problem.unreplicated):
-                times[block] += excluded_s
-    forward = [problem.forward_block_times(row) for row in rows]
-    scale = problem.scale(size)
-    return cost_table(space, problem.profile, scale, np.array(work), np.array(forward))

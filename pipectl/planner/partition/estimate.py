@@ -19,13 +19,13 @@ import numpy as np
 from pipectl.arrays import Floats, Integers, Records, unique
 from pipectl.cluster import Cluster
 from pipectl.compiled import compiled
-from pipectl.planner.costs.footprint import Footprints, Sums, baseline_bytes
+from pipectl.planner.costs.footprint import ROUNDING_BYTES, Sums, baseline_bytes
 from pipectl.planner.costs.links import Links, RankGroups
-from pipectl.planner.costs.stage_costs import OperatorTimes, stage_times
+from pipectl.planner.costs.model import ModelCosts
+from pipectl.planner.costs.stage_costs import stage_times
 from pipectl.planner.graph.blocks import BlockGraph, membership
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.layout import Layout
-from pipectl.planner.partition.programme import ROUNDING_BYTES
 from pipectl.planner.partition.recurrence import STAGE, WAY, run, step_s, sum_gradients
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
@@ -77,17 +77,16 @@ class Estimator:
         cluster: Cluster,
         request: PlanRequest,
         graph: BlockGraph,
-        times: OperatorTimes,
-        footprints: Footprints,
+        costs: ModelCosts,
     ) -> None:
         self.links = Links(cluster)
         self._profile = profile
         self._request = request
-        self._times = times
+        self._times = costs.times
         self._groups = RankGroups(self.links, request.memory_limit_bytes)
         self._cores = np.array([node.cores for node in cluster.nodes], dtype=np.float64)
         self._crowded = cluster.is_crowded
-        self._footprints = footprints
+        self._footprints = costs.footprints
         self._blocks, self._block_of = len(graph), np.array(graph.block_of, dtype=np.int64)
         self._known_sums: dict[tuple[Partition, ...], Sums] = {}
 

@@ -65,6 +65,11 @@ class Choice(NamedTuple):
         """Replicas of every stage."""
         return tuple(map(len, self.layout.ranks))
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether a stage has several replicas."""
+        return max(map(len, self.layout.ranks)) > 1
+
 
 def consecutive(replicas: Sequence[int], order: Sequence[int] | None = None) -> Ranks:
     """Consecutive ranks of an order for every stage; the default order is ascending."""

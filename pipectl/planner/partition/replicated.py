@@ -30,18 +30,18 @@ import numpy as np
 from pipectl.arrays import Integers
 from pipectl.planner.costs.devices import Pool, Use, merged_pools
 from pipectl.planner.graph.downsets import CutSpace, Partition
-from pipectl.planner.partition.cutter import GUESSES, table_of
+from pipectl.planner.partition.cutter import GUESSES
 from pipectl.planner.partition.programme import (
     KEEP,
     LATENCY,
     MEMORY,
     RECOMPUTE,
     Chains,
-    CostTable,
     Goal,
     Options,
     best_chains,
 )
+from pipectl.planner.partition.tables import CostTable, table_of
 from pipectl.planner.problem import Problem
 
 MAX_CUTS = 64, 32
@@ -114,7 +114,7 @@ class ReplicaCutter:
         if problem.request.fixed_stages is not None:
             tallies = tallies[tallies // self._tally_count == problem.request.fixed_stages]
         speed = sum(pool.speed * len(pool.ranks) for pool in problem.devices)
-        even_s = sum(problem.block_times(size)) / speed
+        even_s = sum(problem.costs.block_times(size)) / speed
         goals = [
             goal._replace(cap_s=even_s * cap)
             for goal in self._goals(size, temporary_bytes)

@@ -22,6 +22,7 @@ from pipectl.planner import PlanRequest
 from pipectl.planner.costs.links import Message
 from pipectl.planner.graph.imported import prepared
 from pipectl.planner.partition.layout import Choice, Layout, consecutive
+from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
 from pipectl.profile import Profile
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
@@ -99,11 +100,11 @@ def plans_of(profile: Profile, entry: dict[str, Any], cluster: Cluster) -> Itera
     size = entry["profile_micro_batch"] * entry["micro_batch_multiple"]
     count = entry["global_batch"] // size
     request = PlanRequest("listed", entry["global_batch"], replicas=None)
-    builder, ranks = (
+    problem, ranks = (
         Problem(profile, cluster, request),
         consecutive([n for _, n in entry["plan"]]),
     )
     for warm_up in (policy_a(len(ranks), count), policy_b(len(ranks), count)):
-        yield builder.plan(
-            Choice(Layout(states.partition(cuts), ranks), size, "1f1b", warm_up, Replication.SPLIT)
-        )
+        layout = Layout(states.partition(cuts), ranks)
+        choice = Choice(layout, size, "1f1b", warm_up, Replication.SPLIT)
+        yield plan_of(problem, choice)

@@ -1,0 +1,188 @@
+"""Moves that improve candidates: before they are simulated, and at the end.
+
+With one rank per stage, a move shifts the border of a stage or exchanges the ranks of two stages.
+The first candidate is improved by estimates, best first; the best plan in the end by simulations.
+With replicas there are many more moves, of devices as well as of borders
+(:mod:`pipectl.planner.partition.layout`), and the best one is made as long as there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from heapq import heappop, heappush
+from itertools import count, islice
+
+from pipectl.planner.areas import Area, Areas
+from pipectl.planner.candidates import Candidate, Candidates
+from pipectl.planner.costs.devices import exchanges, one_each
+from pipectl.planner.judge import Judge
+from pipectl.planner.partition.cutter import layouts_of
+from pipectl.planner.partition.estimate import ROUNDING
+from pipectl.planner.partition.layout import FAR, FEW, Choice, Layout, neighbours, replica_moves
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import open_orders
+
+MAX_MOVE_WORK = 2_000_000
+"""Budget of border moves: the sum of operators, actions and messages over the partitions tried."""
+PATIENCE, MAX_AT_ONCE = 80, 8
+"""Turns without a better layout after which moves end; most turns that are estimated at once."""
+BORDER_TURNS = 2
+"""Number of turns at first that move the borders of a candidate: FEW and EVERY."""
+MAX_ERROR = 0.01
+"""Error of an estimate up to which the search goes on without a better move."""
+MIN_GAIN = 1e-6
+"""Least share of the step that a move of borders must save."""
+
+
+class Improver:
+    """Improves candidates of one problem, within a budget of moves.
+
+    Args:
+        judge: collects the plans.
+        check: called repeatedly; raises to end the search.
+    """
+
+    def __init__(
+        self, problem: Problem, areas: Areas, judge: Judge, check: Callable[[], None]
+    ) -> None:
+        self._problem = problem
+        self._areas = areas
+        self._judge = judge
+        self._check = check
+        self._minima: set[Choice] = set()
+        self._move_work = MAX_MOVE_WORK
+        self._exchanges = cache(partial(exchanges, cluster=problem.cluster))
+
+    def polish(self, candidate: Candidate) -> None:
+        """Improve the estimate of a candidate by new cuts and by moves, then judge the best.
+
+        Stages that are balanced at one micro-batch size need not be at another. The search is best
+        first: the layout with the least estimate is moved next, first by some fractions of the
+        load, then by all moves. If no move is better, the search goes on for some turns, because
+        several moves together may be, unless the estimate is far from the simulation.
+        """
+        area = self._area_of(candidate)
+        if area in self._areas.listed or candidate.choice in self._minima:
+            return
+        other = self._cut_for_size(area)
+        if other.next_s < candidate.estimate_s:
+            candidate = other.take()
+        numbers, turns, seen = count(), 0, {candidate.layout}
+        queue = [(candidate.estimate_s, FEW, next(numbers), candidate)]
+        reserve = self._move_work // 2
+        while queue and turns < PATIENCE and self._move_work > reserve:
+            at_once = min(max(1, turns // BORDER_TURNS), MAX_AT_ONCE, len(queue))
+            starts = [heappop(queue) for _ in range(at_once)]
+            turns += at_once
+            for estimate_s, reach, _, start in starts:
+                if reach < FAR:
+                    heappush(queue, (estimate_s, reach + 1, next(numbers), start))
+            moved = (each for _, reach, _, start in starts for each in self._moves(start, reach))
+            fresh = self._affordable((each for each in moved if each not in seen), area)
+            for near in self._candidates(fresh, area).best_of_layouts():
+                seen.add(near.layout)
+                better = near.estimate_s < candidate.estimate_s * (1 - MIN_GAIN)
+                turn_s = near.estimate_s if better else near.estimate_s * (1 + 2 * MIN_GAIN)
+                heappush(queue, (turn_s, FEW, next(numbers), near))
+                if better:
+                    candidate, turns = near, 0
+            if turns == BORDER_TURNS:  # no move of a border is better
+                self._minima.add(candidate.choice)
+                self._judge.judge(candidate)
+                if self._judge.least_s(candidate) > candidate.estimate_s * (1 + MAX_ERROR):
+                    break
+        self._judge.judge_all(self._candidates([candidate.layout], area))  # simpler orders may tie
+
+    def finish(self) -> None:
+        """Move borders of the best plan while that makes its simulated step shorter."""
+        best = self._judge.best()
+        if best is None or best.candidate is None or self._judge.is_exhausted():
+            return
+        if best.candidate.choice.is_replicated:
+            return
+        area = self._area_of(best.candidate)
+        if area in self._areas.listed:
+            return
+        if self._problem.has_limits:
+            self._judge.judge_all(self._cut_for_size(area))
+        else:
+            self.polish(best.candidate)
+        while not self._judge.is_exhausted():
+            before = self._judge.best()
+            assert before is not None
+            candidate = before.candidate
+            assert candidate is not None
+            exact = before.step_s <= candidate.estimate_s * (1 + MIN_GAIN)
+            if exact and candidate.choice in self._minima:
+                return  # estimates equal the simulation: no neighbour can be better
+            area, orders = self._area_of(candidate), [candidate.choice[2:4]]
+            if self._problem.has_limits:  # a neighbour may fit only in another order
+                orders = open_orders(
+                    self._problem.request, area.stages, self._problem.micro_batches(area.size)
+                )
+            near = self._affordable(self._moves(candidate), area)
+            self._judge.judge_all(Candidates(self._problem, near, area.size, orders))
+            if self._judge.best() is before:
+                self._judge.judge_all(self._candidates([candidate.layout], area))
+            if self._judge.best() is before:
+                return
+
+    def _cut_for_size(self, area: Area) -> Candidates:
+        """Good cuts for the size of an area, if stages were first cut for another size."""
+        is_other = area.size != self._areas.reference_size
+        cuts = self._areas.cuts(area.stages, area.size) if is_other else []
+        return self._candidates(layouts_of(self._problem, cuts), area)
+
+    def _moves(self, candidate: Candidate, reach: int = FEW) -> Iterator[Layout]:
+        """The layouts one move away from a candidate."""
+        times = self._problem.costs.block_times(candidate.choice.size)
+        placements = self._exchanges(tuple(rank for (rank,) in candidate.layout.ranks))
+        exchanged = list(map(one_each, placements))
+        return neighbours(candidate.layout, self._problem.graph, times, exchanged, reach)
+
+    def _affordable(self, layouts: Iterable[Layout], area: Area) -> list[Layout]:
+        """As many layouts as the budget of moves suffices for."""
+        self._check()
+        work = len(self._problem.profile.operators) + 2 * area.micro_batches * area.stages
+        near = list(islice(layouts, max(0, self._move_work // work)))
+        self._move_work -= max(1, len(near)) * work
+        return near
+
+    def _candidates(self, layouts: Iterable[Layout], area: Area) -> Candidates:
+        return Candidates(self._problem, list(layouts), area.size)
+
+    def _area_of(self, candidate: Candidate) -> Area:
+        return self._areas.of(len(candidate.layout.ranks), candidate.choice.size)
+
+
+def descend(
+    problem: Problem,
+    candidate: Candidate,
+    classes: Sequence[Sequence[int]],
+    seen: set[tuple[int, Layout]],
+    check: Callable[[], None],
+) -> Candidate:
+    """Make the best move of a candidate with replicas until there is none, or until it leads to a
+    layout seen before.
+
+    Args:
+        classes: the ranks of every class of devices, the fastest first.
+        seen: micro-batch sizes and layouts; it grows.
+        check: called repeatedly; raises to end the search.
+    """
+    size, fixed = candidate.choice.size, problem.request.fixed_stages is not None
+    loads, most = problem.costs.block_times(size), min(size, problem.cluster.ranks)
+    while (size, candidate.layout) not in seen:
+        check()
+        seen.add((size, candidate.layout))
+        near = replica_moves(
+            candidate.layout, problem.graph, loads, classes, most, keep_stages=fixed
+        )
+        best = Candidates(
+            problem, list(filter(problem.may_replicate, near)), size, with_replicas=True
+        )
+        if best.next_s >= candidate.estimate_s * (1 - ROUNDING):
+            break
+        candidate = best.take()
+    return candidate
