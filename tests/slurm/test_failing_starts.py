@@ -38,8 +38,8 @@ def prints(line, then="exit 1"):
 
 # Of every start: what the job changes, and what is said. With ``srun`` that command is a script,
 # with ``mpiexec`` the launcher is; ``soon`` is a job that allows little time for a silent start.
-HYDRA, SIF = Container(image="/image.sif", runtime="apptainer")
-SRUN = {"mpi": "hydra"}, {"launcher": "srun", "mpi": "pmi2"}
+SIF = Container(image="/image.sif", runtime="apptainer")
+HYDRA, SRUN = {"mpi": "hydra"}, {"launcher": "srun", "mpi": "pmi2"}
 SOON = {"hang_after": 1}
 STARTS = {
     "credential": (HYDRA, {"srun": prints(EXPIRED)}, EXPIRED),
