@@ -1,8 +1,7 @@
 """Python objects that arrive as messages.
 
-They are received without matched probes (``improbe``, and mpi4py's own ``recv``): with libfabric's
-provider ``net``, which Debian's Open MPI 4.1 chooses on machines with Ethernet alone, these find a
-message that then cannot be received.
+They are received without matched probes (``improbe``, and mpi4py's own ``recv``): with some
+providers of libfabric, Open MPI 4.1 finds messages by these that it then cannot receive.
 """
 
 from __future__ import annotations
