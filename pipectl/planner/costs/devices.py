@@ -179,10 +179,9 @@ Placement = tuple[int, ...]
 """Rank of every stage."""
 Use = tuple[int, ...]
 """How many devices of each class a stage uses."""
-_MAX_STAGES = 8
-"""Above, there are too many placements to try all."""
 _MAX_EXCHANGES = 16
-"""Up to this many stages, any two exchange their ranks; above, only neighbours do."""
+"""Up to this many stages, any two exchange their ranks; above, only neighbours do: the exchanges of
+a thousand stages take minutes to list."""
 
 
 def one_each(placement: Placement) -> tuple[tuple[int, ...], ...]:
@@ -246,7 +245,7 @@ def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]
             if nodes.count(node) < place.ranks and twins[node].issubset(nodes):
                 yield from extend((*nodes, node))
 
-    nodes_of_stages = [] if stages > _MAX_STAGES else list(islice(extend(()), most + 1))
+    nodes_of_stages = list(islice(extend(()), most + 1))
     if len(nodes_of_stages) > most:
         return []
     ranks: list[list[int]] = [[] for _ in cluster.nodes]
