@@ -110,7 +110,8 @@ def _refuse_carried(
         except RefusedError as error:
             if error.refusal is Refusal.CARRIED:
                 raise
-            return (error.place if error.refusal is Refusal.LOOP else None), {}
+            known = error.refusal in (Refusal.LOOP, Refusal.FREEZES)
+            return (error.place if known else None), {}
         except Exception:  # what else such a step needs is not known
             return None, {}
         return _difference(lines, _lines(again)), changes

@@ -231,8 +231,9 @@ def _masks_taken_as_given() -> Iterator[None]:
 class _WatchedCalls(TorchFunctionMode):
     """Leaves asserts out, and refuses calls of functions that no graph can hold.
 
-    An export drops ``backward()`` and writes through ``.data`` silently. A read of ``.data`` counts
-    as ``.detach()``. From 2.15 on, torch checks arguments by asynchronous asserts.
+    An export drops ``backward()``, writes through ``.data`` and changes of a parameter's
+    ``requires_grad`` silently. A read of ``.data`` counts as ``.detach()``. From 2.15 on, torch
+    checks arguments by asynchronous asserts.
     """
 
     def __init__(self, *, unrolls: bool) -> None:
@@ -254,14 +255,7 @@ class _WatchedCalls(TorchFunctionMode):
             bool(condition)  # which no trace can answer: the module is kept whole
         self._count_repeats()
         name = getattr(func, "__name__", "")
-        if name == "backward":
-            raise Refusal.BACKWARD.error()
-        if name == PACK_SEQUENCE:
-            raise Refusal.PACKING.error()
-        if any(isinstance(given, torch.Generator) for given in (*args, *kwargs.values())):
-            raise Refusal.DRAW.error()
-        if name == "__set__" and func == _SET_DATA and not _is_torch_calling():
-            raise Refusal.DATA_ASSIGNED.error()
+        _refuse_call(func, name, args, kwargs)
         if name == "__get__" and func == _GET_DATA and not _is_torch_calling():
             self._data.append(args[0].detach())
             return self._data[-1]
@@ -301,6 +295,26 @@ _WRITES = re.compile(
 """Names of the functions of torch that write the tensor they are called with."""
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_TRAINED: tuple[Any, ...] = (
+    Tensor.requires_grad_,
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+)
+
+
+def _refuse_call(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call of torch that no graph can hold, whatever was called before."""
+    if name == "backward":
+        raise Refusal.BACKWARD.error()
+    if name == PACK_SEQUENCE:
+        raise Refusal.PACKING.error()
+    if any(isinstance(given, torch.Generator) for given in (*args, *kwargs.values())):
+        raise Refusal.DRAW.error()
+    if name == "__set__" and function == _SET_DATA and not _is_torch_calling():
+        raise Refusal.DATA_ASSIGNED.error()
+    if function in _SET_TRAINED and isinstance(args[0], nn.Parameter):
+        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        if bool(wanted) != args[0].requires_grad:
+            raise Refusal.FREEZES.error()
 
 
 def _calling_module(frame: FrameType | None) -> tuple[FrameType | None, nn.Module | None]:

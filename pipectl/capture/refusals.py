@@ -145,6 +145,12 @@ class Refusal(Enum):
         "step only",
         Keep.NOTHING,
     )
+    FREEZES = (
+        "model: its forward changes requires_grad of a parameter{place}, which no graph can hold",
+        "freeze parameters where the model is built; in the forward, use torch.no_grad() or detach "
+        "the weight (such as torch.nn.functional.linear(x, weight.detach()))",
+        Keep.NOTHING,
+    )
     GRADIENT_HOOK = (
         "model: {subject}{place}, {why}",
         "change the gradient by a torch.autograd.Function instead, or remove the hook",
