@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
-SCHEDULERS = ("local", "slurm", "pbs")
-"""Names of pipectl's own batch systems; ``local`` is this machine."""
+SCHEDULERS = ("local", "here", "slurm", "pbs")
+"""Names of pipectl's own batch systems; ``local`` is this machine, and ``here`` the allocation in
+which the command runs."""
 SCHEDULER_GROUP = "pipectl.schedulers"
 """Entry points of packages that add batch systems."""
 Value = str | bool | tuple[str, ...]

@@ -28,15 +28,21 @@ from pipectl.units import did_you_mean
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-LOCAL = "local"
+LOCAL, HERE = "local", "here"
 __all__ = [
-    "CHECKPOINTED", "LOCAL", "QUEUES_TIMEOUT_S", "Array", "JobRequest", "JobState", "JobStatus",
+    "CHECKPOINTED", "HERE", "LOCAL", "QUEUES_TIMEOUT_S", "Array", "JobRequest", "JobState",
+    "JobStatus",
     "OtherSystemError", "Queue", "Scheduler", "Template", "allocation", "batch_systems",
     "find_scheduler", "get_scheduler", "scheduler_class",
 ]  # fmt: skip
 
 
-_SYSTEMS = {LOCAL: "LocalScheduler", "slurm": "SlurmScheduler", "pbs": "PbsScheduler"}
+_SYSTEMS = {
+    LOCAL: "LocalScheduler",
+    HERE: "HereScheduler",
+    "slurm": "SlurmScheduler",
+    "pbs": "PbsScheduler",
+}
 """The class of each batch system, in the module of its name."""
 _QUEUED = ("slurm", "pbs")
 """Slurm is looked for first, because it may come with wrappers named as the commands of PBS."""

@@ -22,6 +22,7 @@ from pipectl.batch.limits import Demand, NodeKind, Queue, check_limits
 from pipectl.batch.reasons import pbs_cure
 from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import (
+    Allocation,
     CommandLineScheduler,
     JobState,
     JobStatus,
@@ -145,6 +146,20 @@ class PbsScheduler(CommandLineScheduler):
         name = f"{first}{request.name[:_NAME_LENGTH]}{name_suffix(request.tag)}"
         resources = _resources(request)
         return render_script("pbs.sh.j2", request, self.name, job_name=name, resources=resources)
+
+    def allocation(self) -> Allocation | None:
+        job_id, file = os.environ.get("PBS_JOBID"), os.environ.get("PBS_NODEFILE")
+        if not job_id or not file:
+            return None
+        try:
+            lines = Path(file).read_text(encoding="utf-8").split()
+        except OSError as error:
+            raise SchedulerError(
+                f"{file} (PBS_NODEFILE): {error.strerror}",
+                cure="use the shell that `qsub -I` has started, on the first node of the job",
+            ) from None
+        nodes = tuple(dict.fromkeys(lines))
+        return Allocation(job_id, nodes, lines.count(nodes[0]), is_on_node=True) if nodes else None
 
     def _describe_tag(self, tag: str) -> str:
         return f"whose name ends in {name_suffix(tag)!r}"

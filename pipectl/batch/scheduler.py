@@ -100,6 +100,23 @@ class JobStatus:
     deadline: float | None = None
 
 
+@dataclass(frozen=True)
+class Allocation:
+    """The job of a batch system in which a shell runs.
+
+    Args:
+        job_id: its id.
+        nodes: names of its nodes, the first one first.
+        tasks_per_node: what it was asked for.
+        is_on_node: whether this machine is one of its nodes.
+    """
+
+    job_id: str
+    nodes: tuple[str, ...]
+    tasks_per_node: int
+    is_on_node: bool
+
+
 class Scheduler(ABC):
     """A batch system. Methods raise SchedulerError if the system fails or refuses."""
 
@@ -149,6 +166,20 @@ class Scheduler(ABC):
                 :func:`pipectl.batch.script.render_script`.
         """
         return render_script(f"{self.name}.sh.j2", request, self.name)
+
+    def allocation(self) -> Allocation | None:
+        """Return the job in which this shell runs; None outside of one, or if the system cannot
+        tell.
+
+        Raises:
+            SchedulerError: its nodes cannot be listed.
+        """
+        return None
+
+    @property
+    def system_of_nodes(self) -> str:
+        """Name of the batch system whose nodes the jobs run on."""
+        return self.name
 
     @abstractmethod
     def submit(self, script: Path, request: JobRequest) -> str:

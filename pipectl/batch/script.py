@@ -43,12 +43,20 @@ _BASH_ERROR = re.compile(r"line (\d+): (.*)")
 _CURE = "docs/slurm.md shows a template"
 
 
-def render_script(base: str, request: JobRequest, scheduler: str, **values: Any) -> str:
+def render_script(
+    base: str,
+    request: JobRequest,
+    scheduler: str,
+    *,
+    alone_on_node: tuple[str, ...] = (),
+    **values: Any,
+) -> str:
     """Render a job script.
 
     Args:
         base: file name of one of pipectl's templates, or a template that extends ``job.sh.j2``.
         scheduler: name of the batch system and of the section with the user's options.
+        alone_on_node: command that starts another on the first node, if the script runs elsewhere.
         values: further variables of ``base``.
 
     Raises:
@@ -81,14 +89,21 @@ def render_script(base: str, request: JobRequest, scheduler: str, **values: Any)
             "launch.options: are for the batch system of a package",
             cure=f"write {scheduler}.options",
         )
+    command = launch_command(request, scheduler)
+    first = wrap(request, request.first_command, scheduler) if request.first_command else ()
+
+    def on_node(words: tuple[str, ...]) -> tuple[str, ...]:
+        """Return a command of one process as it is started from where the script runs."""
+        return (*alone_on_node, *words) if words and words[0] != "srun" else words
+
     environment = _environment()
     ours = environment.from_string(base) if "{%" in base else environment.get_template(base)
     context = {
         "job": request,
         "base": ours,
         "scheduler": scheduler,
-        "launch": launch_command(request, scheduler),
-        "first": wrap(request, request.first_command, scheduler) if request.first_command else (),
+        "launch": command if not request.alone else on_node(command),
+        "first": on_node(first),
         "edf": Markup(edf_of(request)),
         "checkpointed": CHECKPOINTED,
         "tight_heap": TIGHT_HEAP,

@@ -24,6 +24,7 @@ from pipectl.batch.reasons import is_held, slurm_cure
 from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import (
     CLOCK_SKEW_S,
+    Allocation,
     CommandLineScheduler,
     JobState,
     JobStatus,
@@ -100,6 +101,14 @@ class SlurmScheduler(CommandLineScheduler):
             name += name_suffix(request.tag)
         request = replace(request, after=tuple(_numbers(request.after)))
         return render_script("slurm.sh.j2", request, self.name, job_name=name)
+
+    def allocation(self) -> Allocation | None:
+        job_id, names = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
+        if not job_id or not names:
+            return None
+        nodes = self._ask("scontrol", "show", "hostnames", names).stdout.split()
+        tasks = number_of(os.environ.get("SLURM_TASKS_PER_NODE", "")) or 1
+        return Allocation(job_id, tuple(nodes), tasks, "SLURMD_NODENAME" in os.environ)
 
     def _describe_tag(self, tag: str) -> str:
         return f"with the tag {tag!r} in its comment or name"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import (
+    HERE,
     LOCAL,
     Array,
     JobRequest,
@@ -232,6 +233,22 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
             f"to submit anyway: --scheduler {name}",
         ) from error
     return name
+
+
+def fit_to_allocation(spec: JobSpec, scheduler: str) -> JobSpec:
+    """The spec, for a job in this allocation with its nodes and tasks, unless the spec names some.
+
+    Raises:
+        SchedulerError: this process runs in no allocation.
+    """
+    if scheduler != HERE:
+        return spec
+    from pipectl.batch.here import find_allocation
+
+    _, allocation = find_allocation()
+    found = {"nodes": len(allocation.nodes), "tasks_per_node": allocation.tasks_per_node}
+    given = spec.resources.model_fields_set
+    return change(spec, resources={key: n for key, n in found.items() if key not in given})
 
 
 def check_script(spec: JobSpec) -> None:

@@ -19,6 +19,7 @@ from pipectl.jobs.job import (
     Task,
     change,
     choose_scheduler,
+    fit_to_allocation,
     make_job,
 )
 from pipectl.jobs.prepare import cluster_file_key, prepare, profile_path
@@ -101,6 +102,7 @@ def plan_rehearsal(
         PipectlError: no plan fits, or a file cannot be used.
     """
     batch_system = choose_scheduler(spec, scheduler)
+    spec = fit_to_allocation(spec, batch_system)
     (planned,) = prepare(spec, batch_system, progress, must_run=False)
     plan, cluster = planned.plan, planned.cluster
     if plan is None or cluster is None:

@@ -21,7 +21,7 @@ from pipectl.cluster import (
     OffloadTarget,
 )
 from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError, UsageError
-from pipectl.jobs.job import choose_scheduler
+from pipectl.jobs.job import choose_scheduler, fit_to_allocation
 from pipectl.jobs.prepare import (
     find_cluster,
     is_fresh,
@@ -134,6 +134,8 @@ def gather(
         name = json.dumps(str(cluster.absolute()), ensure_ascii=False)
         overrides = (*overrides, f"cluster={name}")
     spec = load(job, overrides)
+    batch_system = choose_scheduler(spec, scheduler)
+    spec = fit_to_allocation(spec, batch_system)
     path, warnings = profile or profile_path(spec), []
     if from_run is None:
         job_profile = Profile.load(path)
@@ -148,7 +150,6 @@ def gather(
             f"{path} was measured for other settings (model, data, optimizer, batch or ranks per "
             f"node); measure again with: {again}"
         )
-    batch_system = choose_scheduler(spec, scheduler)
     machines = find_cluster(spec, batch_system)
     warnings += [machines.warning, *warnings_of(spec, job_profile)]
     job_profile, joined = join_rows(job_profile, machines.cluster)

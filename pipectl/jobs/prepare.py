@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipectl.batch import LOCAL
+from pipectl.batch import LOCAL, get_scheduler
 from pipectl.batch.launchers import MpiChoice
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, PipectlError
@@ -69,7 +69,7 @@ def cluster_file_key(spec: JobSpec, scheduler: str) -> str:
     The links of a local job are those of this host.
     """
     host = socket.gethostname() if scheduler == LOCAL else ""
-    return links_key(spec, scheduler, host)
+    return links_key(spec, get_scheduler(scheduler).system_of_nodes, host)
 
 
 def plan_file_key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:

@@ -56,9 +56,10 @@ class Launch(types.Section):
     """How the ranks are started."""
 
     scheduler: types.Scheduler = "auto"
-    """`slurm`, `pbs`, the name of a batch system that a package adds, or `local` for processes on
-    this machine. `auto` is the system of such a package if its commands are found, else `slurm` if
-    `sbatch` is found, else `pbs` if `qsub` is, else `local`."""
+    """`slurm`, `pbs`, the name of a batch system that a package adds, `local` for processes on this
+    machine, or `here` for the allocation in which the command runs. `auto` is the system of such a
+    package if its commands are found, else `slurm` if `sbatch` is found, else `pbs` if `qsub` is,
+    else `local`."""
     options: types.Options = Field(default_factory=dict)
     """Options for the batch system of a package, which says what they are; other systems have
     sections of their own, and `local` ignores them."""

@@ -226,6 +226,48 @@ def test_a_signal_to_end_saves_and_stops_the_run_until_it_is_resumed(
     check_same(run, local_run)
 
 
+@pytest.fixture
+def shell_of_salloc(pipectl, monkeypatch):
+    """The variables of a shell that has two nodes for one rank each, and three minutes."""
+    shell = "env -0 >shell.part && mv shell.part shell; until [[ -e over ]]; do sleep 0.1; done"
+    size = ("-N2", "--ntasks-per-node=1", "-t", "3")
+    with subprocess.Popen(["salloc", *size, "bash", "-c", shell], stderr=subprocess.PIPE):
+        wait_until(Path("shell").exists)
+        for entry in Path("shell").read_text().split("\0"):
+            if entry.startswith("SLURM_"):
+                monkeypatch.setenv(*entry.split("=", 1))
+        yield
+        Path("over").touch()
+
+
+@pytest.mark.usefixtures("warm", "shell_of_salloc")
+def test_a_run_in_an_allocation_is_cancelled_and_resumed_from_its_shell(
+    pipectl, local_run, monkeypatch
+):
+    PROFILE.parent.mkdir()
+    shutil.copy(local_run.parents[1] / PROFILE, PROFILE)
+    job = (JOB, *SMALL, "--set=resources.nodes=null", "--set=resources.tasks_per_node=null")
+    assert "2 stages" in pipectl("plan", *job, "--scheduler=here")
+    wrong = (*job, "--set=resources.nodes=3", "--scheduler=here")
+    assert "this allocation (" in pipectl("submit", *wrong, code=3)
+    said = pipectl("submit", *job, "--set=checkpoint.every=20", "--scheduler=here", "--json")
+    run = Path(said["directory"])
+    found = status_when(pipectl, run.name, itemgetter("step"))
+    assert (found["scheduler"], found["state"]) == ("here", "RUNNING")
+    assert len({rank["node"] for rank in found["ranks"]}) == 2
+    assert 60 < json.loads((run / "record.json").read_text())["walltime_s"] <= 180
+    pipectl("cancel", run.name)
+    assert pipectl("status", run.name, "--json")["state"] == "CANCELLED"
+    steps = ["squeue", "--steps", "--noheader", "--format=%i"]
+    assert subprocess.check_output(steps, text=True).split() == []
+    pipectl("resume", run.name)
+    assert status_when(pipectl, run.name, is_over)["state"] == "COMPLETED"
+    check_same(run, local_run)
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"):
+        monkeypatch.delenv(name)
+    assert "in no allocation" in pipectl("submit", *job, "--scheduler=here", code=5)
+
+
 SWEEP = """\
 version: 1
 name: tiny

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 import typer
 from rich.console import Group, RenderableType
 
-from pipectl.batch import LOCAL, allocation
+from pipectl.batch import HERE, LOCAL, allocation
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, plain, say, say_json, short_path, show, table, warn
 from pipectl.cli.progress import profiling_progress
@@ -18,7 +18,7 @@ from pipectl.cli.restart import restart_for_job
 from pipectl.cli.submission import describe_job, follow_or_exit, note_origin, print_submission
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
-from pipectl.jobs.job import choose_scheduler, warning_of_code
+from pipectl.jobs.job import choose_scheduler, fit_to_allocation, warning_of_code
 from pipectl.jobs.measuring import make_measuring_job
 from pipectl.jobs.prepare import cluster_path, profile_path
 from pipectl.jobs.profiles import measure, warnings_of
@@ -62,8 +62,9 @@ def command(
     warn(warning_of_code(spec, job))
     warn(untested_torch())
     batch_system = choose_scheduler(spec, scheduler)
+    spec = fit_to_allocation(spec, batch_system)
     path = output_file or (cluster_path(spec) if links else profile_path(spec))
-    if not (links or submit):
+    if not (links or submit or batch_system == HERE):
         _refuse_other_nodes(spec, batch_system)
         with profiling_progress() as progress:
             profile = measure(spec, path, progress, effort, again=again)

@@ -28,7 +28,13 @@ from pipectl.cli.submission import (
 from pipectl.directives import GPUS
 from pipectl.errors import UsageError
 from pipectl.files import fault_of_owner
-from pipectl.jobs.job import choose_scheduler, render_array, request_at, warning_of_code
+from pipectl.jobs.job import (
+    choose_scheduler,
+    fit_to_allocation,
+    render_array,
+    request_at,
+    warning_of_code,
+)
 from pipectl.jobs.prepare import plan_path, prepare, profile_path
 from pipectl.runs import RunDirectory, SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
@@ -99,6 +105,7 @@ def command(
     restart_for_job(spec, job)
     points = file.points(spec)
     batch_system = choose_scheduler(spec, scheduler, must_answer=not (dry_run or test_only))
+    spec = fit_to_allocation(spec, batch_system)
     unused = _OF_BATCH_SYSTEMS - scheduler_class(batch_system).submit_options
     if gres_settings.keys() == {"resources.gpus_per_node"}:
         unused -= {"--gres"}

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipectl.batch import LOCAL
+from pipectl.batch import HERE, LOCAL
 from pipectl.cli import options as opt
 from pipectl.cli.console import labels, note, say_json, short_path, show, warn
 from pipectl.cli.progress import profiling_progress
@@ -47,7 +47,7 @@ def command(
         f"rehearsing {record.ranks} ranks ({record.scheduler}): {plural(rehearsal.steps, 'step')} "
         f"in about {format_time(rehearsal.expected_s)}, times stretched by {rehearsal.stretch:g}"
     )
-    if not wait and record.scheduler != LOCAL:
+    if not wait and record.scheduler not in {HERE, LOCAL}:
         print_submission(submission, as_json=as_json)
         return
     follow_or_exit(run, as_json=as_json)
