@@ -128,8 +128,10 @@ def processes_on(lab):
     def find(node):
         daemon = psutil.Process(int((lab / f"slurmd.{node}.pid").read_text()))
         found = [process for process in psutil.process_iter() if is_there(process, node)]
-        above = {each for process in found for each in process.parents()}
-        steps = [process for process in above if "slurmstepd" in process.name()]
+        steps = set[psutil.Process]()
+        for process in found:
+            with suppress(psutil.Error):  # it has ended meanwhile
+                steps |= {each for each in process.parents() if "slurmstepd" in each.name()}
         return [*{daemon, *steps, *found}]
 
     return find

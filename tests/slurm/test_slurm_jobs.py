@@ -320,7 +320,8 @@ def test_a_frozen_node(submit_ring, wait_for, processes_on, lab):
     frozen = processes_on("node2")
     try:
         for process in frozen:
-            process.suspend()
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
         wait_for(job_id, JobState.COMPLETING)
         wait_until(lambda: SLURM.query([job_id])[job_id].nodes == "node2", 30)
         assert read_exit_code(run) == 137
