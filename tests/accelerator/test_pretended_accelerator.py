@@ -56,6 +56,7 @@ def test_its_operators_refuse_tensors_of_the_cpu() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.timeout(3600)  # of many tests, which have their own
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a real one")
 @pytest.mark.parametrize(
