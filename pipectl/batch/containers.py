@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from pipectl.spec.launch import Container
 
 AUTO = "auto"
-EDF = "container.toml"
-"""File of a run directory: the environment of CSCS's Container Engine."""
 _VARIABLES = "variables.sh"
 _TIMEOUT_S = 20.0
 _PASSED_ON = (
@@ -202,17 +200,14 @@ def _directories(request: JobRequest, container: Container) -> list[str]:
     """
     runtime = _RUNTIMES[container.runtime]
     own = [] if runtime.sees_files else [str(path) for path in request.binds]
-    further = [part for text in container.mounts for part in text.split(":")]
-    for path, ends in [(path, runtime.ends) for path in own] + [
-        (part, runtime.ends.replace(":", "")) for part in further
-    ]:
-        if found := next((letter for letter in path if letter in ends), None):
+    for path in (*own, *(part for text in container.mounts for part in text.split(":"))):
+        if found := next((letter for letter in path if letter in runtime.ends), None):
             raise InvalidInputError(
                 f"environment.container: {path} contains {found!r}, which {container.runtime} does "
                 "not take as part of a name",
                 cure="choose a directory without one",
             )
-    texts = [*(f"{path}:{path}" for path in own)]
+    texts = [f"{path}:{path}" for path in own]
     texts += [text if ":" in text else f"{text}:{text}" for text in container.mounts]
     return list(dict.fromkeys(texts))
 
@@ -223,7 +218,8 @@ def _fill(word: str, values: dict[str, str]) -> str:
 
 
 def edf_of(request: JobRequest) -> str:
-    """Return the environment definition file of a job for CSCS's Container Engine; empty without.
+    """Return the text of ``container.toml``, the environment definition file of a job for CSCS's
+    Container Engine; empty for other runtimes.
 
     It adds the directories to the user's file, or to an image. A JSON text is one of TOML, too.
     """
