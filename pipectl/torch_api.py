@@ -73,9 +73,12 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def identity_of(storage: torch.UntypedStorage) -> int:
-    """Return a number that no other storage has while this one exists."""
-    identity: int = storage._cdata
+def identity_of(value: Tensor | torch.UntypedStorage) -> int:
+    """Return a number that no other tensor, or storage, has while this one exists.
+
+    It stays if a tensor gets other memory, and changes with ``torch.utils.swap_tensors``.
+    """
+    identity: int = value._cdata
     return identity
 
 

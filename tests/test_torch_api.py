@@ -116,6 +116,12 @@ def test_tensors() -> None:
     same, other = tensor.view(1, 2), tensor.clone()
     identities = [api.identity_of(each.untyped_storage()) for each in (tensor, same, other)]
     assert identities[0] == identities[1] != identities[2]
+    first, second = torch.zeros(2), torch.zeros(2)
+    identity = api.identity_of(first)
+    first.data = torch.ones(3)
+    assert api.identity_of(first) == identity
+    torch.utils.swap_tensors(first, second)
+    assert api.identity_of(first) != identity
     assert not api.is_zero_tensor(tensor)
     assert api.is_zero_tensor(torch._efficientzerotensor(2))
     kind = type("Kind", (Tensor,), {})

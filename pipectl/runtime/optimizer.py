@@ -31,7 +31,7 @@ from pipectl.errors import CaptureError, WorkerError
 from pipectl.plan import Plan
 from pipectl.runtime.device import release_freed_memory
 from pipectl.spec import JobSpec
-from pipectl.torch_api import MUON, has_gradient_hooks, version_of
+from pipectl.torch_api import MUON, has_gradient_hooks, identity_of, version_of
 from pipectl.units import did_you_mean
 
 _TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"
@@ -361,8 +361,10 @@ def refuse_changes(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]
 
 def forms_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[object, ...]]:
     """What an optimizer may not change of parameters."""
-    items = parameters.items()
-    return {name: (p.dtype, p.shape, p.device, p.requires_grad) for name, p in items}
+    return {
+        name: (p.dtype, p.shape, p.device, p.requires_grad, identity_of(p))
+        for name, p in parameters.items()
+    }
 
 
 def refuse_other_tensors(
@@ -392,7 +394,7 @@ def refuse_other_tensors(
     if changed:
         raise CaptureError(
             f"optimizer: {kind} has replaced {own_name(changed[0])!r} by a tensor of another type, "
-            "size or device, or without a gradient",
+            "size or device, or without a gradient, or has swapped it (swap_tensors)",
             cure=cure,
         )
     memories = {storage_of(each): name for name, each in parameters.items() if each.numel()}

@@ -147,11 +147,17 @@ class Late(torch.optim.SGD):
         elif self.how == "float32":
             assert all(p.dtype == torch.float32 for p in own)
             nn.utils.clip_grad_norm_(own, 1e-3)
-        elif self.how == "replaces" and self.count == 20:
-            own[0].data = own[0].data.half()
+        elif self.how in ("replaces", "swaps") and self.count == 20:
+            self.replace(own[0])
         elif self.how == "groups" and self.count == 20:
             self.param_groups[0]["lr"] /= 2
         super().step()
+
+    def replace(self, parameter: nn.Parameter) -> None:
+        if self.how == "swaps":
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
+        else:
+            parameter.data = parameter.data.half()
 
 
 class Large(torch.optim.SGD):
@@ -434,7 +440,11 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused(
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("replaces", "replaced '0.weight' by a tensor of another type"), ("groups", "keeps 'lr' in")],
+    [
+        ("replaces", "replaced '0.weight' by a tensor of another type"),
+        ("swaps", r"or has swapped it \(swap_tensors\)"),
+        ("groups", "keeps 'lr' in"),
+    ],
 )
 def test_what_ranks_refuse_is_found_if_it_comes_late(job: Maker, how: str, words: str) -> None:
     for allowed in ("Ahead", "Around"):
