@@ -104,6 +104,8 @@ def render_script(
         "scheduler": scheduler,
         "launch": command if not request.alone else on_node(command),
         "first": on_node(first),
+        # Elsewhere, there may be no such program.
+        "container_program": "" if alone_on_node else request.container_program,
         "edf": Markup(edf_of(request)),
         "checkpointed": CHECKPOINTED,
         "tight_heap": TIGHT_HEAP,

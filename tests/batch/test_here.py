@@ -10,6 +10,7 @@ from job_requests import change, wait_until
 from pipectl.batch import Array, JobState, get_scheduler
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.runs import RunDirectory, read_exit_code
+from pipectl.spec.launch import Container
 from pipectl.spec.models import Checkpoint
 
 SHOWN = """\
@@ -100,5 +101,13 @@ def test_a_model_is_measured_on_a_node_also_from_the_shell_of_salloc(
     script = get_scheduler("here").render(request)
     on_node = "srun --nodes=1 --ntasks=1 --cpus-per-task=6 --cpu-bind=none --mpi=none"
     assert f"\nrun with_variables {on_node} measure it ||" in script
+    boxes = (Container(image="/x.sif", runtime=name) for name in ("apptainer", "pyxis"))
+    inside = [change(request, container=box) for box in boxes]
+    script, by_srun = map(get_scheduler("here").render, inside)
+    assert f"\nrun with_variables {on_node} apptainer exec /x.sif measure it ||" in script
+    assert "type apptainer" not in script, "it may be on the nodes alone"
+    assert "--container-image=/x.sif measure it ||" in by_srun
+    assert by_srun.count("srun --nodes=1") == 1
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     assert "\nrun with_variables measure it ||" in get_scheduler("here").render(request)
+    assert "type apptainer" in get_scheduler("here").render(inside[0])
