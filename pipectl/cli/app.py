@@ -59,7 +59,8 @@ COMMANDS = {
     "--set changes the number of ranks or of steps, for example.",
     "export": "Export the weights of a run for other programs.",
     "doctor": "Check that this machine can run jobs.\n\n"
-    "Checks torch, MPI (two ranks exchange messages), the batch system and the file system.",
+    "Checks torch, MPI (two ranks exchange messages), the batch system and the file system; with "
+    "--submit, what works between two ranks of a job.",
 }
 """Help texts; `pipectl --help` lists the first paragraph of each."""
 LAB = {

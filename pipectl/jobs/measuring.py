@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, TypedDict
 
-from pipectl.batch import LOCAL
+from pipectl.batch import LOCAL, JobState
+from pipectl.batch.findings import Finding
 from pipectl.batch.launchers import belongs_to_mpi
-from pipectl.errors import UsageError
-from pipectl.files import is_stream, make_directory_of
+from pipectl.errors import PipectlError, UsageError
+from pipectl.files import is_stream, make_directory_of, read_json
 from pipectl.jobs.job import (
     IN_JOB,
     PERCENT,
@@ -28,12 +30,14 @@ from pipectl.rehearsal import Rehearsal
 from pipectl.runs import PROFILING, REHEARSAL, RunDirectory, read_metrics
 
 if TYPE_CHECKING:
+    from pipectl.jobs.state import RunStatus
     from pipectl.profiler.effort import Progress
     from pipectl.spec import JobSpec
 
 LINKS_BUDGET_S = {"fast": 8.0, "normal": 30.0, "thorough": 120.0}
 """Approximate time to measure links, by effort."""
 _LINKS_WALLTIME_S = 900
+_TRIAL_WALLTIME_S = 120
 REHEARSAL_WORKER = "pipectl.runtime.rehearsal"
 _START_S = 300
 """Walltime in addition to that of the steps."""
@@ -88,6 +92,34 @@ def make_measuring_job(
         )
     task = replace(task, kind=PROFILING, steps=PERCENT, output=output.parent)
     return replace(make_job(spec, scheduler, task), keeps_code=not links)
+
+
+def make_trial_job(spec: JobSpec, scheduler: str) -> Job:
+    """Make a job of two ranks, on two nodes if the job has as many, that says what works in it."""
+    nodes = min(2, spec.resources.nodes) if scheduler != LOCAL else 1
+    gpus = ("--ranks", "2", "--gpus", str(spec.resources.gpus_per_node))
+    task = Task(
+        PROFILING,
+        suffix="-doctor",
+        program=("-m", "mpi4py", "-m", "pipectl.runtime.links.trial", "--run"),
+        arguments=gpus,
+        steps=PERCENT,
+        resources={"nodes": nodes, "tasks_per_node": 2 // nodes, "walltime": _TRIAL_WALLTIME_S},
+    )
+    return replace(make_job(spec, scheduler, task), keeps_code=False)
+
+
+def findings_of(status: RunStatus) -> list[Finding]:
+    """What a job of :func:`make_trial_job` has found, or why it has found nothing."""
+    run, job, found = status.run, status.job, list[Finding]()
+    with suppress(PipectlError, TypeError):
+        document = read_json(run.path / "trial.json", cure="")
+        found = [Finding(**each) for each in document["findings"]]
+    if job.state is not JobState.COMPLETED or not found:
+        why = job.reason if status.failure is None else status.failure.what
+        text = f"{run.name} is {job.state.value}{f': {why}' if why else ''}"
+        found.append(Finding("job", "fail", text, job.cure or f"pipectl logs {run.name}"))
+    return found
 
 
 def plan_rehearsal(

@@ -228,9 +228,9 @@ def test_a_signal_to_end_saves_and_stops_the_run_until_it_is_resumed(
 
 @pytest.fixture
 def shell_of_salloc(pipectl, monkeypatch):
-    """The variables of a shell that has two nodes for one rank each, and three minutes."""
+    """The variables of a shell that has two nodes for one rank each, and ten minutes."""
     shell = "env -0 >shell.part && mv shell.part shell; until [[ -e over ]]; do sleep 0.1; done"
-    size = ("-N2", "--ntasks-per-node=1", "-t", "3")
+    size = ("-N2", "--ntasks-per-node=1", "-t", "10")
     with subprocess.Popen(["salloc", *size, "bash", "-c", shell], stderr=subprocess.PIPE):
         wait_until(Path("shell").exists)
         for entry in Path("shell").read_text().split("\0"):
@@ -250,12 +250,22 @@ def test_a_run_in_an_allocation_is_cancelled_and_resumed_from_its_shell(
     assert "2 stages" in pipectl("plan", *job, "--scheduler=here")
     wrong = (*job, "--set=resources.nodes=3", "--scheduler=here")
     assert "this allocation (" in pipectl("submit", *wrong, code=3)
+    two = ("doctor", "--submit", "--scheduler=here", "--json")
+    found = pipectl(*two)
+    assert [(each["what"], each["level"]) for each in found] == [
+        ("mpi", "ok"), ("network", "ok"), ("shared files", "ok"),
+    ]  # fmt: skip
+    assert "node1 to node2" in found[1]["text"]
+    alone = ("--set=launch.launcher=srun", "--set=launch.mpi=none", "--set=resources.nodes=2")
+    (found,) = pipectl(*two, *job, *alone, code=1)
+    assert (found["what"], found["level"]) == ("mpi", "fail")
+    assert "each sees 1" in found["text"]
     said = pipectl("submit", *job, "--set=checkpoint.every=20", "--scheduler=here", "--json")
     run = Path(said["directory"])
     found = status_when(pipectl, run.name, itemgetter("step"))
     assert (found["scheduler"], found["state"]) == ("here", "RUNNING")
     assert len({rank["node"] for rank in found["ranks"]}) == 2
-    assert 60 < json.loads((run / "record.json").read_text())["walltime_s"] <= 180
+    assert 60 < json.loads((run / "record.json").read_text())["walltime_s"] <= 600
     pipectl("cancel", run.name)
     assert pipectl("status", run.name, "--json")["state"] == "CANCELLED"
     steps = ["squeue", "--steps", "--noheader", "--format=%i"]

@@ -29,12 +29,14 @@ from pipectl.batch.launchers import (
     local_environment,
 )
 from pipectl.cli import options as opt
-from pipectl.cli.console import labels, say_json, show
+from pipectl.cli.console import labels, note, say_json, show
+from pipectl.cli.submission import describe_job, follow
 from pipectl.errors import PipectlError, SchedulerError
+from pipectl.jobs.job import choose_scheduler, fit_to_allocation
 from pipectl.jobs.prepare import memory_of_this_machine
 from pipectl.jobs.profiles import request_of_two
 from pipectl.runs.readers import AS_ROOT, CURE_OF_ROOT
-from pipectl.spec import load
+from pipectl.spec import JobSpec, load
 from pipectl.spec.launch import Launch
 from pipectl.units import format_bytes, format_time
 from pipectl.versions import cure_of_torch, tested_torch, untested_torch
@@ -46,6 +48,15 @@ _PATIENCE_S = 60.0
 _MIN_FREE_BYTES = 1 << 30
 _MIN_SHARED_BYTES = 256 << 20
 _MAX_SKEW_S = 2.0
+_SMALLEST_JOB = """\
+version: 1
+name: two-ranks
+model: {factory: "torch.nn:Linear", kwargs: {in_features: 1, out_features: 1}}
+loss: {factory: "torch.nn:MSELoss"}
+data: {factory: "torch.utils.data:TensorDataset"}
+training: {steps: 1, batch_size: 1}
+resources: {nodes: 2, tasks_per_node: 1}
+"""
 _REACH = "pipectl.runtime.links.measure"
 _SELF_TEST = "pipectl.runtime.transport.gpu_aware"
 _TORCH = (
@@ -62,19 +73,26 @@ def command(
         None, metavar="JOB.yaml", help="Job whose launch settings are tested."
     ),
     overrides: list[str] | None = opt.OVERRIDES,
+    submit: bool = opt.flag("Start two ranks in a job of two minutes instead.", "--submit"),
+    scheduler: str | None = opt.SCHEDULER,
     directory: Path = opt.DIRECTORY,
     as_json: bool = opt.JSON,
 ) -> None:
-    launch = None
+    spec = None
     if job is None:
         opt.refuse(context, "--set", "needs a JOB.yaml")
     else:
         why = "cannot be used with a job, which has its own"
         opt.refuse(context, "--directory", why, cure="--set output.directory=DIRECTORY")
         spec = load(job, overrides or ())
-        launch, directory = spec.launch, Path(spec.output.directory)
+        directory = Path(spec.output.directory)
+    if submit:
+        found = _try_in_job(spec or _smallest_job(directory), scheduler)
+    else:
+        opt.refuse(context, "--scheduler", "needs --submit")
+        found = examine(None if spec is None else spec.launch, directory)
     findings = []
-    for finding in examine(launch, directory):
+    for finding in found:
         findings.append(finding)
         if as_json:
             continue
@@ -85,6 +103,27 @@ def command(
         say_json([finding._asdict() for finding in findings])
     if any(finding.level == "fail" for finding in findings):
         raise typer.Exit(1)
+
+
+def _smallest_job(directory: Path) -> JobSpec:
+    """A job of two nodes with the settings of the site files."""
+    with tempfile.TemporaryDirectory(prefix="pipectl-") as name:
+        file = Path(name, "doctor.yaml")
+        file.write_text(_SMALLEST_JOB)
+        runs = json.dumps(str(directory.absolute()), ensure_ascii=False)
+        return load(file, [f"output.directory={runs}"])
+
+
+def _try_in_job(spec: JobSpec, scheduler: str | None) -> Iterator[Finding]:
+    """Start two ranks in a job, and follow it to its end."""
+    from pipectl.jobs.measuring import findings_of, make_trial_job
+    from pipectl.jobs.submit import submit
+
+    name = choose_scheduler(spec, scheduler, must_answer=True)
+    spec = fit_to_allocation(spec, name)
+    (submission,) = submit([make_trial_job(spec, name)], time.time())
+    note(f"submitted: {submission.run.name} ({describe_job(submission.record)})")
+    yield from findings_of(follow(submission.run))
 
 
 def examine(launch: Launch | None, directory: Path, only: str | None = None) -> Iterator[Finding]:

@@ -53,7 +53,7 @@ OVERLAP_COST = (WARM_UP + TRIALS) * (3 * COMPUTE + 3)
 """Longest duration of an overlap experiment, as a multiple of the message's time."""
 REACH_SIZES, REACH_S = (8, 8 << 20), 0.2
 """Of the messages that test whether two ranks reach each other."""
-_LEVELS = {
+LEVELS = {
     MPI.THREAD_SINGLE: "single",
     MPI.THREAD_FUNNELED: "funneled",
     MPI.THREAD_SERIALIZED: "serialized",
@@ -319,7 +319,7 @@ def main() -> None:
         "ranks": world.size,
         "hosts": world.allgather(socket.gethostname()),
         "library": " ".join(MPI.Get_library_version().replace("\0", "").splitlines()[0].split()),
-        "threads": _LEVELS.get(MPI.Query_thread(), "unknown"),
+        "threads": LEVELS.get(MPI.Query_thread(), "unknown"),
     }
     if world.size == 2:
         (_, latency_s), (size, time_s) = ping_pong(world, REACH_S, REACH_SIZES)
