@@ -16,8 +16,6 @@ from pipectl.planner.request import sizes_of_stages
 
 MAX_LAYOUTS = 300
 """An area with fewer partitions times placements is tried in full."""
-SMALL_GRAPH, SMALL_GRAPH_FACTOR = 10, 50
-"""Graphs of at most ``SMALL_GRAPH`` blocks may have ``SMALL_GRAPH_FACTOR`` times as many."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +119,10 @@ class Areas:
         return layouts_of(self._problem, self.cuts(area.stages))
 
     def _find_every_layout(self, stages: int) -> list[Layout] | None:
-        most = MAX_LAYOUTS * (SMALL_GRAPH_FACTOR if len(self._problem.graph) <= SMALL_GRAPH else 1)
-        if self._enumeration is None or self._enumeration.count(stages) > most:
+        if self._enumeration is None or self._enumeration.count(stages) > MAX_LAYOUTS:
             return None
         places = every_placement(self._problem.cluster, stages, MAX_LAYOUTS)
-        if not places or self._enumeration.count(stages) > most // len(places):
+        if not places or self._enumeration.count(stages) > MAX_LAYOUTS // len(places):
             return None
         partitions = self._enumeration.every_partition(stages)
         ranks = list(map(one_each, places))

@@ -25,12 +25,10 @@ from pipectl.planner.request import open_orders
 
 MAX_MOVE_WORK = 2_000_000
 """Budget of border moves: the sum of operators, actions and messages over the partitions tried."""
-PATIENCE, MAX_AT_ONCE = 80, 8
-"""Turns without a better layout after which moves end; most turns that are estimated at once."""
+PATIENCE = 80
+"""Turns without a better layout after which moves end."""
 BORDER_TURNS = 2
 """Number of turns at first that move the borders of a candidate: FEW and EVERY."""
-MAX_ERROR = 0.01
-"""Error of an estimate up to which the search goes on without a better move."""
 MIN_GAIN = 1e-6
 """Least share of the step that a move of borders must save."""
 
@@ -60,7 +58,7 @@ class Improver:
         Stages that are balanced at one micro-batch size need not be at another. The search is best
         first: the layout with the least estimate is moved next, first by some fractions of the
         load, then by all moves. If no move is better, the search goes on for some turns, because
-        several moves together may be, unless the estimate is far from the simulation.
+        several moves together may be.
         """
         area = self._area_of(candidate)
         if area in self._areas.listed or candidate.choice in self._minima:
@@ -72,14 +70,12 @@ class Improver:
         queue = [(candidate.estimate_s, FEW, next(numbers), candidate)]
         reserve = self._move_work // 2
         while queue and turns < PATIENCE and self._move_work > reserve:
-            at_once = min(max(1, turns // BORDER_TURNS), MAX_AT_ONCE, len(queue))
-            starts = [heappop(queue) for _ in range(at_once)]
-            turns += at_once
-            for estimate_s, reach, _, start in starts:
-                if reach < FAR:
-                    heappush(queue, (estimate_s, reach + 1, next(numbers), start))
-            moved = (each for _, reach, _, start in starts for each in self._moves(start, reach))
-            fresh = self._affordable((each for each in moved if each not in seen), area)
+            estimate_s, reach, _, start = heappop(queue)
+            turns += 1
+            if reach < FAR:
+                heappush(queue, (estimate_s, reach + 1, next(numbers), start))
+            moved = (each for each in self._moves(start, reach) if each not in seen)
+            fresh = self._affordable(moved, area)
             for near in self._candidates(fresh, area).best_of_layouts():
                 seen.add(near.layout)
                 better = near.estimate_s < candidate.estimate_s * (1 - MIN_GAIN)
@@ -90,8 +86,6 @@ class Improver:
             if turns == BORDER_TURNS:  # no move of a border is better
                 self._minima.add(candidate.choice)
                 self._judge.judge(candidate)
-                if self._judge.least_s(candidate) > candidate.estimate_s * (1 + MAX_ERROR):
-                    break
         self._judge.judge_all(self._candidates([candidate.layout], area))  # simpler orders may tie
 
     def finish(self) -> None:

@@ -38,12 +38,11 @@ from pipectl.planner.simple import even_copies
 
 MAX_ACTIONS_OF_REPLICAS = 400_000
 """Simulated forwards and backwards of plans with replicas."""
-MIN_STEPS = 4
-"""Number of steps with replicas that are simulated however long they are."""
 MAX_SIZES = 8
 """Number of micro-batch sizes to try on very many ranks: the smallest ones."""
 PER_SIZE, DESCENTS = 5, 20
-"""Number of layouts with replicas to improve, per micro-batch size and in total."""
+"""Number of layouts with replicas to improve, per micro-batch size and in total; twice as many if
+there are twice as many orders of the ranks because nodes differ."""
 PROPOSALS = 8
 """Number of layouts with replicas to simulate, with every way to share work."""
 
@@ -62,6 +61,8 @@ class ReplicaSearch:
         self._check = cutter.check
         self._temporary_bytes = cutter.temporary_bytes
         self._cutter = ReplicaCutter(problem, space, cutter.check)
+        orders = device_orders(problem.cluster)
+        self._orders = orders if self._cutter.unit == 1 else orders[:1]
 
     def run(self) -> None:
         """Judge layouts with replicas, with ever smaller micro-batches as long as the smallest are
@@ -82,12 +83,16 @@ class ReplicaSearch:
         Returns:
             The one with the best estimate, if there is one.
         """
-        starts = self._proposals(sizes)
+        starts, ways = self._proposals(sizes), 1 + (len(self._orders) > 2)
         if self._cutter.unit == 1:
             chosen: list[Candidate] = []
             for start in starts:
                 same = [e.layout for e in chosen if e.choice.size == start.choice.size]
-                if start.layout not in same and len(same) < PER_SIZE and len(chosen) < DESCENTS:
+                if (
+                    start.layout not in same
+                    and len(same) < PER_SIZE * ways
+                    and len(chosen) < DESCENTS * ways
+                ):
                     chosen.append(start)
             seen: set[tuple[int, Layout]] = set()
             classes = [pool.ranks for pool in self._cutter.classes]
@@ -95,9 +100,8 @@ class ReplicaSearch:
                 descend(self._problem, start, classes, seen, self._check) for start in chosen
             ]
             starts = _best_first([*improved, *starts])
-        per_step = (2 * each.micro_batches * sum(each.choice.replicas) for each in starts[:1])
-        self._judge.evaluator.allow(max(MAX_ACTIONS_OF_REPLICAS, MIN_STEPS * sum(per_step)))
-        for proposal in starts[:PROPOSALS]:
+        self._judge.evaluator.allow(MAX_ACTIONS_OF_REPLICAS)
+        for proposal in starts[: PROPOSALS * ways]:
             for changed in self._shared(proposal):
                 if not self._judge.is_exhausted():
                     self._check()
@@ -108,11 +112,10 @@ class ReplicaSearch:
         """Proposals of the programme for every size, with estimates on every order of the ranks,
         and copies of even cuts."""
         problem = self._problem
-        orders = device_orders(problem.cluster.node_of_rank)[: 2 if self._cutter.unit == 1 else 1]
         layouts: dict[int, list[Layout]] = {size: [] for size in sizes}
         for size in sizes:
             cuts = self._cutter.cuts(size, self._temporary_bytes)
-            for order in orders:
+            for order in self._orders:
                 members = [
                     [*filter(set(pool.ranks).__contains__, order)] for pool in self._cutter.classes
                 ]

@@ -17,9 +17,9 @@ from pipectl.planner.explain.what_if import with_slower_links
 def problem(number):
     """On equal and unequal devices, every other one with little memory."""
     draw, little = Random(number), number % 2 == 0
-    profile = profile_of(f"any-{draw.choice([*GRAPHS])}-{number}", draw.randint(5, 8), sizes=())
+    profile = profile_of(f"any-{draw.choice([*GRAPHS])}-{number}", draw.randint(5, 7), sizes=())
     speeds = draw.choice([(1.0,), (1.0, 0.4), (0.5, 1.0, 0.8)])
-    cluster = nodes(*draw.choice([(1, 1, 1), (2, 2), (2, 1)]), speeds=speeds)
+    cluster = nodes(*draw.choice([(1, 1, 1), (1, 2), (2, 1)]), speeds=speeds)
     way = draw.choice([*Replication, None])
     request = PlanRequest("job", 16, replicas=None, replication=way, recompute=None)
     if little:
@@ -38,7 +38,17 @@ def step_of(profile, cluster, request):
         return inf
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", [0, 1, 4, 12])
+def test_the_order_of_the_nodes_changes_nothing(number) -> None:
+    profile, cluster, request = problem(number)
+    turned = replace(cluster, nodes=cluster.nodes[::-1])
+    for replicas in (None, 1):
+        asked = replace(request, replicas=replicas)
+        step_s = step_of(profile, cluster, asked)
+        assert step_of(profile, turned, asked) == pytest.approx(step_s, rel=TIE)
+
+
+@pytest.mark.parametrize("number", range(5))
 def test_less_of_anything_and_fewer_choices_make_no_plan_faster(number) -> None:
     profile, cluster, request = problem(number)
     step_s = step_of(profile, cluster, request) * (1 - TIE)

@@ -21,12 +21,7 @@ import numpy as np
 from pipectl.arrays import Integers, unique
 from pipectl.graph import TransferKind, owners_of
 from pipectl.plan import StagePeaks, Transfer
-from pipectl.planner.costs.liveness import (
-    Borders,
-    Levels,
-    levels_of,
-    peak_bytes,
-)
+from pipectl.planner.costs.liveness import Borders, Levels, levels_of, peak_bytes
 from pipectl.profile import Operator, OptimizerCost, Profile, StepMemory
 
 DEFAULT_BASELINE_BYTES = 240 * 2**20
@@ -34,8 +29,6 @@ DEFAULT_BASELINE_BYTES = 240 * 2**20
 MAX_HELD = 4_000_000
 """Largest array of what every stage of some partitions holds."""
 KINDS = (TransferKind.ACTIVATION, TransferKind.GRADIENT)
-ROUNDING_BYTES = 16.0
-"""More than sums of bytes are rounded by."""
 
 
 def baseline_bytes(profile: Profile) -> int:

@@ -46,8 +46,8 @@ CAPS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
 """Caps on the largest load, relative to the smallest possible."""
 SLACKS = (1.02, 1.1, 1.25)
 """Caps on the largest load within memory limits."""
-MAX_DOWNSETS_UNDER_LOOSE_CAP = 1000
-"""If there are more, stages far above the smallest bottleneck are skipped."""
+LOOSE_CAP = 2.0
+"""Cap if messages count as load; stages far above the smallest bottleneck are skipped."""
 MAX_FITTING = 1500
 """Downsets of a search within memory limits; if there are more, prefixes are searched."""
 EQUAL = 1e-12
@@ -145,8 +145,7 @@ class Cutter:
         tallies = mix.tallies(stages)
         cap_s = bottleneck_s * (1 + EQUAL)
         goals = [Goal(LATENCY, cap_s * cap) for cap in CAPS]
-        most_s = cap_s * (4.0 if len(self._space) <= MAX_DOWNSETS_UNDER_LOOSE_CAP else 2.0)
-        goals += [Goal(LOAD, most_s, messages=each) for each in (ADDED, OVERLAPPED)]
+        goals += [Goal(LOAD, cap_s * LOOSE_CAP, messages=each) for each in (ADDED, OVERLAPPED)]
         cuts = []
         for goal in goals:
             chains = self._run(self._space, self._table(self._space, size), mix, goal)

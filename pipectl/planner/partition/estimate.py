@@ -19,7 +19,7 @@ import numpy as np
 from pipectl.arrays import Floats, Integers, Records, unique
 from pipectl.cluster import Cluster
 from pipectl.compiled import compiled
-from pipectl.planner.costs.footprint import ROUNDING_BYTES, Sums, baseline_bytes
+from pipectl.planner.costs.footprint import Sums, baseline_bytes
 from pipectl.planner.costs.links import Links, RankGroups
 from pipectl.planner.costs.model import ModelCosts
 from pipectl.planner.costs.stage_costs import stage_times
@@ -32,6 +32,8 @@ from pipectl.profile import Profile
 
 ROUNDING = 1e-9
 """Share by which estimates are lowered, so that rounding raises none above the simulation."""
+ROUNDING_BYTES = 16.0
+"""More than sums of bytes are rounded by."""
 CHUNK = 10**7
 """Actions and messages of the recurrence between two returns to Python."""
 MAX_SUMS = 16

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Replication
-from pipectl.planner.costs.devices import Use, ranks_of_uses
+from pipectl.planner.costs.devices import Use, equal_nodes, ranks_of_uses
 from pipectl.planner.graph.blocks import BlockGraph, bits, bitset
 from pipectl.planner.graph.downsets import Partition
 
@@ -77,16 +77,21 @@ def consecutive(replicas: Sequence[int], order: Sequence[int] | None = None) -> 
     return tuple(tuple(ranks[a:b]) for a, b in pairwise([0, *accumulate(replicas)]))
 
 
-def device_orders(node_of_rank: Sequence[int]) -> list[tuple[int, ...]]:
-    """Orders of ranks: node by node, and round-robin over the nodes."""
-    by_node = tuple(range(len(node_of_rank)))
-    place: dict[int, int] = {}
+def device_orders(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Orders of ranks: node by node, and round-robin over the nodes; both also from the last node
+    on, if nodes with the same device differ."""
+    node_of, place, orders = cluster.node_of_rank, dict[int, int](), list[tuple[int, ...]]()
     turn = []
-    for node in node_of_rank:
+    for node in node_of:
         turn.append(place.get(node, 0))
         place[node] = turn[-1] + 1
-    around = tuple(sorted(by_node, key=lambda rank: (turn[rank], node_of_rank[rank])))
-    return list(dict.fromkeys([by_node, around]))
+    devices = {node.device for node in cluster.nodes}
+    ways = (1, -1) if len(set(equal_nodes(cluster))) > len(devices) else (1,)
+    for turns in ([0] * cluster.ranks, turn):
+        for way in ways:
+            keys = [(turns[rank], way * node_of[rank], rank) for rank in range(cluster.ranks)]
+            orders.append(tuple(rank for *_, rank in sorted(keys)))
+    return list(dict.fromkeys(orders))
 
 
 def ranks_with_backwards(apart: Sequence[bool], cluster: Cluster) -> Ranks:

@@ -26,8 +26,8 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers, Records, Words, record
 from pipectl.compiled import compiled
-from pipectl.planner.costs.footprint import ROUNDING_BYTES
 from pipectl.planner.graph.downsets import CutSpace
+from pipectl.planner.partition.estimate import ROUNDING_BYTES
 from pipectl.planner.partition.tables import CostTable
 
 LOAD, LATENCY, MEMORY = range(3)
