@@ -253,7 +253,7 @@ class KeptModule:
                 versions = [version_of(tensor) for tensor in tensors]
                 random = states_of(generators)
                 args, kwargs = arguments.filled(tensors[count:])
-                with mask.lifted():
+                with mask.take_off():
                     result, buffers, written = states.call_module(tensors[:count], args, kwargs)
                 written |= {i for i, t in enumerate(tensors) if version_of(t) != versions[i]}
                 draws = states_of(generators) != random
@@ -272,7 +272,7 @@ class KeptModule:
             return pytree.tree_map_only(Tensor, hollow, result)
 
         mask = Mask(self.module, call)
-        with mask.worn():
+        with mask.put_on():
             yield
 
     def combine(self, batches: Sequence[int], runs: Sequence[Sequence[Outline]]) -> None:
@@ -328,7 +328,7 @@ class KeptModule:
                     states.assign({index: value})
             return result
 
-        with Mask(self.module, call).worn():
+        with Mask(self.module, call).put_on():
             yield
 
     @contextmanager

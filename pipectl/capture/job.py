@@ -270,8 +270,7 @@ class CapturedJob:
             return error
         kinds = Opaque, FunctionCall
         if any(runs(node, graph.root, kind) for node in graph.operators for kind in kinds):
-            self.step.train()
-            return self._misfit(self.loader.example(batch, length=length))
+            return self.misfit(batch, length)
         return None
 
     def smallest(self, size: int) -> tuple[int, str]:
@@ -295,12 +294,17 @@ class CapturedJob:
             least, reason = least + 1, single.message
         return least, reason
 
-    def misfit(self, batch: int) -> CaptureError | None:
-        """Return why model and loss fail on the first ``batch`` samples; None if they do not."""
-        self.step.train()
-        return self._misfit(self.loader.example(batch))
+    def misfit(self, batch: int, length: int = 0) -> CaptureError | None:
+        """Return why model and loss fail on the first ``batch`` samples; None if they do not.
 
-    def _misfit(self, batch: tuple[Any, Any]) -> CaptureError | None:
+        Args:
+            length: of their sequences; 0 stands for the largest of the training data.
+        """
+        self.step.train()
+        return self._run(self.loader.example(batch, length=length))
+
+    def _run(self, batch: tuple[Any, Any]) -> CaptureError | None:
+        """Run the user's own model and loss once; return why they fail."""
         if any(map(is_deferred, (*self.step.parameters(), *self.step.buffers()))):
             return None  # too large to be run
         with torch.enable_grad(), preserve_state(self.step, self.step.buffers()):
@@ -419,7 +423,7 @@ class CapturedJob:
                     raise
                 # Whose fault it is: of the job, of what torch exports, or of pipectl.
                 cause = error.__cause__ or error
-                refusal = self._misfit((inputs, targets))
+                refusal = self._run((inputs, targets))
                 if refusal is None and not (place_of(cause) and not is_ours(cause)):
                     raise fault_of(cause) from error.__cause__
                 raise (refusal or error) from error.__cause__

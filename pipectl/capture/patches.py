@@ -493,15 +493,15 @@ class Mask:
         self._other: dict[str, Any] = {CALL_OF_A_MODULE: stand_in, "forward": stand_in}
 
     @contextmanager
-    def worn(self) -> Iterator[None]:
-        """Apply the mask within the context."""
+    def put_on(self) -> Iterator[None]:
+        """Redirect calls within the context."""
         self._swap()
         try:
             yield
         finally:
             self._swap()
 
-    lifted = worn  # within it, the module is itself for a while
+    take_off = put_on  # within a context of the other, the module is itself for a while
 
     def _swap(self) -> None:
         for name, value in self._other.items():

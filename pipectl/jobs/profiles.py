@@ -62,7 +62,7 @@ _NAMES = ("model name", "Model Name", "cpu model", "cpu")
 """What architectures call the name of a processor: x86, LoongArch, MIPS and POWER."""
 _NUMBERS = ("CPU implementer", "CPU part")
 _MAX_NAMED = 3
-_MEASURING_CODE = ("capture", "profiler", "runtime")
+_MEASURING_CODE = ("capture/**/*.py", "profiler/**/*.py", "runtime/**/*.py", "torch_api.py")
 _ROW_RANKS = 2
 _ROW_PATIENCE_S = 120.0
 _ROWS_BUDGET_S = {"fast": 3.0, "normal": 10.0, "thorough": 30.0}
@@ -187,7 +187,7 @@ def _remove_old_files(directory: Path) -> None:
 def _hash_of_measuring_code() -> str:
     """Hash of the code that measures: it may change without a new version."""
     package = Path(pipectl.__file__).parent
-    files = sorted(path for part in _MEASURING_CODE for path in (package / part).rglob("*.py"))
+    files = sorted(path for pattern in _MEASURING_CODE for path in package.glob(pattern))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 

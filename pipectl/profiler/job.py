@@ -198,7 +198,7 @@ class _Profiling:
                 move(tensor, device.torch_device)
         self._graph = job.training_graph(sizes[0])
         journal.match(self._graph.fingerprint)
-        parts = {_size(size): float(size) for size in sizes}
+        parts = {_part_of(size): float(size) for size in sizes}
         more = {} if self._in_pieces else {_KEPT: sizes[0] / 2, _STAGES: 2.0 * sizes[0]}
         self._work = Work(progress, {**more, **parts})
 
@@ -206,17 +206,17 @@ class _Profiling:
         """Return the profile, without what is known of the process."""
         optimizer = optimizer_cost(self._job, self._device)
         profile = self._measure_in_pieces() if self._in_pieces else self._measure_in_place()
-        kept = [f"{path} stays one operator: {why}" for path, why in self._job.kept.items()]
+        notes = [f"{path} stays one operator: {why}" for path, why in self._job.kept.items()]
         samples, batch = self._job.loader.samples, self._job.spec.training.batch_size
         if samples is not None and samples < batch:
-            kept.append(
+            notes.append(
                 f"the data have {plural(samples, 'sample')}, fewer than training.batch_size: the "
                 f"prediction is for {batch}, but steps take {samples}"
             )
         lengths = self._job.loader.lengths
         if len(lengths) > 1:
-            kept.append(f"all sequences have length {lengths[-1]}, the largest of data.buckets")
-        assumptions = (*profile.assumptions, *kept, *self._assumptions)
+            notes.append(f"all sequences have length {lengths[-1]}, the largest of data.buckets")
+        assumptions = (*profile.assumptions, *notes, *self._assumptions)
         return replace(profile, optimizer=optimizer, assumptions=assumptions)
 
     def _measure_in_pieces(self) -> Profile:
@@ -226,7 +226,7 @@ class _Profiling:
         times: dict[int, OperatorTimes] = {}
         for size in self._sizes:
             if self._is_captured(size):
-                measured = self._walk(size, _size(size), budget_s)
+                measured = self._measure_alone(size, _part_of(size), budget_s)
                 pairs = {name: (o.forward_s, o.backward_s) for name, o in measured.items()}
                 times[size] = OperatorTimes(pairs, {})
                 operators = operators or measured
@@ -235,7 +235,7 @@ class _Profiling:
     def _measure_in_place(self) -> Profile:
         """Measure in the forward and backward of the whole graph and of random stages."""
         base = self._sizes[0]
-        measured = self._walk(base, _KEPT, None)
+        measured = self._measure_alone(base, _KEPT, None)
         saved_bytes = sum(dict(pair for one in measured.values() for pair in one.saved).values())
         # Bytes that every operator touches, about: parameters, gradients and what it keeps.
         working_set = {
@@ -254,7 +254,7 @@ class _Profiling:
                 scaled = {name: amount * scale for name, amount in working_set.items()}
                 measure = partial(self._time_operators, size, scaled)
                 times[size] = self._journal.remember(str(size), OperatorTimes, measure)
-                self._work.end(_size(size))
+                self._work.end(_part_of(size))
         profile = self._assemble(measured, times)
         cache_bytes = self._cache_bytes(working_set)
         fit = self._journal.remember("stages", Fit, partial(self._fit, profile, cache_bytes))
@@ -274,11 +274,11 @@ class _Profiling:
                 raise
             left_out = f"micro-batches of {size} were not measured: {error.message}"
             self._assumptions.append(left_out)
-            self._work.end(_size(size))
+            self._work.end(_part_of(size))
             return False
         return True
 
-    def _walk(self, size: int, part: str, budget_s: float | None) -> dict[str, Operator]:
+    def _measure_alone(self, size: int, part: str, budget_s: float | None) -> dict[str, Operator]:
         """Measure every operator alone: what it keeps, and its times if there is a budget."""
         subject = Subject.of(self._job, size, self._device)
         walk = Walk(self._job, subject, self._journal, budget_s)
@@ -303,7 +303,7 @@ class _Profiling:
             loaded = loader.micro_batches(loader.batches(), size)
         subject = Subject.of(self._job, size, self._device)
         cache_bytes = self._cache_bytes(working_set)
-        rounds, advance = self._effort.operators, partial(self._work.advance, _size(size))
+        rounds, advance = self._effort.operators, partial(self._work.advance, _part_of(size))
         return time_operators(subject, working_set, cache_bytes, rounds, loaded, advance)
 
     def _fit(self, profile: Profile, cache_bytes: int | None) -> Fit:
@@ -374,5 +374,6 @@ class _Profiling:
         return replace(profile, operators=tuple(operators), loading_s=base_s)
 
 
-def _size(size: int) -> str:
+def _part_of(size: int) -> str:
+    """The name of the measurement of a micro-batch size, for the progress."""
     return f"micro-batch size {size}"
