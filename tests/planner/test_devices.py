@@ -1,7 +1,8 @@
 """Which devices stages may have, and how far a search goes through the ways to give them ranks."""
 
 import pytest
-from checked_plans import cluster_of
+from checked_plans import cluster_of, planned
+from graphs import chain
 
 from pipectl.planner.costs.devices import (
     every_placement,
@@ -32,6 +33,13 @@ def test_every_placement_of_any_number_of_stages_is_listed_unless_there_are_too_
     cluster = cluster_of(12) if stages == 12 else cluster_of(2, 2, 2)
     assert len(every_placement(cluster, stages, most=10)) == count
     assert every_placement(cluster, stages, most=count - 1) == []
+
+
+@pytest.mark.parametrize("ranks", [[2, 2, 2, 2], [1] * 7], ids=["four kinds", "seven kinds"])
+def test_replicas_are_planned_on_many_kinds_of_devices(ranks):
+    cluster = cluster_of(*ranks, speeds=[1.0 + node / 4 for node in range(len(ranks))])
+    alone_s = planned(chain(4), cluster, stages=1).predicted_step_s
+    assert planned(chain(4), cluster, replicas=None).predicted_step_s < alone_s / 3
 
 
 def test_kinds_of_devices_are_chosen_freely_unless_that_takes_too_long():

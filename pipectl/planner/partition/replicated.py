@@ -179,13 +179,13 @@ class ReplicaCutter:
             for kind in kinds
             for count in replica_counts(self._available[kind])
         ]
-        growth, mixed = 1.0, list[Use]()
-        while len(kinds) > 1:
-            counts = [[0, *growing(most, growth)] for most in self._available]
-            if prod(map(len, counts)) <= MAX_USES:
-                mixed = [use for use in product(*counts) if sum(map(bool, use)) > 1]
-                break
+        growth, counts = 1.0, [[0, *growing(most, 1.0)] for most in self._available]
+        while prod(map(len, counts)) > MAX_USES and growth < max(self._available):
             growth *= 1.25
+            counts = [[0, *growing(most, growth)] for most in self._available]
+        mixed = [use for use in product(*counts) if sum(map(bool, use)) > 1]
+        if len(mixed) > MAX_USES:  # of many classes
+            mixed = [use for use in mixed if _are_neighbours(use)]
         single = [tuple(int(other == kind) for other in kinds) for kind in kinds]
         every = {tuple(count * unit for count in use) for use in (*alone, *mixed)} | {*single}
         return sorted(every, key=lambda use: (sum(use), [-count for count in use]))
@@ -271,6 +271,12 @@ def replica_counts(most: int) -> list[int]:
     """Numbers of replicas to try, ascending, up to ``most``."""
     every = range(1, min(most, EVERY_COUNT) + 1)
     return [*every, *(each for each in growing(most, 1.125) if each > EVERY_COUNT)]
+
+
+def _are_neighbours(use: Use) -> bool:
+    """Whether no class lies between those of which devices are used, which are sorted by speed."""
+    used = [kind for kind, count in enumerate(use) if count]
+    return used[-1] - used[0] == len(used) - 1
 
 
 def growing(most: int, growth: float) -> Sequence[int]:
