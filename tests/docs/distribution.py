@@ -1,6 +1,6 @@
 """The wheel and the source distribution of this checkout, as ``make dist`` builds them."""
 
-import tarfile
+import shutil
 from pathlib import Path
 
 from hatchling.builders.sdist import SdistBuilder
@@ -12,8 +12,7 @@ from pages import CHECKOUT
 def wheel(folder: Path) -> Path:
     """Build it there, of the source distribution, which is there then, too, with man pages."""
     (archive,) = SdistBuilder(str(CHECKOUT)).build(directory=str(folder))
-    with tarfile.open(archive) as opened:
-        opened.extractall(folder, filter="data")
+    shutil.unpack_archive(archive, folder)  # Debian 12's tarfile has no filters
     (source,) = folder.glob("*/pyproject.toml")
     write_man_pages(source.parent / "build" / "man")
     (path,) = WheelBuilder(str(source.parent)).build(directory=str(folder), versions=["standard"])
