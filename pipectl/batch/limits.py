@@ -37,6 +37,7 @@ class Queue:
     Args:
         default: whether it is the default.
         open: whether it accepts and runs jobs.
+        for_user: whether this user may use it, as far as known.
         walltime_s, min_nodes, max_nodes, max_cores: limits of a job.
         kinds: its nodes.
     """
@@ -44,6 +45,7 @@ class Queue:
     name: str
     default: bool = False
     open: bool = True
+    for_user: bool = True
     walltime_s: int | None = None
     min_nodes: int = 0
     max_nodes: int | None = None
@@ -206,7 +208,8 @@ def check_limits(
         which = " and ".join(queue.name for queue in meant)
         are, they_open = ("is", "it opens") if len(meant) == 1 else ("are", "one opens")
         return f"{which} {are} closed at present: the job waits until {they_open}"
-    usable = [queue for queue in queues if queue.open and (_count(queue.kinds) or not queue.kinds)]
+    usable = [queue for queue in queues if queue.open and queue.for_user]
+    usable = [queue for queue in usable if _count(queue.kinds) or not queue.kinds]
     fitting = [queue.name for queue in usable if find_misfit(queue, demand) is None]
     fault = "; ".join(misfit.fault for misfit in misfits)
     cure = " or ".join(dict.fromkeys(misfit.cure for misfit in misfits))

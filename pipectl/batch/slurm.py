@@ -6,10 +6,12 @@ Their text formats are stable. The JSON formats are not: ``squeue --json`` chang
 
 from __future__ import annotations
 
+import grp
 import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from math import inf
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
 SQUEUE_FORMAT = "%i|%T|%j|%S|%e|%N|%k|%r"
 SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
-SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a|%s"
+SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a|%s|%r|%g"
 _SQUEUE = ("-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT)
 _TIMES: Mapping[str, str | None] = {"SLURM_TIME_FORMAT": "%s"}
 _CLUSTERS = "SLURM_CLUSTERS"
@@ -456,9 +458,9 @@ def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
     partitions: dict[str, Queue] = {}
     for line in stdout.splitlines():
         fields = line.split("|")
-        if len(fields) != 8:
+        if len(fields) not in (8, 10):
             continue
-        name, limit, nodes, cores, memory, gres, state, job_size = fields
+        name, limit, nodes, cores, memory, gres, state, job_size, *access = fields
         size = number_of(memory) * 2**20
         kind = NodeKind(
             nodes=_count(nodes),
@@ -470,6 +472,7 @@ def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
             name.removesuffix("*"),
             default=name.endswith("*"),
             open=state == "up",
+            for_user=not access or _is_for_user(*access),
             walltime_s=parse_limit(limit),
             min_nodes=_count(job_size),
             max_nodes=_count(job_size.rpartition("-")[2]) or None,
@@ -477,6 +480,15 @@ def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
         queue = partitions.get(queue.name, queue)
         partitions[queue.name] = replace(queue, kinds=(*queue.kinds, kind))
     return tuple(sorted(partitions.values(), key=lambda queue: not queue.default))
+
+
+def _is_for_user(root_only: str, groups: str) -> bool:
+    """Return whether this user may use a partition, from sinfo's ``%r`` and ``%g``."""
+    own = set()
+    for number in {os.getegid(), *os.getgroups()}:
+        with suppress(KeyError):  # a group without a name
+            own.add(grp.getgrgid(number).gr_name)
+    return root_only != "yes" and (groups == "all" or not own.isdisjoint(groups.split(",")))
 
 
 def _count(text: str) -> int:
