@@ -14,7 +14,7 @@ NOT_QUICK := $(addprefix planner/test_,saving_memory.py make_plan.py replicated_
     simulate/test_reference_simulation.py runs/test_hostile_runs.py spec/test_spec_fuzz.py report/test_page.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-equality test-lowest test-torch coverage torture check docs dist bench mutants golden clean
+.PHONY: help demo quick test test-equality test-lowest test-torch coverage test-gpu torture check docs dist bench mutants golden clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
@@ -64,6 +64,9 @@ coverage: $(INSTALLED) ## run all tests and say which share of the branches they
 	$(BIN)/python -m pytest -n auto --cov --cov-report=
 	$(BIN)/coverage report --skip-covered --fail-under=98 --omit=$(IMPURE)
 	$(BIN)/coverage report --skip-covered --fail-under=95 --include=$(IMPURE)
+
+test-gpu: ## check what only a GPU can show, in ten minutes, on a machine that has one (tests/gpu/run.sh)
+	tests/gpu/run.sh
 
 torture: $(INSTALLED) ## kill, freeze and disturb runs in every way there is, damage files
 	$(BIN)/python -m pytest -m torture

@@ -9,42 +9,26 @@ before it has waited. What it cannot show is speed, and memory that the host doe
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import cpp_extension
+from building import COMPILER, build
 
 HERE = Path(__file__).parent
 TESTS = [
     str(HERE.parent / "runtime" / name)
     for name in ("test_on_accelerators.py", "test_streams_of_accelerators.py")
 ]
-COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that makes the device known to every Python that has it on its path."""
     folder = tmp_path_factory.mktemp("site")
-    torch_folder = Path(torch.__file__).parent
-    options = ["-O0", "-shared", "-fPIC", "-std=c++20"]
-    includes = [option for path in cpp_extension.include_paths() for option in ("-isystem", path)]
-    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-    target = ["-o", str(folder / "libpretended.so")]
-    assert COMPILER is not None
-    subprocess.run(
-        [COMPILER, *options, *includes, str(HERE / "pretended.cpp"), *target, *libraries],
-        check=True,
-    )
-    shutil.copy(HERE / "pretended.py", folder)
-    info = folder / "pretended-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pretended\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\npretended = pretended:load\n")
+    build(folder)
     return folder
 
 

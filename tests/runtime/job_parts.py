@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -535,3 +535,14 @@ class Wide(Model):
         for scale in self.scales:
             x = torch.tanh(x.repeat(1, scale.numel() // x.shape[1]) * scale)
         return super().forward(x[:, :6])
+
+
+def count_waits(run: Path, _: object) -> Callable[[dict[str, Any]], object]:
+    """Write after every step how often the host has waited for the pretended accelerator."""
+
+    def write(_: dict[str, Any]) -> None:
+        waits, unpinned = torch.ops.pretended.counts()
+        with (run / "waits.txt").open("a") as file:
+            print(waits, unpinned, file=file)
+
+    return write

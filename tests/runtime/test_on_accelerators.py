@@ -6,6 +6,7 @@ does not magnify what is tiny.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from pipectl.runtime.optimizer import Updater
 from pipectl.runtime.staging import CopyStream, Staging
 
 MODELS = Path(__file__).parents[1] / "equality" / "models.py"
+PARTS = Path(__file__).with_name("job_parts.py")
 TOKENS = {"loss": f"{MODELS}:token_loss", "data": {"factory": f"{MODELS}:Tokens"}}
 IMAGES = {"loss": "torch.nn:CrossEntropyLoss", "data": {"factory": f"{MODELS}:Images"}}
 TIED, GPT = ({"model": f"{MODELS}:{name}", **TOKENS} for name in ("tied", "gpt"))
@@ -120,3 +122,28 @@ def places(optimizer: torch.optim.Optimizer) -> dict[str, torch.device]:
     """Where what an optimizer remembers of its one parameter is."""
     (state,) = optimizer.state.values()
     return {key: value.device for key, value in state.items() if isinstance(value, Tensor)}
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not hasattr(torch.ops.pretended, "counts"), reason="only the pretended counts")
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_a_rank_waits_for_its_accelerator_at_the_end_of_a_step_only(
+    make_run, train, micro_batches
+) -> None:
+    run = make_run(
+        1,
+        resources={"tasks_per_node": 1, "gpus_per_node": 1},
+        pipeline={"micro_batches": micro_batches, "stages": 1},
+        training={"steps": 5, "batch_size": 4, "clip_grad_norm": 1.0},
+        callbacks={"waits": {"factory": f"{PARTS}:count_waits"}},
+        trace={"steps": []},
+        **GPT,
+    )
+    train(run)
+    counts = [[int(word) for word in line.split()] for line in (run.path / "waits.txt").open()]
+    (waits, unpinned) = (
+        {later - before for before, later in pairwise(column)}
+        for column in zip(*counts, strict=True)
+    )
+    assert max(waits) <= 6
+    assert max(unpinned) <= 3  # norms and losses, which the step ends with
