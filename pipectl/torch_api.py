@@ -165,7 +165,7 @@ def run_engine(
 
 
 def edge_of(value: Tensor) -> GradientEdge:
-    """Return the edge at which a backward enters the graph of a value, which may then be dropped.
+    """Return an edge at which a backward enters the graph of a value, which may then be dropped.
 
     Until torch 2.8, an edge does not keep the node of a function in Python, which ends with the
     value. The node of a view is one of C, and keeps what is behind it.
@@ -174,6 +174,14 @@ def edge_of(value: Tensor) -> GradientEdge:
     if is_in_python and "ownership_token" not in GradientEdge._fields:
         with torch.enable_grad():
             value = value.view_as(value)
+    return get_gradient_edge(value)
+
+
+def edge_into(value: Tensor) -> GradientEdge:
+    """Return the edge at which the gradient of a value arrives; its graph must be kept elsewhere.
+
+    Unlike that of :func:`edge_of`, it is always the value's own, so a backward can end there.
+    """
     return get_gradient_edge(value)
 
 

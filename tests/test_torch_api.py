@@ -199,6 +199,14 @@ def test_an_edge_outlives_its_value(function) -> None:
     assert x.grad.tolist() == [6, 6]
 
 
+def test_the_gradient_of_a_function_in_python_arrives_at_its_edge() -> None:
+    value = Twice.apply(torch.ones(2, requires_grad=True))
+    root, ends = api.edge_of(5 * value), [api.edge_into(value)]
+    (gradient,) = api.run_engine([root], [torch.ones(2)], ends, keep_graph=True, accumulate=False)
+    assert gradient is not None
+    assert gradient.tolist() == [5, 5]
+
+
 def test_nodes_are_numbered_and_know_their_function() -> None:
     x = torch.ones(1, requires_grad=True)
     first = api.count_nodes()

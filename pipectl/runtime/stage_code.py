@@ -34,7 +34,14 @@ from pipectl.capture.stage import Pass, StageCode, fork_uses
 from pipectl.errors import CaptureError
 from pipectl.runtime.casts import SharedCast, SharedCasts
 from pipectl.runtime.saved_tensors import gradients_of, run_backward
-from pipectl.torch_api import HigherOrderOperator, OpOverload, edge_of, is_of_compiler, pytree
+from pipectl.torch_api import (
+    HigherOrderOperator,
+    OpOverload,
+    edge_into,
+    edge_of,
+    is_of_compiler,
+    pytree,
+)
 
 _ATEN = torch.ops.aten
 SPLIT = frozenset(
@@ -215,7 +222,7 @@ class _Split(torch.autograd.Function):
                 for value in values
             ]
             result = run(inner)
-        ctx.edges = [edge_of(value) if value.requires_grad else None for value in inner]
+        ctx.edges = [edge_into(value) if value.requires_grad else None for value in inner]
         ctx.root, ctx.weights, ctx.weight_half = edge_of(result), weights, weight_half
         return result.detach()
 
