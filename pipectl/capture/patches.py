@@ -49,12 +49,14 @@ from pipectl.torch_api import (
     disable_proxy_modes_tracing,
     free_unbacked_symbols,
     get_proxy_mode,
+    is_keeping_inputs,
     keep_unread,
     pytree,
     refused_gradients,
     rename,
     replaced_mask_check,
     replaced_region_passes,
+    states_of_lstms,
     track_tensor_tree,
     untouched_by_modes,
     without_hooks,
@@ -86,6 +88,7 @@ def patched_export(step: nn.Module, recorder: Recorder, *, unrolls: bool) -> Ite
         stack.enter_context(_marked_regions())
         stack.enter_context(_recorded_functions(recorder))
         stack.enter_context(_recorded_lines())
+        stack.enter_context(states_of_lstms())
         yield
 
 
@@ -422,6 +425,8 @@ def _recorded_functions(recorder: Recorder) -> Iterator[None]:
         if function is CheckpointFunction:  # recomputation is planned, not captured
             body, _, *given = args
             return body(*given)
+        if is_keeping_inputs(function):
+            return None
         # A Python class method in torch 2.13 and one of C from 2.14 on: both bind.
         bound = untouched.__get__(None, function)
         if get_proxy_mode() is None:
