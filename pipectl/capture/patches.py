@@ -426,7 +426,8 @@ def _recorded_functions(recorder: Recorder) -> Iterator[None]:
             body, _, *given = args
             return body(*given)
         if is_keeping_inputs(function):
-            return None
+            mark_condition(args[0])
+            return args[0]
         # A Python class method in torch 2.13 and one of C from 2.14 on: both bind.
         bound = untouched.__get__(None, function)
         if get_proxy_mode() is None:
