@@ -67,14 +67,15 @@ def _try_gpus(world: MPI.Intracomm) -> Finding:
     """Compute on an accelerator in each rank."""
     import torch
 
+    from pipectl.torch_api import current_accelerator
+
     found = 0
     try:
-        if (device := torch.accelerator.current_accelerator()) is not None:
+        if (device := current_accelerator()) is not None:
             found = torch.accelerator.device_count()
             fault = "" if torch.ones(8, device=device).sum().item() == 8 else "computes wrongly"
         else:
-            fault = f"torch {torch.__version__} is built for no accelerator"
-        fault = fault or ("" if found else "torch finds none")
+            fault = f"torch {torch.__version__} finds no accelerator"
     except RuntimeError as error:  # of a driver, say
         fault = str(error).splitlines()[0]
     for node, its in world.allgather((node_name(), fault)):
