@@ -20,7 +20,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pipectl needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "pipectl needs Python 3.10 or newer: make PYTHON=python3.10")'
 	@echo "Installing pipectl and its dependencies into .venv (once; torch is large)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,examples,test]'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cached_property
 from math import inf
 from typing import Any, ClassVar, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from pipectl.errors import DataFileError
 from pipectl.fields import Count, DataFile, Positive, read_fields
 from pipectl.link import Link, RowTimes
+from pipectl.older_python import StrEnum
 
 MAX_RANKS = 2**17
 """Maximum number of ranks; the largest machines have fewer accelerators."""

@@ -26,10 +26,11 @@ from functools import cache, partial
 from itertools import count, repeat
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, Union
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union
 
 from pipectl import files
 from pipectl.errors import DataFileError
+from pipectl.older_python import Self
 
 T = TypeVar("T")
 Convert = Callable[[Any], Any]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
 from typing import NamedTuple
+
+from pipectl.older_python import StrEnum
 
 BUCKET_BYTES = 4 * 2**20
 """Size of the buckets in which gradients are summed: small enough that the first bucket is sent

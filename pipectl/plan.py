@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from math import inf
@@ -14,6 +13,7 @@ from pipectl.cluster import MAX_RANKS, TOO_MANY_RANKS, Cluster, OffloadTarget
 from pipectl.errors import DataFileError
 from pipectl.fields import VERSION, Count, DataFile, Rule
 from pipectl.graph import TransferKind
+from pipectl.older_python import StrEnum
 from pipectl.units import format_bytes, format_flops, format_time, plural
 
 T = TypeVar("T")

@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from math import ceil
@@ -29,6 +28,7 @@ from pipectl.fields import (
 )
 from pipectl.graph import topological_order
 from pipectl.link import RowTimes
+from pipectl.older_python import StrEnum
 
 SEEDED_CURE = (
     "draw initial values by functions of torch, numpy or random, which training.seed seeds, or "

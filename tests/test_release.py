@@ -7,8 +7,8 @@ import importlib.metadata
 import platform
 import re
 import subprocess
+import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,11 @@ from pages import CHECKOUT
 import pipectl
 from pipectl import versions
 from pipectl.versions import NEWEST_TORCH, OLDEST_TORCH
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest needs it
 
 PYPROJECT: dict[str, Any] = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
 PROJECT, BUILD = PYPROJECT["project"], PYPROJECT["build-system"]

@@ -7,7 +7,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +19,7 @@ from pipectl.batch.refusals import Advice, is_refusal
 from pipectl.batch.request import JobRequest
 from pipectl.batch.script import render_script
 from pipectl.errors import SchedulerError
+from pipectl.older_python import StrEnum
 from pipectl.units import parse_duration
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import dis
 import inspect
 import linecache
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -30,6 +31,9 @@ from pipectl.capture.step import Step
 from pipectl.torch_api import ASSERT_METADATA, get_proxy_mode, get_proxy_slot
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_HAS_COLUMNS = sys.version_info >= (3, 11)
+"""Whether Python says where in a line an instruction is."""
+_TRY = (ast.Try, ast.TryStar) if _HAS_COLUMNS else (ast.Try,)
 _SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom, ast.Pass)
 _UNCAUGHT = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 """Where the code lies that catches no exception of a model for good."""
@@ -75,6 +79,8 @@ def passing_answer(frame: FrameType) -> bool | None:
         function = getattr(node, "func", None)
         if not (isinstance(function, ast.Name) and function.id == "bool"):
             return None  # all([...]) asks, say, and answers something else
+    if not (_HAS_COLUMNS or _asks_once(node)):
+        return None  # it may be one of several operands
     raises = [_leads_to_raise(path, answer) for answer in (True, False)]
     if raises[0] is raises[1] or _catches(frame, path) or is_caught(frame.f_back):
         return None
@@ -97,12 +103,22 @@ def is_caught(frame: FrameType | None) -> bool:
 @lru_cache(maxsize=1024)
 def _path(code: CodeType, offset: int) -> list[ast.AST]:
     """Return the syntax nodes around an instruction, from its function to the innermost node."""
-    position = list(code.co_positions())[offset // 2]
+    position = _position(code, offset)
     path: list[ast.AST] = [_tree(code.co_filename)]
     while (inner := _holding(path[-1], position)) is not None:
         path.append(inner)
     first = max((i for i, node in enumerate(path) if isinstance(node, _FUNCTIONS)), default=0)
     return path[first:]
+
+
+def _position(code: CodeType, offset: int) -> tuple[int | None, ...]:
+    """Return the first and last line of an instruction, and its first and last column.
+
+    Python 3.10 knows the line only; the last three are None.
+    """
+    if _HAS_COLUMNS:
+        return list(code.co_positions())[offset // 2]
+    return next(line for start, end, line in code.co_lines() if start <= offset < end), *[None] * 3
 
 
 @lru_cache(maxsize=64)
@@ -114,10 +130,14 @@ def _tree(filename: str) -> ast.Module:
 
 
 def _holding(node: ast.AST, position: tuple[Any, ...]) -> ast.AST | None:
-    """Return the child of a node that contains a position."""
+    """Return the child of a node that contains a position; without columns, the statement."""
+    line, last_line, column, last_column = position
+    if not _HAS_COLUMNS and line is not None:
+        kinds = (ast.stmt, ast.ExceptHandler, ast.match_case)
+        inner = (child for child in ast.iter_child_nodes(node) if isinstance(child, kinds))
+        return next((child for child in inner if _is_in_lines(child, line)), None)
     if None in position:
         return None
-    line, last_line, column, last_column = position
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr | ast.stmt | ast.ExceptHandler):
             start, end = (child.lineno, child.col_offset), (child.end_lineno, child.end_col_offset)
@@ -127,6 +147,26 @@ def _holding(node: ast.AST, position: tuple[Any, ...]) -> ast.AST | None:
         if holds:
             return child
     return None
+
+
+def _is_in_lines(node: ast.AST, line: int) -> bool:
+    if isinstance(node, ast.match_case):
+        return any(_is_in_lines(statement, line) for statement in node.body)
+    return isinstance(node, ast.stmt | ast.ExceptHandler) and (
+        node.lineno <= line <= (node.end_lineno or node.lineno)
+    )
+
+
+def _asks_once(statement: ast.AST) -> bool:
+    """Return whether it is an ``if`` or ``assert`` that asks for a truth value in one place."""
+    if not isinstance(statement, ast.If | ast.Assert):
+        return False
+    nodes = ast.walk(statement if isinstance(statement, ast.Assert) else statement.test)
+    return not any(
+        isinstance(node, ast.BoolOp | ast.IfExp | ast.Lambda | ast.comprehension)
+        or (isinstance(node, ast.Compare) and len(node.ops) > 1)
+        for node in nodes
+    )
 
 
 def _leads_to_raise(path: Sequence[ast.AST], answer: bool) -> bool:
@@ -179,9 +219,12 @@ def _raises(statements: Iterable[ast.stmt]) -> bool:
 def _catches(frame: FrameType, path: Sequence[ast.AST]) -> bool:
     """Return whether a frame may continue after an exception at the end of a path."""
     if len(path) == 1:  # its source is not known
-        return bool(frame.f_code.co_exceptiontable)
+        if _HAS_COLUMNS:
+            return bool(frame.f_code.co_exceptiontable)
+        blocks = {"SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"}
+        return any(each.opname in blocks for each in dis.get_instructions(frame.f_code))
     for outer, inner in pairwise(path):
-        if isinstance(outer, ast.Try | ast.TryStar) and inner in outer.body:
+        if isinstance(outer, _TRY) and inner in outer.body:
             leaves = any(isinstance(n, ast.Return) for s in outer.finalbody for n in ast.walk(s))
             catches = leaves or not all(_raises(handler.body) for handler in outer.handlers)
         elif isinstance(outer, ast.With | ast.AsyncWith) and inner in outer.body:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import typer
 
 from pipectl.cli.console import errors, note, say, say_json, warn
+from pipectl.older_python import Unpack
 from pipectl.runs import PROFILING, Record, RunDirectory, name_in_shell
 
 if TYPE_CHECKING:

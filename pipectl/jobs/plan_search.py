@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import inf
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from pipectl.cluster import Cluster
 from pipectl.compiled import compiling_s
 from pipectl.errors import InfeasibleError, PipectlError
 from pipectl.jobs.planning import PlanInputs, advise_other_micro_batches
+from pipectl.older_python import NotRequired
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
 from pipectl.planner.evaluator import plan_of_stages

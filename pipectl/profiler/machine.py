@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.profiler import profile, record_function
 
+from pipectl.older_python import Self
 from pipectl.runtime.device import CpuDevice, Device, choose_device
 from pipectl.torch_api import allocated_bytes, peak_bytes, reset_peak
 

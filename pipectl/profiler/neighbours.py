@@ -12,12 +12,12 @@ import os
 import time
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
-from typing import Self
 
 import psutil
 
 from pipectl.batch import LOCAL, allocation
 from pipectl.capture import CapturedJob
+from pipectl.older_python import Self
 from pipectl.profiler.bench import Bench, Subject, single_stage
 from pipectl.profiler.processes import print_nothing, start_processes
 from pipectl.runtime.device import CpuDevice, settle_process

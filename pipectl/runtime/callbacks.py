@@ -11,12 +11,13 @@ import json
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pipectl.capture import factories
 from pipectl.errors import CaptureError
 from pipectl.faults import user_line
 from pipectl.fields import leaves
+from pipectl.older_python import Self
 from pipectl.runs import RunDirectory
 from pipectl.spec import JobSpec
 from pipectl.spec.models import Factory

@@ -34,6 +34,7 @@ def _to_numbers(value: Any) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
+_BLOCK_BYTES = 1 << 20
 _INSIDE = Rule(_is_inside, "in the checkpoint")
 
 
@@ -146,4 +147,7 @@ class Manifest(DataFile):
 def checksum(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
     with os.fdopen(open_regular(path), "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while block := stream.read(_BLOCK_BYTES):
+            digest.update(block)
+        return digest.hexdigest()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
+from pipectl.older_python import StrEnum
 from pipectl.plan import Plan, Stage
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.schedule.order import Placement, Schedule

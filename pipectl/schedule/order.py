@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
+from pipectl.older_python import StrEnum
 from pipectl.schedule.actions import Integers, Kind
 
 Turns = Callable[[int, Integers], Integers]

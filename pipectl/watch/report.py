@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
 from pipectl.errors import UsageError
 from pipectl.fields import VERSION, read_value
 from pipectl.files import open_regular, write_text
+from pipectl.older_python import StrEnum
 from pipectl.watch.board import Activity
 
 State = StrEnum("State", ["LIVES", "STOPPED", "FAILS", "FAILED", "DIED", "LEFT"])

@@ -13,7 +13,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "pipectl"
 
 LAYERS = (
-    "arrays compiled faults units fields files libraries errors versions directives hash_seed",
+    "arrays compiled faults units fields files libraries errors versions directives hash_seed "
+    "older_python",
     "profile plan graph cluster link timeline rehearsal",
     "spec planner simulate schedule",
     "batch report runs watch",
