@@ -21,6 +21,8 @@ from pipectl.errors import CaptureError, FaultError
 
 MODULES = yaml.safe_load(Path(__file__).with_name("modules.yaml").read_text())
 BREAKING = {kind: code for row in MODULES["breaking"] for kind, code in row["modules"].items()}
+BRANCHING, CHECKING = MODULES["branching"], MODULES["checking"]
+(CHECKING if sys.version_info >= (3, 11) else BRANCHING).update(MODULES["checking_in_parts"])
 UNPATCHED = vars(torch.autograd.Function)["apply"], Tensor.register_hook
 
 
@@ -235,12 +237,12 @@ def test_what_only_pipectl_can_have_broken_is_called_its_fault(
 # A submodule that no export takes becomes one operator, which runs as it is
 
 
-@pytest.mark.parametrize("kind", [*BREAKING, *MODULES["branching"]])
+@pytest.mark.parametrize("kind", [*BREAKING, *BRANCHING])
 def test_a_layer_that_breaks_or_branches_becomes_one_operator(
     make_job, write_modules, place_of, kind: str
 ) -> None:
     """A branch that goes on either way is no check of values."""
-    code = {**BREAKING, **MODULES["branching"]}[kind]
+    code = {**BREAKING, **BRANCHING}[kind]
     path = write_modules({kind: code})
     job = make_job(f"{path}:layers")
     graph = job.training_graph(4)
@@ -251,7 +253,7 @@ def test_a_layer_that_breaks_or_branches_becomes_one_operator(
 
 
 def test_checks_of_values_are_left_out(make_job, write_modules) -> None:
-    path = write_modules({"Checked": "\n".join(MODULES["checking"].values())})
+    path = write_modules({"Checked": "\n".join(CHECKING.values())})
     targets = [str(node.target) for node in make_job(f"{path}:layers").training_graph(4).operators]
     kinds = [name.split(".")[1] for name in targets if "max" not in name and "item" not in name]
     assert kinds == ["linear", "linear", "linear", "cross_entropy_loss"]
