@@ -360,7 +360,11 @@ def place_of_node(node: fx.Node) -> str:
 def place_in(text: str) -> str:
     """Return the same for a traceback that torch printed into ``text``."""
     printed = re.findall(r'File "([^"]+)", line (\d+)', text)
-    user_frames = [(name, int(line)) for name, line in printed if is_user_code(name)]
+    user_frames = [
+        (name, int(line))
+        for name, line in printed
+        if is_user_code(name) and not name.startswith("torch/")  # torch names some of its own so
+    ]
     return place_at(*user_frames[-1]) if user_frames else ""
 
 
