@@ -157,7 +157,7 @@ def rows() -> None:
     from pipectl.timeline import Timeline
 
     run = status()
-    timeline = Timeline.load(RunDirectory(OUT / "jobs" / run["path"]).measured_of(10))
+    timeline = Timeline.load(RunDirectory(Path(run["directory"])).measured_of(10))
     worked_s = sum(event.end_s - event.start_s for event in timeline.of_rank(0))
     tell(
         step_time_s=run["step_time_s"],
