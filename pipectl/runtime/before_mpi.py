@@ -17,6 +17,7 @@ import torch
 
 from pipectl.errors import PipectlError
 from pipectl.runs import RunDirectory
+from pipectl.runtime.device import accelerator_of
 from pipectl.spec import load
 
 LOCAL_RANKS = (
@@ -54,7 +55,7 @@ def prepare(arguments: list[str]) -> None:
             os.environ.update({**_FORKS, **os.environ})
         rank, count = local_rank(os.environ), spec.resources.gpus_per_node
         if rank is not None and count and torch.accelerator.is_available():
-            torch.accelerator.set_device_index(rank % min(count, torch.accelerator.device_count()))
+            torch.accelerator.set_device_index(accelerator_of(count, rank))
 
 
 prepare(sys.argv)

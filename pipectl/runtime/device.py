@@ -168,8 +168,13 @@ def choose_device(accelerators_per_node: int, local_rank: int, *, in_place: bool
             cure="measure in a job on such a node: pipectl profile JOB.yaml --submit\n"
             "to use the processors: --set resources.gpus_per_node=0",
         )
-    count = min(accelerators_per_node, torch.accelerator.device_count())
-    return AcceleratorDevice(local_rank % count, in_place=in_place)
+    index = accelerator_of(accelerators_per_node, local_rank)
+    return AcceleratorDevice(index, in_place=in_place)
+
+
+def accelerator_of(accelerators_per_node: int, local_rank: int) -> int:
+    """The index of a rank's accelerator on its node; ranks share accelerators round-robin."""
+    return local_rank % min(accelerators_per_node, torch.accelerator.device_count())
 
 
 def move(tensor: Tensor, device: torch.device) -> None:
