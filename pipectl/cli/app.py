@@ -75,36 +75,6 @@ LAB = {
 }
 _PACKAGES = {"pipectl": "commands", "lab": "lab"}
 
-_SIZES = {
-    "--batch-size": "--set training.batch_size=N",
-    "--micro-batches": "--set pipeline.micro_batches=N",
-}
-_OLD_COMMANDS = {
-    "schema": "check --schema",
-    "simulate": "lab simulate",
-    "trace": "report",
-    "verify": "lab verify",
-}
-_OLD_OPTIONS = {
-    "plan": {
-        **_SIZES,
-        "--memory-limit": "--set pipeline.memory_limit=SIZE",
-        "--objective": "pipectl lab plan --objective",
-        "--allow": "pipectl lab plan --allow",
-        "--budget": "pipectl lab plan --budget",
-        "--bandwidth": "pipectl lab plan --bandwidth",
-        "--communication-scale": "pipectl lab plan --communication-scale",
-    },
-    "lab plan": _SIZES,
-    "profile": {
-        "--fast": "--effort fast",
-        "--thorough": "--effort thorough",
-        "--here": "--scheduler local",
-        "--device-kind": "-o FILE",
-    },
-    "submit": {"--rehearse": "pipectl lab rehearse JOB.yaml"},
-}
-"""Options of earlier versions and their replacements, by command."""
 DEBUG_VARIABLE = "PIPECTL_DEBUG"
 INTERRUPTED = 130
 UNREAD = 141
@@ -149,14 +119,7 @@ class Commands(TyperGroup):
     """Commands whose modules are imported when they run."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that the arguments name.
-
-        Raises:
-            UsageError: the command has a new name.
-        """
-        old = args[0] if args else ""
-        if old in _OLD_COMMANDS and old not in self.commands:
-            raise UsageError(f"`pipectl {old}` is `pipectl {_OLD_COMMANDS[old]}` now")
+        """Find the command that the arguments name, and import it."""
         name, command, rest = super().resolve_command(ctx, args)
         if isinstance(command, TyperCommand):
             module = import_module(f"pipectl.cli.{_PACKAGES[str(self.name)]}.{name}")
@@ -243,23 +206,20 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        return print_error(_old_option(error) or error)
+        return print_error(_misplaced_option(error) or error)
     return result if isinstance(result, int) else 0
 
 
-def _old_option(error: BaseException) -> UsageError | None:
-    """The error for an option of an earlier version, or before its command; else None."""
+def _misplaced_option(error: BaseException) -> UsageError | None:
+    """The error for an option of a command that is written before its name; else None."""
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    if option is None or context is None:
+    if option is None or context is None or not isinstance(context.command, TyperGroup):
         return None
     path = str(context.command_path)
-    if isinstance(context.command, TyperGroup):
-        return UsageError(
-            f"{path} {option}: options of a command come after its name",
-            cure=f"write: {path} COMMAND {option}; see: {path} --help",
-        )
-    instead = _OLD_OPTIONS.get(path.partition(" ")[2], {}).get(option)
-    return UsageError(f"{path} {option}: use `{instead}` instead") if instead else None
+    return UsageError(
+        f"{path} {option}: options of a command come after its name",
+        cure=f"write: {path} COMMAND {option}; see: {path} --help",
+    )
 
 
 def print_error(error: BaseException) -> int:

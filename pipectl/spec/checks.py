@@ -1,4 +1,4 @@
-"""Checks across fields, each as soon as the sections it needs are valid; and former keys."""
+"""Checks across fields, each as soon as the sections it needs are valid; and foreign keys."""
 
 from __future__ import annotations
 
@@ -47,33 +47,14 @@ _SBATCH = (
     "qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude", "exclusive",
     "mail_type", "mail_user",
 )  # fmt: skip
-_FORMER_KEYS = {
-    "training.check_replicas": (
-        "remove it: replicas are compared every 100 steps and before every checkpoint"
+_FOREIGN_KEYS = {
+    **dict.fromkeys(
+        ("training.epochs", "training.num_epochs", "training.max_epochs"),
+        "give training.steps: epochs times samples, divided by training.batch_size",
     ),
-    "pipeline.offload_directory": "write environment.variables: {TMPDIR: ...}",
-    "resources.more": "a job has nodes of one kind; ask for what the largest stage needs",
-    "launch.progress_core": "write launch.progress: core",
-    "launch.check_messages": "write environment.variables: {PIPECTL_CHECK_MESSAGES: 1}",
-    "checkpoint.on_signal": "remove it",
     **{f"slurm.{x}": f"write slurm.options: {{{x.replace('_', '-')}: ...}}" for x in _SBATCH},
-    "slurm.omit": "write slurm.options: {time: false}, say, for one that is not to be written",
-    "slurm.directives": "write slurm.options: {gres: gpu:1}, say, for --gres=gpu:1",
-    "pbs.project": "write pbs.options: {P: ...}",
-    "pbs.place": "write pbs.options: {l: [place=...]}",
-    "pbs.select_extra": "write pbs.select: ...",
-    "pbs.mail": "write pbs.options: {m: ...}",
-    "pbs.mail_user": "write pbs.options: {M: ...}",
-    "pbs.directives": "write pbs.options: {p: 5}, say, for -p 5",
 }
-"""Keys of earlier versions, and their replacements."""
-_FOREIGN_KEYS = dict.fromkeys(
-    ("training.epochs", "training.num_epochs", "training.max_epochs"),
-    "give training.steps: epochs times samples, divided by training.batch_size",
-)
-"""Keys of other programs, and what to write."""
-_FORMER_DEFAULTS = {"training.check_replicas": (100,), "checkpoint.on_signal": ("USR1", "USR2")}
-"""Values of former keys that equal the behaviour without the key."""
+"""Keys that users of other programs write, and what to write."""
 MAX_POINTS = 1000
 """Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
 _SHARED = (
@@ -101,29 +82,10 @@ _PLACEHOLDER = "/path/to/"
 """Prefix of paths in recipes that users have to replace."""
 
 
-def fault_of_former_key(path: Sequence[str | int]) -> str:
-    """The message for a key of earlier versions or of other programs; empty for any other key."""
-    key = ".".join(map(str, path))
-    if key in _FOREIGN_KEYS:
-        return f"unknown key; {_FOREIGN_KEYS[key]}"
-    advice = _FORMER_KEYS.get(key)
-    return f"is no longer a key; {advice}" if advice else ""
-
-
-def drop_former_keys(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections of a spec without former keys that are empty or have their defaults.
-
-    The job files of old runs hold such keys.
-    """
-    kept = dict(data)
-    for path in _FORMER_KEYS:
-        name, _, key = path.partition(".")
-        section = kept.get(name)
-        if isinstance(section, dict) and key in section:
-            value = resolve(section[key])
-            if not value or value in _FORMER_DEFAULTS.get(path, ()):
-                kept[name] = {other: item for other, item in section.items() if other != key}
-    return kept
+def fault_of_foreign_key(path: Sequence[str | int]) -> str:
+    """The message for a key of other programs; empty for any other key."""
+    advice = _FOREIGN_KEYS.get(".".join(map(str, path)))
+    return f"unknown key; {advice}" if advice else ""
 
 
 def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
@@ -570,7 +532,7 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
             "cannot differ between the runs of a sweep, which are one job array; instead, "
             f"submit several times with --set {escape(key)}=..."
         )
-    if fault := fault_of_former_key(key.split(".")):
+    if fault := fault_of_foreign_key(key.split(".")):
         return fault
     around = next(
         (other for other in together if other != key and models.is_within(key, other)), None

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem, SpecError, UsageError
 from pipectl.files import RUNS_VARIABLE, escape_path, expand_path
-from pipectl.spec.checks import check_code, cross_check, drop_former_keys
+from pipectl.spec.checks import check_code, cross_check
 from pipectl.spec.document import (
     MAX_DEPTH,
     KeyPath,
@@ -312,7 +312,7 @@ def _validate(
     root: Node, source: Path, *, check_files: bool, check_names: bool = False
 ) -> tuple[JobSpec | None, list[Problem]]:
     """The spec, and its faults; the spec is None if it has any."""
-    data, unknown = expand_paths(drop_former_keys(root.data))
+    data, unknown = expand_paths(root.data)
     if data.get("name") is None:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"

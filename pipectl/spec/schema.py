@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem
 from pipectl.spec import launch, models
-from pipectl.spec.checks import fault_of_former_key
+from pipectl.spec.checks import fault_of_foreign_key
 from pipectl.spec.document import (
     KeyPath,
     Node,
@@ -215,7 +215,7 @@ def _explain_unknown_key(root: Node, path: KeyPath) -> str:
     That it is a key elsewhere, whose type its value has, says more than that it is similar.
     """
     key = str(path[-1])[:100]
-    if fault := fault_of_former_key(path):
+    if fault := fault_of_foreign_key(path):
         return fault
     names, node = properties(schema_at(path[:-1])), root.nodes(path)[-1]
     is_factory = "kwargs" in names

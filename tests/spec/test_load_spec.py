@@ -119,7 +119,6 @@ def test_which_steps_are_recorded(read, minimal):
 
 
 def test_what_says_nothing_has_its_default(read, by_schema, minimal):
-    """Also keys of earlier versions, as in the job files of runs that these have submitted."""
     spec = read(minimal)
     assert read(b"\xef\xbb\xbf" + minimal.encode()) == spec, "a byte order mark"
     nothing = (
@@ -128,13 +127,6 @@ def test_what_says_nothing_has_its_default(read, by_schema, minimal):
     )
     assert read(minimal + nothing) == spec
     assert by_schema(minimal + nothing)
-    former = (
-        "slurm: {qos: null, exclusive: false, omit: [], directives: []}\nresources: {more: []}\n"
-        "checkpoint: {on_signal: USR1}\npipeline: {offload_directory: }\n"
-        "launch: {progress_core: false, check_messages: false}\n"
-    )
-    text = minimal.replace("steps: 10", "steps: 10, check_replicas: 100")
-    assert read(text + former) == spec
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ WRONG_SPECS = Path(__file__).with_name("wrong_specs.txt")
 or without it; ``--set``: as an override; ``--site``: in a site file), and the problems, after
 ``=>``."""
 BY_SCHEMA = re.compile(
-    "unknown key|no longer a key|: missing|names no"
+    "unknown key|: missing|names no"
     "|: must be (a mapping|a list|text|auto|true|a whole number of at least)"
 )
 """What a schema can tell, but within the grid and the points of a sweep."""
