@@ -48,13 +48,6 @@ def parse_number(text: str) -> float:
         raise ValueError(f"{text!r} is not a number") from None
 
 
-def parse_whole_number(text: str) -> int:
-    """Parse a whole number, or raise a ValueError."""
-    if not text.strip().isdecimal():
-        raise ValueError(f"{text!r} is not a whole number")
-    return int(text)
-
-
 def flag(text: str, *names: str, default: Any = False) -> Any:
     """An option without a value, or with one of several words; ``text`` is its help."""
     return typer.Option(default, *names, help=text)

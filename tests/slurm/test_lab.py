@@ -67,7 +67,7 @@ def test_commands_of_the_readme_run(lab, free_ports, tmp_path, warm_python, monk
     monkeypatch.setenv("PIPECTL_LAB_PORT", str(free_ports))
     directory_of_a_reader(tmp_path, warm_python)
     (tmp_path / "slurm").symlink_to(CHECKOUT / "slurm")
-    bash("pipectl init . --yes --scheduler local", tmp_path)
+    bash("pipectl init . --scheduler local", tmp_path)
     shortened(tmp_path / "job.yaml", tmp_path / "job.yaml", launch={"scheduler": "slurm"})
     try:
         bash(script(README, "lab"), tmp_path, "/usr/sbin", "/usr/bin", "/bin")

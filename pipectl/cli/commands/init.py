@@ -6,8 +6,7 @@ import ast
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from pipectl.batch import (
     get_scheduler,
     scheduler_class,
 )
-from pipectl.batch.limits import Demand, find_misfit
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say
 from pipectl.errors import SchedulerError, SpecError, UsageError
@@ -37,7 +35,8 @@ from pipectl.versions import installed_version
 
 LOSS = "torch.nn:CrossEntropyLoss"
 LOSS_OF_MODEL = "model"
-STARTER = "starter"
+_STARTER, _JOB = "starter", "job"
+"""Names of the example, and of a job whose model is in a file of another kind of name."""
 _REFERENCE = "FILE:NAME"
 _SCHEMA = "job.schema.json"
 _RANKS = 2
@@ -53,36 +52,11 @@ _HELD_OUT = (
     r"(eval|evaluation|dev|test)_(data|set|dataset)",
 )
 """Names of functions that return evaluation data, as far as `init` knows them, the best first."""
-_KEYS_OF_OPTIONS = {
-    "--model": "model",
-    "--data": "data",
-    "--loss": "loss",
-    "--name": "name",
-    "--scheduler": "launch.scheduler",
-    "--partition": "slurm.partition (or pbs.queue)",
-    "--queue": "pbs.queue (or slurm.partition)",
-    "--account": "slurm.account (or pbs.account)",
-    "--nodes": "resources.nodes",
-    "--tasks-per-node": "resources.tasks_per_node",
-    "--cpus-per-task": "resources.cpus_per_task",
-    "--gpus-per-node": "resources.gpus_per_node",
-    "--memory": "resources.memory_per_node",
-    "--walltime": "resources.walltime",
+_NOT_OF_RECIPES = {
+    "--model --data --loss": "edit the job file that the recipe becomes",
+    "--scheduler": "submit the job with --scheduler",
+    "--partition": "submit the job with --partition",
 }
-"""Keys of the job that say what the options say."""
-_QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = {
-    "nodes": ("Nodes", opt.reader(opt.parse_whole_number), str),
-    "tasks_per_node": ("Ranks on each node", opt.reader(opt.parse_whole_number), str),
-    "cpus_per_task": ("Cores of each rank", opt.reader(opt.parse_whole_number), str),
-    "gpus_per_node": ("GPUs of each node", opt.reader(opt.parse_whole_number, zero=True), str),
-    "memory_per_node": (
-        "Memory of each node",
-        lambda text: None if text == "default" else opt.read_memory(text),
-        lambda size: "default" if size is None else f"{size >> 20}MiB",
-    ),
-    "walltime": ("Walltime", opt.read_walltime, format_clock),
-}
-"""Question, parser of the answer, and format of a value, by key of the resources."""
 
 
 def command(
@@ -94,7 +68,6 @@ def command(
         _REFERENCE, "Your loss; `model` if the model itself returns it.", default=LOSS
     ),
     recipe: str | None = opt.value("NAME", "Recipe to copy; `list` shows all."),
-    name: str = opt.value("NAME", "Name of the job.", default=STARTER),
     scheduler: str | None = opt.value(
         "NAME",
         "Batch system; by default the installed one.",
@@ -103,32 +76,13 @@ def command(
     partition: str | None = opt.value(
         "NAME", "Slurm partition or PBS queue.", "--partition", "--queue"
     ),
-    account: str | None = opt.value("NAME", "Account to charge."),
-    nodes: int | None = opt.count("Number of nodes."),
-    tasks_per_node: int | None = opt.count("Ranks on each node."),
-    cpus_per_task: int | None = opt.count("Cores of each rank."),
-    gpus_per_node: int | None = opt.count("Accelerators of each node.", min=0),
-    memory: int | None = opt.value("SIZE", "Memory of each node: 16GiB.", parser=opt.read_memory),
-    walltime: int | None = opt.value(
-        "TIME", "Time limit: 1h30m; a number alone is minutes.", parser=opt.read_walltime
-    ),
-    yes: bool = opt.flag("Do not ask; accept all proposals.", "--yes", "-y"),
     force: bool = opt.flag("Replace files that exist.", "--force"),
 ) -> None:
     if recipe is not None:
-        for option, key in _KEYS_OF_OPTIONS.items():
-            opt.refuse(
-                context,
-                option,
-                "has no effect with --recipe",
-                cure=f"write the recipe without it, then set {key} in its job file",
-            )
+        for option, cure in _NOT_OF_RECIPES.items():
+            opt.refuse(context, option, "has no effect with --recipe", cure=cure)
         _copy_recipe(recipe, directory, force=force)
         return
-    if not is_name(name):
-        raise UsageError(
-            f"--name: {name!r} cannot name a job", cure="use letters, digits, '.', '_' and '-'"
-        )
     if model is None:
         opt.refuse(context, "--data --loss", "needs --model")
     code = None if model is None else _read_code(model, loss, data, directory)
@@ -140,8 +94,7 @@ def command(
     queue_key = scheduler_class(batch_system).queue_key
     if not queue_key:
         why, cure = f"is not used with {batch_system}", "add --scheduler slurm or --scheduler pbs"
-        opt.refuse(context, "--partition --account", why, cure=cure)
-    ask = is_terminal() and not yes and batch_system != LOCAL
+        opt.refuse(context, "--partition", why, cure=cure)
     queues: Sequence[Queue] = ()
     reachable = True
     try:
@@ -152,25 +105,18 @@ def command(
             f"the limits of queues are unknown: {error.message.splitlines()[0]}\n"
             "for a job on this machine, add --scheduler local"
         )
-    queue = _choose_queue(queues, partition, ask=ask)
-    options = {
-        "nodes": nodes, "tasks_per_node": tasks_per_node, "cpus_per_task": cpus_per_task,
-        "gpus_per_node": gpus_per_node, "memory_per_node": memory, "walltime": walltime,
-    }  # fmt: skip
-    values = {key: value for key, value in options.items() if value is not None}
-    resources = _choose_resources(queue, values, ask=ask)
+    queue = _choose_queue(queues, partition)
+    resources = _propose_resources(queue)
     node_bytes = memory_of_this_machine() if batch_system == LOCAL else queue.memory_bytes
     share = resources.memory_per_rank(node_bytes)
-    site = {queue_key: queue.name, "account": account} if queue_key else {}
     text = _render_job(
-        name=name,
+        name=_name_of_job(model),
         code=code,
         resources=resources,
         scheduler=batch_system,
         named=batch_system != installed,
         queue=queue,
-        account=account,
-        site={key: value for key, value in site.items() if value},
+        site={queue_key: queue.name} if queue_key and queue.name else {},
         memory_limit=share and int(share * _OF_SHARE),
     )
     starter = {} if code is not None else {example: _starter_file("model.py.txt")}
@@ -189,9 +135,13 @@ def _say_next(job: Path, command: str) -> None:
     say(f"next: {command}")
 
 
-def is_terminal() -> bool:
-    """Whether standard input and output are a terminal."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
+def _name_of_job(model: str | None) -> str:
+    """The name of the module or the file that defines the model."""
+    if model is None:
+        return _STARTER
+    path, _, _ = model.rpartition(":")
+    name = Path(path).stem if path.endswith(".py") else path.rpartition(".")[2]
+    return name if is_name(name) else _JOB
 
 
 def _write_files(contents: Mapping[Path, str | dict[str, Any]]) -> None:
@@ -283,15 +233,12 @@ def _seen_from(directory: Path, text: str) -> str:
     return f"{path if reference.file else f'{path}/{reference.module}'}:{reference.attribute}"
 
 
-def _choose_queue(queues: Sequence[Queue], name: str | None, *, ask: bool) -> Queue:
+def _choose_queue(queues: Sequence[Queue], name: str | None) -> Queue:
     """The partition or queue with the name, else the default one if it is open, else the first open
     one; without a name if no queue is known."""
     by_name = {queue.name: queue for queue in queues}
     ready = [queue for queue in queues if queue.open]
     queue = next((queue for queue in ready if queue.default), ready[0] if ready else Queue(""))
-    if name is None and ask and len(queues) > 1:
-        default = queue.name or queues[0].name
-        name = typer.prompt(f"Partition or queue ({', '.join(by_name)})", default=default)
     if name is None:
         return queue
     if queues and name not in by_name:
@@ -302,24 +249,17 @@ def _choose_queue(queues: Sequence[Queue], name: str | None, *, ask: bool) -> Qu
     return by_name.get(name, Queue(name))
 
 
-def _choose_resources(queue: Queue, values: dict[str, Any], *, ask: bool) -> Resources:
-    """Resources from options, answers and proposals, within the limits of the queue.
-
-    Two ranks with one core each are proposed, with an accelerator if the nodes have some that the
-    installed torch can use.
-
-    Args:
-        values: values of options, by key of the resources.
-    """
-    tasks = values.get("tasks_per_node")
+def _propose_resources(queue: Queue) -> Resources:
+    """Resources within the limits of the queue: two ranks with one core each, with an accelerator
+    if the nodes have some that the installed torch can use."""
     torch = installed_version("torch") or ""
     gpus = 0 if torch.endswith("+cpu") else queue.gpus
-    if gpus < queue.gpus and "gpus_per_node" not in values:
+    if gpus < queue.gpus:
         note(
             f"nodes of {queue.name} have GPUs, but torch {torch} computes on CPUs only: to use "
-            "them, install a build of PyTorch for GPUs, or say --gpus-per-node N"
+            "them, install a build of PyTorch for GPUs, or set resources.gpus_per_node"
         )
-    tasks = tasks or min(_RANKS, queue.cores or _RANKS, gpus or _RANKS)
+    tasks = min(_RANKS, queue.cores or _RANKS, gpus or _RANKS)
     proposal: dict[str, Any] = {
         "nodes": max(min(-(-_RANKS // tasks), queue.nodes or 1), queue.min_nodes),
         "tasks_per_node": tasks,
@@ -330,24 +270,7 @@ def _choose_resources(queue: Queue, values: dict[str, Any], *, ask: bool) -> Res
         usable = int(queue.memory_bytes * _OF_NODE)
         of_cores = usable * tasks // queue.cores if queue.cores else 0
         proposal["memory_per_node"] = min(max(tasks * _RANK_BYTES, of_cores), usable)
-    resources = Resources().model_copy(update={**proposal, **values})
-    if ask:
-        if queue.name:
-            note(_describe_queue(queue))
-        answers = {}
-        for key, (question, read, show) in _QUESTIONS.items():
-            without_gpus = key == "gpus_per_node" and queue.name and not queue.gpus
-            if key not in values and not without_gpus:
-                default = show(getattr(resources, key))
-                answers[key] = typer.prompt(question, default=default, value_proc=read)
-        resources = resources.model_copy(update=answers)
-    cores = resources.tasks_per_node * resources.cpus_per_task
-    demand = Demand(resources.nodes, resources.walltime, cores, resources.memory_per_node)
-    if queue.gpus:  # else they may have another name
-        demand = demand._replace(gpus=resources.gpus_per_node)
-    if (misfit := find_misfit(queue, demand)) is not None:
-        raise UsageError(misfit.fault, cure=f"{misfit.cure}, or choose another partition or queue")
-    return resources
+    return Resources().model_copy(update=proposal)
 
 
 def _describe_queue(queue: Queue) -> str:
