@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipectl.cluster import ASSUMED_BETWEEN, MAX_RANKS, Cluster, Device, Node, assumed_cluster
 from pipectl.errors import DataFileError
 from pipectl.fields import read_value, write_value
-from pipectl.jobs.prepare import UNKNOWN_ROWS, join_rows
+from pipectl.jobs.output import UNKNOWN_ROWS, join_rows
 from pipectl.link import BySize, Link, Observed, RowTimes, measured_link, seconds_of
 from pipectl.profile import Profile
 

@@ -34,7 +34,6 @@ from pipectl.capture.refusals import (
     refuse_overlaps,
     refuse_parameter_hooks,
     refuse_parts,
-    refuse_writes,
 )
 from pipectl.capture.regions import arithmetic, region_of
 from pipectl.capture.single import refuse_other_branch
@@ -42,6 +41,7 @@ from pipectl.capture.stage import uses_of_parameter
 from pipectl.capture.step import Step, as_module, own_name
 from pipectl.capture.tensors import is_deferred
 from pipectl.capture.weights import Weights
+from pipectl.capture.writes import refuse_writes
 from pipectl.errors import CaptureError
 from pipectl.faults import fault_of, is_ours
 from pipectl.spec import JobSpec

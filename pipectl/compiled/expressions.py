@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from pipectl.compiled import (
+from pipectl.compiled.types import (
     BOOL,
     FLOAT,
     INT,
@@ -27,9 +27,6 @@ from pipectl.compiled import (
     operand_types,
     type_of,
 )
-
-if TYPE_CHECKING:
-    from pipectl.compiled.statements import Module
 
 
 class Value(NamedTuple):
@@ -77,19 +74,31 @@ _COMPUTED = {
 }
 
 
+class Callees(Protocol):
+    """The kernels that a function may call."""
+
+    @property
+    def function_of(self) -> Callable[[Any], FunctionType | None]:
+        """The Python function of a kernel; None for anything else."""
+
+    def call(self, function: FunctionType, kinds: Sequence[Type]) -> tuple[str, Any]:
+        """The name of a function for arguments of some types, and the type of its result."""
+
+
 class Expressions:
     """The instructions of one function so far.
 
     Args:
+        callees: the kernels that it may call.
         where: name of the function, for errors.
         names: its global names.
         changed: its local names that are assigned.
     """
 
     def __init__(
-        self, module: Module, where: str, names: dict[str, Any], changed: set[str]
+        self, callees: Callees, where: str, names: dict[str, Any], changed: set[str]
     ) -> None:
-        self._module, self._where, self._globals, self._names = module, where, names, 0
+        self._callees, self._where, self._globals, self._names = callees, where, names, 0
         self._slots: list[str] = []
         self._lines: list[str] = []
         self._open = True  # whether the current block has no terminator yet
@@ -442,7 +451,7 @@ class Expressions:
         called: Any = self._globals.get(name)
         if name in ("min", "max") and len(values) > 1:
             return self._extreme(name, values, node)
-        if function := self._module.function_of(called):
+        if function := self._callees.function_of(called):
             return self._call(function, values)
         if getattr(called, "_fields", None) and len(called._fields) == len(values):
             operands = chain.from_iterable(each.operands for each in values)
@@ -473,7 +482,7 @@ class Expressions:
 
     def _call(self, function: FunctionType, values: Sequence[Value]) -> Value:
         kinds = [each.type for each in values]
-        name, result = self._module.call(function, kinds)
+        name, result = self._callees.call(function, kinds)
         types = chain.from_iterable(map(operand_types, kinds))
         operands = chain.from_iterable(each.operands for each in values)
         given = ", ".join(map(" ".join, zip(types, operands, strict=True)))

@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from pipectl.compiled import INT, SCALARS, Type, operand_types
 from pipectl.compiled.expressions import Expressions, Value, constant, returned_type
+from pipectl.compiled.types import INT, SCALARS, Type, operand_types
 
 
 @dataclass

@@ -26,7 +26,7 @@ from pipectl.faults import ErrorReport, with_details
 from pipectl.files import write_text
 from pipectl.jobs import profiles
 from pipectl.jobs.job import PERCENT, move_to
-from pipectl.jobs.prepare import join_rows, plan_path, profile_path, read_plan, read_profile
+from pipectl.jobs.output import join_rows, plan_path, profile_path, read_plan, read_profile
 from pipectl.runs import ATTEMPT, Heartbeat, Record, RunDirectory, last_checkpoint
 from pipectl.runs.code import keep_loaded, using_code_of
 from pipectl.spec import load

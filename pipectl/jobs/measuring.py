@@ -24,7 +24,8 @@ from pipectl.jobs.job import (
     fit_to_allocation,
     make_job,
 )
-from pipectl.jobs.prepare import cluster_file_key, prepare, profile_path
+from pipectl.jobs.output import cluster_file_key, profile_path
+from pipectl.jobs.prepare import prepare
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import PROFILING, REHEARSAL, RunDirectory, read_metrics

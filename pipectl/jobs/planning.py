@@ -22,7 +22,7 @@ from pipectl.cluster import (
 )
 from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError, UsageError
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation
-from pipectl.jobs.prepare import (
+from pipectl.jobs.output import (
     find_cluster,
     is_fresh,
     join_rows,

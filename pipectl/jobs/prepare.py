@@ -1,88 +1,37 @@
-"""The cluster, profile and plan of a job: find them in its output directory, or make them.
+"""Find the cluster, profile and plan of a job in its output directory, or make them.
 
-A file of the output directory is used if it is up to date. :func:`prepare` makes what is missing;
-on a batch system, that is done by the job itself (:mod:`pipectl.jobs.in_job`).
+:func:`prepare` makes what is missing; on a batch system, that is done by the job itself
+(:mod:`pipectl.jobs.in_job`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import LOCAL, get_scheduler
+from pipectl.batch import LOCAL
 from pipectl.batch.launchers import MpiChoice
-from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, PipectlError
-from pipectl.files import is_of_another
 from pipectl.jobs.job import Job, make_job, render
-from pipectl.runs.code import Code, is_changed
-from pipectl.spec import JobSpec, Point, links_key, plan_key, profile_key
+from pipectl.jobs.output import (
+    find_cluster,
+    join_rows,
+    plan_path,
+    profile_path,
+    read_plan,
+    read_profile,
+)
+from pipectl.runs.code import Code
+from pipectl.spec import JobSpec, Point, plan_key, profile_key
 from pipectl.spec.code import Snapshot, using
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
     from pipectl.profile import Profile
     from pipectl.profiler.effort import Progress
-
-
-UNKNOWN_ROWS = (
-    "the ranks' own time for messages, and for the start and end of a step, was not measured and "
-    "is left out"
-)
-_AGAIN = "to measure again: pipectl profile JOB.yaml --links"
-
-
-def profile_path(spec: JobSpec) -> Path:
-    """``runs/<name>.profile.json``."""
-    return _own_file(spec, "profile.json")
-
-
-def plan_path(spec: JobSpec) -> Path:
-    """``runs/<name>.plan.json``."""
-    return _own_file(spec, "plan.json")
-
-
-def cluster_path(spec: JobSpec) -> Path:
-    """``runs/<name>.cluster.json``, which `pipectl profile --links` writes."""
-    return _own_file(spec, "cluster.json")
-
-
-def _own_file(spec: JobSpec, kind: str) -> Path:
-    """``runs/<name>.<kind>``, or ``runs/<name>-UID.<kind>`` if another user has the first for
-    himself: users may share a directory of runs."""
-    usual = Path(spec.output.directory) / f"{spec.name}.{kind}"
-    if not is_of_another(usual) or os.access(usual, os.R_OK | os.W_OK):
-        return usual
-    return usual.with_name(f"{spec.name}-{os.geteuid()}.{kind}")
-
-
-def cluster_file_key(spec: JobSpec, scheduler: str) -> str:
-    """Key in the file of a measured cluster: a hash of everything that its links depend on.
-
-    The links of a local job are those of this host.
-    """
-    host = socket.gethostname() if scheduler == LOCAL else ""
-    return links_key(spec, get_scheduler(scheduler).system_of_nodes, host)
-
-
-def plan_file_key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:
-    """Key in the file of a plan: a hash of everything that it depends on."""
-    parts = [plan_key(spec), profile.to_json(), cluster.to_json()]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def is_fresh(spec: JobSpec, profile: Profile) -> bool:
-    """Whether a profile is of this spec, and of its code as it is now. A profile without a key was
-    imported and is believed."""
-    is_of_spec = profile.key is None or profile.key == profile_key(spec)
-    return is_of_spec and not any(map(is_changed, profile.code))
 
 
 def prepare(
@@ -243,106 +192,3 @@ def _name_values_in_errors(values: Mapping[str, Any] | None) -> Iterator[None]:
             words = ", ".join(f"{key}={value}" for key, value in values.items())
             error.message = f"{words}: {error.message}"
         raise
-
-
-class ClusterChoice(NamedTuple):
-    """The machines to plan for.
-
-    Args:
-        file: file of the cluster; None if the cluster is assumed.
-        warning: why a measured cluster is not used, or may be out of date; else empty.
-    """
-
-    cluster: Cluster
-    file: Path | None = None
-    warning: str = ""
-
-
-def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
-    """Find the described cluster, else the measured one if it is up to date, else an assumed one.
-
-    Raises:
-        MismatchError: the described cluster has another number of ranks than the resources.
-        DataFileError: a cluster description cannot be read.
-    """
-    resources = spec.resources
-    if spec.cluster is not None:
-        path = Path(spec.cluster)
-        cluster = Cluster.load(path)
-        if cluster.ranks != resources.ranks:
-            raise MismatchError(
-                f"{path}: describes {cluster.ranks} ranks, resources: ask for {resources.ranks}",
-                cure="make nodes x tasks_per_node equal to the ranks of the cluster file",
-            )
-        return ClusterChoice(cluster, path)
-    if scheduler == LOCAL:  # all ranks here, whatever nodes are asked for
-        usable = len(os.sched_getaffinity(0))
-        cores = max(1, usable // resources.cpus_per_task)
-        shares_memory = resources.shares_machine_memory
-        memory = memory_of_this_machine() // resources.ranks if shares_memory else None
-        cluster = assumed_cluster("this machine", [resources.ranks], cores, memory)
-        assumed = replace(cluster, source=f"assumed: shared memory, {usable} usable cores")
-    else:
-        tasks = resources.tasks_per_node
-        layout = [tasks] * resources.nodes
-        assumed = assumed_cluster("from resources:", layout, tasks, None)
-    path = cluster_path(spec)
-    if not path.exists():
-        return ClusterChoice(assumed)
-    measured_cluster = Cluster.load(path)
-    layout, expected = ([node.ranks for node in each.nodes] for each in (measured_cluster, assumed))
-    key = measured_cluster.key
-    now = cluster_file_key(spec, scheduler)
-    if key is not None and key.partition("-")[0] != now.partition("-")[0]:
-        fault = "was measured for other nodes, ranks, launch settings or modules"
-    elif measured_cluster.key is None and layout != expected:
-        fault = f"describes nodes of {layout} ranks, but resources: ask for {expected}"
-    else:
-        warning = f"{path} was measured before environment.setup was changed; it is used; {_AGAIN}"
-        return ClusterChoice(measured_cluster, path, "" if key in (None, now) else warning)
-    return ClusterChoice(assumed, warning=f"{path} {fault}; it is not used; {_AGAIN}")
-
-
-def memory_of_this_machine() -> int:
-    """In bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def read_profile(spec: JobSpec, path: Path) -> Profile | None:
-    """The profile in ``path`` if it is up to date.
-
-    Raises:
-        DataFileError: the file cannot be read. It is for the user to remove it.
-    """
-    if not path.exists():
-        return None
-    from pipectl.profile import Profile
-
-    profile = Profile.load(path)
-    return profile if is_fresh(spec, profile) else None
-
-
-def join_rows(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
-    """Complete a cluster by a profile's times of rows.
-
-    If all are known, the profile no longer says that they are assumed.
-    """
-    cluster = cluster.with_rows(profile.rows)
-    if all(node.device.rows is not None for node in cluster.nodes):
-        others = [each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS)]
-        profile = replace(profile, assumptions=tuple(others))
-    return profile, cluster
-
-
-def read_plan(path: Path, spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan | None:
-    """The plan in ``path`` if it is up to date.
-
-    Raises:
-        DataFileError: the file cannot be read.
-    """
-    if not path.exists():
-        return None
-    from pipectl.plan import Plan
-
-    plan = Plan.load(path)
-    return plan if plan.key == plan_file_key(spec, profile, cluster) else None

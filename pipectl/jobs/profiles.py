@@ -42,7 +42,7 @@ from pipectl.files import (
     user_cache,
     write_json,
 )
-from pipectl.jobs.prepare import UNKNOWN_ROWS, is_fresh
+from pipectl.jobs.output import UNKNOWN_ROWS, is_fresh
 from pipectl.jobs.variables import variables_set
 from pipectl.link import RowTimes
 from pipectl.profile import SEEDED_CURE, MeasuredOn, Profile

@@ -21,7 +21,7 @@ from pipectl.jobs.job import (
     refuse_code_of_others,
     with_hash_seed,
 )
-from pipectl.jobs.prepare import find_cluster, is_fresh, join_rows, plan_file_key
+from pipectl.jobs.output import find_cluster, is_fresh, join_rows, plan_file_key
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over

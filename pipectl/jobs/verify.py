@@ -27,7 +27,8 @@ from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerErro
 from pipectl.hash_seed import VARIABLE, hash_seed_of
 from pipectl.jobs.cancel import cancel
 from pipectl.jobs.job import Job, change, refuse_code_of_others
-from pipectl.jobs.prepare import prepare, profile_path, read_profile
+from pipectl.jobs.output import profile_path, read_profile
+from pipectl.jobs.prepare import prepare
 from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit
 from pipectl.jobs.variables import variables_set

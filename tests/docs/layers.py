@@ -74,10 +74,16 @@ def _names(node: ast.AST) -> Iterator[str]:
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         assert node.level == 0, "imports are absolute"
-        if node.module == "pipectl":  # each name may be a module
-            yield from (f"pipectl.{alias.name}" for alias in node.names)
-        else:
+        room = PACKAGE.parent.joinpath(*(node.module or "").split("."))
+        names = [alias.name for alias in node.names]
+        modules = [name for name in names if node.module == "pipectl" or _is_module(room / name)]
+        yield from (f"{node.module}.{name}" for name in modules)
+        if len(modules) < len(names):
             yield node.module or ""
+
+
+def _is_module(path: Path) -> bool:
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 @cache

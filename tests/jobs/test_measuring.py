@@ -12,7 +12,7 @@ from pipectl.batch import process
 from pipectl.cluster import assumed_cluster
 from pipectl.files import user_cache
 from pipectl.jobs import in_job, profiles
-from pipectl.jobs.prepare import is_fresh
+from pipectl.jobs.output import is_fresh
 from pipectl.jobs.profiles import Interrupted, measure, measure_rows
 from pipectl.link import RowTimes
 from pipectl.plan import Plan

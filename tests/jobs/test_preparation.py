@@ -14,13 +14,9 @@ from pipectl.errors import UsageError
 from pipectl.jobs.corrections import correct_profile
 from pipectl.jobs.environment import note_of_modules
 from pipectl.jobs.job import make_job
+from pipectl.jobs.output import cluster_file_key, cluster_path, find_cluster
 from pipectl.jobs.planning import gather, make_plan_request
-from pipectl.jobs.prepare import (
-    cluster_file_key,
-    cluster_path,
-    find_cluster,
-    prepare,
-)
+from pipectl.jobs.prepare import prepare
 from pipectl.jobs.profiles import (
     coupling_warning,
     loss_warning,

@@ -36,7 +36,7 @@ from pipectl.files import (
     read_limited,
     write_text,
 )
-from pipectl.jobs.prepare import plan_path
+from pipectl.jobs.output import plan_path
 from pipectl.runs import (
     Record,
     RunDirectory,

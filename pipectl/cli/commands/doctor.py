@@ -33,7 +33,7 @@ from pipectl.cli.console import labels, note, say_json, show
 from pipectl.cli.submission import describe_job, follow
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation
-from pipectl.jobs.prepare import memory_of_this_machine
+from pipectl.jobs.output import memory_of_this_machine
 from pipectl.jobs.profiles import request_of_two
 from pipectl.runs.readers import AS_ROOT, CURE_OF_ROOT
 from pipectl.spec import JobSpec, load

@@ -25,7 +25,7 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import note, say
 from pipectl.errors import SchedulerError, SpecError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
-from pipectl.jobs.prepare import memory_of_this_machine
+from pipectl.jobs.output import memory_of_this_machine
 from pipectl.spec import SpecFile
 from pipectl.spec.launch import Resources
 from pipectl.spec.references import fault_of, parse

@@ -20,7 +20,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation, warning_of_code
 from pipectl.jobs.measuring import make_measuring_job
-from pipectl.jobs.prepare import cluster_path, profile_path
+from pipectl.jobs.output import cluster_path, profile_path
 from pipectl.jobs.profiles import measure, warnings_of
 from pipectl.jobs.submit import submit as submit_job
 from pipectl.link import Link

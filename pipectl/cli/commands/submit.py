@@ -35,7 +35,8 @@ from pipectl.jobs.job import (
     request_at,
     warning_of_code,
 )
-from pipectl.jobs.prepare import plan_path, prepare, profile_path
+from pipectl.jobs.output import plan_path, profile_path
+from pipectl.jobs.prepare import prepare
 from pipectl.runs import RunDirectory, SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
 from pipectl.versions import untested_torch

@@ -1,0 +1,31 @@
+"""What no run of a captured graph may write."""
+
+from __future__ import annotations
+
+from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.refusals import Refusal, place_of_node
+from pipectl.capture.step import own_name
+
+
+def refuse_writes(graph: CapturedGraph, *, training: bool) -> None:
+    """Raise if a run of the graph writes a parameter, a tensor that is not a state of the model, or
+    what the backward needs as it was.
+
+    Several operators, replicas and recomputed forwards each have their own copy of a parameter,
+    which a write in one of them would not reach. No checkpoint contains other tensors.
+
+    Raises:
+        CaptureError: naming what is written, and the line that writes it.
+    """
+    for placeholder, writer in graph.written.items():
+        state = graph.states.get(placeholder)
+        if state is not None and state.kind != "buffer":
+            is_constant = state.kind == "constant"
+            refusal = Refusal.TENSOR_WRITTEN if is_constant else Refusal.PARAMETER_WRITTEN
+            place = place_of_node(graph.operators[graph.position[writer]])
+            raise refusal.error(place, name=own_name(state.name))
+    for value, (saved_at, written_at) in graph.spoilt.items() if training else ():
+        state = graph.states.get(value)
+        name = repr(value if state is None else own_name(state.name))
+        need = place_of_node(saved_at)
+        raise Refusal.SAVED_WRITTEN.error(place_of_node(written_at), name=name, need=need)
