@@ -1,9 +1,8 @@
-"""Names of batch systems, and options of sbatch and qsub that a spec or a template may set."""
+"""Names of batch systems, and options of sbatch and qsub that a spec may set."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
@@ -33,28 +32,20 @@ class Syntax(NamedTuple):
     """How a batch system reads options.
 
     Args:
-        mark: prefix of an option line in a script.
         command: command that reads the options.
-        example: an option as written in a line.
         name: pattern of an option name without dashes.
         flags: letters of options without a value; other letters may follow in the same word.
-        refused: options that could override pipectl's at any place, and what to do instead.
-        of_keys: options that a template leaves to the spec, and the key.
-        own: options that pipectl's own options override, and what to do instead.
+        taken: options that no job may set, and what to do instead.
         dependencies: options that pipectl writes if a job waits for other jobs.
         replacements: options of pipectl that a job can do without. One is not written if the job's
             options contain a name on the right, even with the value false.
         spells: takes an option as written and a table entry; whether they are the same option.
     """
 
-    mark: str
     command: str
-    example: str
     name: str
     flags: str
-    refused: Mapping[str, str]
-    of_keys: Mapping[str, str]
-    own: Mapping[str, str]
+    taken: Mapping[str, str]
     dependencies: tuple[str, ...]
     replacements: Mapping[str, tuple[str, ...]]
     spells: Callable[[str, str], bool]
@@ -83,35 +74,21 @@ def _spells_qsub(written: str, option: str) -> bool:
 
 
 SBATCH = Syntax(
-    mark="#SBATCH",
     command="sbatch",
-    example="--switches=1",
     name="[A-Za-z]|[a-z0-9][a-z0-9-]*[a-z0-9]",
     flags="hHIkOQRsuvVW",
-    refused={
+    taken={
+        "--account -A": "set slurm.account",
         "--array -a": "remove it; a sweep of the job spec becomes an array",
+        "--chdir -D": "remove it; jobs run in their run directory",
+        "--cpus-per-task -c": "set resources.cpus_per_task",
         "--error -e": "remove it; errors are in logs/job.log",
         "--export": "set environment.inherit or environment.variables in the job spec",
         "--help -h": "remove it",
-        "--ntasks -n": "set resources.tasks_per_node in the job spec",
-        "--test-only": "remove it; `pipectl submit --test-only` asks Slurm",
-        "--usage": "remove it",
-        "--version -V": "remove it",
-        "--wait -W": "remove it; `pipectl submit --wait` waits",
-        "--wrap": "remove it",
-    },
-    # By them, pipectl knows how to look for a job whose submission was interrupted.
-    of_keys={
-        "--clusters -M": "set slurm.options.clusters in the job spec",
-        "--comment": "set slurm.options.comment in the job spec; pipectl's own would overrule it",
-    },
-    own={
-        "--account -A": "set slurm.account",
-        "--chdir -D": "remove it; jobs run in their run directory",
-        "--cpus-per-task -c": "set resources.cpus_per_task",
         "--job-name -J": "set name",
-        "--nodes -N": "set resources.nodes",
         "--no-requeue": "set checkpoint.max_requeues: 0",
+        "--nodes -N": "set resources.nodes",
+        "--ntasks -n": "set resources.tasks_per_node in the job spec",
         "--ntasks-per-node": "set resources.tasks_per_node",
         "--open-mode": _LOG,
         "--output -o": _LOG,
@@ -119,7 +96,12 @@ SBATCH = Syntax(
         "--requeue": "set checkpoint.max_requeues",
         "--signal": "set checkpoint.lead_time",
         "--tasks-per-node": "set resources.tasks_per_node",
+        "--test-only": "remove it; `pipectl submit --test-only` asks Slurm",
         "--time -t": "set resources.walltime",
+        "--usage": "remove it",
+        "--version -V": "remove it",
+        "--wait -W": "remove it; `pipectl submit --wait` waits",
+        "--wrap": "remove it",
     },
     dependencies=("--dependency -d", "--kill-on-invalid-dep"),
     replacements={
@@ -136,12 +118,10 @@ SBATCH = Syntax(
     spells=_spells_sbatch,
 )
 QSUB = Syntax(
-    mark="#PBS",
     command="qsub",
-    example="-p 5",
     name="[A-Za-z]",
     flags="fhIVXz",
-    refused={
+    taken={
         "-C": "remove it",
         "-I": "remove it; pipectl's jobs are not interactive",
         "-J": "remove it; a sweep of the job spec becomes an array",
@@ -154,9 +134,6 @@ QSUB = Syntax(
         "-l nodes": "set resources.nodes in the job spec",
         "-l select": "set resources in the job spec, or pbs.select",
         "-l walltime": "set resources.walltime in the job spec",
-    },
-    of_keys={},
-    own={
         "-A": "set pbs.account",
         "-N": "set name",
         "-S": "remove it; job scripts use bash",
@@ -209,7 +186,7 @@ def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
 
 
 def _fault_of_text(syntax: Syntax, dashed: str, text: str | None) -> str:
-    letter, cures = dashed[1:], {**syntax.refused, **syntax.own}
+    letter, cures = dashed[1:], syntax.taken
     if entry := syntax.find(dashed, text, cures):
         name = entry.partition(" ")[0].lstrip("-")
         more = f"; {name}: false leaves out pipectl's own" if name in syntax.replacements else ""
@@ -238,35 +215,3 @@ def options_of(name: str, value: Value) -> Iterator[tuple[str, str | None]]:
         dashed = f"-{name}" if len(name) == 1 else f"--{name}"
         for text in value if isinstance(value, tuple) else (value,):
             yield dashed, None if isinstance(text, bool) else text
-
-
-def fault_of_line(syntax: Syntax, line: str) -> tuple[str, str] | None:
-    """Return the fault of an option line (without its mark) and what to do; None if it is valid."""
-    if not line.startswith("-"):
-        how = f"write it as on {syntax.command}'s command line, for example {syntax.example}"
-        return f"{line!r} is no option of {syntax.command}", how
-    cures = {**syntax.refused, **syntax.of_keys}
-    for option in _split(line, syntax.flags):
-        if entry := syntax.find(option, None, cures):
-            name = entry if syntax is QSUB else entry.partition(" ")[0]
-            return f"{name} cannot be set here", cures[entry]
-        if "\\" in option and syntax is SBATCH:  # Slurm reads more escapes inside quotes
-            return f"{option!r} cannot be set here", "write the option without a backslash"
-    return None
-
-
-def _split(line: str, flags: str) -> list[str]:
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError:
-        words = line.split()
-    options: list[str] = []
-    for word in words:
-        if word.startswith("-") or not options:
-            while word[:1] == "-" and word[1:2] in tuple(flags) and word[2:]:
-                options.append(word[:2])
-                word = f"-{word[2:]}"
-            options.append(word)
-        else:
-            options[-1] += f" {word}"
-    return options

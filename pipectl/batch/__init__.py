@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.batch.limits import Queue
 from pipectl.batch.process import TIMEOUT_S
-from pipectl.batch.request import CHECKPOINTED, Array, JobRequest, Template
+from pipectl.batch.request import CHECKPOINTED, Array, JobRequest
 from pipectl.batch.scheduler import (
     QUEUES_TIMEOUT_S,
     JobState,
@@ -32,7 +32,7 @@ LOCAL, HERE = "local", "here"
 __all__ = [
     "CHECKPOINTED", "HERE", "LOCAL", "QUEUES_TIMEOUT_S", "Array", "JobRequest", "JobState",
     "JobStatus",
-    "OtherSystemError", "Queue", "Scheduler", "Template", "allocation", "batch_systems",
+    "OtherSystemError", "Queue", "Scheduler", "allocation", "batch_systems",
     "find_scheduler", "get_scheduler", "scheduler_class",
 ]  # fmt: skip
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl.batch import process
 from pipectl.batch.containers import rank_words, wrap
-from pipectl.batch.request import JobRequest, Template
+from pipectl.batch.request import JobRequest
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.units import did_you_mean
 
@@ -168,7 +168,7 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
     options, command = rank_words(request, request.command, scheduler)
     if request.launcher == "mpiexec":
         own = _mpiexec_options(request, on_this_machine=scheduler == "local")
-        mpiexec = request.mpiexec or find_mpiexec(request.environment, request.template)
+        mpiexec = request.mpiexec or find_mpiexec(request.environment)
         return (mpiexec, *own, *launch.args, *command)
     return (*_launcher_words(request, scheduler), *options, *launch.args, *command)
 
@@ -257,14 +257,12 @@ def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]
     return kind.words.format(place=place, bind=bound, **values).split()
 
 
-def _changes_path(environment: Environment, template: Template | None) -> bool:
+def _changes_path(environment: Environment) -> bool:
     """Return whether PATH in a job may differ from that of this process."""
-    return bool(
-        environment.modules or environment.setup or template or "PATH" in environment.variables
-    )
+    return bool(environment.modules or environment.setup or "PATH" in environment.variables)
 
 
-def find_mpiexec(environment: Environment, template: Template | None) -> str:
+def find_mpiexec(environment: Environment) -> str:
     """Return the path of a job's mpiexec: the one beside this Python, or the first on PATH.
 
     The result is ``mpiexec`` if it depends on the job's own PATH.
@@ -275,7 +273,7 @@ def find_mpiexec(environment: Environment, template: Template | None) -> str:
     embedded = Path(sys.executable).parent / "mpiexec"
     if embedded.exists():
         return str(embedded)
-    if _changes_path(environment, template):
+    if _changes_path(environment):
         return "mpiexec"
     on_path = shutil.which("mpiexec")
     if on_path is None:
@@ -300,12 +298,10 @@ class MpiChoice(NamedTuple):
     warning: str = ""
 
 
-def choose_mpi(
-    launch: Launch, environment: Environment, template: Template | None, *, alone: bool
-) -> MpiChoice:
+def choose_mpi(launch: Launch, environment: Environment, *, alone: bool) -> MpiChoice:
     """Choose ``launch.mpi`` if it is ``auto``; otherwise compare it with the installed MPI.
 
-    An MPI from the job's modules, setup or template is not known before the job runs.
+    An MPI from the job's modules or setup is not known before the job runs.
 
     Args:
         alone: whether the job is one process, without MPI.
@@ -316,11 +312,11 @@ def choose_mpi(
     container = environment.container
     starts_container = container is not None and container.by_srun and launch.launcher == AUTO
     if launch.launcher == "srun" or starts_container:
-        return _choose_pmi(mpi, environment, template)
+        return _choose_pmi(mpi, environment)
     if not belongs_to_mpi(launch):
         return MpiChoice(mpi)
     try:
-        mpiexec = find_mpiexec(environment, template)
+        mpiexec = find_mpiexec(environment)
     except SchedulerError:
         return MpiChoice(mpi)
     kind = None if mpiexec == "mpiexec" else kind_of(mpiexec)
@@ -329,14 +325,14 @@ def choose_mpi(
     return MpiChoice(mpi, warning=f"launch.mpi is {mpi}, but {mpiexec} is of the kind {kind}")
 
 
-def _choose_pmi(mpi: str, environment: Environment, template: Template | None) -> MpiChoice:
+def _choose_pmi(mpi: str, environment: Environment) -> MpiChoice:
     """Choose the kind of PMI for ``srun --mpi``.
 
     If srun and the MPI library use different kinds of PMI, each rank starts as a job of one rank.
     """
     kinds, reason = list_pmis(), ""
     if mpi == AUTO:
-        elsewhere = _changes_path(environment, template) or environment.container
+        elsewhere = _changes_path(environment) or environment.container
         command = (sys.executable, "-m", "mpi4py", "--mpi-lib-version")
         version = "" if elsewhere else (_output(*command) or "").strip().partition("\n")[0]
         library = " ".join(version.partition(",")[0].split())

@@ -189,7 +189,7 @@ def check_limits(
         key: key of the job that names them.
         exception: what to do if a rule of the site does not hold for the job.
         is_sure: whether nothing else decides where and how long it may run, such as a QOS that
-            lifts limits, or a template.
+            lifts limits.
 
     Returns:
         A warning if the job may never run, or only once the site opens its partition; else empty.

@@ -32,7 +32,7 @@ from pipectl.batch.scheduler import (
     parse_limit,
 )
 from pipectl.batch.script import render_script
-from pipectl.directives import PBS_GPUS, QSUB, SELECT_COUNT, options_of
+from pipectl.directives import PBS_GPUS, SELECT_COUNT, options_of
 from pipectl.errors import InvalidInputError, SchedulerError
 
 if TYPE_CHECKING:
@@ -235,7 +235,6 @@ class PbsScheduler(CommandLineScheduler):
             [request.pbs.queue] if request.pbs.queue else [],
             _demand(request),
             key="pbs.queue",
-            is_sure=not request.template_has(QSUB.mark),
         )
 
 

@@ -18,14 +18,6 @@ _START_LIMITS, _FETCH_S = 10, 3600
 
 
 @dataclass(frozen=True)
-class Template:
-    """A user's job script: a Jinja template that extends ours, and its path for messages."""
-
-    file: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Array:
     """Runs submitted as one job array; each has its own script.
 
@@ -82,7 +74,6 @@ class JobRequest:
     mpiexec: str | None = None
     after: tuple[str, ...] = ()
     cluster: str = ""
-    template: Template | None = None
     hash_seed: int = 0
     array: Array | None = None
 
@@ -142,10 +133,6 @@ class JobRequest:
     def has_variable(self, *prefixes: str) -> bool:
         """Return whether a name in ``environment.variables`` has one of the prefixes."""
         return any(name.startswith(prefixes) for name in self.environment.variables)
-
-    def template_has(self, mark: str) -> bool:
-        """Return whether the user's template has option lines, which begin with ``mark``."""
-        return self.template is not None and mark in self.template.text
 
     @property
     def sets_hydra_launcher(self) -> bool:

@@ -257,7 +257,7 @@ class SlurmScheduler(CommandLineScheduler):
             _demand(request, self.walltime_of(request)),
             key="slurm.partition",
             exception="if it has a QOS that lifts the limit, name that in slurm.options.qos",
-            is_sure=not is_lifted and not request.template_has(SBATCH.mark),
+            is_sure=not is_lifted,
         )
 
     def _sinfo(

@@ -87,7 +87,7 @@ def note_of_modules(job: Job) -> str:
     """Say that the modules of this shell are not those of a job, if the job may need them for its
     MPI; empty if not."""
     modules, environment = os.environ.get("LOADEDMODULES"), job.spec.environment
-    is_own = environment.modules or environment.setup or environment.container or job.template
+    is_own = environment.modules or environment.setup or environment.container
     has_mpi = job.task.alone or Path(sys.executable).with_name("mpiexec").exists()
     if not modules or is_own or has_mpi or environment.inherit == "all":
         return ""

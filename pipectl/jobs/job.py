@@ -21,7 +21,6 @@ from pipectl.batch import (
     Array,
     JobRequest,
     OtherSystemError,
-    Template,
     find_scheduler,
     get_scheduler,
     scheduler_class,
@@ -30,8 +29,8 @@ from pipectl.batch.containers import choose_runtime
 from pipectl.batch.edited import DRY_RUN
 from pipectl.batch.launchers import AUTO, MpiChoice, choose_mpi, find_mpiexec
 from pipectl.cluster import Cluster
-from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
-from pipectl.files import fault_of_owner, read_limited
+from pipectl.errors import SchedulerError, UsageError
+from pipectl.files import fault_of_owner
 from pipectl.hash_seed import VARIABLE, hash_seed_of
 from pipectl.runs import TRAINING, RunDirectory, SweepDirectory, read_starts, stem_of
 from pipectl.runs.code import Code
@@ -79,7 +78,6 @@ class Job:
 
     Args:
         scheduler: name of the batch system.
-        template: of its script; None for that of the batch system.
         mpi: how the ranks are started, and why.
         values: values of the job's point of the sweep, by dotted key; None without a sweep.
         cluster: the machines to plan for; None if the job only measures.
@@ -96,7 +94,6 @@ class Job:
     spec: JobSpec
     scheduler: str
     task: Task
-    template: Template | None
     mpi: MpiChoice
     values: Mapping[str, Any] | None = None
     cluster: Cluster | None = None
@@ -142,7 +139,6 @@ class Job:
             pbs=spec.pbs,
             checkpoint=spec.checkpoint if task.kind == TRAINING else None,
             alone=task.alone,
-            template=self.template,
             first_command=(python, "-m", IN_JOB, str(directory)) if self.plans_in_job else (),
             earlier_starts=read_starts(RunDirectory(directory)),
             binds=_binds(spec, directory.parent, task.output),
@@ -192,17 +188,15 @@ def make_job(
         task: None for training.
         mpi: the choice for another job with the same launch settings and environment.
 
-    Raises:
-        SpecError: the template of the job script cannot be read.
     """
-    task, template = task or Task(), read_template(spec)
+    task = task or Task()
     spec = with_hash_seed(spec, hash_seed_of(spec.environment.variables))
     if spec.environment.container is not None:
         container = choose_runtime(spec.environment.container)
         spec = change(spec, environment={"container": container})
     if mpi is None:
-        mpi = choose_mpi(spec.launch, spec.environment, template, alone=task.alone)
-    return Job(spec, scheduler, task, template, mpi, values)
+        mpi = choose_mpi(spec.launch, spec.environment, alone=task.alone)
+    return Job(spec, scheduler, task, mpi, values)
 
 
 def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: bool = False) -> str:
@@ -251,23 +245,15 @@ def fit_to_allocation(spec: JobSpec, scheduler: str) -> JobSpec:
     return change(spec, resources={key: n for key, n in found.items() if key not in given})
 
 
-def check_script(spec: JobSpec) -> None:
-    """Raise a SpecError if the job's template, if any, cannot be rendered."""
-    if spec.launch.template is not None:
-        plain = change(spec, launch={"launcher": "mpiexec", "bind": "none"})
-        plain = change(plain, environment={"container": None})
-        render(make_job(plain, choose_scheduler(spec), mpi=MpiChoice(AUTO)), needs_mpi=False)
-
-
-def render(job: Job, now: float = 0.0, *, needs_mpi: bool = True) -> str:
+def render(job: Job, now: float = 0.0) -> str:
     """Render the script of a job; for the arguments see :func:`request_at`.
 
-    The batch system is not called. The script of a user's template is checked with ``bash -n``.
+    The batch system is not called.
 
     Raises:
         PipectlError: see :meth:`pipectl.batch.Scheduler.render`.
     """
-    return get_scheduler(job.scheduler).render(request_at(job, now, needs_mpi=needs_mpi))
+    return get_scheduler(job.scheduler).render(request_at(job, now))
 
 
 def request_at(job: Job, now: float, *, needs_mpi: bool = True) -> JobRequest:
@@ -283,7 +269,7 @@ def request_at(job: Job, now: float, *, needs_mpi: bool = True) -> JobRequest:
     mpiexec = None
     if not needs_mpi:
         try:
-            mpiexec = find_mpiexec(job.spec.environment, job.template)
+            mpiexec = find_mpiexec(job.spec.environment)
         except SchedulerError:
             mpiexec = "mpiexec"
     return job.request_for(run, tag=f"{run.name} {DRY_RUN}", mpiexec=mpiexec)
@@ -295,25 +281,6 @@ def render_array(job: Job, runs: int, at_once: int | None, now: float) -> str:
     sweep = SweepDirectory.beside(Path(job.spec.output.directory, stem_of(job.name, now)))
     request = job.array_request(sweep, runs, at_once, tag=f"{sweep.name} {DRY_RUN}")
     return get_scheduler(job.scheduler).render(request)
-
-
-def read_template(spec: JobSpec) -> Template | None:
-    """Read the user's template of job scripts; None if the job names none.
-
-    Raises:
-        SpecError: the template cannot be read.
-    """
-    if spec.launch.template is None:
-        return None
-    path = Path(spec.launch.template)
-    try:
-        content = read_limited(path, _MAX_TEMPLATE_BYTES)
-        return Template(str(path), content.decode("utf-8"))
-    except OSError as error:
-        raise SpecError([Problem(str(path), 0, 0, error.strerror or "cannot be read")]) from None
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise SpecError([Problem(str(path), line, 1, "not UTF-8 text")]) from None
 
 
 def refuse_code_of_others(spec: JobSpec, job: Path) -> None:
@@ -348,9 +315,6 @@ def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
                 files += [inner / "__init__.py", inner]
                 inner = inner.parent
             files.append(reference.root)
-    if spec.launch.template is not None:
-        template = Path(spec.launch.template)
-        files += [template, template.parent]
     for path in dict.fromkeys(files):
         if fault := fault_of_owner(path, groups=groups):
             return f"{path} {fault}"

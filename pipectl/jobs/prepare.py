@@ -60,7 +60,7 @@ def prepare(
 
     Raises:
         SchedulerError: there is no MPI to start the ranks with.
-        InvalidInputError: a file, the model or the template cannot be used.
+        InvalidInputError: a file or the model cannot be used.
         MismatchError: the profile is imported, or the plan asks for what cannot be run.
         InfeasibleError: no plan fits.
     """

@@ -274,7 +274,7 @@ def _hand_over_again(
         of_plan += [run.plan, run.predicted] if job.plan is None else []
         moved |= {path: run.trace_before(starts) / path.name for path in of_plan if path.exists()}
     rewritten = (
-        run.job, run.template, run.cluster, run.profile, run.plan, run.predicted, run.script,
+        run.job, run.cluster, run.profile, run.plan, run.predicted, run.script,
         run.variables, run.record, run.code_file, run.environment,
     )  # fmt: skip
     created = (new_copies(run),)

@@ -23,7 +23,7 @@ from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import make_private_directory, write_text
 from pipectl.jobs.environment import describe_environment, find_repository
-from pipectl.jobs.job import Job, change
+from pipectl.jobs.job import Job
 from pipectl.jobs.recover import refuse_duplicate
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import (
@@ -319,9 +319,6 @@ def _write_files(
     profile, plan, cluster = job.profile, job.plan, job.cluster
     make_private_directory(run.logs)  # without it, a job fails or hangs without output
     spec = job.spec
-    if request.template is not None:
-        write_text(run.template, request.template.text)
-        spec = change(spec, launch={"template": str(run.template)})
     write_text(run.job, dump(spec), mode=_PRIVATE)
     if cluster is not None:
         cluster.save(run.cluster)

@@ -84,7 +84,6 @@ class RunDirectory(Directory):
     cluster = File("cluster.json")  # nodes, devices and links
     script = File("job.sh")  # the job script
     variables = File("variables.sh")  # what the job script sources; keys and tokens may be in it
-    template = File("template.sh")  # the user's job script template at submission
     record = File("record.json")  # the submission and its history
     stop_request = File("stop")  # written by the job script: ranks save a checkpoint and end
     stopped_marker = File("stopped")  # written by the ranks when they have done so

@@ -58,7 +58,7 @@ _FOREIGN_KEYS = {
 MAX_POINTS = 1000
 """Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
 _SHARED = (
-    "version", "name", "resources", "launch.scheduler", "launch.options", "launch.template",
+    "version", "name", "resources", "launch.scheduler", "launch.options",
     "output", "slurm", "pbs", "checkpoint.lead_time", "checkpoint.max_requeues", "site_defaults",
     "sweep",
 )  # fmt: skip
@@ -108,7 +108,7 @@ def check_code(
         names: whether to check also that functions and classes exist and take their ``kwargs``,
             those of installed packages only if the job runs with this Python.
     """
-    elsewhere = environment is None or _is_elsewhere(environment, data.get("launch"))
+    elsewhere = environment is None or _is_elsewhere(environment)
     files = [(path, base / text) for path, text in models.files_in(data)]
     factories = dict[Reference, tuple[str | int, ...]]()
     for path, text, kwargs in models.factories_in(data):
@@ -246,11 +246,10 @@ def _missing_imports(factories: Mapping[Reference, tuple[str | int, ...]]) -> It
         yield factories[reference], f"{fault}; {cure}"
 
 
-def _is_elsewhere(environment: Environment, launch: Any) -> bool:
+def _is_elsewhere(environment: Environment) -> bool:
     """Whether the job may run with another Python than this, or with other packages."""
     more = environment.container, environment.modules, environment.setup
-    has_template = isinstance(launch, Mapping) and bool(launch.get("template"))
-    return any(more) or "PYTHONPATH" in environment.variables or has_template
+    return any(more) or "PYTHONPATH" in environment.variables
 
 
 def _built_in(pipeline: models.Pipeline) -> Schedule | None:

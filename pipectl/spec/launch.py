@@ -86,8 +86,6 @@ class Launch(types.Section):
     hang_after: types.Seconds = 30
     """How long a rank may be frozen, or its node silent, before the job is ended; at least three
     steps."""
-    template: types.File | None = None
-    """A Jinja template that extends the job script, relative to the file that names it."""
 
     def threads(self, cpus_per_task: int) -> int:
         """Threads that a rank with these cores computes with."""
@@ -146,6 +144,9 @@ class Environment(types.Section):
     on_error: Literal["stop", "continue"] = "stop"
     """What a command of `setup` that fails does to the job: it ends it (`stop`) or does not
     (`continue`). With `stop`, write `COMMAND || true` where a failure does not matter."""
+    teardown: tuple[str, ...] = ()
+    """Shell code put into the job script verbatim, to run when the job ends, whatever its exit code
+    (`$code`), which it does not change."""
     variables: types.Variables = Field(default_factory=dict)
     """Environment variables of all ranks, and of commands while they measure or verify the model. A
     profile is measured again if one changes that the job's Python files name, or that libraries

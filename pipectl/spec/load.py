@@ -281,12 +281,11 @@ def _read_site(path: Path, problems: list[Problem]) -> Node:
         except ValueError as error:
             problems.append(site.problem(("version",), str(error)))
     site = replace(site, value=values)
-    for keys in (("cluster",), ("launch", "template")):
-        *outer, node = site.nodes(keys)
-        if len(outer) == len(keys) and isinstance(node.value, str):
-            with suppress(ValueError):  # said where the layers are checked
-                absolute = str(path.absolute().parent / expand_path(node.value))
-                site = site.put(keys, replace(node, value=escape_path(absolute)))
+    *outer, node = site.nodes(("cluster",))
+    if outer and isinstance(node.value, str):
+        with suppress(ValueError):  # said where the layers are checked
+            absolute = str(path.absolute().parent / expand_path(node.value))
+            site = site.put(("cluster",), replace(node, value=escape_path(absolute)))
     return site
 
 

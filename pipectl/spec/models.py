@@ -355,7 +355,7 @@ class Sweep(types.Section):
     """Several runs of this job that differ in some values: a job array on Slurm and PBS.
 
     Keys are dotted as for `--set`. `version`, `name`, `resources`, `slurm`, `pbs`,
-    `launch.scheduler`, `launch.options`, `launch.template`, `output`, `site_defaults`,
+    `launch.scheduler`, `launch.options`, `output`, `site_defaults`,
     `checkpoint.lead_time` and `checkpoint.max_requeues` cannot be swept: they are the same for all
     jobs of an array. Commands other than `check` and `submit` ignore the sweep. See
     [sweeps](sweeps.md).
@@ -473,7 +473,7 @@ def files_in(data: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     Args:
         data: valid or not.
     """
-    for path, text in _values_at(data, "cluster launch.template model.weights pipeline.schedule"):
+    for path, text in _values_at(data, "cluster model.weights pipeline.schedule"):
         is_name = path[-1] == "schedule" and not str(text).endswith(types.SCHEDULE_SUFFIX)
         if isinstance(text, str) and not is_name:
             yield path, text

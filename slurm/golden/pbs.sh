@@ -310,8 +310,6 @@ check_setup() {
 source /proj/venv/bin/activate
 ulimit -s unlimited
 builtin trap - ERR DEBUG RETURN
-
-builtin trap - ERR DEBUG RETURN
 unset -f trap
 in_setup=
 set_traps

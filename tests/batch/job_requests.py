@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipectl.batch import Array, JobRequest, Template, get_scheduler
+from pipectl.batch import Array, JobRequest, get_scheduler
 from pipectl.batch.script import render_variables
 from pipectl.runs import RunDirectory
 from pipectl.spec.launch import Container, Environment, Launch, Pbs, Resources, Slurm
@@ -57,7 +57,6 @@ def fields(document):
         "binds": lambda paths: tuple(map(Path, paths)),
         "array": lambda paths: paths and Array(tuple(map(Path, paths)), 2),
         "checkpoint": lambda values: Checkpoint(**values),
-        "template": lambda text: Template("site.sh", text),
         "container": lambda values: Container(**values),
     }
     return {

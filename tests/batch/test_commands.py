@@ -11,7 +11,7 @@ import yaml
 from fakes import FakeCommands
 from job_requests import check_table
 
-from pipectl.batch import JobState, Template, get_scheduler, process
+from pipectl.batch import JobState, get_scheduler, process
 from pipectl.batch.pbs import parse_qstat
 from pipectl.batch.slurm import parse_sacct, parse_sinfo, parse_squeue
 from pipectl.errors import PipectlError, SchedulerError
@@ -77,8 +77,7 @@ class Scene:
             return [f"{described(*job)} [{job[1].source}]" for job in found.items()]
         if what == "check":
             changes = {"walltime": 600, **yaml.safe_load(f"{{{text}}}")}
-            template = {"template": Template("site.sh", changes.pop("template", ""))}
-            warning = self.scheduler.check(self.make_request(**changes, **template))
+            warning = self.scheduler.check(self.make_request(**changes))
             return warning.splitlines() or ["fits"]
         if what == "estimate":
             return [self.scheduler.estimate("#!/bin/bash\n")]

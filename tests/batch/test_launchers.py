@@ -10,7 +10,6 @@ import pytest
 import yaml
 from job_requests import change, check_table, fields
 
-from pipectl.batch import Template
 from pipectl.batch.containers import RUNTIMES, choose_runtime
 from pipectl.batch.launchers import (
     MpiChoice,
@@ -51,7 +50,7 @@ def request_here(make_request, tmp_path, monkeypatch):
 
 def chosen(request, **changes):
     job = change(request, **changes)
-    return choose_mpi(job.launch, job.environment, job.template, alone=job.alone)
+    return choose_mpi(job.launch, job.environment, alone=job.alone)
 
 
 def test_a_launcher_is_known_by_its_version(program, tmp_path):
@@ -114,7 +113,7 @@ def test_mpiexec_is_found_beside_the_interpreter_else_on_the_path_of_the_job_and
 
     def found(**changes):
         job = change(request_here, **changes)
-        return find_mpiexec(job.environment, job.template)
+        return find_mpiexec(job.environment)
 
     program("mpiexec", "[[ $1 == --version ]] && echo 'mpiexec (OpenRTE) 4.1.4'")
     assert found() == launch_command(request_here, "pbs")[0] == str(on_path)
@@ -127,7 +126,6 @@ def test_mpiexec_is_found_beside_the_interpreter_else_on_the_path_of_the_job_and
         {"modules": ("openmpi",)},
         {"setup": ("a",)},
         {"variables": {"PATH": "/opt/mpi/bin"}},
-        {"template": Template("site.sh", "")},
     ):
         assert found(**own) == "mpiexec"
         assert chosen(request_here, **own) == MpiChoice("auto")

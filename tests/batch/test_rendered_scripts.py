@@ -5,7 +5,6 @@ accepts changes.
 """
 
 import json
-import re
 import shutil
 import subprocess
 from difflib import unified_diff
@@ -15,10 +14,10 @@ import pytest
 import yaml
 from job_requests import change, fields, make_request
 
-from pipectl.batch import Array, Template, get_scheduler
+from pipectl.batch import get_scheduler
 from pipectl.batch.launchers import MpiChoice
 from pipectl.directives import SYNTAXES, fault_of_option
-from pipectl.errors import InvalidInputError, PipectlError, SpecError
+from pipectl.errors import PipectlError, SpecError
 from pipectl.jobs.job import make_job
 from pipectl.spec import load
 from pipectl.spec.models import Checkpoint
@@ -69,76 +68,15 @@ OPTIONS = [
 ]
 
 
-def test_options_of_a_job_and_lines_of_a_template_are_taken_or_refused_with_what_to_do(
-    make_request,
-):
-    """Those of a template come first: sbatch and qsub take the last, and that of pipectl wins."""
-    plain = make_request(slurm={"partition": "y"}, pbs={"queue": "y"})
+def test_options_of_a_job_are_taken_or_refused_with_what_to_do():
     for scheduler, case in OPTIONS:
         line, _, cure = (part.strip() for part in case.partition("->"))
-        render = get_scheduler(scheduler).render
-        if not line.startswith("#"):
-            name, _, text = line.partition(": ")
-            value = {"true": True, "false": False}.get(text, text)
-            if " & " in text:
-                value = tuple(text.split(" & "))
-            fault = fault_of_option(SYNTAXES[scheduler], name, value)
-            assert cure in fault if cure else fault == "", case
-            continue
-        text = f"{{% extends base %}}{{% block directives %}}\n{line}\n{{% endblock %}}"
-        request = change(plain, template=Template("site.sh", text))
-        if not cure:
-            ours, script = render(plain).splitlines(), render(request).splitlines()
-            assert script[: script.index("")] == [ours[0], line, *ours[1 : ours.index("")]]
-            continue
-        with pytest.raises(InvalidInputError, match=r"site\.sh:2:1: ") as caught:
-            render(request)
-        assert cure in (caught.value.cure or ""), case
-        other = "pbs" if scheduler == "slurm" else "slurm"
-        assert line in get_scheduler(other).render(request), "it means nothing there"
-
-
-TEMPLATE = """\
-{% extends base %}
-{## Our site's. ##}
-{% block directives %}
-#SBATCH --switches=1
-{% endblock %}
-{% block setup %}
-echo before
-{% endblock %}
-{% block at_exit %}
-    echo after
-{% endblock %}
-"""
-WRONG = (HERE / "wrong_templates.txt").read_text("utf-8").splitlines()[1:]
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_template_that_cannot_extend_ours_or_gives_a_wrong_script_is_refused_with_its_line(
-    make_request, case
-):
-    replaced, _, words = case.rpartition(" -> ")
-    old, new = (each.encode().decode("unicode_escape") for each in replaced.split(" => "))
-    text = TEMPLATE.replace(TEMPLATE if old == "(all)" else old, new)
-    assert text != TEMPLATE
-    line, _, words = words.partition(" ")
-    with pytest.raises(SpecError, match=rf"^site\.sh:{line}:1: .*{re.escape(words)}"):
-        get_scheduler("slurm").render(make_request(template=Template("site.sh", text)))
-
-
-def test_text_of_a_template_is_kept_and_values_are_quoted(make_request, tmp_path):
-    own = 'echo "$HOME  \\$x ${#x} ${x#a}" # ünïcode'
-    values = "echo {{ job.name }} {{ '$HOME' }} {{ job.run_directory / 'a b' }} {{ ('a', 'b c') }}"
-    template = Template("site.sh", TEMPLATE.replace("echo before", f"{own}\n{values}"))
-    request = make_request(name="it's", template=template)
-    for scheduler in ("slurm", "pbs", "local"):
-        script = get_scheduler(scheduler).render(request)
-        assert f"\n{own}\n" in script
-        assert f"\necho 'it'\"'\"'s' '$HOME' '{request.run_directory}/a b' a 'b c'\n" in script
-    runs = tuple(tmp_path / f"{'a' * 200}-{index}" for index in range(700))
-    script = get_scheduler("slurm").render(change(request, array=Array(runs)))
-    assert len(script) > 2**17, "longer than an argument of bash, which checks it"
+        name, _, text = line.partition(": ")
+        value = {"true": True, "false": False}.get(text, text)
+        if " & " in text:
+            value = tuple(text.split(" & "))
+        fault = fault_of_option(SYNTAXES[scheduler], name, value)
+        assert cure in fault if cure else fault == "", case
 
 
 TEXT = {

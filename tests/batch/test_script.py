@@ -13,7 +13,7 @@ import pytest
 import yaml
 from job_requests import change, end, fields, run, start, wait_until, write_script
 
-from pipectl.batch import Array, Template, get_scheduler
+from pipectl.batch import Array, get_scheduler
 from pipectl.batch.launchers import local_environment
 from pipectl.batch.script import render_variables
 from pipectl.errors import InvalidInputError
@@ -29,35 +29,27 @@ from pipectl.spec.launch import Container, Launch
 from pipectl.spec.models import Checkpoint
 
 SAVES = Checkpoint(max_requeues=0)
-TEMPLATE = "{% extends base %}{% block setup %}\nSETUP{% endblock %}"
-AT_EXIT = """{% block at_exit %}
-echo "$word's $code, $(cat exit_code)"; false
-{% endblock %}"""
 PREEMPTED = "PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=2026-11-29T10:05:07"
 INDEX = {"slurm": "SLURM_ARRAY_TASK_ID", "pbs": "PBS_ARRAY_INDEX"}
 
 
 @pytest.mark.parametrize("case", yaml.safe_load(Path(__file__).with_name("ends.yaml").read_text()))
 def test_how_jobs_end(make_request, case):
-    requests = [make_request(**fields(case.get("job", {})))]
+    request = make_request(**fields(case.get("job", {})))
     if "setup" in case:
-        template = Template("site.sh", TEMPLATE.replace("SETUP", case["setup"]))
-        requests.insert(0, change(requests[0], setup=(case["setup"],)))
-        requests[1] = change(requests[1], template=template)
-    for request in requests:
-        (request.run_directory / "ready").unlink(missing_ok=True)
-        process = start(request, "bash", "-c", case["rank"])
-        if "signal" in case:
-            wait_until((request.run_directory / "ready").exists)
-            process.send_signal(signal.Signals[f"SIG{case['signal']}"])
-        code, output = end(process, request)
-        assert (code, output) == (case["code"], case.get("output", output))
-        assert "launched" not in output or code in {0, 75}
+        request = change(request, setup=(case["setup"],))
+    process = start(request, "bash", "-c", case["rank"])
+    if "signal" in case:
+        wait_until((request.run_directory / "ready").exists)
+        process.send_signal(signal.Signals[f"SIG{case['signal']}"])
+    code, output = end(process, request)
+    assert (code, output) == (case["code"], case.get("output", output))
+    assert "launched" not in output or code in {0, 75}
 
 
 def test_an_old_exit_code_is_removed_and_commands_at_the_end_see_the_new_one(make_request):
-    text = TEMPLATE.replace("SETUP", "word=it\n") + AT_EXIT
-    request = make_request(template=Template("site.sh", text))
+    end = """echo "$word's $code, $(cat exit_code)"; false"""
+    request = make_request(setup=("word=it",), teardown=(end, "exit 3"))
     write_script(request)
     (request.run_directory / "exit_code").write_text("7\n")
     code, output = run(request, "bash", "-c", "echo *; exit 255")
@@ -413,14 +405,6 @@ def test_termination_before_the_setup_is_no_success(make_request):
     assert end(process, request)[0] == 143
 
 
-SITE = Template(
-    "site.sh",
-    "{% extends base %}{% block shebang %}#!/bin/bash -f{% endblock %}"
-    "{% block directives %}\n#SBATCH --switches=1\n{% endblock %}"
-    "{% block setup %}touch PWNED{% endblock %}",
-)
-
-
 @pytest.mark.parametrize("scheduler", INDEX)
 def test_hostile_directories_of_an_array_arrive(make_request, tmp_path, nasty, scheduler):
     runs = tuple(Path("/x") / text for text in nasty if text.isprintable() and "\0" not in text)
@@ -431,17 +415,16 @@ def test_hostile_directories_of_an_array_arrive(make_request, tmp_path, nasty, s
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("template", [None, SITE])
 @pytest.mark.parametrize("scheduler", INDEX)
-def test_the_script_of_a_run_takes_over_that_of_its_array(
-    make_request, tmp_path, scheduler, template
-):
-    """In the same process, with the output in its log; a template is the run's own matter."""
+def test_the_script_of_a_run_takes_over_that_of_its_array(make_request, tmp_path, scheduler):
+    """In the same process, with the output in its log; a setup is the run's own matter."""
     runs = tuple(tmp_path / f"a b'{index}" for index in range(2))
     for directory in runs:
         (directory / "logs").mkdir(parents=True)
         (directory / "job.sh").write_text('echo "$$ $- $0"; exit 3\n')
-    script = get_scheduler(scheduler).render(make_request(array=Array(runs), template=template))
+    script = get_scheduler(scheduler).render(
+        make_request(array=Array(runs), setup=("touch PWNED",))
+    )
     (tmp_path / "array.sh").write_text(script)
     for beyond in ({}, {INDEX[scheduler]: "7"}):
         done = subprocess.run(["bash", "-c", script], env=beyond, capture_output=True)
@@ -452,7 +435,6 @@ def test_the_script_of_a_run_takes_over_that_of_its_array(
         assert process.wait() == 3
     words = (runs[1] / "logs/job.log").read_text().split(maxsplit=2)
     assert words[0] == str(process.pid)
-    assert ("f" in words[1]) == (template is not None), "the options of the template's own bash"
     assert words[2] == f"{runs[1]}/job.sh\n"
     assert not (runs[0] / "logs/job.log").exists()
     assert not (tmp_path / "PWNED").exists()

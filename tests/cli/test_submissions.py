@@ -1,4 +1,4 @@
-"""Submissions: interrupted, at once, of sweeps and with templates; and who may read what is left.
+"""Submissions: interrupted, at once and of sweeps; and who may read what is left.
 
 Commands at once are processes of their own; the batch system is a folder with one file a job.
 """

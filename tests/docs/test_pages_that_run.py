@@ -15,7 +15,7 @@ from distribution import wheel
 from job_requests import change, make_request, wait_until
 from pages import CHECKOUT, bash, blocks, directory_of_a_reader, install, script
 
-from pipectl.batch import Array, Scheduler, Template, get_scheduler, scheduler_class
+from pipectl.batch import Array, Scheduler, get_scheduler, scheduler_class
 from pipectl.cli import main
 from pipectl.cli.commands.doctor import examine
 from pipectl.errors import PipectlError, UsageError
@@ -213,8 +213,6 @@ def test_the_documented_batch_system_has_all_methods_and_renders(tmp_path, grid_
     ):
         with pytest.raises(PipectlError):
             system.render(change(request, **refused))
-    text = "{% extends base %}\n{% block setup %}\ndate\n{% endblock %}\n"
-    assert "\ndate\n" in system.render(change(request, template=Template("t.sh", text)))
     (answer,) = examine(None, tmp_path, "batch system")
     assert (answer.what, answer.level) == ("Grid Engine", "ok")
     assert system.find("20261121-demo 7f3a9c01") is None

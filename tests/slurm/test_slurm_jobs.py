@@ -11,7 +11,7 @@ import psutil
 import pytest
 from job_requests import change, make_request, wait_until, write_script
 
-from pipectl.batch import JobRequest, JobState, Template
+from pipectl.batch import JobRequest, JobState
 from pipectl.batch.launchers import kind_of
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import SchedulerError
@@ -95,11 +95,9 @@ def test_jobs_complete_in_directories_of_any_name_whatever_the_environment(
 
 
 def test_waiting_jobs_are_queued_or_held_as_the_job_says_and_can_be_cancelled(request_of, wait_for):
-    """Options of the job reach Slurm, and what pipectl writes overrules a template."""
-    own = "--hold --job-name=mine --time=9\n#SBATCH -c 4 -N2 --requeue"
-    blocks = f"{{% extends base %}}{{% block directives %}}\n#SBATCH {own}\n{{% endblock %}}"
-    options = {"options": {"nice": "7", "x": "node[3-4]"}}
-    held = request_of("true", template=Template("site.sh", blocks), slurm=options)
+    """Options of the job reach Slurm."""
+    options = {"options": {"hold": True, "nice": "7", "x": "node[3-4]"}}
+    held = request_of("true", slurm=options)
     queued_id = submit(request_of("true", slurm={"options": {"begin": "now+1hour"}}))
     held_id = submit(held)
     assert wait_for(queued_id, JobState.QUEUED).reason == "BeginTime"

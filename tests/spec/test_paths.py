@@ -20,7 +20,6 @@ tracking: {tensorboard: {directory: $STORE/$$t}, wandb: {dir: "~/w", project: "$
 optimizer: ~/code/own.py:adam
 pipeline: {schedule: $STORE/mine.csv}
 training: {steps: 1, batch_size: 1}
-launch: {template: ~/t.sh}
 environment: {container: {image: $STORE/image.sif, mounts: [~/d, "$STORE/e:/e"]}, setup: [cd ~]}
 output: {directory: $STORE/$$x/runs}
 cluster: ~/cluster.json
@@ -46,14 +45,14 @@ def test_every_path_is_expanded_when_the_spec_is_read_and_stays_as_it_is(tmp_pat
     paths = (
         spec.model.factory, spec.model.weights, spec.loss.factory, spec.data.factory,
         spec.evaluation.data.factory, spec.evaluation.metrics["m"].factory,
-        spec.optimizer.factory, spec.pipeline.schedule, spec.launch.template,
+        spec.optimizer.factory, spec.pipeline.schedule,
         spec.environment.container.image, *spec.environment.container.mounts,
         spec.output.directory, spec.cluster,
     )  # fmt: skip
     assert paths == (
         "/home/me/code/model.py:build", "/scratch/a b/w.safetensors", "/scratch/a b/loss.py:loss",
         f"{job.parent}/data.py:data", "/home/me/code/models/data:held_out", "/home/me/m.py:m",
-        "/home/me/code/own.py:adam", "/scratch/a b/mine.csv", "/home/me/t.sh",
+        "/home/me/code/own.py:adam", "/scratch/a b/mine.csv",
         "/scratch/a b/image.sif", "/home/me/d", "/scratch/a b/e:/e", "/scratch/a b/$x/runs",
         "/home/me/cluster.json",
     )  # fmt: skip
@@ -72,11 +71,11 @@ def test_every_path_is_expanded_when_the_spec_is_read_and_stays_as_it_is(tmp_pat
 
 
 def test_a_site_file_is_expanded_before_it_is_looked_up_beside_it(tmp_path):
-    (tmp_path / "site.yaml").write_text("cluster: ~/c.json\nlaunch: {template: $STORE/t.sh}\n")
+    (tmp_path / "site.yaml").write_text("cluster: ~/c.json\n")
     (tmp_path / "job.yaml").write_text("{version: 1, model: a:b, loss: a:b, data: a:b, training: "
                                        "{steps: 1, batch_size: 1}}")  # fmt: skip
     spec = load(tmp_path / "job.yaml", sites=[tmp_path / "site.yaml"], check_files=False)
-    assert (spec.cluster, spec.launch.template) == ("/home/me/c.json", "/scratch/a b/t.sh")
+    assert spec.cluster == "/home/me/c.json"
 
 
 WRONG = {
@@ -88,7 +87,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-@pytest.mark.parametrize("key", ["output.directory", "cluster", "model.weights", "launch.template"])
+@pytest.mark.parametrize("key", ["output.directory", "cluster", "model.weights"])
 def test_what_cannot_be_expanded_is_refused(tmp_path, text, key):
     """It would be a directory of that name."""
     (tmp_path / "job.yaml").write_text(PATHS)

@@ -84,9 +84,8 @@ def test_each_layer_is_over_the_one_before(layered):
 def test_files_of_a_site_file_are_looked_up_beside_it(layered, tmp_path):
     for name in ("cluster.json", "around.sh"):
         (tmp_path / name).touch()
-    spec = layered("", "cluster: ./cluster.json\nlaunch: {template: around.sh}").spec()
+    spec = layered("", "cluster: ./cluster.json").spec()
     assert spec.cluster == str(tmp_path / "cluster.json")
-    assert spec.launch.template == str(tmp_path / "around.sh")
 
 
 def test_jobs_can_do_without_site_files(layered):

@@ -15,7 +15,6 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import plain, say, say_json, short_path, show
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_json
-from pipectl.jobs.job import check_script
 from pipectl.spec import Origin, SpecFile
 from pipectl.spec.document import Place, parse_scalar, path_text
 from pipectl.spec.schema import json_schema
@@ -49,7 +48,6 @@ def command(
         raise UsageError("--json: needs --origins")
     file = SpecFile.read(job, overrides or ())
     spec = file.spec(check_names=True)
-    check_script(spec)
     points, origins = file.points(spec), file.origins(spec)
     if as_json:
         say_json([_origin_json(origin) for origin in origins])

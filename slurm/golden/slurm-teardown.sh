@@ -1,5 +1,4 @@
 #!/bin/bash -l
-#SBATCH --switches=1
 #SBATCH --job-name=gpt-small
 #SBATCH --comment=7f3a9c
 #SBATCH --nodes=2
@@ -72,11 +71,16 @@ finish() {
         eval "$at_exit"
     )
     set -u
-    rm -rf "${scratch-}"
-
+    ( # no command in it ends this script, nor changes the exit code
+        set +eu +o pipefail
+        eval "$teardown"
+    )
     exit "$code"
 }
+# environment.teardown:
+teardown='rm -rf "${scratch-}"'
 at_exit= # the traps of the setup
+at_error=
 in_setup=
 # In place of the builtin while the setup runs: its traps for EXIT and ERR run beside those of this
 # script.
@@ -93,6 +97,7 @@ keep_traps() {
         for event in "${@:2}"; do
             case ${event^^} in
             EXIT | SIGEXIT | 0) at_exit=${action#-} ;;
+            ERR | SIGERR) at_error=${action#-} ;;
             RETURN | SIGRETURN | DEBUG | SIGDEBUG) # not for this function itself
                 [[ $1 && $1 != - ]] && action="[[ \${FUNCNAME-} == trap ]] || { $1"$'\n}'
                 events+=("$event")
@@ -297,13 +302,30 @@ guard() {
     done
 }
 
+setup_failed() { # KEY CODE, and COMMAND or its line in this script
+    local command=$3 hint=
+    if [[ $3 =~ ^[0-9]+$ ]]; then
+        command=$(sed -n "$3p" "${BASH_SOURCE[0]}")
+        hint=' (if it may fail: COMMAND || true, or environment.on_error: continue)'
+    fi
+    echo "pipectl: $1 failed with exit code $2: $command$hint" >&2
+    report_start "$2" "$1 failed with exit code $2: $command$hint"$'\n'
+    in_setup=
+    exit "$2"
+}
 measure_log
 in_setup=1
 set +uo pipefail # as a script of the user has it
 keep_traps
-scratch=$(mktemp -d /scratch/gpt-small.XXXXXX)
+# In a file that the setup reads, a command may fail.
+builtin trap 'check_setup "$?" "$LINENO" "${#BASH_SOURCE[@]}"' ERR
+check_setup() {
+    (exit "$1") || eval "$at_error" || :
+    (($3 > 1)) || setup_failed environment.setup "$1" "$2"
+}
+# environment.setup, verbatim:
+scratch=$(mktemp -d /scratch/x.XXXXXX)
 export TMPDIR=$scratch
-
 builtin trap - ERR DEBUG RETURN
 unset -f trap
 in_setup=
