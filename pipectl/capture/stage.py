@@ -210,8 +210,8 @@ def evaluation_stages(
 class Pass(IntEnum):
     """What makes or changes the code of a stage, in the order in which this happens.
 
-    Every pass may be left out but the first. What :data:`MARK` adds between operators runs in the
-    stage's own time: ticks of messages, and the marks of a measurement.
+    Every pass may be left out but the first. :data:`MARK` adds the marks of a measurement between
+    operators.
     """
 
     BUILD = 0

@@ -93,8 +93,6 @@ class Setup:
                 stage.split_backwards()
             if job.spec.training.compile:
                 stage.compile()
-            elif self._progress.mode == "poll":
-                stage.let_advance(self._progress.tick)
         board.phase("connecting to the other ranks")
         barrier(communicator)  # ranks that made more weights arrive later; MPI would spin
         cut = cuts[True, self._division.planned]

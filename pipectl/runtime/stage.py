@@ -43,7 +43,6 @@ from pipectl.runtime.saved_tensors import SavedTensors, run_backward, unpack
 from pipectl.runtime.stage_code import (
     WeightHalf,
     compile_stage,
-    insert_ticks,
     share_casts,
     split_backwards,
 )
@@ -505,12 +504,6 @@ class Stage:
         for segment in self.segments:
             for code in segment.codes.values():
                 code.stage = compile_stage(code.stage)
-
-    def let_advance(self, advance: Callable[[], None]) -> None:
-        """Call ``advance`` between operators, in forward and backward."""
-        for segment in (*self.segments, self._evaluation):
-            for code in segment.codes.values():
-                code.stage = insert_ticks(code.stage, advance)
 
     def keep_versions(self, kept: int) -> None:
         """From now on, forwards can use the weights of up to ``kept`` - 1 updates ago."""

@@ -1,5 +1,5 @@
-"""Changes to the code of a stage: shared casts, backwards in two halves, compilation, and ticks, in
-this order.
+"""Changes to the code of a stage: shared casts, backwards in two halves, and compilation, in this
+order.
 
 Every change is a pass (:class:`~pipectl.capture.stage.Pass`) that knows what the earlier ones have
 left in the code: the compiler does not look into what is not an operator. A pass refuses code that
@@ -253,34 +253,6 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(*_: Any) -> tuple[None, None]:
         return None, None
-
-
-TICK_EVERY = 4
-"""Operators between two ticks."""
-
-
-def insert_ticks(code: StageCode, advance: Callable[[], None]) -> StageCode:
-    """Call ``advance`` after every few operators of a stage's code, and in their backward; changes
-    the code.
-
-    Neither uses a tensor, so no bit changes. Backwards on accelerators have no ticks: autograd runs
-    them in threads of its own, from which MPI may not allow calls.
-    """
-
-    def tick(value: Any) -> None:
-        advance()
-        if not isinstance(value, Tensor) or value.device.type != "cpu":
-            return
-        if value.grad_fn is not None and torch.is_grad_enabled():
-            value.grad_fn.register_prehook(lambda _: advance())
-
-    module = code.operators(Pass.MARK)
-    operators = [node for node in module.graph.nodes if node.op == "call_function"]
-    for node in operators[TICK_EVERY - 1 :: TICK_EVERY]:
-        with module.graph.inserting_after(node):
-            module.graph.call_function(tick, (node,))
-    module.recompile()
-    return code.after(Pass.MARK, module)
 
 
 def compile_stage(code: StageCode, backend: Backend = "inductor") -> StageCode:

@@ -75,10 +75,10 @@ class Launch(types.Section):
     node (`numa`)."""
     args: tuple[types.Text, ...] = ()
     """Further arguments of the launcher, verbatim."""
-    progress: Literal["auto", "none", "poll", "thread", "core"] = "auto"
-    """What moves messages while ranks compute: `none` if MPI does so by itself, `poll` between
-    operators, or a `thread`; `auto` follows from the nodes, the size of the messages and what
-    `pipectl profile --links` measured. With `core`, ranks compute with one thread less than they
+    progress: Literal["auto", "none", "thread", "core"] = "auto"
+    """What moves messages while ranks compute: a `thread`, or `none` if MPI does so by itself;
+    `auto` follows from the nodes, the size of the messages and what `pipectl profile --links`
+    measured. With `core`, ranks compute with one thread less than they
     have cores, and leave that core to a thread for large messages, also in profiles."""
     gpu_aware: Literal["auto", "always", "never"] = "auto"
     """Whether MPI reads and writes the memory of accelerators directly: `always`, `never`, or

@@ -27,7 +27,7 @@ from pipectl.runs import RunDirectory  # noqa: E402
 from pipectl.runtime import agreement, clock  # noqa: E402
 from pipectl.runtime.process import run_rank  # noqa: E402
 from pipectl.runtime.telemetry import Telemetry  # noqa: E402
-from pipectl.runtime.transport import Progress, Transport  # noqa: E402
+from pipectl.runtime.transport import Transport  # noqa: E402
 from pipectl.runtime.worker import run  # noqa: E402
 from pipectl.spec import load  # noqa: E402
 from pipectl.watch.board import Board  # noqa: E402
@@ -82,20 +82,19 @@ WATCHED: dict[str, Any] = {}
 def wired() -> None:
     """On all ranks, fails where parts of the worker were not told what its job asks for.
 
-    Every transport knows who moves its messages and whether it checks them; operators let messages
-    advance if they are to; and a checkpoint asks whether the metrics of its step are written.
+    Every transport knows who moves its messages and whether it checks them, and a
+    checkpoint asks whether the metrics of its step are written.
     """
-    for kind, name in ((Transport, "__init__"), (Progress, "tick"), (Telemetry, "has_written")):
+    for kind, name in ((Transport, "__init__"), (Telemetry, "has_written")):
         calls = mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name))
         WATCHED[name] = calls.start()
 
 
 def check_wires(directory: RunDirectory) -> None:
     may_thread = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    progress = load(directory.job).launch.progress if may_thread else "poll"
+    progress = load(directory.job).launch.progress if may_thread else "none"
     made = {(call.args[4].mode, call.kwargs["check"]) for call in WATCHED["__init__"].mock_calls}
     assert made == {(progress, True)}
-    assert bool(MPI.COMM_WORLD.allreduce(WATCHED["tick"].call_count)) == (progress == "poll")
     assert WATCHED["has_written"].called == (RANK == 0)
 
 

@@ -183,9 +183,9 @@ def test_every_step_draws_masks_of_its_own(make_run: Any, train: Any) -> None:
 @pytest.mark.parametrize(
     ("progress", "level", "mode", "why"),
     [
-        ("poll", "multiple", "poll", "set in the job"),
+        ("none", "multiple", "none", "set in the job"),
         ("thread", "multiple", "thread", "set in the job"),
-        ("thread", "single", "poll", "this MPI does not allow calls from several threads"),
+        ("thread", "single", "none", "this MPI does not allow calls from several threads"),
     ],
 )
 def test_help_and_checks_are_those_that_the_job_asks_for_and_change_no_bit(
@@ -199,8 +199,8 @@ def test_help_and_checks_are_those_that_the_job_asks_for_and_change_no_bit(
     why: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The two ranks fail where messages, operators or checkpoints were not told. Polling takes the
-    place of a thread that is not possible."""
+    """The two ranks fail where messages or checkpoints were not told. Nothing takes the place of a
+    thread that is not possible."""
     two = make_run(2, launch={"progress": progress})
     monkeypatch.setenv("PIPECTL_CHECK_MESSAGES", "1")
     monkeypatch.setenv("MPI4PY_RC_THREAD_LEVEL", level)

@@ -210,7 +210,7 @@ def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
     else:
         yield assess("launcher", f"mpiexec takes the options of {mpi} (launch.mpi)")
     threads = answer["threads"]
-    cure = "messages are moved between operators instead; nothing needs to be done"
+    cure = "large messages move only while ranks send or wait; load an MPI with MPI_THREAD_MULTIPLE"
     yield assess("threads", f"MPI_THREAD_{threads.upper()}", "" if threads == "multiple" else cure)
     rate = format_bytes(int(answer["bandwidth_bytes_per_s"]))
     yield assess("messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine")

@@ -248,5 +248,5 @@ def _link_lines(name: str, link: Link) -> Iterator[str]:
         kind = "one link for all" if link.shared else "a link for each"
         yield f"  {facts.pairs} pairs: {facts.at_once:.2f} times as long as one; taken as {kind}"
     for size, hidden, polled in facts.overlap:
-        shares = f"{hidden:.0%}, and {polled:.0%} with polling"
+        shares = f"{hidden:.0%}, and {polled:.0%} with MPI calls in between"
         yield f"  hidden by compute, {format_size(size)}: {shares}"

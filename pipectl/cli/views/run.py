@@ -65,7 +65,6 @@ _MAX_PARTS = 3
 """Maximum number of parts of a difference."""
 _MOVES = {
     "none": "while a rank sends or waits",
-    "poll": "also between operators",
     "thread": "at any time, by a thread",
 }
 """When messages move, by the heartbeat's ``progress``."""

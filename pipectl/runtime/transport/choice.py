@@ -27,7 +27,7 @@ STAGED_BYTES = 4 * 2**20
 SMALL_BYTES = 64 * 2**10
 """Smaller messages leave within the call that starts them, over TCP too."""
 NEEDED = 0.5
-"""Share of a message's time that polling must hide, beyond what is hidden without it."""
+"""Share of a message's time that MPI calls must hide, beyond what is hidden without them."""
 _OWN_PROGRESS = (
     "MPIR_CVAR_ASYNC_PROGRESS",
     "MPICH_ASYNC_PROGRESS",
@@ -103,7 +103,7 @@ def decide(
     no_threads = "this MPI does not allow calls from several threads"
     if wanted not in ("auto", "core"):
         refused = wanted == "thread" and not threads
-        return Choice("poll", no_threads) if refused else Choice(wanted, "set in the job")
+        return Choice("none", no_threads) if refused else Choice(wanted, "set in the job")
     if sum(known.ranks_per_node) == 1:
         return Choice("none", "a single rank")
     if known.message_bytes < SMALL_BYTES:
@@ -117,7 +117,7 @@ def decide(
         return Choice("none", "; ".join(why for _, why in judged))
     if threads:
         return Choice("thread", needed[0])
-    return Choice("poll", f"{needed[0]}; {no_threads}")
+    return Choice("none", f"{needed[0]}; {no_threads}")
 
 
 def _judged(known: Circumstances, environment: Mapping[str, str]) -> Iterator[tuple[bool, str]]:

@@ -8,12 +8,12 @@ apart by their order alone, so a message starts after the last piece of an earli
 tag. Every piece must have the expected size: any other means that the two ranks run different
 programs.
 
-Many MPIs advance a large message only within calls of the two ranks that share it. Ways to make
-such calls during the computation:
+Many MPIs advance a large message only within calls of the two ranks that share it. What makes such
+calls during the computation:
 
-- ``none``: no calls, because the library or the hardware makes progress by itself;
-- ``poll``: between operators of a stage;
-- ``thread``: by a thread that works in bursts. A burst lasts while its calls move data, one
+- ``none``: nothing, because the library or the hardware makes progress by itself, or MPI allows
+  calls from one thread only; messages advance between actions;
+- ``thread``: a thread that works in bursts. A burst lasts while its calls move data, one
   fragment each, and ends when they move none, so that the thread takes little time from a core that
   computes. While an expected message does not arrive, the pauses grow.
 """
@@ -219,16 +219,15 @@ _BURST_S = 0.2e-3
 _QUIET_CALLS = 3
 """A burst ends after this many calls that moved nothing."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5e-3, 2e-3
-_TICK_S = 0.1e-3
 
 
 class Progress:
-    """All transfers of a rank that are under way, and the thread or calls that advance them.
+    """All transfers of a rank that are under way, and the thread that advances them, if any.
 
     Only the holder of the lock, the rank's own thread or the helper thread, touches transfers.
 
     Args:
-        mode: ``none``, ``poll`` or ``thread``; the same on all ranks.
+        mode: ``none`` or ``thread``; the same on all ranks.
         pieces: how messages are cut; the same on all ranks.
         enter_thread: called first in the helper thread, if there is one.
     """
@@ -249,7 +248,6 @@ class Progress:
         self._unstarted: dict[tuple[Call, int, int], Transfer] = {}
         self._has_work = threading.Event()
         self._waiting = self._closed = False
-        self._ticked_at = 0.0
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         if mode == "thread":
@@ -325,13 +323,6 @@ class Progress:
             if self._failure is not None:
                 raise self._failure
             self._advance()
-
-    def tick(self) -> None:
-        """Call :meth:`advance` at most every tenth of a millisecond; called between operators."""
-        now = time.perf_counter()
-        if self._transfers and now - self._ticked_at > _TICK_S:
-            self.advance()
-            self._ticked_at = time.perf_counter()
 
     def close(self) -> None:
         """End the helper thread; must be called before MPI ends."""

@@ -130,7 +130,7 @@ WORLD, RANK = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
 A, KIB = Slot("a"), 1024
 WAY = "from stage 3 (rank 0) to stage 5 (rank 1)"
 THERE, BACK = Lane(TransferKind.ACTIVATION, 3, 5), Lane(TransferKind.ACTIVATION, 5, 3)
-WAYS = [("none", WHOLE), ("poll", Pieces(77, 3)), ("thread", Pieces(64, 2)), ("none", Pieces(4000))]
+WAYS = [("none", WHOLE), ("none", Pieces(77, 3)), ("thread", Pieces(64, 2)), ("none", Pieces(4000))]
 
 
 class Wrong(NamedTuple):
@@ -326,7 +326,7 @@ def main(file: str) -> None:
             converse(Transport(WORLD.Dup(), device, lanes, progress, check=check), random_)
     send_and_go_on()
     kept: list[Any] = []  # what was not received is on its way until the end
-    for mode, check in product(("none", "poll", "thread"), (False, True)):
+    for mode, check in product(("none", "thread"), (False, True)):
         for case in (*WRONG, *(WRONG_IF_CHECKED if check else ())):
             pieces = WHOLE if mode == "none" else Pieces(2**20, under_way=4)
             with Progress(mode, pieces) as progress:

@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 def measured(within: tuple[float, float], between: tuple[float, float]) -> Cluster:
-    """Small messages are always hidden; of large ones, the shares without and with polling."""
+    """Small messages are always hidden; of large ones, the shares without and with calls of MPI."""
     cluster = assumed_cluster("measured", [2, 2], 2, None)
     inner, outer = (
         replace(link, observed=Observed(overlap=((MIB, 1.0, 1.0), (16 * MIB, *shares))))
@@ -46,7 +46,7 @@ NO_THREADS = "calls from several threads"
         ("auto", [1], 16384, None, "0", True, "none", "a single rank"),
         ("auto", [4], 16384, None, "0", True, "none", "the receiving processor copies"),
         ("auto", [1, 1], 16384, None, "0", True, "thread", "within its calls alone"),
-        ("auto", [1, 1], 16384, None, "0", False, "poll", NO_THREADS),
+        ("auto", [1, 1], 16384, None, "0", False, "none", NO_THREADS),
         ("auto", [1, 1], 16384, None, "1", True, "none", "by itself (I_MPI_ASYNC_PROGRESS)"),
         ("auto", [2, 2], 32, None, "0", True, "none", "KiB, leaves at once"),
         ("auto", [2, 2], 16384, HARDWARE, "0", True, "none", "between nodes, 90%"),
@@ -56,10 +56,10 @@ NO_THREADS = "calls from several threads"
         # A core is left to a thread for large messages alone.
         ("core", [2], 16384, None, "0", True, "thread", "leaves it a core"),
         ("core", [2], 32, None, "0", True, "none", "leaves at once"),
-        ("core", [2, 2], 16384, None, "0", False, "poll", NO_THREADS),
+        ("core", [2, 2], 16384, None, "0", False, "none", NO_THREADS),
         ("none", [1, 1], 16384, None, "0", True, "none", "set in the job"),
         ("thread", [1], 0, None, "1", True, "thread", "set in the job"),
-        ("thread", [1], 0, None, "1", False, "poll", NO_THREADS),
+        ("thread", [1], 0, None, "1", False, "none", NO_THREADS),
     ],
 )
 def test_help_and_pieces_follow_from_the_job_its_machines_and_what_mpi_does_and_allows(
