@@ -16,7 +16,7 @@ LAYERS = (
     "arrays compiled faults units fields files libraries errors versions directives hash_seed "
     "older_python",
     "profile plan graph cluster link timeline rehearsal",
-    "spec planner simulate schedule",
+    "planner spec simulate schedule",
     "batch report runs watch",
     "profiler runtime capture torch_api",
     "jobs",
