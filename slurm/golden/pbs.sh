@@ -352,7 +352,8 @@ host=$1
 where=" on $host"
 shift
 trap '' TERM INT USR1 USR2
-pbs_tmrsh "$host" /bin/bash -c "$*"
+# mpiexec may kill this agent before pbs_tmrsh has printed all that it knows.
+(echo "$BASHPID" >>"$PIPECTL_RUN_DIRECTORY/agents" && exec pbs_tmrsh "$host" /bin/bash -c "$*")
 code=$?
 # Before MPI has begun, mpiexec would wait forever. (The daemons of Open MPI leave their agent.)
 if [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && { ((code)) || [[ $* == *hydra_pmi_proxy* ]]; }; then

@@ -353,7 +353,8 @@ echo "$$" >>"$PIPECTL_RUN_DIRECTORY/agents"
 where=
 options=()
 while (($#)) && [[ $1 != */hydra_pmi_proxy ]]; do options+=("$1") && shift; done
-srun --kill-on-bad-exit=1 "${options[@]}" /bin/bash -c '
+# mpiexec may kill this agent before srun has printed all that it knows.
+(echo "$BASHPID" >>"$PIPECTL_RUN_DIRECTORY/agents" && exec srun --kill-on-bad-exit=1 "${options[@]}" /bin/bash -c '
 trap "" USR1 USR2
 trap : TERM INT HUP # the proxy gets these, too
 # MPICH waits forever for a process that ends before MPI has begun in it. One has ended if its proxy
@@ -384,7 +385,7 @@ for look in 1 2 3; do
     read -rt 1 <> <(:)
 done
 echo "a process ended on ${SLURMD_NODENAME:-$HOSTNAME} before MPI had begun in it" >&2
-exit 1' "$@"
+exit 1' "$@")
 code=$?
 # Before MPI has begun, mpiexec would wait forever. (The daemons of Open MPI leave their agent.)
 if [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && { ((code)) || [[ $* == *hydra_pmi_proxy* ]]; }; then

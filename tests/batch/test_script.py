@@ -225,8 +225,11 @@ def test_an_mpiexec_whose_processes_do_not_start_is_ended(make_request, mpiexec,
     assert error.message.splitlines()[1] == "srun: error: Job credential expired"
 
 
-def test_what_ended_is_said_though_the_launcher_ends_before_its_agent(make_request, job_of_slurm):
-    """And has more to say than the few lines of a reason."""
+@pytest.mark.parametrize("end", ["", "kill -s KILL $(head -n 1 agents); "])
+def test_what_ended_is_said_though_the_launcher_ends_before_its_agent(
+    make_request, job_of_slurm, end
+):
+    """And has more to say than the few lines of a reason; or though it kills the agent."""
     srun = Path(os.environ["PATH"].partition(":")[0]) / "srun"
     srun.write_text(
         "#!/bin/bash\nwhile kill -0 $LAUNCHER 2>/dev/null; do read -rt 0.05 <> <(:); done\n"
@@ -234,9 +237,10 @@ def test_what_ended_is_said_though_the_launcher_ends_before_its_agent(make_reque
     )
     mpiexec = (
         "export LAUNCHER=$$; $HYDRA_LAUNCHER_EXEC -N2 /bin/hydra_pmi_proxy & "
-        "until [[ -s agents ]]; do read -rt 0.05 <> <(:); done; "
+        "until [[ -s agents ]] && (($(wc -l <agents) == 2)); do read -rt 0.05 <> <(:); done; "
         "for f in f1 f2 f3; do echo "
-        '"[proxy:1@node2] $f (/a.c:1): read error"; done; exit 255'
+        '"[proxy:1@node2] $f (/a.c:1): read error"; done; '
+        f"{end}exit 255"
     )
     request = make_request(nodes=2)
     assert run(request, "bash", "-c", f"({mpiexec}) >>logs/job.log 2>&1", scheduler="slurm")[0]
