@@ -46,7 +46,8 @@ threshold, collections would take a fifth of the time of loading them."""
 COMMANDS = {
     "init": "Write a commented job for this cluster, ready to run.",
     "check": "Check a job spec and list every mistake in it.",
-    "profile": "Measure the time and memory of every operator, or the links.",
+    "profile": "Measure the time and memory of every operator, or the links.\n\n"
+    "If jobs go to a batch system from here, a job measures; --scheduler local measures here.",
     "plan": "Choose stages, ranks and schedule, and predict a step.",
     "submit": "Run a job, profiling and planning it first if necessary.",
     "status": "Show the newest runs, or everything about one.",

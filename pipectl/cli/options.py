@@ -106,6 +106,7 @@ SCHEDULER = value(
     "NAME", f"Where the job runs: {', '.join(SCHEDULERS)}; by default launch.scheduler.",
     "--scheduler", autocompletion=names_of_schedulers,
 )  # fmt: skip
+NODES = count("Number of nodes (resources.nodes).", "-N", "--nodes")
 _NAMED: Any = {"metavar": "RUN", "help": RUN_HELP, "autocompletion": names_of_runs}
 RUN, LAST_RUN = typer.Argument(..., **_NAMED), typer.Argument("last", **_NAMED)
 RUN_NAMES = typer.Argument(None, **_NAMED)

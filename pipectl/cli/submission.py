@@ -1,6 +1,6 @@
 """A submission as a person sees it: the plan, what was submitted, and the run to its end.
 
-`submit`, `resume`, `profile --submit` and `lab rehearse` print it.
+`submit`, `resume`, `profile` and `lab rehearse` print it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The program within a job: ``python -m pipectl.jobs.in_job RUN_DIRECTORY``.
 
 It makes the profile and the plan of a run in its allocation, as the first step of the job script.
-With ``--output FILE`` it only measures the model, for `pipectl profile --submit`. It writes its
+With ``--output FILE`` it only measures the model, for `pipectl profile`. It writes its
 progress to ``heartbeat.json``, as the ranks do later, and a failure to ``errors/prepare.json`` and
 standard error.
 

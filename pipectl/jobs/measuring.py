@@ -141,7 +141,7 @@ def plan_rehearsal(
     if plan is None or cluster is None:
         raise UsageError(
             f"{profile_path(spec)}: no up-to-date profile, so there is no plan to rehearse",
-            cure="measure the model first: pipectl profile --submit JOB.yaml\n"
+            cure="measure the model first: pipectl profile JOB.yaml --wait\n"
             "or measure, plan and rehearse for this machine: --scheduler local",
         )
     # Not earlier: the memory of this process while it measures counts as memory of a rank.

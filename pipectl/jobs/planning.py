@@ -141,7 +141,7 @@ def gather(
     machines = find_cluster(spec, batch_system)
     warnings += [machines.warning, *warnings_of(spec, job_profile)]
     job_profile, joined = join_rows(job_profile, machines.cluster)
-    used = _use_devices(joined, devices, "--nodes 1,2,4 plans for other sizes")
+    used = _use_devices(joined, devices, "--compare 1,2,4 plans for other sizes")
     return PlanInputs(
         job_profile,
         used,

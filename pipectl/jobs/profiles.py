@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 LOADING = "loading torch"
-_CURE = "measure again with: pipectl profile JOB.yaml --submit"
+_CURE = "measure again with: pipectl profile JOB.yaml"
 _MAX_CACHED = 32
 _PROCESSORS = Path("/proc/cpuinfo")
 _NAMES = ("model name", "Model Name", "cpu model", "cpu")

@@ -411,7 +411,7 @@ def nodes() -> Iterator[str]:
     """Memory and work of the fullest node with 1, 2, 4 and 8 of them, for one model."""
     yield "## The Nankai framework: less memory and work per node\n"
     yield "Claim: automatic splitting reduces the memory and the computation of a node."
-    yield "A GPT of 24 blocks, one accelerator per node, nothing changed but `--nodes`:\n"
+    yield "A GPT of 24 blocks, one accelerator per node, nothing changed but the number of nodes:\n"
     profile = gpt_profile(24, SHAPE)
 
     def row(count: int) -> Sequence[object]:

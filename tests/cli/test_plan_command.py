@@ -34,7 +34,7 @@ def test_any_profile_is_planned_without_torch_and_mpi_and_printed_as_ascii(alone
         "import sys; from pipectl.cli import main\n"
         "for more in ([], ['--explain'], ['--json']):\n"
         "    assert main(['plan', '--profile', 'p.json', '--devices', '2', *more]) == 0\n"
-        "assert main(['plan', '--profile', 'p.json', '--nodes', '1,2']) == 0\n"
+        "assert main(['plan', '--profile', 'p.json', '--compare', '1,2']) == 0\n"
         "assert not {'torch', 'mpi4py'} & set(sys.modules)\n"
     )
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -55,7 +55,7 @@ def test_plan_writes_a_file_that_loads(cli, profile):
     assert [stage.ranks for stage in plan.stages] == [(0,), (1,)]
     assert plan.key is not None
     assert Path("pictures/plan.svg").read_text().startswith("<svg ")
-    several = cli("plan", "job.yaml", "--nodes", "1,2", "--scheduler", "slurm", "--json").json
+    several = cli("plan", "job.yaml", "--compare", "1,2", "--scheduler", "slurm", "--json").json
     assert set(several) == {"cut_short", *ScalingJson.__annotations__}
 
 

@@ -1,9 +1,10 @@
-"""`pipectl profile`: here, in a job of its own (`--submit`), and of links (`--links`)."""
+"""`pipectl profile`: here, in a job of its own, and of links (`--links`)."""
 
 import json
 import re
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,15 @@ from rich.console import Console
 from pipectl import versions
 from pipectl.cli.commands.profile import links_view
 from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.jobs.measuring import make_measuring_job
+from pipectl.jobs.state import poll
+from pipectl.jobs.submit import submit
 from pipectl.link import Observed, measured_link
 from pipectl.profiler.journal import Journal
+from pipectl.runs import RunDirectory
 from pipectl.spec import load, profile_key
 
 PROFILE, CLUSTER = Path("runs/tiny.profile.json"), Path("runs/tiny.cluster.json")
-LOCAL = ("--submit", "--scheduler", "local")
 
 
 def test_the_details_of_a_fault_of_pipectl_are_kept_beside_the_profile(cli, real_job, monkeypatch):
@@ -60,8 +64,8 @@ def test_an_interrupt_says_what_is_kept_and_the_next_command_what_it_uses_of_it(
         assert signal.getsignal(signal.SIGTERM) is handler
         return result.err
 
-    submit = ("submit", "job.yaml", "--scheduler", "local")
-    assert interrupted(0, *submit) == "interrupted before anything was measured\n"
+    submits = ("submit", "job.yaml", "--scheduler", "local")
+    assert interrupted(0, *submits) == "interrupted before anything was measured\n"
     assert not PROFILE.exists()
     PROFILE.write_text("earlier")
     kept = "interrupted; 2 measurements are kept: the same command continues from there\n"
@@ -75,13 +79,11 @@ def test_a_job_measures_in_percent_and_leaves_the_profile(
     cli, real_job, only_run, monkeypatch, warm_python
 ):
     monkeypatch.setattr(sys, "executable", warm_python)
-    result = cli("profile", "job.yaml", *LOCAL, "--wait", "--effort", "fast")
+    how = {"links": False, "again": False}
+    submit([make_measuring_job(load(real_job), "local", PROFILE, "fast", **how)], time.time())
     run = only_run()
-    assert result.code == 0, (run / "logs/job.log").read_text()
-    first, second, *_, last = result.out.splitlines()
-    assert first.startswith(f"submitted: {run.name} (local job ")
-    assert second == f"see: pipectl status {run.name}"
-    assert last == f"profile: {PROFILE}"
+    *_, status = poll(RunDirectory(run))
+    assert status.exit_code == 0, (run / "logs/job.log").read_text()
     assert json.loads(PROFILE.read_text())["key"] == profile_key(load(real_job))
     assert PROFILE.read_text() == (run / "profile.json").read_text()
     assert cli("plan", "job.yaml").err == ""

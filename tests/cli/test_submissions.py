@@ -133,7 +133,7 @@ def test_an_interrupted_submission_is_completed_by_the_next_status_that_slurm_an
     assert jobs(queue) == set()
 
 
-@pytest.mark.parametrize("command", [SUBMIT, ("profile", *SUBMIT[1:], "--submit")])
+@pytest.mark.parametrize("command", [SUBMIT, ("profile", *SUBMIT[1:])])
 def test_submitting_again_after_an_interrupt_makes_no_second_job(cli, profile, queue, command):
     run = interrupted(signal.SIGINT, *command)
     record = Record.load(run.record)

@@ -69,7 +69,7 @@ def test_a_first_job_fits_the_lab(pipectl):
 def test_links_between_virtual_nodes_are_measured_in_a_job(pipectl, monkeypatch):
     monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"fast": 0.2})
     two_a_node = "--set=resources.tasks_per_node=2"
-    said = pipectl("profile", *TO_PROFILE, two_a_node, "--links", *QUICKLY)
+    said = pipectl("profile", *TO_PROFILE, two_a_node, "--links", "--wait", *QUICKLY)
     assert "cluster: runs/gpt-stdlib.cluster.json" in said
     cluster = Cluster.load(Path("runs/gpt-stdlib.cluster.json"))
     assert [(node.name, node.ranks) for node in cluster.nodes] == [("node1", 2), ("node2", 2)]
@@ -82,8 +82,7 @@ def test_links_between_virtual_nodes_are_measured_in_a_job(pipectl, monkeypatch)
     assert "cluster.json" in pipectl("status", "last")
 
 
-def test_a_login_node_is_refused_and_an_allocation_is_not(pipectl):
-    assert "--submit" in pipectl("profile", *TO_PROFILE, code=2)
+def test_within_a_job_a_model_is_measured_at_once(pipectl):
     inside = ["srun", "-n1", sys.executable, "-m", "pipectl", "profile", *TO_PROFILE, *QUICKLY]
     subprocess.run(inside, check=True, timeout=400)
     assert PROFILE.exists()
@@ -106,7 +105,7 @@ def test_an_ended_profile_goes_on_in_the_next_job_and_is_found_on_the_login_node
         journals = [json.loads(path.read_text()) for path in Path("runs/.cache").glob("*.journal")]
         return max((len(journal["entries"].keys() - {"graph"}) for journal in journals), default=0)
 
-    submit = ("profile", *LARGE, *QUICKLY, "--submit", "--json")
+    submit = ("profile", *LARGE, *QUICKLY, "--json")
     run = pipectl(*submit)["run"]
     before = wait_until(kept, 280, 0.1)
     pipectl("cancel", run)

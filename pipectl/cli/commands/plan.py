@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,7 @@ JOB_FILE = typer.Argument(None, metavar="JOB.yaml", help="The job spec; not need
 PROFILE_FILE = opt.value("FILE", "Profile to use; by default runs/NAME.profile.json.", "--profile")
 CLUSTER_FILE = opt.value("FILE", "Cluster description to use (cluster.json).", "--cluster")
 DEVICES = opt.count("Number of devices to use.")
-NODE_COUNTS = opt.value("N,N,…", "Compare these numbers of nodes.", "--nodes")
+COMPARE = opt.value("N,N,…", "Compare these numbers of nodes.")
 EXPLAIN = opt.flag("Explain the step and say what would help.", "--explain")
 SVG_FILE = opt.value("FILE", "Write a picture of the predicted step to this file.")
 
@@ -39,7 +39,8 @@ def command(
     cluster: Path | None = CLUSTER_FILE,
     devices: int | None = DEVICES,
     scheduler: str | None = opt.SCHEDULER,
-    nodes: list[str] | None = NODE_COUNTS,
+    nodes: int | None = opt.NODES,
+    compare: list[str] | None = COMPARE,
     new_micro_batches: bool = opt.flag(
         "Do not keep the number of micro-batches of the previous plan.", "--new-micro-batches"
     ),
@@ -55,11 +56,14 @@ def command(
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
     if job is None:
-        opt.refuse(context, "--scheduler --new-micro-batches --from-run", "needs a JOB.yaml")
-    counts = read_node_counts(context, nodes)
+        opt.refuse(
+            context, "--scheduler --nodes --new-micro-batches --from-run", "needs a JOB.yaml"
+        )
+    counts = read_node_counts(context, compare)
     inputs = gather(
-        job, profile_file, overrides or (), scheduler=scheduler, cluster=cluster, devices=devices,
-        nodes=counts, new_micro_batches=new_micro_batches, from_run=from_run,
+        job, profile_file, with_nodes(nodes, overrides), scheduler=scheduler,
+        cluster=cluster, devices=devices, nodes=counts, new_micro_batches=new_micro_batches,
+        from_run=from_run,
     )  # fmt: skip
     if from_run is not None and inputs.plan_file is not None and output_file is None:
         corrected = inputs.plan_file.with_name(f"{inputs.request.name}.profile.json")
@@ -71,6 +75,11 @@ def command(
     )  # fmt: skip
 
 
+def with_nodes(nodes: int | None, overrides: Sequence[str] | None) -> list[str]:
+    """The values of ``--set``, which precede that of ``--nodes``."""
+    return [*([] if nodes is None else [f"resources.nodes={nodes}"]), *(overrides or ())]
+
+
 def read_node_counts(context: typer.Context, texts: list[str] | None) -> tuple[int, ...] | None:
     """Parse numbers of nodes such as ``1,2,4``; None if there are none.
 
@@ -79,17 +88,17 @@ def read_node_counts(context: typer.Context, texts: list[str] | None) -> tuple[i
     """
     if not texts:
         return None
-    why = "cannot be used with --nodes, which makes several plans"
-    opt.refuse(context, "--devices -o --svg --explain", why)
+    why = "cannot be used with --compare, which makes several plans"
+    opt.refuse(context, "--nodes --devices -o --svg --explain", why)
     text = ",".join(texts)
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UsageError(
-            f"--nodes: {text!r} is not a list of numbers", cure="write for example 1,2,4"
+            f"--compare: {text!r} is not a list of numbers", cure="write for example 1,2,4"
         ) from None
     if not all(0 < number <= MAX_RANKS for number in counts):
-        raise UsageError(f"--nodes: {text!r}: each must be from 1 to {MAX_RANKS:,}")
+        raise UsageError(f"--compare: {text!r}: each must be from 1 to {MAX_RANKS:,}")
     return counts
 
 

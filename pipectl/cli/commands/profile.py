@@ -17,7 +17,6 @@ from pipectl.cli.progress import profiling_progress
 from pipectl.cli.restart import restart_for_job
 from pipectl.cli.submission import describe_job, follow_or_exit, note_origin, print_submission
 from pipectl.cluster import Cluster
-from pipectl.errors import UsageError
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation, warning_of_code
 from pipectl.jobs.measuring import make_measuring_job
 from pipectl.jobs.output import cluster_path, profile_path
@@ -44,15 +43,12 @@ def command(
         "How long to measure.", default="normal"
     ),
     again: bool = opt.flag("Measure again, without the cache.", "--again"),
-    submit: bool = opt.flag("Measure in a batch job.", "--submit"),
-    wait: bool = opt.flag("Follow the job of --submit to its end.", "--wait"),
+    wait: bool = opt.WAIT,
     links: bool = opt.flag("Measure the links between the ranks instead.", "--links"),
     scheduler: str | None = opt.SCHEDULER,
     as_json: bool = opt.JSON,
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
-    if wait and not submit:
-        raise UsageError("--wait: needs --submit")
     if links:
         cure = "leave --again out: links are always measured again"
         opt.refuse(context, "--again", "is not used with --links", cure=cure)
@@ -64,8 +60,8 @@ def command(
     batch_system = choose_scheduler(spec, scheduler)
     spec = fit_to_allocation(spec, batch_system)
     path = output_file or (cluster_path(spec) if links else profile_path(spec))
-    if not (links or submit or batch_system == HERE):
-        _refuse_other_nodes(spec, batch_system)
+    has_container = spec.environment.container is not None
+    if not (links or has_container) and batch_system in {LOCAL, allocation()}:
         with profiling_progress() as progress:
             profile = measure(spec, path, progress, effort, again=again)
         show_profile(profile, path, began, as_json=as_json)
@@ -77,14 +73,11 @@ def command(
     (submission,) = submit_job([job_that_measures], began)
     run, record = submission.run, submission.record
     result = f"the {'cluster' if links else 'profile'} will be in {short_path(path.absolute())}"
-    if submit:
-        lines = f"submitted: {run.name} ({describe_job(record)})", *(() if wait else (result,))
-        if not (wait and as_json):
-            print_submission(submission, *lines, as_json=as_json, file=str(path.absolute()))
-        if not wait:
-            return
-    else:
-        note(f"measuring: {run.name} ({describe_job(record)})")
+    if not wait and batch_system not in {HERE, LOCAL}:
+        lines = f"submitted: {run.name} ({describe_job(record)})", result
+        print_submission(submission, *lines, as_json=as_json, file=str(path.absolute()))
+        return
+    note(f"measuring: {run.name} ({describe_job(record)})")
     follow_or_exit(run, as_json=as_json)
     if links:
         _show_links(spec, path, as_json=as_json)
@@ -92,23 +85,6 @@ def command(
         profile = Profile.load(run.profile)
         show_profile(profile, path, began, as_json=as_json)
         _warn_of(spec, profile)
-
-
-def _refuse_other_nodes(spec: JobSpec, batch_system: str) -> None:
-    """Raise a UsageError if the job will run on other nodes than this, or with another Python."""
-    if spec.environment.container is not None:
-        raise UsageError(
-            "environment.container: this would measure with another Python than that of the "
-            "container",
-            cure="measure in a job: add --submit (and --wait to follow it)",
-        )
-    if batch_system not in {LOCAL, allocation()}:
-        raise UsageError(
-            f"jobs go to {batch_system} from here, so this seems to be a login node, where "
-            "times differ from those of compute nodes",
-            cure="measure in an allocation: add --submit (and --wait to follow it);\n"
-            "to measure on this machine anyway: --scheduler local",
-        )
 
 
 def _warn_of(spec: JobSpec, profile: Profile) -> None:

@@ -67,7 +67,7 @@ def command(
     account: str | None = opt.value(
         "NAME", "Account to charge (slurm.account or pbs.account).", "-A", "--account"
     ),
-    nodes: int | None = opt.count("Number of nodes (resources.nodes).", "-N", "--nodes"),
+    nodes: int | None = opt.NODES,
     walltime: int | None = opt.value(
         "TIME",
         "Time limit; a number alone is minutes (resources.walltime).",

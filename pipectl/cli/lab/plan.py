@@ -71,7 +71,8 @@ def command(
         "TIME", "Time limit of each search: 10s.", parser=opt.reader(parse_duration, zero=True)
     ),
     scheduler: str | None = opt.SCHEDULER,
-    nodes: list[str] | None = plan_command.NODE_COUNTS,
+    nodes: int | None = opt.NODES,
+    compare: list[str] | None = plan_command.COMPARE,
     explain: bool = plan_command.EXPLAIN,
     output_file: Path | None = opt.value("FILE", "File to write.", "-o", "--output"),
     svg: Path | None = plan_command.SVG_FILE,
@@ -79,14 +80,14 @@ def command(
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
     if job is None:
-        opt.refuse(context, "--scheduler", "needs a JOB.yaml")
+        opt.refuse(context, "--scheduler --nodes", "needs a JOB.yaml")
     if objective == "max-stage-load":
-        of_steps = "--nodes --explain -o --svg --allow"
+        of_steps = "--compare --explain -o --svg --allow"
         opt.refuse(context, of_steps, f"is not used with --objective {objective}")
-    changes = list(overrides or ())
+    changes = plan_command.with_nodes(nodes, overrides)
     if memory_limit is not None:
         changes.append(f"pipeline.memory_limit={memory_limit}B")
-    counts = plan_command.read_node_counts(context, nodes)
+    counts = plan_command.read_node_counts(context, compare)
     inputs = gather(
         job, profile_file, changes, scheduler=scheduler, cluster=cluster, devices=devices,
         nodes=counts, new_micro_batches=True,

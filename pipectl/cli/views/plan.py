@@ -226,7 +226,7 @@ def _advice(answer: StepAnswer) -> tuple[str, str]:
                 "would help",
                 f"only faster operators: waits are less than {_SMALL:.0%} of the step",
             )
-        return "may help", "more nodes; --nodes 1,2,4 says up to how many nodes it is faster"
+        return "may help", "more nodes; --compare 1,2,4 says up to how many nodes it is faster"
     return "may help", f"{advice}; not tried: --explain tries such changes"
 
 
