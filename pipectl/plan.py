@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
@@ -352,7 +352,7 @@ class Plan(DataFile):
     transfers: tuple[Transfer, ...]
     node_of_rank: tuple[int, ...]
     memory_limit_bytes: int | None = None
-    prediction: Prediction | None = None
+    prediction: Prediction | None = field(default=None, metadata={"key": "predicted"})
     search: Search | None = None
     key: str | None = None
     assumptions: tuple[str, ...] = ()
@@ -477,7 +477,8 @@ class Plan(DataFile):
 
     def to_json(self) -> dict[str, Any]:
         """Return the documented JSON object."""
-        return {"version": VERSION, **asdict(self)}
+        key_of = {each.name: each.metadata.get("key", each.name) for each in fields(self)}
+        return {"version": VERSION, **{key_of[n]: value for n, value in asdict(self).items()}}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, file: str = "plan") -> Plan:

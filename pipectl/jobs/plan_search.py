@@ -72,7 +72,7 @@ class ExplanationJson(TypedDict):
     """The explanation of a plan.
 
     Args:
-        binds: the bottleneck: ``rank`` or ``link``.
+        bottleneck: ``rank`` or ``link``.
         busiest_rank: how the rank that computes longest spends the step.
         busiest_link: the link that carries messages longest: ``between`` two of ``rank``, ``node``
             or ``switch``, ``source`` and ``target`` (null for the other end of a node's interface),
@@ -82,7 +82,7 @@ class ExplanationJson(TypedDict):
             step), and ``reason`` if it was not tried.
     """
 
-    binds: str
+    bottleneck: str
     busiest_rank: dict[str, Any]
     busiest_link: dict[str, Any] | None
     alternatives: list[dict[str, Any]]
@@ -97,7 +97,6 @@ class AnswerJson(TypedDict):
         lower_bound_s, gap: no plan with the micro-batch sizes that were tried has a shorter step;
             how far the plan is above it at most, as a share; null if nothing is proven.
         planning_s, compiling_s: time of the search, and the part of it that compiled.
-        predicted: the prediction of ``plan.json``.
         range_s: shortest and longest step if links are assumed and that makes a difference; else
             null.
         cannot_run: what in the plan does not go together, so that no ranks can run it, such as a
@@ -115,7 +114,6 @@ class AnswerJson(TypedDict):
     gap: float | None
     planning_s: float | None
     compiling_s: float
-    predicted: dict[str, Any]
     range_s: tuple[float, float] | None
     cannot_run: list[str]
     without_pipeline: dict[str, Any] | None
@@ -150,7 +148,7 @@ class StepAnswer:
     range_s: tuple[float, float] | None = None
 
     @property
-    def link_binds(self) -> bool:
+    def is_link_bound(self) -> bool:
         """Whether a link is the bottleneck: busy for longer per step than the busiest rank."""
         return self.link is not None and self.link.busy_s > self.parts.busy_s
 
@@ -159,16 +157,12 @@ class StepAnswer:
         from pipectl.runtime.nodes import unsupported
 
         plan, search = self.plan, self.plan.search
-        document = plan.to_json()
-        for stage in document["stages"]:
-            stage |= {"replicas": len(stage["ranks"]), "devices": stage["ranks"]}
         answer: AnswerJson = {
             "objective": "step-time",
             "value_s": plan.predicted_step_s,
             "lower_bound_s": None if search is None else search.step_lower_bound_s,
             "gap": None if search is None else search.gap,
             "planning_s": None if search is None else search.planning_s,
-            "predicted": document["prediction"],
             "range_s": self.range_s,
             "cannot_run": unsupported(plan),
             "without_pipeline": None if self.without is None else self.without.to_json(plan),
@@ -178,7 +172,7 @@ class StepAnswer:
         if self.explanation is not None:
             step_s, others = plan.predicted_step_s, self.explanation.alternatives
             answer["explanation"] = {
-                "binds": "link" if self.link_binds else "rank",
+                "bottleneck": "link" if self.is_link_bound else "rank",
                 "busiest_rank": asdict(self.parts),
                 "busiest_link": None if self.link is None else asdict(self.link),
                 "alternatives": [
@@ -187,7 +181,7 @@ class StepAnswer:
                 ],
                 "offers": [offer.to_json(step_s) for offer in self.explanation.offers],
             }
-        return {**document, **answer}
+        return {**plan.to_json(), **answer}
 
 
 def plan_step(
@@ -250,7 +244,7 @@ class BalanceJson(TypedDict):
         bandwidth_bytes_per_s: of a link, for values without ``transfer_s``; null if not given.
         communication_scale: factor of every ``transfer_s``.
         stages: of each stage ``nodes``, ``replicas``, ``devices``, ``device`` and ``load_s``.
-        predicted: a simulated step, as ``prediction`` in ``plan.json``.
+        predicted: a simulated step, as in ``plan.json``.
         assumptions: what neither profile nor cluster said.
         cut_short: whether ``--budget`` or Ctrl-C ended the search.
     """
@@ -332,7 +326,7 @@ def plan_balance(
              "load_s": stage.load_s}
             for index, stage in enumerate(result.stages)
         ],
-        "predicted": plan.to_json()["prediction"],
+        "predicted": plan.to_json()["predicted"],
         "assumptions": list(plan.assumptions),
         "cut_short": search.cut_short,
     }  # fmt: skip
