@@ -27,9 +27,6 @@ JOB_FILE = typer.Argument(None, metavar="JOB.yaml", help="The job spec; not need
 PROFILE_FILE = opt.value("FILE", "Profile to use; by default runs/NAME.profile.json.", "--profile")
 CLUSTER_FILE = opt.value("FILE", "Cluster description to use (cluster.json).", "--cluster")
 DEVICES = opt.count("Number of devices to use.")
-COMPARE = opt.value("N,N,…", "Compare these numbers of nodes.")
-EXPLAIN = opt.flag("Explain the step and say what would help.", "--explain")
-SVG_FILE = opt.value("FILE", "Write a picture of the predicted step to this file.")
 
 
 def command(
@@ -40,18 +37,18 @@ def command(
     devices: int | None = DEVICES,
     scheduler: str | None = opt.SCHEDULER,
     nodes: int | None = opt.NODES,
-    compare: list[str] | None = COMPARE,
+    compare: list[str] | None = opt.value("N,N,…", "Compare these numbers of nodes."),
     new_micro_batches: bool = opt.flag(
         "Do not keep the number of micro-batches of the previous plan.", "--new-micro-batches"
     ),
     from_run: str | None = opt.value(
         "RUN", "Correct the profile by what the recorded steps of a run took.", "--from-run"
     ),
-    explain: bool = EXPLAIN,
+    explain: bool = opt.flag("Explain the step and say what would help.", "--explain"),
     output_file: Path | None = opt.value(
         "FILE", "File to write; by default runs/NAME.plan.json.", "-o", "--output"
     ),
-    svg: Path | None = SVG_FILE,
+    svg: Path | None = opt.value("FILE", "Write a picture of the predicted step to this file."),
     as_json: bool = opt.JSON,
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
@@ -124,8 +121,8 @@ def interruptible(search: PlanSearch) -> Iterator[Callable[[str], None]]:
 
 
 def plan_and_print(
-    inputs: PlanInputs, search: PlanSearch, counts: tuple[int, ...] | None,
-    *, explained: bool, output_file: Path | None, svg: Path | None, as_json: bool,
+    inputs: PlanInputs, search: PlanSearch, counts: tuple[int, ...] | None = None,
+    *, explained: bool = False, output_file: Path | None, svg: Path | None = None, as_json: bool,
 ) -> None:  # fmt: skip
     """Plan for the shortest step, write the files, and print.
 

@@ -70,28 +70,18 @@ def command(
     budget: int | None = opt.value(
         "TIME", "Time limit of each search: 10s.", parser=opt.reader(parse_duration, zero=True)
     ),
-    scheduler: str | None = opt.SCHEDULER,
-    nodes: int | None = opt.NODES,
-    compare: list[str] | None = plan_command.COMPARE,
-    explain: bool = plan_command.EXPLAIN,
     output_file: Path | None = opt.value("FILE", "File to write.", "-o", "--output"),
-    svg: Path | None = plan_command.SVG_FILE,
     as_json: bool = opt.JSON,
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
-    if job is None:
-        opt.refuse(context, "--scheduler --nodes", "needs a JOB.yaml")
     if objective == "max-stage-load":
-        of_steps = "--compare --explain -o --svg --allow"
-        opt.refuse(context, of_steps, f"is not used with --objective {objective}")
-    changes = plan_command.with_nodes(nodes, overrides)
+        opt.refuse(context, "-o --allow", f"is not used with --objective {objective}")
+    changes = list(overrides or ())
     if memory_limit is not None:
         changes.append(f"pipeline.memory_limit={memory_limit}B")
-    counts = plan_command.read_node_counts(context, compare)
     inputs = gather(
-        job, profile_file, changes, scheduler=scheduler, cluster=cluster, devices=devices,
-        nodes=counts, new_micro_batches=True,
-    )  # fmt: skip
+        job, profile_file, changes, cluster=cluster, devices=devices, new_micro_batches=True
+    )
     names = [name.strip() for text in allow or () for name in text.split(",")]
     inputs = _change(inputs, names, bandwidth, communication_scale)
     search = PlanSearch(budget)
@@ -107,10 +97,7 @@ def command(
         else:
             _print_balance(answer, inputs, plan)
         return
-    plan_command.plan_and_print(
-        inputs, search, counts,
-        explained=explain, output_file=output_file, svg=svg, as_json=as_json,
-    )  # fmt: skip
+    plan_command.plan_and_print(inputs, search, output_file=output_file, as_json=as_json)
 
 
 def _change(
