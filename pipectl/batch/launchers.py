@@ -163,7 +163,7 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
     if request.array is not None:
         return ()
     launch = request.launch
-    if request.alone:
+    if request.single_process:
         return wrap(request, request.command, scheduler)
     options, command = rank_words(request, request.command, scheduler)
     if request.launcher == "mpiexec":
@@ -298,16 +298,16 @@ class MpiChoice(NamedTuple):
     warning: str = ""
 
 
-def choose_mpi(launch: Launch, environment: Environment, *, alone: bool) -> MpiChoice:
+def choose_mpi(launch: Launch, environment: Environment, *, single_process: bool) -> MpiChoice:
     """Choose ``launch.mpi`` if it is ``auto``; otherwise compare it with the installed MPI.
 
     An MPI from the job's modules or setup is not known before the job runs.
 
     Args:
-        alone: whether the job is one process, without MPI.
+        single_process: whether the job is one process, without MPI.
     """
     mpi = launch.mpi
-    if alone:
+    if single_process:
         return MpiChoice(mpi)
     container = environment.container
     starts_container = container is not None and container.by_srun and launch.launcher == AUTO

@@ -80,7 +80,7 @@ class Demand(NamedTuple):
 
     Args:
         cores, memory_bytes, gpus: on each of its nodes.
-        alone: whether it is a measurement of one process, which has one node.
+        single_process: whether it is a measurement of one process, which has one node.
     """
 
     nodes: int
@@ -88,7 +88,7 @@ class Demand(NamedTuple):
     cores: int | None = None
     memory_bytes: int | None = None
     gpus: int | None = None
-    alone: bool = False
+    single_process: bool = False
 
 
 class Misfit(NamedTuple):
@@ -114,7 +114,7 @@ def find_misfit(queue: Queue, demand: Demand) -> Misfit | None:
         least = queue.min_nodes
         fault = f"jobs in {name} have at least {least} nodes, and this one asks for {nodes}"
         cure = "raise resources.nodes"
-        if demand.alone:
+        if demand.single_process:
             cure = "let `pipectl submit` measure in the job itself"
         return Misfit(fault, cure, is_rule=True)
     if nodes > (queue.max_nodes or nodes):

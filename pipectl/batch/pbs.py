@@ -262,7 +262,7 @@ def _demand(request: JobRequest) -> Demand:
     if own is False:
         totals = dict(text.split("=", 1) for text in _resources(request))
         nodes, cores = 1, number_of(totals.get("ncpus", "")) or None
-    return Demand(nodes, resources.walltime, cores, alone=request.alone)
+    return Demand(nodes, resources.walltime, cores, single_process=request.single_process)
 
 
 def _resources(request: JobRequest) -> list[str]:

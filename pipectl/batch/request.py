@@ -44,7 +44,7 @@ class JobRequest:
         environment: its container has the runtime that was chosen.
         checkpoint: None for jobs that cannot continue from a checkpoint.
         earlier_starts: how often the job script of the run was started before this submission.
-        alone: whether to start the command once, on the first node, without MPI.
+        single_process: whether to start the command once, on the first node, without MPI.
         first_command: command that runs once, on the first node, before the launch.
         binds: host directories that the container sees under the same names.
         mpiexec: path of mpiexec; by default that of :func:`pipectl.batch.launchers.find_mpiexec`.
@@ -68,7 +68,7 @@ class JobRequest:
     pbs: Pbs
     checkpoint: Checkpoint | None = None
     earlier_starts: int = 0
-    alone: bool = False
+    single_process: bool = False
     first_command: tuple[str, ...] = ()
     binds: tuple[Path, ...] = ()
     mpiexec: str | None = None
@@ -80,7 +80,7 @@ class JobRequest:
     @property
     def ranks(self) -> int:
         """Number of processes."""
-        return 1 if self.alone else self.resources.ranks
+        return 1 if self.single_process else self.resources.ranks
 
     @property
     def threads(self) -> int:

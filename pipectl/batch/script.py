@@ -90,7 +90,7 @@ def render_script(
     context = {
         "job": request,
         "scheduler": scheduler,
-        "launch": command if not request.alone else on_node(command),
+        "launch": command if not request.single_process else on_node(command),
         "first": on_node(first),
         # Elsewhere, there may be no such program.
         "container_program": "" if alone_on_node else request.container_program,

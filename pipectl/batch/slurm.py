@@ -519,7 +519,7 @@ def _demand(request: JobRequest, walltime_s: int | None) -> Demand:
         cores=cores,
         memory_bytes=None if "mem" in replaced or mib is None else mib * 2**20,
         gpus=None if "gpus-per-node" in replaced else resources.gpus_per_node,
-        alone=request.alone,
+        single_process=request.single_process,
     )
 
 

@@ -88,7 +88,7 @@ def note_of_modules(job: Job) -> str:
     MPI; empty if not."""
     modules, environment = os.environ.get("LOADEDMODULES"), job.spec.environment
     is_own = environment.modules or environment.setup or environment.container
-    has_mpi = job.task.alone or Path(sys.executable).with_name("mpiexec").exists()
+    has_mpi = job.workload.single_process or Path(sys.executable).with_name("mpiexec").exists()
     if not modules or is_own or has_mpi or environment.inherit == "all":
         return ""
     if get_scheduler(job.scheduler).runs_in_shell:

@@ -25,7 +25,7 @@ from pipectl.errors import PipectlError
 from pipectl.faults import ErrorReport, with_details
 from pipectl.files import write_text
 from pipectl.jobs import profiles
-from pipectl.jobs.job import PERCENT, move_to
+from pipectl.jobs.job import PERCENT, with_output_beside
 from pipectl.jobs.output import join_rows, plan_path, profile_path, read_plan, read_profile
 from pipectl.runs import ATTEMPT, Heartbeat, Record, RunDirectory, last_checkpoint
 from pipectl.runs.code import keep_loaded, using_code_of
@@ -76,7 +76,7 @@ def profile_and_plan(run: RunDirectory) -> None:
     """
     if run.plan.exists() and last_checkpoint(run) is not None:
         return
-    spec = move_to(run, load(run.job))
+    spec = with_output_beside(run, load(run.job))
     progress = progress_of(run, spec.training.steps)
 
     def share(result: Path, place: Path) -> None:
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
             else:  # measure the model, and nothing else
                 progress = progress_of(run, PERCENT, measures_only=True)
                 progress(0, 0, "capturing")
-                spec = move_to(run, load(run.job))
+                spec = with_output_beside(run, load(run.job))
                 profile = profiles.measure(
                     spec, run.profile, progress, values.effort, again=values.again
                 )

@@ -49,7 +49,7 @@ _MAX_TEMPLATE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Task:
+class Workload:
     """What the ranks of a job do. By default they train.
 
     Args:
@@ -57,7 +57,7 @@ class Task:
         suffix: appended to the name of the job to name the run.
         program: arguments of Python before the run directory; ``arguments`` come after it.
         steps: number of steps; None for those of the training.
-        alone: whether it is one process, without MPI.
+        single_process: whether it is one process, without MPI.
         resources: values that replace those of the spec.
         output: directory that it writes to besides its run directory.
     """
@@ -67,7 +67,7 @@ class Task:
     program: tuple[str, ...] = ("-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run")
     arguments: tuple[str, ...] = ()
     steps: int | None = None
-    alone: bool = False
+    single_process: bool = False
     resources: Mapping[str, int] = field(default_factory=dict)
     output: Path | None = None
 
@@ -93,7 +93,7 @@ class Job:
 
     spec: JobSpec
     scheduler: str
-    task: Task
+    workload: Workload
     mpi: MpiChoice
     values: Mapping[str, Any] | None = None
     cluster: Cluster | None = None
@@ -109,7 +109,7 @@ class Job:
     @property
     def name(self) -> str:
         """Name in the batch system, with which the names of its runs end."""
-        return f"{self.spec.name}{self.task.suffix}"
+        return f"{self.spec.name}{self.workload.suffix}"
 
     def request_for(
         self,
@@ -122,7 +122,7 @@ class Job:
         """The request to the batch system for the run in a directory; for the arguments see
         :class:`JobRequest`."""
         directory, python = directory.absolute(), sys.executable
-        spec, task = self.spec, self.task
+        spec, workload = self.spec, self.workload
         given = spec.environment.variables.items()
         # The script exports the hash seed for all its processes.
         environment = {"variables": {name: text for name, text in given if name != VARIABLE}}
@@ -131,17 +131,17 @@ class Job:
             tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
             run_directory=directory,
             python=python,
-            command=(python, *task.program, str(directory), *task.arguments),
-            resources=spec.resources.model_copy(update=task.resources),
+            command=(python, *workload.program, str(directory), *workload.arguments),
+            resources=spec.resources.model_copy(update=workload.resources),
             launch=spec.launch.model_copy(update={"mpi": self.mpi.kind}),
             environment=spec.environment.model_copy(update=environment),
             slurm=spec.slurm,
             pbs=spec.pbs,
-            checkpoint=spec.checkpoint if task.kind == TRAINING else None,
-            alone=task.alone,
+            checkpoint=spec.checkpoint if workload.kind == TRAINING else None,
+            single_process=workload.single_process,
             first_command=(python, "-m", IN_JOB, str(directory)) if self.plans_in_job else (),
             earlier_starts=read_starts(RunDirectory(directory)),
-            binds=_binds(spec, directory.parent, task.output),
+            binds=_binds(spec, directory.parent, workload.output),
             mpiexec=mpiexec,
             after=after,
             hash_seed=hash_seed_of(spec.environment.variables),
@@ -177,7 +177,7 @@ class Job:
 def make_job(
     spec: JobSpec,
     scheduler: str,
-    task: Task | None = None,
+    workload: Workload | None = None,
     *,
     values: Mapping[str, Any] | None = None,
     mpi: MpiChoice | None = None,
@@ -185,18 +185,18 @@ def make_job(
     """Make a job, and choose how its ranks are started.
 
     Args:
-        task: None for training.
+        workload: None for training.
         mpi: the choice for another job with the same launch settings and environment.
 
     """
-    task = task or Task()
+    workload = workload or Workload()
     spec = with_hash_seed(spec, hash_seed_of(spec.environment.variables))
     if spec.environment.container is not None:
         container = choose_runtime(spec.environment.container)
         spec = change(spec, environment={"container": container})
     if mpi is None:
-        mpi = choose_mpi(spec.launch, spec.environment, alone=task.alone)
-    return Job(spec, scheduler, task, mpi, values)
+        mpi = choose_mpi(spec.launch, spec.environment, single_process=workload.single_process)
+    return Job(spec, scheduler, workload, mpi, values)
 
 
 def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: bool = False) -> str:
@@ -354,6 +354,6 @@ def with_hash_seed(spec: JobSpec, seed: int) -> JobSpec:
     return spec if variables == before else change(spec, environment={"variables": variables})
 
 
-def move_to(run: RunDirectory, spec: JobSpec) -> JobSpec:
+def with_output_beside(run: RunDirectory, spec: JobSpec) -> JobSpec:
     """The spec with the directory that contains a run as its output directory."""
     return change(spec, output={"directory": str(run.path.parent.absolute())})

@@ -18,7 +18,7 @@ from pipectl.jobs.job import (
     IN_JOB,
     PERCENT,
     Job,
-    Task,
+    Workload,
     change,
     choose_scheduler,
     fit_to_allocation,
@@ -74,7 +74,7 @@ def make_measuring_job(
     output = output.absolute()
     to_file = ("--output", str(output))
     if links:
-        task = Task(
+        workload = Workload(
             suffix="-links",
             program=("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run"),
             arguments=(
@@ -84,22 +84,22 @@ def make_measuring_job(
             resources={"walltime": min(spec.resources.walltime, _LINKS_WALLTIME_S)},
         )
     else:
-        task = Task(
+        workload = Workload(
             suffix="-profile",
             program=("-m", IN_JOB),
             arguments=(*to_file, "--effort", effort, *(("--again",) if again else ())),
-            alone=True,
+            single_process=True,
             resources={"nodes": 1},
         )
-    task = replace(task, kind=PROFILING, steps=PERCENT, output=output.parent)
-    return replace(make_job(spec, scheduler, task), keeps_code=not links)
+    workload = replace(workload, kind=PROFILING, steps=PERCENT, output=output.parent)
+    return replace(make_job(spec, scheduler, workload), keeps_code=not links)
 
 
 def make_trial_job(spec: JobSpec, scheduler: str) -> Job:
     """Make a job of two ranks, on two nodes if the job has as many, that says what works in it."""
     nodes = min(2, spec.resources.nodes) if scheduler != LOCAL else 1
     gpus = ("--ranks", "2", "--gpus", str(spec.resources.gpus_per_node))
-    task = Task(
+    workload = Workload(
         PROFILING,
         suffix="-doctor",
         program=("-m", "mpi4py", "-m", "pipectl.runtime.links.trial", "--run"),
@@ -107,7 +107,7 @@ def make_trial_job(spec: JobSpec, scheduler: str) -> Job:
         steps=PERCENT,
         resources={"nodes": nodes, "tasks_per_node": 2 // nodes, "walltime": _TRIAL_WALLTIME_S},
     )
-    return replace(make_job(spec, scheduler, task), keeps_code=False)
+    return replace(make_job(spec, scheduler, workload), keeps_code=False)
 
 
 def findings_of(status: RunStatus) -> list[Finding]:
@@ -160,14 +160,14 @@ def plan_rehearsal(
         spec = change(spec, launch=launch, environment={"variables": variables})
     rehearsal = rehearsal_of(plan, cluster, ranks_per_core)
     limit_s = int(_START_S + 2 * rehearsal.expected_s)
-    task = Task(
+    workload = Workload(
         REHEARSAL,
         suffix="-rehearsal",
         program=("-m", "mpi4py", "-m", REHEARSAL_WORKER, "--run"),
         steps=rehearsal.steps,
         resources={"walltime": min(spec.resources.walltime, limit_s), "gpus_per_node": 0},
     )
-    job = make_job(spec, scheduler, task)
+    job = make_job(spec, scheduler, workload)
     job = replace(
         job,
         cluster=cluster,

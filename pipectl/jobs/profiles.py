@@ -449,7 +449,7 @@ def measure_rows(
 def request_of_two(launch: Launch, *command: str, cpus_per_task: int = 1) -> JobRequest:
     """A request for two ranks on this node that run a Python module."""
     environment = Environment()
-    mpi = choose_mpi(launch, environment, alone=False).kind
+    mpi = choose_mpi(launch, environment, single_process=False).kind
     return JobRequest(
         name="two ranks",
         tag="two ranks",

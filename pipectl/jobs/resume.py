@@ -17,9 +17,9 @@ from pipectl.jobs.job import (
     Job,
     choose_scheduler,
     make_job,
-    move_to,
     refuse_code_of_others,
     with_hash_seed,
+    with_output_beside,
 )
 from pipectl.jobs.output import find_cluster, is_fresh, join_rows, plan_file_key
 from pipectl.jobs.recover import add_next_job, recover
@@ -91,7 +91,7 @@ def resume(
     """
     with locked(run):
         record = recover(run, now, is_locked=True)
-        state = _check_over(run, record, now, force=force)
+        state = _refuse_unfinished(run, record, now, force=force)
         if (other := add_next_job(run, record, now)) is not record:
             raise UsageError(
                 f"{run.name}: its job script has just submitted job {other.job_id}",
@@ -113,7 +113,7 @@ def resume(
                 _check_incomplete(run, record, before, spec)
             _check_unchanged(run, record, before, spec)
             plan = Plan.load(run.plan) if is_there(run.plan) else None
-            cluster, _, warning = find_cluster(move_to(run, spec), record.scheduler)
+            cluster, _, warning = find_cluster(with_output_beside(run, spec), record.scheduler)
             job = make_job(spec, record.scheduler)
             job = replace(
                 job, cluster=cluster, cluster_warning=warning, plans_in_job=True, code=code
@@ -143,7 +143,7 @@ def _changes(before: JobSpec, after: JobSpec) -> dict[str, tuple[Any, Any]]:
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
-def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -> JobState:
+def _refuse_unfinished(run: RunDirectory, record: Record, now: float, *, force: bool) -> JobState:
     if record.kind in (PROFILING, REHEARSAL):
         raise UsageError(
             f"{run.name}: is not a training run, so it cannot be resumed",

@@ -30,8 +30,8 @@ from pipectl.runs import (
     Event,
     Record,
     RunDirectory,
-    Setting,
     SweepDirectory,
+    SweepPoint,
     locked,
     name_in_shell,
     sweep_of,
@@ -81,7 +81,7 @@ class Submission:
         name: str | None = None,
         tag: str | None = None,
         history: tuple[Event, ...] = (),
-        sweep: Setting | None = None,
+        sweep: SweepPoint | None = None,
         task: int | None = None,
         cluster: str = "",
     ) -> Submission:
@@ -102,10 +102,10 @@ class Submission:
             submitted_at=now,
             ranks=request.ranks,
             nodes=request.resources.nodes,
-            steps=job.spec.training.steps if job.task.steps is None else job.task.steps,
+            steps=job.spec.training.steps if job.workload.steps is None else job.workload.steps,
             clusters=system.clusters_of(request),
             history=history,
-            kind=job.task.kind,
+            kind=job.workload.kind,
             sweep=sweep,
             task=task,
             hash_seed=request.hash_seed,
@@ -207,7 +207,7 @@ def submit(
         for index, (job, run) in enumerate(zip(jobs, runs, strict=True)):
             # values that JSON does not have, such as infinity, are recorded as text
             values = json.loads(json.dumps(dict(job.values or {})), parse_constant=str)
-            setting = Setting(sweep.name, values)
+            setting = SweepPoint(sweep.name, values)
             new = partial(Submission.new, run, job, now, after_runs=ids.values())
             submissions.append(new(tag=request.tag, sweep=setting, task=index))
         return hand_over(submissions, rollback, (sweep, request))

@@ -21,7 +21,7 @@ from pipectl.report.charts import linear_ticks
 from pipectl.timeline import Event, Timeline, shown_ranks
 
 
-class Look(NamedTuple):
+class Style(NamedTuple):
     """The look of actions of a kind.
 
     Args:
@@ -37,14 +37,14 @@ class Look(NamedTuple):
 
 
 LOOKS = {
-    "forward": Look("░", "cyan", "#7fb3d5", "forward"),
-    "recompute": Look("▒", "blue", "#b6d3e6", "forward again"),
-    "backward": Look("█", "magenta", "#e59866", "backward"),
-    "backward_input": Look("█", "magenta", "#e59866", "backward (inputs)"),
-    "backward_weight": Look("▓", "blue", "#c9a9dc", "backward (weights)"),
-    "reduce_wait": Look("R", "yellow", "#e3c567", "sum of gradients"),
-    "update": Look("U", "green", "#82b366", "optimizer step"),
-    "evaluate": Look("E", "cyan", "#aab7b8", "evaluation"),
+    "forward": Style("░", "cyan", "#7fb3d5", "forward"),
+    "recompute": Style("▒", "blue", "#b6d3e6", "forward again"),
+    "backward": Style("█", "magenta", "#e59866", "backward"),
+    "backward_input": Style("█", "magenta", "#e59866", "backward (inputs)"),
+    "backward_weight": Style("▓", "blue", "#c9a9dc", "backward (weights)"),
+    "reduce_wait": Style("R", "yellow", "#e3c567", "sum of gradients"),
+    "update": Style("U", "green", "#82b366", "optimizer step"),
+    "evaluate": Style("E", "cyan", "#aab7b8", "evaluation"),
 }
 """Looks by kind of action; other kinds are not drawn."""
 _MAX_TEXT_ROWS = 32

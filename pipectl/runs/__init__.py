@@ -45,13 +45,13 @@ from pipectl.runs.readers import (
     read_stall,
     read_starts,
 )
-from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, Setting, is_job_id
+from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, SweepPoint, is_job_id
 
 __all__ = [
     "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "TRAINING", "WARM_UP_STEPS",
     "Best", "BestCheckpoint", "CoreShare", "Event", "Heartbeat", "Line", "Log", "Logs", "LostTo",
     "Measured", "Metrics", "MetricsLine", "NotFinite", "RankBeat", "Record", "RunDirectory",
-    "Setting", "SweepDirectory", "best_checkpoint", "best_evaluation", "checkpoints", "find",
+    "SweepDirectory", "SweepPoint", "best_checkpoint", "best_evaluation", "checkpoints", "find",
     "find_run", "find_runs", "is_job_id", "last_checkpoint", "list_runs", "list_sweeps", "locked",
     "measured_steps", "name_in_shell", "read_errors", "read_exit_code", "read_exit_warning",
     "read_heartbeat", "read_measured", "read_metrics", "read_requeue_error", "read_stall",

@@ -36,7 +36,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SweepPoint:
     """A run's place in a sweep.
 
     Args:
@@ -91,7 +91,7 @@ class Record(DataFile):
     history: tuple[Event, ...] = ()
     kind: str = TRAINING
     hash_seed: int | None = None
-    sweep: Setting | None = None
+    sweep: SweepPoint | None = None
     task: int | None = None
     after: tuple[str, ...] = ()
     walltime_s: Count | None = None

@@ -44,7 +44,7 @@ class CommonClock:
         return perf_counter() + self.offset_s
 
 
-def agree(communicator: MPI.Comm) -> CommonClock:
+def common_clock(communicator: MPI.Comm) -> CommonClock:
     """This rank's common clock. Collective; sends about ``TRIPS`` short messages per machine.
 
     Args:

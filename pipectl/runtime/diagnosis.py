@@ -37,7 +37,7 @@ def find_not_finite(
         code = build_stage(cut, stage.index, micro_batch.rows, stage.device)
         states: Sequence[Tensor] = [stage.argument(cut, slot) for slot in code.states]
         if stage.versions is not None:
-            states = stage.versions.of_age(micro_batch.age).among(states)
+            states = stage.versions.of_age(micro_batch.age).replaced_in(states)
         batch = [inputs[name] for name in code.inputs]
         received = [arrived[Slot(slot.value)] for slot in code.received]
         with arithmetic(stage.precision, stage.device):

@@ -87,7 +87,7 @@ class Updater:
             if before is not None:
                 refuse_changes(self.optimizer, before)
                 refuse_other_tensors(self.optimizer, self.parameters, forms)
-                take(self.optimizer, self.parameters)
+                state_of(self.optimizer, self.parameters)
         self.skip()
         if not self._has_stepped:  # later steps use other parts of the heap
             release_freed_memory()
@@ -118,8 +118,8 @@ class Updater:
     def state(
         self, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The optimizer's state of some parameters; see :func:`take`."""
-        return ({}, {}) if self.optimizer is None else take(self.optimizer, parameters)
+        """The optimizer's state of some parameters; see :func:`state_of`."""
+        return ({}, {}) if self.optimizer is None else state_of(self.optimizer, parameters)
 
     def restore(self, updates: int, losses: Sequence[float]) -> None:
         """Bring a new schedule to its state after some updates and evaluations.
@@ -290,7 +290,7 @@ def _watches(lr_scheduler: Any, job: CapturedJob) -> bool:
     return True
 
 
-def take(
+def state_of(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The optimizer's state of some of its parameters.
@@ -310,7 +310,7 @@ def take(
     return tensors, states
 
 
-def give(
+def restore_state(
     optimizer: torch.optim.Optimizer,
     parameter: nn.Parameter,
     state: Any,
@@ -319,7 +319,7 @@ def give(
     """Restore the optimizer's state of a parameter.
 
     Args:
-        state: JSON of :func:`take`.
+        state: JSON of :func:`state_of`.
         tensor: returns one of its tensors by name, on the CPU.
     """
 

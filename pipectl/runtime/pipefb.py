@@ -447,7 +447,7 @@ class BackwardHalf(_Half):
         message = [None if item is None else unpack(item) for item in packed]
         states = lasting_states(self._code(began.rows))
         if self.versions is not None:
-            used = self.versions.of_age(micro_batch.age).among(list(states.values()))
+            used = self.versions.of_age(micro_batch.age).replaced_in(list(states.values()))
             states = dict(zip(states, used, strict=True))
         return began, self._agreed[began.rows].unpack(message, states, self.casts)
 

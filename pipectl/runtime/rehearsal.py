@@ -93,7 +93,7 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, board: Board)
     say("done", steps)
 
 
-class Transfer(NamedTuple):
+class BackgroundTransfer(NamedTuple):
     """A background transfer of a rank.
 
     Args:
@@ -135,8 +135,8 @@ class Rank:
             for ranks in sorted({item.ranks for item in self._meetings.values()})
             if len(ranks) > 1
         }
-        self.clock = clock.agree(self._world)
-        self._under_way: dict[tuple[str, int, int], Transfer] = {}
+        self.clock = clock.common_clock(self._world)
+        self._under_way: dict[tuple[str, int, int], BackgroundTransfer] = {}
         self._free_at: dict[tuple[str, int], float] = {}
         self.begin_at = self.at = self.late_s = 0.0
 
@@ -212,11 +212,11 @@ class Rank:
             if meeting.ranks in self._groups:
                 group = self._groups[meeting.ranks]
                 request = group.Iallreduce(MPI.IN_PLACE, word, MPI.MAX)
-            self._under_way[key] = Transfer(
+            self._under_way[key] = BackgroundTransfer(
                 request, word, self.at, meeting.passage, share, (name, 0)
             )
 
-    def _start_message(self, kind: Kind, action: Action, share: float) -> Transfer:
+    def _start_message(self, kind: Kind, action: Action, share: float) -> BackgroundTransfer:
         channel = self._channels[action.channel]
         passage = self._rehearsal.messages[action.channel]
         size_bytes = passage.size_bytes * share * self._rehearsal.message_share
@@ -229,9 +229,9 @@ class Rank:
         else:
             route = "receive", channel.source_rank
             request = self._messages.Irecv(words, channel.source_rank, tag)
-        return Transfer(request, words, self.at, passage, share, route)
+        return BackgroundTransfer(request, words, self.at, passage, share, route)
 
-    def _finish(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: BackgroundTransfer) -> None:
         """Wait until MPI has finished a transfer, and the links of the plan would have."""
         absent_at = 0.0
         while transfer.request is not None and not transfer.request.Test():

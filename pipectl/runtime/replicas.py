@@ -93,11 +93,11 @@ class Replicas:
         """Compare the weights of all replicas of this rank's stages after a step.
 
         Raises:
-            WorkerError: they differ; see :func:`check_alike`.
+            WorkerError: they differ; see :func:`check_same_weights`.
         """
         for index, group in self._groups.items():
             ranks = self._plan.stages[index].updating_ranks
-            check_alike(group, ranks, index, step, self._stages[index].parameters)
+            check_same_weights(group, ranks, index, step, self._stages[index].parameters)
 
     def agree_on_buffers(self, plan: Plan) -> None:
         """Make buffers equal on all replicas, from what each wrote in its part of a step.
@@ -115,7 +115,7 @@ class Replicas:
             ranks = self._plan.stages[index].updating_ranks
             taken = [list(parts_of(plan, rank, index)) for rank in ranks]
             for name, buffer, values in _gather(group, self._written_in(index)):
-                agreed = agree(values, taken, self._before.get(name), split=split)
+                agreed = common_value(values, taken, self._before.get(name), split=split)
                 self._set(name, buffer, agreed)
 
     def take_evaluated(self, names: Container[str]) -> None:
@@ -140,7 +140,7 @@ class Replicas:
         buffer.data.copy_(values.view(buffer.shape))
 
 
-def check_alike(
+def check_same_weights(
     group: MPI.Comm, ranks: Sequence[int], stage: int, step: int, weights: Mapping[str, Tensor]
 ) -> None:
     """Compare the weights of one stage's replicas; collective among them.
@@ -204,7 +204,7 @@ def _gather(
         yield name, buffer, values.clone().view(buffer.dtype)
 
 
-def agree(
+def common_value(
     values: Tensor, taken: Sequence[Sequence[int]], before: Tensor | None, *, split: bool
 ) -> Tensor:
     """The common value of a buffer after a step in which each replica wrote its own.

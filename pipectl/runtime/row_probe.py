@@ -41,7 +41,7 @@ _PILOT_STEPS = 2
 _WIDTH, _HIDDEN, _ROWS, _BLOCKS = 1024, 256, 16, 8
 
 
-class Half(nn.Module):
+class HalfModel(nn.Module):
     """Layers on values of its own, for a few milliseconds, and a scale for the samples' columns.
 
     The layers run the operators of a usual stage and go through as much memory: after them, data of
@@ -93,7 +93,7 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 def build() -> nn.Module:
     """The model: a half for each stage."""
-    return nn.Sequential(Half(), Half())
+    return nn.Sequential(HalfModel(), HalfModel())
 
 
 def _spec(largest: int, threads: int) -> JobSpec:

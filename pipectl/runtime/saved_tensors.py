@@ -70,7 +70,7 @@ def run_backward(
         name = f"a {written[1]} of a submodule that runs as one operator"
         raise Refusal.SAVED_WRITTEN.error("", name=name, need="") from error
     if fresh:
-        keep_apart(fresh, others)
+        clone_shared(fresh, others)
 
 
 def gradients_of(
@@ -80,7 +80,7 @@ def gradients_of(
     return run_engine([root], [gradient], inputs, keep_graph=True, accumulate=False)
 
 
-def keep_apart(leaves: Iterable[Tensor], others: Iterable[Tensor | None]) -> None:
+def clone_shared(leaves: Iterable[Tensor], others: Iterable[Tensor | None]) -> None:
     """Copy gradients of leaves that share memory with each other or with other tensors."""
     memories = {storage_of(other) for other in others if other is not None}
     for leaf in leaves:

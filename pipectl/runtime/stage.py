@@ -295,7 +295,7 @@ class Segment:
             states = [start.buffers.get(i, state) for i, state in enumerate(states)]
         elif code.written:
             states = copy_written(states, code.written)
-        used = states if version is None else version.among(states)
+        used = states if version is None else version.replaced_in(states)
         given = code, micro_batch.seed, used, start.inputs, values.values()
         if pool is None:
             results = self.call(*given)
@@ -434,7 +434,7 @@ class Stage:
         if self._mover is not None:
             codes = (segment.codes[micro_batch.rows] for segment in self.segments)
             states = [state for code in codes for state in code.arguments]
-            used = states if version is None else version.among(states)
+            used = states if version is None else version.replaced_in(states)
             pool = self._pool(micro_batch.number, used)
         values = dict(arrived)
         for segment in self.segments:

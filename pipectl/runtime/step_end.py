@@ -58,8 +58,8 @@ _PATIENCE_S = 3.0
 _MAX_SEARCHES = 8
 """Losses of micro-batches without a weight may be NaN in every step, and are no fault."""
 _HEAD = 4
-"""Words before the norms: fault, origin, overflow, answer."""
-Words = np.ndarray[Any, np.dtype[np.int64]]
+"""Numbers before the norms: fault, origin, overflow, answer."""
+Ballot = np.ndarray[Any, np.dtype[np.int64]]
 _SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -243,7 +243,7 @@ class Vote:
         self._names = names
         self._buffers = buffers
         self._with_norms = with_norms
-        self._ballots: deque[tuple[int, int, Words, MPI.Request]] = deque()
+        self._ballots: deque[tuple[int, int, Ballot, MPI.Request]] = deque()
         """Steps, this rank's faults, and the votes of all ranks once a request is complete."""
 
     def cast(
@@ -460,7 +460,7 @@ class StepEnd:
             clip_gradients(self._trained_parameters.values(), total, self.training.clip_grad_norm)
             norm = float(total)
         if run.recording is not None and not overlaps:
-            run.recording.met()
+            run.recording.wait_ended()
         self.updater.step()
         self._replicas.share_parameters()
         self._follow_parameters()

@@ -60,7 +60,7 @@ class Recording:
         self._rows: list[Columns] = []
         self._times = array("d")
         self._next = 0
-        self._met: list[tuple[int, float]] = []
+        self._waits_ended: list[tuple[int, float]] = []
         self._worked: list[Interval] = []
 
     @property
@@ -84,9 +84,9 @@ class Recording:
         """Take over when an accelerator did the work of some rows."""
         self._worked += intervals
 
-    def met(self) -> None:
+    def wait_ended(self) -> None:
         """Record that the current row, an UPDATE, has waited for the other ranks until now."""
-        self._met.append((self._next // 2, time.perf_counter()))
+        self._waits_ended.append((self._next // 2, time.perf_counter()))
 
     def table(self) -> Table:
         """All completed rows, in order; shape [events, ``WIDTH``]."""
@@ -97,7 +97,7 @@ class Recording:
             _follow(table, self._worked)
         if self._rows:
             table[:, 2:] = np.concatenate(self._rows)[:count, _NAMED]
-        meetings = [(row, at_s) for row, at_s in self._met if row < count]
+        meetings = [(row, at_s) for row, at_s in self._waits_ended if row < count]
         for more, (row, at_s) in enumerate(meetings):  # an UPDATE is a wait and the rest
             row += more
             at_s = max(at_s, table[row, 0])
@@ -154,7 +154,7 @@ class Tracing:
     def begin(self, step: int) -> Recording | None:
         """The recording for a step; None on ranks that are not recorded. Collective."""
         if step != self._last + 1 or step - self._compared >= STEPS_A_CLOCK:
-            self._clock = clock.agree(self._world)
+            self._clock = clock.common_clock(self._world)
             self._compared = step
         self._last = step
         return Recording() if self._rank in self._recorded else None

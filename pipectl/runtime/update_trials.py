@@ -18,12 +18,12 @@ from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
 from pipectl.runtime.optimizer import (
     forms_of,
-    give,
     make_optimizer,
     of_groups,
     refuse_changes,
     refuse_other_tensors,
-    take,
+    restore_state,
+    state_of,
 )
 
 _MAX_ALIKE = 2
@@ -204,7 +204,7 @@ def _updates(
                 if checks:
                     refuse_changes(optimizer, groups)
                     refuse_other_tensors(optimizer, parameters, forms)
-                    take(optimizer, parameters)
+                    state_of(optimizer, parameters)
             for name, parameter in parameters.items():
                 changes[name].append(parameter.detach() - before[name])
     return changes
@@ -244,9 +244,9 @@ def _made_anew(
     job: CapturedJob, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> Any:
     """Another optimizer with the state that a checkpoint of this one has."""
-    tensors, states = take(optimizer, parameters)
+    tensors, states = state_of(optimizer, parameters)
     saved = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     made = make_optimizer(job, parameters)
     for name, state in states.items():
-        give(made, parameters[name], state, saved.__getitem__)
+        restore_state(made, parameters[name], state, saved.__getitem__)
     return made

@@ -25,7 +25,7 @@ class Version:
 
     leaves: Mapping[int, Tensor]
 
-    def among(self, states: Sequence[Tensor]) -> list[Tensor]:
+    def replaced_in(self, states: Sequence[Tensor]) -> list[Tensor]:
         """``states`` with the leaves in place of parameters."""
         return [self.leaves.get(id(state), state) for state in states]
 

@@ -127,10 +127,10 @@ def check_code(
         if not names or (elsewhere and reference.is_installed):
             continue
         positional = _POSITIONAL.get(str(path[0]), 0)
-        is_alone = positional > 0 or path[:-1] in (("model",), ("data",), ("evaluation", "data"))
-        is_alone &= not data.get("sweep")  # a sweep may add arguments
+        is_complete = positional > 0 or path[:-1] in (("model",), ("data",), ("evaluation", "data"))
+        is_complete &= not data.get("sweep")  # a sweep may add arguments
         for wrong, fault in faults_of_use(
-            reference, list(kwargs), is_alone=is_alone, positional=positional
+            reference, list(kwargs), is_complete=is_complete, positional=positional
         ):
             yield (path if wrong is None else (*path[:-1], "kwargs", wrong)), fault
         yield from _texts_for_numbers(data, path, reference, positional)

@@ -288,13 +288,13 @@ def missing_imports(references: Iterable[Reference]) -> Iterator[tuple[Reference
 
 
 def faults_of_use(
-    reference: Reference, kwargs: Collection[str], *, is_alone: bool, positional: int
+    reference: Reference, kwargs: Collection[str], *, is_complete: bool, positional: int
 ) -> Iterator[tuple[str | None, str]]:
     """Faults of a reference and of the keyword arguments of its call.
 
     Args:
         kwargs: names of the keyword arguments.
-        is_alone: whether there are no other arguments than these and the positional ones.
+        is_complete: whether there are no other arguments than these and the positional ones.
         positional: number of arguments that pipectl gives by position; kwargs cannot name them.
 
     Yields:
@@ -326,7 +326,7 @@ def faults_of_use(
             hint = did_you_mean(name, parameters) or f"; it takes {', '.join(parameters)}"
             yield name, f"{first} takes no argument {name!r}{hint if parameters else ''}"
     required = [name for name, is_required in parameters.items() if is_required]
-    if is_alone and (missing := [name for name in required if name not in kwargs]):
+    if is_complete and (missing := [name for name in required if name not in kwargs]):
         yield None, f"{first} needs the argument {missing[0]!r}; write it under kwargs"
 
 

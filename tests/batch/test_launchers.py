@@ -50,7 +50,7 @@ def request_here(make_request, tmp_path, monkeypatch):
 
 def chosen(request, **changes):
     job = change(request, **changes)
-    return choose_mpi(job.launch, job.environment, alone=job.alone)
+    return choose_mpi(job.launch, job.environment, single_process=job.single_process)
 
 
 def test_a_launcher_is_known_by_its_version(program, tmp_path):
@@ -121,7 +121,7 @@ def test_mpiexec_is_found_beside_the_interpreter_else_on_the_path_of_the_job_and
     assert chosen(request_here, mpi="openmpi") == MpiChoice("openmpi")
     other = chosen(request_here, mpi="hydra")
     assert (other.kind, "is of the kind openmpi" in other.warning) == ("hydra", True)
-    assert chosen(request_here, alone=True) == MpiChoice("auto")
+    assert chosen(request_here, single_process=True) == MpiChoice("auto")
     for own in (
         {"modules": ("openmpi",)},
         {"setup": ("a",)},

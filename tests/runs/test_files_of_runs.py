@@ -25,7 +25,7 @@ from pipectl.runs import (
     RankBeat,
     Record,
     RunDirectory,
-    Setting,
+    SweepPoint,
     read_errors,
     read_exit_code,
     read_heartbeat,
@@ -52,7 +52,7 @@ def test_a_record_keeps_its_history_and_is_read_back_equal(tmp_path):
         cancelled,
         submitted.with_state(2.0, "cancelled", detail="by me"),
         replace(RECORD, kind=PROFILING),
-        replace(RECORD, sweep=Setting("20261120-152233-gpt", VALUES), task=3),
+        replace(RECORD, sweep=SweepPoint("20261120-152233-gpt", VALUES), task=3),
     ):
         record.save(path)
         assert Record.load(path) == record

@@ -11,8 +11,8 @@ from pipectl.errors import UnknownRunError, UsageError
 from pipectl.runs import (
     Record,
     RunDirectory,
-    Setting,
     SweepDirectory,
+    SweepPoint,
     find,
     find_run,
     find_runs,
@@ -42,7 +42,7 @@ def base(tmp_path):
 
 
 def record(run, job_id, sweep=""):
-    setting = Setting(sweep, {}) if sweep else None
+    setting = SweepPoint(sweep, {}) if sweep else None
     made = Record("gpt", "slurm", "tag", 0.0, 1, 1, 1, sweep=setting)
     made.with_state(0.0, "submitted", job_id=job_id).save(run / "record.json")
 

@@ -16,7 +16,7 @@ import pytest
 from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.runs import RunDirectory
-from pipectl.runtime.links.probe import Place, describe_node, describe_source, ranks_by_node
+from pipectl.runtime.links.probe import RankPlace, describe_node, describe_source, ranks_by_node
 from pipectl.spec import dump
 
 # The rank's number is known before MPI starts, from the launcher's environment.
@@ -118,8 +118,8 @@ def test_scattered_ranks_and_single_processes_are_refused(probe, tmp_path, nodes
 
 
 def test_nodes_have_the_cores_of_their_ranks_and_their_share_of_memory() -> None:
-    def place(node: str, *cores: int) -> Place:
-        return Place(node, f"host-of-{node}", frozenset(cores), 16 * 2**30)
+    def place(node: str, *cores: int) -> RankPlace:
+        return RankPlace(node, f"host-of-{node}", frozenset(cores), 16 * 2**30)
 
     places = [place(name) for name in "bbaac"]
     assert ranks_by_node(places) == [[0, 1], [2, 3], [4]]

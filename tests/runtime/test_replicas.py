@@ -20,7 +20,7 @@ from pipectl.plan import Stage, StageCost
 from pipectl.runs import read_errors, read_metrics
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.reduction import Bucket, StageReduction
-from pipectl.runtime.replicas import agree
+from pipectl.runtime.replicas import common_value
 from pipectl.runtime.transport import Progress, Wire
 from pipectl.simulate.network import reduction_s
 
@@ -141,8 +141,8 @@ def test_no_sum_starts_in_a_thread_of_an_accelerator_from_which_mpi_allows_no_ca
 
 def test_a_micro_batch_that_replicas_split_counts_once() -> None:
     values, before = torch.tensor([[8], [8]]), torch.tensor([5])
-    assert agree(values, [[0, 1, 2]] * 2, before, split=True).tolist() == [8]
-    assert agree(values, [[0, 2, 4], [1, 3, 5]], before, split=False).tolist() == [11]
+    assert common_value(values, [[0, 1, 2]] * 2, before, split=True).tolist() == [8]
+    assert common_value(values, [[0, 2, 4], [1, 3, 5]], before, split=False).tolist() == [11]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])

@@ -17,7 +17,7 @@ from pipectl.errors import DataFileError, MismatchError
 from pipectl.runs import checkpoints
 from pipectl.runtime.checkpoint.snapshot import names_of_loss, plain_name, state_key
 from pipectl.runtime.manifest import Manifest, Shard
-from pipectl.runtime.optimizer import give
+from pipectl.runtime.optimizer import restore_state
 from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.units import plural
 
@@ -105,7 +105,7 @@ class Stored(Mapping[str, Tensor]):
             file = self._training.get(name)
             if file is not None and name in self._optimizer(file):
                 read = partial(self._reader.tensor, file)
-                give(optimizer, parameter, self._optimizer(file)[name], read)
+                restore_state(optimizer, parameter, self._optimizer(file)[name], read)
 
     def _state(self, name: str) -> Tensor:
         plain = plain_name(name)

@@ -34,7 +34,7 @@ _ROWS_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The node and machine of a rank.
 
     Args:
@@ -50,7 +50,7 @@ class Place:
     memory_bytes: int
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> RankPlace:
         """The place of this rank."""
         return cls(
             node=node_name(),
@@ -82,7 +82,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
             Heartbeat(what, percent, 100).save(directory.heartbeat)
 
     spec = load(directory.job, check_files=False)
-    places = communicator.allgather(Place.here())
+    places = communicator.allgather(RankPlace.here())
     ranks_of = ranks_by_node(places)
     within, between = pairs_within(ranks_of), pairs_between(ranks_of)
     powers = (1 << power for power in range(1, len(places).bit_length()))
@@ -142,7 +142,7 @@ def _measure_rows(
     return run_on(communicator, pair, measure)
 
 
-def ranks_by_node(places: Sequence[Place]) -> list[list[int]]:
+def ranks_by_node(places: Sequence[RankPlace]) -> list[list[int]]:
     """The ranks of every node, nodes by their first rank.
 
     Raises:
@@ -175,7 +175,7 @@ def pairs_between(nodes: Sequence[Sequence[int]]) -> list[Pair]:
 
 
 def describe_node(
-    places: Sequence[Place],
+    places: Sequence[RankPlace],
     cpus_per_task: int,
     *,
     shares_memory: bool,
@@ -197,7 +197,7 @@ def describe_node(
     )
 
 
-def describe_source(library: str, places: Sequence[Place]) -> str:
+def describe_source(library: str, places: Sequence[RankPlace]) -> str:
     """The source of the measurement: name and version of the MPI library, ranks and hosts."""
     line = library.strip().splitlines()[0] if library.strip() else "an unknown MPI"
     name = " ".join(line.partition(",")[0].replace(" Version:", "").split())
