@@ -76,6 +76,8 @@ class Node:
             all if None.
         device: the device of each of its ranks.
         switch: name of the node's switch; nodes without one share a switch.
+        shares: share of the device's speed that each of its ranks gets, if other processes use the
+            node; empty: each gets all of it.
     """
 
     name: str
@@ -83,6 +85,16 @@ class Node:
     cores: Count
     device: Device
     switch: str | None = None
+    shares: tuple[Positive, ...] = ()
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each rank, at the speed that the rank gets."""
+        shares = self.shares or (1.0,) * self.ranks
+        return tuple(
+            self.device if share == 1.0 else replace(self.device, speed=share * self.device.speed)
+            for share in shares
+        )
 
     @staticmethod
     def complete_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -131,6 +143,16 @@ class Cluster(DataFile):
         """Node index of each rank."""
         return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.ranks))
 
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each rank, at the speed that the rank gets."""
+        return tuple(device for node in self.nodes for device in node.devices)
+
+    def devices_of(self, node_of_rank: Sequence[int]) -> list[Device]:
+        """Return the device of each rank of a plan, given the ranks' nodes."""
+        devices = [iter(node.devices) for node in self.nodes]
+        return [next(devices[node]) for node in node_of_rank]
+
     def peak_flops_per_s(self, nodes: Sequence[int]) -> float | None:
         """Return the total peak FLOP/s of ranks on these nodes; None if unknown."""
         peaks = self._peaks
@@ -177,7 +199,7 @@ class Cluster(DataFile):
 
     def device(self, rank: int) -> Device:
         """Return the device of a rank."""
-        return self.nodes[self.node_of_rank[rank]].device
+        return self.devices[rank]
 
     @property
     def widest_link(self) -> Link:
@@ -213,6 +235,12 @@ class Cluster(DataFile):
         cluster = super().from_json(fields, file=file)
         if not cluster.nodes:
             raise DataFileError(f"{file}: nodes: a cluster needs at least one", cure=cls.cure)
+        for index, node in enumerate(cluster.nodes):
+            if len(node.shares) not in (0, node.ranks):
+                raise DataFileError(
+                    f"{file}: nodes[{index}].shares: {len(node.shares)} for {node.ranks} ranks",
+                    cure="give one number per rank of the node, or leave shares out",
+                )
         if cluster.ranks > MAX_RANKS:
             raise DataFileError(
                 f"{file}: nodes: {TOO_MANY_RANKS.format(cluster.ranks)}",

@@ -106,6 +106,7 @@ def test_a_file_without_the_new_fields_is_read_as_before() -> None:
         ({"observed": {"pairs": 1.5}}, "observed.pairs: must be a whole number"),
         ({"ranks": 8_000_000_000}, "c.json: nodes: 8,000,000,002 ranks; "),
         ({"ranks": MAX_RANKS - 1}, "131,073 ranks; "),
+        ({"ranks": 2, "shares": [0.5]}, "c.json: nodes[0].shares: 1 for 2 ranks"),
     ],
 )
 def test_a_bad_link_and_too_many_ranks_are_named(change: dict[str, Any], message: str) -> None:

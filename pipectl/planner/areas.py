@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from heapq import nlargest
 
 from pipectl.planner.bounds import area_bound_s, longest_path_s
 from pipectl.planner.costs.devices import Mix, every_placement, one_each
@@ -61,7 +62,9 @@ class Areas:
         # many ranks share them.
         self._speeds = [pool.speed for pool in problem.devices for _ in pool.ranks]
         nodes = problem.cluster.nodes
-        self._capacity = sum(min(node.ranks, node.cores) * node.device.speed for node in nodes)
+        self._capacity = sum(
+            sum(nlargest(node.cores, (device.speed for device in node.devices))) for node in nodes
+        )
 
     @cached_property
     def all(self) -> list[Area]:

@@ -323,11 +323,12 @@ def _new_tables(
     pools["start"] = np.cumsum(shared) - shared
     ranks = programs.ranks.copy()
     ranks["pool"] = np.where(crowded, np.cumsum(crowded) - 1, -1)[nodes]
-    row_times = [cluster.nodes[node].device.rows or FREE_ROWS for node in plan.node_of_rank]
+    devices = cluster.devices_of(plan.node_of_rank)
+    row_times = [device.rows or FREE_ROWS for device in devices]
     for stage in plan.stages:
         for rank in stage.updating_ranks:
             ranks["update_s"][rank] += stage.cost.update_s
-    ranks["speed"] = [cluster.nodes[node].device.speed for node in plan.node_of_rank]
+    ranks["speed"] = [device.speed for device in devices]
     ranks["update_s"] += [each.end for each in row_times] * ranks["speed"]
     ranks["begin_s"] = [each.begin for each in row_times]
     ranks["after_s"] = [each.compute for each in row_times]

@@ -1,5 +1,6 @@
 """Plans of small random graphs against everything there is: cuts, ranks, sizes and orders."""
 
+from dataclasses import replace
 from itertools import permutations
 from random import Random
 
@@ -33,6 +34,14 @@ FAST, SLOW = 3.0, 1.0
 def machines(*speeds, between=BETWEEN):
     """Nodes of one rank each."""
     return cluster_of(*[1] * len(speeds), speeds=speeds, within=between)
+
+
+def one_node(*speeds):
+    """One node whose ranks get unequal shares of its speed."""
+    cluster = cluster_of(len(speeds), speeds=(FAST,), within=BETWEEN)
+    (node,) = cluster.nodes
+    shares = tuple(speed / FAST for speed in speeds)
+    return replace(cluster, nodes=(replace(node, shares=shares),))
 
 
 def shares(ranks, stages):
@@ -86,11 +95,12 @@ def best_step_s(profile, cluster, request, most):
     profile=profiles(most=4, caches=True),
     speeds=st.lists(st.sampled_from([FAST, SLOW]), min_size=1, max_size=3),
     count=st.sampled_from([1, 4]),
+    place=st.sampled_from([machines, one_node]),
 )
 def test_plans_are_within_a_percent_of_the_best_and_the_best_if_the_gap_is_0(
-    profile, speeds, count
+    profile, speeds, count, place
 ) -> None:
-    cluster = machines(*speeds)
+    cluster = place(*speeds)
     request = PlanRequest("job", 8 * count, micro_batches=count)
     best_s = best_step_s(profile, cluster, request, count)
     plan = planned(profile, cluster, 8 * count, micro_batches=count)

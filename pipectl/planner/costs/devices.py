@@ -23,7 +23,7 @@ from math import prod
 import numpy as np
 
 from pipectl.arrays import Integers
-from pipectl.cluster import Cluster, Node
+from pipectl.cluster import Cluster, Device, Node
 
 
 @dataclass(frozen=True)
@@ -229,29 +229,31 @@ def _spread(cluster: Cluster, pool: Pool, stages: int) -> Placement:
 def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]:
     """All distinct placements; none if there are more than ``most``.
 
-    Ranks of a node are interchangeable, and so are equal nodes.
+    Ranks of a node with the same device are interchangeable, and so are equal nodes.
     """
     alike = equal_nodes(cluster)
+    members: dict[tuple[int, Device], list[int]] = {}
+    for rank, home in enumerate(cluster.node_of_rank):
+        members.setdefault((home, cluster.device(rank)), []).append(rank)
+    groups = [(node, ranks) for (node, _), ranks in members.items()]
     twins = [  # per node, the earlier nodes equal to it
         {other for other in range(node) if alike[other] == alike[node]}
         for node in range(len(alike))
     ]
 
-    def extend(nodes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(nodes) == stages:
-            yield nodes
+    def extend(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(chosen) == stages:
+            yield chosen
             return
-        for node, place in enumerate(cluster.nodes):
-            if nodes.count(node) < place.ranks and twins[node].issubset(nodes):
-                yield from extend((*nodes, node))
+        nodes = {groups[group][0] for group in chosen}
+        for group, (node, ranks) in enumerate(groups):
+            if chosen.count(group) < len(ranks) and twins[node] <= nodes:
+                yield from extend((*chosen, group))
 
-    nodes_of_stages = list(islice(extend(()), most + 1))
-    if len(nodes_of_stages) > most:
+    groups_of_stages = list(islice(extend(()), most + 1))
+    if len(groups_of_stages) > most:
         return []
-    ranks: list[list[int]] = [[] for _ in cluster.nodes]
-    for rank, home in enumerate(cluster.node_of_rank):
-        ranks[home].append(rank)
-    return [_in_turn(nodes, ranks) for nodes in nodes_of_stages]
+    return [_in_turn(chosen, [ranks for _, ranks in groups]) for chosen in groups_of_stages]
 
 
 def equal_nodes(cluster: Cluster) -> list[int]:
@@ -264,19 +266,22 @@ def equal_nodes(cluster: Cluster) -> list[int]:
 
 def exchanges(placement: Placement, cluster: Cluster) -> list[Placement]:
     """Placements in which two stages have exchanged their ranks, if that makes a difference: ranks
-    of a node are interchangeable, and so are equal nodes.
+    of a node with the same device are interchangeable, and so are equal nodes.
 
     With more than 16 stages, only neighbours exchange their ranks.
     """
     alike = equal_nodes(cluster)
 
-    def shape(placement: Placement) -> tuple[tuple[int, int], ...]:
-        """Per stage, the kind of its node, and how many others of this kind are used before it."""
+    def shape(placement: Placement) -> tuple[tuple[int, int, Device], ...]:
+        """Per stage, the kind of its node, how many others of this kind are used before it, and its
+        device."""
         used: dict[int, dict[int, int]] = {}
         named = []
-        for node in map(cluster.node_of_rank.__getitem__, placement):
+        for rank in placement:
+            node = cluster.node_of_rank[rank]
             known = used.setdefault(alike[node], {})
-            named.append((alike[node], known.setdefault(node, len(known))))
+            place = known.setdefault(node, len(known))
+            named.append((alike[node], place, cluster.device(rank)))
         return tuple(named)
 
     stages = range(len(placement))

@@ -30,7 +30,7 @@ def with_ranks(cluster: Cluster, ranks: int) -> Cluster:
     kept: list[Node] = []
     for node in cluster.nodes:
         if ranks > 0:
-            kept.append(replace(node, ranks=min(ranks, node.ranks)))
+            kept.append(replace(node, ranks=min(ranks, node.ranks), shares=node.shares[:ranks]))
         ranks -= node.ranks
     return replace(cluster, nodes=tuple(kept))
 
