@@ -13,7 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
 
-from pipectl.errors import FaultError, PipectlError, lacks_memory, limit_of
+from pipectl import errors
+from pipectl.errors import (
+    FaultError,
+    InvalidInputError,
+    PipectlError,
+    lacks_memory,
+    limit_of,
+)
 from pipectl.fields import LenientFields, Rule
 from pipectl.files import write_json, write_text
 from pipectl.libraries import is_library
@@ -178,6 +185,20 @@ class ErrorReport(LenientFields):
         cure = f"pipectl: {self.cure}" if self.cure else ""
         parts = (f"pipectl: {self.where}: {self.what}", self.traceback, cure)
         return "".join(f"{printable(part.rstrip())}\n" for part in parts if part)
+
+    def to_error(self) -> PipectlError:
+        """The error, for another process than that in which it was raised."""
+        kind = getattr(errors, self.type or "", None)
+        if kind is errors.SpecError:  # which has places besides
+            kind = InvalidInputError
+        if not (isinstance(kind, type) and issubclass(kind, PipectlError)):
+            return PipectlError(self.what, cure=self.cure)
+        if issubclass(kind, errors.StepError):
+            return kind(self.message, step=self.step or 0, cure=self.cure)
+        error: PipectlError = kind(self.message, cure=self.cure)
+        if isinstance(error, FaultError):
+            error.has_details = True
+        return error
 
     def save(self, path: Path) -> None:
         """Write the report. Errors are ignored, because the disk may be what failed."""

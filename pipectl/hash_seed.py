@@ -35,6 +35,17 @@ def hash_seed_of(variables: Mapping[str, str]) -> int:
     return int(drawn) if is_seed(drawn) else _draw()
 
 
+def seed_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables under which a process of the job must start.
+
+    Args:
+        variables: ``environment.variables`` of the job.
+    """
+    seed = str(hash_seed_of(variables))
+    drawn = {DRAWN: seed} if variables.get(VARIABLE) == RANDOM else {}
+    return {VARIABLE: seed, **drawn}
+
+
 def is_seed(text: str) -> bool:
     """Whether Python takes a text for a hash seed; it also takes ``random``."""
     return text.isascii() and text.isdecimal() and int(text) <= MAX_SEED

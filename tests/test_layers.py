@@ -114,7 +114,7 @@ def test_no_file_hashes_what_may_meet_another_process():
 
 
 def test_every_part_of_the_package_has_a_layer():
-    parts = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    parts = {path.stem for path in PACKAGE.glob("*.py")}
     parts |= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert parts == set(LAYER_OF)
 

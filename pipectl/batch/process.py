@@ -6,8 +6,9 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -108,6 +109,59 @@ def run(
                 ) from None
             raise
     return Completed(child.returncode, stdout.rstrip(), stderr.rstrip())
+
+
+def run_with_progress(
+    argv: Sequence[str],
+    tell: Callable[[str], None],
+    *,
+    directory: Path,
+    env: Mapping[str, str],
+    patience_s: float,
+) -> Completed:
+    """Run a program of pipectl to its end; it shares neither terminal nor signals with this one.
+
+    Args:
+        tell: called with each line of its standard output.
+        directory: its working directory.
+        patience_s: after Ctrl-C, time in which it may end by itself, on SIGINT.
+
+    Returns:
+        How it ended, without its standard output.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as words:
+        child = subprocess.Popen(
+            list(argv),
+            cwd=directory,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=words,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                tell(line.rstrip("\n"))
+            child.wait()
+        except BaseException:
+            child.stdout.close()
+            child.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(patience_s)
+            raise
+        finally:
+            if child.poll() is None:
+                _end_with_descendants(child)
+                child.wait()
+            child.stdout.close()
+        words.seek(0)
+        return Completed(child.returncode, "", words.read().rstrip())
 
 
 def _decoded(output: bytes | str | None) -> str:

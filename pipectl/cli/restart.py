@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.errors import UsageError
-from pipectl.hash_seed import DRAWN, RANDOM, VARIABLE, hash_seed_of
+from pipectl.hash_seed import VARIABLE, seed_variables
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -54,15 +54,15 @@ def _restart(variables: Mapping[str, str]) -> None:
     is_own = len(started) > len(words) > 0 and started[-len(words) :] == words
     if not is_own or sys.argv[0] in ("", "-") or sys.flags.ignore_environment:
         return
-    seed = str(hash_seed_of(variables))
+    needed = seed_variables(variables)
+    seed = needed[VARIABLE]
     if os.environ.get(VARIABLE) == seed:
         return
-    drawn = {DRAWN: seed} if variables.get(VARIABLE) == RANDOM else {}
     sys.stdout.flush()
     sys.stderr.flush()
-    command, environment = [sys.executable, *started[1:]], {**os.environ, VARIABLE: seed, **drawn}
+    command = [sys.executable, *started[1:]]
     try:
-        os.execve(sys.executable, command, environment)
+        os.execve(sys.executable, command, {**os.environ, **needed})
     except OSError as error:
         raise UsageError(
             f"{sys.executable} cannot start again with {VARIABLE}={seed}: {error.strerror}",

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import typer
@@ -166,8 +166,12 @@ def follow_or_exit(run: RunDirectory, *, as_json: bool) -> RunStatus:
     return status
 
 
-def follow(run: RunDirectory) -> RunStatus:
-    """Wait until a run is over, or its state stays unknown; show a bar, or a line per change."""
+def follow(run: RunDirectory, statuses: Iterable[RunStatus] | None = None) -> RunStatus:
+    """Wait until a run is over, or its state stays unknown; show a bar, or a line per change.
+
+    Args:
+        statuses: to show; by default those of the run to its end.
+    """
     try:
         from pipectl.cli.progress import progress_bar
         from pipectl.jobs.state import poll
@@ -175,7 +179,7 @@ def follow(run: RunDirectory) -> RunStatus:
         with progress_bar() as progress:
             reported: tuple[str, str, int] | None = None
             reasons: set[str] = set()  # a job may wait now for this, now for that
-            for status in poll(run):
+            for status in poll(run) if statuses is None else statuses:
                 job = status.job
                 progress(*status.progress)
                 part = 10 * status.measured.step // (status.steps or 1)

@@ -19,7 +19,7 @@ from pipectl.cluster import (
     Device,
     Node,
 )
-from pipectl.errors import DataFileError, InfeasibleError, UsageError
+from pipectl.errors import DataFileError, InfeasibleError, MismatchError, UsageError
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation
 from pipectl.jobs.output import (
     find_cluster,
@@ -122,7 +122,39 @@ def gather(
         name = json.dumps(str(cluster.absolute()), ensure_ascii=False)
         overrides = (*overrides, f"cluster={name}")
     spec = load(job, overrides)
-    batch_system = choose_scheduler(spec, scheduler)
+    changes = (word for each in overrides for word in ("--set", each))
+    return gather_job(
+        spec,
+        choose_scheduler(spec, scheduler),
+        profile,
+        devices=devices,
+        like_before=not new_micro_batches and nodes is None,
+        from_run=from_run,
+        again=shlex.join(["pipectl", "profile", str(job), *changes]),
+    )
+
+
+def gather_job(
+    spec: JobSpec,
+    batch_system: str,
+    profile: Path | None = None,
+    *,
+    devices: int | None = None,
+    like_before: bool = True,
+    from_run: str | None = None,
+    again: str | None = None,
+) -> PlanInputs:
+    """Gather the inputs of the planner for a job; see :func:`gather`.
+
+    Args:
+        batch_system: that it goes to.
+        like_before: whether to keep the number of micro-batches of its last plan.
+        again: what measures its profile again, for a warning; None if a profile that was measured
+            for other settings is refused.
+
+    Raises:
+        MismatchError: it was.
+    """
     spec = fit_to_allocation(spec, batch_system)
     path, warnings = profile or profile_path(spec), []
     if from_run is None:
@@ -132,12 +164,13 @@ def gather(
 
         job_profile = correct_profile(find_run(Path(spec.output.directory), from_run))
     if not is_fresh(spec, job_profile):
-        changes = (word for each in overrides for word in ("--set", each))
-        again = shlex.join(["pipectl", "profile", str(job), *changes])
-        warnings.append(
+        fault = (
             f"{path} was measured for other settings (model, data, optimizer, batch or ranks per "
-            f"node); measure again with: {again}"
+            "node)"
         )
+        if again is None:
+            raise MismatchError(fault, cure="measure again with: job.profile()")
+        warnings.append(f"{fault}; measure again with: {again}")
     machines = find_cluster(spec, batch_system)
     warnings += [machines.warning, *warnings_of(spec, job_profile)]
     job_profile, joined = join_rows(job_profile, machines.cluster)
@@ -145,9 +178,7 @@ def gather(
     return PlanInputs(
         job_profile,
         used,
-        make_plan_request(
-            spec, job_profile, used, like_before=not new_micro_batches and nodes is None
-        ),
+        make_plan_request(spec, job_profile, used, like_before=like_before),
         machines.file,
         plan_file=plan_path(spec) if devices is None else None,
         warnings=tuple(filter(None, warnings)),

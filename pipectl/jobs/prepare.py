@@ -43,6 +43,7 @@ def prepare(
     profile: Profile | None = None,
     make_missing: bool = True,
     must_run: bool = True,
+    apart: bool = False,
 ) -> list[Job]:
     """Find the cluster, launcher, profile and plan of a job, or of all jobs of a sweep.
 
@@ -57,6 +58,7 @@ def prepare(
         profile: profile to plan with; by default, that in the output directory or a new one.
         make_missing: whether to make missing and out-of-date profiles and plans.
         must_run: whether to refuse imported profiles, and plans that can only be simulated.
+        apart: whether to measure profiles in a process of its own.
 
     Raises:
         SchedulerError: there is no MPI to start the ranks with.
@@ -77,7 +79,8 @@ def prepare(
         if profile is None:
             # All profiles come first: the memory of a measuring process counts as memory of a rank,
             # and the planner is large.
-            jobs = _add_profiles(jobs, profile_key(spec), progress, make_missing, must_run)
+            own_key = profile_key(spec)
+            jobs = _add_profiles(jobs, own_key, progress, make_missing, must_run, apart)
         return _add_plans(jobs, spec, progress, make_missing, must_run)
 
 
@@ -100,7 +103,12 @@ def _make_jobs(
 
 
 def _add_profiles(
-    jobs: Sequence[Job], own_key: str, progress: Progress | None, make_missing: bool, must_run: bool
+    jobs: Sequence[Job],
+    own_key: str,
+    progress: Progress | None,
+    make_missing: bool,
+    must_run: bool,
+    apart: bool,
 ) -> list[Job]:
     """The jobs with their up-to-date profiles; None where it may not be measured.
 
@@ -117,7 +125,10 @@ def _add_profiles(
                     render(job)  # raise errors in the script before the model is measured
                 profile, is_new = read_profile(job.spec, path), False
                 if profile is None and make_missing and _measures_here(job):
-                    from pipectl.jobs.profiles import measure
+                    if apart:
+                        from pipectl.jobs.own_process import measure_apart as measure
+                    else:
+                        from pipectl.jobs.profiles import measure
 
                     saved_in = path if key == own_key else None
                     profile, is_new = measure(job.spec, saved_in, progress), True

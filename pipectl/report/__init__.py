@@ -1,4 +1,4 @@
-"""Reports of steps and runs: text, SVG pictures, an HTML page, and files for trace viewers.
+"""Reports of steps and runs: text, SVG pictures, HTML pages, and files for trace viewers.
 
 Pictures and pages are the Jinja templates in ``templates/``. They escape all values, since names in
 a run directory may come from another user. Jinja is imported only to render.
@@ -51,5 +51,10 @@ def _environment() -> Environment:
         """Text in backticks as code."""
         return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
-    environment.filters |= {"time": format_time, "bytes": format_bytes, "code": code}
+    def image(svg: str) -> str:
+        """An SVG document as the address of an image, in which nothing can run."""
+        return f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}"
+
+    filters = {"time": format_time, "bytes": format_bytes, "code": code, "image": image}
+    environment.filters |= filters
     return environment

@@ -7,12 +7,15 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.report import render
 from pipectl.units import format_bytes, format_time, plural
+
+if TYPE_CHECKING:
+    from pipectl.runs import MetricsLine
 
 Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT = 440, 220
@@ -106,6 +109,22 @@ def steps_svg(figures: Mapping[str, Mapping[str, Points]]) -> str:
                 shown = {"": next(iter(shown.values()))}
             charts.append(Chart(title, shown, x, y, "step"))
     return _charts_svg(charts, "") if charts else ""
+
+
+def training_svg(lines: Sequence[MetricsLine]) -> str:
+    """Draw the losses and the throughput of a run; the result is empty without steps."""
+    evaluated = [(line.step, (line.evaluation or {}).get("loss")) for line in lines]
+    return steps_svg(
+        {
+            "loss": {
+                "training": [(line.step, line.loss) for line in lines if line.loss is not None],
+                "evaluation": [(step, loss) for step, loss in evaluated if loss is not None],
+            },
+            "samples/s": {
+                "": [(line.step, line.samples_per_s) for line in lines if line.samples_per_s]
+            },
+        }
+    )
 
 
 def _range_without_outliers(values: Sequence[float]) -> tuple[float, float]:

@@ -505,6 +505,17 @@ class RecordedStep:
         return {"predicted": self.predicted, f"measured, step {self.measured.step}": self.measured}
 
 
+def known_timelines(run: RunDirectory) -> dict[str, Timeline]:
+    """The last recorded step and its prediction, by name; the prediction alone if no step was
+    recorded, and nothing if there is none."""
+    try:
+        return dict(load_step(run).timelines())
+    except PipectlError:
+        with suppress(PipectlError):
+            return {"predicted": Timeline.load(run.predicted)}
+    return {}
+
+
 def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
     """Load a recorded step, by default the last.
 

@@ -20,14 +20,16 @@ from pipectl.runs.directory import (
     step_of,
     sweep_of,
 )
-from pipectl.runs.logs import Line, Log, Logs
+from pipectl.runs.logs import Line, Log, Logs, last_lines
 from pipectl.runs.metrics import (
     WARM_UP_STEPS,
+    Columns,
     CoreShare,
     Measured,
     Metrics,
     MetricsLine,
     NotFinite,
+    read_columns,
     read_measured,
     read_metrics,
 )
@@ -49,11 +51,12 @@ from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, S
 
 __all__ = [
     "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "TRAINING", "WARM_UP_STEPS",
-    "Best", "BestCheckpoint", "CoreShare", "Event", "Heartbeat", "Line", "Log", "Logs", "LostTo",
-    "Measured", "Metrics", "MetricsLine", "NotFinite", "RankBeat", "Record", "RunDirectory",
-    "SweepDirectory", "SweepPoint", "best_checkpoint", "best_evaluation", "checkpoints", "find",
-    "find_run", "find_runs", "is_job_id", "last_checkpoint", "list_runs", "list_sweeps", "locked",
-    "measured_steps", "name_in_shell", "read_errors", "read_exit_code", "read_exit_warning",
-    "read_heartbeat", "read_measured", "read_metrics", "read_requeue_error", "read_stall",
-    "read_starts", "runs_directory", "stem_of", "step_of", "sweep_of",
+    "Best", "BestCheckpoint", "Columns", "CoreShare", "Event", "Heartbeat", "Line", "Log", "Logs",
+    "LostTo", "Measured", "Metrics", "MetricsLine", "NotFinite", "RankBeat", "Record",
+    "RunDirectory", "SweepDirectory", "SweepPoint", "best_checkpoint", "best_evaluation",
+    "checkpoints", "find", "find_run", "find_runs", "is_job_id", "last_checkpoint", "last_lines",
+    "list_runs", "list_sweeps", "locked", "measured_steps", "name_in_shell", "read_columns",
+    "read_errors", "read_exit_code", "read_exit_warning", "read_heartbeat", "read_measured",
+    "read_metrics", "read_requeue_error", "read_stall", "read_starts", "runs_directory", "stem_of",
+    "step_of", "sweep_of",
 ]  # fmt: skip

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from pipectl.errors import PipectlError, UsageError
 from pipectl.files import open_regular
 from pipectl.runs.directory import RunDirectory
+from pipectl.runs.readers import read_errors
+from pipectl.runs.record import Record
 
 _LABEL = re.compile(rb"\[(0|[1-9][0-9]{0,8})\] ")
 _OF_RANK = re.compile(r"rank-([0-9]{1,9})\.log")
@@ -157,3 +160,46 @@ class Logs:
     def _all(self) -> list[Log]:
         paths = (*self._run.rank_logs(), self._run.job_log)
         return [self._logs.setdefault(path, Log(path)) for path in paths]
+
+
+def last_lines(
+    run: RunDirectory, logs: Logs, ranks: Collection[int] = (), tail: int | None = None
+) -> list[Line]:
+    """Return what is left of the logs of a run to read, and how the ``ranks`` have failed.
+
+    Args:
+        logs: of the run; what was read of them is left out, unless ``tail`` asks for it.
+        ranks: whose lines are returned; empty for all lines.
+        tail: maximum number of lines, which are the last ones; None for all.
+
+    Raises:
+        UsageError: the run has no such rank.
+    """
+    check_ranks(run, ranks)
+
+    def is_wanted(line: Line) -> bool:
+        return not ranks or line.rank in ranks
+
+    errors = [  # they are in the job's log, not in a rank's
+        Line(error.rank, text)
+        for error in (read_errors(run) if ranks else ())
+        for text in error.text.splitlines()
+    ]
+    if tail is None:
+        return list(filter(is_wanted, [*logs.read_lines(to_the_end=True), *errors]))
+    lines = logs.read_last_lines(tail, is_wanted, to_the_end=True)
+    return list(deque([*lines, *filter(is_wanted, errors)], tail))
+
+
+def check_ranks(run: RunDirectory, ranks: Iterable[int]) -> None:
+    """Refuse ranks that the run does not have, if their number is known."""
+    try:
+        count = Record.load(run.record).ranks
+    except PipectlError:
+        return
+    for rank in ranks:
+        if not 0 <= rank < count:
+            raise UsageError(
+                f"rank {rank}: {run.name} has the ranks 0 to {count - 1}",
+                cure="leave it out to see all",
+            )

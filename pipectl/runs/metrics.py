@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
@@ -208,6 +208,49 @@ def read_metrics(run: RunDirectory) -> list[MetricsLine]:
     except OSError:
         return []
     return merge_attempts(filter(None, map(_parse, texts)))
+
+
+Columns = dict[str, list[float | bool | None]]
+"""Figures by name, each with a value per step."""
+_FIGURES = (
+    "time", "loss", "step_time_s", "samples_per_s", "tokens_per_s", "learning_rate",
+    "gradient_norm", "loss_scale", "skipped", "late_s",
+)  # fmt: skip
+
+
+def read_columns(run: RunDirectory) -> Columns:
+    """Return all figures of a run as a table: a row per step, in order.
+
+    The columns ``step`` and ``loss`` are always there, and ``evaluation.NAME`` for every metric of
+    the evaluations after steps. A figure that a step has not, or that is not finite, is None.
+    """
+    rows: dict[int, dict[str, float | bool | None]] = {}
+    for line in merge_attempts(_all_lines(run.metrics)):
+        row = rows.setdefault(line.step, {})
+        if line.is_step:
+            row |= {name: getattr(line, name) for name in _FIGURES}
+        for name, value in (line.evaluation or {}).items():
+            row[f"evaluation.{name}"] = value
+    found = dict.fromkeys(name for row in rows.values() for name, v in row.items() if v is not None)
+    evaluated = dict.fromkeys(
+        name for row in rows.values() for name in row if name.startswith("evaluation.")
+    )
+    names = [name for name in _FIGURES if name == "loss" or name in found]
+    columns: Columns = {"step": list(rows)}
+    columns |= {n: [row.get(n) for row in rows.values()] for n in (*names, *evaluated)}
+    return columns
+
+
+def _all_lines(path: Path) -> Iterator[MetricsLine]:
+    """Yield the lines of a file of any size; bad ones are skipped."""
+    try:
+        file = os.fdopen(open_regular(path), "rb")
+    except OSError:
+        return
+    with file:
+        while text := file.readline(_MAX_LINE):
+            if (line := _parse(text)) is not None:
+                yield line
 
 
 def _parse(text: bytes) -> MetricsLine | None:

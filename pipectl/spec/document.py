@@ -68,6 +68,10 @@ _EXPLANATIONS = {
 """Explanations of PyYAML's messages that are hard to understand."""
 
 
+IN_PYTHON = "Job()"
+"""In place of a file: the values that are given in Python."""
+
+
 class Plain(str):
     """The text of a number, true or false without quotes.
 
@@ -129,6 +133,8 @@ class Node:
         """A fault at a path, or at the nearest enclosing value that exists."""
         node, where = self.nodes(path)[-1], path_text(path)
         place = (at_key and node.key_place) or node.place
+        if place.file == IN_PYTHON:
+            return Problem(where or IN_PYTHON, 0, 0, message)
         return place.problem(message if place.file == f"--set {where}" else f"{where}: {message}")
 
     def put(self, path: Sequence[str | int], node: Node) -> Node:

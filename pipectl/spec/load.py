@@ -21,6 +21,7 @@ from pipectl.errors import Problem, SpecError, UsageError
 from pipectl.files import RUNS_VARIABLE, escape_path, expand_path
 from pipectl.spec.checks import check_code, cross_check
 from pipectl.spec.document import (
+    IN_PYTHON,
     MAX_DEPTH,
     KeyPath,
     Node,
@@ -42,6 +43,7 @@ SITE_KEYS = (
 )  # fmt: skip
 _INIT = "write a starter spec with: pipectl init"
 _USAGE = "write --set KEY=VALUE, such as --set pipeline.stages=4"
+_IN_PYTHON_USAGE = 'write keys such as training={"steps": 10}, or **{"training.steps": 10}'
 _NO_MAPPING = "must be a mapping of keys to values"
 _HIDDEN = "(not shown)"
 
@@ -124,23 +126,33 @@ class SpecFile:
     @classmethod
     def read(
         cls,
-        path: Path,
+        path: Path | None,
         overrides: Sequence[str] = (),
         sites: Sequence[Path] | None = None,
         text: str | None = None,
+        *,
+        in_python: bool = False,
     ) -> SpecFile:
         """The file in ``path``; see :func:`load`.
 
         Args:
+            path: None for a spec of the overrides alone; paths in it are relative to the working
+                directory.
             text: of the file; if given, the file is not read.
+            in_python: whether the overrides are values given in Python, not options ``--set``.
         """
         problems: list[Problem] = []
-        root = read_file(path, problems) if text is None else read_text(text, str(path), problems)
+        if path is None:
+            root, path = Node({}, Place(IN_PYTHON), Place(IN_PYTHON)), Path.cwd() / "job"
+        elif text is None:
+            root = read_file(path, problems)
+        else:
+            root = read_text(text, str(path), problems)
         if not isinstance(root.value, dict):
             fault = "the file is empty" if root.value is None else _NO_MAPPING
             raise SpecError([*problems, Place(str(path)).problem(fault)], cure=_INIT)
         for override in overrides:
-            root = _override(root, override, problems)
+            root = _override(root, override, problems, in_python=in_python)
         if runs := os.environ.get(RUNS_VARIABLE):
             place = Place(RUNS_VARIABLE)
             directory = Node(runs, place, place)
@@ -225,17 +237,18 @@ def site_files(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     return Path("/etc/pipectl/site.yaml"), home / "pipectl" / "site.yaml"
 
 
-def _override(root: Node, override: str, problems: list[Problem]) -> Node:
-    """The root with one ``a.b=value`` of the command line."""
+def _override(root: Node, override: str, problems: list[Problem], *, in_python: bool) -> Node:
+    """The root with one ``a.b=value`` of the command line, or one given in Python."""
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
+    giver, cure = (IN_PYTHON, _IN_PYTHON_USAGE) if in_python else ("--set", _USAGE)
     if not equals:
-        raise UsageError(f"--set {escape(override)}: there is no '='", cure=_USAGE)
+        raise UsageError(f"{giver} {escape(override)}: there is no '='", cure=cure)
     if not all(keys):
-        raise UsageError(f"--set {escape(override)}: a key is missing before '='", cure=_USAGE)
+        raise UsageError(f"{giver} {escape(override)}: a key is missing before '='", cure=cure)
     if len(keys) > MAX_DEPTH:
-        raise UsageError(f"--set {escape(name)}: there is no such key", cure=_USAGE)
-    place = Place(f"--set {escape(name.strip())}")
+        raise UsageError(f"{giver} {escape(name)}: there is no such key", cure=cure)
+    place = Place(IN_PYTHON if in_python else f"--set {escape(name.strip())}")
     try:
         value = read_text(text, place.file, problems, lines=False)
     except SpecError as error:

@@ -21,6 +21,7 @@ from pipectl.errors import Problem
 from pipectl.spec import launch, models
 from pipectl.spec.checks import fault_of_foreign_key
 from pipectl.spec.document import (
+    IN_PYTHON,
     KeyPath,
     Node,
     Plain,
@@ -226,7 +227,8 @@ def _explain_unknown_key(root: Node, path: KeyPath) -> str:
     ]
     named = [each for each in _paths() if each[-1] == key]
     places = [each for each in named if _may_be(each, node.data)] or places or named
-    is_option = not node.place.line and isinstance(node.value, str)
+    in_python = node.place.file == IN_PYTHON
+    is_option = not node.place.line and not in_python and isinstance(node.value, str)
     hint = did_you_mean(key, names, similarity=0.8 if is_factory else 0.6)
     if not places and hint and not is_option:
         return f"unknown key{hint}"

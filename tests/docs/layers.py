@@ -20,7 +20,7 @@ LAYERS = (
     "batch report runs watch",
     "profiler runtime capture torch_api",
     "jobs",
-    "__main__ cli",
+    "__main__ __init__ api cli",
 )
 """From layer 0 on; within a layer, each part comes before those that it imports."""
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts.split()}

@@ -22,9 +22,9 @@ from pipectl.batch.process import Completed
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cli.lab.simulate import assume_cluster
 from pipectl.cli.views.run import print_runs, runs_table
-from pipectl.cli.views.run_json import run_json
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import PipectlError
+from pipectl.jobs.run_json import run_json
 from pipectl.jobs.state import get_status
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan

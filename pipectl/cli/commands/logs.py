@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable
 from math import inf
 from pathlib import Path
@@ -13,19 +12,19 @@ import typer
 from pipectl.batch import CHECKPOINTED, JobState
 from pipectl.cli import options as opt
 from pipectl.cli.console import note
-from pipectl.errors import PipectlError, UnknownRunError, UsageError
+from pipectl.errors import UnknownRunError, UsageError
 from pipectl.files import read_limited
 from pipectl.jobs.state import fault_of_reading
 from pipectl.runs import (
     Line,
     Logs,
-    Record,
     RunDirectory,
     find_runs,
+    last_lines,
     name_in_shell,
-    read_errors,
     read_exit_code,
 )
+from pipectl.runs.logs import check_ranks
 from pipectl.units import printable
 
 _MAX_SCRIPT = 2**22
@@ -77,7 +76,6 @@ def _print_logs(
         tail: number of last lines to start with; None for all.
         follow: whether to print new lines until the run is over.
     """
-    _check_ranks(run, ranks)
     logs, unknown, printed = Logs(run), None, 0
 
     def is_wanted(line: Line) -> bool:
@@ -90,20 +88,11 @@ def _print_logs(
             printed += 1
         sys.stdout.flush()
 
+    check_ranks(run, ranks)
     if follow:
         show(logs.read_lines() if tail is None else logs.read_last_lines(tail, is_wanted))
         unknown, tail = _follow(run, logs, show), None
-    errors = [  # they are in the job's log, not in a rank's
-        Line(error.rank, text)
-        for error in (read_errors(run) if ranks else ())
-        for text in error.text.splitlines()
-    ]
-    if tail is None:
-        show(logs.read_lines(to_the_end=True))
-        show(errors)
-    else:
-        last_lines = logs.read_last_lines(tail, is_wanted, to_the_end=True)
-        show(deque([*last_lines, *filter(is_wanted, errors)], tail))
+    show(last_lines(run, logs, ranks, tail))
     if not printed and tail != 0:
         who = f"rank {', '.join(map(str, sorted(ranks)))}" if ranks else "the run"
         note(f"{run.name}: {who} has printed nothing; see: pipectl status {name_in_shell(run)}")
@@ -134,17 +123,3 @@ def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None
         elif silent_s > _PATIENCE_S:
             return status.job.reason
     return None
-
-
-def _check_ranks(run: RunDirectory, ranks: Iterable[int]) -> None:
-    """Refuse ranks that the run does not have, if their number is known."""
-    try:
-        count = Record.load(run.record).ranks
-    except PipectlError:
-        return
-    for rank in ranks:
-        if rank >= count:
-            raise UsageError(
-                f"--rank {rank}: {run.name} has the ranks 0 to {count - 1}",
-                cure="leave it out to see all",
-            )

@@ -28,7 +28,7 @@ from pipectl.files import is_stream, make_directory_of, write_text
 from pipectl.jobs.state import get_status
 from pipectl.profile import Profile
 from pipectl.report import render_page
-from pipectl.report.charts import steps_svg
+from pipectl.report.charts import training_svg
 from pipectl.report.comparison import (
     SPENT,
     Both,
@@ -36,6 +36,7 @@ from pipectl.report.comparison import (
     Part,
     RecordedStep,
     TimeUses,
+    known_timelines,
     load_step,
 )
 from pipectl.report.gantt import gantt_svg
@@ -116,19 +117,7 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
     except PipectlError:
         if step is not None:
             raise
-        with suppress(PipectlError):
-            timelines = {"predicted": Timeline.load(run.predicted)}
-    lines = status.curve
-    evaluated = [(line.step, (line.evaluation or {}).get("loss")) for line in lines]
-    curves = {
-        "loss": {
-            "training": [(line.step, line.loss) for line in lines if line.loss is not None],
-            "evaluation": [(step, loss) for step, loss in evaluated if loss is not None],
-        },
-        "samples/s": {
-            "": [(each.step, each.samples_per_s) for each in lines if each.samples_per_s]
-        },
-    }
+        timelines = known_timelines(run)
     peaks = sorted(status.peaks, key=lambda peak: -peak.measured_bytes)[:_MAX_PEAKS]
     return render_page(
         now=f"{datetime.fromtimestamp(now):%Y-%m-%d %H:%M:%S}",
@@ -141,7 +130,7 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
         timelines=gantt_svg(timelines, "") if timelines and status.plan else "",
         peaks=sorted(peaks),
         max_bytes=max((max(peak[1], peak[2] or 0) for peak in peaks), default=0) or 1,
-        curves=steps_svg(curves),
+        curves=training_svg(status.curve),
     )
 
 

@@ -13,8 +13,8 @@ from pipectl.batch import JobState
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, output, plain, say, show
 from pipectl.cli.views import run as view
-from pipectl.cli.views.run_json import Subject
 from pipectl.errors import UnknownRunError, UsageError
+from pipectl.jobs.run_json import Subject
 from pipectl.jobs.state import Poller, get_statuses
 from pipectl.runs import RunDirectory, SweepDirectory, find, find_runs, list_runs, name_in_shell
 

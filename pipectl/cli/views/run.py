@@ -23,8 +23,8 @@ from pipectl.cli.console import (
     table,
     whole,
 )
-from pipectl.cli.views.run_json import Subject, runs_json
 from pipectl.files import is_there
+from pipectl.jobs.run_json import Subject, runs_json
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import (
     PROFILING,

@@ -2,6 +2,9 @@
 
 from pipectl.runtime.checkpoint.saver import Keep, Saver
 from pipectl.runtime.checkpoint.snapshot import Snapshot, plain_name, take_snapshot
-from pipectl.runtime.checkpoint.stored import Stored, load, newest
+from pipectl.runtime.checkpoint.stored import StateDict, Stored, load, newest
 
-__all__ = ["Keep", "Saver", "Snapshot", "Stored", "load", "newest", "plain_name", "take_snapshot"]
+__all__ = [
+    "Keep", "Saver", "Snapshot", "StateDict", "Stored", "load", "newest", "plain_name",
+    "take_snapshot",
+]  # fmt: skip

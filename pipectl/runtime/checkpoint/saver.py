@@ -14,17 +14,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-from mpi4py import MPI
+from typing import TYPE_CHECKING
 
 from pipectl.errors import UsageError, limit_of
 from pipectl.files import make_private_directory
 from pipectl.runs import best_checkpoint, checkpoints, step_of
 from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
 from pipectl.runtime.manifest import Manifest, Shard
-from pipectl.runtime.reports import Reports
 from pipectl.runtime.waiting import barrier, broadcast, gather_all, poll
 from pipectl.units import format_bytes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _MARGIN = 1.02
 """Required free space over the bytes of the tensors: headers, the manifest."""
@@ -93,6 +94,8 @@ class Saver:
         warn: Callable[[str], None],
         ready: Callable[[int], bool] = lambda _: True,
     ) -> None:
+        from pipectl.runtime.reports import Reports  # begins MPI, which no reader needs
+
         self._communicator = communicator
         self._directory = directory
         self._keep = keep

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from mpi4py import MPI
 from torch import Tensor, nn
 
 from pipectl.capture.step import name_in_loss
@@ -21,6 +21,11 @@ from pipectl.runtime.optimizer import restore_state
 from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.units import plural
 
+if TYPE_CHECKING:  # programs that are no rank read checkpoints, too
+    from mpi4py import MPI
+
+StateDict = dict[str, Tensor]
+"""Weights by their names in the user's model."""
 _CURE = "use another checkpoint of the run"
 
 
