@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from functools import cached_property
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from pipectl import torch_api
 from pipectl.errors import MismatchError
 from pipectl.runtime.nodes import node_name
+from pipectl.runtime.pages import MessagePages
 from pipectl.runtime.staging import CopyStream, DeviceMemory, Staging, bring
 from pipectl.runtime.work_clock import WorkClock
 
@@ -39,6 +41,7 @@ class Device:
         staged: whether messages are copied through host memory, piece by piece.
         messages: how tensors of an accelerator become messages; None on CPUs.
         work_clock: measures the work of an accelerator; None on CPUs, which do it within calls.
+        message_pages: for large messages that arrive in host memory.
     """
 
     torch_device = torch.device("cpu")
@@ -48,6 +51,11 @@ class Device:
     work_clock: WorkClock | None = None
     _peak_bytes = 0
     _copy_bytes = 0
+
+    @cached_property
+    def message_pages(self) -> MessagePages:
+        """See the attributes."""
+        return MessagePages()
 
     def enter_thread(self) -> None:
         """Make this the current device of the calling thread, which may pass its memory to MPI."""

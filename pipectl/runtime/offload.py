@@ -9,11 +9,8 @@ copy at its full speed only from and to pinned memory. So offloaded bytes wait i
 vector after the other in chunks of a few sizes: blocks of the sizes of single vectors would be
 rounded up to powers of two.
 
-*Pages.* The values that a forward saves live longer than its other values. Mixed in the C library's
-heap, the short-lived values leave holes between the saved ones; larger blocks do not fit into these
-and make the heap grow although much of it is free. Saved values with pages of their own leave no
-holes: every micro-batch needs the sizes that the one before released, so that no page is taken from
-the system twice.
+*Pages.* Saved values have pages of their own (:mod:`pipectl.runtime.pages`): every micro-batch
+needs the sizes that the one before released, so that no page is taken from the system twice.
 
 *Files* are written past the system's cache, if the disk allows it. Through the cache, a core copies
 every byte, and the copy stays in the node's memory for a while. Past it, the disk reads and writes
@@ -23,7 +20,6 @@ a vector's own memory without using a core. This requires whole pages, in memory
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import shutil
 import tempfile
@@ -34,7 +30,6 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -42,6 +37,7 @@ from torch import Tensor
 from pipectl.cluster import OffloadTarget
 from pipectl.errors import WorkerError
 from pipectl.plan import Plan
+from pipectl.runtime.pages import PAGE, Pages, new_pages, paged_bytes, whole_pages
 from pipectl.runtime.staging import CopyStream, mark
 from pipectl.runtime.waiting import gather_all
 from pipectl.schedule import lower
@@ -52,45 +48,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
-PAGE = mmap.PAGESIZE
 CHUNK = 2**24
 """Largest chunk of pinned memory, in bytes."""
-
-
-class Pages:
-    """Host memory of the offloading stages of a rank."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[mmap.mmap]] = {}
-
-    def take(self, size: int) -> Tensor:
-        """A vector of bytes at the start of pages that it shares with nothing."""
-        paged = paged_bytes(size)
-        free = self._free.setdefault(paged, [])
-        memory = free.pop() if free else _new_pages(paged)
-        shared = memoryview(memory)
-        finalize(shared, free.append, memory).atexit = False
-        return torch.frombuffer(shared, dtype=torch.uint8)[:size]
-
-    def copy_of(self, vector: Tensor) -> Tensor:
-        """A copy of a vector of bytes in such pages."""
-        return self.take(vector.numel()).copy_(vector)
-
-
-def paged_bytes(size: int) -> int:
-    """The size in bytes of the pages that hold ``size`` bytes."""
-    return -(-size // PAGE) * PAGE
-
-
-def whole_pages(vector: Tensor) -> memoryview | None:
-    """The pages that hold a vector of bytes; None if it shares them with others."""
-    every = torch.empty(0, dtype=torch.uint8).set_(vector.untyped_storage())
-    alone = vector.data_ptr() == every.data_ptr() and every.numel() == paged_bytes(vector.numel())
-    return every.numpy().data if alone and every.data_ptr() % PAGE == 0 else None
-
-
-def _new_pages(size: int) -> mmap.mmap:
-    return mmap.mmap(-1, paged_bytes(size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class PinnedChunks:
@@ -183,7 +142,7 @@ class DiskStore:
             for piece in pieces:
                 rest = whole_pages(piece)
                 if rest is None:
-                    rest = memoryview(_new_pages(piece.numel()))
+                    rest = memoryview(new_pages(piece.numel()))
                     rest[: piece.numel()] = piece.numpy().data
                 while len(rest):  # one call moves 2 GiB at most
                     done = os.pwrite(self.descriptor, rest, offset)
@@ -202,7 +161,7 @@ class DiskStore:
         try:
             for vector in into:
                 whole = whole_pages(vector)
-                pages = memoryview(_new_pages(vector.numel())) if whole is None else whole
+                pages = memoryview(new_pages(vector.numel())) if whole is None else whole
                 rest = pages
                 while len(rest):
                     done = os.preadv(self.descriptor, [rest], offset)
@@ -259,7 +218,7 @@ def _is_direct(opened: int, name: str) -> bool:
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
         return False
-    page, direct = memoryview(_new_pages(PAGE)), -1
+    page, direct = memoryview(new_pages(PAGE)), -1
     try:
         direct = os.open(name, os.O_RDWR | flag)
         works = os.pwrite(direct, page, 0) == os.preadv(direct, [page], 0) == PAGE

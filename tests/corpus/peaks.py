@@ -20,7 +20,7 @@ from pipectl.plan import Plan
 from pipectl.profiler.machine import record_allocated
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.offload import Pages
+from pipectl.runtime.pages import MessagePages, Pages
 from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
@@ -55,6 +55,7 @@ if __name__ == "__main__":
     SavedTensors.min_bytes = 0
     # Torch knows how much of its own memory is in use.
     Pages.take = lambda _, size: torch.empty(size, dtype=torch.uint8)  # type: ignore[method-assign]
+    MessagePages.take = lambda _, sizes, dtype: torch.empty(sizes, dtype=dtype)  # type: ignore[method-assign]
     for directory in sys.argv[1:]:
         run = RunDirectory(Path(directory))
         peak = measure(run, MPI.COMM_WORLD)

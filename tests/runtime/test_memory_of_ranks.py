@@ -27,7 +27,8 @@ from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
-from pipectl.runtime.offload import PAGE, DiskStore, Mover, Pages, check_space
+from pipectl.runtime.offload import DiskStore, Mover, check_space
+from pipectl.runtime.pages import LARGE_BYTES, PAGE, MessagePages, Pages
 from pipectl.runtime.saved_tensors import SavedTensors, run_backward, unpack
 from pipectl.simulate import simulate
 
@@ -87,6 +88,28 @@ def test_pages_are_used_again_once_nothing_lies_in_them():
     others = [mmap.mmap(-1, 3 * PAGE) for _ in range(9)]  # what the system would hand out instead
     assert pages.take(3 * PAGE - 100).data_ptr() == address
     assert len(others) == 9
+
+
+def test_messages_of_about_one_size_share_pages():
+    pages = MessagePages()
+
+    def address(count: int) -> int:
+        return pages.take((count, LARGE_BYTES // 4), torch.float32).data_ptr()
+
+    def free() -> list[int]:
+        return [len(memory) // LARGE_BYTES for memory in pages._free]
+
+    assert address(4) == address(3) == address(2)
+    assert free() == [4]
+    held = pages.take((3, LARGE_BYTES // 4), torch.float32)
+    assert address(4) != held.data_ptr()
+    assert free() == [4]
+    del held
+    address(6)  # instead of one of those for four
+    assert free() == [4, 6]
+    address(1)
+    assert free() == [4, 6, 1]
+    assert pages.take(10, torch.int8).untyped_storage().nbytes() == 10
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -323,7 +323,7 @@ class Transport:
         *,
         check: bool = False,
     ) -> None:
-        wire = Wire(communicator, device, progress)
+        wire = Wire(communicator, device, progress, device.message_pages)
         self.advance = wire.progress.advance
         tags = {lane: _TAGS * index for index, lane in enumerate(lanes)}
         self.line = cache(lambda lane, rank: Line(wire, lane, lanes[lane], rank, tags[lane], check))

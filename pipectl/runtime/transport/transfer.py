@@ -35,6 +35,7 @@ from torch import Tensor
 from pipectl.errors import WorkerError
 from pipectl.runtime.device import Device
 from pipectl.runtime.objects import ArrivingObject, begin_receive
+from pipectl.runtime.pages import MessagePages
 from pipectl.runtime.staging import DeviceMemory, Landing, Sizes, Staging
 from pipectl.runtime.waiting import WorkMeter, poll
 from pipectl.units import format_bytes
@@ -379,6 +380,7 @@ class Wire:
     Args:
         communicator: used for nothing else, so that no other message can match.
         progress: advances messages; by default they do not advance while the rank computes.
+        pages: for large messages that arrive in host memory; by default they are in the heap.
 
     Attributes:
         send: starts sending a contiguous tensor on the device to a rank, with a tag; it must not
@@ -387,9 +389,14 @@ class Wire:
     """
 
     def __init__(
-        self, communicator: MPI.Comm, device: Device, progress: Progress | None = None
+        self,
+        communicator: MPI.Comm,
+        device: Device,
+        progress: Progress | None = None,
+        pages: MessagePages | None = None,
     ) -> None:
         self._communicator, self._messages = communicator, device.messages
+        self._empty = torch.empty if pages is None else pages.take
         self._send, self._receive = communicator.Isend, communicator.Irecv
         self.progress = progress or Progress()
         self._begin, self.wait = self.progress.begin, self.progress.wait
@@ -414,7 +421,7 @@ class Wire:
             what: its name, for errors.
         """
         if self._messages is None:
-            return self._begin(self._receive, torch.empty(sizes, dtype=dtype), rank, tag, what)
+            return self._begin(self._receive, self._empty(sizes, dtype=dtype), rank, tag, what)
         message = self._messages.buffer(sizes, dtype)
         return self._begin(
             self._receive, message.buffer, rank, tag, what, message.free, message.landing
