@@ -40,12 +40,14 @@ class StagePeaks:
         backward_bytes: in a backward that adds to existing gradients.
         first_backward_bytes: in a backward that allocates the parameter gradients.
         update_bytes: in an optimizer step.
+        left_bytes: values that a forward drops after it has allocated what it keeps.
     """
 
     forward_bytes: int
     backward_bytes: int
     first_backward_bytes: int
     update_bytes: int
+    left_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class StageCost:
         peaks: for the largest share of a micro-batch on a replica; None if unknown.
         weight_s: weight half of a split backward, a part of ``backward_s``; None: half of it.
         deferred_bytes: kept per micro-batch between these halves; None: as ``saved_bytes``.
-        deferred_block_bytes: the largest gradient among these; None if unknown.
+        deferred_block_bytes: the largest gradient among these that it computes; None if unknown.
         flops: floating-point operations of forward and backward; None if unknown.
         trained_bytes: parameters that an update changes; None: ``parameter_bytes``.
         cast_bytes: casts of parameters to half precision, which all micro-batches of a step share.

@@ -21,7 +21,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import ceil, inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ import numpy as np
 from pipectl.arrays import Floats, Integers, Records, record
 from pipectl.compiled import compiled
 from pipectl.graph import TransferKind
-from pipectl.plan import Plan
+from pipectl.plan import Plan, Replication
 from pipectl.schedule.actions import Actions, Kind
 from pipectl.schedule.channel import Channel, channels, is_kept, roles, shares
 from pipectl.schedule.lowering import lower
@@ -289,18 +289,26 @@ def unused_bytes(plan: Plan, allocated: Floats, heap_share: float) -> Floats:
     """Return the bytes that the C library of each rank keeps and does not use; shape [ranks].
 
     Of equal blocks side by side, one that is freed is too small for the next, since torch asks for
-    aligned memory. Between the halves of split backwards, the largest gradient waits while other
-    micro-batches come and go; memory of its size on either side is then free and of no use.
+    aligned memory. So what a forward drops beside what it keeps is of no use until the backward:
+    once for every micro-batch that waits. If this is more than the usual share, as with the logits
+    of many words, it counts instead. Between the halves of split backwards, the largest gradient
+    waits while other micro-batches come and go; memory of its size on either side is then free and
+    of no use.
 
     Args:
         allocated: what a step allocates; shape [ranks].
         heap_share: the part of this that is not used in any case.
     """
-    blocks = np.zeros(plan.ranks)
-    for stage in plan.stages:
+    blocks, left = np.zeros(plan.ranks), np.zeros(plan.ranks)
+    for stage, ahead in zip(plan.stages, plan.warm_up, strict=True):
+        peaks, in_turn = stage.running.peaks, plan.replication is Replication.WHOLE
+        waiting = ceil(min(ahead, plan.micro_batches) / (stage.replicas if in_turn else 1))
+        if stage.recompute or stage.offload:
+            waiting = 1
         for rank in stage.ranks:
             blocks[rank] = max(blocks[rank], stage.cost.deferred_block_bytes or 0)
-    unused: Floats = heap_share * allocated + _BLOCKS_BESIDE_GRADIENT * blocks
+            left[rank] += waiting * peaks.left_bytes if peaks is not None else 0
+    unused: Floats = np.maximum(heap_share * allocated, left) + _BLOCKS_BESIDE_GRADIENT * blocks
     return unused
 
 

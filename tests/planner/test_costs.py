@@ -123,6 +123,7 @@ def test_views_live_in_the_memory_of_what_they_show(views) -> None:
     assert cost.saved_bytes == 50 + 100 + 8
     # x 50, a 100 with 30 more; then c beside a: a dies behind its view's reader
     assert cost.peaks.forward_bytes == 50 + 100 + 100
+    assert cost.peaks.left_bytes == 100  # a, when c is made
     # backward of c: the gradient of c, and 110 of its own, while 8 is gone
     assert cost.peaks.backward_bytes == cost.peaks.first_backward_bytes == 100 - 8 + 110
     assert cost.peaks.update_bytes == 2 * 40
@@ -134,6 +135,7 @@ def test_what_is_sent_or_received_stays_and_parameters_do_not_grow(views) -> Non
     assert first.peaks.forward_bytes == 50 + 130
     assert first.peaks.backward_bytes == 60  # of which the weight's 40 are added and dropped
     assert second.peaks.forward_bytes == 100 + 12
+    assert (first.peaks.left_bytes, second.peaks.left_bytes) == (0, 4)
     assert second.peaks.backward_bytes == 100 - 8 + 110
     first, second = peaks(views, [[0, 1], [2, 3]], size=16)
     assert first.backward_bytes == 2 * 20 + 40

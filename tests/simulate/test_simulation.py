@@ -311,6 +311,27 @@ def test_what_an_action_allocates_for_itself_counts_while_it_runs(pipeline, chan
 
 
 @pytest.mark.parametrize(
+    ("left", "schedule", "changes", "unused"),
+    [
+        (0, "gpipe", {}, None),
+        (1, "gpipe", {}, None),
+        (200, "gpipe", {}, 4 * 200),
+        (200, "1f1b", {}, 200),
+        (200, "gpipe", {"recompute": True}, 200),
+        (200, "gpipe", {"offload": True}, 200),
+    ],
+)
+def test_the_heap_cannot_use_what_forwards_leave(pipeline, left, schedule, changes, unused):
+    """Once for every micro-batch that waits, if this is more than the usual share (None)."""
+    cost = dataclasses.replace(HELD, peaks=StagePeaks(300, 40, 120, 60, left_bytes=left))
+    plan = pipeline(1, 4, schedule=schedule, costs=[cost])
+    plan = dataclasses.replace(plan, stages=(dataclasses.replace(plan.stages[0], **changes),))
+    (live,) = simulate(plan, cluster(1)).peak_memory_bytes
+    (held,) = simulate(plan, cluster(1), heap_share=0.1).peak_memory_bytes
+    assert held - live == pytest.approx(0.1 * (live - RESIDENT) if unused is None else unused)
+
+
+@pytest.mark.parametrize(
     ("limit", "room", "copies"), [(64, 49, 40), (16, 1, 0), (10, 0, 0), (None, None, 40)]
 )
 def test_a_checkpoint_is_copied_if_a_rank_has_room_for_all_of_it(pipeline, limit, room, copies):

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -145,6 +146,7 @@ class StageMemory:
             backward_bytes=peak_bytes(self.levels.backward, scale),
             first_backward_bytes=peak_bytes(self.levels.first_backward, scale),
             update_bytes=max(own + elsewhere, own - uses + step),
+            left_bytes=ceil(scale * self.levels.left),
         )
 
 

@@ -32,11 +32,14 @@ class Levels:
         forward: without received values.
         backward: if the parameters' gradients exist before.
         first_backward: if it creates them.
+        left: bytes, growing with the micro-batch, of values that a forward drops after it has
+            allocated what it keeps.
     """
 
     forward: tuple[Level, ...]
     backward: tuple[Level, ...]
     first_backward: tuple[Level, ...]
+    left: int
 
 
 @dataclass(frozen=True)
@@ -71,26 +74,32 @@ def levels_of(operators: Sequence[Operator], borders: Borders) -> Levels:
     backward = _Backward(operators, borders)
     for operator, own in zip(reversed(operators), reversed(memory), strict=True):
         backward.visit(operator, own)
-    forward = _forward(operators, memory, borders)
-    return Levels(_highest(forward), _highest(backward.later), _highest(backward.first))
+    forward, left = _forward(operators, memory, borders)
+    return Levels(_highest(forward), _highest(backward.later), _highest(backward.first), left)
 
 
 def _forward(
     operators: Sequence[Operator], memory: Sequence[OperatorMemory], borders: Borders
-) -> list[Level]:
+) -> tuple[list[Level], int]:
+    """The levels of the forward; and the most bytes of values that live when an operator allocates
+    what stays, and do not stay themselves."""
     live = _inputs(operators, memory, borders)
     level = sum(live.values())
     ends = _ends(operators, memory, borders)
-    kept = set(borders.stays)
+    kept = set(borders.stays) | {name for operator in operators for name, _ in operator.saved}
+    staying, left = level, 0
     levels: list[Level] = [(level, 0)]
     for index, (operator, own) in enumerate(zip(operators, memory, strict=True)):
         levels.append((level + own.forward_bytes, 0))
         live[operator.id] = own.made_bytes
-        level += own.made_bytes
-        level += sum(size for name, size in operator.saved if operator.is_own(name))
-        kept.update(name for name, _ in operator.saved)
+        saved = sum(size for name, size in operator.saved if operator.is_own(name))
+        stays = saved + own.made_bytes * (own.storage in kept)
+        level += own.made_bytes + saved
+        staying += stays
+        if stays:
+            left = max(left, level - staying)
         level -= sum(live.pop(storage, 0) for storage in ends.get(index, set()) - kept)
-    return levels
+    return levels, left
 
 
 def _inputs(

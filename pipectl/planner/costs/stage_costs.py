@@ -249,7 +249,7 @@ def with_halves(
         scale: micro-batch size over the profile's.
     """
     times, halves = profile.split or SplitBackward(), []
-    for members, cost in zip(parts.members, costs, strict=True):
+    for members, crossing, cost in zip(parts.members, parts.crossings, costs, strict=True):
         indices, share = split_operators(members, profile)
         operators, count = [profile.operators[index] for index in indices], len(indices)
         whole_s = share * cost.backward_s
@@ -257,8 +257,9 @@ def with_halves(
         input_s = times.input_share * whole_s + times.input_s * count
         # Values that are kept between the halves; one that several operators read counts once.
         inputs = dict(pair for operator in operators for pair in operator.saved)
-        gradients = [operator.gradient_bytes for operator in operators]
-        deferred = sum(inputs.values()) + sum(gradients)
+        gradients = {operator.id: operator.gradient_bytes for operator in operators}
+        deferred = sum(inputs.values()) + sum(gradients.values())
+        computed = [size for id_, size in gradients.items() if id_ not in crossing.returning]
         halves.append(
             replace(
                 cost,
@@ -266,7 +267,7 @@ def with_halves(
                 backward_s=cost.backward_s - whole_s + input_s + weight_s,
                 weight_s=weight_s,
                 deferred_bytes=ceil(deferred * scale),
-                deferred_block_bytes=ceil(max(gradients, default=0) * scale),
+                deferred_block_bytes=ceil(max(computed, default=0) * scale),
             )
         )
     return tuple(halves)
