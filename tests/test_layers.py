@@ -13,7 +13,7 @@ from layers import LAYER_OF, PACKAGE, Import, all_imports, imports_of, layer_tab
 
 # Library to the parts of the package that may import it, even within a function.
 ONLY_IN = {
-    "torch": {"capture", "profiler", "runtime", "torch_api"},
+    "torch": {"capture", "profiler", "runtime", "script", "torch_api"},
     "safetensors": {"capture", "profiler", "runtime"},
     "mpi4py": {"runtime"},
     "llvmlite": {"compiled"},
@@ -127,11 +127,11 @@ def test_layer_2_reads_the_clock_only_for_the_planning_time():
 @pytest.mark.parametrize(
     ("file", "source", "why"),
     [
-        ("plan.py", "import torch", "only capture, profiler, runtime, torch_api may"),
+        ("plan.py", "import torch", "only capture, profiler, runtime, script, torch_api may"),
         (
             "plan.py",
             "def f():\n    import torch.nn",
-            "only capture, profiler, runtime, torch_api may",
+            "only capture, profiler, runtime, script, torch_api may",
         ),
         ("units.py", "from pipectl.plan import Plan", "layer 0 may not import layer 1"),
         ("units.py", "from pipectl import plan", "layer 0 may not import layer 1"),

@@ -91,6 +91,8 @@ class Loader:
         buckets: padded lengths of sequences, ascending; empty without padding.
         pad: the padding values of fields, by name.
         section: of the spec that names the dataset.
+        order: returns the indices of the samples of an epoch, which may repeat some and leave some
+            out; by default each sample comes once.
     """
 
     def __init__(
@@ -105,12 +107,14 @@ class Loader:
         buckets: Sequence[int] = (),
         pad: Mapping[str, float] | None = None,
         section: str = "data",
+        order: Callable[[int], list[int]] | None = None,
     ) -> None:
         self._dataset = dataset
         self._seed = seed
         self._batch_size, self._drop_last = batch_size, drop_last
         self._workers = workers
         self._shuffle = shuffle
+        self._order = order
         self._lengths, self._pad, self._section = buckets, dict(pad or {}), section
         self._iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         self.collate: Callable[[list[Any]], Any] = getattr(dataset, "collate_fn", default_collate)
@@ -133,7 +137,7 @@ class Loader:
             )
         if not len(self._dataset):
             raise self._empty()
-        return len(self._dataset)
+        return len(self._dataset) if self._order is None else len(self._order(0))
 
     @cached_property
     def buckets(self) -> Buckets | None:
@@ -235,7 +239,7 @@ class Loader:
             length: padded length of sequences; 0 stands for the largest.
         """
         length, samples = length or self.lengths[-1], self.samples
-        indices: Sequence[int] = range(samples or 0)
+        indices: Sequence[int] = range(samples or 0) if self._order is None else self._order(0)
         if self.buckets is not None:
             indices = self.buckets.fitting(length)
 
@@ -305,6 +309,8 @@ class Loader:
 
     def _drawn(self, epoch: int) -> list[int]:
         """Return all samples, in the order in which an epoch draws them."""
+        if self._order is not None:
+            return self._order(epoch)
         samples = self.samples or 0
         if not self._shuffle:
             return list(range(samples))

@@ -44,6 +44,7 @@ from pipectl.capture.weights import Weights
 from pipectl.capture.writes import refuse_writes
 from pipectl.errors import CaptureError
 from pipectl.faults import fault_of, is_ours
+from pipectl.script import Command, Parts
 from pipectl.spec import JobSpec
 from pipectl.spec.models import Factory
 from pipectl.torch_api import pytree
@@ -78,12 +79,13 @@ class CapturedJob:
         path, per_rank = spec.model.weights, spec.model.materialize == "per_rank"
         self._weights = None if path is None else Weights(Path(path))
         self._deferred = Deferred(spec.training.seed) if per_rank else None
-        model = build_model(spec, self._deferred)
-        loss = None if spec.loss.factory == "model" else self._bound(spec.loss, "loss")
-        self.step = Step(model, loss, with_outputs=False)
+        self.script = parts_of_script(spec)
+        model, loss = self._model(), self._loss()
+        call = self.script.program.forward if self.script and spec.model.is_of_script else None
+        self.step = Step(model, loss, with_outputs=False, call=call)
         refuse_parts(self.step, spec.model.factory)
         refuse_parameter_hooks(self.step.named_parameters())
-        self.loader = training_loader(spec)
+        self.loader = training_loader(spec, self.script)
         self.states: dict[str, Tensor] = {
             **dict(self.step.named_parameters()),
             **dict(self.step.named_buffers()),
@@ -110,6 +112,16 @@ class CapturedJob:
     def model(self) -> nn.Module:
         """The user's model."""
         return self.step.model
+
+    def _model(self) -> nn.Module:
+        if self.script is not None and self.spec.model.is_of_script:
+            return self.script.model
+        return build_model(self.spec, self._deferred)
+
+    def _loss(self) -> Any:
+        if self.script is not None and self.spec.loss.is_of_script:
+            return self.script.loss
+        return None if self.spec.loss.factory == "model" else self._bound(self.spec.loss, "loss")
 
     def materialize(self, names: Iterable[str]) -> None:
         """Give values to those of ``states`` that have none; see :meth:`initial_values`."""
@@ -457,6 +469,8 @@ def build_model(spec: JobSpec, deferred: Deferred | None = None) -> nn.Module:
     Raises:
         CaptureError: see :class:`CapturedJob`.
     """
+    if spec.model.is_of_script and (parts := parts_of_script(spec)) is not None:
+        return parts.model
     seed_everything(spec.training.seed)
     factory, name = factories.find(spec.model.factory), spec.model.factory
 
@@ -474,6 +488,18 @@ def build_model(spec: JobSpec, deferred: Deferred | None = None) -> nn.Module:
     return build() if deferred is None else deferred.build(build)
 
 
+def parts_of_script(spec: JobSpec) -> Parts | None:
+    """Run the script of a job and return what it has made; None if the job takes nothing of it.
+
+    Raises:
+        CaptureError: see :class:`CapturedJob`.
+    """
+    parts = spec.model, spec.loss, spec.data, spec.optimizer
+    if spec.script is None or not any(part.is_of_script for part in parts):
+        return None
+    return Parts.of(Command.of(spec))
+
+
 @contextmanager
 def _in_evaluation() -> Iterator[None]:
     """Let refusals say in which mode the model is; those of training come before."""
@@ -487,12 +513,19 @@ def _in_evaluation() -> Iterator[None]:
         raise
 
 
-def training_loader(spec: JobSpec) -> Loader:
+def training_loader(spec: JobSpec, script: Parts | None = None) -> Loader:
     """Return the training data.
+
+    Args:
+        script: what the job's script has made; if it is not given, the script runs.
 
     Raises:
         CaptureError: see :class:`CapturedJob`.
     """
+    if spec.data.is_of_script:
+        script = script or parts_of_script(spec)
+        assert script is not None, "checked with the spec"
+        return _loader_of(spec, spec.data, "data", script.dataset())
     return _loader(spec, spec.data, "data")
 
 
@@ -507,12 +540,17 @@ def evaluation_loader(spec: JobSpec) -> Loader | None:
 
 
 def _loader(spec: JobSpec, item: Factory, section: str) -> Loader:
-    data, seed = spec.data, spec.training.seed
+    seed = spec.training.seed
     factory = factories.find(item.factory)  # first: a module may draw when it is imported
     # One seed for training and held-out data, so that both factories split rows alike.
     seed_everything(seed_of(seed, "data") >> 32)
     dataset = factories.call(factory, f"{section}.factory: {item.factory}", **item.kwargs)
     check_dataset(dataset, section, item.factory)
+    return _loader_of(spec, item, section, dataset)
+
+
+def _loader_of(spec: JobSpec, item: Factory, section: str, dataset: Any) -> Loader:
+    data, seed = spec.data, spec.training.seed
     training = item is data
     return Loader(
         dataset,
@@ -520,7 +558,8 @@ def _loader(spec: JobSpec, item: Factory, section: str) -> Loader:
         batch_size=spec.training.batch_size if training else None,
         drop_last=training and data.drop_last,
         workers=data.workers if training else 0,
-        shuffle=training and data.shuffle,
+        shuffle=training and data.shuffle is not False,
+        order=getattr(dataset, "order", None) if training and data.shuffle is None else None,
         buckets=data.buckets,
         pad=data.pad,
         section=section,
@@ -536,11 +575,14 @@ class Traits:
         shared: trained parameters that several operators use, by their names in the user's model,
             with the number of these operators.
         half: whether some operators run in half precision by an autocast inside the model.
+        script_samples: those that the job's script takes in a step; None if something else than the
+            script makes a part of the job, or the order of the samples.
     """
 
     random: tuple[str, ...]
     shared: Mapping[str, int]
     half: bool
+    script_samples: int | None = None
 
 
 def find_traits(spec: JobSpec, batch: int) -> Traits:
@@ -558,7 +600,9 @@ def find_traits(spec: JobSpec, batch: int) -> Traits:
     }
     random = [node.name for node in graph.operators if is_random(node, graph.root)]
     autocasts = (setting for node in graph.operators for setting in region_of(node).autocasts)
-    return Traits(tuple(random), shared, any(setting.enabled for setting in autocasts))
+    half = any(setting.enabled for setting in autocasts)
+    samples = job.script.samples_per_step if job.script and spec.follows_script else None
+    return Traits(tuple(random), shared, half, samples)
 
 
 def assign_groups(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -> dict[str, int]:

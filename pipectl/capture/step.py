@@ -23,6 +23,7 @@ from pipectl.torch_api import (
 )
 
 Loss = Callable[[Any, Any], Tensor]
+Call = Callable[[nn.Module, Any], Any]
 # No strings: among the outputs of a graph they name operators.
 _PLAIN = (Tensor, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _NORMS = (
@@ -70,10 +71,14 @@ class Step(nn.Module):
         model: the user's, unchanged.
         loss: called with (outputs, targets); None if the model returns its own loss.
         with_outputs: whether to return the outputs too, for metrics.
+        call: called with (model, inputs) for the outputs.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss | None, *, with_outputs: bool) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Loss | None, *, with_outputs: bool, call: Call | None = None
+    ) -> None:
         super().__init__()
+        self._call = _call_model if call is None else call
         self.model = model
         is_function = callable(loss) and not isinstance(loss, nn.Module)
         self.loss = _LossFunction(loss) if is_function else loss  # type: ignore[arg-type]
@@ -87,13 +92,17 @@ class Step(nn.Module):
         if get_proxy_mode() is not None:
             context = states.replaced(tensors)
         with context as assigned:
-            outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
+            outputs = self._call(self.model, inputs)
             loss = loss_of_outputs(outputs) if self.loss is None else self.loss(outputs, targets)
             check_loss(loss, outputs if self.loss is None else None)
         # An export drops what is assigned, outside the outermost module, but keeps writes.
         for index, value in assigned.items():
             _trace_write(tensors[index], value)
         return (loss, make_exportable(outputs)) if self.with_outputs else loss
+
+
+def _call_model(model: nn.Module, inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 
 
 class States:

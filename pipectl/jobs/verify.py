@@ -68,6 +68,14 @@ _EVALUATIONS = (
 _CLEANUP_S = 20.0
 _MAX_NAMED = 3
 _PLAIN = "one plain PyTorch process"
+_ITSELF = "the script by itself"
+_COMPARED = {_ITSELF: "a plan and the script"}
+_SCRIPT = 1e-5
+"""By how much losses may differ from those of a script, whose batches are not divided."""
+_NOT_ITSELF = (
+    "not compared with the script by itself: the job has another batch size, other parts, or "
+    "random numbers, which the script draws in another way"
+)
 
 
 def verify(
@@ -118,7 +126,7 @@ def verify(
         pipeline, plan = _prepare(spec, profile, progress)
         # Not earlier: the memory of this process while it measures counts as memory of a rank.
         from pipectl.capture.job import find_traits
-        from pipectl.runtime.compare import Trained, compare
+        from pipectl.runtime.compare import Trained, compare, compare_losses
         from pipectl.runtime.plain import FirstWeights
 
         refuse_unrepeatable(pipeline.profile)
@@ -126,6 +134,16 @@ def verify(
         reference = choose_reference(spec, plan, pipeline.profile, traits, two_plans=two_plans)
         notes, tolerance = expect(spec, traits, plan, reference.reason)
         shared = {} if traits.random else traits.shared
+        if reference.job is None and traits.script_samples == spec.training.batch_size:
+            ours = Trained.of_run(_train(pipeline, {}, progress))
+            progress(0, 0, "running the script by itself")
+            losses = _own_losses(spec, steps, directory / "script")
+            comparison = compare_losses(ours, losses, steps, tolerance or _SCRIPT)
+            found = differing(plan, pipeline.profile, comparison)
+            itself = Reference(_ITSELF)
+            return describe(plan, comparison, itself, (*notes, *found), tolerance or _SCRIPT)
+        if traits.script_samples is not None:
+            notes = (*notes, _NOT_ITSELF)
         plain_steps = None
         if reference.job is None and shared and not tolerance:  # before the optimizer is chosen
             progress(0, 0, "training in one process")
@@ -205,7 +223,8 @@ class VerificationJson(TypedDict):
         first_difference: ``step``, ``tensor`` (or ``loss``) and ``largest`` difference in it of the
             first step that differs; null if none does.
         tolerance: relative tolerance; 0 means equal to the bit.
-        compared: ``a plan and one process``, or ``two plans``.
+        compared: ``a plan and one process``, ``two plans``, or ``a plan and the script``, of which
+            only losses are compared.
         reference: what the pipeline was compared with.
         notes: reasons for the reference and the tolerance.
         ranks, stages, schedule, micro_batches, micro_batch_size: of the plan.
@@ -243,7 +262,9 @@ def describe(
         "max_abs_difference": comparison.largest,
         "first_difference": None if first is None else first._asdict(),
         "tolerance": tolerance,
-        "compared": "two plans" if reference.reason else "a plan and one process",
+        "compared": _COMPARED.get(reference.words, "a plan and one process")
+        if not reference.reason
+        else "two plans",
         "reference": reference.words,
         "notes": list(notes),
         "ranks": plan.ranks,
@@ -309,6 +330,33 @@ def _temporary_directory() -> Iterator[Path]:
         while directory.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _own_losses(spec: JobSpec, steps: int, directory: Path) -> list[float]:
+    """The losses of a job's script, which runs by itself in a process of its own."""
+    from pipectl.script.plain import LOSSES
+
+    directory.mkdir()
+    job, file = directory / "job.yaml", directory / "losses.json"
+    job.write_text(dump(spec), encoding="utf-8")
+    _run_here(spec, ["-m", "pipectl.script.plain", str(job), str(steps), str(file)])
+    losses: list[float] = json.loads(file.read_text("utf-8"))[LOSSES]
+    if len(losses) < steps:
+        raise UsageError(
+            f"verify: the script ends after {len(losses)} steps",
+            cure=f"verify fewer: --steps {len(losses)}",
+        )
+    return losses
+
+
+def _run_here(spec: JobSpec, arguments: Sequence[str]) -> None:
+    """Run a program of this Python as the job would, with one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    variables = spec.environment.variables
+    environment |= {**variables, VARIABLE: str(hash_seed_of(variables))}
+    done = process.run([sys.executable, *arguments], cure="", env=environment, timeout_s=inf)
+    if done.returncode:
+        raise WorkerError(f"the plain process failed: {done.message}")
 
 
 class Reference(NamedTuple):
@@ -421,14 +469,8 @@ def _train_plainly(
     job = directory / "job.yaml"
     job.write_text(dump(spec), encoding="utf-8")
     size = str(micro_batch_size)
-    module = [sys.executable, "-m", "pipectl.runtime.plain"]
-    command = [*module, str(job), size, str(directory), json.dumps(shared)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    variables = spec.environment.variables
-    environment |= {**variables, VARIABLE: str(hash_seed_of(variables))}
-    done = process.run(command, cure="", env=environment, timeout_s=inf)
-    if done.returncode:
-        raise WorkerError(f"the plain process failed: {done.message}")
+    module = ["-m", "pipectl.runtime.plain"]
+    _run_here(spec, [*module, str(job), size, str(directory), json.dumps(shared)])
     joint: list[str] = json.loads((directory / LOSSES).read_text("utf-8"))["joint"]
     return joint
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import ChainMap
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,6 +124,25 @@ def compare(
             first = difference
     every = range(1, steps + 1)
     return Comparison(first, largest, tuple((trained.loss(s), reference.loss(s)) for s in every))
+
+
+def compare_losses(
+    trained: Trained, losses: Sequence[float], steps: int, tolerance: float
+) -> Comparison:
+    """Compare the losses of ``steps`` steps alone.
+
+    Args:
+        losses: of the reference.
+        tolerance: by how much a loss may differ, relative to it.
+    """
+    pairs = [(trained.loss(step), losses[step - 1]) for step in range(1, steps + 1)]
+    first, largest = None, 0.0
+    for step, (one, other) in enumerate(pairs, 1):
+        by = distance(torch.tensor([one]).double(), torch.tensor([other]).double())
+        largest = max(largest, by)
+        if first is None and by > tolerance * abs(other):
+            first = Difference(step, LOSS, by)
+    return Comparison(first, largest, tuple(pairs))
 
 
 def _differences(

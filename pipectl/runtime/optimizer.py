@@ -159,13 +159,18 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
     """
     trained = {name: each for name, each in parameters.items() if each.requires_grad}
     schedule = job.spec.lr_scheduler
-    function = None if schedule is None else job.find(schedule)
+    is_of_script = schedule is not None and schedule.is_of_script
+    function = None if schedule is None or is_of_script else job.find(schedule)
     if not trained:
         return Updater(None, None)
     # Its factory may set hooks; hooks of sums over replicas are of an earlier training of the job.
     unhooked = [(name, each) for name, each in trained.items() if not has_gradient_hooks(each)]
     optimizer = make_optimizer(job, trained)
     refuse_parameter_hooks(unhooked)
+    if is_of_script:
+        assert job.script is not None
+        schedules = job.script.make_schedules(optimizer)
+        return Updater(optimizer, schedules, parameters=trained)
     if schedule is None or function is None:
         return Updater(optimizer, None, parameters=trained)
     name = f"lr_scheduler.factory: {schedule.factory}"
@@ -186,6 +191,14 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
             would compute the loss again.
     """
     spec = job.spec.optimizer
+    if spec.is_of_script:
+        assert job.script is not None
+        optimizer = job.script.make_optimizer({own_name(n): p for n, p in parameters.items()})
+        if type(optimizer) is MUON:
+            _refuse_all_but_matrices(parameters)
+        _refuse_closure(optimizer)
+        _refuse_modes(optimizer)
+        return optimizer
     if job.find(spec) is MUON:
         _refuse_all_but_matrices(parameters)
     name = f"optimizer.factory: {spec.factory}"

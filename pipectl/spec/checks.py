@@ -216,7 +216,7 @@ def _ambiguous_time(data: Mapping[str, Any]) -> Iterator[Finding]:
 def _missing_files(files: Iterable[tuple[tuple[str | int, ...], Path]]) -> Iterator[Finding]:
     """Files and directories that a job names and that do not exist."""
     for path, file in files:
-        or_directory = path == ("model", "weights")
+        or_directory = path in {("model", "weights"), ("script", "directory")}
         with suppress(OSError):  # a name that no file can have
             if is_source(file) or (or_directory and file.is_dir()):
                 continue
@@ -388,6 +388,31 @@ def _check_loss(loss: models.Loss) -> Iterator[Finding]:
         yield ("loss", "kwargs"), "has no meaning if the model returns its loss"
 
 
+def _check_script(
+    script: models.Script | None,
+    model: models.Model,
+    loss: models.Loss,
+    data: models.Data,
+    optimizer: models.Optimizer,
+    lr_scheduler: models.Part | None,
+) -> Iterator[Finding]:
+    parts = {"model": model, "loss": loss, "data": data, "optimizer": optimizer}
+    if lr_scheduler is not None:
+        parts["lr_scheduler"] = lr_scheduler
+    for name, part in parts.items():
+        if part.is_of_script and script is None:
+            yield (name,), "is script, but the job has none; write script: {file: train.py}"
+        if part.is_of_script and part.kwargs:
+            yield (name, "kwargs"), "has no meaning if the script makes it"
+    if loss.is_of_script and not (model.is_of_script and data.is_of_script):
+        fault = "the script computes it from its own model and data; name a loss for yours"
+        yield ("loss",), fault
+    if optimizer.is_of_script and not model.is_of_script:
+        yield ("optimizer",), "the script's is for its own model; name one for yours"
+    if lr_scheduler is not None and lr_scheduler.is_of_script and not optimizer.is_of_script:
+        yield ("lr_scheduler",), "the script's is for its own optimizer; name one for yours"
+
+
 def _check_evaluation(evaluation: models.Evaluation | None) -> Iterator[Finding]:
     if evaluation is None or (stopping := evaluation.early_stopping) is None:
         return
@@ -541,8 +566,8 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_combinations, _check_batch, _check_buckets, _check_warm_up,
-    _check_backward, _check_container, _check_progress, _check_loss, _check_evaluation, _check_best,
-    _check_options,
+    _check_backward, _check_container, _check_progress, _check_loss, _check_script,
+    _check_evaluation, _check_best, _check_options,
     _check_slurm_gpus, _check_select, _check_pbs_gpus, _check_hash_seed, _check_sweep,
 )  # fmt: skip
 """Checks; the names of their parameters are the sections they need."""

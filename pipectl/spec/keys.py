@@ -131,9 +131,11 @@ def _nodes_of(spec: JobSpec, scheduler: str, options: Sequence[str]) -> Any:
 
 def _profiled(spec: JobSpec) -> Any:
     sections = spec.model_dump(
-        include={"model", "loss", "data", "optimizer"},
+        include={"script", "model", "loss", "data", "optimizer"},
         exclude={"model": {"weights"}, "data": {"workers", "shuffle", "drop_last", "read"}},
     )
+    if spec.script is None:
+        del sections["script"]
     named = [(path, reference) for path, reference in spec.factories() if path[0] in sections]
     for path, reference in named:  # by content: the module's name, or the file's hash
         content = None if reference.file is None else _content(reference.file)

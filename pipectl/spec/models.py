@@ -87,7 +87,40 @@ class Group(types.Section):
         return dict(self.model_extra or {})
 
 
-class Model(Factory):
+class Part(Factory):
+    """User code to call, or `script` for what the script of the job makes; `script` is the default
+    if there is one."""
+
+    factory: types.PartReference
+    """A reference as in [factories](#factories), or `script`."""
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether the script of the job makes it."""
+        return self.factory == types.SCRIPT
+
+
+class Script(types.Section):
+    """A training script that makes the model, the data, the loss and the optimizer of the job.
+
+    Every process runs the file up to its first optimizer step, and takes what it has made. Each of
+    these sections can be given instead. See [your training script](training-script.md).
+    """
+
+    file: types.File
+    """The Python file, relative to the spec file."""
+    arguments: tuple[types.Value, ...] = ()
+    """Its arguments on the command line."""
+    directory: types.File | None = None
+    """Its working directory, relative to the spec file; by default that of `file`."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _make_texts(cls, values: tuple[Any, ...]) -> tuple[str, ...]:
+        return tuple(map(str, values))
+
+
+class Model(Part):
     """The model: a function that returns it, or its class."""
 
     materialize: Literal["eager", "per_rank"] = "eager"
@@ -103,19 +136,19 @@ class Model(Factory):
     directory of them; by default those that the factory creates."""
 
 
-class Optimizer(Factory):
+class Optimizer(Part):
     """The optimizer, called with the parameters."""
 
-    factory: types.Reference = "torch.optim:AdamW"
-    """The optimizer class, or a function that returns an optimizer. Each rank calls it with the
-    parameters of its own stages (with `shard_optimizer`, its part of them), in the order of
-    `model.named_parameters()`, or with a list of parameter groups if there are `groups`."""
+    factory: types.PartReference = "torch.optim:AdamW"
+    """The optimizer class, a function that returns an optimizer, or `script`. Each rank calls it
+    with the parameters of its own stages (with `shard_optimizer`, its part of them), in the order
+    of `model.named_parameters()`, or with a list of parameter groups if there are `groups`."""
     groups: tuple[Group, ...] = ()
     """Parameters with options of their own. For learning-rate schedules with one value per group,
     the group of all other parameters is the first."""
 
 
-class Data(Factory):
+class Data(Part):
     """The training data: a function that returns the dataset, or the class of one.
 
     A sample is `(inputs, targets)` or a mapping; inputs go to the model (a mapping as keywords).
@@ -133,8 +166,10 @@ class Data(Factory):
     """Which ranks read samples, held-out ones too: each rank those that it needs (`everywhere`; a
     sample that differs between ranks ends the run), or one rank for all (`once`). `auto` chooses
     `once` for iterable data, and if the profile found samples that differ between processes."""
-    shuffle: types.Flag = True
-    """Draw a new order of samples every epoch. Iterable data keep their own order."""
+    shuffle: types.Flag | None = None
+    """Draw a new order of samples every epoch, from `training.seed`. Iterable data keep their own
+    order. By default true, except for the data of a script, which keep the order of its
+    `DataLoader`."""
     buckets: tuple[types.Count, ...] = ()
     """Lengths that sequences are padded to, rising: each step takes samples of one bucket, the
     shortest that holds them. By default all samples have one shape. Held-out data are padded
@@ -145,11 +180,11 @@ class Data(Factory):
     pair `inputs` and `targets`; the first dimension of each is the sequence."""
 
 
-class Loss(Factory):
+class Loss(Part):
     """The loss, called with `(outputs, targets)`."""
 
     factory: types.LossReference
-    """The loss function or class, or `model`: the model returns its loss."""
+    """The loss function or class; `model`: the model returns its loss; or `script`."""
     weight: types.WeightReference = "samples"
     """Weight of a micro-batch in the loss of a step or evaluation: its number of `samples`, or a
     function of its `targets`, such as the number of valid tokens, if the loss is a mean
@@ -384,6 +419,15 @@ class Sweep(types.Section):
             yield {key: (("sweep", "points", index, key), point[key]) for key in point}
 
 
+def _is_of_script(section: Any) -> bool:
+    factory = section.get("factory") if isinstance(section, Mapping) else section
+    return bool(factory == types.SCRIPT)
+
+
+PARTS_OF_SCRIPT = ("model", "loss", "data", "optimizer", "lr_scheduler")
+"""Sections that a script makes unless they name something else."""
+
+
 class JobSpec(types.Section):
     """A training job: what is trained, on what, and how the job runs."""
 
@@ -391,11 +435,12 @@ class JobSpec(types.Section):
     """Version of this format."""
     name: types.JobName = ""
     """Name of the job and of its runs; by default the name of the file, without its ending."""
+    script: Script | None = None
     model: Model
     loss: Loss
     data: Data
     optimizer: Optimizer = Optimizer()
-    lr_scheduler: Factory | None = None
+    lr_scheduler: Part | None = None
     """The learning-rate schedule, called with the optimizer. It steps after every optimizer step,
     so `T_max` is `training.steps`. A schedule whose steps take a loss, such as `ReduceLROnPlateau`,
     steps after every evaluation."""
@@ -421,6 +466,22 @@ class JobSpec(types.Section):
     site_defaults: types.Flag = True
     """Whether this job takes defaults from site files."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_from_script(cls, data: Any) -> Any:
+        """Let the script make the parts for which no factory is given."""
+        if not isinstance(data, Mapping) or not data.get("script"):
+            return data
+        taken = dict(data)
+        for part in PARTS_OF_SCRIPT:
+            section = taken.get(part)
+            if section is None:
+                if part != "lr_scheduler" or _is_of_script(taken["optimizer"]):
+                    taken[part] = types.SCRIPT
+            elif isinstance(section, Mapping) and section.get("factory") is None:
+                taken[part] = {**section, "factory": types.SCRIPT}
+        return taken
+
     @field_validator("*")
     @classmethod
     def _collect(cls, value: Any, info: ValidationInfo) -> Any:
@@ -437,6 +498,8 @@ class JobSpec(types.Section):
 
     def factories(self) -> Iterator[tuple[tuple[str, ...], references.Reference]]:
         """Every reference to user code, with the path of its key."""
+        if self.script is not None:
+            yield ("script", "file"), references.Reference(Path(self.script.file), None, "__main__")
         for path, text, _ in factories_in(self.model_dump()):
             yield path, references.parse(text)
 
@@ -456,6 +519,12 @@ class JobSpec(types.Section):
         return [place for place in more if place.startswith("/")]
 
     @property
+    def follows_script(self) -> bool:
+        """Whether the script makes all parts of the job, and the order of its samples."""
+        parts = self.model, self.loss, self.data, self.optimizer
+        return all(part.is_of_script for part in parts) and self.data.shuffle is None
+
+    @property
     def threads(self) -> int:
         """Threads that a rank computes with."""
         return self.launch.threads(self.resources.cpus_per_task)
@@ -473,7 +542,8 @@ def files_in(data: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     Args:
         data: valid or not.
     """
-    for path, text in _values_at(data, "cluster model.weights pipeline.schedule"):
+    keys = "cluster model.weights pipeline.schedule script.file script.directory"
+    for path, text in _values_at(data, keys):
         is_name = path[-1] == "schedule" and not str(text).endswith(types.SCHEDULE_SUFFIX)
         if isinstance(text, str) and not is_name:
             yield path, text

@@ -291,7 +291,14 @@ Select = Annotated[
 ]
 """Resources of PBS's ``-l select``; false for a site that refuses it."""
 Reference = Annotated[Text, _reference(), _json(_REFERENCE, ":")]
-LossReference = Annotated[Text, _reference("model"), _json(f"model, {_REFERENCE}", "^model$|:")]
+SCRIPT = "script"
+"""In the place of a reference: what the script of the job has made."""
+PartReference = Annotated[
+    Text, _reference(SCRIPT), _json(f"{_REFERENCE}, or script", f"^{SCRIPT}$|:")
+]
+LossReference = Annotated[
+    Text, _reference("model", SCRIPT), _json(f"model, script, {_REFERENCE}", "^(model|script)$|:")
+]
 WeightReference = Annotated[
     Text, _reference("samples"), _json(f"samples, {_REFERENCE}", "^samples$|:")
 ]

@@ -22,7 +22,7 @@ def test_help_lists_every_command_with_a_whole_sentence(cli, monkeypatch, group)
 
 
 USAGES = {
-    "init": " [DIRECTORY]",
+    "init": " [DIRECTORY] [ARGUMENTS...]",
     **dict.fromkeys(("check", "plan", "doctor", "lab plan"), " [JOB.yaml]"),
     **dict.fromkeys(("profile", "submit", "lab rehearse", "lab verify"), " JOB.yaml"),
     **dict.fromkeys(("status", "logs"), " [RUN...]"),

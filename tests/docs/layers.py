@@ -18,7 +18,7 @@ LAYERS = (
     "profile plan graph cluster link timeline rehearsal",
     "planner spec simulate schedule",
     "batch report runs watch",
-    "profiler runtime capture torch_api",
+    "profiler runtime capture script torch_api",
     "jobs",
     "__main__ __init__ api cli",
 )

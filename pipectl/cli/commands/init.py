@@ -23,6 +23,7 @@ from pipectl.batch import (
 )
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say
+from pipectl.cli.from_script import take_script
 from pipectl.errors import SchedulerError, SpecError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
 from pipectl.jobs.output import memory_of_this_machine
@@ -62,10 +63,16 @@ _NOT_OF_RECIPES = {
 def command(
     context: typer.Context,
     directory: Path = typer.Argument(Path(), metavar="DIRECTORY", help="Directory to write it to."),
+    arguments: list[str] | None = typer.Argument(
+        None, metavar="ARGUMENTS", help="Of the script of --script, after `--`.", show_default=False
+    ),
     model: str | None = opt.value(_REFERENCE, "Your model, instead of a small example."),
     data: str | None = opt.value(_REFERENCE, "Your data; by default FILE:training_data."),
     loss: str = opt.value(
         _REFERENCE, "Your loss; `model` if the model itself returns it.", default=LOSS
+    ),
+    script: Path | None = opt.value(
+        "FILE", "Your training script, unchanged; its arguments follow after `--`."
     ),
     recipe: str | None = opt.value("NAME", "Recipe to copy; `list` shows all."),
     scheduler: str | None = opt.value(
@@ -83,12 +90,17 @@ def command(
             opt.refuse(context, option, "has no effect with --recipe", cure=cure)
         _copy_recipe(recipe, directory, force=force)
         return
-    if model is None:
+    if script is not None:
+        cure = "override sections of the script's job in its job file"
+        opt.refuse(context, "--model --data --loss", "has no effect with --script", cure=cure)
+    elif model is None:
         opt.refuse(context, "--data --loss", "needs --model")
+    _check_arguments(directory, arguments or [], script)
     code = None if model is None else _read_code(model, loss, data, directory)
     job, schema, example = (directory / n for n in ("job.yaml", _SCHEMA, "model.py"))
-    targets = [job, schema, *([example] if code is None else [])]
-    _check_new(targets, force=force)
+    is_example = code is None and script is None
+    _check_new([job, schema, *([example] if is_example else [])], force=force)
+    taken = None if script is None else take_script(script, arguments or [], directory)
     installed = find_scheduler()
     batch_system = scheduler or installed
     queue_key = scheduler_class(batch_system).queue_key
@@ -110,8 +122,10 @@ def command(
     node_bytes = memory_of_this_machine() if batch_system == LOCAL else queue.memory_bytes
     share = resources.memory_per_rank(node_bytes)
     text = _render_job(
-        name=_name_of_job(model),
+        name=_name_of_job(model if script is None else f"{script}:"),
         code=code,
+        script=taken,
+        is_example=is_example,
         resources=resources,
         scheduler=batch_system,
         named=batch_system != installed,
@@ -119,10 +133,25 @@ def command(
         site={queue_key: queue.name} if queue_key and queue.name else {},
         memory_limit=share and int(share * _OF_SHARE),
     )
-    starter = {} if code is not None else {example: _starter_file("model.py.txt")}
+    starter = {example: _starter_file("model.py.txt")} if is_example else {}
     _write_files({job: text, schema: json_schema(), **starter})
     elsewhere = "" if reachable or scheduler is not None else " --scheduler local"
     _say_next(job, f"pipectl submit {job} --wait{elsewhere}")
+
+
+def _check_arguments(directory: Path, arguments: Sequence[str], script: Path | None) -> None:
+    """Refuse arguments that belong to nothing, or that would name the directory."""
+    if script is not None and str(directory).startswith("-"):
+        raise UsageError(
+            f"{directory}: is no directory to write the job to",
+            cure=f"name it first: pipectl init DIRECTORY --script {script} -- {directory} ...",
+        )
+    if script is None and arguments:
+        raise UsageError(
+            f"{arguments[0]}: unexpected argument", cure="arguments of a script need --script FILE"
+        )
+    if script is not None and not script.is_file():
+        raise UsageError(f"--script: no such file: {script}", cure="name your training script")
 
 
 def _say_next(job: Path, command: str) -> None:

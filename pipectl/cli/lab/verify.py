@@ -45,14 +45,16 @@ def command(
             say(f"note: {note}")
         for step, (ours, theirs) in enumerate(result["losses"], 1):
             say(f"step {step}: loss {ours:.9g}, reference {theirs:.9g}")
+        is_script = result["compared"] == "a plan and the script"
         if result["tolerance"]:
-            say(f"tolerance: {result['tolerance']:g} of the largest change of any weight")
+            of = "the loss" if is_script else "the largest change of any weight"
+            say(f"tolerance: {result['tolerance']:g} of {of}")
         largest, first = result["max_abs_difference"], result["first_difference"]
         if first is not None:
             say(f"different: by {largest:.3g} at most")
             say("first at step {step}, in {tensor}: by {largest:.3g}".format(**first))
         elif largest == 0:
-            say("equal: every loss and every weight, to the bit")
+            say(f"equal: every loss{'' if is_script else ' and every weight'}, to the bit")
         else:
             say(f"equal within the tolerance: they differ by {largest:.3g} at most")
     if not result["equal"]:

@@ -1,0 +1,88 @@
+"""What `pipectl init --script` tells of a script, and writes into the job file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from pipectl.cli.console import note, plain, show
+
+if TYPE_CHECKING:
+    from pipectl.script.findings import Finding
+
+_HEADINGS = {"taken": "found", "left": "not taken over", "differs": "differs"}
+
+
+def take_script(file: Path, arguments: Sequence[str], directory: Path) -> dict[str, Any]:
+    """Run a script up to its first optimizer step, print what was found, and return it.
+
+    Args:
+        directory: of the job file, from which paths in it count.
+
+    Returns:
+        The values for the template of the job file.
+
+    Raises:
+        CaptureError: the script fails, or does what no pipeline can follow.
+    """
+    from pipectl.script.findings import findings_of
+    from pipectl.script.parts import Parts
+    from pipectl.script.run import Command
+
+    note(f"running {file} up to its first optimizer step")
+    here = Path.cwd()
+    command = Command(str(file.resolve()), tuple(arguments), str(here))
+    with _output_of_script():
+        parts = Parts.of(command)
+        found = findings_of(parts)
+    show(_table(found, file))
+    optimizer = [line for line in found.taken if line.what in ("optimizer", "schedule")]
+    return {
+        "file": _seen_from(directory, file.resolve()),
+        "arguments": [*arguments],
+        "directory": "" if here == file.resolve().parent else _seen_from(directory, here),
+        "training": found.training,
+        "data": found.data,
+        "guessed": found.guessed,
+        "comments": [f"Its {line.what}: {line.value}" for line in optimizer],
+    }
+
+
+@contextmanager
+def _output_of_script() -> Iterator[None]:
+    """Let the script print to the standard error: the standard output has the table."""
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def _seen_from(directory: Path, path: Path) -> str:
+    """A path as written in a job in a directory."""
+    text = os.path.relpath(path, directory.resolve())
+    return text if text.startswith("..") else f"./{text}"
+
+
+def _table(found: Any, file: Path) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False, expand=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(no_wrap=True)
+    for kind, heading in _HEADINGS.items():
+        lines: list[Finding] = getattr(found, kind)
+        if lines:
+            table.add_row(plain(heading, "bold"))
+        for line in lines:
+            place = "" if not line.place or not line.place[0] else _short(line.place, file)
+            table.add_row(*(plain(cell) for cell in (f"  {line.what}", line.value, place)))
+    return table
+
+
+def _short(place: tuple[str, int], script: Path) -> str:
+    if Path(place[0]) == script.resolve():
+        return f"{script.name}:{place[1]}"
+    return f"{os.path.relpath(place[0])}:{place[1]}"

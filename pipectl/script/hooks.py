@@ -1,0 +1,316 @@
+"""All that is replaced in torch while a script runs, and what each tells the recorder.
+
+- ``nn.Module.__call__``: which module is called with what.
+- ``torch.autograd.backward`` (``Tensor.backward`` calls it): the loss. No gradients are computed;
+  parameters get zeros that nobody can write to, so that what changes gradients by hand raises.
+- ``clip_grad_norm_`` and ``clip_grad_value_``: the largest norm or value.
+- ``DataLoader.__iter__``: the loader, its batches, and the random numbers it draws from.
+- ``GradScaler.scale``, ``unscale_``, ``step``, ``update``: the loss is recorded without a scale.
+- ``torch.autocast.__init__``: what is asked for, also where it is not available.
+- ``Optimizer.__init__``, ``LRScheduler.__init__``: which ones there are.
+- ``torch.compile``: changes nothing, since stages are compiled by ``training.compile``.
+- ``torch.cuda.is_available`` and its like: no accelerator, because pipectl places the model itself.
+- ``init_process_group``, ``DistributedDataParallel``: refused.
+
+The first step of an optimizer calls a hook of torch's own
+(``register_optimizer_step_pre_hook``), which ends the script with :class:`Taken`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from pipectl.errors import CaptureError
+from pipectl.script.order import Generators
+from pipectl.script.program import Place
+from pipectl.script.recorder import Recorder, at, script_place
+
+_RANK_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
+    "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL",
+    "MV2_COMM_WORLD",
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_JOB_NUM_NODES",
+    "SLURM_STEP", "PALS_", "CROSS_RANK", "CROSS_SIZE",
+)  # fmt: skip
+"""How the names of variables begin by which libraries find that they are one of several ranks."""
+_IGNORED_STOPS = 20
+
+
+class Taken(BaseException):
+    """Ends a script whose parts have been taken."""
+
+
+@dataclass
+class Clip:
+    """A call that clips gradients.
+
+    Args:
+        kind: ``norm`` or ``value``.
+        limit: the largest norm or value.
+        norm_type: of the norm.
+        parameters: that are clipped.
+    """
+
+    kind: str
+    limit: float
+    norm_type: float
+    parameters: list[Tensor]
+    place: Place
+
+
+@dataclass
+class Loading:
+    """One iteration over a loader.
+
+    Args:
+        loader: of the script.
+        start: the random numbers when it began.
+        first: number of its first batch.
+    """
+
+    loader: DataLoader[Any]
+    start: Generators
+    first: int
+    place: Place
+
+
+@dataclass
+class Seen:
+    """What the hooks have seen.
+
+    Attributes:
+        recorder: of the steps.
+        loadings: iterations over loaders that batches were read from, by the number of a batch.
+        made: places where optimizers and schedules were made.
+        autocasts: arguments of autocast, with their places.
+        optimizer: that stepped.
+        frames: of the stack at that time, innermost first: code, globals, locals and line.
+    """
+
+    recorder: Recorder = field(default_factory=Recorder)
+    loadings: dict[int, Loading] = field(default_factory=dict)
+    made: dict[int, tuple[Any, Place]] = field(default_factory=dict)
+    clips: list[Clip] = field(default_factory=list)
+    autocasts: list[tuple[str, Any, Place]] = field(default_factory=list)
+    scaler: tuple[GradScaler, Place] | None = None
+    compiled: Place | None = None
+    optimizer: Optimizer | None = None
+    stepped: Place = ("", 0)
+    frames: list[tuple[Any, dict[str, Any], dict[str, Any], int]] = field(default_factory=list)
+    zeros: dict[int, Tensor] = field(default_factory=dict)
+    stops: int = 0
+
+
+@contextmanager
+def hooked(seen: Seen) -> Iterator[None]:
+    """Replace all this, and record; the script runs within."""
+    with ExitStack() as stack:
+        for target, name, new in _replacements(seen):
+            if hasattr(target, name):
+                stack.enter_context(mock.patch.object(target, name, new))
+        handle = register_optimizer_step_pre_hook(lambda *call: _stop(seen, *call))
+        stack.callback(handle.remove)
+        stack.enter_context(one_process())
+        stack.enter_context(no_accelerator())
+        stack.enter_context(seen.recorder)
+        yield
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Hide the variables that say that this process is a rank of several."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
+    with mock.patch.dict(os.environ, kept, clear=True):
+        yield
+
+
+@contextmanager
+def no_accelerator() -> Iterator[None]:
+    """Let torch say that there is no accelerator: pipectl places the model itself."""
+    names = ("cuda", "xpu", "accelerator")
+    modules = [getattr(torch, name, None) for name in names]
+    with ExitStack() as stack:
+        for module in [torch.backends.mps, *modules]:
+            if hasattr(module, "is_available"):
+                stack.enter_context(mock.patch.object(module, "is_available", return_value=False))
+        stack.enter_context(mock.patch.object(torch.cuda, "device_count", return_value=0))
+        yield
+
+
+def _replacements(seen: Seen) -> Iterator[tuple[Any, str, Any]]:
+    recorder = seen.recorder
+    call, clip = nn.Module.__call__, torch.nn.utils.clip_grad
+    yield nn.Module, "__call__", lambda m, *a, **k: recorder.call_module(call, m, a, k)
+    yield torch.autograd, "backward", lambda tensors, *a, **k: _backward(seen, tensors, a, k)
+    for place in (torch.nn.utils, clip):
+        yield place, "clip_grad_norm_", _clipper(seen, "norm")
+        yield place, "clip_grad_value_", _clipper(seen, "value")
+    yield DataLoader, "__iter__", _iterating(seen, DataLoader.__iter__)
+    for owner in (Optimizer, LRScheduler, ReduceLROnPlateau):
+        yield owner, "__init__", _noting(seen, owner.__init__)
+    yield torch.autocast, "__init__", _autocasting(seen, torch.autocast.__init__)
+    yield GradScaler, "scale", lambda self, outputs: _scale(seen, self, outputs)
+    yield GradScaler, "unscale_", lambda *_: None
+    yield GradScaler, "step", lambda *call, **k: call[1].step(*call[2:], **k)
+    yield GradScaler, "update", lambda *_, **__: None
+    yield torch, "compile", lambda model=None, **_: _uncompiled(seen, model)
+    if torch.distributed.is_available():
+        yield torch.distributed, "init_process_group", _refuse_process_group
+        yield nn.parallel.DistributedDataParallel, "__init__", _refuse_process_group
+
+
+def _clipper(seen: Seen, kind: str) -> Callable[..., Any]:
+    def clip(parameters: Any, limit: Any = None, norm_type: float = 2.0, *_: Any, **k: Any) -> Any:
+        limit = k.get("max_norm", k.get("clip_value", limit))
+        own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        seen.clips.append(Clip(kind, float(limit), float(norm_type), own, script_place()))
+        return torch.zeros(()) if kind == "norm" else None
+
+    return clip
+
+
+def _iterating(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
+    def iterate(loader: DataLoader[Any]) -> Any:
+        start = Generators(loader)
+        loading = Loading(loader, start, len(seen.loadings), script_place())
+        return _Batches(seen, loading, original(loader))
+
+    return iterate
+
+
+class _Batches:
+    """The iterator of a loader, which tells the recorder of each batch."""
+
+    def __init__(self, seen: Seen, loading: Loading, batches: Any) -> None:
+        self._seen, self._loading, self._batches = seen, loading, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        number = len(self._seen.loadings)
+        self._seen.loadings[number] = self._loading
+        self._seen.recorder.batch(number, batch, self._loading)
+        return batch
+
+
+def _noting(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        seen.made.setdefault(id(self), (self, script_place()))
+        original(self, *args, **kwargs)
+
+    return make
+
+
+def _autocasting(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
+    def make(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, device_type, *args, **kwargs)
+        dtype = args[0] if args else kwargs.get("dtype")
+        asked = args[1] if len(args) > 1 else kwargs.get("enabled", True)
+        if asked:
+            seen.autocasts.append((device_type, dtype, script_place()))
+
+    return make
+
+
+def _scale(seen: Seen, scaler: GradScaler, outputs: Any) -> Any:
+    seen.scaler = scaler, script_place()
+    return outputs
+
+
+def _uncompiled(seen: Seen, model: Any) -> Any:
+    seen.compiled = script_place()
+    return (lambda function: function) if model is None else model
+
+
+def _refuse_process_group(*_: Any, **__: Any) -> None:
+    raise CaptureError(
+        f"{at(script_place())}: starts torch.distributed",
+        cure="leave it out unless RANK is set (if 'RANK' in os.environ: ...), or for one process: "
+        "pipectl starts the ranks, divides batches and adds gradients",
+    )
+
+
+def _backward(seen: Seen, tensors: Any, args: Any, kwargs: Any) -> None:
+    several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    gradients = args[0] if args else kwargs.get("grad_tensors")
+    given = [g for g in (gradients or ()) if g is not None] if isinstance(gradients, tuple) else []
+    if len(several) != 1 or several[0].numel() != 1 or any(not _is_one(g) for g in given):
+        raise CaptureError(
+            f"{at(script_place())}: backward() of {len(several)} tensors, or of one that is not a "
+            "single number, or with gradients of its own",
+            cure="call backward() without arguments on one loss",
+        )
+    seen.recorder.backward(several[0])
+    zero = torch.zeros(())
+    for module in seen.recorder.training:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen.zeros:
+                zeros = zero.to(parameter.dtype).expand(parameter.shape)
+                parameter.grad = seen.zeros[id(parameter)] = zeros
+
+
+def _is_one(gradient: Any) -> bool:
+    return isinstance(gradient, Tensor) and gradient.numel() == 1 and float(gradient) == 1.0
+
+
+def _stop(seen: Seen, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before the first step of an optimizer: end the script."""
+    closure = kwargs.get("closure", args[0] if args else None)
+    if not seen.recorder.recordings and callable(closure):
+        with torch.enable_grad():
+            closure()
+    if not seen.recorder.recordings:
+        raise CaptureError(
+            f"{at(script_place())}: the optimizer steps before any backward()",
+            cure="remove this step, or call backward() on a loss before",
+        )
+    if seen.optimizer is None:
+        seen.optimizer, seen.stepped = optimizer, script_place()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            own = dict(frame.f_locals)
+            seen.frames.append((frame.f_code, frame.f_globals, own, frame.f_lineno))
+            frame = frame.f_back
+        _refuse_changed_gradients(seen)
+    seen.stops += 1
+    if seen.stops > _IGNORED_STOPS:
+        os.write(2, b"pipectl: a bare `except:` of the script keeps it running; name exceptions\n")
+        os._exit(3)
+    raise Taken
+
+
+def _refuse_changed_gradients(seen: Seen) -> None:
+    assert seen.optimizer is not None
+    groups = (group["params"] for group in seen.optimizer.param_groups)
+    for parameter in itertools.chain.from_iterable(groups):
+        if parameter.grad is not None and parameter.grad is not seen.zeros.get(id(parameter)):
+            raise CaptureError(
+                f"{at(seen.stepped)}: the gradients are changed between backward() and step()",
+                cure="pipectl can clip gradients (clip_grad_norm_), and nothing else",
+            )
+
+
+__all__ = ["Clip", "Loading", "Seen", "Taken", "hooked", "one_process"]

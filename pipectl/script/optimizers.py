@@ -1,0 +1,165 @@
+"""The script's optimizer and learning-rate schedule, for some of its parameters.
+
+A rank updates the parameters of its stages only. It uses the script's own optimizer and schedule,
+whose groups are cut down to these parameters: whatever options they have, they keep.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from pipectl.faults import is_user_code
+from pipectl.script.hooks import Seen
+from pipectl.spec.code import read_source
+
+
+def cut_down(optimizer: Optimizer, tensors: Mapping[int, nn.Parameter]) -> Optimizer:
+    """Return an optimizer with the same options for some of the parameters.
+
+    Args:
+        tensors: the parameters to update, by the ids of those that the script's optimizer holds.
+    """
+    groups = [
+        {**group, "params": [tensors[id(p)] for p in group["params"] if id(p) in tensors]}
+        for group in optimizer.param_groups
+    ]
+    state = {tensors[id(p)]: copy.copy(s) for p, s in optimizer.state.items() if id(p) in tensors}
+    other = type(optimizer).__new__(type(optimizer))
+    vars(other).update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    vars(other).update(param_groups=groups, state=defaultdict(dict, state))
+    vars(other)["defaults"] = dict(optimizer.defaults)
+    return other
+
+
+class Schedules:
+    """The script's learning-rate schedules, for another optimizer.
+
+    Args:
+        schedules: of the script.
+        optimizer: to set the rates of.
+        every: optimizer steps between two steps of the schedules.
+    """
+
+    def __init__(self, schedules: list[Any], optimizer: Any, every: int) -> None:
+        self._schedules = [_moved(each, optimizer, {}) for each in schedules]
+        self._every, self._steps = every, 0
+
+    def step(self) -> None:
+        """Change the rates, if it is time for it."""
+        self._steps += 1
+        if self._steps % self._every == 0:
+            for schedule in self._schedules:
+                schedule.step()
+
+
+def _moved(schedule: Any, optimizer: Any, known: dict[int, Any]) -> Any:
+    """A copy of a schedule, and of those within it, for another optimizer."""
+    if id(schedule) in known:
+        return known[id(schedule)]
+    other = known[id(schedule)] = copy.copy(schedule)
+    for name, value in vars(schedule).items():
+        if name == "optimizer":
+            vars(other)[name] = optimizer
+        elif _is_schedule(value):
+            vars(other)[name] = _moved(value, optimizer, known)
+        elif isinstance(value, list) and value and all(map(_is_schedule, value)):
+            vars(other)[name] = [_moved(each, optimizer, known) for each in value]
+        elif isinstance(value, list | dict):
+            vars(other)[name] = copy.copy(value)
+    return other
+
+
+def _is_schedule(value: Any) -> bool:
+    return hasattr(value, "step") and hasattr(value, "optimizer")
+
+
+def schedules_of(seen: Seen) -> list[Any]:
+    """Return the schedules of the optimizer, without those that are parts of others."""
+    found = [
+        made
+        for made, _ in seen.made.values()
+        if _is_schedule(made) and unwrapped(made.optimizer) is seen.optimizer
+    ]
+    inner = set[int]()
+    for each in found:
+        for value in vars(each).values():
+            inner.update(id(part) for part in (value if isinstance(value, list) else [value]))
+    return [each for each in found if id(each) not in inner]
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer of torch within a wrapper such as accelerate's."""
+    while not isinstance(inner := getattr(optimizer, "optimizer", None), type(None)):
+        optimizer = inner
+    return optimizer
+
+
+def steps_with_optimizer(seen: Seen, schedule: Any) -> bool | None:
+    """Whether the loop that steps the optimizer also steps a schedule.
+
+    Returns:
+        None if no line of the script steps it, as far as its text shows.
+    """
+    found = None
+    for code, scope, own, _ in seen.frames:
+        if not is_user_code(code.co_filename):
+            continue
+        try:
+            tree = ast.parse(read_source_of(code.co_filename))
+        except (OSError, SyntaxError, ValueError):
+            continue
+        names = {**scope, **own}
+        loop = (
+            _innermost_loop(tree, seen.stepped[1]) if code.co_filename == seen.stepped[0] else None
+        )
+        for node in ast.walk(tree):
+            stepped = _stepped(node)
+            target = None if stepped is None else value_of(stepped, names)
+            if target is not None and schedule in (target, getattr(target, "scheduler", None)):
+                inside = loop is not None and _contains(loop, node)
+                found = bool(found) or inside
+    return found
+
+
+def read_source_of(file: str) -> bytes:
+    """The text of a file."""
+    from pathlib import Path
+
+    return read_source(Path(file))
+
+
+def _stepped(node: ast.AST) -> ast.expr | None:
+    """What a call of ``.step()`` steps; None for any other node."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.value if node.func.attr == "step" else None
+    return None
+
+
+def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """The value of a name or an attribute of one; None if there is none."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return getattr(value_of(node.value, names), node.attr, None)
+    return None
+
+
+def _innermost_loop(tree: ast.AST, line: int) -> ast.AST | None:
+    loops = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For | ast.While)
+        and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    return max(loops, key=lambda node: node.lineno, default=None)
+
+
+def _contains(outer: ast.AST, inner: ast.AST) -> bool:
+    return any(node is inner for node in ast.walk(outer))

@@ -1,0 +1,183 @@
+"""The samples of a script's ``DataLoader``, in the order in which the script reads them."""
+
+from __future__ import annotations
+
+import os
+import random
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path as Directory
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from pipectl.errors import CaptureError
+from pipectl.script.program import Path, name_of, reach
+
+
+class Generators:
+    """The random numbers that a loader draws from, as they were at one time.
+
+    Args:
+        loader: whose sampler may have generators of its own.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._own = list({id(each): each for each in _generators_of(loader)}.values())
+        self._states = [each.get_state() for each in self._own]
+        self._shared = torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        """Set all generators back to that time."""
+        for generator, state in zip(self._own, self._states, strict=True):
+            generator.set_state(state)
+        torch.set_rng_state(self._shared[0])
+        random.setstate(self._shared[1])
+        np.random.set_state(self._shared[2])
+
+
+def _generators_of(loader: DataLoader[Any]) -> Iterator[torch.Generator]:
+    owner: Any = loader
+    for name in ("", "batch_sampler", "sampler"):
+        owner = getattr(owner, name, None) if name else owner
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield generator
+    generator = getattr(loader.sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        yield generator
+
+
+class Order:
+    """The indices of the samples of every epoch, as a loader draws them one after the other.
+
+    The first epoch is the script's. A later one is, too, unless the script draws other random
+    numbers in between.
+
+    Args:
+        loader: of the script.
+        start: the random numbers when the script began its first epoch.
+    """
+
+    def __init__(self, loader: DataLoader[Any], start: Generators) -> None:
+        self._loader, self._next = loader, start
+        self._epochs: list[array[int]] = []
+
+    def __call__(self, epoch: int) -> list[int]:
+        """Return the indices of the samples of an epoch."""
+        while len(self._epochs) <= epoch:
+            self._draw()
+        return self._epochs[epoch].tolist()
+
+    def _draw(self) -> None:
+        before = Generators(self._loader)
+        self._next.restore()
+        try:
+            # As an iterator of the loader does for its processes.
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            batches: Any = self._loader.batch_sampler
+            indices = array("q", (int(index) for batch in batches for index in batch))
+            self._next = Generators(self._loader)
+        finally:
+            before.restore()
+        self._epochs.append(indices)
+
+
+@contextmanager
+def directory(path: str) -> Iterator[None]:
+    """Be in the working directory of the script, against which it reads relative paths."""
+    before = Directory.cwd()
+    os.chdir(path)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.chdir(before)
+
+
+@dataclass
+class Collate:
+    """Makes a batch of samples, and takes from it what model and loss read.
+
+    Args:
+        function: the loader's own.
+        inputs, targets: paths of the tensors that the model and the loss read.
+        directory: see :func:`directory`.
+    """
+
+    function: Callable[[list[Any]], Any]
+    inputs: list[Path]
+    targets: list[Path]
+    directory: str
+
+    def __call__(self, samples: list[Any]) -> dict[str, dict[str, Any]]:
+        """Return the tensors by name."""
+        with directory(self.directory):
+            batch = self.function(samples)
+        return {
+            "inputs": {name_of(path): reach(batch, path) for path in self.inputs},
+            "targets": {name_of(path): reach(batch, path) for path in self.targets},
+        }
+
+
+class Samples(Dataset[Any]):
+    """The script's dataset, as a job reads it.
+
+    Attributes:
+        collate_fn: makes a batch.
+        order: the indices of an epoch, by its number.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, order: Order) -> None:
+        self._dataset = dataset
+        self.collate_fn = collate
+        self.order = order
+        if hasattr(dataset, "lengths"):
+            self.lengths = dataset.lengths
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        with directory(self.collate_fn.directory):
+            return self._dataset[index]
+
+
+class Stream(IterableDataset[Any]):
+    """The script's iterable dataset, as a job reads it."""
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self._dataset = dataset
+        self.collate_fn = collate
+
+    def __iter__(self) -> Iterator[Any]:
+        with directory(self.collate_fn.directory):
+            samples = iter(self._dataset)
+        while True:
+            with directory(self.collate_fn.directory):
+                try:
+                    sample = next(samples)
+                except StopIteration:
+                    return
+            yield sample
+
+
+def samples_of(loader: DataLoader[Any], collate: Collate, start: Generators) -> Any:
+    """Return the dataset of a loader.
+
+    Raises:
+        CaptureError: the loader makes no batches of samples.
+    """
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise CaptureError(
+            "the DataLoader has batch_size=None: its dataset gives whole batches, which cannot be "
+            "divided into micro-batches",
+            cure="let the dataset give samples, and the DataLoader make batches of them",
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        return Stream(loader.dataset, collate)
+    return Samples(loader.dataset, collate, Order(loader, start))

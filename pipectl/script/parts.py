@@ -1,0 +1,351 @@
+"""The parts of a job that a script has made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
+
+from pipectl.errors import CaptureError
+from pipectl.script.hooks import Loading, Seen
+from pipectl.script.optimizers import Schedules, cut_down, schedules_of, steps_with_optimizer
+from pipectl.script.order import Collate, samples_of
+from pipectl.script.program import (
+    BATCH,
+    Entry,
+    Outer,
+    Program,
+    State,
+    parts,
+    rebuilt,
+)
+from pipectl.script.recorder import Recording, at
+from pipectl.script.run import Command, run_script
+
+_UNFOLLOWED = {"item", "__float__", "__int__", "__index__"}
+_WRAP = """wrap it so that pipectl can draw samples:
+    class Windows(torch.utils.data.Dataset):
+        def __len__(self): return len(data) - block_size
+        def __getitem__(self, i):
+            return data[i : i + block_size], data[i + 1 : i + 1 + block_size]
+    loader = torch.utils.data.DataLoader(Windows(), batch_size=batch_size, shuffle=True)
+and train in: for x, y in loader: ..."""
+
+
+class Modules(nn.Module):
+    """The modules that a script calls one by one, as one model.
+
+    Args:
+        modules: by name.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a script has made, up to its first optimizer step.
+
+    Args:
+        command: that started it.
+        seen: what the hooks have seen.
+        model: the smallest module that holds all modules of the step.
+        program: from a batch to the loss.
+        loading: of the training data.
+    """
+
+    command: Command
+    seen: Seen
+    model: nn.Module
+    program: Program
+    loading: Loading
+
+    @classmethod
+    def of(cls, command: Command) -> Parts:
+        """Run a script, and take its parts.
+
+        Raises:
+            CaptureError: the script fails, or does what no pipeline can follow.
+        """
+        seen = run_script(command)
+        recordings = seen.recorder.recordings
+        first = recordings[0]
+        loading = _loading_of(seen, first)
+        _refuse_other_optimizers(seen)
+        model = _model_of(seen, first)
+        program = program_of(first, model, factor=len(recordings))
+        _refuse_unfollowed(program)
+        _refuse_untrained(seen, model)
+        _reset(seen, model)
+        return cls(command, seen, model, program, loading)
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """The loader of the training data."""
+        return self.loading.loader
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The script's own."""
+        assert self.seen.optimizer is not None
+        return self.seen.optimizer
+
+    @cached_property
+    def schedules(self) -> list[Any]:
+        """Its learning-rate schedules."""
+        return schedules_of(self.seen)
+
+    @property
+    def accumulation(self) -> int:
+        """Batches of the loader in one optimizer step."""
+        return len(self.seen.recorder.recordings)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the loader's batches."""
+        size = self.loader.batch_size
+        if size is None:
+            size = getattr(self.loader.batch_sampler, "batch_size", None)
+        if size is None:
+            raise CaptureError(
+                f"{at(self.loading.place)}: the batch_sampler has no batch_size",
+                cure="give the DataLoader a batch_size and a sampler instead",
+            )
+        return int(size)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of an optimizer step."""
+        return self.batch_size * self.accumulation
+
+    def dataset(self) -> Any:
+        """Return the training data, in the script's order."""
+        inputs, targets = self.program.batch_leaves()
+        collate = Collate(self.loader.collate_fn, inputs, targets, self.command.place)
+        return samples_of(self.loader, collate, self.loading.start)
+
+    def loss(self, outputs: Any, targets: Mapping[str, Any]) -> Tensor:
+        """The script's loss."""
+        return self.program.loss(self.model, outputs, targets)
+
+    def make_optimizer(self, own: Mapping[str, nn.Parameter]) -> Optimizer:
+        """Return the script's optimizer for some parameters, by their names in the model."""
+        ids = {name: id(tensor) for name, tensor in self.originals.items()}
+        return cut_down(self.optimizer, {ids[name]: tensor for name, tensor in own.items()})
+
+    @cached_property
+    def originals(self) -> dict[str, nn.Parameter]:
+        """The parameters that the script's optimizer holds, by name."""
+        return dict(self.model.named_parameters())
+
+    def make_schedules(self, optimizer: Any) -> Schedules | None:
+        """Return the script's learning-rate schedules for an optimizer."""
+        if not self.schedules:
+            return None
+        every = {self.steps_between(each) for each in self.schedules}
+        if len(every) > 1:
+            raise CaptureError(
+                "script: one learning-rate schedule steps with the optimizer, another after epochs",
+                cure="write a schedule of your own under lr_scheduler in the job",
+            )
+        return Schedules(self.schedules, optimizer, every.pop())
+
+    def steps_between(self, schedule: Any) -> int:
+        """Optimizer steps between two steps of a schedule: 1, or those of an epoch."""
+        if steps_with_optimizer(self.seen, schedule) is not False:
+            return 1
+        return max(len(self.loader) // self.accumulation, 1)
+
+
+def program_of(recording: Recording, model: nn.Module, factor: int = 1) -> Program:
+    """Return a recording whose modules and parameters are named by their paths in the model."""
+    names = {id(m): name for name, m in model.named_modules()}
+    states: dict[int, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        states[id(tensor)] = name
+    entries = [_named(entry, names, states) for entry in recording.entries]
+    return Program(entries, recording.loss, factor)
+
+
+def _named(entry: Entry, names: Mapping[int, str], states: Mapping[int, str]) -> Entry:
+    def change(item: Any) -> Any:
+        if isinstance(item, Outer) and id(item.tensor) in states:
+            return State(states[id(item.tensor)])
+        return item
+
+    target = entry.target
+    if isinstance(target, nn.Module):
+        target = names.get(id(target), target)
+    return Entry(
+        target,
+        rebuilt(entry.args, change),
+        rebuilt(entry.kwargs, change),
+        entry.place,
+        entry.with_grad,
+        entry.autocast,
+        entry.is_random,
+        entry.writes,
+    )
+
+
+def _loading_of(seen: Seen, recording: Recording) -> Loading:
+    if not recording.batches:
+        calls = [entry for entry in recording.entries if entry.is_module]
+        place = calls[0].place if calls else recording.place
+        raise CaptureError(
+            f"{at(place)}: the model is called with data that no DataLoader has given", cure=_WRAP
+        )
+    if len(recording.batches) > 1:
+        raise CaptureError(
+            f"{at(recording.place)}: the loss reads {len(recording.batches)} batches",
+            cure="let one Dataset give what belongs together (both images of a pair, say), and "
+            "compute a loss from one batch",
+        )
+    return seen.loadings[recording.batches[0]]
+
+
+def _refuse_other_optimizers(seen: Seen) -> None:
+    own = seen.optimizer
+    trained = {id(p) for group in own.param_groups for p in group["params"]} if own else set()
+    for other, place in seen.made.values():
+        if not isinstance(other, Optimizer) or other is own:
+            continue
+        parameters = {id(p) for group in other.param_groups for p in group["params"]}
+        if parameters - trained:
+            raise CaptureError(
+                f"{at(place)}: a second optimizer, {type(other).__name__}",
+                cure="train all parameters by one optimizer, with groups for different options "
+                "(torch.optim.Adam([*encoder.parameters(), *decoder.parameters()])); what takes "
+                "turns, as a GAN does, is no pipeline",
+            )
+
+
+def _model_of(seen: Seen, recording: Recording) -> nn.Module:
+    """Return the smallest module of the script that holds all modules of the step."""
+    program = Program(recording.entries, recording.loss)
+    called = [recording.entries[index].target for index in program.modules]
+    called = list({id(module): module for module in called}.values())
+    if not called:
+        raise CaptureError(
+            f"{at(recording.place)}: the loss depends on no module with parameters",
+            cure="let a torch.nn.Module compute it",
+        )
+    used = {
+        id(item.tensor)
+        for index in program.needed
+        for item in parts((recording.entries[index].args, recording.entries[index].kwargs))
+        if isinstance(item, Outer) and isinstance(item.tensor, nn.Parameter)
+    }
+    wanted = {id(module) for module in called}
+    named = _modules_of_script(seen)
+    best: nn.Module | None = None
+    for module in (*called, *named.values()):
+        inner = list(module.modules())
+        holds = wanted <= {id(m) for m in inner} and used <= {id(p) for p in module.parameters()}
+        if holds and (best is None or len(inner) < len(list(best.modules()))):
+            best = module
+    if best is not None:
+        return best
+    held = {id(p) for module in called for p in module.parameters()}
+    if used - held:
+        raise CaptureError(
+            f"{at(recording.place)}: the loss reads a parameter that is in no module of the step",
+            cure="make it an attribute of the model",
+        )
+    names = {id(module): name for name, module in reversed(list(named.items()))}
+    chosen: dict[str, nn.Module] = {}
+    for module in _outermost(called):
+        name = names.get(id(module), type(module).__name__.lower()).replace(".", "_")
+        while name in chosen or hasattr(nn.Module, name):
+            name += "_"
+        chosen[name] = module
+    return Modules(chosen)
+
+
+def _outermost(modules: list[nn.Module]) -> Iterator[nn.Module]:
+    for module in modules:
+        others = (other for other in modules if other is not module)
+        if not any(module is inner for other in others for inner in other.modules()):
+            yield module
+
+
+def _modules_of_script(seen: Seen) -> dict[str, nn.Module]:
+    """Modules that are values of variables when the optimizer steps, or attributes of these."""
+    found: dict[str, nn.Module] = {}
+    for _, scope, own, _ in seen.frames:
+        for name, value in (*own.items(), *scope.items()):
+            if isinstance(value, nn.Module):
+                found.setdefault(name, value)
+            elif name == "self":
+                for inner, part in list(getattr(value, "__dict__", {}).items()):
+                    if isinstance(part, nn.Module):
+                        found.setdefault(inner, part)
+    return found
+
+
+def _refuse_unfollowed(program: Program) -> None:
+    for index in program.needed:
+        entry = program.entries[index]
+        if entry.name in _UNFOLLOWED:
+            raise CaptureError(
+                f"{at(entry.place)}: {entry.name}() takes a number out of a tensor, and the loss "
+                "depends on it",
+                cure="compute with the tensor itself, or with .detach() of it",
+            )
+        for item in parts((entry.args, entry.kwargs)):
+            if isinstance(item, Outer) and item.tensor.grad_fn is not None:
+                raise CaptureError(
+                    f"{at(entry.place)}: {entry.name} reads a tensor with a gradient that pipectl "
+                    "has not seen computed",
+                    cure="compute it from the batch, by functions of torch, in the same step; "
+                    "leave out torch.autograd.grad and calls of autograd functions (put them into "
+                    "the model)",
+                )
+
+
+def _refuse_untrained(seen: Seen, model: nn.Module) -> None:
+    assert seen.optimizer is not None
+    held = {id(p) for p in model.parameters()}
+    for group in seen.optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in held and parameter.requires_grad:
+                if parameter.grad is None:
+                    continue  # of a module that this step does not use
+                raise CaptureError(
+                    f"{at(seen.stepped)}: the optimizer trains a tensor of shape "
+                    f"{list(parameter.shape)} that is in no module of the step",
+                    cure="make it a torch.nn.Parameter of the model",
+                )
+
+
+def _reset(seen: Seen, model: nn.Module) -> None:
+    """Undo what the step has changed in the model, and keep modules in evaluation that were."""
+    for buffer, before in seen.recorder.buffers.items():
+        with torch.no_grad():
+            buffer.data.copy_(before)
+    for parameter in model.parameters():
+        parameter.grad = None
+    trained = {id(p) for group in seen.optimizer.param_groups for p in group["params"]}  # type: ignore[union-attr]
+    for parameter in model.parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            parameter.requires_grad_(False)
+    for module, was_training in seen.recorder.training.items():
+        if not was_training:
+            _keep_in_evaluation(module)
+
+
+def _keep_in_evaluation(module: nn.Module) -> None:
+    module.train = lambda *_: module  # type: ignore[method-assign]
+    module.training = False
+
+
+__all__ = ["BATCH", "Modules", "Parts", "program_of"]

@@ -1,0 +1,307 @@
+"""What a training script computes between a batch and its loss, as a list that can be run again.
+
+A :class:`Program` is made by :class:`~pipectl.script.recorder.Recorder`. It has two parts, as a
+step of a job has: :meth:`Program.forward` takes the inputs of a batch to the results of the
+script's modules, :meth:`Program.loss` takes these and the targets to the loss. The modules
+themselves are not recorded: they are called, and captured as any model is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipectl.script.numbers import TracedFloat, TracedInt
+
+Path = tuple[tuple[str, Any], ...]
+"""How to reach a value within another one: ``("item", key)`` and ``("attr", name)``."""
+BATCH = -1
+"""The entry that stands for the batch."""
+Place = tuple[str, int]
+"""File and line."""
+
+
+class Ref(NamedTuple):
+    """A value within the result of an entry, or within the batch (:data:`BATCH`)."""
+
+    entry: int
+    path: Path = ()
+
+
+class State(NamedTuple):
+    """A parameter or buffer of the model, by name."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outer:
+    """A tensor that the script made before the step."""
+
+    tensor: Tensor
+
+
+class _Device:
+    """Stands for the device of the batch."""
+
+    def __repr__(self) -> str:
+        return "the device"
+
+
+DEVICE = _Device()
+
+
+@dataclasses.dataclass
+class Entry:
+    """One call of the script.
+
+    Args:
+        target: a function; or a module, later its path in the model.
+        args, kwargs: with :class:`Ref`, :class:`State`, :class:`Outer` and :data:`DEVICE` in them.
+        place: the line of the script.
+        with_grad: whether autograd recorded it.
+        autocast: whether it ran under autocast.
+        is_random: whether it drew random numbers.
+        writes: entries whose memory it writes in place.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    place: Place
+    with_grad: bool = True
+    autocast: bool = False
+    is_random: bool = False
+    writes: frozenset[int] = frozenset()
+
+    @property
+    def is_module(self) -> bool:
+        """Whether a module is called."""
+        return isinstance(self.target, str | nn.Module)
+
+    @property
+    def name(self) -> str:
+        """Of the function or module, for messages."""
+        if isinstance(self.target, str):
+            return self.target or "the model"
+        owner = getattr(self.target, "__self__", None)
+        if getattr(self.target, "__name__", "") == "__get__":
+            return f".{getattr(owner, '__name__', '')}"
+        return getattr(self.target, "__name__", type(self.target).__name__)
+
+    @cached_property
+    def refs(self) -> frozenset[Ref]:
+        """All values of other entries that it reads."""
+        return frozenset(x for x in parts((self.args, self.kwargs)) if isinstance(x, Ref))
+
+    @cached_property
+    def caller(self) -> Callable[..., Any]:
+        """Calls a function with arguments, from the line of the script: errors then name it."""
+        code = _CALL.replace(co_filename=self.place[0], co_firstlineno=max(self.place[1], 1))
+        return FunctionType(code, {}, "call")
+
+
+_CALL_TEXT = "def call(function, args, kwargs): return function(*args, **kwargs)"
+_CALL = next(
+    code for code in compile(_CALL_TEXT, "<script>", "exec").co_consts if isinstance(code, CodeType)
+)
+
+
+class Program:
+    """The entries that a loss needs.
+
+    Args:
+        entries: of a whole step, in order; modules are named by their paths in the model.
+        loss: the value that the script calls ``backward()`` on.
+        factor: of the loss: the number of backwards of a step, whose gradients the script adds up.
+    """
+
+    def __init__(self, entries: Sequence[Entry], loss: Ref, factor: int = 1) -> None:
+        self.entries = list(entries)
+        self._loss, self._factor = loss, factor
+        self.needed = self._closure([loss.entry], stops=())
+        modules = [index for index in self.needed if self.entries[index].is_module]
+        self.modules = modules
+        self.model_part = self._closure(modules, stops=())
+        drawn = [i for i in self.model_part if self.entries[i].is_random or self._is_written(i)]
+        self._carried = [*modules, *(index for index in drawn if index not in modules)]
+        self.loss_part = self._closure([loss.entry], stops=self._carried)
+        used = {ref.entry for index in self.loss_part for ref in self.entries[index].refs}
+        used.add(loss.entry)
+        self._carried = [i for i in self._carried if i in used or i in modules]
+
+    def batch_leaves(self) -> tuple[list[Path], list[Path]]:
+        """Return the tensors of a batch that the model and the loss read, by their paths."""
+        found = []
+        for part in (self.model_part, self.loss_part):
+            refs = [ref for index in part for ref in self.entries[index].refs]
+            found.append(list(dict.fromkeys(ref.path for ref in refs if ref.entry == BATCH)))
+        if self._loss.entry == BATCH:
+            found[1].append(self._loss.path)
+        return found[0], found[1]
+
+    def forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Return what the modules give; of a single one as it is, else a list."""
+        values = self._run(self.model_part, {}, inputs, model)
+        carried = [values[index] for index in self._carried]
+        return carried[0] if len(carried) == 1 else carried
+
+    def loss(self, model: nn.Module, outputs: Any, targets: Mapping[str, Any]) -> Tensor:
+        """Return the loss of the outputs of :meth:`forward`."""
+        carried = [outputs] if len(self._carried) == 1 else outputs
+        values = dict(zip(self._carried, carried, strict=True))
+        values = self._run(self.loss_part, values, targets, model)
+        loss: Tensor = reach(values[self._loss.entry], self._loss.path)
+        return loss if self._factor == 1 else loss * self._factor
+
+    @property
+    def place(self) -> Place:
+        """Where the loss is computed."""
+        return self.entries[self._loss.entry].place if self._loss.entry >= 0 else ("", 0)
+
+    def _run(
+        self,
+        part: Sequence[int],
+        values: dict[int, Any],
+        batch: Mapping[str, Any],
+        model: nn.Module,
+    ) -> dict[int, Any]:
+        device = next((x.device for x in batch.values() if isinstance(x, Tensor)), None)
+        if device is None:
+            device = next((x.device for _, x in leaves_of(list(values.values()))), None)
+
+        def value(item: Any) -> Any:
+            if isinstance(item, Ref):
+                if item.entry == BATCH:
+                    return batch[name_of(item.path)]
+                return reach(values[item.entry], item.path)
+            if isinstance(item, State):
+                return attribute(model, item.name)
+            if isinstance(item, Outer):
+                return item.tensor if device is None else item.tensor.to(device)
+            return device if item is DEVICE else item
+
+        for index in part:
+            if index in values:
+                continue
+            entry = self.entries[index]
+            args, kwargs = rebuilt(entry.args, value), rebuilt(entry.kwargs, value)
+            target = model.get_submodule(entry.target) if entry.is_module else entry.target
+            with _no_autocast(device) if not entry.autocast else nullcontext():
+                result = entry.caller(target, args, kwargs)
+            values[index] = result if entry.with_grad else _detached(result)
+        return values
+
+    def _is_written(self, index: int) -> bool:
+        return any(index in self.entries[other].writes for other in self.needed)
+
+    def _closure(self, ends: Sequence[int], stops: Collection[int]) -> list[int]:
+        """Return the entries that some entries need, themselves included, in order.
+
+        What writes in place to a value that is needed is needed, too, unless the value is already
+        there.
+        """
+        needed, waiting = set[int](), list(ends)
+        while waiting:
+            index = waiting.pop()
+            if index in needed or index < 0 or index in stops:
+                continue
+            needed.add(index)
+            waiting += [ref.entry for ref in self.entries[index].refs]
+            waiting += [
+                later
+                for later, entry in enumerate(self.entries)
+                if index in entry.writes and later <= max(ends)
+            ]
+        return sorted(needed)
+
+
+def _no_autocast(device: torch.device | None) -> AbstractContextManager[Any]:
+    kind = "cpu" if device is None else device.type
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    if isinstance(value, list | tuple | dict):
+        return rebuilt(value, lambda x: x.detach() if isinstance(x, Tensor) else x)
+    return value
+
+
+def attribute(model: nn.Module, name: str) -> Any:
+    """Return a parameter or buffer of the model."""
+    *path, last = name.split(".")
+    return getattr(model.get_submodule(".".join(path)), last)
+
+
+def name_of(path: Path) -> str:
+    """Return the name of a tensor of a batch: ``0``, ``input_ids``, ``1.mask``."""
+    return ".".join(str(key) for _, key in path) or "batch"
+
+
+def reach(value: Any, path: Path) -> Any:
+    """Return the part of a value that a path leads to."""
+    for kind, key in path:
+        value = value[key] if kind == "item" else getattr(value, key)
+    return value
+
+
+def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Yield the tensors within lists, tuples, mappings and dataclasses, with their paths."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves_of(item, (*path, ("item", key)))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from leaves_of(item, (*path, ("item", index)))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves_of(getattr(value, field.name), (*path, ("attr", field.name)))
+
+
+def parts(value: Any) -> Iterator[Any]:
+    """Yield everything within lists, tuples, dicts and slices that is none of these."""
+    if isinstance(value, Ref | State) or not isinstance(value, list | tuple | dict | slice):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from parts(item)
+    elif isinstance(value, slice):
+        yield from parts((value.start, value.stop, value.step))
+    else:
+        for item in value:
+            yield from parts(item)
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the same lists, tuples, dicts and slices of changed parts."""
+    if isinstance(value, Ref | State):
+        return change(value)
+    if isinstance(value, slice):
+        return slice(*(rebuilt(x, change) for x in (value.start, value.stop, value.step)))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(rebuilt(item, change) for item in value))
+    if isinstance(value, tuple):
+        return tuple(rebuilt(item, change) for item in value)
+    if isinstance(value, list):
+        return [rebuilt(item, change) for item in value]
+    if isinstance(value, Mapping):
+        return {key: rebuilt(item, change) for key, item in value.items()}
+    return change(value)
+
+
+def plain_number(value: Any) -> bool:
+    """Whether a value is a number that remembers its entry."""
+    return isinstance(value, TracedInt | TracedFloat)

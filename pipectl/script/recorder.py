@@ -1,0 +1,365 @@
+"""Records what a script computes between a batch of its ``DataLoader`` and ``backward()``.
+
+A torch function mode sees every function of torch that the script calls: operators, methods,
+indexing, in-place operators, functions that make tensors. A call is recorded if it reads something
+of a batch, or makes a tensor once a batch is there. A call of a module that has parameters is one
+entry, whatever happens in it. Sizes of tensors, and numbers taken out of them, stay connected by
+:mod:`~pipectl.script.numbers`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pipectl.errors import CaptureError
+from pipectl.faults import is_user_code
+from pipectl.script.numbers import traced
+from pipectl.script.program import (
+    BATCH,
+    DEVICE,
+    Entry,
+    Outer,
+    Place,
+    Ref,
+    leaves_of,
+    parts,
+    plain_number,
+    rebuilt,
+)
+
+_SIZES = {"size", "shape", "__len__", "numel", "nelement", "dim", "ndim"}
+_VALUES = {"item", "__float__", "__int__", "__index__"}
+_LEAVES = {"numpy", "tolist", "__array__", "__bool__", "__contains__"}
+"""Methods through which values of tensors reach Python."""
+_MOVES = {"to", "cuda", "cpu", "pin_memory", "type_as"}
+_MAKES = {
+    "arange", "bernoulli", "empty", "empty_like", "eye", "full", "full_like", "linspace",
+    "multinomial", "normal", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like",
+    "randn", "randn_like", "randperm", "tensor", "as_tensor", "from_numpy", "zeros", "zeros_like",
+    "tril", "triu", "tril_indices", "triu_indices", "new_zeros", "new_ones", "new_full",
+}  # fmt: skip
+_DRAWS = {
+    "bernoulli", "bernoulli_", "dropout", "multinomial", "normal", "normal_", "rand", "rand_like",
+    "randint", "randint_like", "randn", "randn_like", "randperm", "uniform_", "exponential_",
+    "random_", "sample", "gumbel_softmax",
+}  # fmt: skip
+_ELSEWHERE = {"cuda", "mps", "xpu", "hip", "npu", "hpu"}
+_KEPT_BATCHES = 4
+
+
+def script_place() -> Place:
+    """Return the innermost line of user code that is being run; ("", 0) if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user_code(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def at(place: Place) -> str:
+    """Return a place for a message."""
+    return f"{place[0]}:{place[1]}" if place[0] else "the script"
+
+
+@dataclass
+class Recording:
+    """What leads to one ``backward()``.
+
+    Args:
+        entries: all calls since the batch, also those that do not matter to the loss.
+        loss: the value that ``backward()`` was called on.
+        value: the value of the loss.
+        batches: numbers of the batches that the calls read; in ``entries`` each is ``BATCH``.
+        modules: that were called, with whether each was in training mode before its first call.
+        place: of ``backward()``.
+        results: of the entries that call modules.
+        batch: what the loader gave.
+        autocast: the type that the modules' autocast computes with; None without it.
+    """
+
+    entries: list[Entry]
+    loss: Ref
+    value: Tensor
+    batches: list[int]
+    place: Place
+    batch: Any = None
+    results: dict[int, Any] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
+
+
+class Recorder(TorchFunctionMode):
+    """Records the steps of a script that runs within it.
+
+    Attributes:
+        recordings: one for every ``backward()``.
+        training: whether each module was in training mode before it was first called.
+        buffers: copies of the buffers of called modules, from before their first call.
+        decisions: lines that look at values of tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recordings: list[Recording] = []
+        self.training: dict[nn.Module, bool] = {}
+        self.buffers: dict[Tensor, Tensor] = {}
+        self.decisions: list[Place] = []
+        self.waived: set[int] = set()
+        self._depth = 0
+        self._iterator: object = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._entries: list[Entry] = []
+        self._results: dict[int, Any] = {}
+        self._refs: dict[int, tuple[Any, Ref]] = {}
+        self._batches: dict[int, Any] = {}
+        self._storages: dict[int, int] = {}
+        self._autocast: torch.dtype | None = None
+
+    # What the hooks tell it.
+
+    def batch(self, number: int, batch: Any, iterator: object) -> None:
+        """Note a batch that a loader has given."""
+        if iterator is not self._iterator or not torch.is_grad_enabled():
+            self._clear()
+            self._iterator = iterator
+        if len(self._batches) >= _KEPT_BATCHES and not self._entries:
+            self._clear()
+        self._batches[number] = batch
+        entry = BATCH - len(self._batches) + 1  # -1, -2, ...
+        for path, tensor in leaves_of(batch):
+            self._remember(tensor, Ref(entry, path))
+
+    def call_module(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Call a module that is not within another one."""
+        is_recorded = self._depth == 0 and (self._batches or _has_grad(module))
+        if not is_recorded or next(module.parameters(), None) is None:
+            return call(module, *args, **kwargs)
+        place = script_place()
+        self._note_state(module)
+        if self._autocast is None and torch.is_autocast_enabled("cpu"):
+            self._autocast = torch.get_autocast_dtype("cpu")
+        packed_args, packed_kwargs = self._pack(args), self._pack(kwargs)
+        self._depth += 1
+        try:
+            result = call(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+        self._append(Entry(module, packed_args, packed_kwargs, place), result)
+        self._results[len(self._entries) - 1] = result
+        return result
+
+    def backward(self, loss: Tensor) -> None:
+        """Note that ``backward()`` is called."""
+        place = script_place()
+        found = self._refs.get(id(loss))
+        if found is None or not self._entries:
+            raise _backward_of_nothing(place, self.recordings)
+        used = {ref.entry for entry in self._entries for ref in entry.refs if ref.entry < 0}
+        order = list(self._batches)
+        numbers = [order[BATCH - entry] for entry in sorted(used, reverse=True)]
+        entries = self._entries
+        if used and used != {BATCH} and len(used) == 1:
+            entries = [_with_batch(entry, used.pop()) for entry in entries]
+        self.recordings.append(
+            Recording(
+                entries,
+                found[1],
+                loss.detach().clone(),
+                numbers,
+                place,
+                self._batches[numbers[0]] if numbers else None,
+                self._results,
+                self._autocast,
+            )
+        )
+        self._clear()
+
+    # What the script computes.
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, and record it."""
+        kwargs = _here(dict(kwargs or {}))
+        args = tuple(_plain_device(arg) for arg in args)
+        if getattr(func, "__name__", "") in _ELSEWHERE:  # tensor.cuda()
+            return args[0]
+        if self._depth or not (self._batches or self._entries):
+            return func(*args, **kwargs)
+        name = _name_of(func)
+        if name in ("backward", "__hash__", "register_hook", "retain_grad"):
+            return func(*args, **kwargs)
+        if name == "__iter__":
+            return iter(torch.unbind(args[0]))
+        if not any(map(self._is_known, parts((args, kwargs)))) and name not in _MAKES:
+            return func(*args, **kwargs)
+        return self._record(func, name, args, kwargs)
+
+    def _record(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        packed_args, packed_kwargs = self._pack(args), self._pack(kwargs)
+        place = script_place()
+        result = func(*args, **kwargs)
+        if name in _LEAVES:
+            self.decisions.append(place)
+            return result
+        if name in _MOVES and any(result is arg for arg in args):
+            return result
+        tensors = list(leaves_of(list(result) if isinstance(result, set) else result))
+        if not tensors and name not in _SIZES | _VALUES and not _writes(name):
+            return result
+        writes: frozenset[int] = frozenset()
+        if _writes(name) or "out" in kwargs:
+            written = kwargs.get("out", args[0] if args else None)
+            found = self._refs.get(id(written))
+            if found is None and isinstance(written, Tensor) and tensors:
+                return result  # a tensor of the script's own, which it adds up results in
+            own = written.untyped_storage().data_ptr() if isinstance(written, Tensor) else 0
+            if any(own == each.untyped_storage().data_ptr() for each in self._batch_tensors()):
+                raise CaptureError(
+                    f"{at(place)}: writes into a tensor of the batch",
+                    cure="write into a copy: x = x.clone()",
+                )
+            writes = frozenset(i for i, place in self._storages.items() if place == own)
+        entry = Entry(
+            func,
+            packed_args,
+            packed_kwargs,
+            place,
+            with_grad=torch.is_grad_enabled(),
+            autocast=torch.is_autocast_enabled("cpu"),
+            is_random=name in _DRAWS and kwargs.get("training", True) is not False,
+            writes=writes,
+        )
+        index = self._append(entry, result)
+        if name in _SIZES | _VALUES:
+            return self._numbers(result, index)
+        return result
+
+    def _append(self, entry: Entry, result: Any) -> int:
+        index = len(self._entries)
+        entry.with_grad = torch.is_grad_enabled()
+        entry.autocast = torch.is_autocast_enabled("cpu")
+        self._entries.append(entry)
+        for path, tensor in leaves_of(result):
+            self._remember(tensor, Ref(index, path))
+            if not path and tensor.layout is torch.strided:
+                self._storages[index] = tensor.untyped_storage().data_ptr()
+        return index
+
+    def _numbers(self, result: Any, index: int) -> Any:
+        if isinstance(result, torch.Size):
+            refs = [Ref(index, (("item", i),)) for i in range(len(result))]
+            return torch.Size(
+                [traced(x, r, self._combine) for x, r in zip(result, refs, strict=True)]
+            )
+        return traced(result, Ref(index), self._combine)
+
+    def _combine(self, function: Any, operands: tuple[Any, ...]) -> Ref | None:
+        if self._depth or not self._entries:
+            return None
+        packed = tuple(self._pack(each) for each in operands)
+        self._entries.append(Entry(function, packed, {}, script_place()))
+        return Ref(len(self._entries) - 1)
+
+    def _batch_tensors(self) -> list[Tensor]:
+        return [tensor for batch in self._batches.values() for _, tensor in leaves_of(batch)]
+
+    def _remember(self, tensor: Tensor, ref: Ref) -> None:
+        self._refs[id(tensor)] = tensor, ref
+
+    def _is_known(self, value: Any) -> bool:
+        return id(value) in self._refs or plain_number(value)
+
+    def _pack(self, value: Any) -> Any:
+        return rebuilt(value, self._packed)
+
+    def _packed(self, value: Any) -> Any:
+        found = self._refs.get(id(value))
+        if found is not None:
+            return found[1]
+        if plain_number(value):
+            is_current = value.combine.__self__ is self and value.ref.entry < len(self._entries)
+            return value.ref if is_current else type(value).__mro__[2](value)
+        if isinstance(value, Tensor):
+            return Outer(value)
+        return DEVICE if isinstance(value, torch.device) else value
+
+    def _note_state(self, module: nn.Module) -> None:
+        """Keep buffers as they are before a forward writes them."""
+        for each in module.modules():
+            self.training.setdefault(each, each.training)
+        for buffer in module.buffers():
+            if buffer not in self.buffers:
+                self.buffers[buffer] = buffer.detach().clone()
+
+
+def _backward_of_nothing(place: Place, before: list[Recording]) -> CaptureError:
+    if before and before[-1].place != place:
+        return CaptureError(
+            f"{at(place)}: backward() is called a second time for one batch",
+            cure="add the losses up, and call backward() on the sum",
+        )
+    return CaptureError(
+        f"{at(place)}: backward() is called on something that no module with parameters, and no "
+        "function of torch, has computed from a batch of a DataLoader",
+        cure="compute the loss from the outputs of the model with functions of torch",
+    )
+
+
+def _with_batch(entry: Entry, number: int) -> Entry:
+    """The entry with another number of the batch, as ``BATCH``."""
+
+    def change(item: Any) -> Any:
+        is_batch = isinstance(item, Ref) and item.entry == number
+        return Ref(BATCH, item.path) if is_batch else item
+
+    entry.args, entry.kwargs = rebuilt(entry.args, change), rebuilt(entry.kwargs, change)
+    entry.__dict__.pop("refs", None)
+    return entry
+
+
+def _has_grad(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+
+def _name_of(func: Any) -> str:
+    name: str = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", "") if name == "__get__" else name
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of this name writes its first argument."""
+    if name in ("__setitem__", "__set__"):
+        return True
+    if name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__"):
+        return name not in ("__invert__", "__iter__")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _plain_device(value: Any) -> Any:
+    """The CPU in the place of an accelerator."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type in _ELSEWHERE else value
+    if isinstance(value, str) and value.partition(":")[0] in _ELSEWHERE:
+        return "cpu"
+    return value
+
+
+def _here(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that name no accelerator."""
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device(_plain_device(kwargs["device"]))
+    kwargs.pop("non_blocking", None)
+    return kwargs
