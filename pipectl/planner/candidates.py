@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
+from math import ceil, inf
 
 import numpy as np
 
+from pipectl.plan import Replication
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import Order, open_orders
+from pipectl.planner.request import Order, accepted, open_orders, takes
 
 OVERFULL = 1.5
 """Factor, plus the relative excess, of the estimates of candidates with replicas whose ranks exceed
@@ -61,8 +62,9 @@ class Candidates:
 
     Args:
         orders: by default all open orders for the stages of each layout.
-        with_replicas: whether stages may have replicas. If so, only the two orders with the fewest
-            micro-batches in flight are tried, and :data:`OVERFULL` applies.
+        with_replicas: whether stages may have replicas. If so, a layout is a candidate only in the
+            more promising of the two orders with the fewest micro-batches in flight, and
+            :data:`OVERFULL` applies.
         only_fitting: whether layouts that certainly do not fit in any order are left out.
 
     Attributes:
@@ -123,6 +125,8 @@ class Candidates:
             ranked = np.lexsort((joined[3], joined[2], joined[4]))
             rows = (joined[column][ranked].tolist() for column in (0, 1, 4, 5))
             self._ranking = list(zip(*rows, strict=True))
+            if with_replicas:
+                self._ranking = self._first_of(0)
 
     @property
     def next_s(self) -> float:
@@ -151,18 +155,49 @@ class Candidates:
 
     def best_of_orders(self) -> Iterator[Candidate]:
         """The most promising layout in every order; takes none."""
-        best: dict[int, tuple[int, int, float, bool]] = {}
-        for row in self._ranking:
-            best.setdefault(row[1], row)
-        return (self._candidate(*row) for row in best.values())
+        return (self._candidate(*row) for row in self._first_of(1))
 
     def best_of_layouts(self) -> Iterator[Candidate]:
         """Every layout in its most promising order; takes none."""
-        best: dict[int, tuple[int, int, float, bool]] = {}
+        return (self._candidate(*row) for row in self._first_of(0))
+
+    def _first_of(self, column: int) -> list[tuple[int, int, float, bool]]:
+        """The first row of the ranking with each value in a column."""
+        first: dict[object, tuple[int, int, float, bool]] = {}
         for row in self._ranking:
-            best.setdefault(row[0], row)
-        return (self._candidate(*row) for row in best.values())
+            first.setdefault(row[column], row)
+        return list(first.values())
 
     def _candidate(self, place: int, number: int, estimate_s: float, may_fit: bool) -> Candidate:
         choice = Choice(self._layouts[place], self._size, *self._orders[number])
         return Candidate(choice, self._micro_batches, estimate_s, may_fit)
+
+
+def ways_to_share(problem: Problem, candidate: Candidate) -> Iterator[Candidate]:
+    """A candidate with replicas, with every allowed way to share work in which all have work.
+
+    Replicas share every micro-batch, or take whole ones in turn, which is the same work on smaller
+    micro-batches: of the samples per replica of a split one.
+    """
+    request, layout = problem.request, candidate.layout
+    stages = len(layout.partition)
+    for replication in request.replications:
+        sizes = {candidate.choice.size}
+        if replication is Replication.WHOLE and request.micro_batches is None:
+            shares = {ceil(candidate.choice.size / len(ranks)) for ranks in layout.ranks}
+            sizes = set(accepted(request, sorted(shares)))
+        for size in sorted(sizes, reverse=True):
+            if replication is Replication.SPLIT and not takes(
+                request, size, max(map(len, layout.ranks))
+            ):
+                continue
+            count = problem.micro_batches(size)
+            most = size if replication is Replication.SPLIT else count
+            ranks = tuple(each[:most] for each in layout.ranks)
+            replicas = tuple(map(len, ranks))
+            in_turn = replicas if replication is Replication.WHOLE else None
+            if max(replicas) > 1:
+                fewer = layout._replace(ranks=ranks)
+                for order in open_orders(request, stages, count, in_turn):
+                    choice = Choice(fewer, size, *order, replication)
+                    yield replace(candidate, choice=choice, micro_batches=count)

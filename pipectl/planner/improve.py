@@ -23,8 +23,9 @@ from pipectl.planner.partition.layout import FAR, FEW, Choice, Layout, neighbour
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
 
-MAX_MOVE_WORK = 2_000_000
-"""Budget of border moves: the sum of operators, actions and messages over the partitions tried."""
+MAX_MOVE_WORK, MAX_REPLICA_MOVE_WORK = 2_000_000, 5_000_000
+"""Budgets of moves with one rank per stage and with replicas: the sum of operators, actions and
+messages over the layouts tried."""
 PATIENCE = 80
 """Turns without a better layout after which moves end."""
 BORDER_TURNS = 2
@@ -49,8 +50,13 @@ class Improver:
         self._judge = judge
         self._check = check
         self._minima: set[Choice] = set()
-        self._move_work = MAX_MOVE_WORK
+        self._seen: set[tuple[int, Layout]] = set()
+        self._move_work = 0
         self._exchanges = cache(partial(exchanges, cluster=problem.cluster))
+
+    def allow(self, move_work: int) -> None:
+        """Set the budget of moves from now on."""
+        self._move_work = move_work
 
     def polish(self, candidate: Candidate) -> None:
         """Improve the estimate of a candidate by new cuts and by moves, then judge the best.
@@ -75,7 +81,7 @@ class Improver:
             if reach < FAR:
                 heappush(queue, (estimate_s, reach + 1, next(numbers), start))
             moved = (each for each in self._moves(start, reach) if each not in seen)
-            fresh = self._affordable(moved, area)
+            fresh = self._affordable(moved, start)
             for near in self._candidates(fresh, area).best_of_layouts():
                 seen.add(near.layout)
                 better = near.estimate_s < candidate.estimate_s * (1 - MIN_GAIN)
@@ -87,6 +93,28 @@ class Improver:
                 self._minima.add(candidate.choice)
                 self._judge.judge(candidate)
         self._judge.judge_all(self._candidates([candidate.layout], area))  # simpler orders may tie
+
+    def descend(self, candidate: Candidate, classes: Sequence[Sequence[int]]) -> Candidate:
+        """Make the best move of a candidate with replicas until there is none, or until it leads to
+        a layout seen before.
+
+        Args:
+            classes: the ranks of every class of devices, the fastest first.
+        """
+        problem, size, seen = self._problem, candidate.choice.size, self._seen
+        fixed = problem.request.fixed_stages is not None
+        loads, most = problem.costs.block_times(size), min(size, problem.cluster.ranks)
+        while (size, candidate.layout) not in seen:
+            seen.add((size, candidate.layout))
+            moved = replica_moves(
+                candidate.layout, problem.graph, loads, classes, most, keep_stages=fixed
+            )
+            near = self._affordable(filter(problem.may_replicate, moved), candidate)
+            best = Candidates(problem, near, size, with_replicas=True)
+            if best.next_s >= candidate.estimate_s * (1 - ROUNDING):
+                break
+            candidate = best.take()
+        return candidate
 
     def finish(self) -> None:
         """Move borders of the best plan while that makes its simulated step shorter."""
@@ -115,7 +143,7 @@ class Improver:
                 orders = open_orders(
                     self._problem.request, area.stages, self._problem.micro_batches(area.size)
                 )
-            near = self._affordable(self._moves(candidate), area)
+            near = self._affordable(self._moves(candidate), candidate)
             self._judge.judge_all(Candidates(self._problem, near, area.size, orders))
             if self._judge.best() is before:
                 self._judge.judge_all(self._candidates([candidate.layout], area))
@@ -135,48 +163,17 @@ class Improver:
         exchanged = list(map(one_each, placements))
         return neighbours(candidate.layout, self._problem.graph, times, exchanged, reach)
 
-    def _affordable(self, layouts: Iterable[Layout], area: Area) -> list[Layout]:
-        """As many layouts as the budget of moves suffices for."""
+    def _affordable(self, layouts: Iterable[Layout], near: Candidate) -> list[Layout]:
+        """As many layouts near a candidate as the budget of moves suffices for."""
         self._check()
-        work = len(self._problem.profile.operators) + 2 * area.micro_batches * area.stages
-        near = list(islice(layouts, max(0, self._move_work // work)))
-        self._move_work -= max(1, len(near)) * work
-        return near
+        stages = len(near.layout.partition)
+        work = len(self._problem.profile.operators) + 2 * near.micro_batches * stages
+        chosen = list(islice(layouts, max(0, self._move_work // work)))
+        self._move_work -= max(1, len(chosen)) * work
+        return chosen
 
     def _candidates(self, layouts: Iterable[Layout], area: Area) -> Candidates:
         return Candidates(self._problem, list(layouts), area.size)
 
     def _area_of(self, candidate: Candidate) -> Area:
         return self._areas.of(len(candidate.layout.ranks), candidate.choice.size)
-
-
-def descend(
-    problem: Problem,
-    candidate: Candidate,
-    classes: Sequence[Sequence[int]],
-    seen: set[tuple[int, Layout]],
-    check: Callable[[], None],
-) -> Candidate:
-    """Make the best move of a candidate with replicas until there is none, or until it leads to a
-    layout seen before.
-
-    Args:
-        classes: the ranks of every class of devices, the fastest first.
-        seen: micro-batch sizes and layouts; it grows.
-        check: called repeatedly; raises to end the search.
-    """
-    size, fixed = candidate.choice.size, problem.request.fixed_stages is not None
-    loads, most = problem.costs.block_times(size), min(size, problem.cluster.ranks)
-    while (size, candidate.layout) not in seen:
-        check()
-        seen.add((size, candidate.layout))
-        near = replica_moves(
-            candidate.layout, problem.graph, loads, classes, most, keep_stages=fixed
-        )
-        best = Candidates(
-            problem, list(filter(problem.may_replicate, near)), size, with_replicas=True
-        )
-        if best.next_s >= candidate.estimate_s * (1 - ROUNDING):
-            break
-        candidate = best.take()
-    return candidate

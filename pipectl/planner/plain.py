@@ -17,14 +17,13 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.bounds import copies_bound_s, with_findings, work_bound_s
 from pipectl.planner.explain.what_if import with_memory, with_ranks
-from pipectl.planner.explorer import explore
+from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
 from pipectl.planner.judge import Judge, best_first
 from pipectl.planner.named import named_plan
 from pipectl.planner.other_schedules import orders_of_schedule
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.replica_search import MAX_ACTIONS_OF_REPLICAS
 from pipectl.planner.request import OTHER_SCHEDULES, PlanRequest, open_orders, takes
 from pipectl.planner.simple import promising_copies
 from pipectl.units import plural

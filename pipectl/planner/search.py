@@ -8,7 +8,7 @@ Every search takes the same seven steps, and each step makes one type from the o
     blocks    BlockGraph: operators that must share a stage are one        graph/blocks
     cuts      CutSpace: the sets of blocks that a stage may end at         graph/downsets
     costs     ModelCosts, Pool: of blocks and partitions; devices by kind  costs/
-    propose   Cut, then Layout: stages on kinds of devices, then on ranks  areas, partition/
+    propose   Area, Cut, Layout: stages on kinds of devices, then ranks    areas, partition/
     estimate  Candidate: a layout, size and order with a step by formula   candidates, partition/
     improve   Candidate: borders, ranks and replicas moved                 improve, partition/layout
     judge     Plan with its simulated step, kept if it fits                judge, plans, evaluator
@@ -24,8 +24,8 @@ Searches differ in what they propose. The later ones start from the plans of the
     search_plans
       named_plan     named        one of the other schedules, or a user's lists
       plain_plans    plain        1F1B and GPipe, in one of three ways:
-        explore        explorer     one rank per stage; first, if replicas are open, several:
-                                    replica_search
+        explore        explorer     one loop; if replicas are open, first with several ranks per
+                                    stage, then with one
         copies         plain        one copy of a pipeline by plain_plans, then all copies together
         named_plan     named        if another schedule is named
       varied_plans   variants     for most jobs: plain_plans, then what is derived from these: other
