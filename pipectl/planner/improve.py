@@ -26,8 +26,9 @@ from pipectl.planner.request import open_orders
 MAX_MOVE_WORK, MAX_REPLICA_MOVE_WORK = 2_000_000, 5_000_000
 """Budgets of moves with one rank per stage and with replicas: the sum of operators, actions and
 messages over the layouts tried."""
-PATIENCE = 80
-"""Turns without a better layout after which moves end."""
+PATIENCE, MAX_AT_ONCE = 80, 8
+"""Turns without a better layout after which moves end; turns that are estimated at once, as many
+small estimates take longer than a large one."""
 BORDER_TURNS = 2
 """Number of turns at first that move the borders of a candidate: FEW and EVERY."""
 MIN_GAIN = 1e-6
@@ -76,12 +77,14 @@ class Improver:
         queue = [(candidate.estimate_s, FEW, next(numbers), candidate)]
         reserve = self._move_work // 2
         while queue and turns < PATIENCE and self._move_work > reserve:
-            estimate_s, reach, _, start = heappop(queue)
-            turns += 1
-            if reach < FAR:
-                heappush(queue, (estimate_s, reach + 1, next(numbers), start))
-            moved = (each for each in self._moves(start, reach) if each not in seen)
-            fresh = self._affordable(moved, start)
+            at_once = min(max(1, turns // BORDER_TURNS), MAX_AT_ONCE, len(queue))
+            starts = [heappop(queue) for _ in range(at_once)]
+            turns += at_once
+            for estimate_s, reach, _, start in starts:
+                if reach < FAR:
+                    heappush(queue, (estimate_s, reach + 1, next(numbers), start))
+            moved = (each for _, reach, _, start in starts for each in self._moves(start, reach))
+            fresh = self._affordable((each for each in moved if each not in seen), candidate)
             for near in self._candidates(fresh, area).best_of_layouts():
                 seen.add(near.layout)
                 better = near.estimate_s < candidate.estimate_s * (1 - MIN_GAIN)
