@@ -85,7 +85,7 @@ def device_orders(cluster: Cluster) -> list[tuple[int, ...]]:
     for node in node_of:
         turn.append(place.get(node, 0))
         place[node] = turn[-1] + 1
-    devices = {node.devices for node in cluster.nodes}
+    devices = {frozenset(node.devices) for node in cluster.nodes}
     ways = (1, -1) if len(set(equal_nodes(cluster))) > len(devices) else (1,)
     for turns in ([0] * cluster.ranks, turn):
         for way in ways:
