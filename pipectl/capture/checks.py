@@ -3,9 +3,11 @@
 A graph contains no branch on values. If one side of a branch only raises an exception, every step
 that continues has taken the other side, so only that side is captured. Models check themselves like
 this (``assert not x.isnan().any()``), and ``torch.distributions`` checks its arguments. The source
-of the code that asks shows which sides raise; the source of its callers shows whether the model
-catches what they raise. From 2.15 on, torch exports its own checks as asynchronous asserts; such an
-operator counts as a check.
+of the statement that asks shows which side raises; the source of its callers shows whether the
+model catches what it raises. Only the line that asks is known, so a check counts if all of its
+conditions pass with the same answer (``assert a and b``, not ``assert a and not b``). A submodule
+with any other branch on values is kept whole. From 2.15 on, torch exports its own checks as
+asynchronous asserts; such an operator counts as a check.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from contextlib import nullcontext
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,9 +33,10 @@ from pipectl.capture.step import Step
 from pipectl.torch_api import ASSERT_METADATA, get_proxy_mode, get_proxy_slot
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_HAS_COLUMNS = sys.version_info >= (3, 11)
-"""Whether Python says where in a line an instruction is."""
-_TRY = (ast.Try, ast.TryStar) if _HAS_COLUMNS else (ast.Try,)
+_NESTED_CODE = {"<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"}
+_HAS_GROUPS = sys.version_info >= (3, 11)
+"""Whether Python has ``except*``, and tables of exceptions in code."""
+_TRY = (ast.Try, ast.TryStar) if _HAS_GROUPS else (ast.Try,)
 _SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom, ast.Pass)
 _UNCAUGHT = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 """Where the code lies that catches no exception of a model for good."""
@@ -73,18 +76,23 @@ def _acts(node: fx.Node) -> bool:
 
 def passing_answer(frame: FrameType) -> bool | None:
     """Return the answer with which a frame that asks continues; None if it continues with both."""
-    path = _path(frame.f_code, frame.f_lasti)
-    node = path[-1]
-    if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL"):
-        function = getattr(node, "func", None)
-        if not (isinstance(function, ast.Name) and function.id == "bool"):
-            return None  # all([...]) asks, say, and answers something else
-    if not (_HAS_COLUMNS or _asks_once(node)):
-        return None  # it may be one of several operands
-    raises = [_leads_to_raise(path, answer) for answer in (True, False)]
-    if raises[0] is raises[1] or _catches(frame, path) or is_caught(frame.f_back):
+    path = _path(frame.f_code.co_filename, frame.f_lineno)
+    statement, *above = reversed(path)
+    block = above[0] if above else None
+    if frame.f_code.co_name in _NESTED_CODE or _share_line(block, frame.f_lineno):
+        return None  # which code of the line asks is not known
+    if isinstance(statement, ast.Assert):
+        answers = _passing_answers(statement.test, True)
+    elif isinstance(statement, ast.If) and _raises(statement.body) is not _raises(statement.orelse):
+        answers = _passing_answers(statement.test, not _raises(statement.body))
+    else:
         return None
-    return raises[1]
+    asks_in_call = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL")
+    if asks_in_call and not _calls_only_bool(statement.test):
+        return None  # all([...]) asks, say, and answers something else
+    if len(answers) != 1 or _catches(frame, path) or is_caught(frame.f_back):
+        return None
+    return answers.pop()
 
 
 def is_caught(frame: FrameType | None) -> bool:
@@ -94,31 +102,21 @@ def is_caught(frame: FrameType | None) -> bool:
     """
     while frame is not None and frame.f_code is not Step.forward.__code__:
         is_users = not frame.f_code.co_filename.startswith(_UNCAUGHT)
-        if is_users and _catches(frame, _path(frame.f_code, frame.f_lasti)):
+        if is_users and _catches(frame, _path(frame.f_code.co_filename, frame.f_lineno)):
             return True
         frame = frame.f_back
     return False
 
 
 @lru_cache(maxsize=1024)
-def _path(code: CodeType, offset: int) -> list[ast.AST]:
-    """Return the syntax nodes around an instruction, from its function to the innermost node."""
-    position = _position(code, offset)
-    path: list[ast.AST] = [_tree(code.co_filename)]
-    while (inner := _holding(path[-1], position)) is not None:
-        path.append(inner)
+def _path(filename: str, line: int) -> list[ast.AST]:
+    """Return the function around a line, and in it all that is around the line, down to the
+    innermost statement."""
+    path: list[ast.AST] = [_tree(filename)]
+    while inner := _in_line(path[-1], line):
+        path.append(inner[0])
     first = max((i for i, node in enumerate(path) if isinstance(node, _FUNCTIONS)), default=0)
     return path[first:]
-
-
-def _position(code: CodeType, offset: int) -> tuple[int | None, ...]:
-    """Return the first and last line of an instruction, and its first and last column.
-
-    Python 3.10 knows the line only; the last three are None.
-    """
-    if _HAS_COLUMNS:
-        return list(code.co_positions())[offset // 2]
-    return next(line for start, end, line in code.co_lines() if start <= offset < end), *[None] * 3
 
 
 @lru_cache(maxsize=64)
@@ -129,80 +127,72 @@ def _tree(filename: str) -> ast.Module:
         return ast.Module([], [])
 
 
-def _holding(node: ast.AST, position: tuple[Any, ...]) -> ast.AST | None:
-    """Return the child of a node that contains a position; without columns, the statement."""
-    line, last_line, column, last_column = position
-    if not _HAS_COLUMNS and line is not None:
-        kinds = (ast.stmt, ast.ExceptHandler, ast.match_case)
-        inner = (child for child in ast.iter_child_nodes(node) if isinstance(child, kinds))
-        return next((child for child in inner if _is_in_lines(child, line)), None)
-    if None in position:
-        return None
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr | ast.stmt | ast.ExceptHandler):
-            start, end = (child.lineno, child.col_offset), (child.end_lineno, child.end_col_offset)
-            holds = start <= (line, column) and (last_line, last_column) <= end
-        else:  # such as an item of a with
-            holds = _holding(child, position) is not None
-        if holds:
-            return child
-    return None
+def _in_line(node: ast.AST, line: int) -> list[ast.AST]:
+    """Return the statements, handlers and cases right within a node that contain a line; none if
+    the line is that of its condition."""
+    test = getattr(node, "test", None)
+    if isinstance(test, ast.expr) and test.lineno <= line <= (test.end_lineno or test.lineno):
+        return []
+    kinds = (ast.stmt, ast.ExceptHandler, ast.match_case)
+    inner = (child for child in ast.iter_child_nodes(node) if isinstance(child, kinds))
+    return [child for child in inner if _contains(child, line)]
 
 
-def _is_in_lines(node: ast.AST, line: int) -> bool:
+def _contains(node: ast.AST, line: int) -> bool:
     if isinstance(node, ast.match_case):
-        return any(_is_in_lines(statement, line) for statement in node.body)
+        return any(_contains(statement, line) for statement in node.body)
     return isinstance(node, ast.stmt | ast.ExceptHandler) and (
         node.lineno <= line <= (node.end_lineno or node.lineno)
     )
 
 
-def _asks_once(statement: ast.AST) -> bool:
-    """Return whether it is an ``if`` or ``assert`` that asks for a truth value in one place."""
-    if not isinstance(statement, ast.If | ast.Assert):
-        return False
-    nodes = ast.walk(statement if isinstance(statement, ast.Assert) else statement.test)
-    return not any(
-        isinstance(node, ast.BoolOp | ast.IfExp | ast.Lambda | ast.comprehension)
-        or (isinstance(node, ast.Compare) and len(node.ops) > 1)
+def _share_line(block: ast.AST | None, line: int) -> bool:
+    """Return whether a line has several statements of a block, or one and the head of the block."""
+    headed = ast.With, ast.AsyncWith, ast.For
+    is_head = isinstance(block, headed) and block.lineno == line
+    return block is not None and (is_head or len(_in_line(block, line)) > 1)
+
+
+def _passing_answers(test: ast.expr, passing: bool) -> set[bool]:
+    """Return the answers with which each operand of a condition lets a check pass.
+
+    Args:
+        passing: value of the condition with which the check passes.
+
+    Returns:
+        No answers if an operand does not decide by itself.
+    """
+    nothing = set[bool]()
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _passing_answers(test.operand, not passing)
+    if isinstance(test, ast.BoolOp):
+        if passing is not isinstance(test.op, ast.And):
+            return nothing
+        of_each = [_passing_answers(operand, passing) for operand in test.values]
+        return set().union(*of_each) if all(of_each) else nothing
+    if isinstance(test, ast.Compare) and len(test.ops) > 1:
+        parts, is_chain = [test.left, *test.comparators], True
+    else:
+        parts, is_chain = [test], False
+    if any(_asks_within(part) for part in parts) or (is_chain and not passing):
+        return nothing
+    return {passing}
+
+
+def _asks_within(expression: ast.expr) -> bool:
+    """Return whether computing an expression may ask for the truth value of a part of it."""
+    asking = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.comprehension, ast.Not, ast.In, ast.NotIn)
+    nodes = [*ast.walk(expression)]
+    return any(
+        isinstance(node, asking) or (isinstance(node, ast.Compare) and len(node.ops) > 1)
         for node in nodes
     )
 
 
-def _leads_to_raise(path: Sequence[ast.AST], answer: bool) -> bool:
-    """Return whether an answer to an ``if`` or ``assert`` always leads to a raise."""
-    node = path[-1]
-    if isinstance(node, ast.If | ast.Assert):  # Python 3.11 asks at the place of the statement
-        above = [*path, node.test]
-        while isinstance(above[-1], ast.UnaryOp) and isinstance(above[-1].op, ast.Not):
-            above.append(above[-1].operand)
-    else:
-        above = [*path]
-    if isinstance(above[-1], ast.Compare) and len(above[-1].ops) > 1 and answer:
-        return False  # the next comparison decides
-    for inner, outer in pairwise(reversed(above)):
-        if isinstance(outer, ast.UnaryOp) and isinstance(outer.op, ast.Not):
-            answer = not answer
-        elif isinstance(outer, ast.BoolOp):
-            if answer is not isinstance(outer.op, ast.Or) and inner is not outer.values[-1]:
-                return False  # the next operand decides
-        elif isinstance(outer, ast.Assert):
-            return inner is outer.test and not answer
-        elif isinstance(outer, ast.If) and inner is outer.test:
-            side = outer.body if answer else outer.orelse
-            return _raises([*side, *_following(above[above.index(outer) - 1], outer)])
-        else:
-            return False
-    return False
-
-
-def _following(block: ast.AST, statement: ast.stmt) -> list[ast.stmt]:
-    """Return the statements after a statement in the same block."""
-    for name in ("body", "orelse", "finalbody"):
-        statements = getattr(block, name, None)
-        if isinstance(statements, list) and statement in statements:
-            return statements[statements.index(statement) + 1 :]
-    return []
+def _calls_only_bool(test: ast.expr) -> bool:
+    """Return whether ``bool`` is the only function, besides methods, that a condition calls."""
+    calls = (node.func for node in ast.walk(test) if isinstance(node, ast.Call))
+    return all(name.id == "bool" for name in calls if isinstance(name, ast.Name))
 
 
 def _raises(statements: Iterable[ast.stmt]) -> bool:
@@ -219,7 +209,7 @@ def _raises(statements: Iterable[ast.stmt]) -> bool:
 def _catches(frame: FrameType, path: Sequence[ast.AST]) -> bool:
     """Return whether a frame may continue after an exception at the end of a path."""
     if len(path) == 1:  # its source is not known
-        if _HAS_COLUMNS:
+        if _HAS_GROUPS:
             return bool(frame.f_code.co_exceptiontable)
         blocks = {"SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"}
         return any(each.opname in blocks for each in dis.get_instructions(frame.f_code))

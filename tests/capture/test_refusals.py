@@ -22,7 +22,6 @@ from pipectl.errors import CaptureError, FaultError
 MODULES = yaml.safe_load(Path(__file__).with_name("modules.yaml").read_text())
 BREAKING = {kind: code for row in MODULES["breaking"] for kind, code in row["modules"].items()}
 BRANCHING, CHECKING = MODULES["branching"], MODULES["checking"]
-(CHECKING if sys.version_info >= (3, 11) else BRANCHING).update(MODULES["checking_in_parts"])
 UNPATCHED = vars(torch.autograd.Function)["apply"], Tensor.register_hook
 
 
