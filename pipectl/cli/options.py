@@ -12,7 +12,7 @@ from pipectl.directives import SCHEDULERS, packaged_schedulers
 from pipectl.errors import UsageError
 from pipectl.files import RUNS_VARIABLE
 from pipectl.runs import list_runs, list_sweeps, runs_directory
-from pipectl.units import parse_bytes, parse_memory, parse_walltime
+from pipectl.units import parse_bytes, parse_walltime
 
 T = TypeVar("T", int, float)
 _MAX_VALUE = 1e100
@@ -64,7 +64,6 @@ def value(metavar: str, text: str, *names: str, default: Any = None, **more: Any
 
 
 read_size = reader(parse_bytes)
-read_memory = reader(parse_memory)
 read_walltime = reader(parse_walltime)
 
 

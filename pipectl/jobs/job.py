@@ -45,7 +45,6 @@ IN_JOB = "pipectl.jobs.in_job"
 """The module that profiles and plans in a job's allocation."""
 PERCENT = 100
 """Steps of a run that only measures: it reports its progress in percent."""
-_MAX_TEMPLATE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
