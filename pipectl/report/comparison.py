@@ -37,7 +37,7 @@ from pipectl.timeline import Event, Timeline
 from pipectl.units import format_time
 
 
-class Use(NamedTuple):
+class TimeUse(NamedTuple):
     """A use of a rank's time, in words.
 
     Args:
@@ -57,17 +57,17 @@ _LINKS = "`pipectl profile --links` measures what the cluster file assumes"
 COMPUTING, OTHERS, COMMUNICATION, SUMS, OFFLOAD, BETWEEN = (
     "computing", "waiting_for_others", "communication", "sums", "offload", "between_actions",
 )  # fmt: skip
-SPENT = {
-    COMPUTING: Use("computing", f"other processes may use the nodes, or did {_PROFILED}"),
-    OTHERS: Use("waiting for other ranks", "more micro-batches, or another schedule, keep the "
+TIME_USES = {
+    COMPUTING: TimeUse("computing", f"other processes may use the nodes, or did {_PROFILED}"),
+    OTHERS: TimeUse("waiting for other ranks", "more micro-batches, or another schedule, keep the "
                 "pipeline full for longer; the planner weighs both if the job leaves them to it "
                 "(`auto`)",
                 "filling and draining the pipeline"),
-    COMMUNICATION: Use("waiting for messages", f"fewer stages send less; {_LINKS}"),
-    SUMS: Use("waiting for sums of gradients", f"fewer replicas sum less; {_LINKS}"),
-    OFFLOAD: Use("waiting for offloaded values", "recomputing, or more memory per rank, needs no "
-                 "offload; `disk_link` and `host_link` in the cluster file say how fast it is"),
-    BETWEEN: Use("time between actions (Python)", "larger micro-batches have fewer actions"),
+    COMMUNICATION: TimeUse("waiting for messages", f"fewer stages send less; {_LINKS}"),
+    SUMS: TimeUse("waiting for sums of gradients", f"fewer replicas sum less; {_LINKS}"),
+    OFFLOAD: TimeUse("waiting for offloaded values", "recomputing, or more memory per rank, needs "
+                "no offload; `disk_link` and `host_link` in the cluster file say how fast it is"),
+    BETWEEN: TimeUse("time between actions (Python)", "larger micro-batches have fewer actions"),
 }  # fmt: skip
 """Uses of a rank's step; the last is time without an action: Python, loading of data."""
 
@@ -103,7 +103,7 @@ _MAX_EVENTS = 20_000
 """Maximum events of a step that ``status`` compares, so that it answers at once."""
 
 
-class Both(NamedTuple):
+class Times(NamedTuple):
     """Predicted and measured seconds."""
 
     predicted_s: float
@@ -136,15 +136,15 @@ class Part(NamedTuple):
     stage: int
     kind: str
     actions: int
-    time: Both
+    time: Times
 
     def __str__(self) -> str:
         kind = self.kind.replace("_", " ")
         return f"{kind} of stage {self.stage}" if self.stage >= 0 else kind
 
 
-TimeUses = Mapping[str, Both]
-"""Seconds by name in ``SPENT``."""
+TimeUses = Mapping[str, Times]
+"""Seconds by name in ``TIME_USES``."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Comparison:
     """
 
     step: int | None
-    time: Both
+    time: Times
     parts: tuple[Part, ...]
     ranks: Mapping[int, TimeUses]
     critical: TimeUses
@@ -170,7 +170,7 @@ class Comparison:
 
     @property
     def difference_s(self) -> dict[str, float]:
-        """Measured minus predicted seconds of the critical paths, by name in ``SPENT``.
+        """Measured minus predicted seconds of the critical paths, by name in ``TIME_USES``.
 
         They add up to the difference of the step times.
         """
@@ -235,19 +235,19 @@ def compare(
     ours, theirs = (StepTimes(each, channels, meets=meets) for each in (predicted, measured))
     expected = {key: time_s for key, time_s in ours.computing_s.items() if key[0] in ranks}
     paired = sorted(expected.keys() & theirs.computing_s.keys())
-    times: dict[tuple[int, int, str], list[Both]] = defaultdict(list)
+    times: dict[tuple[int, int, str], list[Times]] = defaultdict(list)
     for key in paired:
         rank, stage, kind, _ = key
-        times[rank, stage, kind].append(Both(expected[key], theirs.computing_s[key]))
+        times[rank, stage, kind].append(Times(expected[key], theirs.computing_s[key]))
 
     def pair(before: Mapping[str, float], after: Mapping[str, float]) -> TimeUses:
-        return {name: Both(before[name], after[name]) for name in SPENT}
+        return {name: Times(before[name], after[name]) for name in TIME_USES}
 
     return Comparison(
         step=measured.step,
-        time=Both(ours.step_s, theirs.step_s),
+        time=Times(ours.step_s, theirs.step_s),
         parts=tuple(
-            Part(*key, len(each), Both(*map(sum, zip(*each, strict=True))))
+            Part(*key, len(each), Times(*map(sum, zip(*each, strict=True))))
             for key, each in sorted(times.items())
         ),
         ranks={rank: pair(ours.spent_s[rank], theirs.spent_s[rank]) for rank in ranks},
@@ -267,7 +267,7 @@ class StepTimes:
     Attributes:
         step_s: from step to step.
         computing_s: time of computations by rank, stage, kind and micro-batch.
-        spent_s: uses of the step by rank and name in ``SPENT``; they add up to the step time.
+        spent_s: uses of the step by rank and name in ``TIME_USES``; they add up to the step time.
     """
 
     def __init__(
@@ -279,7 +279,9 @@ class StepTimes:
             (e.channel, e.micro_batch): e for e in timeline.events if e.kind == "send_start"
         }
         self.computing_s: dict[tuple[int, int, str, int], float] = defaultdict(float)
-        self.spent_s: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SPENT, 0.0))
+        self.spent_s: dict[int, dict[str, float]] = defaultdict(
+            lambda: dict.fromkeys(TIME_USES, 0.0)
+        )
         last_s: dict[int, float] = defaultdict(float)
         idle_s: dict[int, float] = {}  # until the first messages are sent
         computed: set[int] = set()
@@ -342,11 +344,11 @@ class StepTimes:
         return None if source is None else source.end_s
 
     def critical_path(self) -> dict[str, float]:
-        """Return the uses of the critical path, by name in ``SPENT``; the sum is the step time.
+        """Return the uses of the critical path, by name in ``TIME_USES``; the sum is the step time.
 
         It ends on the rank that sets the step time.
         """
-        spent, timeline = dict.fromkeys(SPENT, 0.0), self._timeline
+        spent, timeline = dict.fromkeys(TIME_USES, 0.0), self._timeline
         events: dict[int, list[Event]] = defaultdict(list)
         for event in sorted(timeline.events, key=lambda event: event.start_s):
             events[event.rank].append(event)
@@ -397,7 +399,7 @@ def explain(
     causes_s = {name: both.measured_s for name, both in comparison.critical.items()}
     causes_s[OTHERS] += max(0.0, causes_s.pop(COMPUTING) - busy_s)
     cause = max(causes_s, key=causes_s.__getitem__)
-    what, cause_s = SPENT[cause].cause or SPENT[cause].name, causes_s[cause]
+    what, cause_s = TIME_USES[cause].cause or TIME_USES[cause].name, causes_s[cause]
     computes = f"rank {busiest} computes for {format_time(busy_s)} of {format_time(step_s)}"
     if parts := [part for part in comparison.parts if part.rank == busiest]:
         computes += f", longest in {max(parts, key=lambda part: part.time.measured_s)}"
@@ -419,7 +421,7 @@ def explain(
         lines.append(("would help", _advice(cause, processor)))
     shares = [
         (mean(spent[name].measured_s for spent in ranks.values()) / step_s, use.name)
-        for name, use in SPENT.items()
+        for name, use in TIME_USES.items()
     ]
     by_share = sorted((share for share in shares if share[0] >= _MIN_SHARE), reverse=True)
     uses = ", ".join(f"{share:.0%} {name}" for share, name in by_share)
@@ -431,7 +433,7 @@ def _advice(use: str, processor: CoreShare | None) -> str:
     """What to do about a use of time; of computing, by whether ranks had all of their cores."""
     if use == COMPUTING and processor is not None:
         return f"other processes may have used the nodes {_PROFILED}"
-    return SPENT[use].advice
+    return TIME_USES[use].advice
 
 
 def _find_largest_difference(
@@ -454,7 +456,7 @@ def _find_largest_difference(
     if more_s < _MIN_DIFFERENCE * comparison.time.predicted_s:
         how = f"{_MIN_DIFFERENCE:.0%} of the step {'longer' if sign > 0 else 'shorter'}"
         return [("difference", f"no part of any rank's step is {how} than predicted, or more")]
-    what, note = SPENT[name].name, ""
+    what, note = TIME_USES[name].name, ""
     parts = [part for part in comparison.parts if part.rank == -rank]
     if name == COMPUTING and parts:
         part = max(parts, key=lambda each: sign * each.time.more_s)

@@ -32,7 +32,7 @@ _CODES = {
     "update_wait": "wait for all",
 }
 Entry = dict[str, Any]
-Place = Mapping[str, int]
+Track = Mapping[str, int]
 """Numbers of a process (``pid``) and a track (``tid``)."""
 
 
@@ -46,7 +46,7 @@ def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan) -> str:
     processes, tracks, arrows = count(1), count(1), count(1)
     for title, timeline in timelines.items():
         process_of_node: dict[int, int] = {}
-        place_of_rank: dict[int, Place] = {}
+        place_of_rank: dict[int, Track] = {}
         events_of_rank: dict[int, list[Event]] = defaultdict(list)
         over_s: dict[tuple[int, int], float] = {}  # end of messages, as first seen by either end
         for event in timeline.events:
@@ -83,7 +83,7 @@ def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan) -> str:
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
 
 
-def _action(event: Event, about: Entry, place: Place) -> Entry:
+def _action(event: Event, about: Entry, place: Track) -> Entry:
     name, args = _CODES.get(event.kind, event.kind.replace("_", " ")), {"kind": event.kind}
     for key, letter in (("stage", "s"), ("micro_batch", "m")):
         if (number := getattr(event, key)) >= 0:
@@ -108,7 +108,7 @@ def _describe_message(event: Event, plan: Plan) -> Entry:
 
 
 def _arrows(
-    timeline: Timeline, plan: Plan, places: Mapping[int, Place], numbers: Iterator[int]
+    timeline: Timeline, plan: Plan, places: Mapping[int, Track], numbers: Iterator[int]
 ) -> Iterator[Entry]:
     """Yield arrows from the action that produced a message to the one that uses it."""
     reading = StepTimes(timeline, channels(plan))
@@ -127,7 +127,7 @@ def _arrows(
 
 
 def _span(
-    name: str, category: str, start_s: float, end_s: float, place: Place, args: Entry
+    name: str, category: str, start_s: float, end_s: float, place: Track, args: Entry
 ) -> Entry:
     """Return a span in whole nanoseconds, so that adjacent spans do not overlap."""
     start = _ns(start_s)
@@ -139,7 +139,7 @@ def _ns(time_s: float) -> int:
     return round(time_s * 1e9)
 
 
-def _named(what: str, place: Place, name: str) -> Iterator[Entry]:
+def _named(what: str, place: Track, name: str) -> Iterator[Entry]:
     """Yield the name and the position of a process or thread."""
     for key, value in (("name", name), ("sort_index", place["tid"] or place["pid"])):
         yield {"name": f"{what}_{key}", "ph": "M", "ts": 0, **place, "args": {key: value}}

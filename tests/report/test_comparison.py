@@ -9,7 +9,7 @@ import pytest
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
-from pipectl.report.comparison import SPENT, compare, explain
+from pipectl.report.comparison import TIME_USES, compare, explain
 from pipectl.runs import CoreShare, RankBeat
 from pipectl.schedule import channels
 from pipectl.simulate import simulate
@@ -117,7 +117,7 @@ def test_what_a_step_is_said_to_have_spent_its_time_on(pipeline, snapshot):
     snapshot(Path(__file__).with_name("comparisons.txt"), "\n".join(lines))
     document = found.to_json()
     assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
-    assert set(SPENT) < set(document["ranks"][0])
+    assert set(TIME_USES) < set(document["ranks"][0])
     assert document["parts"][1]["ratio"] == 1.0
 
 

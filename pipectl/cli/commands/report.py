@@ -30,11 +30,11 @@ from pipectl.profile import Profile
 from pipectl.report import render_page
 from pipectl.report.charts import training_svg
 from pipectl.report.comparison import (
-    SPENT,
-    Both,
+    TIME_USES,
     Comparison,
     Part,
     RecordedStep,
+    Times,
     TimeUses,
     known_timelines,
     load_step,
@@ -173,7 +173,7 @@ def _parts_table(parts: Sequence[Part]) -> RenderableType:
     """Mean times of the actions of each kind, per stage and rank."""
     rows = []
     for part in parts:
-        one = Both(*(time_s / part.actions for time_s in part.time))
+        one = Times(*(time_s / part.actions for time_s in part.time))
         ratio = 1.0 if one.ratio is None else one.ratio
         style = "yellow" if ratio >= _SLOWER else "green" if ratio <= _FASTER else ""
         cells = (
@@ -190,7 +190,7 @@ def _parts_table(parts: Sequence[Part]) -> RenderableType:
 
 def _ranks_table(ranks: Mapping[int, TimeUses]) -> RenderableType:
     """Predicted and measured times of the ranks in a step, without kinds that take no time."""
-    kinds = [name for name in SPENT if any(max(r[name]) >= _NOTHING_S for r in ranks.values())]
+    kinds = [name for name in TIME_USES if any(max(r[name]) >= _NOTHING_S for r in ranks.values())]
     rows = [
         (
             rank,
@@ -201,7 +201,7 @@ def _ranks_table(ranks: Mapping[int, TimeUses]) -> RenderableType:
         )
         for rank, spent in ranks.items()
     ]
-    return table(("rank", *(SPENT[name].name for name in kinds)), rows, wrap=True)
+    return table(("rank", *(TIME_USES[name].name for name in kinds)), rows, wrap=True)
 
 
 def _remarks(

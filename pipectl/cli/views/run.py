@@ -306,10 +306,10 @@ def _pace(status: RunStatus) -> Iterator[Fact]:
 
 def _difference(step: int, parts: Mapping[str, float]) -> Iterator[Fact]:
     """``step 10 was 9.10 ms longer: 4.20 ms computing, 3.10 ms waiting for messages``."""
-    from pipectl.report.comparison import SPENT
+    from pipectl.report.comparison import TIME_USES
 
     total_s = sum(parts.values())
-    named = [(SPENT[name].name, part_s) for name, part_s in parts.items()]
+    named = [(TIME_USES[name].name, part_s) for name, part_s in parts.items()]
     named.sort(key=lambda part: -abs(part[1]))
     worth = [part for part in named if abs(part[1]) >= max(_NOTHING_S, abs(total_s) / 20)]
     if worth:

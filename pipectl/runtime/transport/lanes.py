@@ -70,7 +70,7 @@ def checksum(buffer: Tensor) -> int:
     return zlib.crc32(host.view(torch.uint8).numpy().data) if host.numel() else 0
 
 
-class Place(NamedTuple):
+class SlotLayout(NamedTuple):
     """A slot in the messages of a lane and one shape of micro-batch.
 
     Args:
@@ -95,7 +95,7 @@ class Posted:
 
     micro_batch: int
     shape: Shape
-    places: Sequence[Place] | None = None
+    places: Sequence[SlotLayout] | None = None
     transfers: Sequence[Transfer] = ()
     note: Note | None = None
 
@@ -120,7 +120,7 @@ class Line:
         self._rank, self._check = rank, check
         self._tag, self._header_tag, self._note_tag = range(tag, tag + _TAGS)
         # By the shape of the micro-batch.
-        self._places: dict[Shape, Sequence[Place]] = {}
+        self._places: dict[Shape, Sequence[SlotLayout]] = {}
         # Receives in the order in which they started.
         self._unposted: deque[Posted] = deque()
         self._without_note: deque[Posted] = deque()
@@ -224,13 +224,13 @@ class Line:
         lane, me = self._lane, self._wire.rank
         return f"from stage {lane.source} (rank {self._rank}) to stage {lane.target} (rank {me})"
 
-    def _places_of(self, layouts: Sequence[Layout | None]) -> list[Place]:
+    def _places_of(self, layouts: Sequence[Layout | None]) -> list[SlotLayout]:
         return [
-            Place(slot, layout, partial(self._name, slot))
+            SlotLayout(slot, layout, partial(self._name, slot))
             for slot, layout in zip(self._slots, layouts, strict=True)
         ]
 
-    def _post(self, places: Sequence[Place]) -> list[Transfer]:
+    def _post(self, places: Sequence[SlotLayout]) -> list[Transfer]:
         """Start receiving the tensors of a message."""
         receive, rank, tag = self._wire.receive, self._rank, self._tag
         transfers: list[Transfer] = []
@@ -273,7 +273,7 @@ class Line:
                 "see docs/troubleshooting.md",
             )
 
-    def _flat(self, place: Place, tensor: Tensor | None) -> Tensor | None:
+    def _flat(self, place: SlotLayout, tensor: Tensor | None) -> Tensor | None:
         """A tensor in the form in which it is sent; None if the slot never has one."""
         layout = place.layout
         if (
