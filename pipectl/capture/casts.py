@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from pipectl.capture.graph import CapturedGraph, State
 from pipectl.capture.operators import gives_views
-from pipectl.capture.regions import arithmetic, region_of
+from pipectl.capture.regions import arithmetic, casts, region_of
 from pipectl.capture.tensors import storage_of
 from pipectl.torch_api import COPY_TO, FakeTensorMode, OpOverload, TorchDispatchMode, pytree
 
@@ -45,8 +45,10 @@ class Casting:
         Args:
             tensor_of: returns a state, perhaps without values.
         """
+        if copied := copied_parameters(graph, node, tensor_of):
+            return copied
         region, target = region_of(node), node.target
-        is_cast = self._precision != "float32" or any(each.enabled for each in region.autocasts)
+        is_cast = casts(self._precision) or any(each.enabled for each in region.autocasts)
         if not (is_cast and isinstance(target, OpOverload)):
             return {}
         behind = {state_behind(graph, source) for source in node.all_input_nodes} - {None}
@@ -105,7 +107,8 @@ class _Fakes(dict[fx.Node, Any]):
         graph, target = self._graph, node.target
         if node.name in graph.states:
             state = self._states[node.name]
-            tensor = self._blank(state).requires_grad_(state.requires_grad)
+            captured = node.meta["val"].dtype
+            tensor = self._blank(state, captured).requires_grad_(state.requires_grad)
             if node.name not in graph.written:
                 self._lasting.add(storage_of(tensor))
             return tensor
@@ -120,12 +123,29 @@ class _Fakes(dict[fx.Node, Any]):
             return value
         return self._blank(value).requires_grad_(graph.requires_grad.get(node.name, False))
 
-    def _blank(self, like: Tensor) -> Tensor:
+    def _blank(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         sizes, strides = (
             [size if isinstance(size, int) else size.node.hint for size in sizes]
             for sizes in (like.shape, like.stride())
         )
-        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=self._device)
+        return torch.empty_strided(sizes, strides, dtype=dtype or like.dtype, device=self._device)
+
+
+def copied_parameters(
+    graph: CapturedGraph, node: fx.Node, tensor_of: Callable[[State], Tensor]
+) -> Casts:
+    """Return the parameters that an operator takes in another type than they have themselves: the
+    model was captured with such copies of them; see :mod:`.half_weights`.
+    """
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    types = {
+        index: (leaf.meta["val"].dtype, tensor_of(graph.states[leaf.name]).dtype)
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, fx.Node)
+        and leaf.name in graph.states
+        and graph.states[leaf.name].kind == "parameter"
+    }
+    return {index: captured for index, (captured, own) in types.items() if captured is not own}
 
 
 def state_behind(graph: CapturedGraph, node: fx.Node) -> str | None:

@@ -16,6 +16,7 @@ depend are seeded by their number in the whole factory.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +102,10 @@ class Deferred:
         for full, (module, name, tensor) in attributes.items():
             object.__setattr__(module, name, self.make(tensor, full))
         return model
+
+    def recording(self) -> AbstractContextManager[object]:
+        """Let values that are computed from those of tensors without memory be made later, too."""
+        return _Recorder(self)
 
     def make(self, tensor: Tensor, name: str) -> Tensor:
         """Return the values of a tensor that the factory created; a parameter stays a parameter.

@@ -21,6 +21,7 @@ from pipectl.capture.deferred import Deferred
 from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback, KeptModules, Notify
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.half_weights import half_weights
 from pipectl.capture.norms import refuse_single_values
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import FunctionCall, is_random, runs
@@ -51,6 +52,7 @@ from pipectl.torch_api import pytree
 from pipectl.units import did_you_mean
 
 _TOO_SMALL = Refusal.SINGLE_VALUE, Refusal.ONE_SAMPLE
+_CPU = torch.device("cpu")
 _SMALLEST_EXPORT = 2
 """torch.export gives batch sizes 0 and 1 a meaning of their own."""
 
@@ -143,6 +145,14 @@ class CapturedJob:
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(loaded, tensor.requires_grad) if is_parameter else loaded
 
+    @contextmanager
+    def arithmetic(self, device: torch.device = _CPU) -> Iterator[None]:
+        """Let ``step`` compute in the precision of the job, on a device."""
+        precision = self.spec.training.precision
+        halves = half_weights(self.step, precision, self._deferred)
+        with arithmetic(precision, device), halves:
+            yield
+
     @property
     def kept(self) -> dict[str, str]:
         """Why submodules became single operators, by their paths in the user's model."""
@@ -200,7 +210,7 @@ class CapturedJob:
                 torch.no_grad(),
                 torch.random.fork_rng(devices=[]),
                 preserve_state(self.step, self.step.buffers()),
-                arithmetic(self.spec.training.precision, device),
+                self.arithmetic(device),
             ):
                 loss, outputs = self.step(inputs, targets)
         except CaptureError:
@@ -368,7 +378,7 @@ class CapturedJob:
         return (
             self.initial_values(name)
             if is_deferred(self.states[name])
-            else self.states[name].clone()
+            else self.states[name].to(tensor.dtype, copy=True)
         )
 
     def _bound(self, item: Factory, key: str) -> Any:
@@ -396,9 +406,8 @@ class CapturedJob:
         if graph.fixed or self.kept:  # kept submodules run for each size as they are
             return
         self.step.train(training)
-        precision = self.spec.training.precision
         try:
-            with arithmetic(precision, torch.device("cpu")):
+            with self.arithmetic():
                 refuse_other_branch(self.step, partial(loader.example, length=length))
         except RefusedError as error:
             if not training:
@@ -420,14 +429,14 @@ class CapturedJob:
         check_samples(inputs, targets, size)
         self.step.with_outputs = not training and bool(self.metrics())
         self.step.train(training)
-        precision, padded = self.spec.training.precision, self.spec.data.pad
+        padded = self.spec.data.pad
 
         def capture(kept: KeptModules) -> CapturedGraph:
             program = export_step(self.step, inputs, targets, kept, padded)
             states = self.states, self.tied
             return CapturedGraph(program, *states, (inputs, targets), size, length, padded)
 
-        with torch.random.fork_rng(devices=[]), arithmetic(precision, torch.device("cpu")):
+        with torch.random.fork_rng(devices=[]), self.arithmetic():
             try:
                 graph = self._fallback.capture(size, example, capture)
             except RefusedError as error:

@@ -169,6 +169,11 @@ def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[o
     return _NOTHING if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
+def casts(precision: str) -> bool:
+    """Return whether operators run under an autocast for the whole model."""
+    return precision in _DTYPES
+
+
 @contextmanager
 def missing_kernels(operator: str, precision: str, device: torch.device) -> Iterator[None]:
     """Name the operator that has no ``float16`` kernel; CPUs lack some.

@@ -26,7 +26,7 @@ Loss = Callable[[Any, Any], Tensor]
 Call = Callable[[nn.Module, Any], Any]
 # No strings: among the outputs of a graph they name operators.
 _PLAIN = (Tensor, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
-_NORMS = (
+NORMS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 )  # fmt: skip
@@ -72,6 +72,10 @@ class Step(nn.Module):
         loss: called with (outputs, targets); None if the model returns its own loss.
         with_outputs: whether to return the outputs too, for metrics.
         call: called with (model, inputs) for the outputs.
+
+    Attributes:
+        arithmetic: the type to which inputs in float32 are converted; outputs are converted back
+            before the loss. None leaves both as they are. See :mod:`.half_weights`.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Step(nn.Module):
         is_function = callable(loss) and not isinstance(loss, nn.Module)
         self.loss = _LossFunction(loss) if is_function else loss  # type: ignore[arg-type]
         self.with_outputs = with_outputs
+        self.arithmetic: torch.dtype | None = None
 
     def forward(self, inputs: Any, targets: Any) -> Any:
         """Return the loss, and the outputs if they are wanted."""
@@ -92,7 +97,11 @@ class Step(nn.Module):
         if get_proxy_mode() is not None:
             context = states.replaced(tensors)
         with context as assigned:
+            if self.arithmetic is not None:
+                inputs = _convert(inputs, torch.float32, self.arithmetic)
             outputs = self._call(self.model, inputs)
+            if self.arithmetic is not None:
+                outputs = _convert(register_dataclasses(outputs), self.arithmetic, torch.float32)
             loss = loss_of_outputs(outputs) if self.loss is None else self.loss(outputs, targets)
             check_loss(loss, outputs if self.loss is None else None)
         # An export drops what is assigned, outside the outermost module, but keeps writes.
@@ -103,6 +112,13 @@ class Step(nn.Module):
 
 def _call_model(model: nn.Module, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def _convert(values: Any, source: torch.dtype, target: torch.dtype) -> Any:
+    """Return values with tensors of one type in another."""
+    return pytree.tree_map_only(
+        Tensor, lambda tensor: tensor.to(target) if tensor.dtype is source else tensor, values
+    )
 
 
 class States:
@@ -135,7 +151,7 @@ class States:
                         self._are_parameters.append(entries is parameters_of(owner))
                     self._places[index].append((entries, name))
         self.buffers = [i for i, trained in enumerate(self._are_parameters) if not trained]
-        of_norms = {id(buffers_of(m)) for m in module.modules() if type(m) in _NORMS}
+        of_norms = {id(buffers_of(m)) for m in module.modules() if type(m) in NORMS}
         self.statistics = [i for i in self.buffers if id(self._places[i][0][0]) in of_norms]
 
     def now(self) -> list[Tensor]:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pipectl.runtime.compare import Comparison
     from pipectl.spec import JobSpec
 
-_ROUNDING = {"float32": 1e-4, "bf16": 2e-2, "float16": 2e-2}
+_ROUNDING = {"float32": 1e-4, "bf16": 2e-2, "bf16-weights": 2e-2, "float16": 2e-2}
 """Tolerance by precision if results cannot be equal to the bit; see ``compare``."""
 _BY_PROCESS = (
     "samples differ from process to process, so both trainings may have had others (are classes "

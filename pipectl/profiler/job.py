@@ -45,6 +45,7 @@ from pipectl.runtime.device import (
     move,
     reset_resident_peak,
     resident_peak_bytes,
+    set_arithmetic,
     settle_process,
 )
 from pipectl.spec import JobSpec, evaluation_key, profile_key
@@ -98,6 +99,7 @@ def profile_job(
             progress(0, 0, phase)
 
     settle_process(spec.threads)
+    set_arithmetic(spec.training)
     sizes = measured_sizes(spec, effort)
     notify("capturing the model")
     with other_reader(spec) as other, Neighbours(spec, sizes[0]) as neighbours:

@@ -20,7 +20,7 @@ from pipectl.capture import CapturedJob
 from pipectl.older_python import Self
 from pipectl.profiler.bench import Bench, Subject, single_stage
 from pipectl.profiler.processes import print_nothing, start_processes
-from pipectl.runtime.device import CpuDevice, settle_process
+from pipectl.runtime.device import CpuDevice, set_arithmetic, settle_process
 from pipectl.spec import JobSpec
 from pipectl.spec.code import Snapshot, active, using
 
@@ -134,6 +134,7 @@ def _compute(
     """
     print_nothing()
     settle_process(spec.threads)
+    set_arithmetic(spec.training)
     measuring = multiprocessing.parent_process()
     assert measuring is not None
     with using(code):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from functools import cached_property
 from pathlib import Path
 
@@ -25,12 +26,15 @@ from pipectl.runtime.nodes import node_name
 from pipectl.runtime.pages import MessagePages
 from pipectl.runtime.staging import CopyStream, DeviceMemory, Staging, bring
 from pipectl.runtime.work_clock import WorkClock
+from pipectl.spec.models import Training
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 """Parameters of ``mallopt``, see its manual page; glibc has no other interface."""
 _LARGEST, _LARGE_BYTES, _DEFAULT_MMAP_MAX = 2**31 - 1, 2**17, 2**16
 _COLLECTIONS = (700, 10, 10)
 """Thresholds of Python's garbage collector, as it begins."""
+_WORKSPACES = ":4096:8"
+"""Of cuBLAS, so that kernels of several streams do not share one: torch's own advice."""
 
 
 class Device:
@@ -204,6 +208,14 @@ def settle_process(threads: int) -> None:
     torch.set_num_threads(threads)
     keep_freed_memory()
     gc.set_threshold(*_COLLECTIONS)
+
+
+def set_arithmetic(training: Training) -> None:
+    """Set how this process computes, as the job asks for it; before anything runs on a device."""
+    torch.set_float32_matmul_precision(training.float32_matmul_precision)
+    if training.deterministic:  # read when cuBLAS is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _WORKSPACES)
+    torch.use_deterministic_algorithms(training.deterministic)
 
 
 def keep_freed_memory() -> None:

@@ -35,6 +35,7 @@ def find_not_finite(
     with suppress(Exception):  # it must not hide the fault that it is to explain
         cut = stage.cuts[True, micro_batch.rows]
         code = build_stage(cut, stage.index, micro_batch.rows, stage.device)
+        code = stage.share_casts(code, cut.graph)
         states: Sequence[Tensor] = [stage.argument(cut, slot) for slot in code.states]
         if stage.versions is not None:
             states = stage.versions.of_age(micro_batch.age).replaced_in(states)
@@ -56,7 +57,7 @@ def describe_first(
     """Return what computes the first value that is not finite: the module, and the user's line.
 
     Args:
-        code: of the stage, without changes to it.
+        code: of the stage, as it was built, or with shared casts of weights.
         graph: that it is a part of.
         seed: of random operators.
         states, batch, received: as in the forward; they are not changed.

@@ -29,6 +29,7 @@ from torch.autograd.graph import Node
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import split_batch
+from pipectl.capture.half_weights import half_weights
 from pipectl.capture.opaque import write_buffers_once
 from pipectl.capture.python_state import changed_state, state_values
 from pipectl.capture.regions import arithmetic
@@ -45,7 +46,7 @@ from pipectl.capture.step import (
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
-from pipectl.runtime.device import choose_device, settle_process
+from pipectl.runtime.device import choose_device, set_arithmetic, settle_process
 from pipectl.runtime.finite import BufferCheck, norms_of, not_finite
 from pipectl.runtime.gradients import gradients_of
 from pipectl.runtime.optimizer import Updater, make_updater, refuse_half_parameters
@@ -77,6 +78,7 @@ def train(
         CaptureError: user code fails.
     """
     settle_process(spec.threads)
+    set_arithmetic(spec.training)
     job = CapturedJob(spec)
     device = choose_device(spec.resources.gpus_per_node, 0).torch_device
     job.step.to(device).train()
@@ -133,6 +135,7 @@ class SeparateUses:
 
     def __init__(self, counts: Mapping[Tensor, int]) -> None:
         self._counts = counts
+        self._types = {parameter: parameter.dtype for parameter in counts}
         self._sums: dict[Tensor, dict[int, Tensor]] = {}
         self.joint: set[Tensor] = set()
 
@@ -181,7 +184,7 @@ class SeparateUses:
         """Hook: the gradients that a node has computed for its inputs."""
         sums = self._sums.setdefault(parameter, {})
         parts = [gradients[index] for index in indices]
-        found = [part.detach().to(parameter.dtype) for part in parts if part is not None]
+        found = [part.detach().to(self._types[parameter]) for part in parts if part is not None]
         if found:
             gradient = sum(found[1:], found[0])
             sums[number] = sums[number] + gradient if number in sums else gradient.clone()
@@ -219,7 +222,7 @@ def _evaluate(job: CapturedJob, micro_batch_size: int, device: torch.device) -> 
     job.step.eval()
     for count, batch in zip(counts, loader.micro_batches(planned, size), strict=True):
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-        with torch.no_grad(), arithmetic(job.spec.training.precision, device):
+        with torch.no_grad(), job.arithmetic(device):
             loss = job.step(inputs, targets)
         weight = count if weigh is None else target_weight(weigh, job.spec.loss.weight, batch[1])
         if weight:
@@ -308,15 +311,16 @@ def _accumulate(
     device: torch.device,
     separate: SeparateUses,
 ) -> list[Tensor]:
-    losses = []
+    losses, precision = [], job.spec.training.precision
     parameters = list(job.step.parameters())
     for batch, share in zip(batches, shares, strict=True):
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-        with arithmetic(job.spec.training.precision, device):
-            loss = job.step(inputs, targets)
-        scaled = scaler.scale(loss * share)
-        separate.watch(scaled)
-        run_backward([scaled], [torch.ones_like(scaled)], parameters)
+        with half_weights(job.step, precision):
+            with arithmetic(precision, device):
+                loss = job.step(inputs, targets)
+            scaled = scaler.scale(loss * share)
+            separate.watch(scaled)
+            run_backward([scaled], [torch.ones_like(scaled)], parameters)
         losses.append(loss.detach())
     separate.replace_gradients()
     return losses

@@ -92,7 +92,7 @@ class Setup:
             if splits_backwards(plan):
                 stage.split_backwards()
             if job.spec.training.compile:
-                stage.compile()
+                stage.compile(job.spec.training.compile)
         board.phase("connecting to the other ranks")
         barrier(communicator)  # ranks that made more weights arrive later; MPI would spin
         cut = cuts[True, self._division.planned]
@@ -173,7 +173,7 @@ class Setup:
         shared = self.job.states, self.device, self.job.spec.training.precision
         mover = self._mover if stage.offload else None
         if stage.updating_ranks != stage.ranks:
-            compiles = self.job.spec.training.compile
+            compiles = bool(self.job.spec.training.compile)
             return make_half(stage, index, rank, wire, cuts, *shared, mover, compiles=compiles)
         own: dict[Key, Cut] = {}
         for (training, rows), cut in cuts.items():  # by the rows that a stage computes together

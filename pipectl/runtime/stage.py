@@ -390,12 +390,10 @@ class Stage:
         given = self.argument, self.device, precision
         again = recompute or bool(firsts)
         self.segments = [
-            Segment(number, inner, *given, self._share_casts, recomputes=again)
+            Segment(number, inner, *given, self.share_casts, recomputes=again)
             for number in range(index, index + len(firsts) + 1)
         ]
-        self._evaluation = Segment(
-            index, evaluating, *given, lambda code, _: code, recomputes=False
-        )
+        self._evaluation = Segment(index, evaluating, *given, self.share_casts, recomputes=False)
         self._inputs: dict[Key, tuple[str, ...]] = {}
         for key in cuts:
             names = (name for code in self._codes(key) for name in code.stage.inputs)
@@ -499,11 +497,15 @@ class Stage:
         for segment in self.segments:
             segment.split_backwards()
 
-    def compile(self) -> None:
-        """Compile the training code with ``torch.compile``, each part at its first run."""
+    def compile(self, mode: str | bool = True) -> None:
+        """Compile the training code with ``torch.compile``, each part at its first run.
+
+        Args:
+            mode: of ``torch.compile``; True is its default.
+        """
         for segment in self.segments:
             for code in segment.codes.values():
-                code.stage = compile_stage(code.stage)
+                code.stage = compile_stage(code.stage, mode=mode if isinstance(mode, str) else None)
 
     def keep_versions(self, kept: int) -> None:
         """From now on, forwards can use the weights of up to ``kept`` - 1 updates ago."""
@@ -551,7 +553,9 @@ class Stage:
         segments = self.segments if trains else [self._evaluation]
         return [segment.codes[rows] for segment in segments]
 
-    def _share_casts(self, code: StageCode, graph: CapturedGraph) -> StageCode:
+    def share_casts(self, code: StageCode, graph: CapturedGraph) -> StageCode:
+        """Let code of this stage take the casts of weights that its micro-batches share."""
+
         def tensor_of(state: State) -> Tensor:
             return (graph.constants if state.kind == "constant" else self._states)[state.name]
 

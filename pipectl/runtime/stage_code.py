@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge
 
-from pipectl.capture.casts import Casting
+from pipectl.capture.casts import Casting, copied_parameters
 from pipectl.capture.graph import CapturedGraph, State
 from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.stage import Pass, StageCode, fork_uses
@@ -90,12 +90,14 @@ def share_casts(
     captured = {node.name: node for node in graph.operators}
     for node in list(module.graph.nodes):
         source = captured.get(node.name)
-        if source is None or node.target is not source.target:
+        if source is None or node.op != "call_function":
             continue
+        is_whole = node.target is source.target  # else it draws for all samples of a micro-batch
+        places = casting.of if is_whole else copied_parameters
         leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
         taken: dict[fx.Node, fx.Node] = {}
         with module.graph.inserting_before(node):
-            for place, dtype in casting.of(graph, source, tensor_of).items():
+            for place, dtype in places(graph, source, tensor_of).items():
                 weight = leaves[place]
                 if weight not in taken:
                     cast = SharedCast(casts, dtype)
@@ -255,7 +257,9 @@ class _Enter(torch.autograd.Function):
         return None, None
 
 
-def compile_stage(code: StageCode, backend: Backend = "inductor") -> StageCode:
+def compile_stage(
+    code: StageCode, backend: Backend = "inductor", mode: str | None = None
+) -> StageCode:
     """The same code, compiled at its first call, for the sizes that it is called with.
 
     Operators may be fused, so sums are rounded in another order, and results agree only within a
@@ -268,10 +272,11 @@ def compile_stage(code: StageCode, backend: Backend = "inductor") -> StageCode:
 
     Args:
         backend: of ``torch.compile``, or a name of one.
+        mode: of ``torch.compile``, of a backend that knows modes.
 
     The first call raises CaptureError if nothing can be compiled.
     """
-    return code.after(Pass.COMPILE, _Compiled(code.operators(Pass.COMPILE), backend))
+    return code.after(Pass.COMPILE, _Compiled(code.operators(Pass.COMPILE), backend, mode))
 
 
 def _is_followed(target: Any) -> bool:
@@ -304,7 +309,7 @@ def _take_out_casts(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 class _Compiled:
     """A compiled stage. The seed bypasses the compiler, which would recompile for each seed."""
 
-    def __init__(self, module: fx.GraphModule, backend: Backend) -> None:
+    def __init__(self, module: fx.GraphModule, backend: Backend, mode: str | None) -> None:
         self._seed = 0
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
@@ -322,7 +327,7 @@ class _Compiled:
         graph.erase_node(next(iter(graph.nodes)))
         self._casts = _take_out_casts(module, graph)
         module = fx.GraphModule(module, graph)
-        self._run = torch.compile(module, backend=backend, dynamic=False)
+        self._run = torch.compile(module, backend=backend, mode=mode, dynamic=False)
 
     def __call__(self, seed: int, *arguments: Any) -> tuple[Tensor, ...]:
         self._seed = seed

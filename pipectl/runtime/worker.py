@@ -36,7 +36,13 @@ from pipectl.runtime.agreement import (
     neighbours_of,
 )
 from pipectl.runtime.checkpoint import newest
-from pipectl.runtime.device import Device, choose_device, keep_freed_memory, return_freed_memory
+from pipectl.runtime.device import (
+    Device,
+    choose_device,
+    keep_freed_memory,
+    return_freed_memory,
+    set_arithmetic,
+)
 from pipectl.runtime.feed import reads_once
 from pipectl.runtime.nodes import check_supported, check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
@@ -97,6 +103,7 @@ def _train(
     if rank == 0:
         Heartbeat("capturing", 0, spec.training.steps, attempt).save(directory.heartbeat)
     torch.set_num_threads(spec.threads)
+    set_arithmetic(spec.training)
     return_freed_memory()  # until other ranks' parameters are dropped
     board.phase("choosing the device")
     nodes = neighbours_of(communicator)

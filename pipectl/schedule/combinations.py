@@ -67,13 +67,14 @@ MICRO_BATCHES = Feature("pipeline.micro_batches", words="several micro-batches")
 COMPILE = Feature("training.compile", "true", "false")
 CLIP = Feature("training.clip_grad_norm")
 FLOAT16 = Feature("training.precision", "float16", "bf16")
+BF16_WEIGHTS = Feature("training.precision", "bf16-weights", "float32")
 SKIP = Feature("training.on_nonfinite", "skip", "stop")
 EVALUATION = Feature("evaluation")
 EARLY_STOPPING = Feature("evaluation.early_stopping")
 TIED = Feature("model", words="a weight that several operators use")
 FEATURES = (
     APART, RECOMPUTE, BLOCKS, OFFLOAD, WARM_UP, REPLICAS, SHARD, MICRO_BATCHES, COMPILE, CLIP,
-    FLOAT16, SKIP, EVALUATION, EARLY_STOPPING, TIED,
+    FLOAT16, BF16_WEIGHTS, SKIP, EVALUATION, EARLY_STOPPING, TIED,
 )  # fmt: skip
 Part = Feature | Trait
 

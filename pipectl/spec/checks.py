@@ -312,9 +312,10 @@ def features_of(pipeline: models.Pipeline, training: models.Training) -> set[Fea
         known.REPLICAS: pipeline.replicas not in (None, 1, "any"),
         known.SHARD: pipeline.shard_optimizer,
         known.MICRO_BATCHES: (pipeline.micro_batches or 1) > 1,
-        known.COMPILE: training.compile,
+        known.COMPILE: bool(training.compile),
         known.CLIP: training.clip_grad_norm is not None,
         known.FLOAT16: training.precision == "float16",
+        known.BF16_WEIGHTS: training.precision == "bf16-weights",
         known.SKIP: training.on_nonfinite == "skip",
     }
     return {feature for feature, is_asked in asked.items() if is_asked}

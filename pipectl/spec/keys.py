@@ -154,7 +154,8 @@ def _profiled(spec: JobSpec) -> Any:
         load["hash_seed"] = seed
     if spec.launch.options:  # they may choose another kind of node
         load["options"] = spec.launch.options
-    training = spec.training.model_dump(include={"batch_size", "precision"})
+    arithmetic = {"precision", "float32_matmul_precision", "deterministic"}
+    training = spec.training.model_dump(include={"batch_size", *arithmetic})
     training["clips"] = spec.training.clip_grad_norm is not None
     # Another kind of node, or another torch; and who loads samples, whose time counts.
     where = [_nodes_of(spec, name, options) for name, options in _HARDWARE_OPTIONS.items()]

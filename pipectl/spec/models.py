@@ -245,13 +245,26 @@ class Training(types.Section):
     """Samples per step, over all ranks."""
     seed: types.Natural = 0
     """Seed of the parameters, the order of samples and all random operators."""
-    precision: Literal["float32", "bf16", "float16"] = "float32"
+    precision: Literal["float32", "bf16", "bf16-weights", "float16"] = "float32"
     """Precision of the arithmetic. `bf16` and `float16` run model and loss under `torch.autocast`;
-    parameters, gradients and optimizer stay float32. `float16` also scales the loss."""
-    compile: types.Flag = False
-    """Run the stages through `torch.compile`. It needs a C++ compiler on the nodes, takes a minute
-    or more before the first step, and fuses operators, so results agree only within rounding.
-    Profiles and plans do not include its effect."""
+    `float16` also scales the loss. With `bf16-weights` the model computes with its inputs and
+    float32 parameters (but those of batch norms) converted to bfloat16, as a model after
+    `.bfloat16()`, and its outputs go to the loss in float32. In all of them the optimizer, sums of
+    gradients over micro-batches, checkpoints and exports have the parameters in float32."""
+    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """How matrices in float32 are multiplied, as `torch.set_float32_matmul_precision` says: `high`
+    allows TF32, which NVIDIA's GPUs multiply faster, and `medium` bfloat16. Convolutions keep
+    torch's own setting."""
+    deterministic: types.Flag = False
+    """Use only operators that give the same bits in every run (`torch.use_deterministic_algorithms`
+    with the workspaces that cuBLAS needs for it). Operators without such a variant end the job
+    with an error that names them. It matters on accelerators; on CPUs with one thread per rank,
+    runs are equal without it."""
+    compile: types.Compile = False
+    """Run the stages through `torch.compile`: `true`, or with its mode
+    `max-autotune-no-cudagraphs`, which tries several kernels for each matrix product. It needs a
+    C++ compiler on the nodes, takes a minute or more before the first step, and fuses operators,
+    so results agree only within rounding. Profiles and plans do not include its effect."""
     loss_scale: LossScale = LossScale()
     clip_grad_norm: types.Positive | None = None
     """Maximum norm of all gradients; by default they are not clipped."""

@@ -38,7 +38,7 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _NUMBERS = ("int_type", "float_type", "bool_type")
 _MAX_PLACES = 3
 """Maximum number of keys that a message offers."""
-_TYPES = {"boolean": "true or false", "object": "a mapping", "array": "a list"}
+_TYPES = {"object": "a mapping", "array": "a list"}
 
 Schema = dict[str, Any]
 
@@ -153,10 +153,12 @@ def choices(schema: Schema) -> list[str]:
 _SYNONYMS = {
     "bfloat16": "bf16",
     "bf16-mixed": "bf16",
+    "bf16-true": "bf16-weights",
     "fp16": "float16",
     "half": "float16",
     "16-mixed": "float16",
     "fp32": "float32",
+    "tf32": "high",
 }
 """Names of other programs for what a key may be."""
 
@@ -171,6 +173,8 @@ def describe_schema(schema: Schema) -> str:
             parts += words
         elif item.get("type") == "integer":
             parts.append(f"a whole number of at least {item['minimum']}")
+        elif item.get("type") == "boolean":
+            parts += ["true", "false"]
         elif item.get("type") == "number":
             least = "a number of at least 0" if "minimum" in item else "a number"
             parts.append("a number above 0" if "exclusiveMinimum" in item else least)

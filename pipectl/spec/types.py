@@ -229,6 +229,15 @@ def _select(value: Any) -> Literal[False] | str:
     return value
 
 
+def _compile(value: Any) -> Any:
+    if value in ("reduce-overhead", "max-autotune"):
+        raise ValueError(
+            f"{value} puts results into memory that the next micro-batch overwrites (CUDA graphs), "
+            "while they are sent; write max-autotune-no-cudagraphs"
+        )
+    return True if value == "default" else value
+
+
 def _schedule(name: str, info: ValidationInfo) -> str:
     from pipectl.schedule import SCHEDULES
     from pipectl.schedule.registry import packaged_names
@@ -258,6 +267,12 @@ Natural = Annotated[int, Field(strict=True, ge=0, le=_MAX), BeforeValidator(_who
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), _YAML]
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), _YAML]
 Flag = Annotated[bool, Field(strict=True), _YAML]
+Compile = Annotated[
+    Annotated[bool, Field(strict=True)] | Literal["max-autotune-no-cudagraphs"],
+    BeforeValidator(_compile),
+    _YAML,
+]
+"""Whether ``torch.compile`` is used, or the mode in which it is."""
 _Number = Annotated[StrictInt | StrictFloat, _YAML, WithJsonSchema({"type": "number"})]
 Padding = Annotated[dict[str, _Number], _MAPPING]
 Bytes = Annotated[

@@ -59,6 +59,12 @@ BY_VARIABLE = (
     "--set=model.factory=./model.py:build_by_variable",
     "--set=environment.variables={WIDTH: 8}",
 )
+HALVED = (
+    "--set=training.precision=bf16-weights",
+    "--set=training.clip_grad_norm=0.1",
+    "--set=training.deterministic=true",
+    "--set=loss.weight=./model.py:weigh_in_deterministic_processes",
+)
 CLIPPED, COMPILED = "--set=training.clip_grad_norm=0.1", "--set=training.compile=true"
 PLAIN_PROCESS = {"compared": "a plan and one process", "reference": "one plain PyTorch process"}
 OTHER_PLAN = {"compared": "two plans", "reference": "another plan: 3 ranks, 3 stages"}
@@ -68,7 +74,7 @@ OTHER_PLAN = {"compared": "two plans", "reference": "another plan: 3 ranks, 3 st
 @pytest.mark.parametrize(
     ("ranks", "steps", "words", "expected", "note"),
     [
-        (3, 4, ["--set=pipeline.stages=3", NORMALIZED, SCHEDULE, CLIPPED], PLAIN_PROCESS, ""),
+        (3, 4, ["--set=pipeline.stages=3", NORMALIZED, SCHEDULE, *HALVED], PLAIN_PROCESS, ""),
         (2, 4, [SCHEDULE, EVALUATED, TRACKED, *BY_VARIABLE], PLAIN_PROCESS, ""),
         (2, 5, [*TAGGER, SEQUENCES], PLAIN_PROCESS, ""),
         (2, 8, ["--set=training.precision=float16", SCALING], PLAIN_PROCESS, ""),
@@ -85,7 +91,7 @@ OTHER_PLAN = {"compared": "two plans", "reference": "another plan: 3 ranks, 3 st
         ),
     ],
     ids=[
-        "clipped",
+        "clipped, with weights in bfloat16, in deterministic processes",
         "evaluations that end it early, and variables",
         "lengths",
         "float16 with torch's own scaler",

@@ -55,6 +55,8 @@ MODELS = {
     ),
     "gpt_bf16": tokens("gpt", training={"precision": "bf16"}),
     "cnn_bf16": images("cnn", "SpoiltImages", precision="bf16", on_nonfinite="skip"),
+    "tied_bf16_weights": tokens("tied", training={"precision": "bf16-weights"}),
+    "cnn_bf16_weights": images("cnn", precision="bf16-weights"),
     "gpt_float16": tokens("gpt", training=FLOAT16),
     "cnn_float16": images("cnn", **FLOAT16),
     "gated": images("gated"),

@@ -50,7 +50,10 @@ ALL_BATCHES = (*FEWER_BATCHES, "divisible", "one_left_over")
 MODELS = ("tied", "cnn", "dense")
 """With dropout and a weight used at both ends; with batch norm and skips across a cut; with both of
 them, and skips across many cuts."""
-VARIANTS = ("gpt", "frozen", "gpt_bf16", "cnn_bf16", "gpt_float16", "cnn_float16", "own_precision")
+VARIANTS = (
+    "gpt", "frozen", "gpt_bf16", "cnn_bf16", "tied_bf16_weights", "cnn_bf16_weights", "gpt_float16",
+    "cnn_float16", "own_precision",
+)  # fmt: skip
 """Models that are like others but for one thing."""
 COMPILED = "gated"
 """The model of stages that torch.compile compiles; one of its layers is kept whole."""
@@ -208,11 +211,13 @@ def _variants(ranks: int) -> Iterator[Cell]:
                     yield Cell(model, schedule, batch)
     for memory in MEMORY if ranks in (2, 4) else ():  # casts stay, and recomputed forwards use them
         yield Cell("gpt_bf16", "1f1b", BATCH, memory)
+        yield Cell("cnn_bf16_weights", "1f1b", BATCH, memory)
     for model, schedule in product(VARIANTS, ("1f1b", "zb-h1", "1f1b-apart")):
         if ranks in (2, 3) and (schedule not in APART or "16" not in model):
             yield Cell(model, schedule, BATCH)
     if ranks > 1:  # other cuts in half precision may be refused with backwards on other ranks
         yield Cell("gpt_float16", "1f1b-apart", "few")
+        yield Cell("tied_bf16_weights", "1f1b-apart", "few")
     for schedule in OWN:
         yield Cell("tied", schedule, "divisible")
 
@@ -261,6 +266,7 @@ SAMPLE = {
         dense-1f1b-smaller_last-plain tied-1f1b-smaller_last-plain frozen-1f1b-smaller_last-plain
         own_precision-1f1b-smaller_last-plain gpt_buckets-1f1b-smaller_last-plain
         cnn_bf16-1f1b-smaller_last-plain cnn_float16-1f1b-smaller_last-plain
+        cnn_bf16_weights-1f1b-smaller_last-plain
         """,
     2: """
         tied-1f1b-smaller_last tied-v-min-smaller_last-recompute
@@ -270,6 +276,7 @@ SAMPLE = {
         frozen-zb-h1-smaller_last gpt_buckets-1f1b-apart-smaller_last gpt-pipedream-few-disk
         gpt_bf16-1f1b-smaller_last-recompute_disk gpt_bf16-pipedream-few
         gpt_bf16-pipedream-apart-few
+        tied_bf16_weights-zb-h1-smaller_last cnn_bf16_weights-1f1b-smaller_last-blocks_disk
         gated-zb-h1-smaller_last-compiled gated-zb-v-smaller_last-recompute-compiled
         gated-1f1b-smaller_last-host-compiled
         """,
@@ -295,6 +302,7 @@ SAMPLE = {
         dense-gpipe-inputs-smaller_last-disk
         frozen-1f1b-few gpt_bf16-1f1b-smaller_last cnn_bf16-1f1b-smaller_last
         cnn_bf16-zb-v-smaller_last gpt_float16-1f1b-few gpt_float16-zb-h1-smaller_last
+        tied_bf16_weights-1f1b-apart-few cnn_bf16_weights-zb-v-smaller_last
         gpt_float16-1f1b-apart-few cnn_float16-1f1b-smaller_last
         own_precision-1f1b-smaller_last own_precision-gpipe-inputs-few
         gpt_buckets-zb-v-smaller_last gpt_buckets-1f1b-smaller_last-blocks_disk

@@ -24,6 +24,7 @@ import torch
 from cells import Cell, Kind, shared
 from outcome import different, weights
 from torch import Tensor
+from torch.func import functional_call
 
 from pipectl.capture.data import Loader, split_batch
 from pipectl.capture.factories import find
@@ -318,10 +319,19 @@ def accumulate(spec: JobSpec, model: torch.nn.Module, scaler: Any, parts: list[A
     loss_of = loss_of() if isinstance(loss_of, type) else loss_of
     weigh = len if spec.loss.weight == "samples" else find(spec.loss.weight)
     total = sum(int(weigh(targets)) for _, targets in parts)
-    dtype = getattr(torch, {"bf16": "bfloat16"}.get(spec.training.precision, "float16"))
+    precision = spec.training.precision
+    dtype = getattr(torch, {"bf16": "bfloat16"}.get(precision, "float16"))
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    whole = {id(parameter) for norm in norms for parameter in norm.parameters()}
     for inputs, targets in parts:
-        with torch.autocast("cpu", dtype, enabled=spec.training.precision != "float32"):
-            loss = loss_of(model(inputs), targets)
+        if precision == "bf16-weights":
+            kept = model.named_parameters()
+            half = {name: p if id(p) in whole else p.bfloat16() for name, p in kept}
+            inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
+            loss = loss_of(functional_call(model, half, inputs).float(), targets)
+        else:
+            with torch.autocast("cpu", dtype, enabled=precision != "float32"):
+                loss = loss_of(model(inputs), targets)
         scaler.scale(loss * (int(weigh(targets)) / total)).backward()
 
 

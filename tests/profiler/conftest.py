@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipectl.runtime.device import set_arithmetic
 from pipectl.spec import JobSpec
+from pipectl.spec.models import Training
 
 THREADS = torch.get_num_threads()
 MODELS = Path(__file__).with_name("models.py")
@@ -17,9 +19,10 @@ MODELS = Path(__file__).with_name("models.py")
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    """Profiling sets the number of threads of its process."""
+    """Profiling sets the number of threads of its process, and how it computes."""
     yield
     torch.set_num_threads(THREADS)
+    set_arithmetic(Training(steps=1, batch_size=1))
 
 
 @pytest.fixture(scope="session")

@@ -216,6 +216,25 @@ def test_values_in_mixed_precision_take_half_the_bytes(counted: Profile, profile
     assert not any(operator.casts for operator in counted.operators)
 
 
+def test_converted_weights_are_shared_casts_and_gradients_stay_in_float32(
+    counted: Profile, profiled: Any
+) -> None:
+    how = {"deterministic": True, "float32_matmul_precision": "high", "precision": "bf16-weights"}
+    halved = profiled(**training(**how))
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.are_deterministic_algorithms_enabled()
+    sizes = {name: operator.output_bytes for name, operator in halved.by_id.items()}
+    ratios = {name: own.output_bytes / sizes[name] for name, own in counted.by_id.items()}
+    assert ratios == {name: 2 - (name == "cross_entropy_loss") for name in counted.by_id}
+    for name in ("linear", "layer_norm"):
+        operator = halved.by_id[name]
+        assert operator.parameters == counted.by_id[name].parameters
+        pairs = [(f"{name}:bfloat16", size // 2) for name, size in operator.parameters]
+        assert [*operator.casts] == pairs
+        sizes = dict(operator.parameters)
+        assert {n: g for n, g in operator.memory.gradients if n in sizes} == sizes
+
+
 def test_the_operators_that_read_the_data_first_contain_the_time_to_load_it(profiled: Any) -> None:
     profile = profiled(data="SlowVectors")
     assert profile.loading_s >= BATCH * SLOW_S

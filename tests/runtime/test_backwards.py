@@ -374,6 +374,7 @@ def test_compiled_stages_agree_within_rounding_and_a_new_seed_compiles_nothing_a
     [
         ("Products", "in halves"),
         ("Products,bf16", "in halves"),
+        ("Products,bf16-weights", "in halves"),
         ("Dropping,bf16", "in halves, again"),
         ("Twice", "in halves"),
         ("Twice", "constant"),

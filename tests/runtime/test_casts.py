@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from itertools import islice
+from functools import cache
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from stages import Stages
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.slices import Rows
+from pipectl.capture.step import own_name
 from pipectl.capture.tensors import storage_of
 from pipectl.runtime.casts import SharedCasts
 from pipectl.runtime.pipefb import lasting_states
@@ -47,6 +50,47 @@ class Mixed(nn.Module):
         one, two, three = self.packed.chunk(3, 1)
         x = torch.tanh((x @ one + x @ two) @ three + x @ self.mix) @ self.turned.t()
         return self.head(self.norm(self.convolution(x.unsqueeze(1)).flatten(1))).view(-1, 3, 4)
+
+
+class Gate(nn.Module):
+    """Kept whole: it decides by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.inner.weight.dtype is x.dtype
+        return self.inner(x) if float(x.sum()) < 1e9 else x
+
+
+class Halved(nn.Module):
+    """Weights in bfloat16: of an LSTM, a part that is kept whole, twice used and frozen ones; norms
+    with statistics; an autocast and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.gate = nn.LSTM(6, 8, batch_first=True), Gate()
+        self.norm, self.scale = nn.BatchNorm1d(8), nn.LayerNorm(8)
+        self.twice, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.precise, self.head = nn.Linear(8, 8), nn.Linear(8, 12)
+        self.register_buffer("mix", torch.randn(8))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        assert x.dtype is self.head.weight.dtype is HALF
+        x, _ = self.memory(x.unsqueeze(1))
+        x = self.twice(self.frozen(self.twice(self.norm(self.gate(x[:, 0])))))
+        x = self.scale((x + self.mix).to(x.dtype))
+        with torch.autocast("cpu", torch.float16):
+            x = torch.tanh(self.precise(x))
+        return {"logits": self.head(x.to(self.head.weight.dtype)).view(-1, 3, 4)}
+
+
+def loss_of_logits(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    assert outputs["logits"].dtype is torch.float32
+    return nn.functional.cross_entropy(
+        outputs["logits"].flatten(0, 1), targets.flatten().clamp(min=0)
+    )
 
 
 class InHalves(Stages):
@@ -115,6 +159,54 @@ def test_gradients_are_those_of_plain_torch_which_casts_every_time(job, how) -> 
     for name, gradient in trained.items():
         assert torch.equal(found[f"step 0 gradient of {name}"], gradient), name
     assert len(trained) == 9
+
+
+@pytest.mark.parametrize("materialize", ["eager", "per_rank"])
+@pytest.mark.parametrize("how", [{}, {"recompute": True}, {"kind": InHalves}], ids=str)
+def test_half_weights_have_the_gradients_of_a_model_that_converts_them_at_every_use(
+    half_job: Any, materialize: str, how: Any
+) -> None:
+    """Gradients are added in float32, over micro-batches and over uses."""
+    job = half_job(materialize)
+    model = Halved()
+    model.load_state_dict({own_name(n): tensor for n, tensor in job.states.items()})
+    layers = [m for m in model.modules() if type(m) in (nn.Linear, nn.LayerNorm)]
+    for layer, name in product(layers, ("weight", "bias")):
+        register_parametrization(layer, name, ToHalf(), unsafe=True)
+    memory = model.memory
+    for inputs, targets in (data := batches(job)):
+        memory._flat_weights = [getattr(memory, n).to(HALF) for n in memory._flat_weights_names]
+        outputs = {"logits": model(inputs.to(HALF))["logits"].float()}
+        (loss_of_logits(outputs, targets) / len(data)).backward()
+    found = whole(job, **how).step(0, data)
+    trained = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert len(trained) == 16
+    for name, gradient in trained.items():
+        own = name.replace("parametrizations.", "").replace(".original", "")
+        assert gradient.dtype is torch.float32
+        twice = {"rtol": 1e-5, "atol": 1e-7} if own.startswith("twice") else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(found[f"step 0 gradient of model.{own}"], gradient, **twice)
+
+
+class ToHalf(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.to(HALF)
+
+
+@pytest.fixture(scope="module")
+def half_job(make_spec: Any) -> Any:
+    @cache
+    def make(materialize: str) -> CapturedJob:
+        model = {"factory": f"{HERE}:Halved", "materialize": materialize}
+        training = {"steps": 1, "batch_size": 4, "precision": "bf16-weights"}
+        loss = {"factory": f"{HERE}:loss_of_logits"}
+        job = CapturedJob(make_spec(1, model=model, loss=loss, training=training))
+        job.training_graph(SIZE)
+        job.materialize(job.states)
+        assert list(job.kept) == ["gate"]
+        return job
+
+    return make
 
 
 def test_micro_batches_keep_the_same_casts_of_all_weights_that_are_cast(job) -> None:

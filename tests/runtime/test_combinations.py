@@ -44,6 +44,7 @@ ON: dict[Feature, Any] = {
     known.COMPILE: True,
     known.CLIP: 0.1,
     known.FLOAT16: "float16",
+    known.BF16_WEIGHTS: "bf16-weights",
     known.SKIP: "skip",
     known.EVALUATION: {"data": SAMPLES, "every": 2},
     known.EARLY_STOPPING: {"data": SAMPLES, "every": 2, "early_stopping": {"patience": 9}},
@@ -153,7 +154,7 @@ def assert_planned(plan: Plan, job: Job) -> None:
 def assert_equal(job: Job, run: RunDirectory, reference: RunDirectory) -> None:
     _, settings = job
     found, expected = weights(run.path), weights(reference.path)
-    half = known.FLOAT16 in settings
+    half = bool({known.FLOAT16, known.BF16_WEIGHTS} & settings)
     if ROUNDS & settings:
         for name, tensor in expected.items():
             assert float((found[name] - tensor).abs().max()) <= (2e-3 if half else 2e-5), job
