@@ -47,7 +47,8 @@ class Device:
             and 100 us if None.
         rows: time of program rows in addition to computation; that of the profile if None.
         peak_flops_per_s: peak floating-point operations per second of a rank, as stated by the
-            manufacturer; ``plan``, ``status`` and ``report`` then show the share that is reached.
+            manufacturer; ``plan``, ``status`` and ``report`` then show the share that is reached
+            (MFU). If None, that of a common accelerator, for the precision of the job.
     """
 
     kind: str
@@ -217,6 +218,21 @@ class Cluster(DataFile):
             return self
         nodes = tuple(
             replace(node, device=replace(node.device, rows=node.device.rows or rows))
+            for node in self.nodes
+        )
+        return replace(self, nodes=nodes)
+
+    def with_peak(self, flops_per_s: float | None) -> Cluster:
+        """Return the cluster with this peak on the devices whose peak the file does not state."""
+        if flops_per_s is None or all(node.device.peak_flops_per_s for node in self.nodes):
+            return self
+        nodes = tuple(
+            replace(
+                node,
+                device=replace(
+                    node.device, peak_flops_per_s=node.device.peak_flops_per_s or flops_per_s
+                ),
+            )
             for node in self.nodes
         )
         return replace(self, nodes=nodes)

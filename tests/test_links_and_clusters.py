@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from pipectl.cluster import ASSUMED_BETWEEN, MAX_RANKS, Cluster, Device, Node, assumed_cluster
 from pipectl.errors import DataFileError
 from pipectl.fields import read_value, write_value
-from pipectl.jobs.output import UNKNOWN_ROWS, join_rows
+from pipectl.jobs.output import UNKNOWN_ROWS, complete_cluster
 from pipectl.link import BySize, Link, Observed, RowTimes, measured_link, seconds_of
-from pipectl.profile import Profile
+from pipectl.profile import MeasuredOn, Profile
+from pipectl.spec import JobSpec
+from pipectl.spec.load import SpecFile
 
 LINK = Link(1e-5, 1e9, timings=((1, 1e-5), (1024, 3e-5), (4096, 3e-5), (10000, 9e-5)))
 CLUSTER = Cluster(
@@ -171,5 +173,51 @@ def test_a_cluster_keeps_the_rows_of_its_devices_and_takes_others_from_a_profile
     assert Cluster.from_json(known.to_json()) == known
     assert known.with_rows(replace(ROWS, compute=1.0)) is known
     profile = Profile("p", "test", 1, (), (), assumptions=(f"{UNKNOWN_ROWS} (why)", "other"))
-    assert join_rows(profile, unknown) == (profile, unknown)
-    assert join_rows(profile, known) == (replace(profile, assumptions=("other",)), known)
+    spec = parse("training: {steps: 1, batch_size: 1}")
+    assert complete_cluster(spec, profile, unknown) == (profile, unknown)
+    assert complete_cluster(spec, profile, known) == (
+        replace(profile, assumptions=("other",)),
+        known,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "training", "resources", "stated", "peak"),
+    [
+        ("NVIDIA H200", "precision: bf16-weights", "gpus_per_node: 2", None, 989e12),
+        ("NVIDIA H200", "precision: bf16", "gpus_per_node: 1", None, 989e12 / 2),
+        ("NVIDIA A100-SXM4-80GB", "seed: 1", "gpus_per_node: 2", None, 19.5e12),
+        (
+            "NVIDIA A100-SXM4-80GB",
+            "float32_matmul_precision: high",
+            "gpus_per_node: 2",
+            None,
+            156e12,
+        ),
+        ("AMD Instinct MI250X", "precision: float16", "gpus_per_node: 4", None, 191.5e12),
+        ("Tesla V100-SXM2-16GB", "precision: bf16", "gpus_per_node: 2", None, None),
+        ("Tesla V100-SXM2-16GB", "precision: float16", "gpus_per_node: 2", 9e12, 9e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "precision: bf16", "gpus_per_node: 2", None, None),
+        ("NVIDIA RTX A4000", "precision: bf16", "gpus_per_node: 2", None, None),
+        ("pretended", "precision: bf16", "gpus_per_node: 2", None, None),
+        ("cpu", "precision: bf16", "gpus_per_node: 0", None, None),
+    ],
+)
+def test_the_peak_of_a_rank_follows_from_accelerator_and_precision(
+    kind: str, training: str, resources: str, stated: float | None, peak: float | None
+) -> None:
+    """Ranks share accelerators; what the cluster file says counts more."""
+    spec = parse(
+        f"training: {{steps: 1, batch_size: 1, {training}}}\n"
+        f"resources: {{tasks_per_node: 2, {resources}}}"
+    )
+    profile = Profile("p", "test", 1, (), (), device=MeasuredOn(kind))
+    cluster = assumed_cluster("c", [2], 2, None).with_peak(stated)
+    _, found = complete_cluster(spec, profile, cluster)
+    assert found.peak_flops_per_s([0, 0]) == (None if peak is None else 2 * peak)
+
+
+def parse(text: str) -> JobSpec:
+    """A job with some sections of its own."""
+    text = "model: m:f\nloss: m:f\ndata: m:f\n" + text
+    return SpecFile.read(Path("job"), (), (), text).spec(check_files=False)

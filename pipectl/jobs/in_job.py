@@ -26,7 +26,7 @@ from pipectl.faults import ErrorReport, with_details
 from pipectl.files import write_text
 from pipectl.jobs import profiles
 from pipectl.jobs.job import PERCENT, with_output_beside
-from pipectl.jobs.output import join_rows, plan_path, profile_path, read_plan, read_profile
+from pipectl.jobs.output import complete_cluster, plan_path, profile_path, read_plan, read_profile
 from pipectl.runs import ATTEMPT, Heartbeat, Record, RunDirectory, last_checkpoint
 from pipectl.runs.code import keep_loaded, using_code_of
 from pipectl.spec import load
@@ -96,7 +96,7 @@ def profile_and_plan(run: RunDirectory) -> None:
         profile = profiles.measure(spec, run.profile, progress)
         share(run.profile, profile_path(spec))
     keep_loaded(run, spec, profile.code)
-    profile, cluster = join_rows(profile, cluster)
+    profile, cluster = complete_cluster(spec, profile, cluster)
     from pipectl.jobs.planning import plan_job, write_plan
 
     plan = read_plan(run.plan, spec, profile, cluster)

@@ -17,12 +17,13 @@ from pipectl.batch import LOCAL, get_scheduler
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError
 from pipectl.files import is_of_another
+from pipectl.peaks import peak_flops_per_s
 from pipectl.runs.code import is_changed
 from pipectl.spec import JobSpec, links_key, plan_key, profile_key
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
-    from pipectl.profile import Profile
+from pipectl.profile import Profile
 
 UNKNOWN_ROWS = (
     "the ranks' own time for messages, and for the start and end of a step, was not measured and "
@@ -154,16 +155,27 @@ def read_profile(spec: JobSpec, path: Path) -> Profile | None:
     return profile if is_fresh(spec, profile) else None
 
 
-def join_rows(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
-    """Complete a cluster by a profile's times of rows.
+def complete_cluster(spec: JobSpec, profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
+    """Complete a cluster by a profile's times of rows, and by the peak of common accelerators.
 
-    If all are known, the profile no longer says that they are assumed.
+    If all times of rows are known, the profile no longer says that they are assumed.
     """
-    cluster = cluster.with_rows(profile.rows)
+    cluster = cluster.with_rows(profile.rows).with_peak(_peak_of_rank(spec, profile))
     if all(node.device.rows is not None for node in cluster.nodes):
         others = [each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS)]
         profile = replace(profile, assumptions=tuple(others))
     return profile, cluster
+
+
+def _peak_of_rank(spec: JobSpec, profile: Profile) -> float | None:
+    """Peak FLOP/s of a rank on the accelerator that was profiled, which ranks may share."""
+    if profile.device is None or not spec.resources.gpus_per_node:
+        return None
+    training, resources = spec.training, spec.resources
+    matmul = training.float32_matmul_precision
+    peak = peak_flops_per_s(profile.device.kind, training.precision, matmul)
+    share = min(1.0, resources.gpus_per_node / resources.tasks_per_node)
+    return None if peak is None else peak * share
 
 
 def read_plan(path: Path, spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan | None:

@@ -22,9 +22,9 @@ from pipectl.cluster import (
 from pipectl.errors import DataFileError, InfeasibleError, MismatchError, UsageError
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation
 from pipectl.jobs.output import (
+    complete_cluster,
     find_cluster,
     is_fresh,
-    join_rows,
     plan_file_key,
     plan_path,
     profile_path,
@@ -173,7 +173,7 @@ def gather_job(
         warnings.append(f"{fault}; measure again with: {again}")
     machines = find_cluster(spec, batch_system)
     warnings += [machines.warning, *warnings_of(spec, job_profile)]
-    job_profile, joined = join_rows(job_profile, machines.cluster)
+    job_profile, joined = complete_cluster(spec, job_profile, machines.cluster)
     used = _use_devices(joined, devices, "--compare 1,2,4 plans for other sizes")
     return PlanInputs(
         job_profile,

@@ -17,8 +17,8 @@ from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.jobs.job import Job, make_job, render
 from pipectl.jobs.output import (
+    complete_cluster,
     find_cluster,
-    join_rows,
     plan_path,
     profile_path,
     read_plan,
@@ -167,7 +167,7 @@ def _add_plans(
         if job.profile is None:
             planned.append(replace(job, plans_in_job=not _measures_here(job)))
             continue
-        profile, cluster = join_rows(job.profile, job.cluster)
+        profile, cluster = complete_cluster(job.spec, job.profile, job.cluster)
         inputs = plan_key(job.spec), cluster
         if inputs not in plans:
             with _name_values_in_errors(job.values):
@@ -179,7 +179,7 @@ def _add_plans(
                     if inputs[0] == plan_key(spec):
                         # The links may be measured for some points with the same key only.
                         own_cluster = find_cluster(spec, job.scheduler).cluster
-                        if cluster == own_cluster.with_rows(profile.rows):
+                        if cluster == complete_cluster(spec, profile, own_cluster)[1]:
                             own_plan = plan
                 if must_run and plan is not None:
                     from pipectl.runtime.nodes import check_supported

@@ -21,7 +21,7 @@ from pipectl.jobs.job import (
     with_hash_seed,
     with_output_beside,
 )
-from pipectl.jobs.output import find_cluster, is_fresh, join_rows, plan_file_key
+from pipectl.jobs.output import complete_cluster, find_cluster, is_fresh, plan_file_key
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over
@@ -220,7 +220,7 @@ def _plan_again(
     from pipectl.runtime.nodes import check_supported
 
     own_profile, spec = Profile.load(run.profile), job.spec
-    profile, cluster = join_rows(own_profile, machines)
+    profile, cluster = complete_cluster(spec, own_profile, machines)
     is_of_code = not any(map(is_changed, own_profile.code))
     if is_of_code and plan.key == plan_file_key(spec, profile, cluster):
         return replace(job, cluster=cluster, profile=profile, plan=plan, plans_in_job=False)
@@ -238,7 +238,7 @@ def _plan_again(
     profile = own_profile
     with suppress(PipectlError):  # the profile stays as it is if no step was recorded
         profile = correct_profile(run)
-    profile, cluster = join_rows(replace(profile, key=key), machines)
+    profile, cluster = complete_cluster(spec, replace(profile, key=key), machines)
     plan = plan_job(spec, profile, cluster)
     check_supported(plan, str(run.plan))
     return replace(job, cluster=cluster, profile=profile, plan=plan, plans_in_job=False)
