@@ -152,7 +152,7 @@ LESS_MEMORY = (
 """What to do if a rank lacks memory."""
 
 
-_NO_MEMORY = ("allocate memory", "out of memory", "bad_alloc")
+_NO_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "cublas_status_alloc_failed")
 
 
 class _Limit(NamedTuple):

@@ -433,6 +433,20 @@ def free_bytes(device: torch.device) -> int:
     return int(free)
 
 
+def dump_memory(file: str) -> bool:
+    """Write what the allocator of the accelerator holds, for torch's viewer of memory.
+
+    Returns:
+        Whether this kind of accelerator can do that.
+    """
+    device = current_accelerator()
+    module = None if device is None else torch.get_device_module(device)
+    dump = getattr(getattr(module, "memory", None), "_dump_snapshot", None)
+    if dump is not None:
+        dump(file)
+    return dump is not None
+
+
 def _memory_of(device: torch.device) -> Any:
     """Return the module that counts memory: that of the kind of accelerator before torch 2.9."""
     has_counts = hasattr(torch.accelerator, "memory_allocated")

@@ -292,7 +292,7 @@ class Walk:
                 if not self._fits:  # parameters of all sizes follow each other, and never again
                     release_freed_memory()
             else:
-                self._values[node] = self._value_like(call, pattern)
+                self._values[node] = self._value_like(node, call, pattern)
                 measured[node.name] = self._operator(node, pattern)
             for value in unread_after.get(node, ()):
                 self._values.pop(value, None)
@@ -313,9 +313,10 @@ class Walk:
         structure = pytree.tree_structure((call.args, call.kwargs))
         return node.target, region_of(node), str(structure), tuple(described)
 
-    def _value_like(self, call: Call, pattern: Pattern) -> Any:
+    def _value_like(self, node: fx.Node, call: Call, pattern: Pattern) -> Any:
         """Return the value of an operator equal to an earlier one."""
         if self._fits:
+            call, _ = self._with_casts(node, call)
             args, kwargs = call.fresh()
             with torch.enable_grad():
                 return self._value(call, call.target(*args, **kwargs), set())

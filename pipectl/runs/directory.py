@@ -147,6 +147,10 @@ class RunDirectory(Directory):
         """Return the path of a rank's error report."""
         return self.errors / f"rank-{rank:04d}.json"
 
+    def memory_of(self, rank: int) -> Path:
+        """Return the path of what a rank's accelerator held when its memory was exhausted."""
+        return self.errors / f"rank-{rank:04d}.memory.pickle"
+
     def errors_before(self, starts: int) -> Path:
         """Return the directory of error reports of start number ``starts`` of the job."""
         return self.errors / f"attempt-{starts}"

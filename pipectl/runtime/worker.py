@@ -19,8 +19,9 @@ from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.digests import sample_digests
+from pipectl.capture.regions import accelerator_in_use
 from pipectl.cluster import Cluster
-from pipectl.errors import PipectlError, UsageError
+from pipectl.errors import PipectlError, UsageError, lacks_memory
 from pipectl.files import read_json, write_json, write_text
 from pipectl.plan import Plan
 from pipectl.profile import Profile, Readings
@@ -57,6 +58,7 @@ from pipectl.runtime.waiting import broadcast, choose_spin
 from pipectl.runtime.watching import watched
 from pipectl.schedule import channels, is_unflushed
 from pipectl.spec import JobSpec, load
+from pipectl.torch_api import dump_memory
 from pipectl.units import plural
 from pipectl.watch.board import Board
 
@@ -68,8 +70,14 @@ def run(directory: RunDirectory, communicator: MPI.Comm, board: Board) -> None:
         PipectlError: the files or the processes do not match, or user code fails.
     """
     board.phase("reading the plan")
-    with using_code_of(directory):
-        _run(directory, communicator, board)
+    try:
+        with using_code_of(directory):
+            _run(directory, communicator, board)
+    except Exception as error:
+        if lacks_memory(error) and accelerator_in_use() is not None:
+            with suppress(Exception):  # the error is what matters
+                dump_memory(str(directory.memory_of(communicator.rank)))
+        raise
 
 
 def _run(directory: RunDirectory, communicator: MPI.Comm, board: Board) -> None:

@@ -4,8 +4,10 @@ The functions are those that torch asks such a module for. Its operators draw fr
 generator.
 """
 
+import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -46,3 +48,10 @@ def _is_in_bad_fork() -> bool:
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16]
+
+
+def _dump_snapshot(filename: str) -> None:
+    Path(filename).write_bytes(pickle.dumps(torch.accelerator.memory_allocated()))
+
+
+memory = SimpleNamespace(_dump_snapshot=_dump_snapshot)

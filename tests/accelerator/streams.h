@@ -23,6 +23,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -118,6 +119,7 @@ inline Block* block_of(const void* address) {
 
 inline Block* allocate(size_t size, int device, bool on_host) {
   auto* memory = static_cast<char*>(std::malloc(size ? size : 1));
+  if (!memory) throw std::runtime_error("pretended out of memory");
   std::memset(memory, POISON, size);
   std::lock_guard guard(lock);
   auto* block = new Block{

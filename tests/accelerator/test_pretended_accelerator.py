@@ -46,7 +46,7 @@ def test_its_operators_refuse_tensors_of_the_cpu() -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
-        "tied or host_memory or numbers or refuse or streams",
+        "tied or host_memory or numbers or refuse or streams or snapshot",
         pytest.param("test", marks=pytest.mark.product),
     ],
 )

@@ -70,6 +70,7 @@ def peaks(tmp_path: Path, run_in: Any, launch: Any) -> Peaks:
     ("name", "ranks"),
     [
         *[("lstm", 2), ("unet", 3), ("checkpointed", 3), ("wide,bf16", 2)],
+        ("wide,bf16-weights", 2),
         *(
             pytest.param(name, ranks, marks=pytest.mark.corpus)
             for name in ("encoder-decoder", "recommender")

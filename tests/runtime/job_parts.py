@@ -56,11 +56,11 @@ class Head(nn.Sequential):
 
 
 class Marked(Samples):
-    """Samples 4 to 7 are marked by a large number."""
+    """Four samples, 4 to 7, are marked by a large number."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 4) -> None:
         super().__init__()
-        self.vectors[4:8, 0] = 100.0
+        self.vectors[first : first + 4, 0] = 100.0
 
 
 class Ragged(Samples):
@@ -191,6 +191,21 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(x)).view(-1, 3, 4)
+
+
+class Hungry(Model):
+    """Marked samples ask for more memory than there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].insert(1, Asks())
+
+
+class Asks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().abs().max()) > 20:
+            return x + x.new_empty(1 << 50).sum()
+        return 1 * x
 
 
 class Tied(Model):

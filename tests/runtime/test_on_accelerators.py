@@ -6,6 +6,7 @@ does not magnify what is tiny.
 
 from __future__ import annotations
 
+import pickle
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,7 +43,7 @@ pytestmark = [
         pytest.param(1, 2, 1, {"schedule": "zb-h1"}, {}, "float32", id="shared, zb-h1"),
         # Models that make tensors, drop out (the same: masks follow from the seed on any device)
         # and keep statistics.
-        pytest.param(1, 2, 2, {"offload": "host"}, TIED, "float32", id="tied"),
+        pytest.param(1, 2, 2, {"offload": "host"}, TIED, "bf16-weights", id="tied"),
         pytest.param(1, 2, 2, {"recompute": "all"}, CNN, "float32", id="cnn"),
         pytest.param(1, 2, 2, {}, GPT, "float16", id="gpt"),
     ],
@@ -147,3 +148,23 @@ def test_a_rank_waits_for_its_accelerator_at_the_end_of_a_step_only(
     )
     assert max(waits) <= 6
     assert max(unpinned) <= 3  # norms and losses, which the step ends with
+
+
+@pytest.mark.mpi
+def test_a_rank_out_of_memory_leaves_a_snapshot_of_what_the_accelerator_holds(
+    make_run, work
+) -> None:
+    run = make_run(
+        1,
+        data={"factory": f"{PARTS}:Marked", "kwargs": {"first": 16}},
+        model={"factory": f"{PARTS}:Hungry"},
+        resources={"tasks_per_node": 1, "gpus_per_node": 1},
+    )
+    assert work(1, run).returncode == 1
+    (error,) = read_errors(run)
+    assert "out of memory" in error.message
+    assert error.step == 5
+    file = run.memory_of(0)
+    assert str(file) in error.cure
+    assert "pipeline.memory_limit" in error.cure
+    assert pickle.loads(file.read_bytes())
