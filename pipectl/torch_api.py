@@ -7,7 +7,8 @@ torch 2.8 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
@@ -314,6 +315,72 @@ def replaced_region_passes(
         mock.patch.object(_autocast_pass, _AUTOCAST_PASS, run),
     ):
         yield
+
+
+def autocast_kernels(kind: str) -> set[str]:
+    """Return the operators that the autocast of a kind of device changes, as ``softmax.int``."""
+    name = {"cpu": "CPU", "cuda": "CUDA"}.get(kind, kind.upper())
+    if kind == torch._C._get_privateuse1_backend_name():
+        name = "PrivateUse1"
+    known = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{name}")
+    return {each.removeprefix("aten::") for each in known if each.startswith("aten::")}
+
+
+@contextmanager
+def replaced_autocast(rules: Mapping[str, str]) -> Iterator[None]:
+    """Replace what the CPU's autocast does with some operators.
+
+    Args:
+        rules: by operator: ``wide`` converts values in half precision to float32, ``narrow``
+            converts float32 to the type of the autocast, ``none`` gives results in the types that
+            they have without autocast, except that what the operator consists of is cast.
+    """
+    key = torch._C.DispatchKey.AutocastCPU
+    rest = torch._C._dispatch_keyset_full_after(key)
+    half = torch.bfloat16, torch.float16
+
+    def widen(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype in half else value
+
+    def narrow(value: Any) -> Any:
+        is_wide = isinstance(value, Tensor) and value.dtype is torch.float32
+        return value.to(torch.get_autocast_dtype("cpu")) if is_wide else value
+
+    def kernel(name: str, rule: str) -> Callable[..., Any]:
+        operator, _, overload = name.partition(".")
+        target = getattr(getattr(_ATEN, operator), overload or "default")
+        has_parts = torch._C._dispatch_has_kernel_for_dispatch_key(
+            f"aten::{name}", "CompositeImplicitAutograd"
+        )
+
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            if rule == "none" and has_parts:
+                return target.redispatch(keys & rest, *args, **kwargs)
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                convert = narrow if rule == "narrow" else widen
+                changed, more = pytree.tree_map(convert, (args, kwargs))
+                result = target(*changed, **more)
+                if rule != "none":
+                    return result
+                types = {x.dtype for x in pytree.tree_leaves(args) if isinstance(x, Tensor)}
+                if torch.float32 in types or len(types.intersection(half)) != 1:
+                    return result
+                (own,) = types.intersection(half)  # the CPU lacks kernels for it
+                return pytree.tree_map_only(
+                    Tensor, lambda x: x.to(own) if x.dtype is torch.float32 else x, result
+                )
+
+        return run
+
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():  # of kernels that are replaced
+            warnings.simplefilter("ignore")
+            for name, rule in rules.items():
+                library.impl(name, kernel(name, rule), "AutocastCPU", with_keyset=True)  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

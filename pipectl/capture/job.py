@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture import factories
+from pipectl.capture.accelerator_autocast import autocast_of
 from pipectl.capture.batch import Reader, check_samples
 from pipectl.capture.data import Loader, check_dataset
 from pipectl.capture.deferred import Deferred
@@ -36,7 +37,7 @@ from pipectl.capture.refusals import (
     refuse_parameter_hooks,
     refuse_parts,
 )
-from pipectl.capture.regions import arithmetic, region_of
+from pipectl.capture.regions import accelerator, arithmetic, region_of
 from pipectl.capture.single import refuse_other_branch
 from pipectl.capture.stage import uses_of_parameter
 from pipectl.capture.step import Step, as_module, own_name
@@ -147,10 +148,15 @@ class CapturedJob:
 
     @contextmanager
     def arithmetic(self, device: torch.device = _CPU) -> Iterator[None]:
-        """Let ``step`` compute in the precision of the job, on a device."""
-        precision = self.spec.training.precision
+        """Let ``step`` compute in the precision of the job, on a device.
+
+        On the CPU, a job for accelerators computes in the types that these would give.
+        """
+        precision, is_elsewhere = self.spec.training.precision, device.type != "cpu"
+        kind = accelerator()[0] if self.spec.resources.gpus_per_node else "cpu"
         halves = half_weights(self.step, precision, self._deferred)
-        with arithmetic(precision, device), halves:
+        casts = autocast_of("cpu" if is_elsewhere else kind)
+        with casts, arithmetic(precision, device), halves:
             yield
 
     @property

@@ -276,6 +276,17 @@ class Asking(Layers):
         return self.head(x * 1.5 if x.dtype == torch.bfloat16 else x)
 
 
+class Reading(Layers):
+    """Reads the types of values, which the autocast of a device decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.layer_norm(self.a(x), (6,))
+        bias = torch.zeros(6, dtype=x.dtype)
+        shares = self.b(x).softmax(-1)
+        assert torch.finfo(shares.dtype).bits >= 16
+        return self.head(shares + bias.to(shares.dtype))
+
+
 # Layers that no export takes, within models that go on
 
 

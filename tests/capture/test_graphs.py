@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from pipectl.capture import CapturedGraph, Cut, build_stage
+from pipectl.capture.accelerator_autocast import autocast_of
 from pipectl.capture.job import assign_groups, find_traits
 from pipectl.capture.operators import FunctionCall
 from pipectl.capture.regions import WHOLE, Autocast, Region, arithmetic, region_of
@@ -290,6 +292,76 @@ def test_a_graph_captured_in_half_precision_gives_what_the_model_gives(make_job,
     with arithmetic("bf16", torch.device("cpu")):
         assert torch.equal(run_whole(job), job.step(*batch))
         assert job.model(batch[0]).dtype == torch.bfloat16
+
+
+TYPES_UNDER_AUTOCAST: dict[str, tuple[Any, str, str]] = {
+    "layer_norm": (lambda x: F.layer_norm(x, (4,)), "bfloat16", "float32"),
+    "rms_norm": (lambda x: F.rms_norm(x, (4,)), "bfloat16", "float32"),
+    "softmax": (lambda x: x.softmax(-1), "bfloat16", "float32"),
+    "sum": (lambda x: x.sum(), "bfloat16", "float32"),
+    "exp": (lambda x: x.exp(), "bfloat16", "float32"),
+    "pow": (lambda x: x**2, "bfloat16", "float32"),
+    "cumsum": (lambda x: x.cumsum(0), "bfloat16", "float32"),
+    "norm": (lambda x: x.norm(), "bfloat16", "float32"),
+    "mean": (lambda x: x.mean(), "bfloat16", "bfloat16"),
+    "gelu": (F.gelu, "bfloat16", "bfloat16"),
+    "cross_entropy": (lambda x: F.cross_entropy(x, torch.tensor([0, 1])), "float32", "float32"),
+    "mse_loss": (lambda x: F.mse_loss(x, x), "float32", "float32"),
+    "linear": (lambda x: F.linear(x.float(), x.float()), "bfloat16", "bfloat16"),
+    "mv": (lambda x: torch.mv(x.float(), x[0].float()), "float32", "bfloat16"),
+    "cat": (lambda x: torch.cat([x, x]), "bfloat16", "bfloat16"),
+    "cat of two": (lambda x: torch.cat([x, x.float()]), "float32", "float32"),
+    "pad": (lambda x: F.pad(x[None], (1, 1), mode="reflect"), "float32", "bfloat16"),
+    "pool": (lambda x: F.avg_pool3d(x.view(1, 2, 2, 2, 1), 1), "float32", "bfloat16"),
+    "conv": (
+        lambda x: F.conv2d(x[None, None].float(), torch.ones(1, 1, 3, 3), padding="same"),
+        "bfloat16",
+        "bfloat16",
+    ),
+}
+"""Operators on bfloat16 values, with the type of the result on CPUs and on NVIDIA's GPUs, as the
+lists of "Autocast Op Reference" in torch's documentation say."""
+
+
+@pytest.mark.parametrize("name", TYPES_UNDER_AUTOCAST)
+def test_the_autocast_of_an_accelerator_gives_its_types_on_a_cpu(name: str) -> None:
+    run, on_cpu, on_gpu = TYPES_UNDER_AUTOCAST[name]
+    values = torch.linspace(0, 1, 8).view(2, 4).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        before = run(values)
+        with autocast_of("cuda"):
+            there = run(values)
+        after = run(values)
+    assert [str(x.dtype) for x in (before, there, after)] == [
+        f"torch.{kind}" for kind in (on_cpu, on_gpu, on_cpu)
+    ]
+    torch.testing.assert_close(there.float(), before.float(), rtol=0.02, atol=0.02)
+
+
+def test_a_model_for_accelerators_is_captured_with_the_types_that_it_reads_there(
+    make_job, monkeypatch
+) -> None:
+    monkeypatch.setattr("pipectl.capture.job.accelerator", lambda: ("cuda", None))
+    training = {"steps": 1, "batch_size": 8, "precision": "bf16"}
+    for gpus, dtype in ((1, torch.float32), (0, torch.bfloat16)):
+        job = make_job("Reading", training=training, resources={"gpus_per_node": gpus})
+        nodes = {node.name: node for node in job.training_graph(4).operators}
+        for name in ("layer_norm", "softmax", "zeros"):
+            assert nodes[name].meta["val"].dtype is dtype, name
+        assert nodes["to"].args[1] is dtype
+        assert nodes["linear"].meta["val"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-weights"])
+def test_attention_stays_one_operator_whose_kernel_the_device_chooses(
+    make_job, precision: str
+) -> None:
+    """Flash and other fused kernels are behind it; its parts, such as a softmax, would be slow."""
+    job = make_job("gpt", training={"steps": 1, "batch_size": 8, "precision": precision})
+    for graph in (job.training_graph(4), job.evaluation_graph(4)):
+        targets = [str(node.target) for node in graph.operators]
+        assert targets.count("aten.scaled_dot_product_attention.default") == 2
+        assert not [each for each in targets if "softmax" in each or "matmul" in each]
 
 
 # What is known of a model
