@@ -40,7 +40,8 @@ class Device:
     Args:
         kind: name of the kind of device, e.g. ``cpu``.
         speed: relative to the device that the profile was measured on.
-        memory_bytes: memory per rank; unlimited if None.
+        memory_bytes: memory per rank. If None, that of the accelerator that the profile was
+            measured on, which its ranks share; unlimited on CPUs.
         host_link: link between a rank's memory and its host's, for offload; 10 GB/s and 10 us if
             None.
         disk_link: link to a local disk, for offload: what one rank gets while all use it; 1 GB/s
@@ -222,20 +223,19 @@ class Cluster(DataFile):
         )
         return replace(self, nodes=nodes)
 
-    def with_peak(self, flops_per_s: float | None) -> Cluster:
-        """Return the cluster with this peak on the devices whose peak the file does not state."""
-        if flops_per_s is None or all(node.device.peak_flops_per_s for node in self.nodes):
-            return self
-        nodes = tuple(
-            replace(
-                node,
-                device=replace(
-                    node.device, peak_flops_per_s=node.device.peak_flops_per_s or flops_per_s
-                ),
+    def with_figures(self, peak_flops_per_s: float | None, memory_bytes: int | None) -> Cluster:
+        """Return the cluster with these figures of a rank on the devices that have none."""
+
+        def complete(device: Device) -> Device:
+            return replace(
+                device,
+                peak_flops_per_s=device.peak_flops_per_s or peak_flops_per_s,
+                memory_bytes=device.memory_bytes or memory_bytes,
             )
-            for node in self.nodes
+
+        return replace(
+            self, nodes=tuple(replace(each, device=complete(each.device)) for each in self.nodes)
         )
-        return replace(self, nodes=nodes)
 
     def to_json(self) -> dict[str, Any]:
         """Return the documented JSON object."""

@@ -280,6 +280,9 @@ class MeasuredOn:
         measured_at: end of the measurement, in seconds since the epoch.
         seconds: duration of the measurement.
         resumed: number of measurements taken over from an interrupted attempt.
+        memory_bytes: what tensors can have of an accelerator's memory: without what the driver,
+            kernels and libraries hold, and what torch's allocator held unused while the model was
+            measured. None for CPUs.
     """
 
     kind: str
@@ -292,6 +295,7 @@ class MeasuredOn:
     measured_at: float | None = None
     seconds: float | None = None
     resumed: int = 0
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)

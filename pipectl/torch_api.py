@@ -514,6 +514,17 @@ def dump_memory(file: str) -> bool:
     return dump is not None
 
 
+def usable_bytes(device: torch.device) -> int:
+    """Return the bytes that tensors of this process can have on an accelerator, if no other process
+    takes more: not what the driver, kernels and libraries hold, nor what torch's allocator held
+    besides the tensors when most were there.
+    """
+    memory = _memory_of(device)
+    held, peak_held = memory.memory_reserved(device), memory.max_memory_reserved(device)
+    unused = max(0, peak_held - memory.max_memory_allocated(device))
+    return int(free_bytes(device) + held - unused)
+
+
 def _memory_of(device: torch.device) -> Any:
     """Return the module that counts memory: that of the kind of accelerator before torch 2.9."""
     has_counts = hasattr(torch.accelerator, "memory_allocated")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -203,7 +204,7 @@ def test_a_cluster_keeps_the_rows_of_its_devices_and_takes_others_from_a_profile
         ("cpu", "precision: bf16", "gpus_per_node: 0", None, None),
     ],
 )
-def test_the_peak_of_a_rank_follows_from_accelerator_and_precision(
+def test_peak_and_memory_of_a_rank_follow_from_accelerator_and_precision(
     kind: str, training: str, resources: str, stated: float | None, peak: float | None
 ) -> None:
     """Ranks share accelerators; what the cluster file says counts more."""
@@ -211,10 +212,14 @@ def test_the_peak_of_a_rank_follows_from_accelerator_and_precision(
         f"training: {{steps: 1, batch_size: 1, {training}}}\n"
         f"resources: {{tasks_per_node: 2, {resources}}}"
     )
-    profile = Profile("p", "test", 1, (), (), device=MeasuredOn(kind))
-    cluster = assumed_cluster("c", [2], 2, None).with_peak(stated)
+    device = MeasuredOn(kind, memory_bytes=2**30)
+    profile = Profile("p", "test", 1, (), (), device=device)
+    cluster = assumed_cluster("c", [2], 2, None).with_figures(stated, None)
     _, found = complete_cluster(spec, profile, cluster)
     assert found.peak_flops_per_s([0, 0]) == (None if peak is None else 2 * peak)
+    share = min(1.0, spec.resources.gpus_per_node / 2)
+    assert found.memory_of(0, None) == (2**30 * share if share else math.inf)
+    assert found.with_figures(None, 7).memory_of(0, None) == (2**30 * share or 7)
 
 
 def parse(text: str) -> JobSpec:

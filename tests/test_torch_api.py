@@ -21,7 +21,8 @@ OF_PYTHON = {"_asdict", "_fields", "_getframe", "_make", "_replace"}
 OF_OPERATORS = {"_log_softmax", "_softmax", "_to_copy", "_unsafe_view"}
 NEW = {  # public, but not in all releases, or not the same in all
     "Muon", "child", "children_specs", "current_accelerator", "get_gradient_edge",
-    "get_memory_info", "max_memory_allocated", "memory_allocated", "reset_peak_memory_stats",
+    "get_memory_info", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
+    "memory_reserved", "reset_peak_memory_stats",
 }  # fmt: skip
 
 

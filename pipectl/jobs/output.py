@@ -156,26 +156,31 @@ def read_profile(spec: JobSpec, path: Path) -> Profile | None:
 
 
 def complete_cluster(spec: JobSpec, profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
-    """Complete a cluster by a profile's times of rows, and by the peak of common accelerators.
+    """Complete a cluster by a profile's times of rows and memory, and by the peak of common
+    accelerators.
 
     If all times of rows are known, the profile no longer says that they are assumed.
     """
-    cluster = cluster.with_rows(profile.rows).with_peak(_peak_of_rank(spec, profile))
+    cluster = cluster.with_rows(profile.rows).with_figures(*_figures_of_rank(spec, profile))
     if all(node.device.rows is not None for node in cluster.nodes):
         others = [each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS)]
         profile = replace(profile, assumptions=tuple(others))
     return profile, cluster
 
 
-def _peak_of_rank(spec: JobSpec, profile: Profile) -> float | None:
-    """Peak FLOP/s of a rank on the accelerator that was profiled, which ranks may share."""
+def _figures_of_rank(spec: JobSpec, profile: Profile) -> tuple[float | None, int | None]:
+    """Peak FLOP/s and memory of a rank on the accelerator that was profiled, which ranks may
+    share."""
     if profile.device is None or not spec.resources.gpus_per_node:
-        return None
-    training, resources = spec.training, spec.resources
+        return None, None
+    training, resources, memory_bytes = spec.training, spec.resources, profile.device.memory_bytes
     matmul = training.float32_matmul_precision
     peak = peak_flops_per_s(profile.device.kind, training.precision, matmul)
     share = min(1.0, resources.gpus_per_node / resources.tasks_per_node)
-    return None if peak is None else peak * share
+    return (
+        None if peak is None else peak * share,
+        None if memory_bytes is None else int(memory_bytes * share),
+    )
 
 
 def read_plan(path: Path, spec: JobSpec, profile: Profile, cluster: Cluster) -> Plan | None:

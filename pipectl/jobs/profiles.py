@@ -149,9 +149,11 @@ def _measure_unless_cached(
         profile = _with_rows(profile, spec, progress, effort, directory, again=again)
     except KeyboardInterrupt as stop:
         raise Interrupted(len(journal)) from stop
+    assert profile.device is not None
     device = replace(
         device,
-        neighbours=profile.device.neighbours if profile.device else 0,
+        neighbours=profile.device.neighbours,
+        memory_bytes=profile.device.memory_bytes,
         host=socket.gethostname(),
         measured_at=time.time(),
         seconds=round(time.time() - started, 3),

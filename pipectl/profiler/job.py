@@ -138,6 +138,7 @@ def profile_job(
             torch.get_num_threads(),
             torch.__version__,
             neighbours.computing,
+            memory_bytes=device.usable_bytes(),
         )
         differing = (NOTES[readings],) if readings in NOTES else ()
         return replace(

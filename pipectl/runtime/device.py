@@ -88,6 +88,10 @@ class Device:
         if self._copy_bytes and reset_resident_peak():
             self._copy_bytes = 0
 
+    def usable_bytes(self) -> int | None:
+        """Memory that tensors of this process can have on an accelerator; None on the CPU."""
+        return None
+
     def free_bytes(self) -> int:
         """Memory that is free now."""
         return int(psutil.virtual_memory().available)
@@ -154,6 +158,10 @@ class AcceleratorDevice(Device):
     def peak_bytes(self) -> int:
         """Most bytes allocated on the accelerator."""
         return torch_api.peak_bytes(self.torch_device)
+
+    def usable_bytes(self) -> int:
+        """Bytes that tensors of this process can have there, as it has used it so far."""
+        return torch_api.usable_bytes(self.torch_device)
 
     def free_bytes(self) -> int:
         """Free bytes of the accelerator."""

@@ -321,8 +321,8 @@ class Pipeline(types.Section):
     own, which also updates the weights and receives what it needs. `auto`: apart if faster."""
     memory_limit: types.Bytes | None = None
     """Memory per rank. On CPUs: resident, the process itself included; by default and at most its
-    share of `resources.memory_per_node`, if that is given. On accelerators: allocated there; by
-    default unlimited."""
+    share of `resources.memory_per_node`, if that is given. On accelerators: of tensors; by default
+    and at most what the profile found that they can have there, or what the cluster file says."""
 
 
 class Checkpoint(types.Section):

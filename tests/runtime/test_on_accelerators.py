@@ -15,6 +15,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from pipectl.profile import Profile
 from pipectl.runs import read_errors, read_heartbeat
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
@@ -160,6 +161,8 @@ def test_a_rank_out_of_memory_leaves_a_snapshot_of_what_the_accelerator_holds(
         model={"factory": f"{PARTS}:Hungry"},
         resources={"tasks_per_node": 1, "gpus_per_node": 1},
     )
+    device = Profile.load(run.profile).device
+    assert device.memory_bytes > 2**28
     assert work(1, run).returncode == 1
     (error,) = read_errors(run)
     assert "out of memory" in error.message
