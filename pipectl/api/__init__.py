@@ -5,6 +5,9 @@ gives back what they return. It prints nothing unless asked, and no code of the 
 process.
 """
 
+from __future__ import annotations
+
+import os
 import sys
 from types import ModuleType
 
@@ -19,7 +22,8 @@ __all__ = ["Best", "Job", "Plan", "Run", "runs"]
 class _Runs(ModuleType):
     """The package `pipectl.runs`, which hides the function of that name once it is imported."""
 
-    __call__ = staticmethod(runs)
+    def __call__(self, directory: str | os.PathLike[str] | None = None) -> list[Run]:
+        return runs(directory)
 
 
 sys.modules["pipectl.runs"].__class__ = _Runs

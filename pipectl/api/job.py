@@ -42,11 +42,11 @@ class Job:
         scheduler: batch system that the job goes to, such as ``slurm``, ``local`` (this machine) or
             ``here`` (this allocation); by default that of the spec.
         changes: keys and values that replace those of ``spec``; keys within sections are joined by
-            dots: ``Job("job.yaml", **{"resources.nodes": 4})``. Functions and classes may be given
-            as such if they are in a file.
+            dots: ``Job("job.yaml", **{"resources.nodes": 4})``. A mapping replaces a whole section.
+            Functions and classes may be given as such if they are in a file.
 
-    Relative paths in a job file are relative to it; in a mapping or in ``changes``, to the working
-    directory, unless they change a job file. A job does not change after it is made.
+    Relative paths are relative to the job file; without one, to the working directory. A job does
+    not change after it is made.
 
     Raises:
         SpecError: with every problem of the spec.

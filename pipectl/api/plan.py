@@ -122,7 +122,10 @@ class Plan:
             plan=plan,
             names=names,
             pictures={"the predicted step": self.svg()},
-            warnings=[*self.warnings, *(f"assumed: {text}" for text in plan.assumptions)],
+            notes=[
+                *(("warning", text) for text in self.warnings),
+                *(("assumed", text) for text in plan.assumptions),
+            ],
         )
 
     def __rich__(self) -> Any:

@@ -93,7 +93,7 @@ class Run:
         progress: bool | Callable[[RunJson], None] = False,
         timeout_s: float | None = None,
         check: bool = True,
-    ) -> RunJson:
+    ) -> Run:
         """Wait until the run is over. Ctrl-C ends the waiting, not the run.
 
         Args:
@@ -103,7 +103,7 @@ class Run:
             check: whether to raise an error if the run did not complete.
 
         Returns:
-            Its last status.
+            The same run.
 
         Raises:
             WorkerError: it has failed or was cancelled; says why.
@@ -122,7 +122,7 @@ class Run:
                     progress(run_json(last))
         if check:
             _check_complete(last)
-        return run_json(last)
+        return self
 
     def metrics(self) -> Columns:
         """The figures of all steps: ``step``, ``loss``, ``step_time_s``, ``evaluation.loss``, ...
@@ -316,7 +316,7 @@ class Run:
                 "loss and speed": training_svg(status.curve),
                 "a step": gantt_svg(timelines, "") if timelines else "",
             },
-            warnings=self._warnings,
+            notes=[("warning", text) for text in self._warnings],
         )
 
     def __rich__(self) -> Any:
@@ -367,7 +367,6 @@ def _check_complete(status: RunStatus) -> None:
     if job.state.value == "UNKNOWN":
         raise UnknownRunError(f"{run.name}: its state is not known: {job.reason}", cure=job.cure)
     what = job.reason if failure is None else f"{failure.where}: {failure.what}"
-    cure = (
-        failure.cure if failure else job.cure
-    ) or f"run.logs(), or: pipectl logs {name_in_shell(run)}"
+    cure = failure.cure if failure else job.cure
+    cure = cure or f"see run.logs(), or: pipectl logs {name_in_shell(run)}"
     raise WorkerError(f"{run.name}: {job.state.value}" + (f": {what}" if what else ""), cure=cure)

@@ -38,8 +38,10 @@ def output(*, stderr: bool = False) -> Console:
 
 
 def _has_width(stream: TextIO) -> bool:
-    """Whether a stream is a terminal, or the user has set its width."""
-    return stream.isatty() or "COLUMNS" in os.environ
+    """Whether a stream is a terminal, or the user has set its width. What notebooks and widgets put
+    in its place may lack methods."""
+    is_terminal = getattr(stream, "isatty", lambda: False)
+    return is_terminal() or "COLUMNS" in os.environ
 
 
 def errors() -> Console:

@@ -299,7 +299,7 @@ def test_a_run_that_fails_raises_what_status_says(tiny, mpiexec):
         run.wait(progress=seen.append, timeout_s=60)
     assert error.value.cure
     assert seen[-1]["state"] == run.state == "FAILED"
-    assert run.wait(check=False)["exit_code"] == 9
+    assert run.wait(check=False).status()["exit_code"] == 9
     assert "no such device" in run.logs()
     assert run.logs(tail=0) == ""
     with pytest.raises(pipectl.UsageError, match="has the ranks 0 to 1"):
@@ -317,7 +317,7 @@ def test_waiting_can_be_interrupted_and_has_an_end(tiny, mpiexec):
         run.wait()
     assert run.state == "RUNNING"
     (run.path / "go").touch()
-    assert run.wait(check=False, timeout_s=60)["state"] == "FAILED"
+    assert run.wait(check=False, timeout_s=60).state == "FAILED"
     assert not run.cancel()
 
 

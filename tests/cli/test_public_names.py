@@ -4,6 +4,7 @@ import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,28 @@ def test_every_public_name_is_explained(name):
             assert parameter.annotation is not parameter.empty, f"{inner}: {parameter}"
             text = f"{inspect.getdoc(member)} {inspect.getdoc(thing)}"
             assert re.search(rf"\b{parameter.name}\b", text), f"{inner}: {parameter}"
+
+
+def test_the_page_has_every_call_with_its_arguments():
+    page = (Path(__file__).parents[2] / "docs" / "from-python.md").read_text("utf-8")
+    shown = re.findall(r"^\| `(\w+)\.(\w+)(\(.*?\))?( -> .*?)?` \|", page, re.MULTILINE)
+    kinds = {"job": pipectl.Job, "run": pipectl.Run}
+    for owner, name, arguments, returned in shown:
+        thing = getattr(kinds.get(owner, pipectl), name)
+        if isinstance(thing, property):
+            continue
+        signature = inspect.signature(thing)
+        parameters = [each.replace(annotation=inspect.Parameter.empty)
+                      for each in signature.parameters.values() if each.name != "self"]  # fmt: skip
+        usual = str(inspect.Signature(parameters)).replace("'", '"')
+        assert arguments == usual, name
+        assert returned in ("", f" -> {signature.return_annotation}"), name
+    named = {(owner, name) for owner, name, *_ in shown}
+    of_jobs = {("job", name) for name in MEMBERS["Job"].split()}
+    of_runs = {("run", name) for name in MEMBERS["Run"].split()}
+    plain = {("job", "name"), ("job", "scheduler"), ("job", "to_yaml"), ("run", "name"),
+             ("run", "path"), ("run", "warnings")}  # fmt: skip
+    assert named == (of_jobs | of_runs | {("pipectl", n) for n in ("Job", "Run", "runs")}) - plain
 
 
 def test_importing_pipectl_loads_nothing_and_using_it_neither_torch_nor_what_prints():
