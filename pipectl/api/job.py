@@ -61,20 +61,21 @@ class Job:
         **changes: Any,
     ) -> None:
         self._file: Path | None = None
-        self._text: bytes | None = None
-        self._changes: tuple[str, ...] = ()
+        self._directory, self._changes = Path.cwd(), tuple[str, ...]()
         if isinstance(spec, Job):
-            self._file, self._changes = spec._file, spec._changes
+            self._file, self._directory, self._changes = spec._file, spec._directory, spec._changes
             scheduler = spec.scheduler if scheduler is None else scheduler
         elif isinstance(spec, Mapping):
-            self._changes = tuple(override_texts(spec))
+            self._changes = tuple(override_texts(spec, self._directory))
         elif spec is not None:
             self._file = Path(spec).expanduser().absolute()
-        self._changes += tuple(override_texts(changes))
+            self._directory = self._file.parent
+        self._changes += tuple(override_texts(changes, self._directory))
         self._scheduler = scheduler
-        if self._file is not None:
-            self._text = _content(self._file)
-        self._read = SpecFile.read(self._file, self._changes, in_python=True)
+        self._text = None if self._file is None else _content(self._file)
+        self._read = SpecFile.read(
+            self._file, self._changes, in_python=True, directory=self._directory
+        )
         spec_read = self._read.spec()
         self._output = {"directory": str(Path(spec_read.output.directory).absolute())}
         self._spec = change(spec_read, output=self._output)

@@ -192,7 +192,7 @@ class Run:
         with at_work():
             submission = resume(
                 self._run,
-                tuple(override_texts(changes)),
+                tuple(override_texts(changes, Path.cwd())),
                 time.time(),
                 force=force,
                 trust_owner=trust_owner,

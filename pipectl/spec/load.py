@@ -132,18 +132,20 @@ class SpecFile:
         text: str | None = None,
         *,
         in_python: bool = False,
+        directory: Path | None = None,
     ) -> SpecFile:
         """The file in ``path``; see :func:`load`.
 
         Args:
-            path: None for a spec of the overrides alone; paths in it are relative to the working
-                directory.
+            path: None for a spec of the overrides alone.
             text: of the file; if given, the file is not read.
             in_python: whether the overrides are values given in Python, not options ``--set``.
+            directory: that paths are relative to if there is no file.
         """
         problems: list[Problem] = []
         if path is None:
-            root, path = Node({}, Place(IN_PYTHON), Place(IN_PYTHON)), Path.cwd() / "job"
+            root = Node({}, Place(IN_PYTHON), Place(IN_PYTHON))
+            path = Path(directory or Path.cwd(), "job")
         elif text is None:
             root = read_file(path, problems)
         else:

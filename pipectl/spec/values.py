@@ -20,32 +20,39 @@ _TO_A_FILE = (
 )
 
 
-def override_texts(values: Mapping[str, Any]) -> Iterator[str]:
+def override_texts(values: Mapping[str, Any], directory: Path) -> Iterator[str]:
     """Yield each value as ``a.b=YAML``; see :class:`pipectl.spec.SpecFile`.
 
     Args:
         values: by dotted key. Functions and classes become references to them, paths their text.
+        directory: that paths are relative to.
 
     Raises:
         SpecError: YAML has no such value, or ranks could not import a function or class.
     """
     for key, value in values.items():
         path = tuple(str(key).split("."))
-        yield f"{key}={to_yaml(_plain(value, path))}"
+        yield f"{key}={to_yaml(_plain(value, path, directory))}"
 
 
-def _plain(value: Any, path: KeyPath) -> Any:
+def _plain(value: Any, path: KeyPath, directory: Path) -> Any:
     """Plain data; ``path`` is that of the value."""
     if len(path) > MAX_DEPTH:
         raise _fault(path[:2], f"nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, Mapping):
-        return {_key(key, path): _plain(item, (*path, str(key))) for key, item in value.items()}
+        return {
+            _key(key, path): _plain(item, (*path, str(key)), directory)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple | range):
-        return [_plain(item, (*path, index)) for index, item in enumerate(value)]
+        return [_plain(item, (*path, index), directory) for index, item in enumerate(value)]
     if callable(value) and hasattr(value, "__qualname__"):
         return _reference(value, path)
     if hasattr(value, "tolist"):  # an array or number of numpy, or a tensor
-        return _plain(value.tolist(), path)
+        return _plain(value.tolist(), path, directory)
+    if isinstance(value, os.PathLike):
+        text = os.fsdecode(value)
+        return text if text[:1] in ("~", "$") else escape_path(str(directory / text))
     return _scalar(value, path)
 
 
@@ -56,9 +63,6 @@ def _scalar(value: Any, path: KeyPath) -> Any:
         return str.__str__(value)
     if isinstance(value, float):
         return float(value)
-    if isinstance(value, os.PathLike):
-        text = os.fsdecode(value)
-        return text if text[:1] in ("~", "$") else escape_path(str(Path(text).absolute()))
     raise _fault(path, f"a spec has numbers, texts, lists and mappings, not {_kind(value)}")
 
 

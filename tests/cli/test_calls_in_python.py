@@ -70,6 +70,21 @@ def test_values_keep_their_types_and_paths_are_absolute(job, place):
     assert spec.output.directory == str(place / "runs")
 
 
+def test_paths_are_relative_to_the_job_file_or_to_where_the_job_was_made(job, place, monkeypatch):
+    there = place / "there"
+    for folder in (there, place / "w"):
+        folder.mkdir()
+    made = pipectl.Job(VALUES)
+    monkeypatch.chdir(there)
+    weights = {"model": {"factory": "model:build", "weights": Path("w")}}
+    from_file, again = pipectl.Job(place / "job.yaml", **weights), pipectl.Job(made, **weights)
+    for each in (from_file, again):
+        assert Path(each._spec.model.weights) == place / "w"
+        assert each._spec.model.reference.root == place
+    assert from_file._spec.output.directory == again._spec.output.directory == str(there / "runs")
+    assert made._spec.output.directory == str(place / "runs")
+
+
 def test_functions_and_classes_become_references(job, monkeypatch):
     monkeypatch.syspath_prepend(".")
     sys.modules.pop("model", None)

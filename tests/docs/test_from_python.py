@@ -3,16 +3,19 @@
 Without nbclient its cells run here, one after the other, without being shown.
 """
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pages import CHECKOUT
+
+import pipectl
 
 PAGE = (CHECKOUT / "docs" / "from-python.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -35,14 +38,13 @@ def folder(tmp_path, monkeypatch):
 
 def run_notebook(folder: Path, python: str) -> list[Any]:
     """Run the cells; what each of them has shown."""
-    import nbformat
-    from nbclient import NotebookClient
-
+    nbformat, nbclient = map(import_module, ("nbformat", "nbclient"))
     begin = f"import sys; sys.executable = {python!r}"
     cells = [nbformat.v4.new_code_cell(text) for text in (begin, *CELLS)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, kernel_name="python3", resources=resources, timeout=500).execute()
+    settings = {"kernel_name": "python3", "resources": resources, "timeout": 500}
+    nbclient.NotebookClient(notebook, **settings).execute()
     if "PIPECTL_NOTEBOOK" in os.environ:
         nbformat.write(notebook, os.environ["PIPECTL_NOTEBOOK"])
     return [cell.outputs for cell in notebook.cells[1:]]
@@ -51,10 +53,7 @@ def run_notebook(folder: Path, python: str) -> list[Any]:
 @pytest.mark.mpi
 def test_the_page_runs_as_a_notebook(folder, warm_python, monkeypatch):
     """It plans, submits, follows, loads the best weights, and compares two runs."""
-    if (
-        importlib.util.find_spec("nbclient") is None
-        or importlib.util.find_spec("ipykernel") is None
-    ):
+    if not all(map(find_spec, ("nbclient", "ipykernel"))):
         monkeypatch.setattr(sys, "executable", warm_python)
         names: dict[str, Any] = {}
         for cell in CELLS:
@@ -86,6 +85,4 @@ def test_a_recipe_runs(folder, warm_python, name, monkeypatch):
         [sys.executable, name], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    import pipectl
-
     assert len(pipectl.runs(folder / "runs")) == (3 if package == "optuna" else 2)
