@@ -157,8 +157,8 @@ class SpecFile:
             root = _override(root, override, problems, in_python=in_python)
         if runs := os.environ.get(RUNS_VARIABLE):
             place = Place(RUNS_VARIABLE)
-            directory = Node(runs, place, place)
-            root = root.merge(Node({}, place).put(("output", "directory"), directory))
+            value = Node(runs, place, place)
+            root = root.merge(Node({}, place).put(("output", "directory"), value))
         if resolve(root.data.get("site_defaults")) is not False:
             for site in reversed(site_files() if sites is None else sites):
                 root = root.merge(_read_site(site, problems))
