@@ -194,7 +194,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the folder that all processes of a run share."""
-    if not hasattr(config, "workerinput"):  # else it is in the environment
+    if SHARED not in os.environ:  # else a run of tests has begun this process
         os.environ[SHARED] = tempfile.mkdtemp(prefix="pipectl-")  # the names of sockets are short
         os.environ[TESTS_PID] = str(os.getpid())
         config.add_cleanup(partial(shutil.rmtree, os.environ[SHARED]))

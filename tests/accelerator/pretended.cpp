@@ -3,17 +3,22 @@
 // because something stayed on the CPU fails here, and so does what would use memory too soon (see
 // streams.h).
 
-#include <ATen/ATen.h>
-#include <ATen/CPUFunctions.h>
+// The headers of single operators: those of all together take the compiler twice as long.
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
-#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -25,6 +30,11 @@
 #include <cstring>
 
 #include "streams.h"
+
+namespace at::autocast { // as ATen/autocast_mode.h declares them, which includes all operators
+TORCH_API ScalarType get_autocast_dtype(DeviceType device_type);
+TORCH_API Tensor cached_cast(ScalarType to_type, const Tensor& arg, DeviceType device_type);
+} // namespace at::autocast
 
 namespace {
 
@@ -479,12 +489,22 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
+// An operator under autocast: with its tensors in the lower precision, or in float32.
+template <bool lower>
+void cast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastPrivateUse1);
+  const auto dtype = lower ? at::autocast::get_autocast_dtype(TYPE) : at::kFloat;
+  for (auto value = stack->end() - op.schema().arguments().size(); value != stack->end(); ++value)
+    if (value->isTensor() && value->toTensor().defined())
+      *value = at::autocast::cached_cast(dtype, value->toTensor(), TYPE);
+  op.callBoxed(stack);
+}
+
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(scaled_dot_product_attention, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(layer_norm, fp32)
-  KERNEL_PRIVATEUSEONE(cross_entropy_loss, fp32)
+  for (const auto* name : {"linear", "matmul", "scaled_dot_product_attention"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cast<true>>());
+  for (const auto* name : {"layer_norm", "cross_entropy_loss"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cast<false>>());
 }
 
 } // namespace

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,12 +49,14 @@ def test_its_operators_refuse_tensors_of_the_cpu() -> None:
         pytest.param("test", marks=pytest.mark.product),
     ],
 )
-def test_what_is_for_accelerators_passes_on_it(place: Path, chosen: str) -> None:
+def test_what_is_for_accelerators_passes_on_it(
+    place: Path, warm_python: str, chosen: str
+) -> None:
     """Messages, optimizers, a GPT whose saved values go to the host; all takes two minutes."""
     options = ("-n0", "-m", "gpu", "-k", chosen, "-p", "no:cacheprovider")
     path = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *TESTS, __file__],
+        [warm_python, "-m", "pytest", *options, *TESTS, __file__],
         env={**os.environ, "PYTHONPATH": path, "PRETENDED_LATE": "1"},
         capture_output=True,
         text=True,

@@ -19,7 +19,7 @@ def build(folder: Path) -> None:
     """Compile it into a folder, with the entry point by which torch finds it."""
     folder.mkdir(parents=True, exist_ok=True)
     torch_folder = Path(torch.__file__).parent
-    options = ["-O0", "-shared", "-fPIC", "-std=c++20"]
+    options = ["-O0", "-DAT_PER_OPERATOR_HEADERS", "-shared", "-fPIC", "-std=c++20"]
     includes = [option for path in cpp_extension.include_paths() for option in ("-isystem", path)]
     libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     target = ["-o", str(folder / "libpretended.so")]

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from pipectl.capture import sources
 from pipectl.jobs import profiles
@@ -107,6 +108,7 @@ def become(client: Path, files: dict[int, int], python: str) -> None:
     os.environb.clear()
     os.environb.update(entry.split(b"=", 1) for entry in environment)
     sys.path[0] = os.getcwd()  # noqa: PTH109
+    find_accelerators()
     random.seed()
     np.random.seed()
     if words[-1] == "--multiprocessing-fork":
@@ -115,6 +117,13 @@ def become(client: Path, files: dict[int, int], python: str) -> None:
     else:
         sys.argv = words[words.index("-m") + 1 :]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def find_accelerators() -> None:
+    """Load the pretended one if it is on the path, as torch does when it is imported."""
+    if "PRETENDED_LATE" in os.environ and not hasattr(torch, "pretended"):
+        sys.path[1:1] = os.environ["PYTHONPATH"].split(os.pathsep)
+        importlib.import_module("pretended").load()
 
 
 def fork_instead_of_spawning() -> None:
