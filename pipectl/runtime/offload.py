@@ -313,7 +313,6 @@ class _Direction:
     """Copies of one direction, one after the other: a thread, and on accelerators a stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._stream = None
         enter = _do_nothing
         if device.type != "cpu":
@@ -336,12 +335,9 @@ class _Direction:
             self._stream.synchronize()
 
     def empty(self, size: int) -> Tensor:
-        """Memory of an accelerator for copies of this direction, and kernels of the rank later."""
+        """Bytes of an accelerator for copies of this direction."""
         assert self._stream is not None
-        with self._stream.entered():
-            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        memory.record_stream(torch.accelerator.current_stream(self._device))
-        return memory
+        return self._stream.empty(size, torch.uint8)
 
     def close(self) -> None:
         """End the thread; work that has not begun is not done."""

@@ -36,6 +36,17 @@ class CopyStream:
         with on_stream(self._stream):
             yield
 
+    def empty(self, sizes: Sizes, dtype: torch.dtype) -> Tensor:
+        """Memory of the accelerator that these copies fill, for kernels of the current stream.
+
+        It is allocated on the stream of the copies, and kept, when it is freed, until those kernels
+        have read it.
+        """
+        with self.entered():
+            memory = torch.empty(sizes, dtype=dtype, device=self._device)
+        memory.record_stream(torch.accelerator.current_stream(self._device))
+        return memory
+
     def synchronize(self) -> None:
         """Wait for the copies that are queued."""
         self._stream.synchronize()
@@ -44,6 +55,8 @@ class CopyStream:
 class Landing:
     """Memory of an accelerator that gets what arrives in host memory, as soon as it arrives.
 
+    It is for kernels of the stream that is current when it is made.
+
     Args:
         buffer: contiguous, pinned.
         stream: of the copies.
@@ -51,9 +64,7 @@ class Landing:
 
     def __init__(self, buffer: Tensor, stream: CopyStream, device: torch.device) -> None:
         self._stream, self._device, self._copied_bytes = stream, device, 0
-        with stream.entered():
-            self._target = torch.empty_like(buffer, device=device, pin_memory=False)
-        self._buffer = buffer
+        self._buffer, self._target = buffer, stream.empty(buffer.shape, buffer.dtype)
 
     def take(self, arrived_bytes: int) -> None:
         """Queue the copy of the bytes up to ``arrived_bytes`` that are not yet copied."""
@@ -68,9 +79,7 @@ class Landing:
         self.take(self._buffer.nbytes)
         with self._stream.entered():
             copied = mark(self._device)
-        current = torch.accelerator.current_stream(self._device)
-        current.wait_event(copied)
-        self._target.record_stream(current)
+        torch.accelerator.current_stream(self._device).wait_event(copied)
         return self._target
 
 

@@ -49,9 +49,7 @@ def test_its_operators_refuse_tensors_of_the_cpu() -> None:
         pytest.param("test", marks=pytest.mark.product),
     ],
 )
-def test_what_is_for_accelerators_passes_on_it(
-    place: Path, warm_python: str, chosen: str
-) -> None:
+def test_what_is_for_accelerators_passes_on_it(place: Path, warm_python: str, chosen: str) -> None:
     """Messages, optimizers, a GPT whose saved values go to the host; all takes two minutes."""
     options = ("-n0", "-m", "gpu", "-k", chosen, "-p", "no:cacheprovider")
     path = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH")]))

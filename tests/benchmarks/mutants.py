@@ -2,7 +2,8 @@
 
 ``faults.txt`` has a fault in three lines: the file and the tests (files or node ids), a text that
 occurs once in the file, and the text in its place. The tests run in a copy of the checkout, first
-all of them without a fault. Words choose the faults in whose lines they occur.
+all of them without a fault; those of accelerators on the pretended one of tests/accelerator. Words
+choose the faults in whose lines they occur.
 
     python tests/benchmarks/mutants.py [WORD ...]
 """
@@ -19,11 +20,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
 COPY = CHECKOUT / "build" / "faults"
+ACCELERATOR = COPY / "build" / "accelerator"
+"""A folder that makes the pretended one known to every Python that has it on its path."""
 LOADED = ("hypothesis", "llvmlite.binding", "pydantic", "pytest", "torch", "yaml")
 """What takes long to import and does not import pipectl: tests run in forks that have it."""
 LIMIT_S = 90
@@ -48,6 +52,11 @@ class Fault:
     def is_compiled(self) -> bool:
         """Whether it is in a kernel, which its tests then run as Python instead."""
         return "pipectl.compiled" in (CHECKOUT / self.file).read_text()
+
+    @property
+    def needs_accelerator(self) -> bool:
+        """Whether its tests are for accelerators."""
+        return any("_accelerators.py" in test for test in self.tests)
 
 
 def read_faults(words: Sequence[str]) -> list[Fault]:
@@ -107,7 +116,9 @@ def made(fault: Fault) -> Iterator[None]:
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def run_tests(tests: Sequence[str], limit_s: float, *, compiles: bool = True) -> int | None:
+def run_tests(
+    tests: Sequence[str], limit_s: float, *, compiles: bool, on_accelerator: bool
+) -> int | None:
     """The exit code of pytest on tests of the copy, which prints to ``COPY/output``; None if it
     took too long."""
     pid = os.fork()
@@ -117,8 +128,12 @@ def run_tests(tests: Sequence[str], limit_s: float, *, compiles: bool = True) ->
         output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.environ |= {"PYTHONPATH": str(COPY), "PIPECTL_INTERPRET": "" if compiles else "1"}
-        sys.path.insert(0, str(COPY))
+        path = [str(COPY), str(ACCELERATOR)] if on_accelerator else [str(COPY)]
+        os.environ |= {"PYTHONPATH": os.pathsep.join(path)}
+        os.environ |= {"PIPECTL_INTERPRET": "" if compiles else "1", "PRETENDED_LATE": "1"}
+        sys.path[:0] = path
+        if on_accelerator:
+            importlib.import_module("pretended").load()
         options = ("-x", "-p", "no:cacheprovider")
         os._exit(importlib.import_module("pytest").main([*options, *tests]))
     until = time.monotonic() + limit_s
@@ -138,18 +153,27 @@ def main(words: Sequence[str]) -> int:
     copy_checkout()
     for module in LOADED:
         importlib.import_module(module)
-    for compiles in (True, False):
-        chosen = [fault for fault in faults if fault.is_compiled is not compiles]
-        every = list(dict.fromkeys(test for fault in chosen for test in fault.tests))
-        start = time.monotonic()
-        if every and run_tests(every, LIMIT_S * len(every), compiles=compiles) != 0:
+    if any(fault.needs_accelerator for fault in faults):
+        sys.path.insert(0, str(CHECKOUT / "tests" / "gpu"))
+        importlib.import_module("building").build(ACCELERATOR)
+    for compiled, needs in product((False, True), repeat=2):
+        alike = [f for f in faults if (f.is_compiled, f.needs_accelerator) == (compiled, needs)]
+        every = list(dict.fromkeys(test for fault in alike for test in fault.tests))
+        start, limit_s = time.monotonic(), LIMIT_S * len(every)
+        code = every and run_tests(every, limit_s, compiles=not compiled, on_accelerator=needs)
+        if code:
             sys.exit(f"the tests fail without a fault:\n{(COPY / 'output').read_text()}")
         print(f"{len(every)} tests or files pass without a fault, {time.monotonic() - start:.0f} s")
     survivors = 0
     for fault in faults:
         start = time.monotonic()
         with made(fault):
-            code = run_tests(fault.tests, LIMIT_S, compiles=not fault.is_compiled)
+            code = run_tests(
+                fault.tests,
+                LIMIT_S,
+                compiles=not fault.is_compiled,
+                on_accelerator=fault.needs_accelerator,
+            )
         is_caught = code in (FAILED, NOT_COLLECTED, None)
         survivors += not is_caught
         word = "HANGS" if code is None else "caught" if is_caught else "SURVIVED"

@@ -120,6 +120,31 @@ def test_what_is_offloaded_comes_back_while_other_values_leave(device: Accelerat
     mover.close()
 
 
+def test_threads_work_on_the_accelerator_of_their_rank() -> None:
+    """Elsewhere, a rank would hold memory of the first one, too."""
+    index = torch.accelerator.device_count() - 1
+    device = torch.device(torch.accelerator.current_accelerator().type, index)
+    mover = Mover(None, device)
+    for direction in (mover._out, mover._in):
+        assert direction.begin(torch.accelerator.current_device_index).result() == index
+    mover.close()
+
+
+def test_host_memory_is_that_of_the_host_whatever_the_default_is(device: AcceleratorDevice) -> None:
+    vector, mover = values(device).view(torch.uint8), Mover(None, device.torch_device)
+    with torch.device(device.torch_device):
+        (back,) = mover.fetch(mover.leave([vector]).result(), [vector.numel()]).result()
+        leaves, arrives = (
+            device.messages.outgoing(vector, 1024),
+            device.messages.buffer(4, vector.dtype),
+        )
+    leaves.free[-1].synchronize()
+    assert leaves.buffer.is_pinned()
+    assert arrives.buffer.is_pinned()
+    assert torch.equal(back, vector)
+    mover.close()
+
+
 def test_places_of_offloaded_values_are_used_again(device: AcceleratorDevice) -> None:
     mover, vector = Mover(None, device.torch_device), values(device).view(torch.uint8)
     addresses = set()
