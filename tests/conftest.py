@@ -31,6 +31,8 @@ settings.load_profile("busy machines")
 
 os.environ["OMP_NUM_THREADS"] = "1"
 """Several processes share the cores; threads that wait for each other would keep them busy."""
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+"""Whoever asks for GPUs otherwise begins CUDA, which is then of no use to forks."""
 # Else each process that a test starts would compile what it imports, and each run all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -233,7 +235,10 @@ def warm_server(name: str, *modules: str, site: Path | None = None) -> str:
             )
             STARTED.append(server)
             assert server.stdout is not None
-            assert server.stdout.readline() == b"ready\n"
+            answer = server.stdout.readline()
+            assert answer in (b"ready\n", b"CUDA has begun\n")
+            if answer != b"ready\n":
+                python.write_text(f'#!/bin/sh\nexec {quote(PYTHON)} "$@"\n')
     return str(python)
 
 

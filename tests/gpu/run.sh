@@ -16,11 +16,14 @@ if [ "${1:-}" = --wheels ]; then
     mkdir -p "$WHEELS"
     platforms=$(for name in manylinux_2_28 manylinux_2_17 manylinux2014 manylinux_2_5 manylinux1; do
         echo "--platform ${name}_x86_64"; done)
+    # All that pipectl and the tests import, but torch, numpy and llvmlite, which are large.
+    names='mpich|mpi4py|pydantic|pydantic_core|annotated-types|typing-inspection|typing_extensions'
+    names="$names|typer|click|shellingham|annotated-doc|rich|markdown-it-py|mdurl|Pygments|psutil"
+    names="$names|PyYAML|safetensors|Jinja2|MarkupSafe|pytest|pluggy|iniconfig|packaging"
+    names="$names|pytest-timeout|pytest-xdist|execnet|hypothesis|sortedcontainers"
     # shellcheck disable=SC2046,SC2086
     "$PYTHON" -m pip download --quiet --no-deps --only-binary :all: --dest "$WHEELS" \
-        --python-version "${FOR:-3.12}" $platforms \
-        $(grep -E '^(mpich|mpi4py|pydantic|pydantic[-_]core|annotated-types|typing-inspection|typing[-_]extensions|typer|click)==' \
-            constraints.txt)
+        --python-version "${FOR:-3.12}" $platforms $(grep -E "^($names)==" constraints.txt)
     du -sh "$WHEELS"
     exit
 fi
@@ -38,6 +41,9 @@ site=$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')
 "$PYTHON" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' > "$site/torch.pth"
 pwd > "$site/checkout.pth"
 "$PYTHON" -m pip --python "$venv/bin/python" install --quiet --no-index --no-deps "$WHEELS"/*.whl
+"$venv/bin/python" -c 'import hypothesis, jinja2, llvmlite, mpi4py, numpy, psutil, pydantic, pytest
+import pytest_timeout, rich, safetensors, torch, typer, xdist, yaml'
+command -v "$venv/bin/mpiexec" > /dev/null
 printf '#!%s\nimport sys\nfrom pipectl.cli import main\nsys.exit(main())\n' "$venv/bin/python" \
     > "$venv/bin/pipectl"
 chmod +x "$venv/bin/pipectl"

@@ -37,11 +37,11 @@ def sleeping(device: AcceleratorDevice) -> torch.Event:
 
 
 def sleep(seconds: float) -> None:
-    """Queue a kernel that sleeps."""
+    """Queue a kernel that sleeps, at least as long."""
     if hasattr(torch.ops.pretended, "sleep"):
         torch.ops.pretended.sleep(int(seconds * 1e9))
     else:
-        torch.cuda._sleep(int(seconds * 1e9))  # about as many cycles
+        torch.cuda._sleep(int(seconds * 2.5e9))  # cycles; no GPU has more in a second
 
 
 def copies_of_unpinned_memory() -> int:
@@ -56,6 +56,23 @@ def values(device: AcceleratorDevice, count: int = 1000) -> Tensor:
     return tensor
 
 
+@pytest.fixture
+def used(device: AcceleratorDevice) -> None:
+    """All was allocated once: where a driver allocates memory, it may wait for kernels."""
+    for size in (1000, 4000):
+        staging, vector = device.messages, values(device, size)
+        leaves, arrives = staging.outgoing(vector, 1024), staging.buffer(size, vector.dtype)
+        arrives.landing.finish()
+        device.bring(torch.arange(size, dtype=vector.dtype))
+        leaves.free[-1].synchronize()
+    mover = Mover(None, device.torch_device)
+    for _ in range(2):
+        mover.fetch(mover.leave([vector.view(torch.uint8)]).result(), [4 * size]).result()
+    mover.close()
+    device.synchronize()
+
+
+@pytest.mark.usefixtures("used")
 def test_messages_pass_kernels_that_they_do_not_need(device: AcceleratorDevice) -> None:
     staging, sent = device.messages, 2 * values(device)  # which is still computed
     assert isinstance(staging, Staging)
@@ -63,12 +80,26 @@ def test_messages_pass_kernels_that_they_do_not_need(device: AcceleratorDevice) 
     busy = sleeping(device)
     leaves.free[-1].synchronize()
     arrives = staging.buffer(sent.numel(), sent.dtype)
-    arrives.buffer.copy_(torch.arange(1000))
+    arrives.buffer[:500] = torch.arange(500)
     assert arrives.landing is not None
-    arrives.landing.take(arrives.buffer.nbytes)
+    arrives.landing.take(arrives.buffer.nbytes // 2)
     device._arriving.synchronize()
     assert not busy.query()
     assert torch.equal(leaves.buffer, 2 * torch.arange(1000.0))
+    assert torch.equal(arrives.landing._target[:500].cpu(), torch.arange(500.0))  # not the rest yet
+
+
+@pytest.mark.usefixtures("used")
+def test_kernels_pass_messages_that_leave(device: AcceleratorDevice) -> None:
+    sent, kernel = values(device), torch.Event(device.torch_device)
+    with device._leaving.entered():
+        sleep(LONG_S)  # as other messages that leave
+    leaves = device.messages.outgoing(sent, 1024)
+    sent.add(1)
+    kernel.record()
+    kernel.synchronize()
+    assert not leaves.free[-1].query()
+    leaves.free[-1].synchronize()
 
 
 def test_kernels_wait_for_what_arrives(device: AcceleratorDevice) -> None:
@@ -94,6 +125,7 @@ def test_batches_arrive_whatever_their_shape(
     assert torch.equal(there.cpu(), batch)
 
 
+@pytest.mark.usefixtures("used")
 def test_batches_pass_kernels(device: AcceleratorDevice) -> None:
     batch = torch.arange(1000.0)
     busy = sleeping(device)
@@ -108,10 +140,16 @@ def test_what_is_offloaded_comes_back_while_other_values_leave(device: Accelerat
     vectors = [torch.full((size,), size % 251, dtype=torch.uint8, device="cpu") for size in sizes]
     there = [vector.to(device.torch_device) + 0 for vector in vectors]
     before = copies_of_unpinned_memory()
-    place = mover.leave(there).result()
-    sleeping(device)
-    leaving = mover.leave(there[1:])
-    back = mover.fetch(place, sizes).result()
+    for last in (False, True):  # all is allocated once: a driver may wait for kernels then
+        place = mover.leave(there).result()
+        if last:
+            sleeping(device)
+        leaving = mover.leave(there[1:])
+        back = mover.fetch(place, sizes).result()
+        if not last:
+            leaving.result()
+            del back
+            device.synchronize()
     assert not leaving.done()
     assert copies_of_unpinned_memory() == before
     for vector, found in zip(vectors, back, strict=True):

@@ -8,6 +8,7 @@ with all that the module, of tests/equality, has made. It ends with the tests.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -53,6 +54,16 @@ def load(*modules: str) -> None:
     vars(sources)["_began_s"] = None
     vars(code)["_loaded"].clear()
     gc.freeze()  # what is loaded is shared with the forks for as long as nobody writes to it
+
+
+def cuda_has_begun() -> bool:
+    """Whether a library has asked CUDA for anything here: no fork can use it then."""
+    not_initialized = 3
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != not_initialized
 
 
 def accepted(listener: socket.socket, tests: int) -> socket.socket | None:
@@ -140,6 +151,9 @@ def fork_instead_of_spawning() -> None:
 
 def main(folder: Path, *modules: str) -> None:
     load(*modules)
+    if cuda_has_begun():
+        print("CUDA has begun", flush=True)
+        return
     tests = os.pidfd_open(int(os.environ["PIPECTL_TESTS_PID"]))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "socket"))
