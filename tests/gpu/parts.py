@@ -6,11 +6,13 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).resolve().parent
-OUT = Path(os.environ["PIPECTL_GPU_OUT"])
+JOBS = Path(os.environ["PIPECTL_GPU_JOBS"])
 JOB = HERE / "job.yaml"
 EMULATED = "PIPECTL_GPU_CHECKS" in os.environ
 MIB = 2**20
@@ -29,22 +31,36 @@ def tell(**figures: object) -> None:
     print(json.dumps(figures), flush=True)
 
 
-def pipectl(*arguments: str, may_fail: bool = False) -> str:
-    """Run a command in a folder of its own; returns what it prints."""
-    print("$ pipectl", *arguments, flush=True)
-    folder = OUT / "jobs"
-    folder.mkdir(exist_ok=True)
-    done = subprocess.run(
+def pipectl(*arguments: str, may_fail: bool = False, limit_s: float | None = None) -> str:
+    """Run a command in a folder of its own; returns what it prints.
+
+    What takes longer than its limit is killed, with all that it started.
+    """
+    with subprocess.Popen(
         ["pipectl", *arguments],
-        cwd=folder,
+        cwd=JOBS,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    print(done.stdout, flush=True)
-    if done.returncode and not may_fail:
-        raise SystemExit(f"exit code {done.returncode}")
-    return done.stdout
+        start_new_session=limit_s is not None,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            said, _ = process.communicate()
+            said += "\ntoo long"
+    print("$ pipectl", *arguments, f"\n{said}", flush=True)
+    if process.returncode and not may_fail:
+        raise SystemExit(said.strip().splitlines()[-1])
+    return said
+
+
+def submit(*keys: str) -> None:
+    """Run the job with some keys."""
+    if EMULATED:  # what is measured counts for nothing
+        pipectl("profile", str(JOB), "--effort", "fast", *keys)
+    pipectl("submit", str(JOB), "--wait", *keys)
 
 
 def setting(**keys: object) -> list[str]:
@@ -89,38 +105,59 @@ def tests() -> None:
     files = [
         f"tests/runtime/test_{name}.py" for name in ("streams_of_accelerators", "on_accelerators")
     ]
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n0", "-m", "gpu", *files])
+    options = ["-n0", "-m", "gpu", "-v", "--durations=8", "-p", "no:cacheprovider"]
+    if EMULATED:  # on two cores
+        options += ["-k", "streams or host_memory or numbers or tied"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *options, *files])
     if done.returncode:
         raise SystemExit(done.returncode)
 
 
 SETTINGS: dict[str, tuple[int, dict[str, object]]] = {
     "1f1b, 2 ranks": (2, {}),
-    "zb-h1": (2, {"pipeline__schedule": "zb-h1"}),
     "offload to the host": (2, {"pipeline__offload": "host"}),
-    "recompute": (2, {"pipeline__recompute": "all"}),
+    "zb-h1": (2, {"pipeline__schedule": "zb-h1"}),
     "bf16": (2, {"training__precision": "bf16"}),
-    "float16": (2, {"training__precision": "float16"}),
     "interleaved": (2, {"pipeline__schedule": "interleaved", "pipeline__stages": 4}),
     "backward apart": (2, {"pipeline__backward": "apart"}),
     "1f1b, 4 ranks": (4, {}),
+    "float16, with a loss scale": (2, {"training__precision": "float16"}),
+    "recompute": (2, {"pipeline__recompute": "all"}),
     "compiled": (2, {"training__compile": True}),
+    "dropout, against one rank": (2, {"model__kwargs__dropout": 0.1}),
 }
+"""Ranks and keys; the most valuable ones first."""
 
 
 def equality() -> None:
-    """Trainings of ranks that share the accelerator against one process without a pipeline."""
-    wrong = []
-    for name, (ranks, keys) in SETTINGS.items():
+    """Trainings of ranks that share the accelerator against a plain loop in one process."""
+    end_s = float(os.environ["PIPECTL_GPU_UNTIL"]) - 5  # by the clock of all processes
+    usual: dict[str, object] = {"model__kwargs__dropout": 0.0}
+    steps, wrong = tuple[str, ...](), list[str]()
+    if EMULATED:
+        usual |= {"model__kwargs__width": 32, "model__kwargs__layers": 3}
+        steps = ("--steps", "2")
+    pipectl("profile", str(JOB), "--effort", "fast", *setting(**usual))  # which most settings share
+
+    def verify(name: str) -> str:
+        ranks, keys = SETTINGS[name]
+        left_s = end_s - time.monotonic()
         if EMULATED and name == "compiled":
-            continue
+            return "not emulated"
+        if left_s < 2:
+            return "NO TIME"
+        keys = setting(**usual | keys)
+        command = ("lab", "verify", str(JOB), *steps, "--ranks", str(ranks), *keys)
         try:
-            text = pipectl("lab", "verify", str(JOB), "--ranks", str(ranks), *setting(**keys))
-        except SystemExit:
-            wrong.append(name)
-            tell(**{name: "DIFFERENT"})
-        else:
-            tell(**{name: text.strip().splitlines()[-1]})
+            return pipectl(*command, limit_s=min(60, left_s)).strip().splitlines()[-1]
+        except SystemExit as words:
+            return f"WRONG: {words}"
+
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(max(1, min(4, cores // 4))) as threads:
+        for name, words in zip(SETTINGS, threads.map(verify, SETTINGS), strict=True):
+            tell(**{name: words})
+            wrong += [name] if words.startswith(("NO TIME", "WRONG")) else []
     if wrong:
         raise SystemExit("; ".join(wrong))
 
@@ -135,7 +172,7 @@ def races() -> None:
         pipeline__offload="host",
         environment__variables={"PIPECTL_CHECK_MESSAGES": "1"},
     )
-    pipectl("submit", str(JOB), "--wait", *keys)
+    submit(*keys)
     tell(checked_steps=steps)
 
 
@@ -152,7 +189,7 @@ def rows() -> None:
         training__steps=12,
         model__kwargs__width=64 if EMULATED else 1024,
     )
-    pipectl("submit", str(JOB), "--wait", *keys)
+    submit(*keys)
     from pipectl.runs import RunDirectory
     from pipectl.timeline import Timeline
 
@@ -202,9 +239,10 @@ def timed() -> Iterator[list[float]]:
 
 def messages() -> None:
     """Two ranks on the accelerator: time of messages through host memory, one way."""
-    program = [sys.executable, "-m", "mpi4py", str(HERE / "messages.py")]
     launcher = shutil.which("mpiexec")
     assert launcher is not None
+    python = shutil.which("python") if EMULATED else sys.executable  # the former forks
+    program = [str(python), "-m", "mpi4py", str(HERE / "messages.py")]
     done = subprocess.run([launcher, "-n", "2", *program], stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     if done.returncode:
@@ -224,9 +262,10 @@ MODELS: dict[str, dict[str, object]] = {
 
 def prediction() -> None:
     """Predicted against measured step and memory."""
-    chosen: Sequence[str] = [*MODELS][:1] if EMULATED else [*MODELS]
-    for name in chosen:
-        pipectl("submit", str(JOB), "--wait", *setting(training__steps=30, **MODELS[name]))
+    models = {"gpt, 4 x 64": {"model__kwargs__width": 64}} if EMULATED else MODELS
+    steps = 10 if EMULATED else 30
+    for name, keys in models.items():
+        submit(*setting(training__steps=steps, **keys))
         found = status()
         tell(**{name: {key: found[key] for key in ("measured_over_predicted", "peaks")}})
 
@@ -240,7 +279,7 @@ def overhead() -> None:
         training__steps=40 if not EMULATED else 8,
         model__kwargs__width=width,
     )
-    pipectl("submit", str(JOB), "--wait", *keys)
+    submit(*keys)
     ours = status()["step_time_s"]
     assert isinstance(ours, float)
     sys.path.insert(0, str(HERE.parents[1] / "configs" / "models"))

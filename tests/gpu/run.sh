@@ -3,7 +3,7 @@
 # packages that it lacks come along as wheels.
 #
 #   tests/gpu/run.sh --wheels           download them into build/wheels, on a machine with a network
-#   tests/gpu/run.sh [OUT]              check; OUT (build/gpu) gets results.json, results.md and logs
+#   tests/gpu/run.sh [OUT]              check; OUT (build/gpu) gets results.json, results.md, parts.log
 #   tests/gpu/run.sh --emulated [OUT]   the same with the pretended accelerator of tests/accelerator
 #
 # PYTHON (python3) has torch; --emulated needs one that has pipectl and its test packages. WHEELS
