@@ -7,6 +7,7 @@ torch 2.8 to 2.15.
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,12 +31,14 @@ from torch._subclasses.fake_tensor import (
 from torch.amp import autocast_mode
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.fx.experimental.proxy_tensor import (
+    PreDispatchTorchFunctionMode,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.proxy import TracerBase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -44,6 +47,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._traceback import CapturedTraceback
 
 __all__ = [
     "BatchNorm",
@@ -381,6 +385,52 @@ def replaced_autocast(rules: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def replaced_choice_of_lines(
+    choose: Callable[[traceback.StackSummary], traceback.StackSummary],
+) -> Iterator[None]:
+    """Let a function choose the frames by which a trace names the line of an operator.
+
+    Until torch 2.8, this is no function that another could take the place of.
+    """
+    name, create = "_filter_traceback_frames", TracerBase.create_node
+
+    def create_node(self: TracerBase, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        node = create(self, kind, *args, **kwargs)
+        if kind not in ("placeholder", "output") and "stack_trace" not in node.meta:
+            frames = choose(CapturedTraceback.extract().summary())  # type: ignore[no-untyped-call]
+            node.meta.update({"stack_trace": "".join(frames.format()).strip()} if frames else {})
+        return node
+
+    with (
+        mock.patch.object(TracerBase, name, lambda _, frames: choose(frames))
+        if hasattr(TracerBase, name)
+        else mock.patch.object(TracerBase, "create_node", create_node)
+    ):
+        yield
+
+
+@contextmanager
+def switched_gradients() -> Iterator[None]:
+    """Let a trace switch gradients on and off as it notes that the model does.
+
+    Until torch 2.8, it only notes it: what ends an inner ``no_grad`` switches gradients on in the
+    outer one, too, and a model that asks ``is_grad_enabled()`` or ``requires_grad`` is misled.
+    """
+    trace = PreDispatchTorchFunctionMode.__torch_function__
+
+    def switch(
+        self: Any, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = trace(self, func, types, args, kwargs)
+        if func is SET_GRADIENTS:
+            func(*args)
+        return result
+
+    with mock.patch.object(PreDispatchTorchFunctionMode, "__torch_function__", switch):
+        yield
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import traceback
 from collections.abc import Iterator
 from unittest import mock
 
@@ -309,6 +310,57 @@ def test_an_export_shows_regions_and_gives_the_states_of_lstms_their_sizes() -> 
     assert program.module()(x).item() == pytest.approx(model(x).item())
     spec = program.call_spec.in_spec
     assert str(api.part_of(spec, 0)) == str(api.pytree.tree_structure((x,)))
+
+
+class Switching(nn.Module):
+    """Switches gradients on and off within each other, and asks whether they are on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            with torch.no_grad():
+                y = x.sin()
+            with torch.enable_grad():
+                z = x.cos()
+            u = x.neg() if torch.is_grad_enabled() else x.exp()
+        return x.tan() * y * z * u
+
+
+def test_gradients_are_off_in_a_trace_where_they_are_off_in_the_model() -> None:
+    state: dict[object, bool] = {}
+
+    def replace(module: fx.GraphModule, signature: object, _: list) -> tuple:
+        gradients = True
+        for node in module.graph.nodes:
+            if node.target is api.SET_GRADIENTS:
+                gradients = node.args[0]
+            state[str(node.target)] = gradients
+        return module, signature
+
+    with api.replaced_region_passes(replace), api.switched_gradients():
+        torch.export.export(Switching(), (torch.ones(3, requires_grad=True),), strict=False)
+    assert torch.is_grad_enabled()
+    names = ("sin", "cos", "neg", "exp", "tan")
+    found = {name: state.get(f"aten.{name}.default") for name in names}
+    assert found == {"sin": False, "cos": True, "neg": None, "exp": False, "tan": True}
+
+
+def loss_of(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+class OfAFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return loss_of(x)
+
+
+def test_the_lines_of_operators_are_those_that_were_chosen() -> None:
+    def choose(frames: traceback.StackSummary) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list([f for f in frames if f.name == loss_of.__name__])
+
+    with api.replaced_choice_of_lines(choose):
+        program = torch.export.export(OfAFunction(), (torch.ones(3),), strict=False)
+    (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    assert node.meta["stack_trace"].splitlines()[1:] == ["    return x.sin()"]
 
 
 def test_a_node_is_named_after_its_target() -> None:

@@ -32,7 +32,7 @@ from pipectl.capture.refusals import (
 from pipectl.capture.step import Step, own_name
 from pipectl.capture.tensors import octets_of
 from pipectl.errors import CaptureError
-from pipectl.torch_api import OpOverload, pytree, schema_of
+from pipectl.torch_api import CHECKS, OpOverload, pytree, schema_of
 
 _SAMPLES, _POSITIONS = 0, 1
 """Dimensions of a batch that an export may leave free: the second one of padded fields only."""
@@ -236,7 +236,7 @@ def _used(graph: fx.Graph, constants: Collection[str]) -> set[fx.Node]:
 def _acts(node: fx.Node) -> bool:
     """Return whether an operator may do more than to return values and to write its arguments."""
     if isinstance(node.target, OpOverload):
-        return not schema_of(node.target).returns
+        return node.target not in CHECKS and not schema_of(node.target).returns
     return getattr(node.target, "__module__", "") not in ("_operator", "math", "torch")
 
 

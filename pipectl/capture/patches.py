@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
-from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -54,9 +53,11 @@ from pipectl.torch_api import (
     pytree,
     refused_gradients,
     rename,
+    replaced_choice_of_lines,
     replaced_mask_check,
     replaced_region_passes,
     states_of_lstms,
+    switched_gradients,
     track_tensor_tree,
     untouched_by_modes,
     without_hooks,
@@ -101,7 +102,7 @@ def _recorded_lines() -> Iterator[None]:
 
     is_users = cache(is_user_code)
 
-    def keep(_: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
+    def keep(frames: traceback.StackSummary) -> traceback.StackSummary:
         first = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
         return traceback.StackSummary.from_list(
             [
@@ -111,7 +112,7 @@ def _recorded_lines() -> Iterator[None]:
             ]
         )
 
-    with mock.patch.object(TracerBase, "_filter_traceback_frames", keep, create=True):
+    with replaced_choice_of_lines(keep):
         yield
 
 
@@ -356,6 +357,7 @@ def _marked_regions() -> Iterator[None]:
         torch.set_grad_enabled(self.pipectl_before)
 
     with (
+        switched_gradients(),
         replaced_region_passes(mark_regions),
         mock.patch.object(torch.inference_mode, "__enter__", enter),
         mock.patch.object(torch.inference_mode, "__exit__", leave),
