@@ -72,12 +72,12 @@ def is_ours(error: BaseException) -> bool:
 
 def fault_of(error: BaseException) -> FaultError:
     """Return the error that reports an exception as a fault of pipectl, without its details."""
-    from pipectl.versions import installed_versions, untested_torch
+    from pipectl.versions import installed_versions, untested
 
     first = next(iter(str(error).strip().splitlines()), "")
     what = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    untested = untested_torch()
-    versions = f"{installed_versions()} ({untested})" if untested else installed_versions()
+    warnings = "; ".join(filter(None, map(untested, ("torch", "typer"))))
+    versions = f"{installed_versions()} ({warnings})" if warnings else installed_versions()
     fault = FaultError(f"this is a fault of pipectl, not of your job: {what}", cure=versions)
     fault.__cause__ = error
     return fault

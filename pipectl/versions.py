@@ -1,4 +1,4 @@
-"""The versions of torch that pipectl was tested with, and the versions that are installed."""
+"""The versions of torch and typer that pipectl was tested with, and those that are installed."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from pipectl import __version__
 
 OLDEST_TORCH, NEWEST_TORCH = "2.8", "2.15"
 """The first and the last release of torch that pipectl was tested with."""
+OLDEST_TYPER, NEWEST_TYPER = "0.28", "0.29"
+"""Those of typer, whose inside the commands use."""
+_TESTED = {"torch": (OLDEST_TORCH, NEWEST_TORCH), "typer": (OLDEST_TYPER, NEWEST_TYPER)}
 _DRIVER = re.compile(r"\blib(cuda|nvidia-ml|amdhip64|ze_loader|level_zero)\.so")
 _ILLEGAL = 4
 """The signal SIGILL."""
 
 
-def tested_torch() -> str:
+def tested(package: str) -> str:
     """Return the tested range: ``torch 2.8 to 2.15``."""
-    return f"torch {OLDEST_TORCH} to {NEWEST_TORCH}"
+    return "{} {} to {}".format(package, *_TESTED[package])
 
 
-def untested_torch() -> str:
-    """Return a warning if the installed torch is outside the tested range, else an empty text."""
-    installed = installed_version("torch")
+def untested(package: str) -> str:
+    """Return a warning if the package is installed outside the tested range, else an empty text."""
+    installed = installed_version(package)
     release, oldest, newest = (
         [int(number) for number in re.findall(r"\d+", text or "")[:2]]  # major and minor
-        for text in (installed, OLDEST_TORCH, NEWEST_TORCH)
+        for text in (installed, *_TESTED[package])
     )
     if installed is None or oldest <= release <= newest:
         return ""
-    return f"tested with {tested_torch()}; this is {installed}"
+    return f"tested with {tested(package)}; this is {installed}"
 
 
 def cure_of_torch(fault: str, signal: int = 0) -> str:
@@ -40,7 +43,7 @@ def cure_of_torch(fault: str, signal: int = 0) -> str:
     """
     again = "install torch again (pip install --force-reinstall torch)"
     if "No module named 'torch'" in fault:
-        return f"pip install torch; tested are {tested_torch()}"
+        return f"pip install torch; tested are {tested('torch')}"
     if missing := re.search(r"No module named '([\w.]+)'", fault):
         return (
             f"torch is installed, but not all that it needs: pip install {missing[1]}, or {again}"

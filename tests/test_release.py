@@ -24,7 +24,7 @@ from pages import CHECKOUT
 
 import pipectl
 from pipectl import versions
-from pipectl.versions import NEWEST_TORCH, OLDEST_TORCH
+from pipectl.versions import NEWEST_TORCH, OLDEST_TORCH, OLDEST_TYPER
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -93,9 +93,11 @@ def test_lower_bounds_are_the_versions_that_were_tried() -> None:
         assert Version(tried[name]) in Requirement(f"{name}{versions}").specifier, name
 
 
-def test_the_bounds_of_torch_are_the_releases_that_were_tested() -> None:
-    torch = next(one for one in map(Requirement, PROJECT["dependencies"]) if one.name == "torch")
-    assert torch.specifier == SpecifierSet(f">={OLDEST_TORCH}"), "a new release gives a warning"
+def test_the_lower_bounds_are_the_first_releases_that_were_tested_and_none_is_an_upper() -> None:
+    bounds = {one.name: one.specifier for one in map(Requirement, PROJECT["dependencies"])}
+    assert bounds["torch"] == SpecifierSet(f">={OLDEST_TORCH}"), "a new release gives a warning"
+    assert bounds["typer"] == SpecifierSet(f">={OLDEST_TYPER}")
+    assert {bound.operator for every in bounds.values() for bound in every} == {">="}
     assert f"\nTORCH ?= {NEWEST_TORCH}\n" in (CHECKOUT / "Makefile").read_text()
 
 
@@ -122,7 +124,7 @@ def test_a_torch_outside_the_tested_range_is_named_beside_it(
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     fault = f"tested with torch 2.8 to 2.15; this is {version}"
-    assert versions.untested_torch() == ("" if tested else fault)
+    assert versions.untested("torch") == ("" if tested else fault)
 
 
 def test_a_report_has_the_versions_of_all_that_takes_part() -> None:

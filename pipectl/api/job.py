@@ -28,7 +28,7 @@ from pipectl.profile import Profile
 from pipectl.spec import JobSpec, Point, SpecFile, dump, override_texts
 from pipectl.spec.document import MAX_BYTES
 from pipectl.units import plural
-from pipectl.versions import untested_torch
+from pipectl.versions import untested
 
 Effort = Literal["fast", "normal", "thorough"]
 
@@ -237,7 +237,7 @@ class Job:
             jobs = prepare(spec, system, report, points=points, apart=True)
         at_once = None if spec.sweep is None else spec.sweep.at_once
         submissions = submit(jobs, time.time(), wait_for, at_once=at_once)
-        own = [warning_of_code(spec, self._file or Path.cwd()), untested_torch()]
+        own = [warning_of_code(spec, self._file or Path.cwd()), untested("torch")]
         return [
             Run._of(each.run, (*own, *_warnings_of(job), each.warning))
             for each, job in zip(submissions, jobs, strict=True)

@@ -131,10 +131,11 @@ def _status(job_id: str) -> JobStatus:
         job = _Process.parse(job_id)
     except SchedulerError as error:
         return JobStatus(JobState.UNKNOWN, reason=error.message, source="process")
-    state, reason, nodes = JobState.FAILED, "", job.host
+    state, reason, nodes, cure = JobState.FAILED, "", job.host, ""
     if not job.here:
         state, nodes = JobState.UNKNOWN, ""
         reason = f"started on {job.host}; its processes cannot be seen from here"
+        cure = f"repeat the command on {job.host}; `pipectl logs` shows here what it has printed"
     elif job.waiting and job.alive:  # the process is the script of its array
         state, reason, nodes = JobState.QUEUED, "waits for its turn", ""
     elif job.waiting:
@@ -143,4 +144,4 @@ def _status(job_id: str) -> JobStatus:
         state = JobState.RUNNING
     else:
         reason = "its process is gone and left no exit code: killed, or the machine restarted"
-    return JobStatus(state, reason=reason, nodes=nodes, source="process")
+    return JobStatus(state, reason=reason, nodes=nodes, source="process", cure=cure)

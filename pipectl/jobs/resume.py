@@ -153,7 +153,9 @@ def _refuse_unfinished(run: RunDirectory, record: Record, now: float, *, force: 
     if job.state is JobState.UNKNOWN and not force:
         raise UsageError(
             f"{run.name}: it is not known whether it has ended: {job.reason}",
-            cure="if you know that it has: pipectl resume --force",
+            cure="\n".join(
+                filter(None, (job.cure, "if you know that it has: pipectl resume --force"))
+            ),
         )
     if job.state.alive:
         raise UsageError(

@@ -122,7 +122,8 @@ def decide_state(
     end = "no exit code in the run directory"
     if may_go_on:
         end = "stopped at a checkpoint, and may continue"
-    return JobStatus(JobState.UNKNOWN, reason="; ".join([*first, reason, end, last]), source="none")
+    reason, cure = "; ".join([*first, reason, end, last]), listed.cure if listed else ""
+    return JobStatus(JobState.UNKNOWN, reason=reason, source="none", cure=cure)
 
 
 def _state_of_code(code: int, *, cancelled: bool) -> JobStatus:

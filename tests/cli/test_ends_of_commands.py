@@ -128,6 +128,22 @@ def test_on_a_terminal_an_error_is_wrapped_between_words_and_its_cure_is_whole(s
     ]
 
 
+def test_a_typer_that_was_not_tested_and_lacks_something_is_named(tmp_path):
+    (tmp_path / "typer").mkdir()
+    (tmp_path / "typer" / "__init__.py").touch()
+    metadata = tmp_path / "typer-0.99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Name: typer\nVersion: 0.99.0\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "pipectl", "--version"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    first, second = done.stderr.splitlines()
+    assert first.startswith("error: typer cannot be used (No module named 'typer.core'")
+    assert first.endswith("): tested with typer 0.28 to 0.29; this is 0.99.0")
+    assert second == "  install typer 0.28 to 0.29: pip install 'typer==0.29.*'"
+
+
 def test_a_fault_of_ours_is_called_one_and_its_details_are_kept_for_the_user_alone(
     capsys, monkeypatch, tmp_path
 ):

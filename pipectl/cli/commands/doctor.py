@@ -39,7 +39,7 @@ from pipectl.runs.readers import AS_ROOT, CURE_OF_ROOT
 from pipectl.spec import JobSpec, load
 from pipectl.spec.launch import Launch
 from pipectl.units import format_bytes, format_time
-from pipectl.versions import cure_of_torch, tested_torch, untested_torch
+from pipectl.versions import cure_of_torch, tested, untested
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 _INDENT = 19
@@ -167,9 +167,9 @@ def _check_torch() -> Iterator[Finding]:
         yield Finding("torch", "fail", text, cure_of_torch(fault, number))
         return
     name, kind, count, built_for = json.loads(result.stdout.splitlines()[-1])
-    untested = untested_torch()
-    cure = f"if something fails, install {tested_torch()}"
-    yield assess("torch", untested or name, cure if untested else "")
+    warning = untested("torch")
+    cure = f"if something fails, install {tested('torch')}"
+    yield assess("torch", warning or name, cure if warning else "")
     if not kind:
         yield assess("accelerators", "none: ranks compute on cores")
         return

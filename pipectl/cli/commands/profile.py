@@ -27,7 +27,7 @@ from pipectl.profile import Profile
 from pipectl.report.charts import bandwidth, format_size, list_measured_links
 from pipectl.spec import JobSpec, load
 from pipectl.units import format_bytes, format_time, plural
-from pipectl.versions import untested_torch
+from pipectl.versions import untested
 
 
 def command(
@@ -56,7 +56,7 @@ def command(
     if not links:
         restart_for_job(spec, job)
     warn(warning_of_code(spec, job))
-    warn(untested_torch())
+    warn(untested("torch"))
     batch_system = choose_scheduler(spec, scheduler)
     spec = fit_to_allocation(spec, batch_system)
     path = output_file or (cluster_path(spec) if links else profile_path(spec))

@@ -39,7 +39,7 @@ from pipectl.jobs.output import plan_path, profile_path
 from pipectl.jobs.prepare import prepare
 from pipectl.runs import RunDirectory, SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
-from pipectl.versions import untested_torch
+from pipectl.versions import untested
 
 _OF_BATCH_SYSTEMS = frozenset({"--partition", "--queue", "--account", "--gres"})
 """Options that set keys of some batch systems."""
@@ -112,7 +112,7 @@ def command(
         unused -= {"--gres"}
     opt.refuse(context, " ".join(unused), f"is not used with {batch_system}", cure="leave it out")
     warn(warning_of_code(spec, job))
-    warn(untested_torch())
+    warn(untested("torch"))
     if dry_run or test_only:
         _show_script(spec, points, batch_system, job, test_only=test_only)
     else:
