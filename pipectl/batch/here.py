@@ -61,6 +61,7 @@ class HereScheduler(LocalScheduler):
         resources = request.resources
         # Measuring is for a node, and the shell of salloc may be on another machine.
         cores = resources.tasks_per_node * resources.cpus_per_task
+        cores = min(cores, allocation.cores_per_node or cores)  # srun refuses more
         options = ("--nodes=1", "--ntasks=1", f"--cpus-per-task={cores}", "--cpu-bind=none")
         is_elsewhere = not allocation.is_on_node
         return render_script(

@@ -101,6 +101,9 @@ def test_a_model_is_measured_on_a_node_also_from_the_shell_of_salloc(
     script = get_scheduler("here").render(request)
     on_node = "srun --nodes=1 --ntasks=1 --cpus-per-task=6 --cpu-bind=none --mpi=none"
     assert f"\nrun with_variables {on_node} measure it ||" in script
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "8(x2),4")
+    assert " --cpus-per-task=4 " in get_scheduler("here").render(change(request, cpus_per_task=5))
+    monkeypatch.delenv("SLURM_JOB_CPUS_PER_NODE")
     boxes = (Container(image="/x.sif", runtime=name) for name in ("apptainer", "pyxis"))
     inside = [change(request, container=box) for box in boxes]
     script, by_srun = map(get_scheduler("here").render, inside)
