@@ -72,10 +72,6 @@ SKIP = Feature("training.on_nonfinite", "skip", "stop")
 EVALUATION = Feature("evaluation")
 EARLY_STOPPING = Feature("evaluation.early_stopping")
 TIED = Feature("model", words="a weight that several operators use")
-FEATURES = (
-    APART, RECOMPUTE, BLOCKS, OFFLOAD, WARM_UP, REPLICAS, SHARD, MICRO_BATCHES, COMPILE, CLIP,
-    FLOAT16, BF16_WEIGHTS, SKIP, EVALUATION, EARLY_STOPPING, TIED,
-)  # fmt: skip
 Part = Feature | Trait
 
 
