@@ -26,6 +26,9 @@ from pipectl.units import did_you_mean
 _USER = "pipectl_user_"
 """Begins the names of modules that are imported from files."""
 _KNOWN = {
+    "does not have a deterministic implementation": (
+        "set training.deterministic: false, or compute this by other operators"
+    ),
     r"compiled with CUDA|(No|no) (CUDA|HIP)|NVIDIA driver|invalid device ordinal|same device": (
         "leave .cuda() and .to(device) out of the model, the loss and the data: pipectl moves them "
         "to the accelerators of the job (resources.gpus_per_node)"

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from pipectl.capture.factories import known_cure
 from pipectl.errors import CaptureError
 from pipectl.torch_api import (
     ENTER_AUTOCAST,
@@ -155,6 +156,7 @@ def _devices(captured: str) -> Iterator[str]:
 
 _DTYPES = {"bf16": torch.bfloat16, "float16": torch.float16}
 _MISSING = re.compile("not implemented for|could not create a primitive|not supported|Half")
+_NOT_DETERMINISTIC = "does not have a deterministic implementation"
 _NOTHING = nullcontext()
 
 
@@ -176,7 +178,8 @@ def casts(precision: str) -> bool:
 
 @contextmanager
 def missing_kernels(operator: str, precision: str, device: torch.device) -> Iterator[None]:
-    """Name the operator that has no ``float16`` kernel; CPUs lack some.
+    """Name the operator that has no ``float16`` kernel, of which CPUs lack some, or no kernel that
+    is deterministic.
 
     Raises:
         CaptureError: the code inside failed as torch does if a kernel is missing.
@@ -185,6 +188,11 @@ def missing_kernels(operator: str, precision: str, device: torch.device) -> Iter
         yield
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
+        if _NOT_DETERMINISTIC in first:
+            raise CaptureError(
+                f"model: {operator} has no deterministic variant on {device.type}",
+                cure=known_cure(error),
+            ) from error
         if precision != "float16" or not _MISSING.search(first):
             raise
         raise CaptureError(

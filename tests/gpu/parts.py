@@ -118,6 +118,7 @@ SETTINGS: dict[str, tuple[int, dict[str, object]]] = {
     "offload to the host": (2, {"pipeline__offload": "host"}),
     "zb-h1": (2, {"pipeline__schedule": "zb-h1"}),
     "bf16": (2, {"training__precision": "bf16"}),
+    "bf16 weights": (2, {"training__precision": "bf16-weights"}),
     "interleaved": (2, {"pipeline__schedule": "interleaved", "pipeline__stages": 4}),
     "backward apart": (2, {"pipeline__backward": "apart"}),
     "1f1b, 4 ranks": (4, {}),

@@ -33,6 +33,13 @@ class Counted(nn.Module):
         return self.b(y.view(-1, 2, 5)[:, 0])
 
 
+class Unpooled(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        pooled, places = nn.functional.max_pool2d(x.view(-1, 1, 2, 3), (2, 1), return_indices=True)
+        back = nn.functional.max_unpool2d(pooled, places, (2, 1), output_size=(2, 3))
+        return super().forward(back.view(-1, 6))
+
+
 class Drawn(nn.Module):
     """Initial values that no seed gives, but for those of the first layer."""
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipectl.capture import CapturedJob
+from pipectl.capture.regions import missing_kernels
 from pipectl.errors import CaptureError
 from pipectl.profile import Operator, Profile
 from pipectl.profiler import measured_sizes, operators, profile_job
@@ -278,6 +279,20 @@ def test_an_operator_without_a_kernel_for_float16_is_named(profiled: Any) -> Non
     with pytest.raises(CaptureError, match="model: lstm cannot run in float16 on cpu") as raised:
         profiled(f"{CORPUS}:Lstm", data=f"{CORPUS}:Sequences", **half)
     assert "bf16" in str(raised.value.cure)
+
+
+def test_an_operator_without_a_deterministic_kernel_is_named(profiled: Any) -> None:
+    fault = "raised RuntimeError: max_unpooling2d_forward_out does not have a deterministic impl"
+    with pytest.raises(CaptureError, match=fault) as raised:
+        profiled("Unpooled", **training(batch_size=2, deterministic=True))
+    assert "training.deterministic: false" in str(raised.value.cure)
+    zeros = torch.zeros(1, 1, 1)
+    with (
+        pytest.raises(CaptureError, match="model: unpool has no deterministic variant") as raised,
+        missing_kernels("unpool", "float32", torch.device("cpu")),
+    ):
+        torch.nn.functional.max_unpool2d(zeros, zeros.long(), 1)
+    assert "training.deterministic: false" in str(raised.value.cure)
 
 
 # A model that no process holds is measured operator by operator, equal operators once
