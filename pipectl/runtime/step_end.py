@@ -81,9 +81,9 @@ class Cause(NamedTuple):
 class Origins:
     """Sums of the outputs of one rank's stages, in steps that are not finished.
 
-    Every stage sums its output while it is still in a cache: a sum is finite only if all elements
-    are. The sums are read only at the end of the step, so that the rank does not wait for an
-    accelerator.
+    Every stage sums what it sends: a sum is finite only if all elements are. On a CPU they are
+    still in a cache. An accelerator reads them once more from its memory, which is short compared
+    with sending them, and the sums are read only at the end of the step, so the rank does not wait.
 
     On a CPU, each sum is looked at at once: the first forward whose result is not finite is run
     again then, as long as its inputs are there, to find the module. On an accelerator that would
