@@ -48,7 +48,7 @@ NEAR = 1.25
 """Factor over the best step up to which a number of stages is tried with more micro-batches."""
 MAX_ACTIONS_OF_REPLICAS = 400_000
 """Simulated forwards and backwards of plans with replicas."""
-SPREAD = 1.25
+SPREAD = 1.4
 """Factor by which the step of a candidate with replicas may be below its estimate."""
 PER_SIZE, IN_TOTAL = 5, 20
 """Numbers of candidates with replicas to improve and simulate, per micro-batch size and in all."""

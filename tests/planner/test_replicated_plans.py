@@ -19,8 +19,9 @@ from pipectl.planner import PlanRequest, make_plan, search_plans
 from pipectl.planner.bounds import work_bound_s
 from pipectl.planner.costs.links import Links
 from pipectl.planner.evaluator import TIE
+from pipectl.planner.graph.blocks import bitset, condense
 from pipectl.planner.graph.downsets import CutSpace
-from pipectl.planner.partition.layout import Choice, Layout
+from pipectl.planner.partition.layout import Choice, Layout, replica_moves
 from pipectl.planner.partition.replicated import MAX_UNITS
 from pipectl.planner.partition.tables import table_of
 from pipectl.planner.plans import plan_of
@@ -54,6 +55,20 @@ def test_a_slow_rank_and_one_with_little_memory_are_left_out() -> None:
     plan = planned(chain(each, forward_s=1e-3, backward_s=2e-3), mixed, 30, replicas=None)
     assert 1 not in plan.stages[0].ranks
     assert plan.stages[0].replicas == 3
+
+
+def test_with_a_fixed_number_of_stages_two_are_merged_where_a_third_is_split() -> None:
+    graph, ranks = condense(chain(6)), ((0,), (1,), (2, 3))
+    layout = Layout((bitset([0]), bitset([1]), bitset(range(2, 6))), ranks)
+    moves = {
+        keep: list(replica_moves(layout, graph, [1.0] * 6, [range(4)], 4, keep_stages=keep))
+        for keep in (True, False)
+    }
+    assert {len(move.partition) for move in moves[True]} == {3}
+    assert {len(move.partition) for move in moves[False]} == {2, 3, 4}
+    third = Layout((bitset([0, 1]), bitset([2, 3]), bitset([4, 5])), ((0, 1), (2,), (3,)))
+    assert third in moves[True]
+    assert third not in moves[False]
 
 
 @pytest.mark.parametrize("number", range(6))

@@ -235,7 +235,7 @@ def replica_moves(
         loads: of every block.
         classes: the ranks of every class of devices, the fastest first.
         max_replicas: of a stage.
-        keep_stages: whether no stage is split or merged.
+        keep_stages: whether a stage is split only if two others are merged.
     """
     partition, again, kinds = layout.partition, layout.recompute, range(len(classes))
     uses = [
@@ -253,9 +253,12 @@ def replica_moves(
                 changed = _with(_with(uses, border, kind, shift), border + 1, kind, -shift)
                 changes.append(_Change(moved, changed, again))
     changes += [_Change(partition, changed, again) for changed in _shifts(uses, spare)]
-    if not keep_stages:
-        changes += _splits(_Change(partition, uses, again), loads, spare)
-        changes += _merges(_Change(partition, uses, again), max_replicas)
+    whole = _Change(partition, uses, again)
+    merged = list(_merges(whole, max_replicas))
+    if keep_stages:
+        changes += [split for each in merged for split in _splits(each, loads, spare)]
+    else:
+        changes += [*_splits(whole, loads, spare), *merged]
     orders = _orders(layout, classes)
     for cut, counts, recompute in changes:
         replicas = [*map(sum, counts)]
