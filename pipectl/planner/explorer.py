@@ -79,7 +79,7 @@ class Explorer:
         self._pushed = 0
         self._queued: set[Area] = set()
         self._judged = False
-        self._improved: set[tuple[int, Layout]] = set()
+        self._judged_layouts: set[tuple[int, Layout]] = set()
         self._opened: dict[Area, Candidates] = {}
         self._improver = Improver(problem, self._areas, self.judge, self.cutter.check)
 
@@ -223,9 +223,11 @@ class Explorer:
         the memory of its order."""
         candidate = candidates.take()
         if area.is_replicated:
-            if len(candidates.taken) > PER_SIZE or len(self._improved) == IN_TOTAL:
+            if len(candidates.taken) > PER_SIZE or len(self._judged_layouts) >= IN_TOTAL:
                 return
-            self._judge_replicated(self._improver.descend(candidate, self._areas.classes))
+            improved = self._improver.descend(candidate, self._areas.classes)
+            if not self._judge_replicated(improved):
+                self._judge_replicated(candidate)
         else:
             if not self._judged and not self.problem.has_limits:
                 self._improver.polish(candidate)
@@ -235,15 +237,19 @@ class Explorer:
                 self._push(replace(area, order=(choice.schedule, choice.warm_up)))
         self._push_candidates(area, candidates)
 
-    def _judge_replicated(self, candidate: Candidate) -> None:
-        """Judge a candidate with replicas with every way to share work, unless it was before."""
-        if (candidate.choice.size, candidate.layout) in self._improved:
-            return
-        self._improved.add((candidate.choice.size, candidate.layout))
+    def _judge_replicated(self, candidate: Candidate) -> bool:
+        """Judge a candidate with replicas with every way to share work, unless it was before; true
+        if one of these fits."""
+        if (candidate.choice.size, candidate.layout) in self._judged_layouts:
+            return False
+        self._judged_layouts.add((candidate.choice.size, candidate.layout))
+        some_fit = False
         for each in ways_to_share(self.problem, candidate):
             if not self.judge.is_exhausted():
                 self.cutter.check()
-                self.judge.examine(each, change_modes=True)
+                outcome = self.judge.examine(each, change_modes=True)
+                some_fit |= outcome is Outcome.FITS
+        return some_fit
 
 
 def explore(problem: Problem, expired: Callable[[], bool], alternatives: int) -> list[Plan]:
