@@ -24,7 +24,8 @@ from pipectl.schedule.listed import Listed
 DOCS = CHECKOUT / "docs"
 WALK = DOCS / "walkthrough.md"
 SHORTER = {
-    "pipectl submit first/job.yaml": "{} --set training.steps=10 --set model.kwargs.layers=2",
+    "pipectl submit first/job.yaml": "{} --set training.steps=10 --set model.kwargs.layers=1 "
+    "--set model.kwargs.width=32 --set pipeline.micro_batches=2",
     "pipectl profile configs/gpt-stdlib.yaml": "{} --effort fast",
     "pipectl submit job.yaml": "{} --set training.steps=20 --set evaluation.every=20",
 }
