@@ -129,10 +129,11 @@ def run_tests(
         os.dup2(output, 1)
         os.dup2(output, 2)
         path = [str(COPY), str(ACCELERATOR)] if on_accelerator else [str(COPY)]
-        os.environ |= {"PYTHONPATH": os.pathsep.join(path)}
-        os.environ |= {"PIPECTL_INTERPRET": "" if compiles else "1", "PRETENDED_LATE": "1"}
+        os.environ["PYTHONPATH"] = os.pathsep.join(path)
+        os.environ["PIPECTL_INTERPRET"] = "" if compiles else "1"
         sys.path[:0] = path
         if on_accelerator:
+            os.environ["PRETENDED_LATE"] = "1"
             importlib.import_module("pretended").load()
         options = ("-x", "-p", "no:cacheprovider")
         os._exit(importlib.import_module("pytest").main([*options, *tests]))
