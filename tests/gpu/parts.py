@@ -151,14 +151,15 @@ def equality() -> None:
         command = ("lab", "verify", str(JOB), *steps, "--ranks", str(ranks), *keys)
         try:
             return pipectl(*command, limit_s=min(60, left_s)).strip().splitlines()[-1]
-        except SystemExit as words:
-            return f"WRONG: {words}"
+        except SystemExit as error:
+            words = str(error)
+            return "TOO LONG" if words == "too long" else f"WRONG: {words}"
 
     cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(max(1, min(4, cores // 4))) as threads:
         for name, words in zip(SETTINGS, threads.map(verify, SETTINGS), strict=True):
             tell(**{name: words})
-            wrong += [name] if words.startswith(("NO TIME", "WRONG")) else []
+            wrong += [name] if words.startswith(("NO TIME", "TOO LONG", "WRONG")) else []
     if wrong:
         raise SystemExit("; ".join(wrong))
 
