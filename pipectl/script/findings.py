@@ -14,7 +14,8 @@ from torch.utils.data import IterableDataset
 
 from pipectl.faults import is_user_code
 from pipectl.script.hooks import Seen
-from pipectl.script.optimizers import read_source_of, steps_with_optimizer, value_of
+from pipectl.script.loops import steps_of_trainer
+from pipectl.script.optimizers import read_source_of, value_of
 from pipectl.script.order import Order
 from pipectl.script.parts import Modules, Parts
 from pipectl.script.program import Place, name_of
@@ -93,7 +94,8 @@ def _add_data(parts: Parts, found: Findings) -> None:
     words = f"{', '.join(map(name_of, inputs)) or 'nothing'} to the model"
     words += f"; {', '.join(map(name_of, targets)) or 'nothing'} to the loss"
     found.taken.append(Finding("batch", words, place))
-    order = f"{type(loader.sampler).__name__}, in the order of the script"
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    order = f"{type(sampler).__name__}, in the order of the script"
     found.taken.append(Finding("order", order, place))
     if loader.drop_last:
         found.data["drop_last"] = True
@@ -111,7 +113,8 @@ def _add_optimizer(parts: Parts, found: Findings) -> None:
     optimizer = parts.optimizer
     place = parts.seen.made.get(id(optimizer), (None, None))[1]
     groups = optimizer.param_groups
-    rates = ", ".join(f"{float(rate):g}" for rate in dict.fromkeys(g["lr"] for g in groups))
+    initial = dict.fromkeys(float(group.get("initial_lr", group["lr"])) for group in groups)
+    rates = ", ".join(f"{rate:g}" for rate in initial)
     words = f"{type(optimizer).__name__}, lr {rates}"
     if len(groups) > 1:
         words += f", {len(groups)} groups"
@@ -119,8 +122,6 @@ def _add_optimizer(parts: Parts, found: Findings) -> None:
     for schedule in parts.schedules:
         every = parts.steps_between(schedule)
         when = "after every step" if every == 1 else f"every {every} steps (an epoch)"
-        if steps_with_optimizer(parts.seen, schedule) is None:
-            when += ", as far as the script shows"
         place = parts.seen.made[id(schedule)][1]
         found.taken.append(Finding("schedule", f"{type(schedule).__name__}, {when}", place))
 
@@ -141,11 +142,13 @@ def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
 
     They follow from the loops around the step: those over a ``range``, and one over the loader.
     """
-    total, words, place = 1, list[str](), None
+    total, words, place = 1, list[str](), parts.loading.place
     over_loader = False
     per_epoch = None
     if not isinstance(parts.loader.dataset, IterableDataset):
-        per_epoch = max(len(parts.loader) // parts.accumulation, 1)
+        per_epoch = parts.steps_per_epoch
+    if (known := steps_of_trainer(parts.seen.frames, per_epoch)) is not None:
+        return known, f"{known}, by the trainer", parts.seen.stepped
     for file, loop, names in loops_around(parts.seen):
         if (count := _range_of(loop, names)) is not None:
             total *= count
@@ -154,7 +157,7 @@ def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
         elif not over_loader and per_epoch is not None:
             over_loader = True
             words.append(f"{per_epoch} a time over the data")
-    if not any("times" in word for word in words):
+    if not words:
         return None
     if over_loader and per_epoch is not None:
         total *= per_epoch

@@ -36,6 +36,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from pipectl.errors import CaptureError
+from pipectl.script import loops
 from pipectl.script.order import Generators
 from pipectl.script.program import Place
 from pipectl.script.recorder import Recorder, at, script_place
@@ -111,15 +112,23 @@ class Seen:
     compiled: Place | None = None
     optimizer: Optimizer | None = None
     stepped: Place = ("", 0)
-    frames: list[tuple[Any, dict[str, Any], dict[str, Any], int]] = field(default_factory=list)
+    frames: list[loops.Frame] = field(default_factory=list)
     zeros: dict[int, Tensor] = field(default_factory=dict)
     stops: int = 0
+    adapted: ExitStack = field(default_factory=ExitStack)
+
+    def adapt(self) -> None:
+        """Replace what is to be replaced in libraries that the script has imported."""
+        self.adapted.close()
+        for target, name, new in loops.replacements():
+            self.adapted.enter_context(mock.patch.object(target, name, new))
 
 
 @contextmanager
 def hooked(seen: Seen) -> Iterator[None]:
     """Replace all this, and record; the script runs within."""
     with ExitStack() as stack:
+        stack.callback(seen.adapted.close)
         for target, name, new in _replacements(seen):
             if hasattr(target, name):
                 stack.enter_context(mock.patch.object(target, name, new))
@@ -218,6 +227,7 @@ class _Batches:
 
 def _noting(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        seen.adapt()  # loops of libraries make optimizers before they read data
         seen.made.setdefault(id(self), (self, script_place()))
         original(self, *args, **kwargs)
 

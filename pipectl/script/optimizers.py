@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -55,8 +56,10 @@ class Schedules:
         """Change the rates, if it is time for it."""
         self._steps += 1
         if self._steps % self._every == 0:
-            for schedule in self._schedules:
-                schedule.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns that it saw no step of the optimizer
+                for schedule in self._schedules:
+                    schedule.step()
 
 
 def _moved(schedule: Any, optimizer: Any, known: dict[int, Any]) -> Any:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from pipectl.errors import CaptureError
 from pipectl.script.hooks import Loading, Seen
+from pipectl.script.loops import interval_of_trainer
 from pipectl.script.optimizers import Schedules, cut_down, schedules_of, steps_with_optimizer
 from pipectl.script.order import Collate, samples_of
 from pipectl.script.program import (
@@ -161,8 +162,16 @@ class Parts:
 
     def steps_between(self, schedule: Any) -> int:
         """Optimizer steps between two steps of a schedule: 1, or those of an epoch."""
+        known = interval_of_trainer(self.seen.frames, schedule, lambda: self.steps_per_epoch)
+        if known is not None:
+            return known
         if steps_with_optimizer(self.seen, schedule) is not False:
             return 1
+        return self.steps_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
         return max(len(self.loader) // self.accumulation, 1)
 
 

@@ -28,6 +28,7 @@ from pipectl.script.program import (
     Entry,
     Outer,
     Place,
+    Program,
     Ref,
     leaves_of,
     parts,
@@ -166,10 +167,11 @@ class Recorder(TorchFunctionMode):
         found = self._refs.get(id(loss))
         if found is None or not self._entries:
             raise _backward_of_nothing(place, self.recordings)
-        used = {ref.entry for entry in self._entries for ref in entry.refs if ref.entry < 0}
+        entries = self._entries
+        needed = [entries[index] for index in Program(entries, found[1]).needed]
+        used = {ref.entry for entry in needed for ref in entry.refs if ref.entry < 0}
         order = list(self._batches)
         numbers = [order[BATCH - entry] for entry in sorted(used, reverse=True)]
-        entries = self._entries
         if used and used != {BATCH} and len(used) == 1:
             entries = [_with_batch(entry, used.pop()) for entry in entries]
         self.recordings.append(
