@@ -150,6 +150,8 @@ def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
     if (known := steps_of_trainer(parts.seen.frames, per_epoch)) is not None:
         return known, f"{known}, by the trainer", parts.seen.stepped
     for file, loop, names in loops_around(parts.seen):
+        if isinstance(loop, ast.While):
+            return None
         if (count := _range_of(loop, names)) is not None:
             total *= count
             words.append(f"{count} times ({ast.unparse(loop.iter)})")
@@ -166,8 +168,8 @@ def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
     return total, f"{total}: {', '.join(reversed(words))}", place
 
 
-def loops_around(seen: Seen) -> Iterator[tuple[str, ast.For, dict[str, Any]]]:
-    """Yield the file of every ``for`` loop around the step, the loop and its names, innermost
+def loops_around(seen: Seen) -> Iterator[tuple[str, ast.For | ast.While, dict[str, Any]]]:
+    """Yield the file of every loop around the step, the loop and its names, innermost
     first.
     """
     for code, scope, own, line in seen.frames:
@@ -178,12 +180,12 @@ def loops_around(seen: Seen) -> Iterator[tuple[str, ast.For, dict[str, Any]]]:
                     yield code.co_filename, loop, {**scope, **own}
 
 
-def _loops_of_function(tree: ast.AST, line: int) -> Iterator[ast.For]:
+def _loops_of_function(tree: ast.AST, line: int) -> Iterator[ast.For | ast.While]:
     """Yield the loops of the innermost function that hold a line, innermost first."""
     inside = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.For | ast.FunctionDef)
+        if isinstance(node, ast.For | ast.While | ast.FunctionDef)
         and node.lineno <= line <= (node.end_lineno or node.lineno)
     ]
     for node in sorted(inside, key=lambda node: -node.lineno):

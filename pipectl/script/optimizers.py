@@ -105,29 +105,27 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def steps_with_optimizer(seen: Seen, schedule: Any) -> bool | None:
-    """Whether the loop that steps the optimizer also steps a schedule.
+    """Whether a schedule is stepped where the optimizer is: in the innermost loop around its step,
+    or in a function that this loop calls.
 
     Returns:
         None if no line of the script steps it, as far as its text shows.
     """
-    found = None
-    for code, scope, own, _ in seen.frames:
+    found, in_loop = None, False
+    for code, scope, own, line in seen.frames:
         if not is_user_code(code.co_filename):
             continue
         try:
             tree = ast.parse(read_source_of(code.co_filename))
         except (OSError, SyntaxError, ValueError):
             continue
-        names = {**scope, **own}
-        loop = (
-            _innermost_loop(tree, seen.stepped[1]) if code.co_filename == seen.stepped[0] else None
-        )
+        part, is_loop = _part_around(tree, line)
         for node in ast.walk(tree):
             stepped = _stepped(node)
-            target = None if stepped is None else value_of(stepped, names)
+            target = None if stepped is None else value_of(stepped, {**scope, **own})
             if target is not None and schedule in (target, getattr(target, "scheduler", None)):
-                inside = loop is not None and _contains(loop, node)
-                found = bool(found) or inside
+                found = bool(found) or (not in_loop and _contains(part, node))
+        in_loop = in_loop or is_loop
     return found
 
 
@@ -154,14 +152,16 @@ def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
     return None
 
 
-def _innermost_loop(tree: ast.AST, line: int) -> ast.AST | None:
-    loops = [
+def _part_around(tree: ast.AST, line: int) -> tuple[ast.AST, bool]:
+    """Return the innermost loop or function around a line, and whether it is a loop."""
+    kinds = ast.For, ast.While, ast.FunctionDef
+    around = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.For | ast.While)
-        and node.lineno <= line <= (node.end_lineno or node.lineno)
+        if isinstance(node, kinds) and node.lineno <= line <= (node.end_lineno or node.lineno)
     ]
-    return max(loops, key=lambda node: node.lineno, default=None)
+    part = max(around, key=lambda node: node.lineno, default=tree)
+    return part, isinstance(part, ast.For | ast.While)
 
 
 def _contains(outer: ast.AST, inner: ast.AST) -> bool:

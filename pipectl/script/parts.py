@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -86,6 +86,7 @@ class Parts:
         program = program_of(first, model, factor=len(recordings))
         _refuse_unfollowed(program)
         _refuse_untrained(seen, model)
+        _refuse_clips(seen, model)
         _reset(seen, model)
         return cls(command, seen, model, program, loading)
 
@@ -134,9 +135,12 @@ class Parts:
         collate = Collate(self.loader.collate_fn, inputs, targets, self.command.place)
         return samples_of(self.loader, collate, self.loading.start)
 
-    def loss(self, outputs: Any, targets: Mapping[str, Any]) -> Tensor:
-        """The script's loss."""
-        return self.program.loss(self.model, outputs, targets)
+    @property
+    def loss(self) -> Callable[[Any, Any], Tensor]:
+        """The script's loss, called with outputs and targets; it holds the model and the program
+        alone, because a capture looks at the state of all that a loss holds.
+        """
+        return partial(self.program.loss, self.model)
 
     def make_optimizer(self, own: Mapping[str, nn.Parameter]) -> Optimizer:
         """Return the script's optimizer for some parameters, by their names in the model."""
@@ -334,6 +338,21 @@ def _refuse_untrained(seen: Seen, model: nn.Module) -> None:
                     f"{list(parameter.shape)} that is in no module of the step",
                     cure="make it a torch.nn.Parameter of the model",
                 )
+
+
+def _refuse_clips(seen: Seen, model: nn.Module) -> None:
+    """Refuse what ``training.clip_grad_norm`` does not do."""
+    trained = {id(p) for p in model.parameters() if id(p) in seen.zeros}
+    for clip in seen.clips:
+        limits = {each.limit for each in seen.clips}
+        is_whole = trained <= {id(p) for p in clip.parameters}
+        if clip.kind == "norm" and clip.norm_type == 2.0 and is_whole and len(limits) == 1:
+            continue
+        raise CaptureError(
+            f"{at(clip.place)}: clips single values, another norm than that of squares, or "
+            "only some of the gradients",
+            cure="use torch.nn.utils.clip_grad_norm_(model.parameters(), limit)",
+        )
 
 
 def _reset(seen: Seen, model: nn.Module) -> None:

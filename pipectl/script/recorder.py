@@ -53,6 +53,12 @@ _DRAWS = {
     "random_", "sample", "gumbel_softmax",
 }  # fmt: skip
 _ELSEWHERE = {"cuda", "mps", "xpu", "hip", "npu", "hpu"}
+_SHAPED = {
+    "view", "reshape", "expand", "zeros", "ones", "full", "empty", "rand", "randn", "arange",
+    "new_zeros", "new_ones", "new_full", "unflatten",
+}  # fmt: skip
+"""Functions that take a shape, or a number of samples."""
+_SMALLEST_BATCH = 2
 _KEPT_BATCHES = 4
 
 
@@ -211,6 +217,8 @@ class Recorder(TorchFunctionMode):
 
     def _record(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         packed_args, packed_kwargs = self._pack(args), self._pack(kwargs)
+        if name in _SHAPED:
+            packed_args = self._with_size(packed_args)
         place = script_place()
         result = func(*args, **kwargs)
         if name in _LEAVES:
@@ -249,6 +257,24 @@ class Recorder(TorchFunctionMode):
             return self._numbers(result, index)
         return result
 
+    def _with_size(self, args: Any) -> Any:
+        """Arguments of a function that takes a shape, with the size of the batch in the place of an
+        equal number that comes first in it: it is typed in, but means the samples.
+        """
+        found = next(iter(self._batch_tensors()), None)
+        if found is None or not found.dim():
+            return args
+        start = 1 if args and isinstance(args[0], Ref | Outer) else 0
+        first = args[start] if len(args) > start else None
+        shape = first if isinstance(first, tuple | list) and not isinstance(first, Ref) else ()
+        number = shape[0] if shape else first
+        if type(number) is not int or number != found.shape[0] or number < _SMALLEST_BATCH:
+            return args
+        self._entries.append(Entry(Tensor.size, (self._refs[id(found)][1], 0), {}, script_place()))
+        size: Any = Ref(len(self._entries) - 1)
+        size = (size, *shape[1:]) if shape else size
+        return (*args[:start], size, *args[start + 1 :])
+
     def _append(self, entry: Entry, result: Any) -> int:
         index = len(self._entries)
         entry.with_grad = torch.is_grad_enabled()
@@ -282,7 +308,8 @@ class Recorder(TorchFunctionMode):
         self._refs[id(tensor)] = tensor, ref
 
     def _is_known(self, value: Any) -> bool:
-        return id(value) in self._refs or plain_number(value)
+        is_trained = isinstance(value, nn.Parameter) and torch.is_grad_enabled()
+        return is_trained or id(value) in self._refs or plain_number(value)
 
     def _pack(self, value: Any) -> Any:
         return rebuilt(value, self._packed)

@@ -45,7 +45,7 @@ REFUSED = {
     ),
     "data without a loader": Refused(
         "that no DataLoader has given",
-        "    x = torch.randn(8, 4)\n    loss = model(x).pow(2).mean()  # here\n    loss.backward()",
+        "    x = torch.randn(5, 4)\n    loss = model(x).pow(2).mean()  # here\n    loss.backward()",
     ),
     "two optimizers": Refused(
         "a second optimizer",
@@ -64,6 +64,10 @@ REFUSED = {
     "process group": Refused(
         "torch.distributed",
         before="torch.distributed.init_process_group('gloo')  # here",
+    ),
+    "clipped values": Refused(
+        "clips single values",
+        f"{BACKWARD}\n    nn.utils.clip_grad_value_(model.parameters(), 0.1)  # here",
     ),
     "batch written": Refused(
         "writes into a tensor of the batch",

@@ -15,12 +15,13 @@ class Net(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 8, 3, 1)
         self.conv2 = nn.Conv2d(8, 16, 3, 1)
+        self.bn = nn.BatchNorm2d(16)
         self.fc1 = nn.Linear(16 * 12 * 12, 32)
         self.fc2 = nn.Linear(32, 10)
 
     def forward(self, x):
         x = F.relu(self.conv1(x))
-        x = F.relu(self.conv2(x))
+        x = F.relu(self.bn(self.conv2(x)))
         x = F.max_pool2d(x, 2)
         x = torch.flatten(x, 1)
         x = F.relu(self.fc1(x))
