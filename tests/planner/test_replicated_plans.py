@@ -71,6 +71,33 @@ def test_with_a_fixed_number_of_stages_two_are_merged_where_a_third_is_split() -
     assert third not in moves[False]
 
 
+def test_a_plan_that_fits_is_found_beside_a_faster_one_that_does_not() -> None:
+    """Only (n0, n1), (n2, n3) and two replicas of n4 fit; a move of it is faster."""
+    costs = (  # times in ms; bytes in thousands
+        *((24, 52, 1617, 106, 6105), (28, 36, 2148, 210, 1366), (21, 39, 1081, 58, 3706)),
+        *((26, 30, 1605, 768, 5931), (8, 59, 3725, 496, 24365)),
+    )
+    each = [
+        {
+            "forward_s": forward * 1e-3,
+            "backward_s": backward * 1e-3,
+            "parameter_bytes": weights * 1000,
+            "parameters": ((f"p{at}", weights * 1000),),
+            "output_bytes": made * 1000,
+            "gradient_bytes": made * 1000,
+            "saved": ((f"s{at}", saved * 1000),),
+        }
+        for at, (forward, backward, weights, made, saved) in enumerate(costs)
+    ]
+    profile = replace(
+        chain(each), process_baseline_bytes=10**6, optimizer=OptimizerCost(2.0, 5e-11)
+    )
+    asked = {"replicas": None, "replication": Replication.SPLIT, "micro_batches": 4}
+    cluster = nodes_of(4, Link(1e-4, 1e8))
+    plan = planned(profile, cluster, 16, memory_limit_bytes=29_130_000, **asked)
+    assert [stage.replicas for stage in plan.stages] == [1, 1, 2]
+
+
 @pytest.mark.parametrize("number", range(6))
 def test_no_plan_is_slower_than_copies_of_even_stages(number) -> None:
     """On all ranks, on the fast ones, and on those with much memory."""
