@@ -108,6 +108,7 @@ class CapturedJob:
                     with torch.no_grad():
                         tensor.copy_(loaded)
         self._fallback = Fallback(self.step, spec.model.opaque, self._values, notify)
+        self._released: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         self._graphs: dict[tuple[bool, int, int], CapturedGraph] = {}
         self._compared: set[tuple[bool, int, int]] = set()
 
@@ -127,10 +128,28 @@ class CapturedJob:
         return None if self.spec.loss.factory == "model" else self._bound(self.spec.loss, "loss")
 
     def materialize(self, names: Iterable[str]) -> None:
-        """Give values to those of ``states`` that have none; see :meth:`initial_values`."""
+        """Give values to those of ``states`` that have none; see :meth:`initial_values`.
+
+        Those that were released get memory again, and any values.
+        """
         for name in names:
-            if is_deferred(self.states[name]):
+            state = self.states[name]
+            if is_deferred(state):
                 self.states[name] = self.initial_values(name)
+            elif name in self._released:
+                sizes, strides = self._released.pop(name)
+                if not state.numel():  # else somebody has given it values
+                    empty = torch.empty_strided(sizes, strides, dtype=state.dtype, device="cpu")
+                    state.data = empty
+
+    def release(self, names: Iterable[str]) -> None:
+        """Free the memory of some of ``states``, which :meth:`materialize` brings back."""
+        for name in names:
+            state = self.states[name]
+            state.grad = None
+            if not is_deferred(state) and name not in self._released:
+                self._released[name] = state.size(), state.stride()
+                state.data = state.data.new_empty(0)
 
     def initial_values(self, name: str) -> Tensor:
         """Return the values of one of ``states`` that has none yet; they belong to the caller.

@@ -108,6 +108,9 @@ class RunDirectory(Directory):
     code_file = File("code.json")  # where they were, and their digests
     changed_code = File("changed_code")  # files that the job used though they had changed
     environment = File("environment.txt")  # Python, packages and git commit at submission
+    rebalance = File("rebalance")  # what ranks measured, and the plan that was made from it
+    imbalance = File("rebalance/imbalance.json")
+    balance = File("rebalance/balance.json")
     rehearsal = File("rehearsal.json")  # waiting times of the ranks of a rehearsal
     checkpoints = File("checkpoints")  # one folder per saved step
 
@@ -158,6 +161,10 @@ class RunDirectory(Directory):
     def measured_of(self, step: int) -> Path:
         """Return the path of the measured timeline of a step."""
         return self.trace / f"step-{step:06d}.json"
+
+    def trace_until(self, step: int) -> Path:
+        """Return the directory of timelines under a plan that was in use up to a step."""
+        return self.trace / f"until-{step:06d}"
 
     def trace_before(self, starts: int) -> Path:
         """Return the directory of timelines under an earlier plan, up to start ``starts``."""

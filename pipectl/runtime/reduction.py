@@ -26,6 +26,7 @@ from itertools import pairwise
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from pipectl.graph import BUCKET_BYTES, ROUNDS, parts_of_bucket
 from pipectl.runtime.transport import Transfer, Wire
@@ -216,7 +217,8 @@ class StageReduction:
         ]
         self._arriving: list[Bucket] = []
         self._missing: dict[int, int] = {}
-        self._has_hooks = self._armed = False
+        self._armed = False
+        self._hooks: list[RemovableHandle] = []
 
     def arm(self) -> None:
         """Announce that the next backward is the last one of the step.
@@ -227,13 +229,20 @@ class StageReduction:
         is_called_here = all(bucket.leaves[0].device.type == "cpu" for bucket in self._buckets)
         if not is_called_here and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             return
-        if not self._has_hooks:  # not earlier, to distinguish hooks of user code
-            self._has_hooks = True
+        if not self._hooks:  # not earlier, to distinguish hooks of user code
             for index, bucket in enumerate(self._buckets):
                 for leaf in bucket.leaves:
-                    leaf.register_post_accumulate_grad_hook(partial(self._count, index))  # type: ignore[no-untyped-call]
+                    count = partial(self._count, index)
+                    hook = leaf.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
+                    self._hooks.append(hook)
         self._missing = {i: len(bucket.leaves) for i, bucket in enumerate(self._buckets)}
         self._armed = True
+
+    def close(self) -> None:
+        """Remove its hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def start(self) -> None:
         """Start the remaining sums: all gradients are complete."""

@@ -83,6 +83,11 @@ class Replicas:
                     leaves[f"{slot.value} in {slot.use}"] = leaf
             self.reductions[index] = StageReduction(Wire(group, device, progress), leaves, owners)
 
+    def close(self) -> None:
+        """Let backwards start no more sums."""
+        for reduction in self.reductions.values():
+            reduction.close()
+
     def share_parameters(self) -> None:
         """Send all replicas the parameters that only one of them has updated."""
         if self._plan.shard_optimizer:

@@ -15,7 +15,6 @@ from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
 from pipectl.capture.norms import refuse_single_values
 from pipectl.capture.python_state import preserve_state
 from pipectl.capture.slices import Rows
-from pipectl.capture.tensors import is_deferred
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.agreement import check_initial
@@ -38,7 +37,7 @@ from pipectl.watch.board import Board
 
 
 class Setup:
-    """Everything that a rank needs for training and evaluation, made once.
+    """Everything that a rank needs for training and evaluation under one plan.
 
     Args:
         stored: the checkpoint from which the run resumes.
@@ -138,9 +137,12 @@ class Setup:
         self._release()
 
     def close(self) -> None:
-        """Release resources other than memory: threads and files."""
+        """Release threads, files and gradients, so that another setup of the job can be made."""
         if self._mover is not None:
             self._mover.close()
+        self.replicas.close()
+        for stage in self.stages.values():
+            stage.forget()
 
     def learn_layouts(self) -> None:
         """Send micro-batches of every shape over every channel, so that both ends know all layouts.
@@ -244,9 +246,7 @@ class Setup:
     def _release(self) -> None:
         """Free the parameters and buffers that other ranks hold."""
         mine = {n for s in self.stages.values() for n in (*s.parameters, *s.buffers)}
-        for name, tensor in self.job.states.items():
-            if name not in mine and name not in self.saved and not is_deferred(tensor):
-                tensor.data = tensor.data.new_empty(0)
+        self.job.release(n for n in self.job.states if n not in mine and n not in self.saved)
 
 
 def _stages_of_states(cuts: Mapping[Key, Cut]) -> dict[str, set[int]]:

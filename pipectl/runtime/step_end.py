@@ -43,7 +43,7 @@ from pipectl.runtime.layout import Tensors
 from pipectl.runtime.optimizer import make_updater
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Outcome, StepRun
-from pipectl.runtime.stopping import GO_ON, STOP, WAIT, StopRequest
+from pipectl.runtime.stopping import GO_ON, MOVE, WAIT, StopRequest
 from pipectl.runtime.waiting import barrier, gather_all, poll, wait
 
 T = TypeVar("T")
@@ -478,8 +478,8 @@ class StepEnd:
         while (result := self._vote.count(at_once=at_once)) is not None:
             self._is_faulty(result, together=not at_once)
 
-    def stops(self, *, at_once: bool = False) -> bool:
-        """Whether all ranks stop after this step; the same on all ranks. Collective.
+    def answer(self, *, at_once: bool = False) -> int:
+        """Whether all ranks stop or move after this step; the same on all ranks. Collective.
 
         If steps are long, ranks wait for the vote on this step; otherwise they use the last vote
         that was read.
@@ -489,12 +489,15 @@ class StepEnd:
                 have no answer.
         """
         if at_once:
-            self._vote.cast(0, answer=self._answer())
+            self._vote.cast(0, answer=self._own_answer())
         if at_once or self._vote.answer == WAIT:
             self.settle()
-        return self._vote.answer == STOP
+        answer = self._vote.answer
+        if answer == MOVE:  # once
+            self._vote.answer = GO_ON
+        return answer
 
-    def _answer(self) -> int:
+    def _own_answer(self) -> int:
         return GO_ON if self._stop_request is None else self._stop_request.answer()
 
     def _cast(self, step: int, run: StepRun, before: int, *, overflow: bool) -> None:
@@ -518,7 +521,7 @@ class StepEnd:
         if checks and not fault:
             fault = fault_of_gradients(self._trained_of, norms, [*self._dtypes])
         own = {name: norm for name, norm in norms.items() if name in self.owned_parameters}
-        answer = GO_ON if overlaps else self._answer()
+        answer = GO_ON if overlaps else self._own_answer()
         self._vote.cast(step, fault, origin, overflow=overflow, norms=own, answer=answer)
 
     def _find_cause(self, step: int, *, together: bool) -> str:

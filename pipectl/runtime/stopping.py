@@ -15,7 +15,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -27,8 +27,9 @@ from pipectl.units import plural
 
 _LOOK_S = LONG_STEP_S
 """Minimum time between looks at the file, and maximum step time at which no rank waits."""
-GO_ON, WAIT, STOP = range(3)
-"""Answers of rank 0: WAIT is to wait for the next answer too, because steps are long."""
+GO_ON, WAIT, MOVE, STOP = range(4)
+"""Answers of rank 0: WAIT is to wait for the next answer too, because steps are long; MOVE is to go
+on under another plan."""
 _FOR_GOOD = (signal.SIGTERM, signal.SIGINT)
 """Signals that end the job for good: the file names them; the job script does not restart it."""
 _SIGNALS = (*_FOR_GOOD, signal.SIGUSR1, signal.SIGUSR2)
@@ -67,10 +68,11 @@ class StopRequest:
 
     Args:
         file: that requests it.
+        moves: whether the training is to go on under another plan.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, moves: Callable[[], bool] = lambda: False) -> None:
+        self._file, self._moves = file, moves
         self._is_made = False
         self._looked_at = self._answered_at = float("-inf")
 
@@ -84,6 +86,8 @@ class StopRequest:
                 self._is_made = self._file.exists()
         if self._is_made:
             return STOP
+        if self._moves():
+            return MOVE
         return WAIT if is_long else GO_ON
 
 

@@ -65,6 +65,7 @@ class Telemetry:
 
     Attributes:
         tell: called with every line of the metrics; on rank 0.
+        look: called with every step and the ranks in it; on rank 0.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Telemetry:
     ) -> None:
         self._messages = messages or {}
         self.tell: Callable[[dict[str, Any]], object] | None = None
+        self.look: Callable[[int, Sequence[RankBeat]], object] | None = None
         self._loss_ranks = loss_ranks
         self._communicator = communicator
         self._run = run
@@ -155,6 +157,15 @@ class Telemetry:
         if ends:
             say(f"the training ends after step {step}: {ends}")
 
+    def rebalanced(self, step: int, why: str, before_s: float, after_s: float) -> None:
+        """Record that the training goes on under another plan (rank 0 only).
+
+        Args:
+            before_s, after_s: predicted seconds of a step under the plan before and this one.
+        """
+        change = {"why": why, "step_time_before_s": before_s, "step_time_after_s": after_s}
+        self._append({**self._stamp(step), "rebalanced": change})
+
     def fault(self, step: int, fault: NotFinite) -> None:
         """Record what was not finite in a step (rank 0 writes)."""
         if self._communicator.rank == 0:
@@ -178,6 +189,8 @@ class Telemetry:
             self._ranks = [report.beat for _, report in sorted(reports.items())]
             line = self._metrics(step, reports)
             self._append(line)
+            if self.look is not None:
+                self.look(step, self._ranks)
             now = time.monotonic()
             if now - self._said_at >= _SAY_S or step == self._steps:
                 self._said_at = now

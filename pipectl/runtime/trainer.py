@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from itertools import islice, pairwise
+from typing import Any
 
 import torch
 
@@ -14,15 +14,15 @@ from pipectl.files import write_text
 from pipectl.runs import RunDirectory
 from pipectl.runtime.alarm import Alarm, OtherRankError
 from pipectl.runtime.asynchronous import AsynchronousSteps
-from pipectl.runtime.callbacks import Callbacks
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.process import say, warn
+from pipectl.runtime.rebalancing import Rebalancing
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Step, StepRun
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.steps import Steps, SynchronousSteps
-from pipectl.runtime.stopping import EarlyStopping, StopRequest
+from pipectl.runtime.stopping import GO_ON, MOVE, STOP, EarlyStopping, StopRequest
 from pipectl.runtime.telemetry import Telemetry
 from pipectl.runtime.tracing import Tracing
 from pipectl.runtime.waiting import gather_all
@@ -43,6 +43,8 @@ class Trainer:
             unknown.
         messages: how they are sent, for the heartbeat.
         stored: the checkpoint from which the run resumes.
+        tell: called with every line of the metrics, on rank 0.
+        rebalancing: on rank 0, looks for a better plan; None if the plan stays.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class Trainer:
         cluster: Cluster | None = None,
         messages: Mapping[str, str] | None = None,
         stored: Stored | None = None,
+        tell: Callable[[dict[str, Any]], object] | None = None,
+        rebalancing: Rebalancing | None = None,
     ) -> None:
         self._setup = setup
         self._spec = setup.job.spec
@@ -68,12 +72,16 @@ class Trainer:
             messages,
             setup.plan.stages[setup.training.cut.loss_stage].ranks,
         )
+        self._telemetry.tell = tell
+        self._rebalancing = rebalancing
+        if rebalancing is not None:
+            self._telemetry.look = rebalancing.look
         rows = len(lower(setup.plan, self._rank))
         self._tracing = Tracing(setup.communicator, run, self._spec.trace, steps, rows)
         setup.board.phase("making the optimizer")
-        self._end = StepEnd(
-            setup, StopRequest(run.stop_request), self._telemetry.fault, self._finish_saving
-        )
+        moves = (lambda: False) if rebalancing is None else (lambda: rebalancing.found is not None)
+        request = StopRequest(run.stop_request, moves)
+        self._end = StepEnd(setup, request, self._telemetry.fault, self._finish_saving)
         if self._end.looks:
             setup.training.on_results = self._end.origins.note
         evaluation = self._spec.evaluation
@@ -108,32 +116,34 @@ class Trainer:
             self._saver.poll,
         )
         self._alarm = Alarm(setup.communicator.Dup())
-        self._stopped = False
+        self._stopped = self._moves = False
         self._steps_done = self._saved_step = 0
         self._unevaluated = False
         if stored is not None:
             self._restore(stored)
 
-    def train(self) -> None:
-        """Run all steps, evaluations and checkpoints."""
-        callbacks = nullcontext() if self._rank else Callbacks(self._spec, self._run, warn)
-        with callbacks as tell:
-            self._telemetry.tell = tell
-            self._train()
-        if self._stopped and self._rank == 0:
-            write_text(self._run.stopped_marker, "")
+    def train(self) -> bool:
+        """Run all steps, evaluations and checkpoints.
 
-    def _train(self) -> None:
+        Returns:
+            Whether the training is to go on under another plan, from the newest checkpoint.
+        """
         self._begin("warming up")
         self._setup.learn_layouts()
         self._begin("training")
+        if self._rebalancing is not None:
+            self._rebalancing.begin()
         self._train_steps()
         self._setup.board.phase("finishing")
         self._end.settle()
         self._setup.batches.feed.finish()
         self._tracing.finish()  # even if the last checkpoint cannot be written
         self._saver.finish()
-        self._telemetry.finish("stopped" if self._stopped else "done")
+        end = "stopped" if self._stopped else "moving to another plan" if self._moves else "done"
+        self._telemetry.finish(end)
+        if self._stopped and self._rank == 0:
+            write_text(self._run.stopped_marker, "")
+        return self._moves
 
     def _train_steps(self) -> None:
         """Train one step at a time.
@@ -159,14 +169,32 @@ class Trainer:
             steps.train(before + 1, list(islice(batches, end - before)))
             self._between_steps(end)
             early = self._ends_early()
-            stops = not early and self._end.stops(at_once=steps.overlap)
-            if (early or stops) and end < count:
-                self._stopped = stops
+            answer = GO_ON if early else self._end.answer(at_once=steps.overlap)
+            if answer == MOVE and end < count and self._saves_for_move(end):
+                self._moves = True
+                if self._rebalancing is not None and (move := self._rebalancing.found) is not None:
+                    balance = move.balance
+                    self._telemetry.rebalanced(end, move.why, balance.before_s, balance.after_s)
+                return
+            if (early or answer == STOP) and end < count:
+                self._stopped = answer == STOP
                 self._end.settle()
                 if self._saved_step != end:
                     setup.replicas.check_weights(end)
                     self._save(end)
                 return
+
+    def _saves_for_move(self, step: int) -> bool:
+        """Save the state of a step, from which another plan goes on; whether that succeeds."""
+        self._end.settle()
+        if self._saved_step != step:
+            self._setup.replicas.check_weights(step)
+            self._save(step)
+        is_saved = self._saver.is_saved()
+        if self._rebalancing is not None and not is_saved:
+            self._rebalancing.drop()
+        self._begin("training")
+        return is_saved
 
     def _ends_early(self) -> bool:
         return bool(self._early_stopping.reason)

@@ -6,8 +6,9 @@ its place to a file of its own in the run directory.
 
 from __future__ import annotations
 
+import gc
 import os
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from itertools import permutations
 
 import pipectl.runtime.before_mpi  # noqa: F401
@@ -36,7 +37,8 @@ from pipectl.runtime.agreement import (
     misplaced,
     neighbours_of,
 )
-from pipectl.runtime.checkpoint import newest
+from pipectl.runtime.callbacks import Callbacks
+from pipectl.runtime.checkpoint import Stored, newest
 from pipectl.runtime.device import (
     Device,
     choose_device,
@@ -49,6 +51,7 @@ from pipectl.runtime.nodes import check_supported, check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
 from pipectl.runtime.optimizer import divides
 from pipectl.runtime.process import run_rank, say, warn
+from pipectl.runtime.rebalancing import Rebalancing, can_move
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stopping import stop_on_signals
 from pipectl.runtime.trainer import Trainer
@@ -131,7 +134,43 @@ def _train(
     sizes = [len(ranks) for ranks in nodes]
     circumstances = Circumstances(sizes, plan.most_sent_bytes, cluster)
     choice = choose_progress(communicator, spec.launch.progress, circumstances)
-    if rank == 0 and loses_state(job, device.torch_device):
+    _check_updates(job, plan, device, warns=rank == 0)
+    messages = {"route": device.route, "progress": choice.mode, "why": choice.why}
+    if rank == 0:
+        _say_what_begins(job, plan, stored)
+    once = reads_once(job, profile)
+    rebalancing = None
+    if rank == 0:
+        rebalancing = _rebalancing(directory, job, profile, plan, device)
+        _report_changed_code(directory, spec)
+    with (
+        choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress,
+        nullcontext() if rank else Callbacks(spec, directory, warn) as tell,
+        nullcontext() if rebalancing is None else closing(rebalancing),
+    ):
+
+        def moves() -> bool:
+            """Train under the plan; return whether it is to go on under another one."""
+            board.phase("building the stages")
+            setup = Setup(communicator, job, plan, device, board, progress, stored, once=once)
+            with closing(setup):
+                keep_freed_memory()
+                given = setup, directory, attempt, cluster, messages, stored
+                return Trainer(*given, tell=tell, rebalancing=rebalancing).train()
+
+        while moves():
+            gc.collect()  # the stages of the plan before
+            return_freed_memory()
+            stored = newest(communicator, directory.checkpoints, warn)
+            assert stored is not None
+            other = plan if rebalancing is None else rebalancing.adopt(stored.manifest.step)
+            plan = broadcast(communicator, other)
+
+
+def _check_updates(job: CapturedJob, plan: Plan, device: Device, *, warns: bool) -> None:
+    """Refuse an optimizer that the plan's ranks cannot share; warn of one that loses state."""
+    spec = job.spec
+    if warns and loses_state(job, device.torch_device):
         warn(
             f"optimizer: {spec.optimizer.factory} keeps something outside of `self.state`, which "
             "no checkpoint has: a resumed run goes on in another way than one that never ended"
@@ -140,23 +179,32 @@ def _train(
         refuse_coupled_updates(job, device.torch_device)
     if is_unflushed(plan):
         refuse_own_memory(job, device.torch_device)
-    messages = {"route": device.route, "progress": choice.mode, "why": choice.why}
-    if rank == 0:
-        batch = spec.training.batch_size
-        samples = min(batch, job.loader.samples or batch)
-        since = f"continues after step {stored.manifest.step}" if stored else "begins"
-        of = plural(samples, "sample") + " (all data, not training.batch_size)" * (samples < batch)
-        steps, ranks = plural(spec.training.steps, "step"), plural(communicator.size, "rank")
-        say(f"training {since}: {steps} of {of} on {ranks}")
-    board.phase("building the stages")
-    with choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress:
-        once = reads_once(job, profile)
-        setup = Setup(communicator, job, plan, device, board, progress, stored, once=once)
-        with closing(setup):
-            keep_freed_memory()
-            if rank == 0:
-                _report_changed_code(directory, spec)
-            Trainer(setup, directory, attempt, cluster, messages, stored).train()
+
+
+def _say_what_begins(job: CapturedJob, plan: Plan, stored: Stored | None) -> None:
+    spec = job.spec
+    batch = spec.training.batch_size
+    samples = min(batch, job.loader.samples or batch)
+    since = f"continues after step {stored.manifest.step}" if stored else "begins"
+    of = plural(samples, "sample") + " (all data, not training.batch_size)" * (samples < batch)
+    steps, ranks = plural(spec.training.steps, "step"), plural(plan.ranks, "rank")
+    say(f"training {since}: {steps} of {of} on {ranks}")
+
+
+def _rebalancing(
+    directory: RunDirectory, job: CapturedJob, profile: Profile, plan: Plan, device: Device
+) -> Rebalancing | None:
+    """What looks for a better plan; None if a move would change the results, as a resume would."""
+    training = job.spec.training
+    repeats = profile.readings is Readings.SAME and not loses_state(job, device.torch_device)
+    if not (training.rebalance and can_move(plan) and repeats):
+        return None
+    pairs = _pairs(plan)  # between which messages were tried
+
+    def accepts(other: Plan) -> bool:
+        return device.staged or device.torch_device.type == "cpu" or _pairs(other) <= pairs
+
+    return Rebalancing(directory, plan, training.steps, accepts)
 
 
 def _report_changed_code(directory: RunDirectory, spec: JobSpec) -> None:

@@ -273,6 +273,10 @@ class Training(types.Section):
     `stop` ends the job with an error that names it. `skip` skips the step on all ranks: weights,
     optimizer, learning rate and buffers stay as they were. `ignore` does not check. In `float16`
     the loss scale handles gradients, so this key applies only to the loss and to buffers."""
+    rebalance: types.Flag = True
+    """Go on under another plan if some ranks have become slower than others, or if the profile was
+    wrong, and the steps that are left save more than the change costs. Results do not change. See
+    [slow nodes](tuning.md#when-a-node-becomes-slow)."""
 
     @property
     def updates_together(self) -> bool:

@@ -181,6 +181,14 @@ def test_replicas_add_in_another_order_than_one_rank_and_begin_early(trained: Tr
     assert notes(run)["early_sums"][-JOBS.STEPS :] == [True] * JOBS.STEPS
 
 
+def test_many_of_the_compared_trainings_went_on_under_another_plan(trained: Trained) -> None:
+    """In the same processes, after a step or two."""
+    sample = [(ranks, cell) for ranks in (2, 3, 4) for cell in cells.sampled(ranks)]
+    moves = [notes(trained(ranks, cell))["moves"] for ranks, cell in sample]
+    assert set(moves) == {0, 1}
+    assert sum(moves) > len(sample) / 8
+
+
 @pytest.mark.parametrize("schedule", cells.OVERLAPPING)
 def test_staleness_changes_what_is_computed(trained: Trained, schedule: str) -> None:
     """The comparison would also hold if every step were flushed."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,30 @@ from mpi4py import MPI
 from plans import plan_and_cut, stages_of_states
 
 from pipectl.capture import Cut
+from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
+from pipectl.runs.rebalance import Balance
 from pipectl.runtime import replicas as replicas_module
 from pipectl.runtime import stage as stage_module
+from pipectl.runtime.checkpoint import newest
 from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.rebalancing import Move, Rebalancing
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage_code import compile_stage
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.waiting import barrier
+from pipectl.schedule import is_unflushed
 from pipectl.spec import load
 from pipectl.watch.board import Board
+
+MOVES_EVERY = 4
+"""One of so many cells goes on under another cut after a step or two."""
+
+
+def can_move(plan: Plan) -> bool:
+    return not is_unflushed(plan) and all(stage.replicas == 1 for stage in plan.stages)
 
 
 def train(directory: Path, communicator: MPI.Comm, *, sample: bool) -> None:
@@ -56,13 +69,24 @@ def train_cell(run: RunDirectory, communicator: MPI.Comm, cell: Cell, number: in
     plan, stages = plan_and_cut(graph, cell, communicator.size, number)
     lent = Lent(communicator)
     EARLY.clear()
-    Trainer(Setup(lent, job, plan, CpuDevice(), Board()), run, 1).train()
-    lent.take_back()
+    moving = Moving(plan) if not number % MOVES_EVERY and can_move(plan) else None
+    stored, moves = None, 0
+    while True:
+        setup = Setup(lent, job, plan, CpuDevice(), Board(), stored=stored)
+        with closing(setup):
+            moved = Trainer(setup, run, 1, stored=stored, rebalancing=moving).train()
+        lent.take_back()
+        if not moved:
+            break
+        moving, moves = None, moves + 1
+        stored = newest(communicator, run.checkpoints, print)
+        plan, stages = plan_and_cut(graph, cell, communicator.size, -1 - number)
     if communicator.rank == 0:
         notes = {
             "early_sums": EARLY,
             "split_uses": sorted(Cut(graph, stages, training=True).split_uses),
             "stages": stages_of_states(graph, stages),
+            "moves": moves,
         }
         (run.path / "notes.json").write_text(json.dumps(notes))
 
@@ -96,6 +120,20 @@ class Lent(MPI.Intracomm):
         for made in self.made:
             made.Free()
         self.made.clear()
+
+
+class Moving(Rebalancing):
+    """Lets the training go on under another cut as soon as it can."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.found = Move(plan, "tried", Balance(True, 1.0, 1.0, 1), ())
+
+    def begin(self) -> None: ...
+
+    def look(self, step: int, ranks: object) -> None: ...
+
+    def drop(self) -> None:
+        raise AssertionError("the state could not be saved")
 
 
 EARLY: list[bool] = []

@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from pipectl.runtime.step_end import StepEnd, Vote
-from pipectl.runtime.stopping import StopRequest, stop_on_signals
+from pipectl.runtime.stopping import STOP, StopRequest, stop_on_signals
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,6 @@ def test_a_request_in_a_long_step_is_obeyed_at_its_end(
             (tmp_path / "stop").touch()
         vote.count()
         vote.cast(step, answer=request.answer())
-        if StepEnd.stops(end):
+        if StepEnd.answer(end) == STOP:
             break
     assert step == stop_after

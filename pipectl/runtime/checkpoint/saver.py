@@ -188,6 +188,11 @@ class Saver:
         if failure:
             raise UsageError(f"{self._directory}: the last checkpoint: {failure}", cure=_CURE)
 
+    def is_saved(self) -> bool:
+        """Wait for the last checkpoint, and return whether it was written; collective."""
+        self.wait()
+        return not broadcast(self._communicator, self._failure)
+
     def wait(self) -> None:
         """Wait until the checkpoint is complete, or has failed; collective."""
 
