@@ -52,6 +52,7 @@ class RunJson(TypedDict):
             ranks computed faster than in the profile.
         remaining_s: time that the remaining steps take.
         not_finite_steps: steps whose loss, gradients or buffers were not finite.
+        rebalanced: steps after which the training went on under another plan.
         evaluation_step, evaluation: the last evaluation: its step, and its metrics by name.
         early_stop: why training ended early, or null.
         best: the best evaluation up to the last checkpoint, if the job compares them: its ``step``,
@@ -107,6 +108,7 @@ class RunJson(TypedDict):
     efficiency: float | None
     remaining_s: float | None
     not_finite_steps: list[int]
+    rebalanced: list[int]
     evaluation_step: int | None
     evaluation: Mapping[str, float | None]
     early_stop: str | None
@@ -171,6 +173,7 @@ def run_json(status: RunStatus) -> RunJson:
         "processor": None if so_far.processor is None else write_value(so_far.processor),
         "efficiency": status.efficiency,
         "not_finite_steps": list(so_far.not_finite),
+        "rebalanced": list(so_far.rebalanced),
         "early_stop": so_far.early_stop or None,
         "best": None if best is None else best.to_json(),
         "best_checkpoint": None if kept is None else str(kept.path),

@@ -36,7 +36,7 @@ _EDGE = 40
 _MAX_BYTES, _CHUNK, _MAX_LINE = 1 << 28, 1 << 20, 1 << 20
 _BEGIN = 256
 """Bytes that tell a file from the one that was there before, and an attempt from another."""
-_MAX_RARE = {b'"evaluation"': 1000, b'"not_finite"': 10_000}
+_MAX_RARE = {b'"evaluation"': 1000, b'"not_finite"': 10_000, b'"rebalanced"': 1000}
 """Maximum lines that are kept, by the key that tells them from those of training steps."""
 _MAX_STARTS = 1000
 _MAX_CURVE = 2000
@@ -159,8 +159,22 @@ class CoreShare(LenientFields):
 
 
 @dataclass(frozen=True)
+class Rebalanced(LenientFields):
+    """Why the training went on under another plan.
+
+    Args:
+        step_time_before_s, step_time_after_s: predicted for the plan before and for that plan.
+    """
+
+    why: Words = ""
+    step_time_before_s: Finite | None = None
+    step_time_after_s: Finite | None = None
+
+
+@dataclass(frozen=True)
 class MetricsLine(LenientFields):
-    """A line of ``metrics.jsonl``: of a training step, an evaluation, or a step's ``not_finite``.
+    """A line of ``metrics.jsonl``: of a training step, an evaluation, a step's ``not_finite``, or
+    of a step after which another plan was used.
 
     Args:
         attempt: number of the job's start, from 1.
@@ -190,12 +204,18 @@ class MetricsLine(LenientFields):
     evaluation: Annotated[Mapping[str, float | None], _to_figures] | None = None
     early_stop: Words = ""
     not_finite: NotFinite | None = None
+    rebalanced: Rebalanced | None = None
+
+    @property
+    def kind(self) -> int:
+        """0 for the line of a step, else which other kind it is."""
+        others = self.not_finite, self.evaluation, self.rebalanced
+        return next((i for i, each in enumerate(others, 1) if each is not None), 0)
 
     @property
     def is_step(self) -> bool:
         """Whether the line has the figures of a training step."""
-        is_other = self.evaluation is not None or self.not_finite is not None
-        return not is_other and (self.loss is not None or self.step_time_s is not None)
+        return not self.kind and (self.loss is not None or self.step_time_s is not None)
 
 
 def read_metrics(run: RunDirectory) -> list[MetricsLine]:
@@ -403,9 +423,8 @@ def merge_attempts(lines: Iterable[MetricsLine]) -> list[MetricsLine]:
     for _, group in groupby(sorted(lines, key=of_attempt, reverse=True), key=of_attempt):
         attempt = list(group)
         for line in attempt:
-            if position(line) < end and (line.is_step or line.evaluation or line.not_finite):
-                kind = 0 if line.is_step else 2 if line.not_finite is None else 1
-                kept[line.step, kind] = line
+            if position(line) < end and (line.is_step or line.kind):
+                kept[line.step, line.kind] = line
         end = min(end, *map(position, attempt))
     return [kept[key] for key in sorted(kept)]
 
@@ -416,12 +435,15 @@ class Measured:
 
     Args:
         first_loss, last_loss: losses of the first and last recorded steps.
-        samples_per_s, tokens_per_s, step_time_s: medians without the first steps.
+        samples_per_s, tokens_per_s, step_time_s: medians without the first steps, and under the
+            last plan only.
         processor: the same of the share of cores; None if ranks got all, or if it is not known.
         evaluation: metrics of the last evaluation, after ``evaluation_step``.
         early_stop: why training ended after that evaluation; empty if it did not.
         not_finite: steps whose loss, gradients or buffers were not finite.
         fault: what was not finite in the last such step, e.g. ``the loss of micro-batch 2``.
+        rebalanced: steps after which another plan was used.
+        why: it was the last time.
     """
 
     step: int = 0
@@ -437,6 +459,8 @@ class Measured:
     early_stop: str = ""
     not_finite: tuple[int, ...] = ()
     fault: str = ""
+    rebalanced: tuple[int, ...] = ()
+    why: str = ""
 
     @property
     def remaining_s(self) -> float | None:
@@ -452,20 +476,25 @@ def sum_up(lines: Sequence[MetricsLine]) -> Measured:
     last = steps[-1] if steps else MetricsLine(0, 0)
     evaluation = next((line for line in reversed(lines) if line.evaluation is not None), None)
     faults = [line for line in lines if line.not_finite is not None]
+    moves = [(line.step, line.rebalanced.why) for line in lines if line.rebalanced is not None]
+    last_move = moves[-1][0] if moves else 0
+    recent = [line for line in steps if line.step > last_move] or steps
     return Measured(
         step=last.step,
         steps=last.steps,
         first_loss=steps[0].loss if steps else None,
         last_loss=last.loss,
-        samples_per_s=_usual(line.samples_per_s for line in steps),
-        tokens_per_s=_usual(line.tokens_per_s for line in steps),
-        step_time_s=_usual(line.step_time_s for line in steps),
-        processor=_usual_share(steps),
+        samples_per_s=_usual(line.samples_per_s for line in recent),
+        tokens_per_s=_usual(line.tokens_per_s for line in recent),
+        step_time_s=_usual(line.step_time_s for line in recent),
+        processor=_usual_share(recent),
         evaluation_step=evaluation.step if evaluation else None,
         evaluation=(evaluation and evaluation.evaluation) or {},
         early_stop=evaluation.early_stop if evaluation else "",
         not_finite=tuple(line.step for line in faults),
         fault=_explain_fault(faults[-1].not_finite) if faults else "",
+        rebalanced=tuple(step for step, _ in moves),
+        why=moves[-1][1] if moves else "",
     )
 
 

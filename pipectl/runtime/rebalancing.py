@@ -48,8 +48,6 @@ _UNEVEN = 1.15
 """Ratio to the fastest ranks from which a rank counts as slow."""
 _FASTEST = 0.25
 """Share of the ranks that are the fastest; more than one, so that noise of one does not count."""
-_MOST_STEPS = 0.25
-"""Quantile over the window that must be uneven: in three of four steps."""
 _LOOK_S = 0.2
 _BYTES_PER_S = 2e8
 """Assumed speed at which a checkpoint is written and read."""
@@ -157,12 +155,11 @@ class Rebalancing:
         usual = np.ones(len(ranks)) if self._usual is None else self._usual
         if is_first:
             self._usual = np.median(ratios, axis=0)
-        slowness = ratios / usual
-        fastest = np.nanquantile(slowness, _FASTEST, axis=1, method="lower", keepdims=True)
-        slowness /= fastest
-        if not np.nanmax(np.quantile(slowness, _MOST_STEPS, axis=0)) > _UNEVEN:
+        halves = np.median((ratios / usual).reshape(2, WINDOW // 2, -1), axis=1)
+        halves /= np.nanquantile(halves, _FASTEST, axis=1, method="lower", keepdims=True)
+        if not np.nanmax(halves.min(axis=0)) > _UNEVEN:  # NaN for a rank that computes nothing
             return
-        slow = np.median(slowness, axis=0)  # NaN for a rank that computes nothing
+        slow = halves[1]
         worst = int(np.nanargmax(slow))
         node = ranks[worst].node or ranks[worst].host
         than = "predicted" if is_first else "before"

@@ -276,7 +276,7 @@ class Training(types.Section):
     rebalance: types.Flag = True
     """Go on under another plan if some ranks have become slower than others, or if the profile was
     wrong, and the steps that are left save more than the change costs. Results do not change. See
-    [slow nodes](tuning.md#when-a-node-becomes-slow)."""
+    [slow nodes](reliability.md#when-a-node-becomes-slow)."""
 
     @property
     def updates_together(self) -> bool:

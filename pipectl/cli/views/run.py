@@ -220,6 +220,10 @@ def _progress(status: RunStatus) -> Iterator[Fact]:
         yield "progress", f"{picture} {done}{left}", ""
     if so_far.first_loss is not None:
         yield "loss", f"{so_far.first_loss:.4g} at first, {_figure(so_far.last_loss)} now", ""
+    if so_far.rebalanced:
+        *more, last = so_far.rebalanced
+        before = f"; {plural(len(more), 'time')} before it" if more else ""
+        yield "rebalanced", f"after step {last}: {so_far.why}{before}", ""
     if so_far.not_finite:
         *more, last = so_far.not_finite
         before = f"; {plural(len(more), 'step')} before it" if more else ""
