@@ -20,7 +20,8 @@ _HEADINGS = {"taken": "found", "left": "not taken over", "differs": "differs"}
 
 
 def take_script(file: Path, arguments: Sequence[str], directory: Path) -> dict[str, Any]:
-    """Run a script up to its first optimizer step, print what was found, and return it.
+    """Run a script up to its first optimizer step, compare the next ones, print what was found, and
+    return it.
 
     Args:
         directory: of the job file, from which paths in it count.
@@ -31,6 +32,7 @@ def take_script(file: Path, arguments: Sequence[str], directory: Path) -> dict[s
     Raises:
         CaptureError: the script fails, or does what no pipeline can follow.
     """
+    from pipectl.profiler.script_steps import compare_in_process
     from pipectl.script.findings import findings_of
     from pipectl.script.parts import Parts
     from pipectl.script.run import Command
@@ -40,7 +42,8 @@ def take_script(file: Path, arguments: Sequence[str], directory: Path) -> dict[s
     command = Command(str(file.resolve()), tuple(arguments), str(here))
     with _output_of_script():
         parts = Parts.of(command)
-        found = findings_of(parts)
+        note("comparing its first steps with what was recorded")
+        found = findings_of(parts, compare_in_process(command))
     show(_table(found, file))
     optimizer = [line for line in found.taken if line.what in ("optimizer", "schedule")]
     return {

@@ -36,6 +36,7 @@ from pipectl.profiler.readings import (
     find_shared_samples,
     other_reader,
 )
+from pipectl.profiler.script_steps import compare_script
 from pipectl.profiler.trial import try_job, try_metrics
 from pipectl.runs.code import Code, loaded_here
 from pipectl.runtime.device import (
@@ -101,6 +102,9 @@ def profile_job(
     settle_process(spec.threads)
     set_arithmetic(spec.training)
     sizes = measured_sizes(spec, effort)
+    if spec.script is not None:
+        notify("comparing the first steps of the script")
+    uncompared = compare_script(spec)
     notify("capturing the model")
     with other_reader(spec) as other, Neighbours(spec, sizes[0]) as neighbours:
         reset_resident_peak()
@@ -157,7 +161,7 @@ def profile_job(
             process_baseline_bytes=baseline_bytes,
             capture_bytes=capture_bytes,
             device=measured_on,
-            assumptions=(*profile.assumptions, *neighbours.assumptions, *differing),
+            assumptions=(*profile.assumptions, *neighbours.assumptions, *differing, *uncompared),
         )
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from pipectl.faults import is_user_code
 from pipectl.script.hooks import Seen
+from pipectl.script.later import Compared
 from pipectl.script.loops import steps_of_trainer
 from pipectl.script.optimizers import read_source_of, value_of
 from pipectl.script.order import Order
@@ -59,8 +60,12 @@ class Findings:
     guessed: list[str] = field(default_factory=list)
 
 
-def findings_of(parts: Parts) -> Findings:
-    """Return what a script does."""
+def findings_of(parts: Parts, compared: Compared) -> Findings:
+    """Return what a script does.
+
+    Args:
+        compared: its first steps with what was recorded.
+    """
     found = Findings()
     _add_model(parts, found)
     _add_data(parts, found)
@@ -68,6 +73,8 @@ def findings_of(parts: Parts) -> Findings:
     _add_steps(parts, found)
     _add_precision(parts, found)
     _add_rest(parts, found)
+    line = Finding("comparison", compared.sentence, compared.place)
+    (found.differs if compared.reason else found.taken).append(line)
     return found
 
 

@@ -101,6 +101,8 @@ class Seen:
         autocasts: arguments of autocast, with their places.
         optimizer: that stepped.
         frames: of the stack at that time, innermost first: code, globals, locals and line.
+        steps: of the optimizer until the script ends; they change no weights.
+        ends: of every step so far: the number of recordings.
     """
 
     recorder: Recorder = field(default_factory=Recorder)
@@ -115,7 +117,14 @@ class Seen:
     frames: list[loops.Frame] = field(default_factory=list)
     zeros: dict[int, Tensor] = field(default_factory=dict)
     stops: int = 0
+    steps: int = 1
+    ends: list[int] = field(default_factory=list)
     adapted: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step has been reached."""
+        return len(self.ends) >= self.steps
 
     def adapt(self) -> None:
         """Replace what is to be replaced in libraries that the script has imported."""
@@ -277,21 +286,29 @@ def _backward(seen: Seen, tensors: Any, args: Any, kwargs: Any) -> None:
     zero = torch.zeros(())
     for module in seen.recorder.training:
         for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in seen.zeros:
+            is_new = id(parameter) not in seen.zeros or parameter.grad is None
+            if parameter.requires_grad and is_new:
                 zeros = zero.to(parameter.dtype).expand(parameter.shape)
-                parameter.grad = seen.zeros[id(parameter)] = zeros
+                parameter.grad = seen.zeros.setdefault(id(parameter), zeros)
 
 
 def _is_one(gradient: Any) -> bool:
     return isinstance(gradient, Tensor) and gradient.numel() == 1 and float(gradient) == 1.0
 
 
-def _stop(seen: Seen, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before the first step of an optimizer: end the script."""
-    closure = kwargs.get("closure", args[0] if args else None)
-    if not seen.recorder.recordings and callable(closure):
+def _stop(seen: Seen, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Before a step of an optimizer: end the script, or let the step do nothing.
+
+    Args:
+        args, kwargs: of ``step``; the optimizer itself is the first one.
+
+    Returns:
+        Arguments for a step that does not call the closure again.
+    """
+    closure, value = kwargs.get("closure", args[1] if len(args) > 1 else None), None
+    if callable(closure):
         with torch.enable_grad():
-            closure()
+            value = closure()
     if not seen.recorder.recordings:
         raise CaptureError(
             f"{at(script_place())}: the optimizer steps before any backward()",
@@ -305,6 +322,12 @@ def _stop(seen: Seen, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             seen.frames.append((frame.f_code, frame.f_globals, own, frame.f_lineno))
             frame = frame.f_back
         _refuse_changed_gradients(seen)
+    seen.ends.append(len(seen.recorder.recordings))
+    if not seen.is_over:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None  # so the optimizer leaves it as it is
+        return ((args[0], lambda: value), {}) if callable(closure) else (args, kwargs)
     seen.stops += 1
     if seen.stops > _IGNORED_STOPS:
         os.write(2, b"pipectl: a bare `except:` of the script keeps it running; name exceptions\n")

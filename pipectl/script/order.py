@@ -19,6 +19,24 @@ from pipectl.errors import CaptureError
 from pipectl.script.program import Path, name_of, reach
 
 
+class SharedGenerators:
+    """The random numbers that all share, of torch, Python and NumPy, as they were at one time."""
+
+    def __init__(self) -> None:
+        self._states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        """Set the generators back to that time."""
+        torch.set_rng_state(self._states[0])
+        random.setstate(self._states[1])
+        np.random.set_state(self._states[2])
+
+    def have_drawn(self) -> bool:
+        """Whether torch or Python has drawn since."""
+        is_same = torch.equal(torch.get_rng_state(), self._states[0])
+        return not is_same or random.getstate() != self._states[1]
+
+
 class Generators:
     """The random numbers that a loader draws from, as they were at one time.
 
@@ -29,15 +47,13 @@ class Generators:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._own = list({id(each): each for each in _generators_of(loader)}.values())
         self._states = [each.get_state() for each in self._own]
-        self._shared = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self._shared = SharedGenerators()
 
     def restore(self) -> None:
         """Set all generators back to that time."""
         for generator, state in zip(self._own, self._states, strict=True):
             generator.set_state(state)
-        torch.set_rng_state(self._shared[0])
-        random.setstate(self._shared[1])
-        np.random.set_state(self._shared[2])
+        self._shared.restore()
 
 
 def _generators_of(loader: DataLoader[Any]) -> Iterator[torch.Generator]:

@@ -82,7 +82,7 @@ class Parts:
         first = recordings[0]
         loading = _loading_of(seen, first)
         _refuse_other_optimizers(seen)
-        model = _model_of(seen, first)
+        model = model_of(seen, first)
         program = program_of(first, model, factor=len(recordings))
         _refuse_unfollowed(program)
         _refuse_untrained(seen, model)
@@ -242,7 +242,7 @@ def _refuse_other_optimizers(seen: Seen) -> None:
             )
 
 
-def _model_of(seen: Seen, recording: Recording) -> nn.Module:
+def model_of(seen: Seen, recording: Recording) -> nn.Module:
     """Return the smallest module of the script that holds all modules of the step."""
     program = Program(recording.entries, recording.loss)
     called = [recording.entries[index].target for index in program.modules]

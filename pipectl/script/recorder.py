@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
 from pipectl.script.numbers import traced
+from pipectl.script.order import SharedGenerators
 from pipectl.script.program import (
     BATCH,
     DEVICE,
@@ -78,6 +79,30 @@ def at(place: Place) -> str:
 
 
 @dataclass
+class Before:
+    """What a step reads and writes besides its batch, as it was before the step.
+
+    Args:
+        generators: of random numbers.
+        buffers: copies of the buffers of called modules.
+    """
+
+    generators: SharedGenerators = field(default_factory=SharedGenerators)
+    buffers: dict[Tensor, Tensor] = field(default_factory=dict)
+
+    def note(self, module: nn.Module) -> None:
+        """Copy the buffers of a module before it is called."""
+        _copy_buffers(module, self.buffers)
+
+    def restore(self) -> None:
+        """Set all back."""
+        self.generators.restore()
+        with torch.no_grad():
+            for buffer, value in self.buffers.items():
+                buffer.copy_(value)
+
+
+@dataclass
 class Recording:
     """What leads to one ``backward()``.
 
@@ -91,6 +116,8 @@ class Recording:
         results: of the entries that call modules.
         batch: what the loader gave.
         autocast: the type that the modules' autocast computes with; None without it.
+        before: what was there before; only of a recorder that follows.
+        draws: whether random numbers have been drawn since.
     """
 
     entries: list[Entry]
@@ -101,20 +128,26 @@ class Recording:
     batch: Any = None
     results: dict[int, Any] = field(default_factory=dict)
     autocast: torch.dtype | None = None
+    before: Before | None = None
+    draws: bool = False
 
 
 class Recorder(TorchFunctionMode):
     """Records the steps of a script that runs within it.
 
+    Args:
+        follows: whether steps are to be run again, so that what is there before each is kept.
+
     Attributes:
         recordings: one for every ``backward()``.
-        training: whether each module was in training mode before it was first called.
+        training: whether each module was in training mode before it was called in a step.
         buffers: copies of the buffers of called modules, from before their first call.
         decisions: lines that look at values of tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, follows: bool = False) -> None:
         super().__init__()
+        self.follows = follows
         self.recordings: list[Recording] = []
         self.training: dict[nn.Module, bool] = {}
         self.buffers: dict[Tensor, Tensor] = {}
@@ -131,6 +164,8 @@ class Recorder(TorchFunctionMode):
         self._batches: dict[int, Any] = {}
         self._storages: dict[int, int] = {}
         self._autocast: torch.dtype | None = None
+        self._before: Before | None = None
+        self._modes: dict[nn.Module, bool] = {}
 
     # What the hooks tell it.
 
@@ -141,6 +176,9 @@ class Recorder(TorchFunctionMode):
             self._iterator = iterator
         if len(self._batches) >= _KEPT_BATCHES and not self._entries:
             self._clear()
+        self._add_batch(number, batch)
+
+    def _add_batch(self, number: int, batch: Any) -> None:
         self._batches[number] = batch
         entry = BATCH - len(self._batches) + 1  # -1, -2, ...
         for path, tensor in leaves_of(batch):
@@ -155,6 +193,8 @@ class Recorder(TorchFunctionMode):
             return call(module, *args, **kwargs)
         place = script_place()
         self._note_state(module)
+        if (before := self._begun()) is not None:
+            before.note(module)
         if self._autocast is None and torch.is_autocast_enabled("cpu"):
             self._autocast = torch.get_autocast_dtype("cpu")
         packed_args, packed_kwargs = self._pack(args), self._pack(kwargs)
@@ -190,9 +230,16 @@ class Recorder(TorchFunctionMode):
                 self._batches[numbers[0]] if numbers else None,
                 self._results,
                 self._autocast,
+                self._before,
+                self._before is not None and self._before.generators.have_drawn(),
             )
         )
+        for module, is_training in self._modes.items():
+            self.training.setdefault(module, is_training)
+        ahead = [(n, batch) for n, batch in self._batches.items() if numbers and n > numbers[-1]]
         self._clear()
+        for number, batch in ahead if self.follows else ():
+            self._add_batch(number, batch)
 
     # What the script computes.
 
@@ -220,6 +267,7 @@ class Recorder(TorchFunctionMode):
         if name in _SHAPED:
             packed_args = self._with_size(packed_args)
         place = script_place()
+        self._begun()
         result = func(*args, **kwargs)
         if name in _LEAVES:
             self.decisions.append(place)
@@ -325,13 +373,23 @@ class Recorder(TorchFunctionMode):
             return Outer(value)
         return DEVICE if isinstance(value, torch.device) else value
 
+    def _begun(self) -> Before | None:
+        """What was there before the step, which begins with the first call that is recorded."""
+        if self.follows and self._before is None:
+            self._before = Before()
+        return self._before
+
     def _note_state(self, module: nn.Module) -> None:
         """Keep buffers as they are before a forward writes them."""
         for each in module.modules():
-            self.training.setdefault(each, each.training)
-        for buffer in module.buffers():
-            if buffer not in self.buffers:
-                self.buffers[buffer] = buffer.detach().clone()
+            self._modes.setdefault(each, each.training)
+        _copy_buffers(module, self.buffers)
+
+
+def _copy_buffers(module: nn.Module, copies: dict[Tensor, Tensor]) -> None:
+    for buffer in module.buffers():
+        if buffer not in copies:
+            copies[buffer] = buffer.detach().clone()
 
 
 def _backward_of_nothing(place: Place, before: list[Recording]) -> CaptureError:

@@ -56,13 +56,14 @@ class Command:
         return self.directory or str(Path(self.file).parent)
 
 
-def run_script(command: Command) -> Seen:
-    """Run a script until its first optimizer step, and return what was seen.
+def run_script(command: Command, seen: Seen | None = None) -> Seen:
+    """Run a script until its first optimizer step, or as far as ``seen`` says, and return what was
+    seen.
 
     Raises:
         CaptureError: the script fails, or ends without a step.
     """
-    seen = Seen()
+    seen = Seen() if seen is None else seen
     try:
         with hooked(seen), as_main(command) as (code, space):
             exec(code, space)  # noqa: S102
@@ -73,7 +74,7 @@ def run_script(command: Command) -> Seen:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | MemoryError):
             raise
-        if seen.optimizer is not None:  # raised while the script ended
+        if seen.is_over or (seen.ends and isinstance(error, SystemExit)):  # raised by its end
             return seen
         if isinstance(error, SystemExit) and not error.code:
             raise _no_step(command, seen) from None
@@ -82,6 +83,8 @@ def run_script(command: Command) -> Seen:
             f"{user_line(error.__traceback__)}",
             cure=_cure(error, seen, command),
         ) from error
+    if seen.ends:
+        return seen
     raise _no_step(command, seen)
 
 

@@ -75,6 +75,135 @@ REFUSED = {
     ),
 }
 
+LOGITS = "    logits = model(x)\n    loss = criterion(logits, y)\n"
+CARRIED = (
+    "    out, h = rnn(x[:, None], h)  # here\n    h = h.detach()\n"
+    "    loss = criterion(model(out[:, 0]), y)\n    loss.backward()"
+)
+RNN = (
+    "rnn = nn.GRU(4, 4, batch_first=True)\nh = {}\n"
+    "optimizer.add_param_group({{'params': [*rnn.parameters()]}})"
+)
+REFUSED |= {
+    "annealed weight": Refused(
+        "mul reads 0.01 in step 2, and 0 in the first",
+        f"{LOGITS}    loss = loss + beta * logits.pow(2).mean()  # here\n"
+        "    beta = min(1.0, beta + 0.01)\n    loss.backward()",
+        "beta = 0",
+    ),
+    "annealed by so little that the loss stays": Refused(
+        "mul reads 1e-09 in step 2, and 0 in the first",
+        f"{LOGITS}    loss = loss + beta * logits.pow(2).mean()  # here\n"
+        "    beta = min(1.0, beta + 1e-9)\n    loss.backward()",
+        "beta = 0.0",
+    ),
+    "annealed tensor": Refused(
+        "the loss of step 1 is",
+        f"{LOGITS}    loss = loss * beta\n    loss.backward()  # here\n    beta.add_(0.1)",
+        "beta = torch.ones(())",
+    ),
+    "carried state": Refused(
+        "GRU reads a tensor from outside the step, with other values",
+        CARRIED,
+        RNN.format("torch.zeros(1, 8, 4)"),
+    ),
+    "carried state, none at first": Refused("None in the first", CARRIED, RNN.format("None")),
+    "carried loss": Refused(
+        "add reads a tensor from outside the step, with other values",
+        f"{LOGITS}    loss = loss + last  # here\n    last = loss.detach()\n    loss.backward()",
+        "last = torch.zeros(())",
+    ),
+    "values as a list": Refused(
+        "mul reads",
+        f"{LOGITS}    loss = loss * max(x.mean(1).tolist())  # here\n    loss.backward()",
+    ),
+    "values through NumPy": Refused(
+        "cross_entropy reads a tensor from outside the step, with other values",
+        "    weight = torch.from_numpy(x.numpy().mean(0)[:3] ** 2)\n"
+        "    loss = nn.functional.cross_entropy(model(x), y, weight)  # here\n    loss.backward()",
+    ),
+    "values decide": Refused(
+        "only the first step computes mul",
+        f"{LOGITS}    if x[0, 0] > 0:\n        loss = loss * 2  # here\n    loss.backward()",
+    ),
+    "steps differ in a batch of accumulation": Refused(
+        "mul reads 2 in batch 2 of step 1, and 1 in the first",
+        f"{LOGITS}    loss = loss * weight  # here\n    loss.backward()\n    weight += 1\n"
+        "    if weight == 2: continue",
+        "weight = 1",
+    ),
+}
+CLOSURES = """
+    def closure():
+        loss = criterion(model(x), y)
+        loss.backward()
+        return loss
+
+    step += 1
+    if step % 2:
+        closure()
+    else:
+        assert optimizer.step(closure) > 0
+    continue
+"""
+"""Two batches in a step, the second of them in a closure of the optimizer."""
+ALIKE = "    loss.backward()"
+FOLLOWED = {
+    "dropout": Refused(
+        "", f"    loss = criterion(drop(model(x)), y)\n{ALIKE}", "drop = nn.Dropout()"
+    ),
+    "evaluation before the first step": Refused(
+        "",
+        before="model = nn.Sequential(model, nn.Dropout()).eval()\nwith torch.no_grad():\n"
+        "    for x, y in loader: model(x)\nmodel.train()",
+    ),
+    "teacher without dropout": Refused(
+        "",
+        f"    with torch.no_grad(): wanted = teacher(x)\n"
+        f"    loss = (model(x) - wanted).pow(2).mean()\n{ALIKE}",
+        "teacher = nn.Sequential(nn.Linear(4, 3), nn.Dropout()).eval()",
+    ),
+    "noise": Refused("", f"    loss = criterion(model(x + torch.randn_like(x)), y)\n{ALIKE}"),
+    "running statistics": Refused(
+        "", f"    loss = criterion(norm(model(x)), y)\n{ALIKE}", "norm = nn.BatchNorm1d(3)"
+    ),
+    "a checkpoint in every step": Refused(
+        "",
+        f"{BACKWARD}\n    if step: torch.save(model.state_dict(), 'model.pt')\n    step += 1",
+        "step = 0",
+    ),
+    "closures": Refused("the script ends after 2", CLOSURES, "step = 0"),
+    "gradients set to zero": Refused("", f"    optimizer.zero_grad(set_to_none=False)\n{BACKWARD}"),
+    "other random numbers": Refused(
+        "draws random numbers in another order than pipectl does",
+        f"    torch.rand(2)\n    loss = criterion(model(x + torch.randn_like(x)), y)\n{ALIKE}",
+    ),
+    "a file written": Refused(
+        "the script opens a file for writing after its first step",
+        f"{BACKWARD}\n    if step: open('log', 'w')\n    step += 1",
+        "step = 0",
+    ),
+    "one step": Refused(
+        "the script ends after 1", f"    if step: break\n    step += 1\n{BACKWARD}", "step = 0"
+    ),
+}
+"""Scripts that are followed, with the reason why their steps are not compared, if they are not."""
+
+
+@pytest.fixture
+def annealed():
+    return REFUSED["annealed weight"]
+
+
+@pytest.fixture
+def closures():
+    return FOLLOWED["closures"]
+
+
+@pytest.fixture(params=list(FOLLOWED))
+def followed(request):
+    return FOLLOWED[request.param]
+
 
 @pytest.fixture(params=list(REFUSED))
 def refused(request):

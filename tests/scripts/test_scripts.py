@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 
 from pipectl.capture import CapturedJob
+from pipectl.cli.from_script import take_script
 from pipectl.errors import CaptureError
+from pipectl.profiler import profile_job, script_steps
 from pipectl.runtime import plain
 from pipectl.script import Command, Parts
 from pipectl.script.findings import findings_of
+from pipectl.script.later import compare_steps
 from pipectl.script.plain import own_losses
 from pipectl.spec import load
 
@@ -39,8 +42,11 @@ def job_of(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def make(file, *arguments, **training):
-        parts = Parts.of(Command(str(HERE / file), arguments, str(tmp_path)))
-        found = findings_of(parts)
+        command = Command(str(HERE / file), arguments, str(tmp_path))
+        compared = compare_steps(command)
+        assert not compared.reason
+        parts = Parts.of(command)
+        found = findings_of(parts, compared)
         job = {
             "script": {
                 "file": str(HERE / file),
@@ -76,11 +82,51 @@ def test_batches_without_a_loader_are_refused_with_the_way_to_wrap_them():
     assert "class Windows(torch.utils.data.Dataset)" in str(caught.value)
 
 
+def take(command):
+    """Do what ``init`` does."""
+    return findings_of(Parts.of(command), compare_steps(command))
+
+
 def test_what_cannot_be_followed_is_refused_with_its_line(refused, tmp_path):
     path = tmp_path / "refused.py"
     path.write_text(refused.script)
     with pytest.raises(CaptureError) as caught:
-        Parts.of(Command(str(path)))
+        take(Command(str(path)))
     line = next(n for n, text in enumerate(refused.script.splitlines(), 1) if "# here" in text)
     assert f"refused.py:{line}" in str(caught.value)
     assert refused.words in str(caught.value)
+
+
+def test_what_steps_do_alike_is_not_refused(followed, tmp_path):
+    path = tmp_path / "followed.py"
+    path.write_text(followed.script)
+    compared = compare_steps(Command(str(path), directory=str(tmp_path)))
+    assert compared.reason == followed.words
+    assert [file.name for file in tmp_path.iterdir()] == ["followed.py"]
+
+
+def test_init_compares_steps_in_another_process(annealed, tmp_path):
+    path = tmp_path / "annealed.py"
+    path.write_text(annealed.script)
+    with pytest.raises(CaptureError, match=r"annealed.py:\d+: mul reads 0.01 in step 2") as caught:
+        take_script(path, [], tmp_path)
+    assert "a loss of its own" in caught.value.cure
+
+
+def test_profiles_compare_steps_unless_the_loss_is_the_jobs_own(annealed, tmp_path, monkeypatch):
+    monkeypatch.setattr(script_steps, "compare_in_process", compare_steps)
+    path = tmp_path / "annealed.py"
+    path.write_text(annealed.script)
+    job = {"script": {"file": str(path)}, "training": {"batch_size": 8, "steps": 2}}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    with pytest.raises(CaptureError, match="mul reads"):
+        profile_job(load(tmp_path / "job.yaml"))
+    job["loss"] = {"factory": "torch.nn.functional:cross_entropy"}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    assert script_steps.compare_script(load(tmp_path / "job.yaml")) == ()
+
+
+def test_a_backward_within_a_closure_of_the_optimizer_counts(closures, tmp_path):
+    path = tmp_path / "closures.py"
+    path.write_text(closures.script)
+    assert Parts.of(Command(str(path))).accumulation == 2

@@ -1,0 +1,67 @@
+"""Compares the first steps of a job's script with what was recorded of it, in another process."""
+
+from __future__ import annotations
+
+import multiprocessing
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from pipectl.errors import CaptureError
+from pipectl.profiler.processes import print_nothing, start_processes
+from pipectl.script import Command
+from pipectl.script.later import Compared, compare_steps
+from pipectl.script.recorder import at
+from pipectl.spec import JobSpec
+from pipectl.spec.code import Snapshot, active, using
+
+_PATIENCE_S = 600.0
+
+
+def compare_script(spec: JobSpec) -> tuple[str, ...]:
+    """Compare the script of a job, if the job has its loss; return what could not be compared.
+
+    Raises:
+        CaptureError: the script computes its loss in another way in a later step.
+    """
+    if spec.script is None or not spec.loss.is_of_script:
+        return ()
+    compared = compare_in_process(Command.of(spec))
+    if not compared.reason:
+        return ()
+    where = f" ({at(compared.place)})" if compared.place is not None else ""
+    return (compared.sentence + where,)
+
+
+def compare_in_process(command: Command) -> Compared:
+    """Do the same as :func:`~pipectl.script.later.compare_steps` in a process of its own: a script
+    may set what can be set only once in a process.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    # Not a daemon: a DataLoader may start processes.
+    process = context.Process(target=_compare, args=(command, active(), sending))
+    start_processes([process])
+    sending.close()
+    found: Compared | CaptureError = Compared(0, "the process that compares ended too early")
+    try:
+        with suppress(EOFError, OSError):
+            if receiving.poll(_PATIENCE_S):
+                found = receiving.recv()
+            else:
+                found = Compared(0, f"its first steps took more than {_PATIENCE_S / 60:g} minutes")
+    finally:
+        process.kill()
+        process.join()
+        receiving.close()
+    if isinstance(found, CaptureError):
+        raise found
+    return found
+
+
+def _compare(command: Command, snapshot: Snapshot | None, sending: Connection) -> None:
+    print_nothing()
+    with using(snapshot):
+        try:
+            sending.send(compare_steps(command))
+        except CaptureError as error:
+            sending.send(error)
