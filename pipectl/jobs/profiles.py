@@ -149,11 +149,11 @@ def _measure_unless_cached(
         profile = _with_rows(profile, spec, progress, effort, directory, again=again)
     except KeyboardInterrupt as stop:
         raise Interrupted(len(journal)) from stop
-    assert profile.device is not None
+    measured = profile.device or device
     device = replace(
         device,
-        neighbours=profile.device.neighbours,
-        memory_bytes=profile.device.memory_bytes,
+        neighbours=measured.neighbours,
+        memory_bytes=measured.memory_bytes,
         host=socket.gethostname(),
         measured_at=time.time(),
         seconds=round(time.time() - started, 3),

@@ -43,7 +43,7 @@ from pipectl.schedule import is_unflushed
 from pipectl.spec import load
 from pipectl.watch.board import Board
 
-MOVES_EVERY = 4
+MOVES_EVERY = 10
 """One of so many cells goes on under another cut after a step or two."""
 
 

@@ -133,9 +133,9 @@ def test_what_is_uneven_from_the_start_is_a_wrong_profile(watch):
 def test_planning_pauses_longer_and_longer_if_it_finds_nothing(watch, run, monkeypatch):
     monkeypatch.setattr(replan, "_MIN_GAIN", 1.0)
     watch.train(WARM_UP_STEPS + WINDOW)
-    watch.train(15 * WINDOW, 1.0, 1.0, 2.0, 1.0)
+    watch.train(5 * WINDOW, 1.0, 1.0, 2.0, 1.0)
     assert watch.rebalancing.found is None
-    assert len(watch.asked) == 4
+    assert len(watch.asked) == 3
     assert not Balance.load(run.balance).pays
 
 
