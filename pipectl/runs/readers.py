@@ -35,6 +35,8 @@ _NOISE = re.compile(
     r"|Please see the FAQ|srun: cluster configuration lacks"
 )
 """Lines that do not say why a launcher failed, but that it is being ended."""
+_OWN_WORDS = re.compile(r"a process ended .*before MPI")
+"""What the job script found, which says more than what launchers make of it."""
 _PROCESS_ENDED = re.compile(
     r"a process ended .*before MPI|srun: error: \S+: tasks? \S+ "
     r"|srun: (launch/|Terminating|Job step a)|slurmstepd\S* error: \*\*\*"
@@ -205,6 +207,7 @@ def _telling(printed: Iterable[str]) -> list[str]:
     least one that says which process ended."""
     lines = list(dict.fromkeys(line.strip() for line in printed if not _NOISE.match(line)))
     ends = [line for line in lines if _PROCESS_ENDED.match(line)]
+    ends.sort(key=lambda line: not _OWN_WORDS.match(line))
     words = [line for line in lines if line not in ends]
     telling = [line for line in words if _TELLING.search(line)]
     return [*(telling or words[-_MAX_LINES:])[: _MAX_LINES - bool(ends)], *ends][:_MAX_LINES]

@@ -233,6 +233,7 @@ def test_what_ended_is_said_though_the_launcher_ends_before_its_agent(
     srun = Path(os.environ["PATH"].partition(":")[0]) / "srun"
     srun.write_text(
         "#!/bin/bash\nwhile kill -0 $LAUNCHER 2>/dev/null; do read -rt 0.05 <> <(:); done\n"
+        "for task in 1 2 3; do echo srun: error: n$task: task $task: Exited >&2; done\n"
         "echo 'a process ended on node2 before MPI had begun in it' >&2\nexit 1\n"
     )
     mpiexec = (
