@@ -246,7 +246,7 @@ def test_a_run_in_an_allocation_is_cancelled_and_resumed_from_its_shell(
     PROFILE.parent.mkdir()
     shutil.copy(local_run.parents[1] / PROFILE, PROFILE)
     job = (JOB, *SMALL, "--set=resources.nodes=null", "--set=resources.tasks_per_node=null")
-    assert "2 stages" in pipectl("plan", *job, "--scheduler=here")
+    assert " on 2 ranks" in pipectl("plan", *job, "--scheduler=here")
     wrong = (*job, "--set=resources.nodes=3", "--scheduler=here")
     assert "this allocation (" in pipectl("submit", *wrong, code=3)
     two = ("doctor", "--submit", "--scheduler=here", "--json")
