@@ -111,6 +111,17 @@ def run(
     return Completed(child.returncode, stdout.rstrip(), stderr.rstrip())
 
 
+def search_path(*first: Path) -> dict[str, str]:
+    """Return PYTHONPATH for a process with another working directory; empty if it is not needed.
+
+    Args:
+        first: directories that are searched before those of this process.
+    """
+    known = os.environ.get("PYTHONPATH")
+    paths = [*map(str, first), *(known.split(os.pathsep) if known else ())]
+    return {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))} if paths else {}
+
+
 def run_with_progress(
     argv: Sequence[str],
     tell: Callable[[str], None],

@@ -73,7 +73,7 @@ def measure_apart(
                 [sys.executable, "-m", __name__, *words],
                 tell,
                 directory=folder,  # Python searches it for modules: no file of the user is there
-                env={**os.environ, **_search_path(), **variables},
+                env={**os.environ, **process.search_path(), **variables},
                 patience_s=_PATIENCE_S,
             )
             if (folder / _ERROR).exists():
@@ -90,14 +90,6 @@ def measure_apart(
             f"no process can be started to measure the model: {error}",
             cure="is there room in the directory of temporary files (TMPDIR)?",
         ) from error
-
-
-def _search_path() -> dict[str, str]:
-    """PYTHONPATH for another working directory."""
-    text = os.environ.get("PYTHONPATH")
-    if not text:
-        return {}
-    return {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, text.split(os.pathsep)))}
 
 
 def is_in_job() -> bool:

@@ -189,9 +189,13 @@ class Rebalancing:
             self._run.balance.unlink(missing_ok=True)
             imbalance.save(self._run.imbalance)
             output = job_log()
-            environment = {**os.environ, "PYTHONPATH": str(Path(pipectl.__file__).parents[1])}
+            package = Path(pipectl.__file__).parents[1]
             self._pid = process.start_detached(
-                argv, directory=Path("/"), stdout=output, stderr=output, env=environment
+                argv,
+                directory=Path("/"),
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **process.search_path(package)},
             )
         except (OSError, PipectlError) as error:
             warn(f"{self._why}; another plan cannot be looked for: {error}")

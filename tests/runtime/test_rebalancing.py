@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,7 +60,8 @@ class Watch:
         monkeypatch.setattr(rebalancing, "_LOOK_S", 0.0)
         self.random = np.random.default_rng(0)
 
-    def answer(self, argv, **_):
+    def answer(self, argv, *, env, **_):
+        *_, self.searched_last = env["PYTHONPATH"].split(":")
         self.asked.append(Imbalance.load(self.run.imbalance))
         assert replan.main(argv[3:]) == 0
         return 4711
@@ -118,12 +120,14 @@ def test_a_rank_that_becomes_slow_gets_less_work_and_more_again_when_it_recovers
     assert watch.rebalancing.found.balance.after_s < 1.1 * watch.plan.predicted_step_s
 
 
-def test_what_is_uneven_from_the_start_is_a_wrong_profile(watch):
+def test_what_is_uneven_from_the_start_is_a_wrong_profile(watch, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "packages")
     watch.train(WARM_UP_STEPS + WINDOW + 1, 1.0, 2.0, 1.0, 1.0)
     (imbalance,) = watch.asked
     assert imbalance.factors == pytest.approx((1.0, 2.0, 1.0, 1.0), rel=0.1)
     assert imbalance.shares == (1.0,) * RANKS
     assert "times as long as predicted" in watch.rebalancing.found.why
+    assert watch.searched_last == str(Path("packages").absolute())
     plan = watch.rebalancing.found.plan
     costs = {node: stage.cost.forward_s for stage in plan.stages for node in stage.nodes}
     assert len(costs) == 16
