@@ -150,8 +150,10 @@ class Cluster(DataFile):
         """The device of each rank, at the speed that the rank gets."""
         return tuple(device for node in self.nodes for device in node.devices)
 
-    def devices_of(self, node_of_rank: Sequence[int]) -> list[Device]:
+    def devices_of(self, node_of_rank: Sequence[int]) -> Sequence[Device]:
         """Return the device of each rank of a plan, given the ranks' nodes."""
+        if node_of_rank == self.node_of_rank:  # as the planner numbers them, for every simulation
+            return self.devices
         devices = [iter(node.devices) for node in self.nodes]
         return [next(devices[node]) for node in node_of_rank]
 
