@@ -94,6 +94,15 @@ class StageCost:
         """Bytes of the parameters that an update changes."""
         return self.parameter_bytes if self.trained_bytes is None else self.trained_bytes
 
+    def scaled(self, factor: float) -> StageCost:
+        """Return the cost with the times of forwards and backwards multiplied by a factor."""
+        return replace(
+            self,
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            weight_s=None if self.weight_s is None else self.weight_s * factor,
+        )
+
     @property
     def halves_s(self) -> tuple[float, float]:
         """Seconds of the input half and the weight half of a split backward."""
@@ -152,6 +161,15 @@ class Blocks:
     last_bytes: int
     peaks: StagePeaks | None = None
     recompute_peak_bytes: int = 0
+
+    def scaled(self, factor: float) -> Blocks:
+        """Return the blocks with all times multiplied by a factor."""
+        return replace(
+            self,
+            forward_s=self.forward_s * factor,
+            recompute_s=self.recompute_s * factor,
+            backward_s=self.backward_s * factor,
+        )
 
     def running(self, cost: StageCost) -> StageCost:
         """Return the cost of a stage that runs in these blocks."""

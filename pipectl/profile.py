@@ -469,6 +469,18 @@ class Profile(DataFile):
         """Memory that a rank's allocator holds unused, relative to what a step allocates."""
         return _HEAP_SHARE if self.device is not None and self.device.kind == "cpu" else 0.0
 
+    def scaled(self, factors: Mapping[str, tuple[float, float]]) -> Profile:
+        """Return the profile with the times of some operators multiplied.
+
+        Args:
+            factors: of forward and backward, by the id of the operator.
+        """
+        operators = (
+            operator.scaled(*factors[operator.id]) if operator.id in factors else operator
+            for operator in self.operators
+        )
+        return replace(self, operators=tuple(operators))
+
     @cached_property
     def by_id(self) -> dict[str, Operator]:
         """Operators by id."""

@@ -69,7 +69,7 @@ def _scale_stages(profile: Profile, plan: Plan, steps: list[tuple[Part, ...]]) -
         steps: computations of each step, with predicted and measured times.
     """
     times = operator_times(profile, plan.micro_batch_size).uncached.T.tolist()
-    factors: dict[str, list[float]] = {}
+    factors: dict[str, tuple[float, float]] = {}
     for index, stage in enumerate(plan.stages):
         node_times = [
             times[profile.index_of[node]] for node in stage.nodes if node in profile.by_id
@@ -86,8 +86,5 @@ def _scale_stages(profile: Profile, plan: Plan, steps: list[tuple[Part, ...]]) -
             total_s = sum(each[phase] for each in node_times)
             more = (median(ratios) - 1) * whole_s / total_s if total_s > 0 else 0.0
             scales.append(max(0.0, 1 + more))
-        factors.update(dict.fromkeys(stage.nodes, scales))
-    operators = tuple(
-        each.scaled(*factors[each.id]) if each.id in factors else each for each in profile.operators
-    )
-    return replace(profile, operators=operators)
+        factors.update(dict.fromkeys(stage.nodes, (scales[0], scales[1])))
+    return profile.scaled(factors)

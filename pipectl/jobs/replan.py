@@ -45,10 +45,12 @@ def propose(run: RunDirectory) -> Balance:
     plan, spec = Plan.load(run.plan), load(run.job)
     known = folder / "profile.json"  # as corrected for the plan that is now in use
     profile = Profile.load(known if known.exists() else run.profile)
-    profile = _corrected(profile, plan, imbalance.factors)
+    measured = list(zip(plan.stages, imbalance.factors, strict=True))
+    profile = profile.scaled(
+        {n: (factor, factor) for stage, factor in measured for n in stage.nodes}
+    )
     cluster = shared(Cluster.load(run.cluster), imbalance.shares)
-    stages = zip(plan.stages, imbalance.factors, strict=True)
-    now = replace(plan, stages=tuple(_slower(stage, factor) for stage, factor in stages))
+    now = replace(plan, stages=tuple(_slower(*each) for each in measured))
     before_s = simulate(now, cluster).step_time_s
     parent = os.getppid()
     try:
@@ -80,35 +82,13 @@ def shared(cluster: Cluster, shares: Sequence[float]) -> Cluster:
     return replace(cluster, nodes=tuple(nodes))
 
 
-def _corrected(profile: Profile, plan: Plan, factors: Sequence[float]) -> Profile:
-    """Return the profile with the operators of each stage scaled by its factor."""
-    of_stage = zip(plan.stages, factors, strict=True)
-    scales = {node: factor for stage, factor in of_stage for node in stage.nodes}
-    operators = (each.scaled(*2 * (scales.get(each.id, 1.0),)) for each in profile.operators)
-    return replace(profile, operators=tuple(operators))
-
-
 def _ranks_of(plan: Plan) -> dict[str, tuple[int, ...]]:
     return {node: plan.stages[index].ranks for node, index in plan.stage_of.items()}
 
 
 def _slower(stage: Stage, factor: float) -> Stage:
-    cost, blocks = stage.cost, stage.blocks
-    weight_s = None if cost.weight_s is None else cost.weight_s * factor
-    cost = replace(
-        cost,
-        forward_s=cost.forward_s * factor,
-        backward_s=cost.backward_s * factor,
-        weight_s=weight_s,
-    )
-    if blocks is not None:
-        blocks = replace(
-            blocks,
-            forward_s=blocks.forward_s * factor,
-            recompute_s=blocks.recompute_s * factor,
-            backward_s=blocks.backward_s * factor,
-        )
-    return replace(stage, cost=cost, blocks=blocks)
+    blocks = None if stage.blocks is None else stage.blocks.scaled(factor)
+    return replace(stage, cost=stage.cost.scaled(factor), blocks=blocks)
 
 
 def _like(plan: Plan, request: PlanRequest) -> PlanRequest:

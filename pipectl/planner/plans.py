@@ -97,13 +97,12 @@ def _shared(
         if choice.replication is Replication.SPLIT:
             samples = ceil(size / count)
             partial = problem.costs.of(choice.layout.partition, samples, splits=splits)
-            part = partial.stages[stage]
-            factor = size / samples
+            part = partial.stages[stage].scaled(size / samples)
             cost = replace(
                 cost,
-                forward_s=part.forward_s * factor,
-                backward_s=part.backward_s * factor,
-                weight_s=None if part.weight_s is None else part.weight_s * factor,
+                forward_s=part.forward_s,
+                backward_s=part.backward_s,
+                weight_s=part.weight_s,
                 peaks=part.peaks,
             )
         if sharded:
