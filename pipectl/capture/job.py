@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from pipectl.capture import factories
 from pipectl.capture.accelerator_autocast import autocast_of
 from pipectl.capture.batch import Reader, check_samples
-from pipectl.capture.data import Loader, check_dataset
+from pipectl.capture.build import (
+    build_model,
+    evaluation_loader,
+    parts_of_script,
+    training_loader,
+)
+from pipectl.capture.data import Loader
 from pipectl.capture.deferred import Deferred
 from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback, KeptModules, Notify
@@ -27,7 +33,6 @@ from pipectl.capture.norms import refuse_single_values
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import FunctionCall, is_random, runs
 from pipectl.capture.python_state import preserve_state
-from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.capture.refusals import (
     Refusal,
     RefusedError,
@@ -40,13 +45,12 @@ from pipectl.capture.refusals import (
 from pipectl.capture.regions import accelerator, arithmetic, region_of
 from pipectl.capture.single import refuse_other_branch
 from pipectl.capture.stage import uses_of_parameter
-from pipectl.capture.step import Step, as_module, own_name
+from pipectl.capture.step import Step, own_name
 from pipectl.capture.tensors import is_deferred
 from pipectl.capture.weights import Weights
 from pipectl.capture.writes import refuse_writes
 from pipectl.errors import CaptureError
 from pipectl.faults import fault_of, is_ours
-from pipectl.script import Command, Parts
 from pipectl.spec import JobSpec
 from pipectl.spec.models import Factory
 from pipectl.torch_api import pytree
@@ -497,43 +501,6 @@ class CapturedJob:
         )
 
 
-def build_model(spec: JobSpec, deferred: Deferred | None = None) -> nn.Module:
-    """Return the model of a job, with the initial values that its seed gives it.
-
-    Raises:
-        CaptureError: see :class:`CapturedJob`.
-    """
-    if spec.model.is_of_script and (parts := parts_of_script(spec)) is not None:
-        return parts.model
-    seed_everything(spec.training.seed)
-    factory, name = factories.find(spec.model.factory), spec.model.factory
-
-    if isinstance(factory, nn.Module):
-        raise CaptureError(
-            f"model.factory: {name}: is a model that the module has made, not what makes one",
-            cure=f"name the class {type(factory).__name__}, or a function that returns a new model",
-        )
-
-    def build() -> nn.Module:
-        return as_module(
-            factories.call(factory, f"model.factory: {name}", **spec.model.kwargs), name
-        )
-
-    return build() if deferred is None else deferred.build(build)
-
-
-def parts_of_script(spec: JobSpec) -> Parts | None:
-    """Run the script of a job and return what it has made; None if the job takes nothing of it.
-
-    Raises:
-        CaptureError: see :class:`CapturedJob`.
-    """
-    parts = spec.model, spec.loss, spec.data, spec.optimizer
-    if spec.script is None or not any(part.is_of_script for part in parts):
-        return None
-    return Parts.of(Command.of(spec))
-
-
 @contextmanager
 def _in_evaluation() -> Iterator[None]:
     """Let refusals say in which mode the model is; those of training come before."""
@@ -545,59 +512,6 @@ def _in_evaluation() -> Iterator[None]:
             hint = "it works in training: look for what depends on self.training"
             error.cure = hint if error.cure is None else f"{hint}; or {error.cure}"
         raise
-
-
-def training_loader(spec: JobSpec, script: Parts | None = None) -> Loader:
-    """Return the training data.
-
-    Args:
-        script: what the job's script has made; if it is not given, the script runs.
-
-    Raises:
-        CaptureError: see :class:`CapturedJob`.
-    """
-    if spec.data.is_of_script:
-        script = script or parts_of_script(spec)
-        assert script is not None, "checked with the spec"
-        return _loader_of(spec, spec.data, "data", script.dataset())
-    return _loader(spec, spec.data, "data")
-
-
-def evaluation_loader(spec: JobSpec) -> Loader | None:
-    """Return the held-out data, or None.
-
-    Raises:
-        CaptureError: see :class:`CapturedJob`.
-    """
-    evaluation = spec.evaluation
-    return None if evaluation is None else _loader(spec, evaluation.data, "evaluation.data")
-
-
-def _loader(spec: JobSpec, item: Factory, section: str) -> Loader:
-    seed = spec.training.seed
-    factory = factories.find(item.factory)  # first: a module may draw when it is imported
-    # One seed for training and held-out data, so that both factories split rows alike.
-    seed_everything(seed_of(seed, "data") >> 32)
-    dataset = factories.call(factory, f"{section}.factory: {item.factory}", **item.kwargs)
-    check_dataset(dataset, section, item.factory)
-    return _loader_of(spec, item, section, dataset)
-
-
-def _loader_of(spec: JobSpec, item: Factory, section: str, dataset: Any) -> Loader:
-    data, seed = spec.data, spec.training.seed
-    training = item is data
-    return Loader(
-        dataset,
-        seed=seed,
-        batch_size=spec.training.batch_size if training else None,
-        drop_last=training and data.drop_last,
-        workers=data.workers if training else 0,
-        shuffle=training and data.shuffle is not False,
-        order=getattr(dataset, "order", None) if training and data.shuffle is None else None,
-        buckets=data.buckets,
-        pad=data.pad,
-        section=section,
-    )
 
 
 @dataclass(frozen=True)

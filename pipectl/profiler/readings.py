@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from pipectl.capture.build import build_model, evaluation_loader, training_loader
 from pipectl.capture.digests import (
     checksum,
     held_out_digests,
@@ -22,7 +23,7 @@ from pipectl.capture.digests import (
     shared_samples,
     trained_on,
 )
-from pipectl.capture.job import CapturedJob, build_model, evaluation_loader, training_loader
+from pipectl.capture.job import CapturedJob
 from pipectl.capture.step import in_step
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import PipectlError
