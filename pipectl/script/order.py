@@ -18,6 +18,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from pipectl.errors import CaptureError
 from pipectl.script.program import Path, name_of, reach
 
+_KEPT_EPOCHS = 16
+"""More than those that the data are read ahead by."""
+
 
 class SharedGenerators:
     """The random numbers that all share, of torch, Python and NumPy, as they were at one time."""
@@ -72,7 +75,8 @@ class Order:
     """The indices of the samples of every epoch, as a loader draws them one after the other.
 
     The first epoch is the script's. A later one is, too, unless the script draws other random
-    numbers in between.
+    numbers in between. It keeps the first epoch and the last ones; one in between is drawn again,
+    after all that come before it.
 
     Args:
         loader: of the script.
@@ -80,16 +84,24 @@ class Order:
     """
 
     def __init__(self, loader: DataLoader[Any], start: Generators) -> None:
-        self._loader, self._next = loader, start
-        self._epochs: list[array[int]] = []
+        self._loader, self._start, self._next = loader, start, start
+        self._epochs: dict[int, array[int]] = {}
+        self._drawn = -1
+        """Number of the last epoch that was drawn."""
 
     def __call__(self, epoch: int) -> list[int]:
         """Return the indices of the samples of an epoch."""
-        while len(self._epochs) <= epoch:
-            self._draw()
+        if epoch not in self._epochs:
+            if epoch <= self._drawn:
+                self._next, self._drawn = self._start, -1
+            while self._drawn < epoch:
+                self._drawn += 1
+                self._epochs[self._drawn] = self._draw()
+                if self._drawn > _KEPT_EPOCHS:
+                    self._epochs.pop(self._drawn - _KEPT_EPOCHS, None)
         return self._epochs[epoch].tolist()
 
-    def _draw(self) -> None:
+    def _draw(self) -> array[int]:
         before = Generators(self._loader)
         self._next.restore()
         try:
@@ -100,7 +112,7 @@ class Order:
             self._next = Generators(self._loader)
         finally:
             before.restore()
-        self._epochs.append(indices)
+        return indices
 
 
 @contextmanager

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from pipectl.capture import CapturedJob
 from pipectl.cli.from_script import take_script
@@ -13,6 +15,7 @@ from pipectl.runtime import plain
 from pipectl.script import Command, Parts
 from pipectl.script.findings import findings_of
 from pipectl.script.later import compare_steps
+from pipectl.script.order import Generators, Order
 from pipectl.script.plain import own_losses
 from pipectl.spec import load
 
@@ -124,6 +127,23 @@ def test_profiles_compare_steps_unless_the_loss_is_the_jobs_own(annealed, tmp_pa
     job["loss"] = {"factory": "torch.nn.functional:cross_entropy"}
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     assert script_steps.compare_script(load(tmp_path / "job.yaml")) == ()
+
+
+def test_the_order_of_any_epoch_is_that_of_the_loader_and_few_are_kept():
+    torch.manual_seed(3)
+    loader = DataLoader(range(5), batch_size=2, shuffle=True)
+    start = Generators(loader)
+    wanted = [[i for batch in loader for i in batch.tolist()] for _ in range(40)]
+    torch.manual_seed(4)
+    order = Order(loader, start)
+    for epoch in (0, 39, 38, 1, 2, 20, 0, 5, 39):
+        assert order(epoch) == wanted[epoch]
+    assert len(order._epochs) < 40
+    torch.manual_seed(4)
+    drawn = torch.rand(3)
+    torch.manual_seed(4)
+    order(7)
+    assert torch.equal(torch.rand(3), drawn)
 
 
 def test_a_backward_within_a_closure_of_the_optimizer_counts(closures, tmp_path):
