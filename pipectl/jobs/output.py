@@ -18,12 +18,12 @@ from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError
 from pipectl.files import is_of_another
 from pipectl.peaks import peak_flops_per_s
+from pipectl.profile import Profile
 from pipectl.runs.code import is_changed
 from pipectl.spec import JobSpec, links_key, plan_key, profile_key
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
-from pipectl.profile import Profile
 
 UNKNOWN_ROWS = (
     "the ranks' own time for messages, and for the start and end of a step, was not measured and "
@@ -149,8 +149,6 @@ def read_profile(spec: JobSpec, path: Path) -> Profile | None:
     """
     if not path.exists():
         return None
-    from pipectl.profile import Profile
-
     profile = Profile.load(path)
     return profile if is_fresh(spec, profile) else None
 

@@ -24,7 +24,7 @@ import psutil
 from pipectl.batch import LOCAL, JobState, process
 from pipectl.batch.launchers import belongs_to_mpi
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
-from pipectl.hash_seed import VARIABLE, hash_seed_of
+from pipectl.hash_seed import seed_variables
 from pipectl.jobs.cancel import cancel
 from pipectl.jobs.job import Job, change, refuse_code_of_others
 from pipectl.jobs.output import profile_path, read_profile
@@ -353,7 +353,7 @@ def _run_here(spec: JobSpec, arguments: Sequence[str]) -> None:
     """Run a program of this Python as the job would, with one thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     variables = spec.environment.variables
-    environment |= {**variables, VARIABLE: str(hash_seed_of(variables))}
+    environment |= {**variables, **seed_variables(variables)}
     done = process.run([sys.executable, *arguments], cure="", env=environment, timeout_s=inf)
     if done.returncode:
         raise WorkerError(f"the plain process failed: {done.message}")
