@@ -405,7 +405,7 @@ def test_errors_of_the_process_that_measures_are_those_of_the_package(tiny, tmp_
 def test_an_interrupt_ends_the_process_that_measures(tiny, tmp_path, monkeypatch):
     ask(monkeypatch, tmp_path, (
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
-        "print('[1, 2, \"it\"]', flush=True)\ntry: time.sleep(60)\n"
+        "try:\n print('[1, 2, \"it\"]', flush=True)\n time.sleep(60)\n"
         f"except KeyboardInterrupt: open({str(tmp_path / 'kept')!r}, 'w').close()\n"
     ))  # fmt: skip
 
