@@ -35,9 +35,11 @@ _PEAKS = {  # patterns of torch's names of devices; the first that matches count
     r"H100 PCIe": _Peaks(756, 756, 378, 51),
     r"(H100|H200) NVL": _Peaks(835, 835, 417, 60),
     r"H100|H200|GH200": _Peaks(989, 989, 494, 67),
+    r"B200": _Peaks(2250, 2250, 1125, 75),
+    r"GB200": _Peaks(2500, 2500, 1250, 80),
     r"MI250X": _Peaks(191.5, 191.5, None, 47.9),
     r"MI300A": _Peaks(980.6, 980.6, 490.3, 122.6),
-    r"MI300X": _Peaks(1307.4, 1307.4, 653.7, 163.4),
+    r"MI300X|MI325X": _Peaks(1307.4, 1307.4, 653.7, 163.4),
 }
 
 
