@@ -8,10 +8,6 @@ WITH_RANKS := tests/configs
 IMPURE := pipectl/capture/*,pipectl/profiler/*,pipectl/runtime/*,pipectl/jobs/*,pipectl/cli/*
 TORCH ?= 2.15
 QUICK := tests/test_*.py $(addprefix tests/,batch docs planner report runs schedule simulate spec)
-NOT_QUICK := $(addprefix planner/test_,saving_memory.py make_plan.py replicated_plans.py \
-    published_plans.py small_problems.py balance.py named_schedules.py) planner/gate \
-    schedule/test_random_plans.py simulate/test_steps_that_overlap.py \
-    simulate/test_reference_simulation.py runs/test_hostile_runs.py spec/test_spec_fuzz.py report/test_page.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test test-equality test-lowest test-torch coverage test-gpu torture check docs dist bench mutants golden clean
@@ -40,7 +36,7 @@ demo: $(INSTALLED) ## train a small GPT in a pipeline of two ranks on this machi
 	$(BIN)/pipectl status last
 
 quick: $(INSTALLED) ## run short tests that start no ranks and capture no model; a minute of processor time
-	$(BIN)/python -m pytest -n auto -m 'not mpi and not slurm and not corpus and not product and not torture' $(addprefix --ignore=tests/,$(NOT_QUICK)) $(QUICK)
+	$(BIN)/python -m pytest -n auto -m 'not mpi and not slurm and not slow and not corpus and not product and not torture' $(QUICK)
 
 test: $(INSTALLED) ## run all tests
 	$(BIN)/python -m pytest -n auto

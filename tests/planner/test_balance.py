@@ -15,6 +15,8 @@ from pipectl.planner.balance.load_model import BalanceRequest
 from pipectl.planner.graph.blocks import condense
 from pipectl.profile import Profile
 
+pytestmark = pytest.mark.slow
+
 FREE = {"backward_s": 0.0, "parameter_bytes": 0, "output_bytes": 0, "gradient_bytes": 0}
 
 

@@ -21,6 +21,8 @@ from pipectl.planner.request import micro_batch_sizes, stage_counts
 from pipectl.profile import SmallestMicroBatch
 from pipectl.simulate import simulate
 
+pytestmark = pytest.mark.slow
+
 SLOW = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e7)
 
 

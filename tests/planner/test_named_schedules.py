@@ -16,6 +16,8 @@ from pipectl.profile import SplitBackward
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.schedule.listed import Listed
 
+pytestmark = pytest.mark.slow
+
 FOLDED = Listed.read("0F0,0F1,3F0,3F1,3B0,3B1,0B0,0B1\n1F0,1F1,2F0,2F1,2B0,2B1,1B0,1B1\n", "my.csv")
 ONE_EACH = Listed.read("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "my.csv")
 

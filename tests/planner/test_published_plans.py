@@ -32,9 +32,12 @@ DAPPLE = (
     *("dapple-gnmt-32-pbs-64-simplified", "dapple-xlnet-24-pbs-1"),
 )
 
-pytestmark = pytest.mark.skipif(
-    not GIVEN, reason="PIPECTL_WORKLOADS names no directory of published profiles"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not GIVEN, reason="PIPECTL_WORKLOADS names no directory of published profiles"
+    ),
+]
 
 
 def known(name, objective=SYNCHRONOUS):

@@ -33,6 +33,8 @@ from pipectl.runtime.compare import Comparison, Difference
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.simulate import simulate
 
+pytestmark = pytest.mark.slow
+
 LINK, FAR = Link(1e-5, 1e9), Link(1e-3, 1e6)
 
 

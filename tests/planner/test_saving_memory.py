@@ -16,6 +16,8 @@ from pipectl.planner.segments import SegmentCuts
 from pipectl.schedule import is_unflushed
 from pipectl.simulate import simulate
 
+pytestmark = pytest.mark.slow
+
 SLOW = Link(1e-6, 1e7)
 """Saved values take several times as long as a forward."""
 TO_HOST, SLOW_TO_HOST = Link(1e-6, 1e9), Link(1e-6, 2e6)

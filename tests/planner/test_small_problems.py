@@ -26,6 +26,8 @@ from pipectl.planner.request import micro_batch_sizes, open_orders
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, policy_a
 from pipectl.simulate import simulate
 
+pytestmark = pytest.mark.slow
+
 LINK, BETWEEN = Link(1e-4, 1e7), Link(1e-4, 3e6)
 FAST, SLOW = 3.0, 1.0
 """Speeds of devices."""

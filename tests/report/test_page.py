@@ -15,6 +15,8 @@ from pipectl.cli.commands.report import make_page
 from pipectl.runs import RunDirectory
 from pipectl.timeline import Event, Timeline
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).parents[1] / "data" / "scheduler" / "nasty.json"
 HOSTILE = [
     "<script>alert(1)</script>",

@@ -47,6 +47,8 @@ from pipectl.runs import (
     sweep_of,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT, NOBODY, MALLORY = 0, 65534, 12345
 PATIENCE_S = 60
 LATE = 1.7e9

@@ -15,6 +15,8 @@ from pipectl.schedule import Action, Actions, Kind, channels, lower, messages
 from pipectl.simulate import simulate
 from pipectl.simulate.memory import host_bytes, stage_peaks_in_flight
 
+pytestmark = pytest.mark.slow
+
 
 def programs_of(plan):
     return [lower(plan, rank) for rank in range(plan.ranks)]

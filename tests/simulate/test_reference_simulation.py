@@ -18,6 +18,8 @@ from pipectl.plan import StageCost
 from pipectl.schedule import lower
 from pipectl.simulate import network, simulate, simulation
 
+pytestmark = pytest.mark.slow
+
 
 def random_link(draw, *, between=False):
     timings = ((1, 0.1), (30, draw.uniform(0.2, 0.6)), (90, draw.uniform(0.7, 2)))

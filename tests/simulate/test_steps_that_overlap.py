@@ -19,6 +19,8 @@ from pipectl.schedule.unflushed import steps_apart, versions_kept
 from pipectl.simulate import simulate
 from pipectl.simulate.memory import stage_peaks_in_flight
 
+pytestmark = pytest.mark.slow
+
 COST = StageCost(1.0, 2.0, 0.5, 1000, 5000, 10, gradient_bytes=900)
 SLOW = replace(COST, forward_s=3.0)
 ROUND = StageCost(0.1, 0.2, 0.1, 0, 0, 0)

@@ -11,6 +11,8 @@ from pipectl.errors import SpecError, UsageError
 from pipectl.spec import dump, load
 from pipectl.spec.schema import json_schema, properties
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -7,6 +7,8 @@ import pytest
 from gate_corpus import cases
 from run_gate import GOLDEN, MAX_RATIO, run
 
+pytestmark = pytest.mark.slow
+
 EVERY = cases()
 MORE = (case for case in EVERY if case.name.startswith(("auto", "tight")))
 SOME = {case.name: case for case in (*EVERY[::8], *MORE)}.values()
