@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -31,10 +32,46 @@ _UNIT_WORD = re.compile(
     r"(?<=\d)\s*(?:(d)ays?|(h)(?:ou)?rs?|(m)in(?:ute)?s?|(s)ec(?:ond)?s?)\b\s*", re.I
 )
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_RANGE = re.compile(r"(\d{1,18})\s*-\s*(\d{1,18})")
 _HARMFUL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """Characters that move the cursor, change colours or reverse text, except newlines and tabs."""
+
+
+@dataclass(frozen=True)
+class NodeRange:
+    """A number of nodes that is open between two bounds, as Slurm writes it: ``2-8``."""
+
+    lowest: int
+    highest: int
+
+    @classmethod
+    def parse(cls, text: str) -> NodeRange:
+        """Parse ``2-8``.
+
+        Raises:
+            ValueError: the text is no range, or its first number is 0 or above the second.
+        """
+        match = _RANGE.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not a range of nodes; write for example 2-8")
+        found = cls(int(match[1]), int(match[2]))
+        if not 1 <= found.lowest <= found.highest:
+            raise ValueError(f"{text!r}: must be two numbers of at least 1, the lower one first")
+        return found
+
+    @property
+    def counts(self) -> range:
+        """All numbers in it, the lowest first."""
+        return range(self.lowest, self.highest + 1)
+
+    def nearest(self, number: int) -> int:
+        """The number in it that is nearest to another one."""
+        return min(max(number, self.lowest), self.highest)
+
+    def __str__(self) -> str:
+        return f"{self.lowest}-{self.highest}"
 
 
 def parse_bytes(text: str) -> int:

@@ -70,7 +70,7 @@ class HereScheduler(LocalScheduler):
             system.name,
             within=f"{system.name}.sh.j2",
             alone_on_node=("srun", *options, "--mpi=none") if is_elsewhere else (),
-            nodes=allocation.nodes[: resources.nodes],
+            nodes=allocation.nodes[: resources.max_nodes],
         )
 
     def _refuse(self, request: JobRequest, allocation: Allocation) -> None:
@@ -85,7 +85,7 @@ class HereScheduler(LocalScheduler):
                 "--after: jobs in an allocation cannot wait for other runs",
                 cure="run `pipectl submit --scheduler here --wait` for each in turn",
             )
-        wanted, there = request.resources.nodes, len(allocation.nodes)
+        wanted, there = request.resources.max_nodes, len(allocation.nodes)
         if wanted > there:
             raise InvalidInputError(
                 f"resources.nodes: {wanted} are asked for, and this allocation "

@@ -256,7 +256,7 @@ def _demand(request: JobRequest) -> Demand:
     """
     resources, own = request.resources, request.pbs.select
     nodes, cores = (
-        resources.nodes,
+        resources.max_nodes,
         None if own else resources.tasks_per_node * resources.cpus_per_task,
     )
     if own is False:
@@ -273,11 +273,11 @@ def _resources(request: JobRequest) -> list[str]:
     """
     own, resources = request.pbs.select, request.resources
     if own and (count := SELECT_COUNT.match(own)):  # a profile has fewer nodes than its job
-        return [f"select={resources.nodes}{own.removeprefix(count[1])}"]
+        return [f"select={resources.max_nodes}{own.removeprefix(count[1])}"]
     total = own is False
     lists = [text for _, text in options_of("l", request.pbs.options.get("l", False)) if text]
     given = ",".join(lists) if total else own or ""
-    nodes, mib = resources.nodes if total else 1, request.memory_per_node_mib
+    nodes, mib = resources.max_nodes if total else 1, request.memory_per_node_mib
     wanted = {
         "ncpus": nodes * resources.tasks_per_node * resources.cpus_per_task,
         "mpiprocs": 0 if total else resources.tasks_per_node,
@@ -288,7 +288,7 @@ def _resources(request: JobRequest) -> list[str]:
     if total:
         names = {part.partition("=")[0].lower() for part in given.split(",")}
         return [f"{name}={size}" for name, size in wanted.items() if size and name not in names]
-    parts = [f"select={resources.nodes}"]
+    parts = [f"select={resources.max_nodes}"]
     parts += [f"{name}={size}" for name, size in wanted.items() if size]
     return [":".join([*parts, *([own.lstrip(":")] if own else [])])]
 

@@ -138,6 +138,8 @@ class Scheduler(ABC):
     """What to do if it does not answer."""
     resubmits: ClassVar[bool] = False
     """Whether job scripts submit themselves again instead of being requeued."""
+    takes_range: ClassVar[bool] = False
+    """Whether jobs can ask for a range of nodes."""
     runs_in_shell: ClassVar[bool] = False
     """Whether jobs have the environment of the shell that submits them."""
     timeout_s: float = process.TIMEOUT_S

@@ -37,7 +37,7 @@ from pipectl.batch.scheduler import (
 )
 from pipectl.batch.script import render_script
 from pipectl.directives import SBATCH, find_option
-from pipectl.errors import SchedulerError, UsageError
+from pipectl.errors import InvalidInputError, SchedulerError, UsageError
 
 if TYPE_CHECKING:
     from pipectl.spec.launch import Launch
@@ -62,6 +62,7 @@ class SlurmScheduler(CommandLineScheduler):
     node_variables = frozenset({"SLURM_JOB_ID", "SLURMD_NODENAME"})
     submit_options = frozenset({"--partition", "--account", "--gres"})
     queue_key = "partition"
+    takes_range = True
     unreachable_cure = "ask the site, or set SLURM_CONF"
     submit_command = ("sbatch", "--parsable")
     id_patterns = (
@@ -98,6 +99,11 @@ class SlurmScheduler(CommandLineScheduler):
 
     def render(self, request: JobRequest) -> str:
         """The tag is the comment of a job, or the end of its name if the comment is the user's."""
+        if (nodes := request.resources.node_range) is not None:
+            raise InvalidInputError(
+                f"resources.nodes: {nodes}: ranges are not submitted to Slurm yet",
+                cure=f"write a number, such as --set resources.nodes={nodes.highest}",
+            )
         name = request.name
         if "comment" in request.slurm.options:
             name += name_suffix(request.tag)
@@ -516,7 +522,7 @@ def _demand(request: JobRequest, walltime_s: int | None) -> Demand:
         cores = None
     mib = request.memory_per_node_mib
     return Demand(
-        nodes=resources.nodes,
+        nodes=resources.min_nodes,
         walltime_s=None if has("--time-min") else walltime_s,
         cores=cores,
         memory_bytes=None if "mem" in replaced or mib is None else mib * 2**20,

@@ -12,7 +12,7 @@ from pipectl.directives import SCHEDULERS, packaged_schedulers
 from pipectl.errors import UsageError
 from pipectl.files import RUNS_VARIABLE
 from pipectl.runs import list_runs, list_sweeps, runs_directory
-from pipectl.units import parse_bytes, parse_walltime
+from pipectl.units import NodeRange, parse_bytes, parse_walltime
 
 T = TypeVar("T", int, float)
 _MAX_VALUE = 1e100
@@ -63,6 +63,18 @@ def value(metavar: str, text: str, *names: str, default: Any = None, **more: Any
     return typer.Option(default, *names, metavar=metavar, help=text, **more)
 
 
+def read_nodes(text: str) -> int | str:
+    """The value of ``--nodes``: a number, or the text of a range."""
+    try:
+        if "-" in text[1:]:
+            return str(NodeRange.parse(text))
+        if text.isdecimal() and int(text):
+            return int(text)
+        raise ValueError(f"{text!r} is not a number of nodes; write for example 4 or 2-8")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 read_size = reader(parse_bytes)
 read_walltime = reader(parse_walltime)
 
@@ -105,7 +117,10 @@ SCHEDULER = value(
     "NAME", f"Where the job runs: {', '.join(SCHEDULERS)}; by default launch.scheduler.",
     "--scheduler", autocompletion=names_of_schedulers,
 )  # fmt: skip
-NODES = count("Number of nodes (resources.nodes).", "-N", "--nodes")
+NODES = value(
+    "N", "Number of nodes, or a range such as 2-8 (resources.nodes).", "-N", "--nodes",
+    parser=read_nodes,
+)  # fmt: skip
 _NAMED: Any = {"metavar": "RUN", "help": RUN_HELP, "autocompletion": names_of_runs}
 RUN, LAST_RUN = typer.Argument(..., **_NAMED), typer.Argument("last", **_NAMED)
 RUN_NAMES = typer.Argument(None, **_NAMED)

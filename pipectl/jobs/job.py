@@ -8,6 +8,7 @@ plan.
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
 from collections.abc import Mapping
@@ -229,19 +230,34 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
 
 
 def fit_to_allocation(spec: JobSpec, scheduler: str) -> JobSpec:
-    """The spec, for a job in this allocation with its nodes and tasks, unless the spec names some.
+    """The spec with a number of nodes, where the batch system takes no range.
+
+    A job in this allocation gets its nodes and tasks, unless the spec names some; of a range, as
+    many as there are. On this machine, its cores say how many there are. All other systems are
+    asked for the highest number.
 
     Raises:
         SchedulerError: this process runs in no allocation.
     """
-    if scheduler != HERE:
-        return spec
-    from pipectl.batch.here import find_allocation
+    resources = spec.resources
+    nodes = resources.node_range
+    if scheduler == HERE:
+        from pipectl.batch.here import find_allocation
 
-    _, allocation = find_allocation()
-    found = {"nodes": len(allocation.nodes), "tasks_per_node": allocation.tasks_per_node}
-    given = spec.resources.model_fields_set
-    return change(spec, resources={key: n for key, n in found.items() if key not in given})
+        _, allocation = find_allocation()
+        found = {"nodes": len(allocation.nodes), "tasks_per_node": allocation.tasks_per_node}
+        given = resources.model_fields_set
+        if nodes is not None:
+            found["nodes"] = nodes.nearest(found["nodes"])
+            given = given - {"nodes"}
+        return change(spec, resources={key: n for key, n in found.items() if key not in given})
+    if nodes is None or scheduler_class(scheduler).takes_range:
+        return spec
+    count = nodes.highest
+    if scheduler == LOCAL:
+        cores = 0 if resources.gpus_per_node else len(os.sched_getaffinity(0))
+        count = nodes.nearest(cores // (resources.tasks_per_node * resources.cpus_per_task))
+    return change(spec, resources={"nodes": count})
 
 
 def render(job: Job, now: float = 0.0) -> str:

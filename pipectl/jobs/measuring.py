@@ -97,7 +97,7 @@ def make_measuring_job(
 
 def make_trial_job(spec: JobSpec, scheduler: str) -> Job:
     """Make a job of two ranks, on two nodes if the job has as many, that says what works in it."""
-    nodes = min(2, spec.resources.nodes) if scheduler != LOCAL else 1
+    nodes = min(2, spec.resources.max_nodes) if scheduler != LOCAL else 1
     gpus = ("--ranks", "2", "--gpus", str(spec.resources.gpus_per_node))
     workload = Workload(
         PROFILING,

@@ -117,7 +117,7 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
         assumed = replace(cluster, source=f"assumed: shared memory, {usable} usable cores")
     else:
         tasks = resources.tasks_per_node
-        layout = [tasks] * resources.nodes
+        layout = [tasks] * resources.max_nodes
         assumed = assumed_cluster("from resources:", layout, tasks, None)
     path = cluster_path(spec)
     if not path.exists():

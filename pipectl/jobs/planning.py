@@ -234,7 +234,7 @@ def _gather_profile(
     if _BATCH not in keys:
         shipped = _shipped_number(profile, "microbatches_in_batch")
         count = request.micro_batches or int(
-            shipped or _MICRO_BATCHES_PER_DEVICE * spec.resources.nodes
+            shipped or _MICRO_BATCHES_PER_DEVICE * spec.resources.max_nodes
         )
         batch_size = profile.micro_batch_size * count
         batches = profile.batches(batch_size, drop_last=False)

@@ -101,7 +101,7 @@ class Submission:
             tag=tag or request.tag,
             submitted_at=now,
             ranks=request.ranks,
-            nodes=request.resources.nodes,
+            nodes=request.resources.max_nodes,
             steps=job.spec.training.steps if job.workload.steps is None else job.workload.steps,
             clusters=system.clusters_of(request),
             history=history,

@@ -264,25 +264,28 @@ def _built_in(pipeline: models.Pipeline) -> Schedule | None:
 def _check_ranks(pipeline: models.Pipeline, resources: Resources) -> Iterator[Finding]:
     """Faults of the numbers of stages and ranks, and of memory."""
     stages, name, ranks = pipeline.stages, pipeline.schedule, resources.ranks
+    min_ranks = resources.min_nodes * resources.tasks_per_node
     if pipeline.offload == "host" and not resources.gpus_per_node:
         fault = "frees nothing on ranks that compute on the CPU; write disk"
         yield ("pipeline", "offload"), fault
     if ranks > MAX_RANKS:
         yield ("resources",), f"nodes x tasks_per_node = {TOO_MANY_RANKS.format(ranks)}"
     schedule = _built_in(pipeline)
-    if stages is None or (schedule is None and (name is not None or stages <= ranks)):
+    if stages is None or (schedule is None and (name is not None or stages <= min_ranks)):
         return
     from pipectl.schedule.order import Placement
 
     placement = Placement.STRAIGHT if schedule is None else schedule.placement
-    if not placement.fit(stages, ranks):
+    for count in sorted({ranks, min_ranks}):
+        if placement.fit(stages, count):
+            continue
         hints = {
             Placement.STRAIGHT: "resources give nodes x tasks_per_node = "
             f"{resources.nodes} x {resources.tasks_per_node}",
             Placement.ROUND: f"schedule {name} takes a multiple of them",
             Placement.V_SHAPED: f"schedule {name} takes two per rank",
         }
-        yield _STAGES, f"{placement.misfit(stages, ranks)}; {hints[placement]}"
+        yield _STAGES, f"{placement.misfit(stages, count)}; {hints[placement]}"
 
 
 def _check_combinations(pipeline: models.Pipeline, training: models.Training) -> Iterator[Finding]:
@@ -441,14 +444,14 @@ def _check_options(slurm: Slurm, pbs: Pbs) -> Iterator[Finding]:
 
 
 def _check_slurm_gpus(slurm: Slurm, resources: Resources) -> Iterator[Finding]:
-    units = {"node": resources.nodes, "task": resources.ranks, "job": 1}
+    units = {"node": resources.max_nodes, "task": resources.ranks, "job": 1}
     for name, unit in _GPU_OPTIONS.items():
         for _, value in options_of(name, slurm.options.get(name, False)):
             texts = [text for text in (value or "").split(",") if text]
             matches = [GPUS.fullmatch(text if name in _GRES else f"gpu:{text}") for text in texts]
             counts = [int(match[2] or 1) for match in matches if match]
             total = sum(counts) * units[unit] if unit in units else None
-            number = "N" if total is None else str(total // resources.nodes or 1)
+            number = "N" if total is None else str(total // resources.max_nodes or 1)
             cure, how = f"write resources: {{gpus_per_node: {number}}}", "instead"
             kinds = [match[1] for match in matches if match and match[1]]
             if name == "gpus-per-node":
@@ -465,16 +468,16 @@ def _check_select(pbs: Pbs, resources: Resources) -> Iterator[Finding]:
     if pbs.select and (count := SELECT_COUNT.match(pbs.select)):
         if "+" in pbs.select:
             yield ("pbs", "select"), "has several kinds of chunks, but all nodes of a job are alike"
-        elif int(count[1]) != resources.nodes:
+        elif int(count[1]) != resources.max_nodes:
             fault = f"asks for {count[1]} chunks, but each node is one, and resources.nodes is"
-            yield ("pbs", "select"), f"{fault} {resources.nodes}"
+            yield ("pbs", "select"), f"{fault} {resources.max_nodes}"
 
 
 def _check_pbs_gpus(pbs: Pbs, resources: Resources) -> Iterator[Finding]:
     for gpus in PBS_GPUS.finditer(pbs.select or ""):
         count, how = int(gpus[2]), "instead" if gpus[1] == "ngpus" else "as well"
         cure = f"write resources: {{gpus_per_node: {count}}} {how}"
-        if fault := _fault_of_gpus(gpus[0], count, count * resources.nodes, resources, cure):
+        if fault := _fault_of_gpus(gpus[0], count, count * resources.max_nodes, resources, cure):
             yield ("pbs", "select"), fault
     for _, value in options_of("l", pbs.options.get("l", False)):
         for gpus in PBS_GPUS.finditer(value or ""):
@@ -483,7 +486,7 @@ def _check_pbs_gpus(pbs: Pbs, resources: Resources) -> Iterator[Finding]:
             cure, total = f"write resources: {{gpus_per_node: {gpus[2]}}}{chunk} instead", None
             if pbs.select is False:
                 total = int(gpus[2])
-                number = total // resources.nodes or 1
+                number = total // resources.max_nodes or 1
                 cure = f"write resources: {{gpus_per_node: {number}}} as well"
             if fault := _fault_of_gpus(gpus[0], int(gpus[2]), total, resources, cure):
                 yield ("pbs", "options", "l"), fault
@@ -506,10 +509,10 @@ def _fault_of_gpus(
     if "gpus_per_node" not in resources.model_fields_set:
         fault = f"asks for GPUs, but ranks compute on CPUs unless {key} says how many"
         return f"{text!r} {fault}; {cure}" if number else ""
-    if not gpus or total is None or total == gpus * resources.nodes:
+    if not gpus or total is None or total == gpus * resources.max_nodes:
         return ""
-    count, rest = divmod(total, resources.nodes)
-    fault = f"asks for {total / resources.nodes:g} GPUs per node, but {key} is {gpus}"
+    count, rest = divmod(total, resources.max_nodes)
+    fault = f"asks for {total / resources.max_nodes:g} GPUs per node, but {key} is {gpus}"
     other = f", or write resources: {{gpus_per_node: {count}}}" if count and not rest else ""
     return f"{text!r} {fault}; ask for {gpus} per node{other}"
 

@@ -7,13 +7,15 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from pipectl.spec import types
+from pipectl.units import NodeRange
 
 
 class Resources(types.Section):
     """What the job asks for, under every scheduler."""
 
-    nodes: types.Count = 1
-    """Nodes."""
+    nodes: types.Nodes = 1
+    """Nodes: a number, or a range such as `2-8`. `local` and `here` use as many of them as there
+    are, PBS and batch systems of packages get the highest number, and Slurm takes no range yet."""
     tasks_per_node: types.Count = 1
     """MPI ranks per node."""
     cpus_per_task: types.Count = 1
@@ -28,9 +30,24 @@ class Resources(types.Section):
     a unit is minutes, as for `sbatch --time`."""
 
     @property
+    def node_range(self) -> NodeRange | None:
+        """The range of nodes; None if their number is fixed."""
+        return self.nodes if isinstance(self.nodes, NodeRange) else None
+
+    @property
+    def min_nodes(self) -> int:
+        """The number of nodes, or the lowest of the range."""
+        return self.nodes.lowest if isinstance(self.nodes, NodeRange) else self.nodes
+
+    @property
+    def max_nodes(self) -> int:
+        """The number of nodes, or the highest of the range."""
+        return self.nodes.highest if isinstance(self.nodes, NodeRange) else self.nodes
+
+    @property
     def ranks(self) -> int:
-        """MPI ranks of the job."""
-        return self.nodes * self.tasks_per_node
+        """MPI ranks of the job; the most that it can have if its nodes are a range."""
+        return self.max_nodes * self.tasks_per_node
 
     def memory_per_rank(self, node_bytes: int | None = None) -> int | None:
         """A rank's share of its node's memory in bytes; None if that is not known, or if ranks

@@ -19,6 +19,7 @@ from pydantic import (
     Field,
     GetPydanticSchema,
     PlainSerializer,
+    PlainValidator,
     SerializationInfo,
     StrictFloat,
     StrictInt,
@@ -33,6 +34,7 @@ from pipectl.spec import references
 from pipectl.spec.document import parse_scalar, resolve
 from pipectl.units import (
     NAME,
+    NodeRange,
     format_clock,
     parse_bytes,
     parse_duration,
@@ -149,6 +151,22 @@ def _whole(value: Any) -> Any:
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
+def _nodes(value: Any) -> int | NodeRange:
+    number = _whole(value)
+    if isinstance(number, NodeRange):
+        return number
+    if isinstance(number, str) and "-" in number[1:]:
+        found = NodeRange.parse(number)
+        return found if found.lowest < found.highest else found.lowest
+    if isinstance(number, str) and number.isdecimal():
+        raise ValueError(f"must be a number, not the text '{number}'; remove the quotes")
+    if type(number) is not int or number < 1:
+        raise ValueError
+    if number > _MAX:
+        raise ValueError(f"must be at most {_MAX}, not {number}")
+    return number
+
+
 def _one_line(text: str) -> str:
     if "\n" in text:
         raise ValueError("must be one line; it contains a line break")
@@ -263,6 +281,20 @@ Value = Annotated[Any, _YAML]
 Keywords = dict[str, Value]
 Grid = Annotated[dict[str, tuple[Value, ...]], _MAPPING]
 Count = Annotated[int, Field(strict=True, ge=1, le=_MAX), BeforeValidator(_whole)]
+Nodes = Annotated[
+    int | NodeRange,
+    PlainValidator(_nodes),
+    PlainSerializer(lambda nodes: str(nodes) if isinstance(nodes, NodeRange) else nodes),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1, "maximum": _MAX},
+                {"title": "a range such as 2-8", "type": "string", "pattern": r"^\d+\s*-\s*\d+$"},
+            ]
+        }
+    ),
+]
+"""A number of nodes, or a range of numbers."""
 Natural = Annotated[int, Field(strict=True, ge=0, le=_MAX), BeforeValidator(_whole)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), _YAML]
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), _YAML]

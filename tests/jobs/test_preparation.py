@@ -13,7 +13,7 @@ from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.corrections import correct_profile
 from pipectl.jobs.environment import note_of_modules
-from pipectl.jobs.job import make_job
+from pipectl.jobs.job import fit_to_allocation, make_job
 from pipectl.jobs.output import cluster_file_key, cluster_path, find_cluster
 from pipectl.jobs.planning import gather, make_plan_request
 from pipectl.jobs.prepare import prepare
@@ -73,6 +73,16 @@ def test_what_is_assumed_of_an_allocation_and_of_this_machine(spec, write_job, m
     for scheduler in ("slurm", "local"):
         assert find_cluster(spec, scheduler).cluster.device(0).memory_bytes is None
     assert spec.resources.memory_per_rank() is None
+
+
+def test_of_a_range_of_nodes_a_job_gets_what_there_is(spec, write_job, monkeypatch):
+    """``tasks_per_node x cpus_per_task`` cores of this machine are a node."""
+    spec = load(write_job(RESOURCES.replace("nodes: 2", "nodes: 2-5")))
+    for cores, nodes in ((1, 2), (18, 3), (23, 3), (64, 5)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, count=cores: set(range(count)))
+        assert fit_to_allocation(spec, "local").resources.nodes == nodes
+    assert fit_to_allocation(spec, "pbs").resources.nodes == 5
+    assert str(fit_to_allocation(spec, "slurm").resources.nodes) == "2-5"
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.spec import dump, load
+from pipectl.units import NodeRange
 
 HERE = Path(__file__).parent
 
@@ -35,6 +36,8 @@ GPUS = "resources.gpus_per_node"
     ("text", "values"),
     [
         ("resources: {walltime: 90, nodes: 1e0}", {"resources.walltime": 5400}),
+        ("resources: {nodes: 2-8}", {"resources.nodes": NodeRange(2, 8), "resources.ranks": 8}),
+        ("resources: {nodes: '3 - 3'}", {"resources.nodes": 3}),
         ("resources: {walltime: 90s}", {"resources.walltime": 90}),
         ("resources: {walltime: '00:05:00'}", {"resources.walltime": 300}),
         ("resources: {memory_per_node: 134217728.5}", {"resources.memory_per_node": 2**27}),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import typer
 
@@ -36,7 +37,7 @@ def command(
     cluster: Path | None = CLUSTER_FILE,
     devices: int | None = DEVICES,
     scheduler: str | None = opt.SCHEDULER,
-    nodes: int | None = opt.NODES,
+    nodes: Any = opt.NODES,
     compare: list[str] | None = opt.value("N,N,…", "Compare these numbers of nodes."),
     new_micro_batches: bool = opt.flag(
         "Do not keep the number of micro-batches of the previous plan.", "--new-micro-batches"
@@ -72,7 +73,7 @@ def command(
     )  # fmt: skip
 
 
-def with_nodes(nodes: int | None, overrides: Sequence[str] | None) -> list[str]:
+def with_nodes(nodes: int | str | None, overrides: Sequence[str] | None) -> list[str]:
     """The values of ``--set``, which precede that of ``--nodes``."""
     return [*([] if nodes is None else [f"resources.nodes={nodes}"]), *(overrides or ())]
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -67,7 +68,7 @@ def command(
     account: str | None = opt.value(
         "NAME", "Account to charge (slurm.account or pbs.account).", "-A", "--account"
     ),
-    nodes: int | None = opt.NODES,
+    nodes: Any = opt.NODES,
     walltime: int | None = opt.value(
         "TIME",
         "Time limit; a number alone is minutes (resources.walltime).",
