@@ -182,6 +182,7 @@ class LocalRanks:
                 rank.shared |= shared_files(rank.pid)
         if rank.death is None and (lost_process or rank.has_ended):
             memory_kill = now - self._memory_kill_at <= _MEMORY_S
+            self.wait(0)  # others that ended before it, in their order
             ended_at = self._note_end(rank)
             rank.death = rank.explain_death(ended_at, lost_process, memory_kill=memory_kill)
         if BYE in rank.heard:

@@ -177,6 +177,19 @@ def test_how_long_a_rank_is_at_the_same_point_of_its_program():
     rank.close()
 
 
+def test_ranks_that_end_between_two_waits_are_in_the_order_of_their_ends():
+    """Not in that of their numbers, in which they are looked at."""
+    first, second = Rank(0), Rank(1)
+    ranks = LocalRanks([first.settings(), second.settings()], launched=False, script=0)
+    second.ends()
+    first.ends()
+    before, after = ranks.look(0.0)
+    assert before.state == after.state == State.DIED
+    assert after.ended_at < before.ended_at
+    first.close()
+    second.close()
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_with_a_rank_those_of_all_nodes_end_and_it_is_reported_unless_it_reports_itself(job, fails):
     """A damaged file of a node counts for nothing."""
