@@ -1,13 +1,40 @@
-"""The engine: executes rank programs on tensors, the same ones the simulator executes on costs.
+"""How a rank executes its program on tensors. Read this page first.
 
-Before a program runs, each of its rows is bound to what it needs: a stage, a line of messages, its
-part of the batch. This makes a few functions; a row is one of them and a micro-batch. So all rows
-of a program run the same code on the same data, which stay in the caches.
+What a rank does, and in which order, is decided before training. The engine does it row by row:
+
+    step      makes                                                        in
+    plan      Plan: stages, schedule, ranks                                planner/
+    lower     Actions: a row of integers for each thing that a rank does   schedule/lowering
+    prepare   Step: the rows with what follows from the number of samples  step
+    bind      Row: one function for all rows alike, and a micro-batch      here
+    run       StepRun: batch, inbox, outbox and losses of one execution    here, step
+    end       one vote of all ranks, clipping, the update                  step_end
+
+A row calls a :class:`~pipectl.runtime.stage.Stage`, which holds forward and backward of its part
+of the graph, a line of the :class:`~pipectl.runtime.transport.Transport`, or a sum of gradients.
+Values that arrive wait in the inbox, by direction, stage and micro-batch; results stay in the
+outbox until the sends that follow.
+
+Sources: torch.distributed.pipelining runs lists of actions, too, without the rows of messages and
+memory. The early backward is DAPPLE's (Fan et al., PPoPP 2021, section 3), halves of backwards are
+Zero Bubble's (Qi et al., ICLR 2024), a stage whose backward has a rank of its own is PipeFB's.
+
+Trade-offs: the order is fixed, so a rank waits for the message of its next row though it could do
+another one. In exchange, the simulator runs the same rows on costs and a recorded step is compared
+row by row, memory is known before, ranks cannot wait for each other in a circle, and sums have one
+order. Rows are bound before: then a program is few functions called with small data, and all rows
+run the same code, which stays in the caches. A rank computes in one Python thread; a thread may
+move messages (transport), and accelerators have streams of their own for copies (staging).
 
 Replicas that split micro-batches exchange the rows that both compute. A value that all samples
 share (positions of tokens, say) is the same on all replicas that compute it. Each reader takes it
 from the first of them, which also gets the reader's gradient, so that each part of the gradient
 arrives once.
+
+What would change if: there is a new action: a :class:`~pipectl.schedule.Kind`, where the lowering
+places it, a function in ``_bind_form``, and its time in ``simulate/``. A rank chooses among rows
+that are ready: ``_run_rows``, the simulator, and what the lowering proves of orders. A step depends
+on values (branches): ``Step`` would be chosen anew each time.
 """
 
 from __future__ import annotations
