@@ -15,6 +15,7 @@ from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import QUEUES_TIMEOUT_S, Allocation, Scheduler
 from pipectl.batch.script import render_script
 from pipectl.errors import InvalidInputError, SchedulerError
+from pipectl.units import plural
 
 _GRACE_S = 40.0
 """Slurm waits for 30 s by default before it kills the ranks of a step."""
@@ -61,7 +62,7 @@ class HereScheduler(LocalScheduler):
         resources = request.resources
         # Measuring is for a node, and the shell of salloc may be on another machine.
         cores = resources.tasks_per_node * resources.cpus_per_task
-        cores = min(cores, allocation.cores_per_node or cores)  # srun refuses more
+        cores = min([cores, *allocation.cores[: resources.max_nodes]])  # srun refuses more
         options = ("--nodes=1", "--ntasks=1", f"--cpus-per-task={cores}", "--cpu-bind=none")
         is_elsewhere = not allocation.is_on_node
         return render_script(
@@ -92,6 +93,7 @@ class HereScheduler(LocalScheduler):
                 f"({allocation.job_id}) has {there}",
                 cure=f"--set resources.nodes={there}, or leave the key out to use all",
             )
+        _refuse_cores(request, allocation)
 
     def walltime_of(self, request: JobRequest) -> int | None:
         return _left_s(request)
@@ -99,6 +101,24 @@ class HereScheduler(LocalScheduler):
     @property
     def system_of_nodes(self) -> str:
         return find_allocation()[0].name
+
+
+def _refuse_cores(request: JobRequest, allocation: Allocation) -> None:
+    """Refuse ranks for which srun asks for more cores than a node of the allocation has."""
+    resources, is_shared = request.resources, {"--overcommit", "-O"} & {*request.launch.args}
+    if request.launcher != "srun" or request.single_process or is_shared:
+        return
+    is_told = "cpus-per-task" not in request.slurm.options
+    ranks, each = resources.tasks_per_node, resources.cpus_per_task if is_told else 1
+    there = min(allocation.cores[: resources.max_nodes], default=ranks * each)
+    if ranks * each > there:
+        raise InvalidInputError(
+            f"launch.launcher: srun starts no {ranks} ranks of {plural(each, 'core')} on a node "
+            f"of which this allocation ({allocation.job_id}) has {plural(there, 'core')}",
+            cure="lower resources.tasks_per_node or resources.cpus_per_task, or begin with "
+            f"`salloc --ntasks-per-node={ranks} --cpus-per-task={each}`;\n"
+            "for ranks that share cores: launch.args: [--overcommit]",
+        )
 
 
 def _left_s(request: JobRequest) -> int:

@@ -109,14 +109,14 @@ class Allocation:
         nodes: names of its nodes, the first one first.
         tasks_per_node: what it was asked for.
         is_on_node: whether this machine is one of its nodes.
-        cores_per_node: what it has on each of its nodes at least; 0 if that is not known.
+        cores: what it has on each of its nodes; empty if that is not known.
     """
 
     job_id: str
     nodes: tuple[str, ...]
     tasks_per_node: int
     is_on_node: bool
-    cores_per_node: int = 0
+    cores: tuple[int, ...] = ()
 
 
 class Scheduler(ABC):

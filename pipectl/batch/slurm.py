@@ -116,9 +116,11 @@ class SlurmScheduler(CommandLineScheduler):
             return None
         nodes = self._ask("scontrol", "show", "hostnames", names).stdout.split()
         tasks = number_of(os.environ.get("SLURM_TASKS_PER_NODE", "")) or 1
-        cores = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "").split(",")  # such as 8(x2),4
+        counts = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")  # such as 8(x2),4
+        found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+        cores = [int(count) for count, times in found for _ in range(int(times or 1))]
         is_on_node = "SLURMD_NODENAME" in os.environ
-        return Allocation(job_id, tuple(nodes), tasks, is_on_node, min(map(number_of, cores)))
+        return Allocation(job_id, tuple(nodes), tasks, is_on_node, tuple(cores))
 
     def _describe_tag(self, tag: str) -> str:
         return f"with the tag {tag!r} in its comment or name"

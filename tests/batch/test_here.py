@@ -89,6 +89,26 @@ def test_what_an_allocation_cannot_do_is_refused(system, make_request, monkeypat
         here.render(request)
 
 
+def test_srun_is_asked_for_no_more_cores_than_the_nodes_have_that_it_takes(
+    make_request, monkeypatch, tmp_path
+):
+    fakes = FakeCommands(tmp_path / "bin", "slurm")
+    fakes.answer("scontrol", "n1\nn2\nn3\n")
+    monkeypatch.setenv("PATH", f"{fakes.folder}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "8(x2),4")
+    request = make_request(nodes=3, launcher="srun", tasks_per_node=2, cpus_per_task=4)
+    here = get_scheduler("here")
+    assert "--cpus-per-task=4 " in here.render(change(request, nodes=2))
+    words = "no 2 ranks of 4 cores on a node of which this allocation .7. has 4 cores"
+    with pytest.raises(InvalidInputError, match=words) as caught:
+        here.render(request)
+    assert "--ntasks-per-node=2 --cpus-per-task=4`" in caught.value.cure
+    here.render(change(request, args=("--overcommit",)))
+    here.render(change(request, launcher="mpiexec", mpiexec="mpiexec"))
+
+
 def test_a_model_is_measured_on_a_node_also_from_the_shell_of_salloc(
     make_request, monkeypatch, tmp_path
 ):
@@ -101,7 +121,7 @@ def test_a_model_is_measured_on_a_node_also_from_the_shell_of_salloc(
     script = get_scheduler("here").render(request)
     on_node = "srun --nodes=1 --ntasks=1 --cpus-per-task=6 --cpu-bind=none --mpi=none"
     assert f"\nrun with_variables {on_node} measure it ||" in script
-    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "8(x2),4")
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "4,8(x2)")
     assert " --cpus-per-task=4 " in get_scheduler("here").render(change(request, cpus_per_task=5))
     monkeypatch.delenv("SLURM_JOB_CPUS_PER_NODE")
     boxes = (Container(image="/x.sif", runtime=name) for name in ("apptainer", "pyxis"))
