@@ -183,6 +183,14 @@ def format_time(time_s: float) -> str:
     raise AssertionError("unreachable")
 
 
+def format_long_time(time_s: float) -> str:
+    """As :func:`format_time`, with hours and days."""
+    if time_s < 7200 or time_s == inf:
+        return format_time(time_s)
+    hours, minutes = divmod(round(time_s / 60), 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours / 24:.1f} days"
+
+
 def _decimals(value: float) -> int:
     """Return the number of decimals that gives three significant digits."""
     size = abs(value)

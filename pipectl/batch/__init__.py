@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch.limits import Queue
-from pipectl.batch.process import TIMEOUT_S
+from pipectl.batch.process import TIMEOUT_S, NoAnswerError
 from pipectl.batch.request import CHECKPOINTED, Array, JobRequest
 from pipectl.batch.scheduler import (
     QUEUES_TIMEOUT_S,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LOCAL, HERE = "local", "here"
 __all__ = [
     "CHECKPOINTED", "HERE", "LOCAL", "QUEUES_TIMEOUT_S", "Array", "JobRequest", "JobState",
-    "JobStatus",
+    "JobStatus", "NoAnswerError",
     "OtherSystemError", "Queue", "Scheduler", "allocation", "batch_systems",
     "find_scheduler", "get_scheduler", "scheduler_class",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 from pipectl.batch import batch_systems, get_scheduler
+from pipectl.batch.limits import Misfit, Queue
 from pipectl.batch.local import LocalScheduler
 from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import QUEUES_TIMEOUT_S, Allocation, Scheduler
@@ -94,6 +95,14 @@ class HereScheduler(LocalScheduler):
                 cure=f"--set resources.nodes={there}, or leave the key out to use all",
             )
         _refuse_cores(request, allocation)
+
+    def misfit(self, queue: Queue, request: JobRequest) -> Misfit | None:  # noqa: ARG002
+        _, allocation = find_allocation()
+        wanted, there = request.resources.max_nodes, plural(len(allocation.nodes), "node")
+        if wanted <= len(allocation.nodes):
+            return None
+        fault = f"this allocation ({allocation.job_id}) has {there}, and the job asks for {wanted}"
+        return Misfit(fault, "lower resources.nodes")
 
     def walltime_of(self, request: JobRequest) -> int | None:
         return _left_s(request)

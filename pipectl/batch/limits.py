@@ -59,6 +59,11 @@ class Queue:
         return min(count, self.max_nodes or count)
 
     @property
+    def has_nodes(self) -> bool:
+        """Whether it has nodes, as far as known."""
+        return not self.kinds or _count(self.kinds) > 0
+
+    @property
     def cores(self) -> int:
         """Cores per node; the minimum if nodes differ."""
         return min((kind.cores for kind in self.kinds), default=0)
@@ -209,7 +214,7 @@ def check_limits(
         are, they_open = ("is", "it opens") if len(meant) == 1 else ("are", "one opens")
         return f"{which} {are} closed at present: the job waits until {they_open}"
     usable = [queue for queue in queues if queue.open and queue.for_user]
-    usable = [queue for queue in usable if _count(queue.kinds) or not queue.kinds]
+    usable = [queue for queue in usable if queue.has_nodes]
     fitting = [queue.name for queue in usable if find_misfit(queue, demand) is None]
     fault = "; ".join(misfit.fault for misfit in misfits)
     cure = " or ".join(dict.fromkeys(misfit.cure for misfit in misfits))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pipectl.batch import process, refusals
 from pipectl.batch.findings import Finding, assess
-from pipectl.batch.limits import Demand, NodeKind, Queue, check_limits
+from pipectl.batch.limits import Demand, Misfit, NodeKind, Queue, check_limits, find_misfit
 from pipectl.batch.reasons import pbs_cure
 from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import (
@@ -27,6 +27,7 @@ from pipectl.batch.scheduler import (
     JobState,
     JobStatus,
     OtherSystemError,
+    groups_of_user,
     name_suffix,
     number_of,
     parse_limit,
@@ -76,6 +77,9 @@ class PbsScheduler(CommandLineScheduler):
     list_command = "qstat -x -u $USER -w"
     hidden_variables = ("PBS_DPREFIX", "PBS_JOBID", "PBS_ENVIRONMENT", "PBS_NODEFILE")
     refusals, advice = refusals.PBS, refusals.PBS_ADVICE
+    # Answers that hold for all questions of a command.
+    _last_starts: Mapping[str, float | None] | None = None
+    _idle: tuple[NodeKind, ...] | None = None
 
     def ping(self) -> None:
         try:
@@ -219,6 +223,34 @@ class PbsScheduler(CommandLineScheduler):
         commands = (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a"))
         return parse_queues(*(self._ask(*command).stdout for command in commands))
 
+    def misfit(self, queue: Queue, request: JobRequest) -> Misfit | None:
+        """See :meth:`Scheduler.misfit`; of totals, PBS chooses the nodes."""
+        if request.pbs.select is False:
+            queue = _of_totals(queue)
+        return find_misfit(queue, _demand(request))
+
+    def forecast(self, request: JobRequest, queue: Queue, now: float) -> float | None:
+        """See :meth:`Scheduler.forecast`. PBS has estimates of jobs that wait, if the site wants
+        them, and a new job is taken to start after all of its queue; at once if none waits and
+        enough nodes are idle."""
+        if self._last_starts is None:
+            self._last_starts = self._ask_last_starts()
+        if queue.name in self._last_starts:
+            return self._last_starts[queue.name]
+        if self._idle is None:
+            self._idle = parse_nodes(self._ask("pbsnodes", "-a").stdout, idle=True)
+        is_free = self._idle and self.misfit(replace(queue, kinds=self._idle), request) is None
+        return now if is_free else None
+
+    def _ask_last_starts(self) -> Mapping[str, float | None]:
+        """Return the latest start that is expected of a waiting job, by queue; None if PBS does not
+        expect one of each."""
+        waiting = parse_waiting(self._ask("qstat", "-T", "-w").stdout)
+        last_ids = {queue: ids[-1] for queue, ids in waiting.items() if ids and all(ids)}
+        jobs = self._ask("qstat", "-f", *last_ids.values()).stdout if last_ids else ""
+        starts = {job_id: status.start for job_id, status in parse_qstat(jobs).items()}
+        return {queue: starts.get(last_ids.get(queue, "")) for queue in waiting}
+
     def check(self, request: JobRequest) -> str:
         """See :meth:`Scheduler.check`. A list of all nodes may take long, so none is asked for:
         PBS says in a job's comment that they can never run it."""
@@ -228,8 +260,7 @@ class PbsScheduler(CommandLineScheduler):
             return ""
         listed = parse_queues(queues, server, "")
         if request.pbs.select is False:
-            # PBS counts the totals of all nodes as one.
-            listed = tuple(replace(queue, min_nodes=0, max_nodes=None) for queue in listed)
+            listed = tuple(map(_of_totals, listed))
         return check_limits(
             listed,
             [request.pbs.queue] if request.pbs.queue else [],
@@ -248,6 +279,11 @@ def other_system(said: str) -> str | None:
     """Return the name of the batch system that has printed this, if it has commands with the names
     of those of PBS; None for PBS itself."""
     return next((name for name, words in _OTHER_SYSTEMS.items() if words.search(said)), None)
+
+
+def _of_totals(queue: Queue) -> Queue:
+    """Return a queue for a job that asks for totals: PBS counts those of all nodes as one."""
+    return replace(queue, min_nodes=0, max_nodes=None)
 
 
 def _demand(request: JobRequest) -> Demand:
@@ -320,6 +356,8 @@ _OF_PBS = {
 }
 _HEAD = re.compile(r"(?:Job Id: |Queue: |Server: )?([][A-Za-z0-9_.-]+)")
 _FIELD = re.compile(r" +([A-Za-z_.]+) = (.*)")
+_QUEUE, _STATE = 2, 9
+"""Columns of ``qstat -T``; that of the estimate is the next one."""
 _HOST = re.compile(r"([^/+()\s]+)/")
 _DOWN = {"down", "offline", "state-unknown", "stale"}
 _SIZE = re.compile(r"(\d{1,15})([kmgt]?)b?")
@@ -406,26 +444,13 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
     default first."""
     servers = parse_blocks(server).values()
     default = next((fields.get("default_queue") for fields in servers), None)
-    hosts = [
-        fields
-        for fields in parse_blocks(nodes).values()
-        if not _DOWN & set(re.split(r"[,\s]+", fields.get("state", "")))
-    ]
-
-    kinds = tuple(
-        NodeKind(
-            1,
-            number_of(host.get("resources_available.ncpus", "")),
-            _memory(host) or None,
-            number_of(host.get("resources_available.ngpus", "")),
-        )
-        for host in hosts
-    )
+    kinds = parse_nodes(nodes)
     parsed = [
         Queue(
             name,
             default=name == default,
             open=_takes_jobs(fields),
+            for_user=_is_for_user(fields),
             walltime_s=parse_limit(fields.get("resources_max.walltime", "")),
             min_nodes=number_of(fields.get("resources_min.nodect", "")),
             max_nodes=number_of(fields.get("resources_max.nodect", "")) or None,
@@ -438,10 +463,53 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
     return tuple(sorted(parsed, key=lambda queue: not queue.default))
 
 
+def parse_nodes(nodes: str, *, idle: bool = False) -> tuple[NodeKind, ...]:
+    """Parse ``pbsnodes -a``: the nodes that are up, or only those on which nothing runs."""
+    hosts = [
+        fields
+        for fields in parse_blocks(nodes).values()
+        if not _DOWN & (states := set(re.split(r"[,\s]+", fields.get("state", ""))))
+        and not (idle and (states != {"free"} or fields.get("jobs")))
+    ]
+    return tuple(
+        NodeKind(
+            1,
+            number_of(host.get("resources_available.ncpus", "")),
+            _memory(host) or None,
+            number_of(host.get("resources_available.ngpus", "")),
+        )
+        for host in hosts
+    )
+
+
+def parse_waiting(stdout: str) -> dict[str, list[str]]:
+    """Parse ``qstat -T -w``: ids of the jobs that wait, by queue; jobs with an estimate come first,
+    by its time. The ids of others are empty."""
+    waiting: dict[str, list[str]] = {}
+    for words in map(str.split, stdout.splitlines()):
+        if len(words) > _STATE + 1 and words[0][:1].isdigit() and words[_STATE] == "Q":
+            ids = waiting.setdefault(words[_QUEUE], [])
+            ids.append("" if words[_STATE + 1] == "--" else words[0])
+    return waiting
+
+
 def _takes_jobs(queue: Mapping[str, str]) -> bool:
     """Whether a queue accepts jobs from users, not only from other queues, and passes them on."""
     is_open = queue.get("enabled") == "True" and queue.get("started") == "True"
     return is_open and queue.get("from_route_only") != "True"
+
+
+def _is_for_user(queue: Mapping[str, str]) -> bool:
+    """Whether the lists of users and groups of a queue, such as ``ann@*,-bob@*``, allow this
+    user."""
+    for kind, own in (("user", {getpass.getuser()}), ("group", groups_of_user())):
+        if queue.get(f"acl_{kind}_enable") == "True":
+            entries = [text.partition("@")[0] for text in queue.get(f"acl_{kind}s", "").split(",")]
+            allowed = {name.removeprefix("+") for name in entries if not name.startswith("-")}
+            denied = {name.removeprefix("-") for name in entries if name.startswith("-")}
+            if own.isdisjoint(allowed) or own & denied:
+                return False
+    return True
 
 
 def _memory(fields: dict[str, str]) -> int | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pipectl.batch import process
 from pipectl.batch.findings import Finding, assess
-from pipectl.batch.limits import Queue
+from pipectl.batch.limits import Demand, Misfit, Queue, find_misfit
 from pipectl.batch.refusals import Advice, is_refusal
 from pipectl.batch.request import JobRequest
 from pipectl.batch.script import render_script
@@ -262,6 +264,27 @@ class Scheduler(ABC):
         """Return the partitions or queues, the default first."""
         return ()
 
+    def queues_for(self, request: JobRequest) -> tuple[Queue, ...]:  # noqa: ARG002
+        """Return those where the request is submitted, with what is known of who may use them."""
+        return self.queues()
+
+    def misfit(self, queue: Queue, request: JobRequest) -> Misfit | None:
+        """Return why a request can never run in a partition or queue; None if it can, as far as
+        known."""
+        return find_misfit(queue, Demand(request.resources.max_nodes, self.walltime_of(request)))
+
+    def forecast(self, request: JobRequest, queue: Queue, now: float) -> float | None:  # noqa: ARG002
+        """Return when a job would start if it was submitted now; None if the system does not say.
+
+        Args:
+            queue: the partition or queue that the request names, or the default one.
+            now: seconds since the epoch, as is the answer.
+
+        Raises:
+            SchedulerError: it refuses the job.
+        """
+        return None
+
 
 class CommandLineScheduler(Scheduler):
     """A batch system used through its command line tools."""
@@ -442,6 +465,15 @@ def failure(argv: Sequence[str], done: process.Completed) -> SchedulerError:
 def name_suffix(tag: str) -> str:
     """Return the end of the names of jobs with this tag, if they have it in their name."""
     return f".{tag.rpartition(' ')[2]}"
+
+
+def groups_of_user() -> set[str]:
+    """Return the names of the groups of this user."""
+    own = set()
+    for number in {os.getegid(), *os.getgroups()}:
+        with suppress(KeyError):  # a group without a name
+            own.add(grp.getgrgid(number).gr_name)
+    return own
 
 
 def number_of(text: str) -> int:

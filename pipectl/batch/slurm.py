@@ -6,12 +6,10 @@ Their text formats are stable. The JSON formats are not: ``squeue --json`` chang
 
 from __future__ import annotations
 
-import grp
 import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from math import inf
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl.batch import process, refusals
 from pipectl.batch.findings import Finding, assess
-from pipectl.batch.limits import Demand, NodeKind, Queue, check_limits
+from pipectl.batch.limits import Demand, Misfit, NodeKind, Queue, check_limits, find_misfit
 from pipectl.batch.reasons import is_held, slurm_cure
 from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import (
@@ -31,6 +29,7 @@ from pipectl.batch.scheduler import (
     JobState,
     JobStatus,
     failure,
+    groups_of_user,
     name_suffix,
     number_of,
     parse_limit,
@@ -127,9 +126,7 @@ class SlurmScheduler(CommandLineScheduler):
 
     def clusters_of(self, request: JobRequest) -> str:
         """See :meth:`Scheduler.clusters_of`; a job can only wait for jobs of its own cluster."""
-        options = request.slurm.options
-        value = options.get(find_option(SBATCH, options, ["--clusters -M"]) or "", "")
-        named = value[-1] if isinstance(value, tuple) else value if isinstance(value, str) else ""
+        named = self._option(request, "--clusters -M")
         named = named or request.cluster or os.environ.get(_CLUSTERS, "")
         for cluster in {self.cluster_of(job_id) for job_id in request.after}:
             if cluster != named and cluster not in named.split(",") and named != "all":
@@ -219,10 +216,21 @@ class SlurmScheduler(CommandLineScheduler):
 
     def estimate(self, script: str) -> str | None:
         """Return the forecast of ``sbatch --test-only``, which ignores partition time limits."""
+        return self._test(script, {})
+
+    def forecast(self, request: JobRequest, queue: Queue, now: float) -> float | None:  # noqa: ARG002
+        """See :meth:`Scheduler.forecast`. Slurm counts the jobs that run, and those that wait in
+        the same partition."""
+        said = self._test(self.render(request), _TIMES)
+        found = _START.search(said or "")
+        return None if found is None else _time(found[1]) or _local_time(found[1])
+
+    def _test(self, script: str, variables: Mapping[str, str | None]) -> str | None:
+        """Return the line of ``sbatch --test-only`` with the start; None if there is none."""
         names_clusters = re.search(r"^#SBATCH (--cluster|-M)", script, re.MULTILINE)
         # The variable would overrule the script.
         hidden: dict[str, str | None] = {_CLUSTERS: None} if names_clusters else {}
-        done = self._run("sbatch", "--test-only", stdin=script, variables=hidden)
+        done = self._run("sbatch", "--test-only", stdin=script, variables={**hidden, **variables})
         if done.returncode != 0:
             raise self._refusal(done)
         lines = f"{done.stderr}\n{done.stdout}".splitlines()
@@ -247,6 +255,43 @@ class SlurmScheduler(CommandLineScheduler):
 
     def queues(self) -> tuple[Queue, ...]:
         return self._sinfo()
+
+    def queues_for(self, request: JobRequest) -> tuple[Queue, ...]:
+        """See :meth:`Scheduler.queues_for`; sinfo knows groups, but neither accounts nor QOS.
+
+        Raises:
+            UsageError: the job may go to several clusters.
+        """
+        clusters = self.clusters_of(request)
+        if _are_several(clusters):
+            raise UsageError(
+                f"the job may go to {_words_for(clusters)}, and partitions are of one cluster",
+                cure="name one: slurm.options.clusters",
+            )
+        where, variables = self._on(clusters)
+        queues = self._sinfo(*where, "-a", variables=variables)
+        command = ("scontrol", *where, "-a", "-o", "show", "partition")
+        try:
+            done = self._run(*command, variables=variables)
+        except SchedulerError:
+            return queues
+        closed = parse_closed(done.stdout, request.slurm.account, self._option(request, "--qos -q"))
+        return tuple(
+            replace(queue, for_user=queue.for_user and queue.name not in closed) for queue in queues
+        )
+
+    def misfit(self, queue: Queue, request: JobRequest) -> Misfit | None:
+        """See :meth:`Scheduler.misfit`; a QOS or a reservation may lift rules of a partition."""
+        found = find_misfit(queue, _demand(request, self.walltime_of(request)))
+        is_lifted = find_option(SBATCH, request.slurm.options, _LIFTING) is not None
+        return None if found is not None and found.is_rule and is_lifted else found
+
+    @staticmethod
+    def _option(request: JobRequest, name: str) -> str:
+        """Return the value of an option of the user, such as ``--qos -q``; empty if it has none."""
+        options = request.slurm.options
+        value = options.get(find_option(SBATCH, options, [name]) or "", "")
+        return value[-1] if isinstance(value, tuple) else value if isinstance(value, str) else ""
 
     def check(self, request: JobRequest) -> str:
         clusters = self.clusters_of(request)
@@ -334,6 +379,8 @@ _WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
 _SECONDS = re.compile(r"[1-9][0-9]{0,10}")
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+){0,2}:(\d{1,6})\b")
 _COUNT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KM]?)")
+_START = re.compile(r" to start at (\S+)")
+_FIELD = re.compile(r"(\w+)=(\S*)")
 _UNSET_BYTES = 64 * 2**20
 """Slurm reports 1 MB for nodes whose memory is not configured."""
 
@@ -492,12 +539,28 @@ def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
     return tuple(sorted(partitions.values(), key=lambda queue: not queue.default))
 
 
+def parse_closed(stdout: str, account: str | None, qos: str) -> set[str]:
+    """Parse ``scontrol -o show partition``: the partitions that an account or QOS may not use.
+
+    Args:
+        account, qos: of a job; those that it does not name are not known.
+    """
+    closed = set[str]()
+    for line in stdout.splitlines():
+        fields = dict(_FIELD.findall(line))
+        for kind, own in (("Accounts", account), ("Qos", qos)):
+            allowed, denied = (
+                fields.get(f"{verb}{kind}", "").lower().split(",") for verb in ("Allow", "Deny")
+            )
+            is_allowed = allowed in ([""], ["all"]) or (own or "").lower() in allowed
+            if own and "PartitionName" in fields and (not is_allowed or own.lower() in denied):
+                closed.add(fields["PartitionName"])
+    return closed
+
+
 def _is_for_user(root_only: str, groups: str) -> bool:
     """Return whether this user may use a partition, from sinfo's ``%r`` and ``%g``."""
-    own = set()
-    for number in {os.getegid(), *os.getgroups()}:
-        with suppress(KeyError):  # a group without a name
-            own.add(grp.getgrgid(number).gr_name)
+    own = groups_of_user()
     return root_only != "yes" and (groups == "all" or not own.isdisjoint(groups.split(",")))
 
 
@@ -536,3 +599,12 @@ def _demand(request: JobRequest, walltime_s: int | None) -> Demand:
 def _time(text: str) -> float | None:
     """Return seconds since the epoch; None for ``N/A``, ``Unknown`` and the like."""
     return float(text) if _SECONDS.fullmatch(text) else None
+
+
+def _local_time(text: str) -> float | None:
+    """Return seconds since the epoch of a time as Slurm writes it by itself: a program of the site
+    may hide the variable for its form."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").timestamp()
+    except ValueError:
+        return None

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 _MICRO_BATCHES_PER_DEVICE = 4
 """Micro-batches of a step if the batch size is not given."""
+_MAX_COUNTS = 8
 _BATCH = "training.batch_size"
 _JOB_OF_PROFILE = """\
 model: "m:build"
@@ -67,6 +68,9 @@ class PlanInputs:
         plan_file: file for the job's own plan; None if the plan is another one.
         warnings: about the profile and the cluster.
         can_add_nodes: whether more nodes can be asked for; not for a job on this machine alone.
+        spec: the job; None for a profile without one.
+        batch_system: that the job goes to.
+        counts: numbers of nodes that the job may have; of a long range, some.
     """
 
     profile: Profile
@@ -76,6 +80,9 @@ class PlanInputs:
     plan_file: Path | None = None
     warnings: tuple[str, ...] = ()
     can_add_nodes: bool = True
+    spec: JobSpec | None = None
+    batch_system: str = LOCAL
+    counts: tuple[int, ...] = ()
 
     def fold(self) -> PlanInputs:
         """The inputs as the search for the shortest step needs them; see :func:`folded`."""
@@ -155,7 +162,10 @@ def gather_job(
     Raises:
         MismatchError: it was.
     """
+    counts = _counts_of(spec)
     spec = fit_to_allocation(spec, batch_system)
+    if batch_system == LOCAL:  # all ranks are on this machine
+        counts = (spec.resources.max_nodes,)
     path, warnings = profile or profile_path(spec), []
     if from_run is None:
         job_profile = Profile.load(path)
@@ -183,7 +193,23 @@ def gather_job(
         plan_file=plan_path(spec) if devices is None else None,
         warnings=tuple(filter(None, warnings)),
         can_add_nodes=batch_system != LOCAL,
+        spec=spec,
+        batch_system=batch_system,
+        counts=counts,
     )
+
+
+def _counts_of(spec: JobSpec) -> tuple[int, ...]:
+    """The numbers of nodes of a job: all of its range; of a long one, its ends, doubling."""
+    bounds = spec.resources.node_range
+    if bounds is None:
+        return (spec.resources.max_nodes,)
+    if len(bounds.counts) <= _MAX_COUNTS:
+        return tuple(bounds.counts)
+    doubled = [bounds.lowest]
+    while 2 * doubled[-1] < bounds.highest:
+        doubled.append(2 * doubled[-1])
+    return (*doubled, bounds.highest)
 
 
 def _gather_profile(

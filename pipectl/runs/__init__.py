@@ -33,6 +33,7 @@ from pipectl.runs.metrics import (
     read_measured,
     read_metrics,
 )
+from pipectl.runs.pauses import Pauses, read_pauses
 from pipectl.runs.readers import (
     Heartbeat,
     LostTo,
@@ -52,11 +53,11 @@ from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, S
 __all__ = [
     "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "TRAINING", "WARM_UP_STEPS",
     "Best", "BestCheckpoint", "Columns", "CoreShare", "Event", "Heartbeat", "Line", "Log", "Logs",
-    "LostTo", "Measured", "Metrics", "MetricsLine", "NotFinite", "RankBeat", "Record",
+    "LostTo", "Measured", "Metrics", "MetricsLine", "NotFinite", "Pauses", "RankBeat", "Record",
     "RunDirectory", "SweepDirectory", "SweepPoint", "best_checkpoint", "best_evaluation",
     "checkpoints", "find", "find_run", "find_runs", "is_job_id", "last_checkpoint", "last_lines",
     "list_runs", "list_sweeps", "locked", "measured_steps", "name_in_shell", "read_columns",
     "read_errors", "read_exit_code", "read_exit_warning", "read_heartbeat", "read_measured",
-    "read_metrics", "read_requeue_error", "read_stall", "read_starts", "runs_directory", "stem_of",
-    "step_of", "sweep_of",
+    "read_metrics", "read_pauses", "read_requeue_error", "read_stall", "read_starts",
+    "runs_directory", "stem_of", "step_of", "sweep_of",
 ]  # fmt: skip

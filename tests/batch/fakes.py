@@ -19,7 +19,7 @@ exit "$(cat "$here/$name.rc")"
 
 
 COMMANDS = {
-    "slurm": ("sbatch", "squeue", "sacct", "scancel", "sinfo"),
+    "slurm": ("sbatch", "squeue", "sacct", "scancel", "sinfo", "scontrol"),
     "pbs": ("qsub", "qstat", "qselect", "qdel", "pbsnodes"),
 }
 

@@ -79,6 +79,16 @@ class Scene:
             changes = {"walltime": 600, **yaml.safe_load(f"{{{text}}}")}
             warning = self.scheduler.check(self.make_request(**changes))
             return warning.splitlines() or ["fits"]
+        if what == "forecast":
+            name, _, changes = text.partition(": ")
+            name, _, is_local = name.partition(" ")
+            request = self.make_request(**yaml.safe_load(f"{{{changes}}}"))
+            queue = next(each for each in self.scheduler.queues() if each.name == name)
+            start = self.scheduler.forecast(request, queue, 1795228000.0)
+            return [datetime.fromtimestamp(start or 0.0) if is_local else start]
+        if what == "who":
+            queues = self.scheduler.queues_for(self.make_request(**yaml.safe_load(f"{{{text}}}")))
+            return [f"{each.name}: {'yes' if each.for_user else 'no'}" for each in queues]
         if what == "estimate":
             return [self.scheduler.estimate("#!/bin/bash\n")]
         if what in {"queues", "ping"}:

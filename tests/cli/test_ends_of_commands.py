@@ -14,8 +14,8 @@ import pytest
 
 from pipectl.cli import console
 from pipectl.cli.app import print_error, signals_interrupt
-from pipectl.cli.commands.plan import interruptible
 from pipectl.cli.progress import Lines, progress_bar
+from pipectl.cli.search import interruptible
 from pipectl.errors import SchedulerError, UsageError
 from pipectl.jobs.plan_search import PlanSearch
 from pipectl.versions import installed_versions

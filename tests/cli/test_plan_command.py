@@ -15,6 +15,7 @@ from pipectl.cli.views import plan as views
 from pipectl.cluster import assumed_cluster
 from pipectl.jobs.plan_search import AnswerJson, StepAnswer
 from pipectl.jobs.planning import PlanInputs
+from pipectl.jobs.prospects import ProspectJson, ProspectsJson
 from pipectl.plan import Blocks, Plan, Prediction, Replication, Search, StageCost
 from pipectl.planner import PlanRequest
 from pipectl.planner.explain.bottleneck import LinkLoad, StepParts
@@ -57,6 +58,21 @@ def test_plan_writes_a_file_that_loads(cli, profile):
     assert Path("pictures/plan.svg").read_text().startswith("<svg ")
     several = cli("plan", "job.yaml", "--compare", "1,2", "--scheduler", "slurm", "--json").json
     assert set(several) == {"cut_short", *ScalingJson.__annotations__}
+
+
+def test_a_batch_system_that_does_not_answer_is_asked_for_one_start(
+    cli, profile, slurm, monkeypatch
+):
+    monkeypatch.setattr("pipectl.jobs.prospects.QUEUES_TIMEOUT_S", 1.0)
+    slurm("sinfo", "echo 'debug*|1:00:00|4|4|4000|(null)|up|1-infinite|no|all'")
+    slurm("sbatch", "echo asked >>asked; exec sleep 60")
+    several = ("--compare", "1,2,4", "--set", "pipeline.stages=auto")
+    found = cli("plan", "job.yaml", "--when", *several, "--scheduler", "slurm", "--json").json
+    assert found.keys() == ProspectsJson.__annotations__.keys()
+    assert all(row.keys() == ProspectJson.__annotations__.keys() for row in found["rows"])
+    said = [(row["nodes"], row["starts_at"], row["reason"]) for row in found["rows"]]
+    assert said == [(nodes, None, "sbatch: no answer within 1 s") for nodes in (1, 2, 4)]
+    assert Path("asked").read_text() == "asked\n"
 
 
 Plans = Callable[..., Plan]

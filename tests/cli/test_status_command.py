@@ -11,10 +11,11 @@ import pytest
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.cli.submission import ago, describe_progress, follow
-from pipectl.cli.views.run import bar, format_long_time, sparkline
+from pipectl.cli.views.run import bar, sparkline
 from pipectl.errors import UsageError
 from pipectl.jobs.state import RunStatus
 from pipectl.runs import Measured, Record, RunDirectory, SweepDirectory
+from pipectl.units import format_long_time
 
 
 def test_long_lines_are_indented_on_a_terminal_and_paths_are_whole(cli, finished, screen):

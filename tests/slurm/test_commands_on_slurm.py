@@ -19,7 +19,7 @@ from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cluster import Cluster
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime import checkpoint
-from pipectl.spec import load
+from pipectl.spec import load, profile_key
 
 Pipectl = Callable[..., Any]
 JOB = str(Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml")
@@ -63,6 +63,59 @@ def test_a_first_job_fits_the_lab(pipectl):
     assert spec.resources.walltime <= 3600
     pipectl("check", "first/job.yaml")
     assert "to start at" in pipectl("submit", "first/job.yaml", "--test-only")
+
+
+OF_SLEEPER = """\
+name: sleeper
+model: {factory: "torch.nn:Identity"}
+loss: model
+data: {factory: "torch.utils.data:TensorDataset"}
+training: {steps: 1000, batch_size: 8}
+pipeline: {micro_batches: 4}
+site_defaults: false
+launch: {scheduler: slurm}
+"""
+
+
+@pytest.fixture
+def other_partitions(lab):
+    """``small`` has node4 and jobs of 5 minutes, ``mine`` is for root only, ``old`` is down."""
+    own = {"small": "MaxTime=5", "mine": "RootOnly=YES", "old": "State=DOWN"}
+    for name, setting in own.items():
+        words = ["scontrol", "create", f"PartitionName={name}", "Nodes=node4", setting]
+        subprocess.run(words, check=True)
+    yield
+    for name in own:
+        subprocess.run(["scontrol", "delete", f"PartitionName={name}"], check=True)
+
+
+@pytest.mark.usefixtures("other_partitions")
+def test_partitions_are_asked_when_a_job_would_start_there(pipectl):
+    Path("job.yaml").write_text(OF_SLEEPER)
+    written = json.loads((Path(__file__).parents[1] / "cli" / "profile.json").read_text())
+    Path("runs").mkdir()
+    profile = {**written, "key": profile_key(load(Path("job.yaml")))}
+    Path("runs/sleeper.profile.json").write_text(json.dumps(profile))
+    three = ["sbatch", "--parsable", "-N3", "--exclusive", "-w", "node[1-3]", "-t", "2"]
+    taking = [*three, "-o", "/dev/null", "--wrap", "sleep 100"]
+    job_id = subprocess.run(taking, check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        wait_until(lambda: SlurmScheduler().query([job_id])[job_id].deadline, 60, 0.1)
+        ends_at = SlurmScheduler().query([job_id])[job_id].deadline
+        found = pipectl("plan", "job.yaml", "--when", "--compare", "1,2", "--json")
+        script = pipectl("submit", "job.yaml", "--soonest", "-N2", "--dry-run")
+    finally:
+        subprocess.run(["scancel", job_id], check=True)
+    rows = {(row["queue"], row["nodes"]): row for row in found["rows"]}
+    assert list(rows) == [("debug", 1), ("debug", 2), ("small", 1)]
+    waits_s = [row["starts_at"] - found["asked_at"] for row in rows.values()]
+    assert waits_s == pytest.approx([0, ends_at - found["asked_at"], 0], abs=1.5)
+    assert [row["walltime_s"] for row in rows.values()] == [3600, 3600, 300]
+    assert [row["requeues"] for row in rows.values()] == [0, 0, 2]
+    assert rows["debug", 1]["cheapest"]
+    assert found["left_out"].keys() == {"small", "mine", "old"}
+    assert "#SBATCH --nodes=2" in script
+    assert "--partition" not in script
 
 
 @pytest.mark.usefixtures("warm")

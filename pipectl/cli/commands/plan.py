@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import typer
 
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, plain, say, say_json, short_path, show, warn
-from pipectl.cli.progress import progress_bar
+from pipectl.cli.search import ask_prospects, interruptible
 from pipectl.cli.views import plan as view
 from pipectl.cluster import MAX_RANKS
 from pipectl.errors import UsageError
@@ -39,6 +37,7 @@ def command(
     scheduler: str | None = opt.SCHEDULER,
     nodes: Any = opt.NODES,
     compare: list[str] | None = opt.value("N,N,…", "Compare these numbers of nodes."),
+    when: bool = opt.flag("Say when it would start and be done, in every partition.", "--when"),
     new_micro_batches: bool = opt.flag(
         "Do not keep the number of micro-batches of the previous plan.", "--new-micro-batches"
     ),
@@ -55,18 +54,23 @@ def command(
 ) -> None:
     if job is None:
         opt.refuse(
-            context, "--scheduler --nodes --new-micro-batches --from-run", "needs a JOB.yaml"
+            context, "--scheduler --nodes --when --new-micro-batches --from-run", "needs a JOB.yaml"
         )
+    if when:
+        opt.refuse(context, "--devices -o --svg --explain", "cannot be used with --when")
     counts = read_node_counts(context, compare)
     inputs = gather(
         job, profile_file, with_nodes(nodes, overrides), scheduler=scheduler,
-        cluster=cluster, devices=devices, nodes=counts, new_micro_batches=new_micro_batches,
-        from_run=from_run,
+        cluster=cluster, devices=devices, nodes=None if when else counts,
+        new_micro_batches=new_micro_batches, from_run=from_run,
     )  # fmt: skip
     if from_run is not None and inputs.plan_file is not None and output_file is None:
         corrected = inputs.plan_file.with_name(f"{inputs.request.name}.profile.json")
         inputs.profile.save(corrected)
         note(f"profile: {short_path(corrected)}, {inputs.profile.source.rpartition('; ')[2]}")
+    if when:
+        _show_prospects(inputs, counts, as_json=as_json)
+        return
     plan_and_print(
         inputs, PlanSearch(), counts,
         explained=explain, output_file=output_file or inputs.plan_file, svg=svg, as_json=as_json,
@@ -98,27 +102,6 @@ def read_node_counts(context: typer.Context, texts: list[str] | None) -> tuple[i
     if not all(0 < number <= MAX_RANKS for number in counts):
         raise UsageError(f"--compare: {text!r}: each must be from 1 to {MAX_RANKS:,}")
     return counts
-
-
-@contextmanager
-def interruptible(search: PlanSearch) -> Iterator[Callable[[str], None]]:
-    """A context in which Ctrl-C ends planning with the best plan so far, and a second one aborts.
-
-    It gives a function ``tell(what)`` that shows what is done next.
-    """
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        search.interrupted = True
-        note("stopping with the best plan so far; Ctrl-C again aborts", style="")
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        with progress_bar("planning") as report:
-            report(0, 0, "planning (Ctrl-C: the best so far)")
-            yield lambda what: report(0, 0, what)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def plan_and_print(
@@ -155,6 +138,29 @@ def plan_and_print(
     for label, path in (("plan", output_file), ("picture", svg)):
         if path is not None:
             say(f"{label}: {path}")
+
+
+def _show_prospects(inputs: PlanInputs, counts: tuple[int, ...] | None, *, as_json: bool) -> None:
+    """Ask when the job would start, and print when it would be done."""
+    from pipectl.cli.views import prospects as when_view  # other plans do without batch systems
+
+    for warning in inputs.warnings:
+        warn(warning)
+    found = ask_prospects(inputs, counts)
+    if as_json:
+        say_json(found.to_json())
+        return
+    training = found.spec.training
+    samples, asked = plural(training.batch_size, "sample"), ""
+    if found.has_queue:
+        asked = f"; {found.system.title} was asked at {datetime.fromtimestamp(found.now):%H:%M}"
+    title = f"{found.spec.name}: {plural(training.steps, 'step')} of {samples}{asked}"
+    show(
+        plain(title, "bold"),
+        *([when_view.prospects_table(found)] if found.rows else []),
+        *map(plain, when_view.prospects_lines(found)),
+        *view.assumption_lines((*inputs.profile.assumptions, *inputs.cluster.assumptions)),
+    )
 
 
 def _show_counts(

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -27,7 +27,7 @@ from pipectl.cli.submission import (
     submission_json,
 )
 from pipectl.directives import GPUS
-from pipectl.errors import UsageError
+from pipectl.errors import SchedulerError, UsageError
 from pipectl.files import fault_of_owner
 from pipectl.jobs.job import (
     choose_scheduler,
@@ -42,6 +42,9 @@ from pipectl.runs import RunDirectory, SweepDirectory, find_runs, name_in_shell,
 from pipectl.spec import JobSpec, Point, SpecFile
 from pipectl.versions import untested
 
+if TYPE_CHECKING:
+    from pipectl.profile import Profile
+
 _OF_BATCH_SYSTEMS = frozenset({"--partition", "--queue", "--account", "--gres"})
 """Options that set keys of some batch systems."""
 
@@ -55,6 +58,10 @@ def command(
     ),
     script: Path | None = opt.value(
         "FILE", "Submit this script, printed by --dry-run and then edited."
+    ),
+    soonest: bool = opt.flag("Submit where `plan --when` says that it is done first.", "--soonest"),
+    cheapest: bool = opt.flag(
+        "Submit where `plan --when` says that it takes the fewest node-hours.", "--cheapest"
     ),
     wait: bool = opt.WAIT,
     after: list[str] | None = opt.value(
@@ -83,6 +90,11 @@ def command(
 ) -> None:
     if dry_run and test_only:
         raise UsageError("--dry-run and --test-only: choose one")
+    if soonest and cheapest:
+        raise UsageError("--soonest and --cheapest: choose one")
+    if soonest or cheapest:
+        why = "is what --soonest and --cheapest choose"
+        opt.refuse(context, "--partition --queue", why, cure="leave it out")
     if dry_run or test_only:
         only, cure = "--dry-run and --test-only", "leave it out"
         opt.refuse(context, "--json", f"{only} print text", cure=cure)
@@ -107,23 +119,55 @@ def command(
     restart_for_job(spec, job)
     points = file.points(spec)
     batch_system = choose_scheduler(spec, scheduler, must_answer=not (dry_run or test_only))
-    spec = fit_to_allocation(spec, batch_system)
+    as_asked, spec = spec, fit_to_allocation(spec, batch_system)
     unused = _OF_BATCH_SYSTEMS - scheduler_class(batch_system).submit_options
     if gres_settings.keys() == {"resources.gpus_per_node"}:
         unused -= {"--gres"}
     opt.refuse(context, " ".join(unused), f"is not used with {batch_system}", cure="leave it out")
     warn(warning_of_code(spec, job))
     warn(untested("torch"))
+    profile = None
+    if soonest or cheapest:
+        if spec.sweep is not None:
+            why = "are for one run, not for a sweep"
+            opt.refuse(context, "--soonest --cheapest", why, cure="leave it out")
+        spec, profile = _choose_place(as_asked, batch_system, job, soonest=soonest)
     if dry_run or test_only:
-        _show_script(spec, points, batch_system, job, test_only=test_only)
+        _show_script(spec, points, batch_system, job, profile, test_only=test_only)
     else:
         if spec.sweep is not None:
             opt.refuse(context, "--script", "is for one run, not for a sweep", cure="leave it out")
         edited = None if script is None else _read_script(script)
         runs = find_runs(Path(spec.output.directory), after or ())
         _submit_and_follow(
-            spec, points, batch_system, runs, edited=edited, wait=wait, as_json=as_json
+            spec, points, batch_system, runs,
+            profile=profile, edited=edited, wait=wait, as_json=as_json,
+        )  # fmt: skip
+
+
+def _choose_place(
+    spec: JobSpec, batch_system: str, file: Path, *, soonest: bool
+) -> tuple[JobSpec, Profile | None]:
+    """The job where `plan --when` marks it, and the profile that holds there; see
+    :func:`pipectl.jobs.prospects.choose`."""
+    from pipectl.cli.search import ask_prospects
+    from pipectl.cli.views.prospects import describe
+    from pipectl.jobs.planning import gather_job
+    from pipectl.jobs.prospects import choose
+
+    inputs = gather_job(spec, batch_system, again=f"pipectl profile {file}")
+    for warning in inputs.warnings:
+        warn(warning)
+    found = ask_prospects(inputs)
+    row = found.soonest if soonest else found.cheapest
+    if row is None:
+        what = "the start is known nowhere" if found.rows else "the job can run nowhere"
+        raise SchedulerError(
+            f"{what}: `pipectl plan --when` shows what was answered",
+            cure="without --soonest and --cheapest, the job goes where it says itself",
         )
+    note(f"{'soonest' if soonest else 'cheapest'}: {describe(row, found.now)}")
+    return choose(found, row, inputs)
 
 
 def _gres_settings(gres: str) -> dict[str, str | int]:
@@ -155,12 +199,18 @@ def _read_script(file: Path) -> Edited:
 
 
 def _show_script(
-    spec: JobSpec, points: Sequence[Point], scheduler: str, file: Path, *, test_only: bool
+    spec: JobSpec,
+    points: Sequence[Point],
+    scheduler: str,
+    file: Path,
+    profile: Profile | None,
+    *,
+    test_only: bool,
 ) -> None:
     """Print the plan and the job script; for a sweep, those of its first run after the script of
     the job array. With ``test_only``, print when the job would start instead."""
     now = time.time()
-    (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
+    (job,) = prepare(spec, scheduler, points=points[:1], profile=profile, make_missing=False)
     request, array_script = request_at(job, now, needs_mpi=False), ""
     system = get_scheduler(job.scheduler)
     script = system.render(request)
@@ -192,6 +242,7 @@ def _submit_and_follow(
     scheduler: str,
     after: Sequence[RunDirectory],
     *,
+    profile: Profile | None,
     edited: Edited | None,
     wait: bool,
     as_json: bool,
@@ -201,6 +252,7 @@ def _submit_and_follow(
     Args:
         spec: the job, without the values of its sweep.
         after: runs that must complete before the job starts.
+        profile: to plan with; None to find or measure one.
         edited: the script of the job, if a person has edited it.
     """
     # A dry run does not import these.
@@ -210,7 +262,7 @@ def _submit_and_follow(
 
     began = time.time()
     with profiling_progress() as progress:
-        jobs = prepare(spec, scheduler, progress, points=points)
+        jobs = prepare(spec, scheduler, progress, points=points, profile=profile)
     if jobs[0].is_profiled_now and not points and jobs[0].profile is not None:
         note_origin(jobs[0].profile, began, "use `pipectl profile --again` to measure again")
     print_notes(jobs)

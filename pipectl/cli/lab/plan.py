@@ -13,6 +13,7 @@ import typer
 from pipectl.cli import options as opt
 from pipectl.cli.commands import plan as plan_command
 from pipectl.cli.console import say, say_json, show, table, warn
+from pipectl.cli.search import interruptible
 from pipectl.cli.views.plan import assumption_lines
 from pipectl.errors import UsageError
 from pipectl.jobs.plan_search import BalanceJson, PlanSearch, plan_balance
@@ -90,7 +91,7 @@ def command(
             warn(warning)
         links_count = bandwidth is not None or inputs.cluster_file is not None
         scale = communication_scale or 1.0
-        with plan_command.interruptible(search):
+        with interruptible(search):
             answer, plan = plan_balance(inputs, search, scale, links_count=links_count)
         if as_json:
             say_json(answer)

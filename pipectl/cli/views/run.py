@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from pipectl.runs import (
     step_of,
 )
 from pipectl.runs.kept_code import read_changed_code
-from pipectl.units import format_bytes, format_time, plural, printable
+from pipectl.units import format_bytes, format_long_time, format_time, plural, printable
 
 _STYLES = {
     JobState.COMPLETED: "green",
@@ -536,14 +535,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, span = min(means), max(means) - min(means)
     top = len(_LEVELS) - 1
     return "".join(_LEVELS[round(top * (mean - low) / span) if span else 0] for mean in means)
-
-
-def format_long_time(time_s: float) -> str:
-    """As :func:`format_time`, with hours and days."""
-    if time_s < 7200 or time_s == inf:
-        return format_time(time_s)
-    hours, minutes = divmod(round(time_s / 60), 60)
-    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours / 24:.1f} days"
 
 
 def _measures(status: RunStatus) -> bool:
