@@ -101,9 +101,10 @@ def test_the_lower_bounds_are_the_first_releases_that_were_tested_and_none_is_an
     assert f"\nTORCH ?= {NEWEST_TORCH}\n" in (CHECKOUT / "Makefile").read_text()
 
 
-def test_on_a_torch_of_the_site_all_other_dependencies_are_installed_by_name() -> None:
-    page = (CHECKOUT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
-    listed = next(re.finditer(r"^pip install (mpi4py .*)$", page, re.MULTILINE))[1].split()
+@pytest.mark.parametrize("page", ["install.md", "administrators.md"])
+def test_on_a_torch_of_the_site_all_other_dependencies_are_installed_by_name(page: str) -> None:
+    text = (CHECKOUT / "docs" / page).read_text(encoding="utf-8")
+    listed = next(re.finditer(r"^pip install .*?(mpi4py .*)$", text, re.MULTILINE))[1].split()
     needed = map(Requirement, PROJECT["dependencies"])  # what older Pythons need, pydantic brings
     assert set(listed) == {each.name for each in needed if not each.marker} - {"torch"}
 

@@ -46,6 +46,17 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
+@pytest.mark.parametrize("name", ["README.md", "llms.txt"])
+def test_every_page_is_in_the_lists_of_pages(name):
+    text = (DOCS / name).read_text(encoding="utf-8")
+    named = re.findall(r"\]\(([\w.-]+\.md)\)", text)
+    pages = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+    assert set(named) == pages
+    if name == "llms.txt":  # as llmstxt.org has it: a title, a summary, and lists of links
+        assert re.match(r"# \w+\n\n(> .+\n)+\n", text)
+        assert len(named) == len(pages)
+
+
 @each_page
 def test_commands_and_options_exist_and_command_lines_can_be_parsed(page):
     text = page.read_text(encoding="utf-8")
