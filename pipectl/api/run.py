@@ -293,7 +293,7 @@ class Run:
         from pipectl.cli.views.run import run_facts
         from pipectl.profile import Profile
         from pipectl.report import render
-        from pipectl.report.charts import training_svg
+        from pipectl.report.charts import training_svgs
         from pipectl.report.comparison import known_timelines
         from pipectl.report.gantt import gantt_svg
 
@@ -313,7 +313,7 @@ class Run:
             plan=status.plan,
             names=names,
             pictures={
-                "loss and speed": training_svg(status.curve),
+                **{f"figures {n}": chart for n, chart in enumerate(training_svgs(status.curve), 1)},
                 "a step": gantt_svg(timelines, "") if timelines else "",
             },
             notes=[("warning", text) for text in self._warnings],

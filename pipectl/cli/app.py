@@ -53,8 +53,8 @@ COMMANDS = {
     "status": "Show the newest runs, or everything about one.",
     "logs": "Print the logs of runs.\n\n"
     "Lines that a rank printed begin with its number: `[3] text`.",
-    "report": "Compare a recorded step with its prediction.\n\n"
-    "With -o, write an HTML page: the plan, both timelines, the loss and the memory of every rank.",
+    "report": "Compare a recorded step with its prediction, or two runs.\n\n"
+    "With -o, write an HTML page: curves of all figures, both timelines, plan, memory, settings.",
     "cancel": "Cancel runs or sweeps. Finished runs are not changed.",
     "resume": "Resume a run from its last checkpoint.\n\n"
     "--set changes the number of ranks or of steps, for example.",

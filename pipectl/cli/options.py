@@ -123,6 +123,9 @@ NODES = value(
 )  # fmt: skip
 _NAMED: Any = {"metavar": "RUN", "help": RUN_HELP, "autocompletion": names_of_runs}
 RUN, LAST_RUN = typer.Argument(..., **_NAMED), typer.Argument("last", **_NAMED)
+OTHER_RUN = typer.Argument(
+    None, metavar="OTHER", help="Another run, to compare with.", autocompletion=names_of_runs
+)
 RUN_NAMES = typer.Argument(None, **_NAMED)
 DIRECTORY = value(
     "DIRECTORY", "Directory of the runs.", "--directory", "-d",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipectl.batch import JobState, get_scheduler
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
-from pipectl.fields import leaves
 from pipectl.files import is_there, make_directory
 from pipectl.hash_seed import VARIABLE, hash_seed_of
 from pipectl.jobs.job import (
@@ -43,6 +42,7 @@ from pipectl.runs.code import Code, is_changed, loaded_of, new_copies, read_snap
 from pipectl.runs.kept_code import read_code
 from pipectl.spec import SpecFile, load, profile_key
 from pipectl.spec.code import using
+from pipectl.spec.settings import differences
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -124,23 +124,13 @@ def resume(
             what = "resumed with changed code" if with_changed_code and changed else "resumed"
             submission = _hand_over_again(run, job, record, now, what, replanned=replanned)
         own_code = kept is not None and not with_changed_code
-        return Resumption(submission, replanned, _changes(before, spec), changed, own_code)
+        return Resumption(submission, replanned, differences(before, spec), changed, own_code)
 
 
 def _keep_hash_seed(spec: JobSpec, record: Record) -> JobSpec:
     """The spec with the hash seed of the run so far, unless it sets one."""
     kept = record.hash_seed is None or VARIABLE in spec.environment.variables
     return spec if kept else with_hash_seed(spec, record.hash_seed or 0)
-
-
-def _changes(before: JobSpec, after: JobSpec) -> dict[str, tuple[Any, Any]]:
-    """Values that differ, by dotted key, without environment variables, which may be secrets."""
-    private = {"environment": {"variables"}}
-    old, new = (
-        dict(leaves(spec.model_dump(mode="json", exclude=private))) for spec in (before, after)
-    )
-    keys = dict.fromkeys((*old, *new))
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def _refuse_unfinished(run: RunDirectory, record: Record, now: float, *, force: bool) -> JobState:

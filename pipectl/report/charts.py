@@ -24,6 +24,8 @@ _COLOURS = ("#2f7fb5", "#cf6a26", "#4f8f45", "#8a5fb0", "#a08a1e", "#6e7781")
 _MAX_POINTS = 1000
 _OUTLIER = 5
 """Distance from the range of most values, relative to this range, from which on one is far."""
+_FIGURES = "samples_per_s", "tokens_per_s", "learning_rate", "gradient_norm", "loss_scale"
+"""What is drawn of steps besides their losses."""
 _MAX_DOTS = 30
 """Curves with at most this many points show them as dots."""
 
@@ -82,49 +84,72 @@ def average_points(points: Points, max_points: int) -> list[tuple[float, float]]
     ]
 
 
-def steps_svg(figures: Mapping[str, Mapping[str, Points]]) -> str:
-    """Draw a chart per figure; the result is empty without points.
+def chart_svgs(figures: Mapping[str, Mapping[str, Points]]) -> list[str]:
+    """Draw a picture per figure that has points.
 
     Points far from all others are drawn at the border, so that they do not flatten the curves.
 
     Args:
         figures: curves by name, by title; each a list of (step, value) with ascending steps.
     """
-    charts = []
-    for title, named in figures.items():
-        curves = {name: average_points(each, _MAX_POINTS) for name, each in named.items() if each}
-        if curves:
-            xs, ys = zip(*(point for points in curves.values() for point in points), strict=True)
-            low, high = _range_without_outliers(ys)
-            steps = {x: f"{x:.0f}" for x in linear_ticks(min(xs), max(xs), 8) if x == int(x)}
-            values = {y: f"{y:g}" for y in linear_ticks(low, high, 6)}
-            x, y = Axis(_WIDTH, min(xs), max(xs), steps), Axis(_HEIGHT, high, low, values)
-            shown = {
-                name: [(step, min(max(value, low), high)) for step, value in points]
-                for name, points in curves.items()
-            }
-            if outliers := sum(not low <= value <= high for value in ys):
-                title = f"{title} (at the border: {plural(outliers, 'point')} beyond it)"
-            if len(shown) == 1:  # it needs no name
-                shown = {"": next(iter(shown.values()))}
-            charts.append(Chart(title, shown, x, y, "step"))
-    return _charts_svg(charts, "") if charts else ""
+    return [
+        _charts_svg([chart], "")
+        for title, named in figures.items()
+        if (chart := _chart_by_step(title, named)) is not None
+    ]
 
 
-def training_svg(lines: Sequence[MetricsLine]) -> str:
-    """Draw the losses and the throughput of a run; the result is empty without steps."""
-    evaluated = [(line.step, (line.evaluation or {}).get("loss")) for line in lines]
-    return steps_svg(
-        {
-            "loss": {
-                "training": [(line.step, line.loss) for line in lines if line.loss is not None],
-                "evaluation": [(step, loss) for step, loss in evaluated if loss is not None],
-            },
-            "samples/s": {
-                "": [(line.step, line.samples_per_s) for line in lines if line.samples_per_s]
-            },
-        }
-    )
+def _chart_by_step(title: str, named: Mapping[str, Points]) -> Chart | None:
+    """Make a chart of the curves that have points; None if there is none."""
+    curves = {name: average_points(each, _MAX_POINTS) for name, each in named.items() if each}
+    if not curves:
+        return None
+    xs, ys = zip(*(point for points in curves.values() for point in points), strict=True)
+    low, high = _range_without_outliers(ys)
+    steps = {x: f"{x:.0f}" for x in linear_ticks(min(xs), max(xs), 8) if x == int(x)}
+    values = {y: f"{y:g}" for y in linear_ticks(low, high, 6)}
+    x, y = Axis(_WIDTH, min(xs), max(xs), steps), Axis(_HEIGHT, high, low, values)
+    shown = {
+        name: [(step, min(max(value, low), high)) for step, value in points]
+        for name, points in curves.items()
+    }
+    if outliers := sum(not low <= value <= high for value in ys):
+        title = f"{title} (at the border: {plural(outliers, 'point')} beyond it)"
+    if len(named) == 1:  # it needs no name
+        shown = {"": next(iter(shown.values()))}
+    return Chart(title, shown, x, y, "step")
+
+
+def training_svgs(lines: Sequence[MetricsLine]) -> list[str]:
+    """Draw every figure of a run by step, one picture each: loss, metrics, speed, rate, ..."""
+    metrics = dict.fromkeys(name for line in lines for name in line.evaluation or {})
+    evaluated: dict[str, list[tuple[float, float]]] = {
+        name: [
+            (line.step, value)
+            for line in lines
+            if line.evaluation and (value := line.evaluation.get(name)) is not None
+        ]
+        for name in metrics
+    }
+    losses: dict[str, Points] = {}
+    losses["training"] = [(line.step, line.loss) for line in lines if line.loss is not None]
+    if points := evaluated.pop("loss", []):
+        losses["evaluation"] = points
+    figures: dict[str, Mapping[str, Points]] = {
+        "loss": losses,
+        **{titled(f"evaluation.{name}"): {"": points} for name, points in evaluated.items()},
+    }
+    for name in _FIGURES:
+        values = ((line.step, getattr(line, name)) for line in lines)
+        figures[titled(name)] = {"": [(step, value) for step, value in values if value is not None]}
+    return chart_svgs(figures)
+
+
+def titled(figure: str) -> str:
+    """The title of a figure of ``metrics.jsonl``, which is called as :func:`read_columns` does."""
+    if figure.startswith("evaluation."):
+        return f"{figure.removeprefix('evaluation.')} (evaluation)"
+    return figure.replace("_per_s", "/s").replace("_", " ")
 
 
 def _range_without_outliers(values: Sequence[float]) -> tuple[float, float]:

@@ -43,6 +43,52 @@ def test_a_page_a_picture_and_a_trace_at_once(cli, recorded):
     assert list(map(int, held)) == list(range(36, 100))
 
 
+EVERY_METRIC = """\
+{"attempt": 1, "step": 1, "steps": 9, "loss": 2.0, "step_time_s": 1.0, "samples_per_s": 8.0,
+ "learning_rate": 0.1, "gradient_norm": 3.0}
+{"attempt": 1, "step": 2, "steps": 9, "loss": 1.0, "step_time_s": 1.0, "samples_per_s": 8.0,
+ "learning_rate": 0.05, "gradient_norm": 2.0, "processor": {"share": 0.3, "ranks": 2, "rank": 0,
+ "lost_to": "processes"}}
+{"attempt": 1, "step": 2, "evaluation": {"loss": 0.5, "accuracy": 0.9}, "early_stop": "it is over"}
+"""
+A_JOB = """\
+version: 1
+name: tiny
+model: {factory: "torch.nn:Linear", kwargs: {in_features: 4}}
+loss: {factory: "torch.nn:MSELoss"}
+data: {factory: "a:b"}
+training: {steps: 9, batch_size: 8}
+pipeline: {memory_limit: 640MiB}
+environment: {variables: {TOKEN: secret}, setup: [export TOKEN=secret]}
+"""
+
+
+def test_a_page_names_its_job_draws_every_metric_and_says_nothing_twice(cli, recorded):
+    recorded.job.write_text(A_JOB)
+    recorded.metrics.write_text(EVERY_METRIC.replace("\n ", " "))
+    assert cli("report", "-o", "page.html").code == 0
+    page = Path("page.html").read_text()
+    body = page.partition("<body>")[2]
+    cells = re.findall(r"<(?:td|th|p|h\d)\b[^>]*>(.*?)</(?:td|th|p|h\d)>", body, re.DOTALL)
+    shown = [re.sub(r"<[^>]+>", "", cell).strip() for cell in cells]
+    for text in ("job", "submitted", "2023-11-14 22:13:20", "640MiB", "pipeline.memory_limit",
+                 "model.kwargs.in_features"):  # fmt: skip
+        assert text in shown, text
+    assert any(re.fullmatch("tiny, local job .*", text) for text in shown)
+    assert "secret" not in page
+    titles = re.findall('<text x="0" y="-10">(.*?)</text>', body)
+    assert titles == [
+        "loss",
+        "accuracy (evaluation)",
+        "samples/s",
+        "learning rate",
+        "gradient norm",
+    ]
+    sentences = [part.strip() for text in shown for part in re.split(r"[;.:]\s|\n", text)]
+    long = [text for text in sentences if len(text) > 30]
+    assert len(long) == len(set(long))
+
+
 def test_files_that_are_missing_or_damaged_are_left_out(cli, recorded, failed):
     assert cli("report", failed.name, "-o", "page.html").code == 0
     text = Path("page.html").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.cli.commands.report import make_page
+from pipectl.cli.views.page import make_page
 from pipectl.runs import RunDirectory
 from pipectl.timeline import Event, Timeline
 

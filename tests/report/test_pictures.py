@@ -12,7 +12,7 @@ import pytest
 
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
 from pipectl.link import Link
-from pipectl.report.charts import average_points, links_svg, steps_svg
+from pipectl.report.charts import average_points, chart_svgs, links_svg
 from pipectl.report.gantt import LOOKS, gantt, gantt_svg, legend
 from pipectl.timeline import Event, Timeline, shown_ranks
 
@@ -127,27 +127,28 @@ def cluster():
 
 def test_measured_links_and_figures_by_step_as_pictures(cluster, snapshot):
     losses = {"training": [(1, 4.0), (2, 2.0), (3, 1.0), (9, 0.5)], "evaluation": [(5, 2.0)]}
-    figures = steps_svg({"loss": losses, "speed": {"": [(1, 2.0), (2, 3.0)]}, "none": {"": []}})
-    for name, picture in (("links", links_svg(cluster)), ("steps", figures)):
+    figures = {"loss": losses, "speed": {"": [(1, 2.0), (2, 3.0)]}, "none": {"": []}}
+    loss, speed = chart_svgs(figures)
+    for name, picture in (("links", links_svg(cluster)), ("steps", loss), ("speed", speed)):
         snapshot(HERE / f"{name}.svg", picture + "\n")
         ElementTree.fromstring(picture)
     free = Link(1e-6, 1e9)
     nothing = replace(cluster, within_node=free, between_nodes=ASSUMED_BETWEEN, allreduce=())
     assert "<polyline" not in links_svg(nothing)
-    assert steps_svg({"loss": {"training": []}}) == ""
+    assert chart_svgs({"loss": {"training": []}}) == []
     for points in ([(1, 2.0)], [(1, 2.0), (2, 2.0)], [(1, -1e308), (2, 1e308), (3, 5e-324)]):
-        assert "nan" not in steps_svg({"flat": {"": points}})
+        assert "nan" not in chart_svgs({"flat": {"": points}})[0]
 
 
 def test_an_outlier_does_not_flatten_a_curve_and_a_steep_beginning_is_whole():
     points = [(step, 2.0 + step % 3 / 10) for step in range(100)]
-    text = steps_svg({"loss": {"training": [*points[:50], (50, 1e6), *points[51:]]}})
+    (text,) = chart_svgs({"loss": {"training": [*points[:50], (50, 1e6), *points[51:]]}})
     assert "loss (at the border: 1 point beyond it)" in text
     (places,) = re.findall('points="([^"]+)"', text)
     ys = [float(place.split(",")[1]) for place in places.split()]
     assert max(ys) - sorted(ys)[1] > 30, "the others fill a part of the height"
     steep = [(step, 2.0 + 8 * 0.5**step) for step in range(30)]
-    assert "border" not in steps_svg({"loss": {"training": steep}})
+    assert "border" not in chart_svgs({"loss": {"training": steep}})[0]
 
 
 def test_a_long_curve_is_drawn_by_means():
@@ -155,4 +156,4 @@ def test_a_long_curve_is_drawn_by_means():
     found = average_points(points, 1000)
     assert len(found) == 1000
     assert {y for _, y in found} == {0.5}
-    assert len(steps_svg({"loss": {"": points}})) < 30_000
+    assert len(chart_svgs({"loss": {"": points}})[0]) < 30_000

@@ -1,14 +1,13 @@
-"""`pipectl report`: compare a recorded step with its prediction; a run as an HTML page."""
+"""`pipectl report`: compare a recorded step with its prediction, or two runs; also as pages."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
+import typer
 from rich.console import RenderableType
 
 from pipectl.cli import options as opt
@@ -22,13 +21,10 @@ from pipectl.cli.console import (
     show,
     table,
 )
-from pipectl.cli.views.run import run_facts
-from pipectl.errors import PipectlError
+from pipectl.cli.views.page import make_page, make_pair_page
+from pipectl.cli.views.pair import PairView
 from pipectl.files import is_stream, make_directory_of, write_text
-from pipectl.jobs.state import get_status
-from pipectl.profile import Profile
-from pipectl.report import render_page
-from pipectl.report.charts import training_svg
+from pipectl.jobs.state import get_statuses
 from pipectl.report.comparison import (
     TIME_USES,
     Comparison,
@@ -36,18 +32,15 @@ from pipectl.report.comparison import (
     RecordedStep,
     Times,
     TimeUses,
-    known_timelines,
     load_step,
 )
 from pipectl.report.gantt import gantt_svg
+from pipectl.report.pair import Pair
 from pipectl.report.perfetto import chrome_trace
 from pipectl.runs import RunDirectory, find_run
-from pipectl.timeline import Timeline
 from pipectl.units import format_bytes, format_time
 
 T = TypeVar("T")
-_MAX_PEAKS = 64
-"""Maximum number of ranks whose memory is on the page."""
 _PARTS = ("stage", "rank", "action", "times", "predicted", "measured", "ratio")
 _MAX_PARTS, _MAX_RANKS, _INDENT = 32, 16, 13
 _NOTHING_S = 5e-7
@@ -56,7 +49,9 @@ _SLOWER, _FASTER = 1.1, 0.9
 
 
 def command(
+    context: typer.Context,
     name: str = opt.LAST_RUN,
+    other: str | None = opt.OTHER_RUN,
     directory: Path = opt.DIRECTORY,
     step: int | None = opt.count("Recorded step to show; by default the last."),
     output_file: Path | None = opt.value(
@@ -67,17 +62,17 @@ def command(
     as_json: bool = opt.JSON,
 ) -> None:
     run = find_run(directory, name)
+    if other is not None:
+        cure = "leave one of the runs out"
+        opt.refuse(context, "--step --svg --perfetto", "shows one run", cure=cure)
+        _compare_runs(run, find_run(directory, other), output_file, as_json=as_json)
+        return
     for path in filter(None, (output_file, svg, perfetto)):
         make_directory_of(path)
 
-    def write(path: Path, text: str, where: str, tell: Callable[[str], None] = note) -> None:
-        write_text(path, text)
-        if not is_stream(path):
-            tell(f"{short_path(path.absolute())} ({format_bytes(len(text))}): open it {where}")
-
     if output_file is not None:
         page = make_page(run, time.time(), step)
-        write(output_file, page, "in a browser", note if as_json else say)
+        _write(output_file, page, "in a browser", note if as_json else say)
         if not (svg or perfetto or as_json):
             return
     recorded = load_step(run, step)
@@ -88,50 +83,34 @@ def command(
         print_comparison(recorded, comparison)
     if perfetto is not None:
         trace = chrome_trace(recorded.timelines(), recorded.plan)
-        write(perfetto, trace, "at https://ui.perfetto.dev")
+        _write(perfetto, trace, "at https://ui.perfetto.dev")
     if svg is not None:
         title = step_line(recorded, comparison)
-        write(svg, gantt_svg(recorded.timelines(), title, recorded.plan.summary), "in a browser")
+        _write(svg, gantt_svg(recorded.timelines(), title, recorded.plan.summary), "in a browser")
 
 
-def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
-    """Render the page from the files that the run directory has; the rest is left out.
+def _write(path: Path, text: str, where: str, tell: Callable[[str], None] = note) -> None:
+    write_text(path, text)
+    if not is_stream(path):
+        tell(f"{short_path(path.absolute())} ({format_bytes(len(text))}): open it {where}")
 
-    Args:
-        step: recorded step; None for the last.
 
-    Raises:
-        UsageError: the step was not recorded.
-    """
-    status = get_status(run, now)
-    comparison, verdict, names = None, list[tuple[str, str]](), dict[str, str]()
-    timelines: dict[str, Timeline] = {}
-    with suppress(PipectlError):
-        names = {operator.id: operator.name for operator in Profile.load(run.profile).operators}
-    try:
-        recorded = load_step(run, step)
-        comparison, timelines = recorded.compare(), recorded.timelines()
-        verdict = recorded.explain(comparison)
-        if status.plan and (flops := status.plan.describe_flops(comparison.time.measured_s)):
-            verdict.append(("computed", f"{flops} in this step, all ranks together"))
-    except PipectlError:
-        if step is not None:
-            raise
-        timelines = known_timelines(run)
-    peaks = sorted(status.peaks, key=lambda peak: -peak.measured_bytes)[:_MAX_PEAKS]
-    return render_page(
-        now=f"{datetime.fromtimestamp(now):%Y-%m-%d %H:%M:%S}",
-        status=status,
-        facts=run_facts(status),
-        plan=status.plan,
-        names=names,
-        comparison=comparison,
-        verdict=verdict,
-        timelines=gantt_svg(timelines, "") if timelines and status.plan else "",
-        peaks=sorted(peaks),
-        max_bytes=max((max(peak[1], peak[2] or 0) for peak in peaks), default=0) or 1,
-        curves=training_svg(status.curve),
-    )
+def _compare_runs(
+    first: RunDirectory, second: RunDirectory, output_file: Path | None, *, as_json: bool
+) -> None:
+    """Print two runs side by side, or write a page of them."""
+    if output_file is not None:
+        make_directory_of(output_file)
+    now = time.time()
+    one, two = get_statuses([first, second], now)
+    pair = Pair.load(first, second)
+    view = PairView(pair, (one, two))
+    if output_file is not None:
+        _write(output_file, make_pair_page(view, now), "in a browser", note if as_json else say)
+    if as_json:
+        say_json(pair.to_json())
+    elif output_file is None:
+        show(view.draw())
 
 
 def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:

@@ -1,0 +1,114 @@
+"""Two runs side by side as text: losses, speed, and how their jobs differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from pipectl.cli.console import plain, table
+from pipectl.jobs.state import RunStatus
+from pipectl.report.charts import titled
+from pipectl.report.pair import Pair
+from pipectl.units import format_bytes, format_long_time, format_time, plural
+
+Row = tuple[str, ...]
+"""A label, and what each run has."""
+_EVEN = 0.005
+"""Relative difference of speeds that is none."""
+_MAX_VALUE = 60
+"""Maximum characters of a value of a job in a table."""
+
+
+class PairView:
+    """What is said of two runs, in the terminal and on a page."""
+
+    def __init__(self, pair: Pair, statuses: tuple[RunStatus, RunStatus]) -> None:
+        self.pair, self._statuses = pair, statuses
+        self.names = [status.run.name for status in statuses]
+
+    @property
+    def verdict(self) -> Iterator[str]:
+        """Sentences on their losses and their speed."""
+        common, equal = len(self.pair.common), self.pair.equal_steps
+        if not common:
+            yield "they have no step in common"
+        elif equal == common:
+            yield f"losses: equal to the bit in {plural(common, 'common step')}"
+        elif equal:
+            yield f"losses: equal to the bit for {plural(equal, 'step')}, different from then on"
+        else:
+            yield "losses: different from the first step on"
+        first, second = self.pair.usual("samples_per_s")
+        if first and second:
+            ratio = max(first, second) / min(first, second)
+            faster, slower = self.names if first > second else reversed(self.names)
+            same = ratio - 1 < _EVEN
+            how = "the same" if same else f"{faster} is {ratio:.2f} times as fast as {slower}"
+            yield f"speed: {how}"
+
+    @cached_property
+    def figures(self) -> list[Row]:
+        """What both have reached, and how fast."""
+        return [row for row in self._figures() if any(row[1:])]
+
+    def _figures(self) -> Iterator[Row]:
+        first, second = self._statuses
+        yield "state", first.job.state.value, second.job.state.value
+        steps = (f"{one.measured.step} of {one.steps}" for one in self._statuses)
+        yield "steps", *steps
+        for name, values in self.pair.losses.items():
+            label = "loss, last common step" if name == "loss" else titled(name)
+            yield label, *(_or_empty(value, "{:.6g}".format) for value in values)
+        yield "step", *(_or_empty(each, format_time) for each in self.pair.usual("step_time_s"))
+        speeds = self.pair.usual("samples_per_s")
+        yield "samples/s", *(_or_empty(each, "{:.1f}".format) for each in speeds)
+        predicted = (first.predicted_step_s, second.predicted_step_s)
+        yield "predicted step", *(_or_empty(each, format_time) for each in predicted)
+        peaks = [max((p.measured_bytes for p in one.peaks), default=None) for one in self._statuses]
+        yield "memory of a rank", *(_or_empty(each, format_bytes) for each in peaks)
+        ran = (first.times.run_s, second.times.run_s)
+        yield "ran for", *(_or_empty(each, format_long_time) for each in ran)
+        hours = (first.times.node_hours, second.times.node_hours)
+        yield "node-hours", *(_or_empty(each, "{:.3g}".format) for each in hours)
+        plans = [one.plan.summary if one.plan else "" for one in self._statuses]
+        yield "plan", *(text.partition(": ")[2] or text for text in plans)
+
+    @cached_property
+    def differences(self) -> list[Row] | None:
+        """Keys in which their jobs differ; None if a job cannot be read."""
+        differ = self.pair.differences
+        if differ is None:
+            return None
+        return [(key, *map(_value, both)) for key, both in differ.items()]
+
+    def draw(self) -> RenderableType:
+        """All of it for a terminal."""
+        parts: list[RenderableType] = [plain(line, "bold") for line in self.verdict]
+        heads = ("", *self.names)
+        parts += ["", table(heads, self.figures, left=heads, wrap=True), ""]
+        if self.differences is None:
+            parts += [plain("the job of one of them cannot be read", "dim")]
+        elif self.differences:
+            heads = ("in the jobs", *self.names)
+            parts += [table(heads, self.differences, left=heads, wrap=True)]
+        else:
+            parts += [plain("their jobs are the same")]
+        return Group(*parts)
+
+
+def _or_empty(value: float | None, form: Any) -> str:
+    return "" if value is None else form(value)
+
+
+def value_text(value: Any) -> str:
+    """A value of a job: texts as they are, the rest as JSON, which is YAML."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _value(value: Any) -> str:
+    text = value_text(value)
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."
