@@ -22,12 +22,14 @@ class NodeKind(NamedTuple):
     Args:
         nodes: number of nodes.
         cores, memory_bytes, gpus: of each node.
+        gpu: type of its accelerators, as the batch system calls it; empty if it has no name.
     """
 
     nodes: int
     cores: int = 0
     memory_bytes: int | None = None
     gpus: int = 0
+    gpu: str = ""
 
 
 @dataclass(frozen=True)

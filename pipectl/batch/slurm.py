@@ -378,6 +378,7 @@ _CLUSTER = re.compile(r"CLUSTER: (\S+)")
 _WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
 _SECONDS = re.compile(r"[1-9][0-9]{0,10}")
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+){0,2}:(\d{1,6})\b")
+_GPU_TYPES = re.compile(r"\bgpu:([^:,()]+):")
 _COUNT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KM]?)")
 _START = re.compile(r" to start at (\S+)")
 _FIELD = re.compile(r"(\w+)=(\S*)")
@@ -524,6 +525,7 @@ def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
             cores=_count(cores),
             memory_bytes=size if size >= _UNSET_BYTES else None,
             gpus=sum(map(int, _GPUS.findall(gres))),
+            gpu=",".join(_GPU_TYPES.findall(gres)),
         )
         queue = Queue(
             name.removesuffix("*"),

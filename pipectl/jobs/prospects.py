@@ -9,7 +9,7 @@ requeued, and taken to wait as long as before its first start.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from pathlib import Path
@@ -24,7 +24,7 @@ from pipectl.batch import (
     get_scheduler,
 )
 from pipectl.errors import PipectlError, SchedulerError
-from pipectl.jobs.job import change, make_job, request_at
+from pipectl.jobs.job import Job, change, make_job, request_at
 from pipectl.jobs.output import is_fresh
 from pipectl.jobs.plan_search import PlanSearch
 from pipectl.jobs.planning import PlanInputs
@@ -46,8 +46,6 @@ class Prospect:
     """What becomes of a job in one partition or queue, on one number of nodes.
 
     Args:
-        queue: its name; empty without a queue.
-        is_default: whether the job gets there without naming it.
         nodes: number of nodes.
         step_s: predicted time of a step.
         walltime_s: of each start; None if there is no limit.
@@ -58,13 +56,14 @@ class Prospect:
         done_at: expected end; None if it is not known.
         enough_s: walltime with which no requeue is needed.
         allowed_requeues: ``checkpoint.max_requeues``.
+        queue: name of the partition or queue; empty without one.
+        to: what the job has to name to get there; empty to leave it as it is.
         reason: why the job cannot run there, or why its start is not known; may be empty.
         is_refused: whether it cannot run there.
         is_like_profile: whether the nodes are of the kinds that were profiled, as far as the batch
             system knows them.
     """
 
-    queue: str
     nodes: int
     step_s: float
     run_s: float
@@ -75,7 +74,8 @@ class Prospect:
     done_at: float | None = None
     enough_s: float = 0.0
     allowed_requeues: int = 0
-    is_default: bool = True
+    queue: str = ""
+    to: str = ""
     reason: str = ""
     is_refused: bool = False
     is_like_profile: bool = True
@@ -247,12 +247,10 @@ def find_prospects(
     spec = inputs.spec
     assert spec is not None
     system, folded = get_scheduler(inputs.batch_system, QUEUES_TIMEOUT_S), inputs.fold()
-    own, _, server = _queue_of(spec, system).partition("@")
     job = make_job(at(spec, system, nodes=min(counts)), system.name)
-    request = request_at(job, now, needs_mpi=False)
     # A package has no section of its own in which a queue could be named.
     has_queue = bool(system.queue_key) and hasattr(spec, system.name)
-    queues = system.queues_for(request) if has_queue else ()
+    queues = system.queues_for(request_at(job, now, needs_mpi=False)) if has_queue else ()
     result = scaling(
         folded.profile, folded.cluster, folded.request, counts, search.plan,
         lambda count: tell(f"planning for {plural(count, 'node')}"),
@@ -261,37 +259,60 @@ def find_prospects(
     found = Prospects(spec, system, now, bool(queues), pauses)
     found.infeasible = {each.nodes: each.reason for each in result.counts if each.plan is None}
     fitting = [each for each in result.counts if each.plan is not None]
-    for count in () if queues else fitting:
-        place = at(spec, system, nodes=count.nodes)
-        request = request_at(replace(job, spec=place), now, needs_mpi=False)
-        if (misfit := system.misfit(Queue(""), request)) is not None:
+    ask = _Questions(system, search, now, tell)
+    rows = _in_queues(found, job, fitting, queues, ask) if queues else _here(found, job, fitting)
+    found.rows = list(rows)
+    found.cut_short = search.cut_short
+    return found
+
+
+def _here(found: Prospects, job: Job, counts: Sequence[Count]) -> Iterator[Prospect]:
+    """Rows where jobs start at once, and have no walltime."""
+    for count in counts:
+        place = at(found.spec, found.system, nodes=count.nodes)
+        request = request_at(replace(job, spec=place), found.now, needs_mpi=False)
+        if (misfit := found.system.misfit(Queue(""), request)) is not None:
             found.infeasible[count.nodes] = misfit.fault
             continue
-        row = _row(spec, count, pauses)
-        found.rows.append(replace(row, starts_at=now, done_at=now + row.run_s))
-    ask, named = _Questions(system, search, now, tell), [name for name in own.split(",") if name]
-    own_queues = [each for each in queues if (each.name in named if named else each.default)]
-    kinds = {kind[1:] for queue in own_queues for kind in queue.kinds}
-    for queue in sorted(queues, key=lambda queue: queue not in own_queues):
-        if why := _fault_of(queue):
-            found.left_out[queue.name] = why
+        row = _row(found.spec, count, found.pauses)
+        yield replace(row, starts_at=found.now, done_at=found.now + row.run_s)
+
+
+def _in_queues(
+    found: Prospects,
+    job: Job,
+    counts: Sequence[Count],
+    queues: Sequence[Queue],
+    ask: _Questions,
+) -> Iterator[Prospect]:
+    """Rows of partitions or queues, those of the job first; what has none is noted."""
+    spec, system = found.spec, found.system
+    named, _, server = _queue_of(spec, system).partition("@")
+    names = [name for name in named.split(",") if name]
+    own = [each for each in queues if (each.name in names if names else each.default)]
+    kinds = {kind[1:] for queue in own for kind in queue.kinds}
+    for queue in sorted(queues, key=lambda queue: queue not in own):
+        if fault := _fault_of(queue):
+            found.left_out[queue.name] = fault
             continue
-        is_default = not named and queue.default
-        is_like = not kinds or {kind[1:] for kind in queue.kinds} <= kinds
-        name = "" if is_default else f"{queue.name}@{server}" if server else queue.name
-        for count in fitting:
-            place = at(spec, system, queue=name, limit_s=queue.walltime_s, nodes=count.nodes)
-            request = request_at(replace(job, spec=place), now, needs_mpi=False)
+        is_like_profile = not kinds or {kind[1:] for kind in queue.kinds} <= kinds
+        to = f"{queue.name}@{server}" if server else queue.name
+        to = "" if queue.default and not names else to
+        for count in counts:
+            place = at(spec, system, nodes=count.nodes, to=to, limit_s=queue.walltime_s)
+            request = request_at(replace(job, spec=place), found.now, needs_mpi=False)
             if (misfit := system.misfit(queue, request)) is not None:
                 found.left_out.setdefault(queue.name, misfit.fault)
                 continue
             walltime_s = system.walltime_of(request) or queue.walltime_s
-            row = _row(spec, count, pauses, queue.name, walltime_s, request.lead_time_s)
-            row = replace(row, limit_s=queue.walltime_s, is_default=is_default)
-            row = replace(row, is_like_profile=is_like)
-            found.rows.append(row if row.is_refused else ask.about(row, queue, request))
-    found.cut_short = search.cut_short
-    return found
+            row = replace(
+                _row(spec, count, found.pauses, walltime_s, request.lead_time_s),
+                queue=queue.name,
+                to=to,
+                limit_s=queue.walltime_s,
+                is_like_profile=is_like_profile,
+            )
+            yield row if row.is_refused else ask.about(row, queue, request)
 
 
 def at(
@@ -299,19 +320,19 @@ def at(
     system: Scheduler,
     *,
     nodes: int,
-    queue: str = "",
+    to: str = "",
     limit_s: int | None = None,
 ) -> JobSpec:
     """The job in a partition or queue, on a number of nodes, with the walltime that it allows.
 
     Args:
-        queue: empty to leave that of the job.
+        to: its name, for PBS with the server; empty to leave that of the job.
         limit_s: maximum walltime; None if there is none.
     """
     walltime_s = min(spec.resources.walltime, limit_s or spec.resources.walltime)
     sections: dict[str, dict[str, object]] = {"resources": {"nodes": nodes, "walltime": walltime_s}}
-    if queue:
-        sections[system.name] = {system.queue_key: queue}
+    if to:
+        sections[system.name] = {system.queue_key: to}
     return change(spec, **sections)
 
 
@@ -322,12 +343,10 @@ def choose(found: Prospects, row: Prospect, inputs: PlanInputs) -> tuple[JobSpec
         The job, and the profile that it was planned with, if that holds there; None leaves it to
         the submission to find or measure one.
     """
-    _, _, server = _queue_of(found.spec, found.system).partition("@")
-    name = "" if row.is_default else f"{row.queue}@{server}" if server else row.queue
-    spec = at(found.spec, found.system, nodes=row.nodes, queue=name, limit_s=row.walltime_s)
+    spec = at(found.spec, found.system, nodes=row.nodes, to=row.to, limit_s=row.walltime_s)
     profile = inputs.profile
     holds = row.is_like_profile and profile.fingerprint is not None
-    if row.is_default or not holds or not is_fresh(found.spec, profile):
+    if not row.to or not holds or not is_fresh(found.spec, profile):
         return spec, None
     # The key has the name of the partition, which stands for the kind of its nodes.
     return spec, replace(profile, key=profile.key and profile_key(spec))
@@ -369,7 +388,6 @@ def _row(
     spec: JobSpec,
     count: Count,
     pauses: Pauses,
-    queue: str = "",
     walltime_s: int | None = None,
     lead_time_s: int = 0,
 ) -> Prospect:
@@ -390,7 +408,6 @@ def _row(
             fault = f"no step ends in its walltime, {format_clock(walltime_s or 0)}"
         starts = ceil(steps / max(1, steps_per_start))
     return Prospect(
-        queue,
         count.nodes,
         step_s,
         run_s=train_s + starts * pauses.start_s,

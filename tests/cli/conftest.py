@@ -118,6 +118,7 @@ def settled(place, time_in_names):
             text = re.sub(pattern, "***", text)
         for line in re.findall(r"^  (?:time|used)  .*", text, re.MULTILINE):
             text = text.replace(line, FIGURE.sub("***", line))
+        text = re.sub(r"(?<= done )([A-Z]\w\w )?\d\d:\d\d\b", "HH:MM", text)
         text = re.sub(r"(?<=NOW-tiny )[0-9a-f]{8}\b", "***", time_in_names.sub("NOW-", text))
         return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 

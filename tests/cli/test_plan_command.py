@@ -6,16 +6,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from io import StringIO
 from pathlib import Path
 
 from rich.console import Console, RenderableType
 
+from pipectl.batch import get_scheduler
 from pipectl.cli.views import plan as views
+from pipectl.cli.views import prospects as prospect_views
 from pipectl.cluster import assumed_cluster
 from pipectl.jobs.plan_search import AnswerJson, StepAnswer
 from pipectl.jobs.planning import PlanInputs
-from pipectl.jobs.prospects import ProspectJson, ProspectsJson
+from pipectl.jobs.prospects import Prospect, ProspectJson, Prospects, ProspectsJson
 from pipectl.plan import Blocks, Plan, Prediction, Replication, Search, StageCost
 from pipectl.planner import PlanRequest
 from pipectl.planner.explain.bottleneck import LinkLoad, StepParts
@@ -23,7 +26,9 @@ from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline
 from pipectl.planner.explain.explain import Alternative, Explanation, Offer
 from pipectl.planner.explain.scaling import Count, Scaling, ScalingJson
 from pipectl.profile import Profile
+from pipectl.runs import Pauses
 from pipectl.simulate import simulate
+from pipectl.spec import load
 
 PLAN = Path("runs/tiny.plan.json")
 PROFILE = ("lab", "plan", "--profile", "p.json")
@@ -231,3 +236,41 @@ def test_the_table_of_node_counts(pipeline, golden):
             texts += [printed(views.scaling_table(found), width) for width in (120, 80)]
         texts += [*views.scaling_lines(found), ""]
     golden(*texts[:-1])
+
+
+def test_when_a_job_would_be_done(golden, job):
+    """The last row is soonest, the second cheapest; then none is known, and all need requeues."""
+    now = datetime(2026, 11, 30, 13, 40).timestamp()
+    hour, day = 3600.0, 86400.0
+
+    def row(nodes, starts_s, queue, **more):
+        step_s, run_s = 0.25 / nodes**0.7, 9900 / nodes**0.7
+        at = now + starts_s
+        times = {"starts_at": at, "done_at": at + run_s, "walltime_s": 7200, "limit_s": 86400}
+        fields = {"enough_s": run_s + 180, "allowed_requeues": 3, "to": queue, **times, **more}
+        return Prospect(nodes, step_s, run_s, queue=queue, **fields)
+
+    unknown = {"starts_at": None, "done_at": None, "reason": "Slurm does not say when"}
+    refused = {"reason": "Invalid qos specification", "is_refused": True}
+    rows = [
+        row(1, 30, "batch", requeues=1),
+        row(1, 5 * day, "long"),
+        row(2, 30 * day, "long", **unknown),
+        row(4, 40 * day, "long", **refused),
+        row(4, 500 * 365 * day, "gpu-a100-large", is_like_profile=False),
+        row(2, 14 * hour, "gpu-a100-large"),
+        row(4, hour, "short", requeues=7),
+        row(8, hour, "batch"),
+    ]
+    spec, slurm = load(job), get_scheduler("slurm")
+    pauses = Pauses(31.0, 0.012, 4.0, "20261129-120000-tiny")
+    found = Prospects(spec, slurm, now, True, pauses, rows, {"root": "closed"}, {16: "too large"})
+    others = [
+        replace(found, rows=[row(1, 0, "batch", requeues=2, **unknown)], pauses=Pauses()),
+        replace(found, rows=[row(1, 0, "batch", requeues=4)], left_out={}, infeasible={}),
+        replace(found, rows=[], left_out={"short": "closed"}, infeasible={}),
+    ]
+    texts = [printed(prospect_views.prospects_table(found), width) for width in (100, 80, 60)]
+    for each in (found, *others):
+        texts += ["", *prospect_views.prospects_lines(each)]
+    golden(*texts)

@@ -15,6 +15,9 @@ _NOW_S = 60.0
 """A start within this time is at once."""
 _MARK, _UNKNOWN = "*", "?"
 _DAYS_BY_NAME = 6
+_YEAR_S = 365.25 * 86400
+_FAR_S = 300 * _YEAR_S
+"""A calendar ends in the year 9999."""
 _MAX_NAMES = 8
 _MARGIN, _MINUTE_S = 1.1, 60
 
@@ -29,7 +32,7 @@ def prospects_table(found: Prospects) -> RenderableType:
     for row in found.rows:
         is_soonest, is_cheapest = row is found.soonest, row is found.cheapest
         done = _UNKNOWN if row.done_at is None else format_moment(row.done_at, found.now)
-        start = _UNKNOWN if row.starts_at is None else format_moment(row.starts_at, found.now)
+        start = _UNKNOWN if row.starts_at is None else _format_start(row.starts_at, found.now)
         hours = f"{row.node_hours:.3g}"
         cells: dict[str, str] = {
             found.system.queue_key or "queue": row.queue,
@@ -44,13 +47,18 @@ def prospects_table(found: Prospects) -> RenderableType:
         style = "bold" if is_soonest or is_cheapest else ""
         rows.append([plain(cells[head], style) for head in heads])
     left = (found.system.queue_key,)
-    return table(heads, rows, left=left, optional=("requeues", "step"))
+    return table(heads, rows, left=left, optional=("step", "requeues"))
+
+
+def _format_start(time: float, now: float) -> str:
+    """``now``, or a time; see :func:`format_moment`."""
+    return "now" if time < now + _NOW_S else format_moment(time, now)
 
 
 def format_moment(time: float, now: float) -> str:
-    """A time that is near enough by its hour: ``now``, ``14:05``, ``Tue 14:05`` or ``24 Dec``."""
-    if time < now + _NOW_S:
-        return "now"
+    """``14:05``, ``Tue 14:05``, ``24 Dec``, ``Feb 2100`` or ``in 500 years``."""
+    if time - now > _FAR_S:
+        return f"in {(time - now) / _YEAR_S:.0f} years"
     moment, today = datetime.fromtimestamp(time), datetime.fromtimestamp(now)
     if moment.date() == today.date():
         return f"{moment:%H:%M}"
@@ -136,8 +144,8 @@ def _requeues(found: Prospects) -> Iterator[str]:
 
 def describe(row: Prospect, now: float) -> str:
     """``short, 4 nodes; starts 14:05, done Tue 09:30, 8.7 node-hours``."""
-    times = {"starts": row.starts_at, "done": row.done_at}
-    said = [f"{word} {format_moment(time, now)}" for word, time in times.items() if time]
+    said = [] if row.starts_at is None else [f"starts {_format_start(row.starts_at, now)}"]
+    said += [] if row.done_at is None else [f"done {format_moment(row.done_at, now)}"]
     return f"{name_of(row)}; {', '.join([*said, f'{row.node_hours:.3g} node-hours'])}"
 
 
