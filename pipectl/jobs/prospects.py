@@ -11,11 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, inf
 from pathlib import Path
 from typing import TypedDict
 
 from pipectl.batch import (
+    HERE,
     QUEUES_TIMEOUT_S,
     JobRequest,
     NoAnswerError,
@@ -155,7 +157,6 @@ class Prospects:
     Args:
         system: its batch system.
         now: when that was asked, in seconds since the epoch.
-        has_queue: whether jobs wait in partitions or queues there.
         pauses: see :class:`Pauses`.
         rows: by partition or queue, the job's own first, then by number of nodes.
         left_out, infeasible: see :class:`ProspectsJson`.
@@ -165,12 +166,16 @@ class Prospects:
     spec: JobSpec
     system: Scheduler
     now: float
-    has_queue: bool
     pauses: Pauses
     rows: list[Prospect] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     infeasible: dict[int, str] = field(default_factory=dict)
     cut_short: bool = False
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether jobs wait there."""
+        return not self.system.runs_in_shell
 
     @property
     def _choices(self) -> list[Prospect]:
@@ -241,7 +246,7 @@ def find_prospects(
         now: seconds since the epoch.
 
     Raises:
-        SchedulerError: the batch system does not list its partitions or queues.
+        SchedulerError: the batch system lists no partitions or queues.
         UsageError: the job may go to several clusters.
     """
     spec = inputs.spec
@@ -249,19 +254,22 @@ def find_prospects(
     system, folded = get_scheduler(inputs.batch_system, QUEUES_TIMEOUT_S), inputs.fold()
     job = make_job(at(spec, system, nodes=min(counts)), system.name)
     # A package has no section of its own in which a queue could be named.
-    has_queue = bool(system.queue_key) and hasattr(spec, system.name)
-    queues = system.queues_for(request_at(job, now, needs_mpi=False)) if has_queue else ()
+    queues: Sequence[Queue] = (Queue("", default=True),)
+    if system.queue_key and hasattr(spec, system.name):
+        queues = system.queues_for(request_at(job, now, needs_mpi=False))
+    if not queues:
+        raise SchedulerError(f"{system.title} lists no {system.queue_key}", cure="ask the site")
     result = scaling(
         folded.profile, folded.cluster, folded.request, counts, search.plan,
         lambda count: tell(f"planning for {plural(count, 'node')}"),
     )  # fmt: skip
     pauses = read_pauses(Path(spec.output.directory), spec.name)
-    found = Prospects(spec, system, now, bool(queues), pauses)
+    found = Prospects(spec, system, now, pauses)
     found.infeasible = {each.nodes: each.reason for each in result.counts if each.plan is None}
     fitting = [each for each in result.counts if each.plan is not None]
     ask = _Questions(system, search, now, tell)
-    rows = _in_queues(found, job, fitting, queues, ask) if queues else _here(found, job, fitting)
-    found.rows = list(rows)
+    in_queues = partial(_in_queues, queues=queues, ask=ask)
+    found.rows = list((in_queues if found.has_queue else _here)(found, job, fitting))
     found.cut_short = search.cut_short
     return found
 
@@ -275,6 +283,10 @@ def _here(found: Prospects, job: Job, counts: Sequence[Count]) -> Iterator[Prosp
             found.infeasible[count.nodes] = misfit.fault
             continue
         row = _row(found.spec, count, found.pauses)
+        left_s = found.system.walltime_of(request) if found.system.name == HERE else None
+        if left_s is not None and row.run_s > left_s:
+            fault = f"the allocation ends before that, in {format_clock(left_s)}"
+            row = replace(row, reason=fault)
         yield replace(row, starts_at=found.now, done_at=found.now + row.run_s)
 
 

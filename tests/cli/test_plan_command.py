@@ -12,7 +12,9 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from pipectl.batch import get_scheduler
+from pipectl.batch import JobRequest, Queue, get_scheduler
+from pipectl.batch.limits import Misfit
+from pipectl.batch.local import LocalScheduler
 from pipectl.cli.views import plan as views
 from pipectl.cli.views import prospects as prospect_views
 from pipectl.cluster import assumed_cluster
@@ -71,7 +73,7 @@ def test_a_batch_system_that_does_not_answer_is_asked_for_one_start(
     monkeypatch.setattr("pipectl.jobs.prospects.QUEUES_TIMEOUT_S", 1.0)
     slurm("sinfo", "echo 'debug*|1:00:00|4|4|4000|(null)|up|1-infinite|no|all'")
     slurm("sbatch", "echo asked >>asked; exec sleep 60")
-    several = ("--compare", "1,2,4", "--set", "pipeline.stages=auto")
+    several = ("--compare", "1,2,4", "--set=pipeline.stages=auto", "--set=training.steps=99")
     found = cli("plan", "job.yaml", "--when", *several, "--scheduler", "slurm", "--json").json
     assert found.keys() == ProspectsJson.__annotations__.keys()
     assert all(row.keys() == ProspectJson.__annotations__.keys() for row in found["rows"])
@@ -238,6 +240,48 @@ def test_the_table_of_node_counts(pipeline, golden):
     golden(*texts[:-1])
 
 
+def test_when_a_job_would_be_done_in_an_allocation_and_on_a_package_s_system(
+    cli, profile, monkeypatch
+):
+    class Here(LocalScheduler):
+        name = "here"
+
+        def walltime_of(self, request: JobRequest) -> int:
+            return 1
+
+        def misfit(self, queue: Queue, request: JobRequest) -> Misfit | None:
+            return Misfit("too small", "") if request.resources.max_nodes > 2 else None
+
+    class OfPackage(LocalScheduler):
+        name, title, runs_in_shell = "other", "Other", False
+
+        def forecast(self, request: JobRequest, queue: Queue, now: float) -> float | None:
+            return now + 1e10 if request.resources.max_nodes == 2 else None
+
+    several = (
+        "plan",
+        "job.yaml",
+        "--when",
+        "--compare",
+        "1,2,4",
+        "--set=pipeline.stages=auto",
+        "--set=training.steps=99",
+    )
+    for system in (Here, OfPackage):
+        monkeypatch.setattr("pipectl.jobs.prospects.get_scheduler", lambda *_, of=system: of())
+        out = cli(*several, "--scheduler", "local").out
+        rows = [line.split() for line in out.splitlines()]
+        if system is Here:
+            assert rows[1] == ["nodes", "step", "trains", "for", "done", "at", "node-h"]
+            assert [row[0] for row in rows[2:4]] == ["1", "2"]
+            assert "1 node; 2 nodes: the allocation ends before that, in 00:00:01" in out
+            assert "4 nodes: too small" in out
+        else:
+            assert rows[1][:4] == ["nodes", "starts", "at", "step"]
+            assert [row[:2] for row in rows[2:5]] == [["1", "?"], ["2", "in"], ["4", "?"]]
+            assert "1 node; 4 nodes: Other does not say when it would start" in out
+
+
 def test_when_a_job_would_be_done(golden, job):
     """The last row is soonest, the second cheapest; then none is known, and all need requeues."""
     now = datetime(2026, 11, 30, 13, 40).timestamp()
@@ -264,7 +308,7 @@ def test_when_a_job_would_be_done(golden, job):
     ]
     spec, slurm = load(job), get_scheduler("slurm")
     pauses = Pauses(31.0, 0.012, 4.0, "20261129-120000-tiny")
-    found = Prospects(spec, slurm, now, True, pauses, rows, {"root": "closed"}, {16: "too large"})
+    found = Prospects(spec, slurm, now, pauses, rows, {"root": "closed"}, {16: "too large"})
     others = [
         replace(found, rows=[row(1, 0, "batch", requeues=2, **unknown)], pauses=Pauses()),
         replace(found, rows=[row(1, 0, "batch", requeues=4)], left_out={}, infeasible={}),

@@ -24,10 +24,12 @@ _MARGIN, _MINUTE_S = 1.1, 60
 
 def prospects_table(found: Prospects) -> RenderableType:
     """One row per partition or queue and number of nodes; the ends of the best are marked."""
-    heads: tuple[str, ...] = ("nodes", "step", "trains for", "done at", "node-h")
+    key = found.system.queue_key or "queue"
+    heads = ["nodes", "step", "trains for", "done at", "node-h"]
     if found.has_queue:
-        key = found.system.queue_key
-        heads = (key, "nodes", "starts at", "step", "trains for", "requeues", "done at", "node-h")
+        heads[1:3] = ["starts at", "step", "trains for", "requeues"]
+    if any(row.queue for row in found.rows):
+        heads.insert(0, key)
     rows = []
     for row in found.rows:
         is_soonest, is_cheapest = row is found.soonest, row is found.cheapest
@@ -35,7 +37,7 @@ def prospects_table(found: Prospects) -> RenderableType:
         start = _UNKNOWN if row.starts_at is None else _format_start(row.starts_at, found.now)
         hours = f"{row.node_hours:.3g}"
         cells: dict[str, str] = {
-            found.system.queue_key or "queue": row.queue,
+            key: row.queue,
             "nodes": str(row.nodes),
             "starts at": "refused" if row.is_refused else start,
             "step": format_time(row.step_s),
@@ -46,8 +48,7 @@ def prospects_table(found: Prospects) -> RenderableType:
         }
         style = "bold" if is_soonest or is_cheapest else ""
         rows.append([plain(cells[head], style) for head in heads])
-    left = (found.system.queue_key,)
-    return table(heads, rows, left=left, optional=("step", "requeues"))
+    return table(heads, rows, left=(key,), optional=("step", "requeues"))
 
 
 def _format_start(time: float, now: float) -> str:
