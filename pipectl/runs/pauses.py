@@ -8,6 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from pipectl.errors import DataFileError
+from pipectl.files import is_of_another
 from pipectl.runs.directory import RunDirectory, list_runs
 from pipectl.runs.metrics import WARM_UP_STEPS, Metrics
 from pipectl.runs.record import TRAINING, Record
@@ -40,6 +41,7 @@ def read_pauses(directory: Path, name: str) -> Pauses:
         with suppress(OSError, ValueError, DataFileError):
             record = Record.load(run.record)
             is_alike = record.name == name and record.kind == TRAINING
+            is_alike = is_alike and not is_of_another(run.path)  # users may share a directory
             if is_alike and (found := _pauses_of(run)) is not None:
                 return found
     return Pauses()

@@ -29,7 +29,7 @@ def write_run(base, run_name, steps=40, *, code="0", attempt=1, **record):
     return run
 
 
-def test_the_latest_run_of_one_start_tells(tmp_path):
+def test_the_latest_run_of_one_start_tells(tmp_path, monkeypatch):
     assert read_pauses(tmp_path, "tiny") == Pauses()
     run = write_run(tmp_path, "20250101-120000-tiny")
     write_run(tmp_path, "20250102-120000-tiny", code="1")
@@ -44,3 +44,5 @@ def test_the_latest_run_of_one_start_tells(tmp_path):
     assert found.start_s == pytest.approx(8.0)
     assert found.step_s == pytest.approx(3 * 2.0 / 36)
     assert found.end_s == pytest.approx(3.0)
+    monkeypatch.setattr("pipectl.runs.pauses.is_of_another", lambda path: path == run.path)
+    assert read_pauses(tmp_path, "tiny") == Pauses()
