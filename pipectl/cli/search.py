@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -49,4 +48,4 @@ def ask_prospects(inputs: PlanInputs, counts: tuple[int, ...] | None = None) -> 
 
     search = PlanSearch()
     with interruptible(search) as tell:
-        return find_prospects(inputs, counts or inputs.counts, search, tell, time.time())
+        return find_prospects(inputs, counts or inputs.counts, search, tell)

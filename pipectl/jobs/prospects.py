@@ -9,6 +9,7 @@ requeued, and taken to wait as long as before its first start.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -235,7 +236,7 @@ def find_prospects(
     counts: Sequence[int],
     search: PlanSearch,
     tell: Callable[[str], None],
-    now: float,
+    clock: Callable[[], float] = time.time,
 ) -> Prospects:
     """Plan for every number of nodes, and ask the batch system when the job would start.
 
@@ -243,7 +244,7 @@ def find_prospects(
         inputs: of a job.
         counts: numbers of nodes.
         tell: called with a description of what is done next.
-        now: seconds since the epoch.
+        clock: seconds since the epoch.
 
     Raises:
         SchedulerError: the batch system lists no partitions or queues.
@@ -256,7 +257,7 @@ def find_prospects(
     # A package has no section of its own in which a queue could be named.
     queues: Sequence[Queue] = (Queue("", default=True),)
     if system.queue_key and hasattr(spec, system.name):
-        queues = system.queues_for(request_at(job, now, needs_mpi=False))
+        queues = system.queues_for(request_at(job, clock(), needs_mpi=False))
     if not queues:
         raise SchedulerError(f"{system.title} lists no {system.queue_key}", cure="ask the site")
     result = scaling(
@@ -264,10 +265,10 @@ def find_prospects(
         lambda count: tell(f"planning for {plural(count, 'node')}"),
     )  # fmt: skip
     pauses = read_pauses(Path(spec.output.directory), spec.name)
-    found = Prospects(spec, system, now, pauses)
+    found = Prospects(spec, system, clock(), pauses)
     found.infeasible = {each.nodes: each.reason for each in result.counts if each.plan is None}
     fitting = [each for each in result.counts if each.plan is not None]
-    ask = _Questions(system, search, now, tell)
+    ask = _Questions(system, search, found.now, tell)
     in_queues = partial(_in_queues, queues=queues, ask=ask)
     found.rows = list((in_queues if found.has_queue else _here)(found, job, fitting))
     found.cut_short = search.cut_short
@@ -443,7 +444,7 @@ def _fault_of(queue: Queue) -> str:
     if not queue.for_user:
         return "not for this user"
     if not queue.open:
-        return "closed"
+        return "takes no jobs"
     return "" if queue.has_nodes else "without nodes"
 
 
