@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 MEASURED := .venv/measured
-JOB := configs/gpt-stdlib.yaml
+JOB := configs/gpt-large.yaml
 WITH_RANKS := tests/configs
 IMPURE := pipectl/capture/*,pipectl/profiler/*,pipectl/runtime/*,pipectl/jobs/*,pipectl/cli/*
 TORCH ?= 2.15
@@ -27,7 +27,7 @@ $(MEASURED): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,examples,test,corpus]'
 	@touch $@
 
-demo: $(INSTALLED) ## train a small GPT in a pipeline of two ranks on this machine
+demo: $(INSTALLED) ## train a GPT that is too large for one rank, on two of this machine
 	$(BIN)/pipectl check $(JOB)
 	$(BIN)/pipectl profile $(JOB) --scheduler local
 	$(BIN)/pipectl plan $(JOB) --scheduler local

@@ -26,7 +26,7 @@ WALK = DOCS / "walkthrough.md"
 SHORTER = {
     "pipectl submit first/job.yaml": "{} --set training.steps=10 --set model.kwargs.layers=1 "
     "--set model.kwargs.width=32 --set pipeline.micro_batches=2",
-    "pipectl profile configs/gpt-stdlib.yaml": "{} --effort fast",
+    "pipectl profile configs/gpt-large.yaml": "{} --effort fast",
     "pipectl submit job.yaml": "{} --set training.steps=20 --set evaluation.every=20",
 }
 """Commands that do the same with less: measure for a shorter time, train a smaller model."""
