@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from pipectl.profile import Profile
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 __all__ = [
     "Best", "CaptureError", "DataFileError", "FaultError", "InfeasibleError", "InvalidInputError",
     "Job", "MismatchError", "OutOfTimeError", "PipectlError", "Plan", "Profile", "Run",
