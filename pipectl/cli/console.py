@@ -180,7 +180,7 @@ def table(
                 justify="left" if heads[i] in left else "right",
                 no_wrap=not wrap and i > 0,
                 max_width=cut_width if heads[i] == cut else None,
-                overflow="ellipsis",
+                overflow="fold" if wrap else "ellipsis",
             )
         for row in texts:
             grid.add_row(*(row[i] for i in indices))

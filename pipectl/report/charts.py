@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT = 440, 220
 _LEFT, _GAP = 76, 100
+_ENTRY, _LETTER = 110, 7
+"""Smallest width of an entry of the legend, and that of a letter, in pixels."""
 _COLOURS = ("#2f7fb5", "#cf6a26", "#4f8f45", "#8a5fb0", "#a08a1e", "#6e7781")
 _MAX_POINTS = 1000
 _OUTLIER = 5
@@ -213,14 +215,18 @@ def _charts_svg(charts: Sequence[Chart], title: str, *notes: str) -> str:
     """Draw charts side by side as an SVG document."""
     top = (56 if title else 26) + 18 * len(notes)
     entries = max((len(chart.curves) for chart in charts), default=0)
+    longest = max((len(name) for chart in charts for name in chart.curves), default=0)
+    per_row = max(1, _WIDTH // max(_ENTRY, 40 + _LETTER * longest))
     return render(
         "charts.svg.j2",
         title=title,
         notes=notes,
         width=_LEFT + max(1, len(charts)) * (_WIDTH + _GAP) - _GAP + 24,
-        height=top + _HEIGHT + 30 + 16 * math.ceil(entries / 4),
+        height=top + _HEIGHT + 30 + 16 * math.ceil(entries / per_row),
         colours=_COLOURS,
         charts=charts,
+        per_row=per_row,
+        entry=_WIDTH // per_row,
         place={"left": _LEFT, "top": top, "width": _WIDTH, "height": _HEIGHT, "gap": _GAP},
         max_dots=_MAX_DOTS,
     )

@@ -51,7 +51,9 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
     facts = run_facts(status)
     progress = next((text.partition(" ")[2] for label, text, _ in facts if label == "progress"), "")
     facts = [*_identity(status), *(fact for fact in facts if fact[0] != "progress")]
-    said = {text for _, text, _ in facts}
+    said = {
+        each for label, text, _ in facts for each in (text, label if label == "processor" else "")
+    }
     peaks = sorted(status.peaks, key=lambda peak: -peak.measured_bytes)[:_MAX_PEAKS]
     return render_page(
         now=_date(now),
@@ -61,7 +63,7 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
         plan=status.plan,
         names=names,
         comparison=comparison,
-        verdict=[(label, text) for label, text in verdict if text not in said],
+        verdict=[(label, text) for label, text in verdict if not {label, text} & said],
         timelines=gantt_svg(timelines, "") if timelines and status.plan else "",
         peaks=sorted(peaks),
         max_bytes=max((max(peak[1], peak[2] or 0) for peak in peaks), default=0) or 1,
