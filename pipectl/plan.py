@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -250,13 +250,19 @@ class Stage:
         # With blocks, the values for the weight halves accumulate over the recomputed blocks.
         return self.running.grown_bytes if self.blocks is None else self.running.between_bytes
 
-    @property
-    def reduction_bytes(self) -> int:
+    def reduction_bytes(self, roots: Sequence[int] = ()) -> int:
         """Bytes that each replica needs to sum gradients: a copy to send, and a buffer for the
-        others' versions of its part and then for the sums of their parts."""
+        others' versions of its part and then for the sums of their parts.
+
+        Args:
+            roots: how many sums of gradients each replica sends; by default one.
+        """
         if self.replicas == 1:
             return 0
-        return self.cost.accumulated_bytes * (2 * self.replicas - 1) // self.replicas
+        sent = max(roots, default=1)
+        copies = sent * (2 * self.replicas - 1) if sent > 1 else self.replicas  # parts are copied
+        received = max(sum(roots) - min(roots), self.replicas - 1) if roots else self.replicas - 1
+        return self.cost.accumulated_bytes * (copies + received) // self.replicas
 
 
 class Replication(StrEnum):
@@ -358,6 +364,8 @@ class Plan(DataFile):
             stage's parameters; the costs of the stages count that part.
         updates_together: whether ranks wait for each other before they update, to clip gradients
             for instance; otherwise a rank begins its next step while others end theirs.
+        reproducible: whether results do not depend on the number of replicas; each then takes
+            neighbouring micro-batches.
     """
 
     cure: ClassVar[str] = "write a new one with: pipectl plan JOB.yaml"
@@ -381,6 +389,7 @@ class Plan(DataFile):
     actions: tuple[str, ...] = ()
     shard_optimizer: bool = False
     updates_together: bool = True
+    reproducible: bool = False
 
     @property
     def predicted_step_s(self) -> float:

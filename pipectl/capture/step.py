@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -386,11 +386,18 @@ def target_weight(weigh: Callable[[Any], Any], name: str, targets: Any) -> float
 
 def weighted_loss(losses: Sequence[Tensor], shares: Sequence[float]) -> float:
     """Return the loss of a step; NaN if no loss is computed."""
-    if not losses:
-        return math.nan
+    return sum_of_parts(loss_parts(losses, shares)) if losses else math.nan
+
+
+def loss_parts(losses: Sequence[Tensor], shares: Sequence[float]) -> tuple[float, ...]:
+    """Return what each micro-batch with a weight adds to the loss of a step."""
     # The loss of a micro-batch without weight (no valid token, say) may be undefined.
     pairs = zip(_numbers(losses), shares, strict=True)
-    parts = [loss * share for loss, share in pairs if share]
+    return tuple(loss * share for loss, share in pairs if share)
+
+
+def sum_of_parts(parts: Collection[float]) -> float:
+    """Return the loss of a step, the same for any order of its parts."""
     return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
 
 

@@ -184,7 +184,7 @@ def _add_plans(
                 if must_run and plan is not None:
                     from pipectl.runtime.nodes import check_supported
 
-                    check_supported(plan, name)
+                    check_supported(plan, name, job.spec)
             plans[inputs] = plan
         planned.append(replace(job, cluster=cluster, profile=profile, plan=plans[inputs]))
     # Saved last: until then, every new plan keeps the micro-batches of the plan in this file.

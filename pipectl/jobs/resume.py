@@ -232,7 +232,7 @@ def _plan_again(
         profile = correct_profile(run)
     profile, cluster = complete_cluster(spec, replace(profile, key=key), machines)
     plan = plan_job(spec, profile, cluster)
-    check_supported(plan, str(run.plan))
+    check_supported(plan, str(run.plan), spec)
     return replace(job, cluster=cluster, profile=profile, plan=plan, plans_in_job=False)
 
 

@@ -82,6 +82,7 @@ def request_of_job(
         replicas=None if pipeline.replicas == "any" else int(pipeline.replicas or 1),
         shard_optimizer=pipeline.shard_optimizer,
         updates_together=spec.training.updates_together,
+        reproducible=spec.training.reproducible,
         backward_apart=backward_apart,
         every_schedule=pipeline.schedule is None and listed is None and not spec.training.compile,
         smallest=profile.smallest,

@@ -191,6 +191,10 @@ def copies_of(problem: Problem, plan: Plan, copies: int) -> Iterator[Choice]:
     for ranks in (together, apart):
         for replication in request.replications:
             size = plan.micro_batch_size
+            if (
+                request.reproducible and request.micro_batches is not None
+            ):  # the same for any copies
+                size = ceil(request.batch_size / request.micro_batches)
             if replication is Replication.SPLIT and request.micro_batches is None:
                 size *= copies
             elif replication is Replication.SPLIT:

@@ -54,6 +54,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         replication=choice.replication,
         shard_optimizer=request.shard_optimizer,
         updates_together=request.updates_together,
+        reproducible=request.reproducible,
         assumptions=(*said, ASSUMED) if splits and problem.profile.split is None else said,
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipectl.capture.data import Loader, Samples, split_batch
 from pipectl.capture.slices import Rows
-from pipectl.capture.step import sample_shares, target_shares, weighted_loss
+from pipectl.capture.step import loss_parts, sample_shares, target_shares
 from pipectl.errors import CaptureError
 from pipectl.plan import Plan
 from pipectl.runtime.gradients import shared_uses
@@ -135,7 +135,8 @@ class AsynchronousSteps(Steps):
         if index == steps_apart(self._plan):
             self._end_recording(steps, run)
         del run.losses[:count]
-        loss = weighted_loss(losses, run.weights[before : before + count])
+        shares = run.weights[before : before + count]
+        loss = loss_parts(losses, shares) if losses else ()
         _read_weights(steps.unread, count)
         batch = steps.batches[index]
         steps.since_s = self._finish(step, batch, run, outcome, loss, steps.since_s)

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.data import Loader, Samples, split_batch
 from pipectl.capture.slices import Rows
-from pipectl.capture.step import target_weight, weighted_loss
+from pipectl.capture.step import loss_parts, target_weight
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.feed import Demand, Feed, Meet, wants
@@ -241,12 +241,9 @@ class Batches:
         known = list(batches)
         return StepRun(step, self._by_targets(step, known), iter(known), seed, scale, update)
 
-    def loss(self, run: StepRun) -> float:
-        """This rank's part of the loss of a step; NaN if it computes none of it."""
-        losses = run.step.losses
-        if not losses:
-            return 0.0 if self._group is not None else float("nan")
-        return weighted_loss(run.losses, [run.weights[index] for index in losses])
+    def loss(self, run: StepRun) -> tuple[float, ...]:
+        """This rank's parts of the loss of a step, of its micro-batches."""
+        return loss_parts(run.losses, [run.weights[index] for index in run.step.losses])
 
     def _by_targets(self, step: Step, batches: Sequence[Batch]) -> list[float]:
         assert self.weigh is not None

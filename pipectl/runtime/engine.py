@@ -228,6 +228,8 @@ class Engine:
                 those of the step.
         """
         step = run.step
+        for reduction in self.reductions.values():
+            reduction.begin(len(step.sizes))
         if parts is None:
             if step not in self._programs:
                 self._programs[step] = self._bind(step, step.actions)

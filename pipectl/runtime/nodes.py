@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable
+from math import ceil
 from typing import TYPE_CHECKING, TypeVar
 
 from pipectl.errors import MismatchError
@@ -12,6 +13,8 @@ from pipectl.plan import Plan, Replication
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from pipectl.spec import JobSpec
 
 _Node = TypeVar("_Node")
 
@@ -54,17 +57,24 @@ def check_world(communicator: MPI.Comm, plan: Plan) -> None:
     )
 
 
-def check_supported(plan: Plan, file: str = "plan.json") -> None:
+def check_supported(plan: Plan, file: str = "plan.json", spec: JobSpec | None = None) -> None:
     """Refuse a plan before anything is built for it.
+
+    Args:
+        spec: of the job that is to run it.
 
     Raises:
         MismatchError: naming the file and what it asks for.
     """
-    for feature in unsupported(plan):
+    from pipectl.schedule.combinations import clashes_of_plan  # loads all schedules
+
+    for clash in clashes_of_plan(plan):
         raise MismatchError(
-            f"{file}: the plan has {feature}; it can be simulated, but not run",
-            cure="set pipeline.backward to together, and plan the job again",
+            f"{file}: the plan has {clash.pair(plan.schedule)}; it can be simulated, but not run",
+            cure=f"{clash.cure()}; and plan the job again",
         )
+    if spec is not None:
+        _check_reproducible(plan, spec, file)
     if plan.replication is Replication.WHOLE:
         return
     for index, stage in enumerate(plan.stages):
@@ -74,6 +84,31 @@ def check_supported(plan: Plan, file: str = "plan.json") -> None:
                 f"{plan.micro_batch_size} samples of a micro-batch",
                 cure="use larger micro-batches, or fewer replicas",
             )
+
+
+def _check_reproducible(plan: Plan, spec: JobSpec, file: str) -> None:
+    """Refuse a plan under which results would depend on replicas, although they must not."""
+    if plan.reproducible != spec.training.reproducible:
+        wrong = "with" if plan.reproducible else "without"
+        raise MismatchError(
+            f"{file} was made {wrong} training.reproducible", cure="plan the job again"
+        )
+    if not plan.reproducible:
+        return
+    if plan.replication is Replication.SPLIT and any(s.replicas > 1 for s in plan.stages):
+        raise MismatchError(
+            f"{file}: replication is split, but training.reproducible needs micro-batches that no "
+            "replicas share: rounding depends on the samples that are computed together",
+            cure="plan the job again, or set training.reproducible: false",
+        )
+    count, batch_size = spec.pipeline.micro_batches, spec.training.batch_size
+    if count is not None and plan.micro_batch_size != ceil(batch_size / count):
+        raise MismatchError(
+            f"{file} has micro-batches of {plan.micro_batch_size} samples, but "
+            f"pipeline.micro_batches: {count} of training.batch_size: {batch_size} are of "
+            f"{ceil(batch_size / count)}, and training.reproducible needs the same for any ranks",
+            cure="plan the job again",
+        )
 
 
 def unsupported(plan: Plan) -> list[str]:

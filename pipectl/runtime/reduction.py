@@ -15,11 +15,15 @@ parameters. Parameters are not split, so that any optimizer works; one that seve
 updated by all its holders alike. The results are equal to the bit to those of replicas that all
 update everything. (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", SC 2020.)
+
+In a reproducible training, a replica does not send the sum of its gradients but those of its roots
+(:mod:`pipectl.schedule.sum_tree`), one after another, and the owner of a part adds the roots of all
+replicas in the order of the tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -29,7 +33,12 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from pipectl.graph import BUCKET_BYTES, ROUNDS, parts_of_bucket
+from pipectl.runtime.sums import GradientSums
 from pipectl.runtime.transport import Transfer, Wire
+from pipectl.schedule.sum_tree import Node, total
+
+Roots = Sequence[Sequence[Node]]
+"""The roots of every replica in a step."""
 
 
 def group_of(communicator: MPI.Comm, ranks: Sequence[int], tag: int) -> MPI.Comm:
@@ -50,9 +59,22 @@ class Bucket:
         owner: the replica that owns the whole bucket and alone gets the sum; None if each replica
             owns a part, and all get the sum.
         tag: of its messages; ``tag + 1`` is used too.
+        sums: the gradients of the leaves, in a reproducible training.
+
+    Attributes:
+        roots: of the step, in a reproducible training.
     """
 
-    def __init__(self, wire: Wire, leaves: Sequence[Tensor], owner: int | None, tag: int) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        leaves: Sequence[Tensor],
+        owner: int | None,
+        tag: int,
+        sums: GradientSums | None = None,
+    ) -> None:
+        self._sums_of_roots = sums
+        self.roots: Roots = [[(0, replica)] for replica in range(wire.size)]
         self._wire = wire
         self.leaves = tuple(leaves)
         self._owner = owner
@@ -61,6 +83,7 @@ class Bucket:
         self._edges = list(pairwise(ends))
         self._parts = parts_of_bucket(ends[-1] + len(self.leaves), wire.size, owner)
         self._flat: Tensor | None = None
+        """A row for each root, then the result in the first; a number per leaf at the end."""
         self._incoming: dict[int, Transfer] = {}
         self._sums: dict[int, Transfer] = {}
         self._sent: list[Transfer] = []
@@ -74,17 +97,24 @@ class Bucket:
     def start(self) -> None:
         """Send the other replicas their parts, and receive this replica's."""
         first, count = self.leaves[0], self._edges[-1][1] + len(self.leaves)
-        self._flat = flat = torch.empty(count, dtype=first.dtype, device=first.device)
-        flags = flat[-len(self.leaves) :].fill_(1)  # no copy from the host, which would wait
+        own, others = self.roots[self._wire.rank], self._wire.others
+        shape = max(1, len(own)), count
+        self._flat = flat = torch.empty(shape, dtype=first.dtype, device=first.device)
+        flags = flat[:, -len(self.leaves) :].fill_(1)  # no copy from the host, which would wait
+        if self._sums_of_roots is not None:
+            self._sums_of_roots.add(self.leaves)
         for index, (leaf, (start, stop)) in enumerate(zip(self.leaves, self._edges, strict=True)):
-            if leaf.grad is not None:
-                flat[start:stop].view(leaf.shape).copy_(leaf.grad)
-            else:
-                flat[start:stop].zero_()
-                flags[index].zero_()
-        mine, others = len(self._parts[self._wire.rank]), self._wire.others
-        outgoing = {replica: self._part(replica) for replica in others}
-        self._incoming = self._exchange(self._tag, dict.fromkeys(others, mine), outgoing)
+            for row, root in enumerate(own):
+                gradient = self._gradient(leaf, root)
+                if gradient is not None:
+                    flat[row, start:stop].view(leaf.shape).copy_(gradient)
+                else:
+                    flat[row, start:stop].fill_(self._nothing)
+                    flags[row, index].zero_()
+        mine = len(self._parts[self._wire.rank])
+        incoming = {replica: mine * len(self.roots[replica]) for replica in others}
+        outgoing = {replica: self._part(replica, len(own)).reshape(-1) for replica in others}
+        self._incoming = self._exchange(self._tag, incoming, outgoing)
 
     def advance(self) -> bool:
         """Sum and send this replica's part once all have sent it; returns whether that is done."""
@@ -104,16 +134,16 @@ class Bucket:
         self._wire.wait([*self._sent, *self._sums.values()])
         assert self._flat is not None
         for replica, transfer in self._sums.items():
-            self._part(replica).copy_(self._wire.arrived(transfer))
+            self._part(replica)[0].copy_(self._wire.arrived(transfer))
         is_here = self._owner in (None, self._wire.rank)
-        flags = self._flat[-len(self.leaves) :].tolist() if is_here else [0] * len(self.leaves)
+        flags = self._flat[0, -len(self.leaves) :].tolist() if is_here else [0] * len(self.leaves)
         for leaf, (start, stop), flag in zip(self.leaves, self._edges, flags, strict=True):
             if not flag:
                 leaf.grad = None
                 continue
             if leaf.grad is None:
                 leaf.grad = torch.empty_like(leaf)
-            leaf.grad.copy_(self._flat[start:stop].view(leaf.shape))
+            leaf.grad.copy_(self._flat[0, start:stop].view(leaf.shape))
         self._flat, self._summed = None, False
         self._sums, self._sent = {}, []
 
@@ -140,21 +170,41 @@ class Bucket:
 
     def _sum(self) -> None:
         """Sum this replica's part, and send it to the others unless it owns the whole bucket."""
-        wire, own = self._wire, self._part(self._wire.rank)
+        wire, mine = self._wire, self._part(self._wire.rank, len(self.roots[self._wire.rank]))
+        own = self._part(self._wire.rank)[0]
         if len(own):
             parts = {replica: wire.arrived(each) for replica, each in self._incoming.items()}
-            parts[wire.rank] = own
-            own.copy_(_added([parts[replica] for replica in sorted(parts)]))
+            parts[wire.rank] = mine
+            rows = {
+                root: row
+                for replica, part in sorted(parts.items())
+                for root, row in zip(
+                    self.roots[replica],
+                    part.view(len(self.roots[replica]), len(own)),
+                    strict=True,
+                )
+            }
+            plain = self._sums_of_roots is None
+            own.copy_(_added([*rows.values()]) if plain else total(rows, torch.add))
         self._incoming, self._summed = {}, True
         if self._owner is None:
             incoming = {replica: len(self._parts[replica]) for replica in wire.others}
             outgoing = dict.fromkeys(wire.others, own)
             self._sums = self._exchange(self._tag + 1, incoming, outgoing)
 
-    def _part(self, replica: int) -> Tensor:
+    @property
+    def _nothing(self) -> float:
+        """What stands for a gradient that is missing; adding -0.0 changes no bit of any number."""
+        return 0.0 if self._sums_of_roots is None else -0.0
+
+    def _gradient(self, leaf: Tensor, root: Node) -> Tensor | None:
+        return leaf.grad if self._sums_of_roots is None else self._sums_of_roots.take(leaf, root)
+
+    def _part(self, replica: int, rows: int = 1) -> Tensor:
+        """The part of a replica in the first rows."""
         assert self._flat is not None
         part = self._parts[replica]
-        return self._flat[part.start : part.stop]
+        return self._flat[:rows, part.start : part.stop]
 
     def _exchange(
         self, tag: int, incoming: Mapping[int, int], outgoing: Mapping[int, Tensor]
@@ -191,6 +241,8 @@ class StageReduction:
             replicas, in model order.
         owners: by leaf, the replica that alone gets its sum and updates it; the sums of other
             leaves go to all.
+        sums: the gradients of the leaves, in a reproducible training.
+        roots_of: returns the roots of all replicas in a step of so many micro-batches, then.
     """
 
     def __init__(
@@ -199,7 +251,10 @@ class StageReduction:
         leaves: Mapping[str, Tensor],
         owners: Mapping[str, int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        sums: GradientSums | None = None,
+        roots_of: Callable[[int], Roots] | None = None,
     ) -> None:
+        self._roots_of = roots_of
         groups: list[tuple[int | None, list[Tensor]]] = []
         open_: dict[object, list[Tensor]] = {}
         for name in reversed([*leaves]):
@@ -212,13 +267,20 @@ class StageReduction:
             if sum(each.nbytes for each in open_[key]) >= bucket_bytes:
                 del open_[key]
         self._buckets = [
-            Bucket(wire, group, owner, ROUNDS * index)
+            Bucket(wire, group, owner, ROUNDS * index, sums)
             for index, (owner, group) in enumerate(groups)
         ]
         self._arriving: list[Bucket] = []
         self._missing: dict[int, int] = {}
         self._armed = False
         self._hooks: list[RemovableHandle] = []
+
+    def begin(self, micro_batches: int) -> None:
+        """Prepare for a step of so many micro-batches."""
+        if self._roots_of is not None:
+            roots = self._roots_of(micro_batches)
+            for bucket in self._buckets:
+                bucket.roots = roots
 
     def arm(self) -> None:
         """Announce that the next backward is the last one of the step.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -25,7 +26,9 @@ from pipectl.runtime.reduction import StageReduction, group_of
 from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import parts_of
 from pipectl.runtime.transport import Progress, Wire
-from pipectl.runtime.waiting import barrier, wait
+from pipectl.runtime.waiting import barrier, gather_all, wait
+from pipectl.schedule import portion
+from pipectl.schedule.sum_tree import Node, roots
 
 
 class Replicas:
@@ -81,7 +84,14 @@ class Replicas:
             for slot, leaf in stage.uses.items():
                 if leaf.requires_grad:
                     leaves[f"{slot.value} in {slot.use}"] = leaf
-            self.reductions[index] = StageReduction(Wire(group, device, progress), leaves, owners)
+            wire = Wire(group, device, progress)
+            if not plan.reproducible:
+                self.reductions[index] = StageReduction(wire, leaves, owners)
+                continue
+            roots_of = cache(partial(_roots, plan, index))
+            self.reductions[index] = StageReduction(
+                wire, leaves, owners, sums=stage.sums, roots_of=roots_of
+            )
 
     def close(self) -> None:
         """Let backwards start no more sums."""
@@ -103,6 +113,13 @@ class Replicas:
         for index, group in self._groups.items():
             ranks = self._plan.stages[index].updating_ranks
             check_same_weights(group, ranks, index, step, self._stages[index].parameters)
+
+    def settle_writes(self) -> None:
+        """Set the buffers of this rank's stages to their values after a reproducible step."""
+        for index, stage in sorted(self._stages.items()):
+            if stage.writes is not None:
+                group = self._groups.get(index)
+                stage.writes.settle(None if group is None else partial(gather_all, group))
 
     def agree_on_buffers(self, plan: Plan) -> None:
         """Make buffers equal on all replicas, from what each wrote in its part of a step.
@@ -143,6 +160,12 @@ class Replicas:
         if name in self._before:
             self._before[name] = values
         buffer.data.copy_(values.view(buffer.shape))
+
+
+def _roots(plan: Plan, stage: int, micro_batches: int) -> list[tuple[Node, ...]]:
+    replicas = range(plan.stages[stage].replicas)
+    taken = (portion(plan, stage, replica, micro_batches) for replica in replicas)
+    return [roots(each.micro_batches.tolist()) for each in taken]
 
 
 def check_same_weights(

@@ -88,6 +88,8 @@ class Setup:
             i: self._stage(i, cuts, wire) for i in plan.stages_of_rank(communicator.rank)
         }
         for stage in self.stages.values():
+            if plan.reproducible:
+                stage.reproduce(written)
             if splits_backwards(plan):
                 stage.split_backwards()
             if job.spec.training.compile:

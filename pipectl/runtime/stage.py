@@ -16,7 +16,7 @@ segment can be recomputed before the gradients of the stage's results arrive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -46,7 +46,9 @@ from pipectl.runtime.stage_code import (
     share_casts,
     split_backwards,
 )
+from pipectl.runtime.sums import GradientSums
 from pipectl.runtime.versions import Version, Versions
+from pipectl.runtime.written import StepWrites, copy_written, keep_written
 from pipectl.torch_api import edge_of
 
 Key = tuple[bool, Rows]
@@ -303,7 +305,7 @@ class Segment:
             with pool.hooks():
                 results = self.call(*given)
         if code.written and not again:
-            keep_written(code, states)
+            keep_written(code.arguments, code.written, states)
         values.update(results)
         roots = {}
         for slot in code.returning:
@@ -357,6 +359,7 @@ class Stage:
         versions: of the weights, if steps are not flushed; see :meth:`keep_versions`.
         casts: of the weights, which micro-batches share.
         saved: what forwards keep, by micro-batch, if it is offloaded.
+        sums, writes: of a step, if its bits must not depend on replicas; see :meth:`reproduce`.
     """
 
     def __init__(
@@ -377,6 +380,8 @@ class Stage:
         self.saved: dict[int, SavedTensors] = {}
         self.device, self.precision = device.torch_device, precision
         self.versions: Versions | None = None
+        self.sums: GradientSums | None = None
+        self.writes: StepWrites | None = None
         self.casts = SharedCasts()
         self._casting = Casting(precision, self.device)
         self._states = states
@@ -434,11 +439,14 @@ class Stage:
             states = [state for code in codes for state in code.arguments]
             used = states if version is None else version.replaced_in(states)
             pool = self._pool(micro_batch.number, used)
+        before = None if self.writes is None else self.writes.begin()
         values = dict(arrived)
         for segment in self.segments:
             results = segment.forward(Start(micro_batch, inputs, values, {}, version), pool)
             for slot, tensor in results.items():
                 values[slot] = tensor.detach()
+        if self.writes is not None and before is not None:
+            self.writes.end(micro_batch.number, before)
         return {slot: values[slot] for slot in self._results[micro_batch.rows]}
 
     def recompute(self, micro_batch: MicroBatch) -> None:
@@ -461,6 +469,8 @@ class Stage:
         index = micro_batch.number
         self.saved.pop(index, None)  # none of it is offloaded after this
         returned = dict(gradients)
+        if self.sums is not None:
+            self.sums.micro_batch = index
         for segment in reversed(self.segments):
             if segment is not self.segments[-1]:
                 segment.recompute(index)
@@ -468,6 +478,8 @@ class Stage:
             entering = {slot: returned.pop(slot) for slot in slots if slot in returned}
             caught, version = segment.backward(index, entering, weight, scale)
             returned |= caught
+            if self.sums is not None:
+                self.sums.add(segment.leaves)
         if self.versions is not None and version is not None:
             self.versions.collect(version)
         if self.versions is not None:
@@ -477,8 +489,12 @@ class Stage:
 
     def finish_backward(self, index: int) -> None:
         """Run the second half of a backward: the deferred gradients of weights."""
+        if self.sums is not None:
+            self.sums.micro_batch = index
         for segment in reversed(self.segments):
             segment.finish_backward(index)
+            if self.sums is not None:
+                self.sums.add(segment.leaves)
 
     def evaluate(
         self, micro_batch: MicroBatch, inputs: Mapping[str, Tensor], arrived: Tensors
@@ -489,7 +505,7 @@ class Stage:
         states = copy_written(code.arguments, code.written)
         with torch.no_grad():
             results = self._evaluation.call(code, micro_batch.seed, states, inputs, received)
-        keep_written(code, states)
+        keep_written(code.arguments, code.written, states)
         return dict(results)
 
     def split_backwards(self) -> None:
@@ -510,6 +526,17 @@ class Stage:
     def keep_versions(self, kept: int) -> None:
         """From now on, forwards can use the weights of up to ``kept`` - 1 updates ago."""
         self.versions = Versions(self.parameters.values(), kept)
+
+    def reproduce(self, written: Container[str]) -> None:
+        """From now on, results do not depend on which replica computes which micro-batch.
+
+        Args:
+            written: full names of the buffers that forwards write.
+        """
+        leaves = {id(leaf): leaf for segment in self.segments for leaf in segment.leaves}
+        self.sums = GradientSums(leaves.values())
+        own = {name: self.buffers[name] for name in sorted(self.buffers) if name in written}
+        self.writes = StepWrites(own) if own else None
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -536,8 +563,9 @@ class Stage:
         self.casts.drop()
         for tensor in (*self.parameters.values(), *self.uses.values()):
             tensor.grad = None
-        if self.versions is not None:
-            self.versions.forget()
+        for noted in (self.versions, self.sums, self.writes):
+            if noted is not None:
+                noted.forget()
 
     def weights(self) -> Tensors:
         """The parameters that training changes."""
@@ -587,24 +615,3 @@ class Stage:
             return None
         self.saved[index] = SavedTensors(staying, self.device, self._mover, self.casts)
         return self.saved[index]
-
-
-def copy_written(arguments: Sequence[Tensor], written: Collection[int]) -> list[Tensor]:
-    """State arguments of a call, buffers that it writes copied; see :func:`keep_written`.
-
-    Autograd may keep a buffer for a backward that comes after the next forward has written it, and
-    a recomputed forward starts from the buffer's earlier value.
-
-    Args:
-        written: indices of those buffers.
-    """
-    states = list(arguments)
-    for index in written:
-        states[index] = states[index].clone()
-    return states
-
-
-def keep_written(code: Code, states: Sequence[Tensor]) -> None:
-    """Copy the values that a call wrote to the copies among its states into the buffers."""
-    for index in code.written:
-        code.arguments[index].data = states[index].detach()

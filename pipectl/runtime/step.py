@@ -89,7 +89,12 @@ class Step:
         """
         sizes, losses = _sizes(plan, length), parts_of(plan, rank, loss_stage, length)
         pieces = pieces_of(plan, rank, reading, length, load_whole=load_whole)
-        return cls(lower(plan, rank), channels(plan), rank, sizes, plan, pieces, losses)
+        actions = lower(plan, rank)
+        computed = (
+            row[2] for row in actions.rows.tolist() if row[:2] == [Kind.FORWARD, loss_stage]
+        )
+        losses = {number: losses[number] for number in computed}
+        return cls(actions, channels(plan), rank, sizes, plan, pieces, losses)
 
     @property
     def positions(self) -> list[range]:

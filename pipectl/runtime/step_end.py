@@ -439,6 +439,9 @@ class StepEnd:
         if not overlaps:
             for stage in self.stages.values():
                 stage.casts.drop()  # of weights that change now
+                if stage.sums is not None:
+                    stage.sums.finish()
+            self._replicas.settle_writes()
         self._shared.reduce()
         rate, norm = self.updater.learning_rate, math.nan
         overflow = self.loss_scale is not None and self.loss_scale.unscale()
@@ -540,7 +543,7 @@ class StepEnd:
             with torch.no_grad():
                 for name, value in self._before.items():
                     self._written[name].copy_(value)
-        elif run.step.plan is not None:
+        elif run.step.plan is not None and not run.step.plan.reproducible:
             self._replicas.agree_on_buffers(run.step.plan)
 
     def _follow_parameters(self) -> None:

@@ -71,13 +71,13 @@ class Steps:
         batch: Samples,
         run: StepRun,
         outcome: Outcome,
-        loss: float,
+        loss: tuple[float, ...],
         since: float,
     ) -> float:
         """Report a step; returns the time of its end.
 
         Args:
-            loss: this rank's part of it.
+            loss: this rank's parts of it.
             since: its start, or the end of the step before it if steps overlap.
         """
         self._tracing.advance()

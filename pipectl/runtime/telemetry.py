@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 from mpi4py import MPI
 
+from pipectl.capture.step import sum_of_parts
 from pipectl.fields import write_value
 from pipectl.runs import CoreShare, Heartbeat, NotFinite, RankBeat, RunDirectory
 from pipectl.runtime.nodes import node_name
@@ -32,7 +33,7 @@ class StepReport:
     """One rank's report of one step; NaN if it does not know a value.
 
     Args:
-        loss: this rank's part of it.
+        loss: this rank's parts of it: their sum does not depend on which ranks they come from.
         tokens: of its samples; 0 if they are not tokens.
         loss_scale: of this step, in float16.
         skipped: whether gradients overflowed.
@@ -40,7 +41,7 @@ class StepReport:
     """
 
     step: int
-    loss: float
+    loss: tuple[float, ...]
     learning_rate: float
     gradient_norm: float
     step_time_s: float
@@ -211,7 +212,7 @@ class Telemetry:
             "step": step,
             "steps": self._steps,
             "time": first.time,
-            "loss": sum(reports[rank].loss for rank in self._loss_ranks),
+            "loss": sum_of_parts([x for rank in self._loss_ranks for x in reports[rank].loss]),
             "step_time_s": first.step_time_s,
             "samples_per_s": first.samples / first.step_time_s,
         }

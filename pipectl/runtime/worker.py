@@ -89,7 +89,7 @@ def _run(directory: RunDirectory, communicator: MPI.Comm, board: Board) -> None:
     board.phase("meeting the other ranks")
     check_alike(communicator, spec, plan)
     check_world(communicator, plan)
-    check_supported(plan)
+    check_supported(plan, spec=spec)
     with (
         watched(communicator, directory, spec, plan, board),
         stop_on_signals(directory.stop_request),

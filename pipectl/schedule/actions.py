@@ -104,6 +104,13 @@ class Actions:
         index += more * (index >= 0)
         return Actions(rows)
 
+    def renumbered(self, numbers: Integers) -> Actions:
+        """Return the actions with other micro-batches in the place of 0, 1, ...; not of -1."""
+        rows = self.rows.copy()
+        index = rows[:, Action._fields.index("micro_batch")]
+        index[:] = np.append(numbers, -1)[index]
+        return Actions(rows)
+
     def __len__(self) -> int:
         return len(self.rows)
 

@@ -23,6 +23,7 @@ from pipectl.arrays import Floats, unique
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan, Replication
 from pipectl.schedule.actions import Actions, Integers, Kind
+from pipectl.schedule.sum_tree import max_held, micro_batches_in_turn, roots
 
 Column = Integers | int
 """One value per micro-batch, or one value for all."""
@@ -87,7 +88,50 @@ def is_apart(plan: Plan, stage: int, replica: int) -> bool:
 
 def portion(plan: Plan, stage: int, replica: int, micro_batches: int) -> Portion:
     """Return what a replica computes in a step of so many micro-batches."""
-    return common(plan, (stage, replica), (stage, replica), micro_batches)
+    places = common(plan, (stage, replica), (stage, replica), micro_batches)
+    return _numbered(plan, places, micro_batches)
+
+
+def numbers_in_turn(plan: Plan, micro_batches: int) -> Integers:
+    """Return which micro-batch of a step comes i-th, for all i; shape [micro-batches]."""
+    if not plan.reproducible or plan.replication is not Replication.WHOLE:
+        return np.arange(micro_batches)
+    return micro_batches_in_turn(tuple(each.replicas for each in plan.stages), micro_batches)
+
+
+def sums_held(plan: Plan, stage: int) -> int:
+    """Return how many sums of the gradients of a stage a rank holds at most."""
+    return max(held for held, _ in plan.derived(_sums)[stage])
+
+
+def roots_sent(plan: Plan, stage: int) -> tuple[int, ...]:
+    """Return how many sums of its gradients each replica of a stage sends; at least one."""
+    return tuple(sent for _, sent in plan.derived(_sums)[stage])
+
+
+def _sums(plan: Plan) -> list[list[tuple[int, int]]]:
+    """Return for the replicas of each stage how many sums they hold at most, and send."""
+    if not plan.reproducible:
+        return [[(1, 1)] * stage.replicas for stage in plan.stages]
+    number = plan.micro_batches
+    numbers = numbers_in_turn(plan, number)
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for index, stage in enumerate(plan.stages):
+        for replica in range(stage.replicas):
+            if (stage.replicas, replica) not in found:
+                places = common(plan, (index, replica), (index, replica), number)
+                taken = numbers[places.micro_batches].tolist()
+                found[stage.replicas, replica] = max(1, max_held(taken)), max(1, len(roots(taken)))
+    return [[found[each.replicas, k] for k in range(each.replicas)] for each in plan.stages]
+
+
+def _numbered(plan: Plan, places: Portion, micro_batches: int) -> Portion:
+    """Return the micro-batches at these places of a step."""
+    if not plan.reproducible:
+        return places
+    numbers = numbers_in_turn(plan, micro_batches)[places.micro_batches]
+    rising = numbers.argsort()
+    return places.some(rising)._replace(micro_batches=numbers[rising])
 
 
 def shares(plan: Plan, rows: Actions) -> Floats:
@@ -105,6 +149,8 @@ def shares(plan: Plan, rows: Actions) -> Floats:
 
 def common(plan: Plan, source: tuple[int, int], target: tuple[int, int], number: int) -> Portion:
     """Return the messages between two (stage, replica): the samples that both compute.
+
+    Micro-batches are counted as they come, see :func:`numbers_in_turn`.
 
     Args:
         number: micro-batches in the step.
@@ -222,6 +268,11 @@ def is_kept(plan: Plan, channel: Channel) -> bool:
 
 def messages(plan: Plan, channel: Channel, micro_batches: int) -> Portion:
     """Return what a channel, other than of weights, carries in a step of so many micro-batches."""
+    return _numbered(plan, messages_in_turn(plan, channel, micro_batches), micro_batches)
+
+
+def messages_in_turn(plan: Plan, channel: Channel, micro_batches: int) -> Portion:
+    """Return the same as :func:`messages`, with micro-batches counted as they come."""
     source = channel.source_stage, channel.source_replica
     target = channel.target_stage, channel.target_replica
     return common(plan, source, target, micro_batches)

@@ -68,6 +68,7 @@ COMPILE = Feature("training.compile", "true", "false")
 CLIP = Feature("training.clip_grad_norm")
 FLOAT16 = Feature("training.precision", "float16", "bf16")
 BF16_WEIGHTS = Feature("training.precision", "bf16-weights", "float32")
+REPRODUCIBLE = Feature("training.reproducible", "true", "false")
 SKIP = Feature("training.on_nonfinite", "skip", "stop")
 EVALUATION = Feature("evaluation")
 EARLY_STOPPING = Feature("evaluation.early_stopping")
@@ -137,6 +138,12 @@ CLASHES = (
     Clash(CLIP, Trait.OVERLAPS, _AT_ONCE),
     Clash(FLOAT16, Trait.OVERLAPS, f"to scale the loss, {_AT_ONCE}"),
     Clash(SKIP, Trait.OVERLAPS, f"to leave out a step, {_AT_ONCE}, and later steps have begun"),
+    Clash(
+        REPRODUCIBLE,
+        Trait.OVERLAPS,
+        "forwards begin before the buffers of the step before are known, and there are no replicas",
+    ),
+    Clash(REPRODUCIBLE, COMPILE, "rounding depends on the operators that it fuses in each stage"),
     Clash(TIED, Trait.OVERLAPS, "its gradients would be of different steps"),
 )
 """All else goes together."""
@@ -173,7 +180,8 @@ def clashes_of_plan(plan: Plan) -> Iterator[Clash]:
     """What of a plan no ranks can run; stages may differ in what they do."""
     schedule = schedule_of(plan)
     traits = traits_of(None if plan.actions else schedule)
-    found = (clash for stage in plan.stages for clash in clashes({*traits, *_features(stage)}))
+    known: set[Part] = {*traits, REPRODUCIBLE} if plan.reproducible else {*traits}
+    found = (clash for stage in plan.stages for clash in clashes({*known, *_features(stage)}))
     yield from dict.fromkeys(found)
 
 

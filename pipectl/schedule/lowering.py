@@ -59,10 +59,11 @@ from pipectl.schedule.channel import (
     Portion,
     channels,
     channels_of_rank,
+    common,
     is_apart,
     is_kept,
-    messages,
-    portion,
+    messages_in_turn,
+    numbers_in_turn,
     roles,
 )
 from pipectl.schedule.order import Order
@@ -136,7 +137,7 @@ def _rows(plan: Plan, rank: int, micro_batches: int) -> Actions:
     """Return the rows of a step, or of several steps that are not flushed."""
     order, held = order_of(plan, micro_batches), roles(plan, rank)
     parts = [
-        (kind, role.stage, portion(plan, role.stage, role.replica, micro_batches))
+        (kind, role.stage, common(plan, role[1:], role[1:], micro_batches))
         for role in held
         for kind in order.parts(role.kind)
     ]
@@ -151,7 +152,7 @@ def _rows(plan: Plan, rank: int, micro_batches: int) -> Actions:
             assembly.add_messages(
                 index,
                 channel,
-                messages(plan, channel, micro_batches),
+                messages_in_turn(plan, channel, micro_batches),
                 kept=is_kept(plan, channel),
                 offload=saved and plan.stages[channel.target_stage].offload,
             )
@@ -167,7 +168,8 @@ def _rows(plan: Plan, rank: int, micro_batches: int) -> Actions:
         )
     first = min((role.stage for role in updated), default=-1)
     assembly.add_updates(first, plan.micro_batches if overlaps else None)
-    return assembly.sorted()
+    rows = assembly.sorted()
+    return rows.renumbered(numbers_in_turn(plan, micro_batches)) if plan.reproducible else rows
 
 
 def lower_evaluation(
@@ -208,7 +210,7 @@ def program_hash(plan: Plan) -> str:
         plan.warm_up,
         plan.actions,
         [plan.batch_size, plan.micro_batch_size, plan.micro_batches],
-        [plan.replication, plan.shard_optimizer],
+        [plan.replication, plan.shard_optimizer, plan.reproducible],
         [[s.nodes, s.ranks, s.backward_ranks, s.recompute, s.offload] for s in plan.stages],
         [s.blocks and s.blocks.firsts for s in plan.stages],
         plan.offload_to,

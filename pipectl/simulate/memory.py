@@ -4,7 +4,8 @@
   versions of the parameters that a backward still uses.
 - During a step: casts of parameters to half precision, one of each version of the parameters.
 - From the first backward of a stage to UPDATE: the gradients of its parameters; while they are
-  summed over replicas, also the copies to send and what other replicas send.
+  summed over replicas, also the copies to send and what other replicas send. If the training is
+  reproducible, several sums of them, beside the gradients that each backward allocates.
 - Per micro-batch, from its forward to the end of its backward: what the stage keeps. This is its
   saved bytes; with recomputation its inputs, and the rest from RECOMPUTE on; in blocks the inputs
   of all blocks, and the rest of the last block. It includes what the stage receives and sends,
@@ -31,7 +32,15 @@ from pipectl.compiled import compiled
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan, Replication
 from pipectl.schedule.actions import Actions, Kind
-from pipectl.schedule.channel import Channel, channels, is_kept, roles, shares
+from pipectl.schedule.channel import (
+    Channel,
+    channels,
+    is_kept,
+    roles,
+    roots_sent,
+    shares,
+    sums_held,
+)
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.registry import is_unflushed
 from pipectl.simulate.tables import (
@@ -177,7 +186,8 @@ def amounts_of(
     stages = np.zeros(len(plan.stages), dtype=OF_STAGE)
     for index, stage in enumerate(plan.stages):
         kept, cost, peaks = stage.kept_bytes, stage.running, stage.running.peaks
-        stages[index]["gradient"] = stage.cost.accumulated_bytes
+        summing = stage.reduction_bytes(roots_sent(plan, index))
+        stages[index]["gradient"] = stage.cost.accumulated_bytes * sums_held(plan, index)
         born[[Kind.FORWARD, Kind.FETCH_START], index] = kept
         born[Kind.RECOMPUTE, index] = cost.saved_bytes - kept
         dead[Kind.OFFLOAD_WAIT, index] = kept
@@ -185,7 +195,7 @@ def amounts_of(
         born[Kind.BACKWARD_INPUT, index] = cost.grown_bytes
         dead[Kind.BACKWARD_INPUT, index] = cost.freed_bytes
         dead[Kind.BACKWARD_WEIGHT, index] = cost.between_bytes
-        born[Kind.REDUCE_START, index] = dead[Kind.REDUCE_WAIT, index] = stage.reduction_bytes
+        born[Kind.REDUCE_START, index] = dead[Kind.REDUCE_WAIT, index] = summing
         if peaks is None:
             continue
         # An input half holds what a whole backward holds, and what it leaves; a weight half adds to
@@ -193,9 +203,10 @@ def amounts_of(
         half, weight = stage.input_half_bytes, stage.cost.accumulated_bytes
         most[Kind.FORWARD, index] = peaks.forward_bytes
         most[Kind.RECOMPUTE, index] = stage.recompute_peak_bytes
-        most[_BACKWARDS, index] = peaks.backward_bytes, peaks.backward_bytes + half
-        most[Kind.BACKWARD_WEIGHT, index] = min(peaks.backward_bytes, weight)
         first = peaks.first_backward_bytes
+        again = first if plan.reproducible else peaks.backward_bytes
+        most[_BACKWARDS, index] = again, again + half
+        most[Kind.BACKWARD_WEIGHT, index] = min(again, weight)
         effects["most_first"][_BACKWARDS, index] = first, first + half
         # An update begins without the casts, unless backwards of older parameters are to come.
         without = 0 if is_unflushed(plan) else stage.cost.cast_bytes

@@ -30,7 +30,7 @@ from pipectl.graph import BUCKET_BYTES, ROUNDS
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Actions, Kind
-from pipectl.schedule.channel import channels
+from pipectl.schedule.channel import channels, roots_sent
 from pipectl.simulate.tables import STREAM_OF, TRANSFER, Network, Rows
 
 Place = tuple[Hashable, ...]
@@ -281,10 +281,11 @@ def _sums(plan: Plan, cluster: Cluster) -> Iterator[Stream]:
     summing = [stage.updating_ranks for stage in plan.stages if len(stage.updating_ranks) > 1]
     sums_of = Counter(rank for ranks in summing for rank in ranks)
     for index, stage in enumerate(plan.stages):
-        ranks, size_bytes = stage.updating_ranks, stage.cost.accumulated_bytes
+        ranks, size_bytes = stage.updating_ranks, float(stage.cost.accumulated_bytes)
         if len(ranks) == 1:
             yield Stream(0, 0.0, (), 1, 0)
             continue
+        size_bytes *= (max(roots_sent(plan, index)) + 1) / ROUNDS  # in the first round alone
         alone = exchange_of(cluster, plan.node_of_rank, ranks, size_bytes)
         parts = held_by(alone, {r: plan.node_of_rank[r] for r in ranks if sums_of[r] > 1})
         if not parts:

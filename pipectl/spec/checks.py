@@ -319,9 +319,20 @@ def features_of(pipeline: models.Pipeline, training: models.Training) -> set[Fea
         known.CLIP: training.clip_grad_norm is not None,
         known.FLOAT16: training.precision == "float16",
         known.BF16_WEIGHTS: training.precision == "bf16-weights",
+        known.REPRODUCIBLE: training.reproducible,
         known.SKIP: training.on_nonfinite == "skip",
     }
     return {feature for feature, is_asked in asked.items() if is_asked}
+
+
+def _check_reproducible(pipeline: models.Pipeline, training: models.Training) -> Iterator[Finding]:
+    is_own = (
+        pipeline.schedule is not None and _built_in(pipeline) is None
+    )  # with a number of its own
+    if training.reproducible and pipeline.micro_batches is None and not is_own:
+        fault = "needs pipeline.micro_batches: results depend on how a batch is divided, and the "
+        fault += "planner divides it in another way for other ranks"
+        yield ("training", "reproducible"), f"{fault}; set their number"
 
 
 def _check_warm_up(pipeline: models.Pipeline) -> Iterator[Finding]:
@@ -569,8 +580,8 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
-    _check_ranks, _check_combinations, _check_batch, _check_buckets, _check_warm_up,
-    _check_backward, _check_container, _check_progress, _check_loss, _check_script,
+    _check_ranks, _check_combinations, _check_reproducible, _check_batch, _check_buckets,
+    _check_warm_up, _check_backward, _check_container, _check_progress, _check_loss, _check_script,
     _check_evaluation, _check_best, _check_options,
     _check_slurm_gpus, _check_select, _check_pbs_gpus, _check_hash_seed, _check_sweep,
 )  # fmt: skip

@@ -76,7 +76,9 @@ def plan_key(spec: JobSpec) -> str:
         order = _content(spec.schedule_file)
         pipeline["schedule"] = spec.schedule_file.name
     resources = spec.resources.model_dump(exclude={"walltime"})
-    training = [spec.training.updates_together, spec.training.compile]
+    training: list[Any] = [spec.training.updates_together, spec.training.compile]
+    if spec.training.reproducible:
+        training.append("reproducible")
     return _digest([_profiled(spec), pipeline, resources, cluster, order, training])
 
 

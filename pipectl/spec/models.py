@@ -260,6 +260,11 @@ class Training(types.Section):
     with the workspaces that cuBLAS needs for it). Operators without such a variant end the job
     with an error that names them. It matters on accelerators; on CPUs with one thread per rank,
     runs are equal without it."""
+    reproducible: types.Flag = False
+    """Weights, losses and metrics do not depend on `pipeline.replicas`, to the bit, on CPUs with
+    one thread per rank. It needs `pipeline.micro_batches`. Gradients are summed
+    [in another order](schedules.md#the-same-bits-for-any-number-of-replicas), which takes more
+    memory, and running statistics of BatchNorm are means over the micro-batches of a step."""
     compile: types.Compile = False
     """Run the stages through `torch.compile`: `true`, or with its mode
     `max-autotune-no-cudagraphs`, which tries several kernels for each matrix product. It needs a
@@ -306,7 +311,7 @@ class Pipeline(types.Section):
     """Copies of each stage, which take micro-batches in turn and add up their gradients: a number,
     or `any` to let the planner choose stage by stage; `auto` is 1. Sums over copies are rounded
     in another order than on one rank, and running statistics of BatchNorm are means over the
-    copies."""
+    copies; `training.reproducible` makes results independent of their number."""
     shard_optimizer: types.Flag = False
     """Divide the optimizer state of a stage among its copies (ZeRO stage 1): less memory, the same
     results, messages after each step."""

@@ -70,7 +70,7 @@ def test_a_sum_holds_what_the_memory_account_says(replicas: int) -> None:
     exchange = Counting(replicas)
     bucket = Bucket(exchange, [leaf], None, 0)  # type: ignore[arg-type]
     cost = StageCost(1.0, 2.0, 0.0, size_bytes, 0, 0)
-    expected = Stage(("n",), tuple(range(replicas)), cost).reduction_bytes
+    expected = Stage(("n",), tuple(range(replicas)), cost).reduction_bytes()
     bucket.start()
     assert size_bytes + exchange.held_bytes() == expected
     bucket.settle()

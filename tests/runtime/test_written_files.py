@@ -100,11 +100,11 @@ def test_lines_and_heartbeat_of_a_run_that_diverged_are_json(tmp_path: Path, val
     assert (beat.state, beat.step, beat.steps) == ("training", 0, 3)
     assert (rank.stages, rank.pid, rank.busy_s) == ((0, 1), os.getpid(), None)
     writer.report(
-        StepReport(1, 2.0, 0.1, math.nan, step_time_s=0.5, samples=8), 0.3, (0.3, 0.3), 1 << 20
+        StepReport(1, (2.0,), 0.1, math.nan, step_time_s=0.5, samples=8), 0.3, (0.3, 0.3), 1 << 20
     )
     writer._reports._count = 2  # another rank is behind
     writer.report(
-        StepReport(2, value, 0.1, value, step_time_s=0.5, samples=8), 0.3, (0.3, 0.3), 1 << 20
+        StepReport(2, (value,), 0.1, value, step_time_s=0.5, samples=8), 0.3, (0.3, 0.3), 1 << 20
     )
     assert writer.has_written(1)
     assert not writer.has_written(2)
