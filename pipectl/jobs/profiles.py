@@ -296,6 +296,8 @@ def replicas_warning(spec: JobSpec, profile: Profile) -> str:
     replicas = spec.pipeline.replicas
     if replicas in (None, 1) or not profile.carried:
         return ""
+    if spec.training.reproducible and replicas != "any":  # forwards read what was before the step
+        return ""
     if replicas == "any":
         return f"{_carried(profile)}, so the stage that does so has no replicas"
     return (

@@ -167,14 +167,15 @@ def verify(
         else:
             theirs = Trained.of_run(_train(reference.job, changes, progress))
         weights = FirstWeights(spec)
+        # a single process averages no buffers, and one rank only if results must not differ
+        averages = reference.job is None if plan.reproducible else _has_replicas(plan)
         comparison = compare(
             ours,
             theirs,
             steps,
             tolerance,
             weights if tolerance else {},
-            # replicas average these, a single process does not
-            left_out=frozenset(weights.buffers) if _has_replicas(plan) else frozenset(),
+            left_out=frozenset(weights.buffers) if averages else frozenset(),
         )
         kept = [] if reference.job or plain_steps is None else _changed_state(plain_steps)
         notes = (*notes, *differing(plan, pipeline.profile, comparison, kept))
@@ -307,7 +308,7 @@ def differing(
 
 
 def _replicated(plan: Plan, profile: Profile | None) -> list[str]:
-    if profile is None:
+    if profile is None or plan.reproducible:
         return []
     stage_of = {node: index for index, stage in enumerate(plan.stages) for node in stage.nodes}
     return [
@@ -515,7 +516,7 @@ def expect(
 ) -> tuple[tuple[str, ...], float]:
     """Notes and tolerance for the comparison with one process, or with another plan.
 
-    On CPUs, plans without replicas are equal to the bit.
+    On CPUs, plans without replicas are equal to the bit, and all plans of a reproducible training.
 
     Args:
         reason: why another plan is the reference; empty if one process is.
@@ -535,7 +536,12 @@ def expect(
         )
     elif joint:
         inexact.append(f"{some(joint)}: used several times, and added in another order")
-    if _has_replicas(plan):
+    if plan.reproducible and not (reason or traits.random):
+        inexact.append(
+            "training.reproducible adds up gradients in another order than a plain loop (buffers, "
+            "which it averages, are not compared)"
+        )
+    if _has_replicas(plan) and not plan.reproducible:
         inexact.append(
             "replicas add up gradients in another order (buffers they average are not compared)"
         )
