@@ -62,6 +62,8 @@ _NAMES = ("model name", "Model Name", "cpu model", "cpu")
 """What architectures call the name of a processor: x86, LoongArch, MIPS and POWER."""
 _NUMBERS = ("CPU implementer", "CPU part")
 _MAX_NAMED = 3
+_SENSITIVE = frozenset({"Adam", "AdamW", "Adamax", "NAdam", "RAdam"})
+"""Optimizers that train worse if gradients are one update old; see docs/schedules.md."""
 _MEASURING_CODE = ("capture/**/*.py", "profiler/**/*.py", "runtime/**/*.py", "torch_api.py")
 _ROW_RANKS = 2
 _ROW_PATIENCE_S = 120.0
@@ -198,6 +200,7 @@ def warnings_of(spec: JobSpec, profile: Profile) -> list[str]:
     say = (
         coupling_warning,
         replicas_warning,
+        delay_warning,
         loss_warning,
         sharing_warning,
         splitting_warning,
@@ -288,6 +291,18 @@ def coupling_warning(spec: JobSpec, profile: Profile) -> str:
     return (
         f"{why}: results depend on the number of "
         "micro-batches, which `auto` leaves to the planner; pipeline.micro_batches sets it"
+    )
+
+
+def delay_warning(spec: JobSpec, _: Profile) -> str:
+    """A warning if the optimizer does not bear the age of the gradients; empty if it does."""
+    training, schedule = spec.training, spec.pipeline.schedule
+    name = spec.optimizer.factory.rpartition(":")[2]
+    if schedule != "pipedream-2bw" or training.correct_delay or name not in _SENSITIVE:
+        return ""
+    return (
+        f"{name} loses quality by the gradients of {schedule}, which are one update old: "
+        "training.correct_delay: true makes up for a part of it, and Muon needs it less"
     )
 
 

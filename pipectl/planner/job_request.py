@@ -83,6 +83,7 @@ def request_of_job(
         shard_optimizer=pipeline.shard_optimizer,
         updates_together=spec.training.updates_together,
         reproducible=spec.training.reproducible,
+        correct_delay=spec.training.correct_delay,
         backward_apart=backward_apart,
         every_schedule=pipeline.schedule is None and listed is None and not spec.training.compile,
         smallest=profile.smallest,

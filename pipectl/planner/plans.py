@@ -26,6 +26,11 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     shared: Sequence[StageCost] = costs.stages
     if choice.is_replicated or request.shard_optimizer:
         shared = _shared(problem, choice, costs, splits=splits)
+    if request.correct_delay:  # the last update is kept as if it were a state of the optimizer
+        shared = [
+            replace(cost, optimizer_bytes=cost.optimizer_bytes + cost.changed_bytes)
+            for cost in shared
+        ]
     stages = zip(
         costs.footprint.nodes,
         layout.ranks,

@@ -76,6 +76,7 @@ class PlanRequest:
         listed: a user's own schedule, which also fixes the numbers of stages and micro-batches.
         shard_optimizer: whether each replica of a stage keeps a part of its optimizer state.
         updates_together, reproducible: as in the plan.
+        correct_delay: whether updates are corrected, for which the last one is kept.
         key: recorded in the plan; see :class:`pipectl.plan.Plan`.
         from_job: whether the request is from a job file; errors then name keys, otherwise options.
         keeps_micro_batches: whether ``micro_batches`` is that of an earlier plan of the job.
@@ -104,6 +105,7 @@ class PlanRequest:
     shard_optimizer: bool = False
     updates_together: bool = True
     reproducible: bool = False
+    correct_delay: bool = False
     key: str | None = None
     from_job: bool = True
     keeps_micro_batches: bool = False

@@ -72,7 +72,8 @@ class AsynchronousSteps(Steps):
         if self._batches.loader is not None:
             self._batches.feed.open(islice(loader.batches(), steps), done)
         for index, stage in self._end.stages.items():
-            stage.keep_versions(versions_kept(self._plan, index))
+            corrects = self._end.training.correct_delay
+            stage.keep_versions(versions_kept(self._plan, index), corrects=corrects)
 
     def train(self, first: int, batches: Sequence[Samples]) -> None:
         """Train some steps; see :class:`Steps`."""

@@ -523,9 +523,13 @@ class Stage:
             for code in segment.codes.values():
                 code.stage = compile_stage(code.stage, mode=mode if isinstance(mode, str) else None)
 
-    def keep_versions(self, kept: int) -> None:
-        """From now on, forwards can use the weights of up to ``kept`` - 1 updates ago."""
-        self.versions = Versions(self.parameters.values(), kept)
+    def keep_versions(self, kept: int, *, corrects: bool = False) -> None:
+        """From now on, forwards can use the weights of up to ``kept`` - 1 updates ago.
+
+        Args:
+            corrects: see :class:`~pipectl.runtime.versions.Versions`.
+        """
+        self.versions = Versions(self.parameters.values(), kept, corrects=corrects)
 
     def reproduce(self, written: Container[str]) -> None:
         """From now on, results do not depend on which replica computes which micro-batch.

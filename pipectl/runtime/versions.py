@@ -5,6 +5,16 @@ Before an update changes a parameter whose version is still in use, the paramete
 memory and leaves the old to those leaves; the autograd graphs hold it until their backwards. So a
 version is copied once, by the update that outdates it, independently of the number of micro-batches
 that use it, and is freed after the last of them.
+
+An update by gradients that are one update old may be *corrected*. What update t computes, from
+weights that update t - 1 made older at once, is what update t - 1 should have been, had its
+gradients been there in time. So update t also makes up for the difference between the two::
+
+    u(t) = change by update t        corrected: u(t) + (u(t) - u(t - 1))
+
+After Zmushko et al., "One-Step Gradient Delay is Not a Barrier for Large-Scale Asynchronous
+Pipeline Parallel LLM Pretraining", ICML 2026, which calls it error feedback on the level of
+updates.
 """
 
 from __future__ import annotations
@@ -12,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 
@@ -36,9 +47,18 @@ class Versions:
     Args:
         parameters: of the stage; frozen ones have one version.
         kept: how many of the newest to keep.
+        corrects: whether to correct updates; the gradients of all but the first after a
+            :meth:`restart` are one update old.
     """
 
-    def __init__(self, parameters: Collection[nn.Parameter], kept: int) -> None:
+    def __init__(
+        self, parameters: Collection[nn.Parameter], kept: int, *, corrects: bool = False
+    ) -> None:
+        self._corrects = corrects
+        self._updates = 0
+        self._changes: dict[int, Tensor] = {}
+        """By the last update, without its correction; by the parameter's ``id``."""
+        self._moving: list[nn.Parameter] = []
         self._parameters = [each for each in parameters if each.requires_grad]
         self._max_versions = kept
         self._newest_first = [self._new_version()]
@@ -61,6 +81,7 @@ class Versions:
             in_use: versions whose backwards are still to come.
         """
         newest = self._newest_first[0]
+        self._moving = [each for each in self._parameters if each.grad is not None]
         self._newest_first = self._newest_first[: self._max_versions - 1]
         if self._newest_first or newest in in_use:
             for parameter in self._parameters:
@@ -68,6 +89,8 @@ class Versions:
 
     def after_update(self) -> None:
         """Make the current values of the parameters the newest version; drops gradients."""
+        if self._corrects:
+            self._correct()
         self.forget()
         self._newest_first.insert(0, self._new_version())
 
@@ -81,6 +104,22 @@ class Versions:
     def restart(self) -> None:
         """Drop all versions but the newest, when the pipeline is empty."""
         del self._newest_first[1:]
+        self._updates = 0
+        self._changes.clear()
+
+    def _correct(self) -> None:
+        """Correct the update of the parameters that had a gradient."""
+        self._updates += 1
+        if self._updates == 1:  # its gradients are of the weights that it changes
+            return
+        before = self._newest_first[0].leaves
+        with torch.no_grad():
+            for parameter in self._moving:
+                change = parameter.data - before[id(parameter)].data
+                last = self._changes.get(id(parameter))
+                if last is not None:
+                    parameter.data += change - last
+                self._changes[id(parameter)] = change
 
     def _new_version(self) -> Version:
         # ``data`` has its own version counter, which an update of the parameter does not raise.

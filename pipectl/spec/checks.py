@@ -70,6 +70,8 @@ _STAGES = ("pipeline", "stages")
 _MICRO_BATCHES = ("pipeline", "micro_batches")
 _WARM_UP = ("pipeline", "warm_up")
 _BACKWARD = ("pipeline", "backward")
+_DELAYED = "pipedream-2bw"
+"""The schedule whose gradients are one update old in all stages."""
 _GRES = ("gres", "tres-per-task")
 _GPU_OPTIONS = {
     "gres": "node", "gpus-per-node": "node", "gpus": "job", "G": "job", "gpus-per-task": "task",
@@ -335,6 +337,13 @@ def _check_reproducible(pipeline: models.Pipeline, training: models.Training) ->
         yield ("training", "reproducible"), f"{fault}; set their number"
 
 
+def _check_correction(pipeline: models.Pipeline, training: models.Training) -> Iterator[Finding]:
+    if training.correct_delay and pipeline.schedule != _DELAYED:
+        fault = "goes only with gradients that are one update old"
+        cure = f"write pipeline.schedule: {_DELAYED}, or leave training.correct_delay out"
+        yield ("training", "correct_delay"), f"{fault}; {cure}"
+
+
 def _check_warm_up(pipeline: models.Pipeline) -> Iterator[Finding]:
     warm_up = pipeline.warm_up
     if warm_up is None:
@@ -580,7 +589,8 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
-    _check_ranks, _check_combinations, _check_reproducible, _check_batch, _check_buckets,
+    _check_ranks, _check_combinations, _check_reproducible, _check_correction, _check_batch,
+    _check_buckets,
     _check_warm_up, _check_backward, _check_container, _check_progress, _check_loss, _check_script,
     _check_evaluation, _check_best, _check_options,
     _check_slurm_gpus, _check_select, _check_pbs_gpus, _check_hash_seed, _check_sweep,

@@ -79,6 +79,8 @@ def plan_key(spec: JobSpec) -> str:
     training: list[Any] = [spec.training.updates_together, spec.training.compile]
     if spec.training.reproducible:
         training.append("reproducible")
+    if spec.training.correct_delay:
+        training.append("correct_delay")
     return _digest([_profiled(spec), pipeline, resources, cluster, order, training])
 
 

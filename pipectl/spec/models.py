@@ -278,6 +278,10 @@ class Training(types.Section):
     `stop` ends the job with an error that names it. `skip` skips the step on all ranks: weights,
     optimizer, learning rate and buffers stay as they were. `ignore` does not check. In `float16`
     the loss scale handles gradients, so this key applies only to the loss and to buffers."""
+    correct_delay: types.Flag = False
+    """With `schedule: pipedream-2bw`, whose gradients are one update old: correct each update by
+    what the one before it should have been. It needs the memory of the parameters once more. See
+    [overlapping steps](schedules.md#steps-that-overlap-pipedream-and-pipedream-2bw)."""
     rebalance: types.Flag = True
     """Go on under another plan if some ranks have become slower than others, or if the profile was
     wrong, and the steps that are left save more than the change costs. Results do not change. See

@@ -75,7 +75,7 @@ def result(run: RunDirectory) -> tuple[str, list[Any]]:
     """The hash of the weights and buffers, and all losses and metrics."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights(run.path).items()):
-        digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     lines = read_metrics(run)
     return digest.hexdigest(), [
         (line.step, line.loss, line.gradient_norm, line.evaluation) for line in lines
