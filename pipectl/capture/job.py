@@ -128,7 +128,7 @@ class CapturedJob:
 
     def _loss(self) -> Any:
         if self.script is not None and self.spec.loss.is_of_script:
-            return self.script.loss
+            return self.script.loss(adds_up=self.spec.loss.adds_up)
         return None if self.spec.loss.factory == "model" else self._bound(self.spec.loss, "loss")
 
     def materialize(self, names: Iterable[str]) -> None:
@@ -378,9 +378,9 @@ class CapturedJob:
         }
 
     def weight(self) -> Any | None:
-        """Return the function that weighs a micro-batch by its targets; None weighs by samples."""
-        weight = self.spec.loss.weight
-        return None if weight == "samples" else factories.find(weight)
+        """Return the function that weighs a micro-batch by its targets; None without one."""
+        weigher = self.spec.loss.weigher
+        return None if weigher is None else factories.find(weigher)
 
     def parameter_groups(self) -> dict[str, int]:
         """Return the index in ``optimizer.groups`` of each parameter that belongs to a group.

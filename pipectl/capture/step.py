@@ -356,8 +356,12 @@ def check_loss(loss: Any, outputs: Any = None) -> None:
     raise CaptureError(f"loss: must be a floating-point scalar tensor, but is {kind}", cure=cure)
 
 
-def sample_shares(sizes: Sequence[int]) -> list[float]:
-    """Return the share of every micro-batch in the loss, by its number of samples."""
+def sample_shares(sizes: Sequence[int], *, adds_up: bool = False) -> list[float]:
+    """Return the share of every micro-batch in the loss, by its number of samples; or 1 if losses
+    are added up.
+    """
+    if adds_up:
+        return [1.0] * len(sizes)
     total = sum(sizes)
     return [size / total for size in sizes]
 

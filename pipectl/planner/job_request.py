@@ -42,8 +42,8 @@ def request_of_job(
         raise InvalidInputError(
             f"pipeline.micro_batches: auto cannot choose their number: {loss}",
             cure="set the number (--set pipeline.micro_batches=N), with a learning rate for it; or "
-            "let the loss be a mean over samples, or name under loss.weight a function that counts "
-            "what it is a mean of",
+            "write loss.weight: sum if it is a sum over samples, or name there a function that "
+            "counts what it is a mean of",
         )
     kept = None if pipeline.micro_batches else kept
     recompute, blocks = _RECOMPUTE[pipeline.recompute]

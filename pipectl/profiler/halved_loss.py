@@ -1,9 +1,10 @@
 """Whether the loss of a batch is the mean of the losses of its micro-batches.
 
-The loss of a step is the mean over its micro-batches, weighted by ``loss.weight``. For a mean over
-samples, this is the loss of the batch, whatever the number of micro-batches. It is another one for
-a sum, for a mean over tokens of which some samples have more, and for a loss that compares samples.
-Then the gradients depend on the number of micro-batches, and so does, in effect, the learning rate.
+The loss of a step is the mean over its micro-batches, weighted by ``loss.weight``, or their sum.
+If it is a mean over samples, or a sum, this is the loss of the batch, whatever the number of
+micro-batches. It is another one for a sum of which means are taken, for a mean over tokens of which
+some samples have more, and for a loss that compares samples. Then the gradients depend on the
+number of micro-batches, and so does, in effect, the learning rate.
 
 To find this out, the training graph is cut in two. Its first part, the model, computes some samples
 once, as in training. So dropout, batch norm and all that the model computes over samples cannot
@@ -400,7 +401,7 @@ class _LossOfModel:
     def _shares(self, parts: Sequence[tuple[Any, Any]]) -> list[float]:
         weigh = self._job.weight()
         if weigh is None:
-            return sample_shares([1 for _ in parts])
+            return sample_shares([1 for _ in parts], adds_up=self._job.spec.loss.adds_up)
         targets = [targets for _, targets in parts]
         return target_shares(weigh, self._job.spec.loss.weight, targets)
 

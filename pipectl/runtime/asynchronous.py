@@ -91,7 +91,8 @@ class AsynchronousSteps(Steps):
             for samples in each
         ]
         loaded, meet = self._batches.take_whole(whole, batches)
-        weights = [share for each in sizes for share in sample_shares(each)]
+        adds_up = self._batches.adds_up
+        weights = [share for each in sizes for share in sample_shares(each, adds_up=adds_up)]
         unread: Iterator[Batch] = iter(())
         if self._batches.weigh is not None:
             weights = []

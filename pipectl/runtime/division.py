@@ -113,7 +113,8 @@ class Batches:
         reads: whether a stage of this rank computes with the data; the rank may also read them for
             the weights of its losses alone.
         step_for: this rank's step for a number of samples, with sequences of a length; made once.
-        weigh: returns the weight of a micro-batch from its targets; None weighs by samples.
+        weigh: returns the weight of a micro-batch from its targets; None without one.
+        adds_up: whether the losses of micro-batches are added up.
         name: of that function, in the spec.
         seed: of the run.
     """
@@ -131,7 +132,7 @@ class Batches:
         self.communicator, self.seed = communicator, job.spec.training.seed
         self._loss_stage = cut.loss_stage
         self.weigh = job.weight() if cut.loss_stage in stages else None
-        self.name = job.spec.loss.weight
+        self.name, self.adds_up = job.spec.loss.weight, job.spec.loss.adds_up
         self.reads = any(stage.reads(training=True) for stage in stages.values())
         weighing = None if self.weigh is None else cut.loss_stage
         self._reading = [
@@ -148,7 +149,7 @@ class Batches:
         if once:
             lowest = min((stage for each in self._reading_of for stage in each), default=0)
             self.reader = plan.stages[lowest].ranks[0]
-        self._weighs = job.spec.loss.weight != "samples"
+        self._weighs = job.spec.loss.weigher is not None
         self._per_step = plan.micro_batches
         self.feed = Feed(
             communicator.Dup(),
@@ -236,7 +237,8 @@ class Batches:
         seed = self.seed, number
         if self.weigh is None:
             total = sum(rows.size for rows in step.sizes)
-            shares = [step.losses.get(i, rows).size / total for i, rows in enumerate(step.sizes)]
+            mine = [step.losses.get(i, rows) for i, rows in enumerate(step.sizes)]
+            shares = [1.0 if self.adds_up else rows.size / total for rows in mine]
             return StepRun(step, shares, batches, seed, scale, update)
         known = list(batches)
         return StepRun(step, self._by_targets(step, known), iter(known), seed, scale, update)

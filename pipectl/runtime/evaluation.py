@@ -131,7 +131,7 @@ class Evaluator:
 
     def _fresh_metrics(self) -> Metrics:
         """New metrics, which take all that is evaluated from now on."""
-        metrics = Metrics(self._metrics, self._weigh)
+        metrics = Metrics(self._metrics, self._weigh, adds_up=self._job.spec.loss.adds_up)
 
         def add(rows: Rows, results: Tensors, targets: Any) -> None:
             graph = self._job.evaluation_graph(*rows.shape)

@@ -24,15 +24,20 @@ class Metrics:
         metrics: by name, as in the spec.
         weigh: returns the weight of a micro-batch in the loss, from its targets; None weighs by
             samples.
+        adds_up: whether losses are added up instead.
 
     Raises:
         CaptureError: a metric cannot be copied.
     """
 
     def __init__(
-        self, metrics: Mapping[str, Any], weigh: Callable[[Any], float] | None = None
+        self,
+        metrics: Mapping[str, Any],
+        weigh: Callable[[Any], float] | None = None,
+        *,
+        adds_up: bool = False,
     ) -> None:
-        self._weigh = weigh
+        self._weigh, self._adds_up = weigh, adds_up
         self._metrics = {
             name: call(copy.deepcopy, _key(name), metric) if is_stateful(metric) else metric
             for name, metric in metrics.items()
@@ -56,7 +61,7 @@ class Metrics:
         self._samples += samples
         weight = samples if self._weigh is None else self._weigh(targets)
         if weight:
-            self._loss += loss * weight
+            self._loss += loss if self._adds_up else loss * weight
             self._weight += weight
         for name, metric in self._metrics.items():
             update = metric.update if is_stateful(metric) else metric
@@ -71,7 +76,9 @@ class Metrics:
             WorkerError: a metric raises.
             CaptureError: a metric gives no number.
         """
-        loss = self._loss / self._weight if self._weight else math.nan
+        loss = math.nan
+        if self._weight:
+            loss = self._loss if self._adds_up else self._loss / self._weight
         means = {name: total / self._samples for name, total in self._sums.items()}
         computed = {
             name: _number(name, call_in_training(metric.compute, _key(name)))

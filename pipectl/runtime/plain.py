@@ -101,7 +101,7 @@ def train(
         if weigh is not None:
             shares = target_shares(weigh, spec.loss.weight, [targets for _, targets in batches])
         else:
-            shares = sample_shares(sizes)
+            shares = sample_shares(sizes, adds_up=spec.loss.adds_up)
         before = {name: buffer.clone() for name, buffer in job.step.named_buffers() if skips}
         step_losses = _accumulate(job, batches, shares, scaler, device, separate)
         losses.append(weighted_loss(step_losses, shares))
@@ -224,11 +224,15 @@ def _evaluate(job: CapturedJob, micro_batch_size: int, device: torch.device) -> 
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         with torch.no_grad(), job.arithmetic(device):
             loss = job.step(inputs, targets)
-        weight = count if weigh is None else target_weight(weigh, job.spec.loss.weight, batch[1])
+        weight: float = 1 if job.spec.loss.adds_up else count
+        if weigh is not None:
+            weight = target_weight(weigh, job.spec.loss.weight, batch[1])
         if weight:
             total, weights = total + float(loss) * weight, weights + weight
     job.step.train()
-    return total / weights if weights else math.nan
+    if not weights:
+        return math.nan
+    return total if job.spec.loss.adds_up else total / weights
 
 
 def weights_file(directory: Path, step: int) -> Path:

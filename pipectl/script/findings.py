@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from pipectl.faults import is_user_code
-from pipectl.script.hooks import Seen
+from pipectl.script.halves import Kind, kind_of_loss
 from pipectl.script.later import Compared
-from pipectl.script.loops import steps_of_trainer
-from pipectl.script.optimizers import read_source_of, value_of
-from pipectl.script.order import Order
+from pipectl.script.loops import hand_set, loops_around, range_of, steps_of_trainer
+from pipectl.script.optimizers import follows_evaluations
+from pipectl.script.order import SharedGenerators
 from pipectl.script.parts import Modules, Parts
 from pipectl.script.program import Place, name_of
 
@@ -49,6 +47,7 @@ class Findings:
         differs: what is not as in the script.
         training: values of the section ``training``.
         data: values of the section ``data``.
+        loss: values of the section ``loss``.
         guessed: keys of ``training`` that the script does not say.
     """
 
@@ -57,6 +56,7 @@ class Findings:
     differs: list[Finding] = field(default_factory=list)
     training: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    loss: dict[str, Any] = field(default_factory=dict)
     guessed: list[str] = field(default_factory=list)
 
 
@@ -72,7 +72,7 @@ def findings_of(parts: Parts, compared: Compared) -> Findings:
     _add_optimizer(parts, found)
     _add_steps(parts, found)
     _add_precision(parts, found)
-    _add_rest(parts, found)
+    _add_rest(parts, found, compared)
     line = Finding("comparison", compared.sentence, compared.place)
     (found.differs if compared.reason else found.taken).append(line)
     return found
@@ -89,7 +89,17 @@ def _add_model(parts: Parts, found: Findings) -> None:
     functions = [program.entries[index].name for index in program.loss_part]
     last = program.place if functions else parts.seen.recorder.recordings[0].place
     words = ", ".join(dict.fromkeys(functions)) or "what the model returns"
+    kind = kind_of_loss(parts)
+    if kind is Kind.SUM:
+        words += ": a sum over samples"
+        found.loss["weight"] = kind.value
     found.taken.append(Finding("loss", words, last))
+    if kind is Kind.OTHER:
+        words = (
+            "of a batch is no mean of those of its parts, and each micro-batch has its own: set "
+        )
+        words += "pipeline.micro_batches (1: as in the script), or loss.weight"
+        found.differs.append(Finding("loss", words, last))
 
 
 def _add_data(parts: Parts, found: Findings) -> None:
@@ -127,10 +137,23 @@ def _add_optimizer(parts: Parts, found: Findings) -> None:
         words += f", {len(groups)} groups"
     found.taken.append(Finding("optimizer", words, place))
     for schedule in parts.schedules:
+        if follows_evaluations(schedule):
+            found.left.append(_follower(parts, schedule))
+            continue
         every = parts.steps_between(schedule)
         when = "after every step" if every == 1 else f"every {every} steps (an epoch)"
         place = parts.seen.made[id(schedule)][1]
         found.taken.append(Finding("schedule", f"{type(schedule).__name__}, {when}", place))
+
+
+def _follower(parts: Parts, schedule: Any) -> Finding:
+    """What to do about a schedule that follows a metric."""
+    if schedule.mode == "min":
+        words = "follows the loss of evaluations: set evaluation.data and evaluation.every"
+    else:
+        words = "follows a metric that rises: name another one under lr_scheduler in the job"
+    place = parts.seen.made[id(schedule)][1]
+    return Finding("schedule", f"{type(schedule).__name__} {words}", place)
 
 
 def _add_steps(parts: Parts, found: Findings) -> None:
@@ -156,10 +179,10 @@ def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
         per_epoch = parts.steps_per_epoch
     if (known := steps_of_trainer(parts.seen.frames, per_epoch)) is not None:
         return known, f"{known}, by the trainer", parts.seen.stepped
-    for file, loop, names in loops_around(parts.seen):
+    for file, loop, names in loops_around(parts.seen.frames):
         if isinstance(loop, ast.While):
             return None
-        if (count := _range_of(loop, names)) is not None:
+        if (count := range_of(loop, names)) is not None:
             total *= count
             words.append(f"{count} times ({ast.unparse(loop.iter)})")
             place = file, loop.lineno
@@ -173,55 +196,6 @@ def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
     elif parts.accumulation > 1:
         total = max(total // parts.accumulation, 1)
     return total, f"{total}: {', '.join(reversed(words))}", place
-
-
-def loops_around(seen: Seen) -> Iterator[tuple[str, ast.For | ast.While, dict[str, Any]]]:
-    """Yield the file of every loop around the step, the loop and its names, innermost
-    first.
-    """
-    for code, scope, own, line in seen.frames:
-        if is_user_code(code.co_filename):
-            with suppress(OSError, SyntaxError, ValueError):
-                tree = ast.parse(read_source_of(code.co_filename))
-                for loop in _loops_of_function(tree, line):
-                    yield code.co_filename, loop, {**scope, **own}
-
-
-def _loops_of_function(tree: ast.AST, line: int) -> Iterator[ast.For | ast.While]:
-    """Yield the loops of the innermost function that hold a line, innermost first."""
-    inside = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.For | ast.While | ast.FunctionDef)
-        and node.lineno <= line <= (node.end_lineno or node.lineno)
-    ]
-    for node in sorted(inside, key=lambda node: -node.lineno):
-        if isinstance(node, ast.FunctionDef):
-            return
-        yield node
-
-
-def _range_of(loop: ast.For, names: Mapping[str, Any]) -> int | None:
-    """How often a loop over a range of known numbers runs."""
-    call: ast.expr | None = loop.iter
-    while isinstance(call, ast.Call) and ast.unparse(call.func) not in ("range", "builtins.range"):
-        call = call.args[0] if call.args else None  # tqdm(range(n))
-    if not isinstance(call, ast.Call):
-        return None
-    numbers = [_number(arg, names) for arg in call.args]
-    if not numbers or any(number is None for number in numbers):
-        return None
-    return len(range(*map(int, numbers)))  # type: ignore[arg-type]
-
-
-def _number(node: ast.expr, names: Mapping[str, Any]) -> int | None:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        left, right = _number(node.left, names), _number(node.right, names)
-        if left is None or right is None:
-            return None
-        return left + right if isinstance(node.op, ast.Add) else left - right
-    value = node.value if isinstance(node, ast.Constant) else value_of(node, names)
-    return int(value) if isinstance(value, int | float) and value == int(value) else None
 
 
 def _add_precision(parts: Parts, found: Findings) -> None:
@@ -246,7 +220,7 @@ def _add_precision(parts: Parts, found: Findings) -> None:
         found.left.append(Finding("loss scale", words, place))
 
 
-def _add_rest(parts: Parts, found: Findings) -> None:
+def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
     seen = parts.seen
     if seen.compiled is not None:
         words = "torch.compile; set training.compile: true"
@@ -259,15 +233,33 @@ def _add_rest(parts: Parts, found: Findings) -> None:
     for place in list(dict.fromkeys(seen.recorder.decisions))[:3]:
         words = "looks at values of tensors; what it decides by them is as in the first step"
         found.left.append(Finding("values", words, place))
-    random = [m for m in parts.model.modules() if isinstance(m, nn.Dropout) and m.p > 0]
     program = parts.program
     drawn = [program.entries[index] for index in program.needed if program.entries[index].is_random]
-    if random or drawn:
+    random = any(isinstance(m, nn.Dropout) and m.p > 0 for m in parts.model.modules())
+    if random or drawn or compared.draws:
         where = drawn[0].place if drawn else None
         words = "random numbers of model and loss (dropout) follow from training.seed"
         found.differs.append(Finding("random numbers", words, where))
-    if not isinstance(parts.loader.dataset, IterableDataset):
-        dataset: Any = parts.dataset()
-        if isinstance(getattr(dataset, "order", None), Order):
-            words = "that a sample draws (augmentation) follow from training.seed"
-            found.differs.append(Finding("random numbers", words))
+    if not isinstance(parts.loader.dataset, IterableDataset) and _draws_samples(parts.dataset()):
+        words = "that a sample draws (augmentation) follow from training.seed"
+        found.differs.append(Finding("random numbers", words))
+    for place in hand_set(Path(parts.command.file)):
+        words = "set by hand: give the job an lr_scheduler, if this line changes it at any time"
+        found.left.append(Finding("learning rate", words, place))
+    if compared.keeps_gradients:
+        words = "no zero_grad() was seen; pipectl drops the gradients of every step"
+        found.differs.append(Finding("gradients", words, seen.stepped))
+    if parts.accumulation > 1 and len(parts.loader) % parts.accumulation:
+        words = f"an epoch has {len(parts.loader)} batches, no multiple of {parts.accumulation}: "
+        words += "the last step of an epoch takes those that are left"
+        found.differs.append(Finding("accumulation", words, seen.stepped))
+
+
+def _draws_samples(dataset: Any) -> bool:
+    """Whether a sample draws random numbers of generators that all share."""
+    before = SharedGenerators()
+    try:
+        dataset[next(iter(dataset.order(0)))]
+        return before.have_drawn()
+    finally:
+        before.restore()

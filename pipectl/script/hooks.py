@@ -8,8 +8,11 @@
 - ``GradScaler.scale``, ``unscale_``, ``step``, ``update``: the loss is recorded without a scale.
 - ``torch.autocast.__init__``: what is asked for, also where it is not available.
 - ``Optimizer.__init__``, ``LRScheduler.__init__``: which ones there are.
+- ``zero_grad`` of optimizers and modules: that there is one.
 - ``torch.compile``: changes nothing, since stages are compiled by ``training.compile``.
+- ``torch.set_num_threads``: does nothing; ``torch.set_default_device``: no accelerator.
 - ``torch.cuda.is_available`` and its like: no accelerator, because pipectl places the model itself.
+- variables of libraries: no tracking service is told, no window is opened.
 - ``init_process_group``, ``DistributedDataParallel``: refused.
 
 The first step of an optimizer calls a hook of torch's own
@@ -19,8 +22,10 @@ The first step of an optimizer calls a hook of torch's own
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +44,7 @@ from pipectl.errors import CaptureError
 from pipectl.script import loops
 from pipectl.script.order import Generators
 from pipectl.script.program import Place
-from pipectl.script.recorder import Recorder, at, script_place
+from pipectl.script.recorder import Recorder, Recording, at, plain_device, script_place
 
 _RANK_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
@@ -49,7 +54,12 @@ _RANK_VARIABLES = (
     "SLURM_STEP", "PALS_", "CROSS_RANK", "CROSS_SIZE",
 )  # fmt: skip
 """How the names of variables begin by which libraries find that they are one of several ranks."""
+_QUIET = {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg"}
 _IGNORED_STOPS = 20
+_PATIENCE_S = 20.0
+"""For what a script does between two epochs."""
+_FEW = 2
+"""Batches of an evaluation."""
 
 
 class Taken(BaseException):
@@ -82,12 +92,14 @@ class Loading:
         loader: of the script.
         start: the random numbers when it began.
         first: number of its first batch.
+        begun_after: so many steps of the optimizer.
     """
 
     loader: DataLoader[Any]
     start: Generators
     first: int
     place: Place
+    begun_after: int = 0
 
 
 @dataclass
@@ -103,6 +115,12 @@ class Seen:
         frames: of the stack at that time, innermost first: code, globals, locals and line.
         steps: of the optimizer until the script ends; they change no weights.
         ends: of every step so far: the number of recordings.
+        options: of the optimizer's groups, before every step.
+        at_first: called before the first step.
+        shortened: steps after which the first iteration over the training data ends, and others
+            after a few batches; 0 for none.
+        patience_until: time of the monotonic clock until which a script may run on after that.
+        evaluated: loaders that the script evaluates with, with their places.
     """
 
     recorder: Recorder = field(default_factory=Recorder)
@@ -119,12 +137,33 @@ class Seen:
     stops: int = 0
     steps: int = 1
     ends: list[int] = field(default_factory=list)
+    options: list[list[dict[str, Any]]] = field(default_factory=list)
+    at_first: Callable[[Seen], None] = lambda _: None
+    shortened: int = 0
+    patience_until: float = math.inf
+    evaluated: dict[int, tuple[DataLoader[Any], Place]] = field(default_factory=dict)
     adapted: ExitStack = field(default_factory=ExitStack)
 
     @property
     def is_over(self) -> bool:
         """Whether the last step has been reached."""
-        return len(self.ends) >= self.steps
+        if len(self.ends) >= self.steps:
+            return True
+        return self.is_shortened and not self.is_of_first_epoch(self.recorder.recordings[-1])
+
+    def is_of_first_epoch(self, recording: Recording) -> bool:
+        """Whether the batch of a recording is of a first epoch that is cut short."""
+        loading = self.loading_of(recording)
+        return not self.shortened or loading is None or loading.begun_after < self.shortened
+
+    @property
+    def is_shortened(self) -> bool:
+        """Whether iterations over data are to end by now."""
+        return 0 < self.shortened <= len(self.ends)
+
+    def loading_of(self, recording: Recording) -> Loading | None:
+        """The iteration that gave the batch of a recording."""
+        return self.loadings[recording.batches[0]] if recording.batches else None
 
     def adapt(self) -> None:
         """Replace what is to be replaced in libraries that the script has imported."""
@@ -151,8 +190,11 @@ def hooked(seen: Seen) -> Iterator[None]:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Hide the variables that say that this process is a rank of several."""
+    """Hide the variables that say that this process is a rank of several, and let libraries tell
+    nothing to tracking services and open no windows.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
+    kept |= _QUIET
     with mock.patch.dict(os.environ, kept, clear=True):
         yield
 
@@ -171,25 +213,60 @@ def no_accelerator() -> Iterator[None]:
 
 
 def _replacements(seen: Seen) -> Iterator[tuple[Any, str, Any]]:
-    recorder = seen.recorder
     call, clip = nn.Module.__call__, torch.nn.utils.clip_grad
-    yield nn.Module, "__call__", lambda m, *a, **k: recorder.call_module(call, m, a, k)
+    yield nn.Module, "__call__", _calling(seen, call)
+    yield nn.Module, "zero_grad", _dropping(seen, nn.Module.zero_grad)
+    yield Optimizer, "zero_grad", _dropping(seen, Optimizer.zero_grad)
     yield torch.autograd, "backward", lambda tensors, *a, **k: _backward(seen, tensors, a, k)
     for place in (torch.nn.utils, clip):
         yield place, "clip_grad_norm_", _clipper(seen, "norm")
         yield place, "clip_grad_value_", _clipper(seen, "value")
     yield DataLoader, "__iter__", _iterating(seen, DataLoader.__iter__)
-    for owner in (Optimizer, LRScheduler, ReduceLROnPlateau):
+    for owner in (Optimizer, ReduceLROnPlateau, *_kinds_of(LRScheduler)):
         yield owner, "__init__", _noting(seen, owner.__init__)
     yield torch.autocast, "__init__", _autocasting(seen, torch.autocast.__init__)
     yield GradScaler, "scale", lambda self, outputs: _scale(seen, self, outputs)
     yield GradScaler, "unscale_", lambda *_: None
     yield GradScaler, "step", lambda *call, **k: call[1].step(*call[2:], **k)
     yield GradScaler, "update", lambda *_, **__: None
+    yield torch, "set_num_threads", lambda _: None
+    yield torch, "set_default_device", _set_default_device(torch.set_default_device)
     yield torch, "compile", lambda model=None, **_: _uncompiled(seen, model)
     if torch.distributed.is_available():
         yield torch.distributed, "init_process_group", _refuse_process_group
         yield nn.parallel.DistributedDataParallel, "__init__", _refuse_process_group
+
+
+def _kinds_of(kind: type) -> Iterator[type]:
+    """Yield a class and its subclasses that have an ``__init__`` of their own.
+
+    Those of SequentialLR and ChainedScheduler do not call that of LRScheduler.
+    """
+    if "__init__" in vars(kind):
+        yield kind
+    for each in kind.__subclasses__():
+        yield from _kinds_of(each)
+
+
+def _calling(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if seen.is_shortened:
+            _be_patient(seen)
+        return seen.recorder.call_module(original, module, args, kwargs)
+
+    return call
+
+
+def _dropping(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
+    def drop(owner: Any, *args: Any, **kwargs: Any) -> None:
+        seen.recorder.drops += bool(seen.recorder.recordings)
+        original(owner, *args, **kwargs)
+
+    return drop
+
+
+def _set_default_device(original: Callable[..., None]) -> Callable[..., None]:
+    return lambda device: original(plain_device(device))
 
 
 def _clipper(seen: Seen, kind: str) -> Callable[..., Any]:
@@ -205,7 +282,8 @@ def _clipper(seen: Seen, kind: str) -> Callable[..., Any]:
 def _iterating(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
     def iterate(loader: DataLoader[Any]) -> Any:
         start = Generators(loader)
-        loading = Loading(loader, start, len(seen.loadings), script_place())
+        place, begun_after = script_place(), len(seen.ends)
+        loading = Loading(loader, start, len(seen.loadings), place, begun_after)
         return _Batches(seen, loading, original(loader))
 
     return iterate
@@ -216,6 +294,7 @@ class _Batches:
 
     def __init__(self, seen: Seen, loading: Loading, batches: Any) -> None:
         self._seen, self._loading, self._batches = seen, loading, batches
+        self._given = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -227,11 +306,31 @@ class _Batches:
         return getattr(self._batches, name)
 
     def __next__(self) -> Any:
+        if self._seen.is_shortened:
+            self._end_soon()
         batch = next(self._batches)
+        self._given += 1
         number = len(self._seen.loadings)
         self._seen.loadings[number] = self._loading
         self._seen.recorder.batch(number, batch, self._loading)
         return batch
+
+    def _end_soon(self) -> None:
+        """End the first epoch, and evaluations after a few batches."""
+        _be_patient(self._seen)
+        loading = self._seen.loading_of(self._seen.recorder.recordings[0])
+        if loading is not None and loading.loader is self._loading.loader:
+            is_over = self._loading.begun_after < self._seen.shortened
+        else:
+            is_over = self._given >= _FEW
+        if is_over:
+            raise StopIteration
+
+
+def _be_patient(seen: Seen) -> None:
+    """End the script if it has run on for long enough."""
+    if time.monotonic() > seen.patience_until:
+        raise Taken
 
 
 def _noting(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
@@ -322,7 +421,11 @@ def _stop(seen: Seen, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
             seen.frames.append((frame.f_code, frame.f_globals, own, frame.f_lineno))
             frame = frame.f_back
         _refuse_changed_gradients(seen)
+        seen.at_first(seen)
+    seen.options.append(options_of(optimizer))
     seen.ends.append(len(seen.recorder.recordings))
+    if len(seen.ends) == seen.shortened:
+        seen.patience_until = time.monotonic() + _PATIENCE_S
     if not seen.is_over:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -333,6 +436,14 @@ def _stop(seen: Seen, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
         os.write(2, b"pipectl: a bare `except:` of the script keeps it running; name exceptions\n")
         os._exit(3)
     raise Taken
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of every group, such as ``lr``, as they are now."""
+    return [
+        {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _refuse_changed_gradients(seen: Seen) -> None:
@@ -346,4 +457,4 @@ def _refuse_changed_gradients(seen: Seen) -> None:
             )
 
 
-__all__ = ["Clip", "Loading", "Seen", "Taken", "hooked", "one_process"]
+__all__ = ["Clip", "Loading", "Seen", "Taken", "hooked", "one_process", "options_of"]

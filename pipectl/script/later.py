@@ -4,37 +4,44 @@ A job runs the program that was recorded in the first step for every batch. What
 in Python by a step's number or by values of a batch (a weight that is annealed, a state that is
 carried on, an ``if``) is in the program as it was in the first step. So the script runs on for some
 steps, with weights that stay as they are, and its losses are compared with those of the program for
-the same batches, random numbers and buffers.
+the same batches, random numbers and buffers. Learning rates are compared with those that the
+script's schedules make.
+
+After these steps the first epoch is cut short: the iteration over the training data ends, and so do
+evaluations. The first step of the second epoch is compared, too.
 
 Nothing is written meanwhile: ``torch.save`` does nothing, and the comparison ends where the script
-opens a file for writing.
+opens a file for writing, for example (`unwritten.py`).
 """
 
 from __future__ import annotations
 
-import builtins
-import io
 import math
-import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipectl.errors import CaptureError
-from pipectl.script.hooks import Seen, Taken
-from pipectl.script.parts import model_of, program_of
+from pipectl.script.hooks import Seen, Taken, options_of
+from pipectl.script.loops import comes_again, hand_set
+from pipectl.script.optimizers import Schedules, cut_down, follows_evaluations
+from pipectl.script.parts import Parts, model_of, program_of
 from pipectl.script.program import Entry, Outer, Place, Program, Ref, name_of, parts, reach
-from pipectl.script.recorder import Recorder, Recording, at, script_place
+from pipectl.script.recorder import Recorder, Recording, at, memory_of, script_place
 from pipectl.script.run import Command, run_script
+from pipectl.script.unwritten import unwritten
 
 STEPS = 3
+"""Of the first epoch."""
+_AHEAD = 4
+"""Steps that a script may make in its first epoch with batches that it has read ahead."""
 _RELATIVE = 1e-5
 _ABSOLUTE = 1e-8
 _ALIKE = (
@@ -42,6 +49,10 @@ _ALIKE = (
     "of torch"
 )
 _OWN_LOSS = "; or give the job a loss of its own (key loss)"
+_SCHEDULE = (
+    "let a schedule of torch.optim.lr_scheduler set it (LambdaLR takes any function of the step), "
+    "or write a job with `script:` and a schedule of its own (key lr_scheduler)"
+)
 
 
 @dataclass
@@ -49,20 +60,27 @@ class Compared:
     """What was compared.
 
     Args:
-        steps: optimizer steps of the script whose losses are those of the program.
+        steps: optimizer steps of the first epoch whose losses are those of the program.
         reason: why it is no more; empty if nothing is missing.
         place: of the script that the reason is about.
+        epochs: the epochs that these steps and the last one are of: 1 or 2.
+        keeps_gradients: whether the script was not seen to drop the gradients of a step.
+        draws: whether the first step draws random numbers.
     """
 
     steps: int
     reason: str = ""
     place: Place | None = None
+    epochs: int = 1
+    keeps_gradients: bool = False
+    draws: bool = False
 
     @property
     def sentence(self) -> str:
         """All this in words, without the place."""
         if not self.reason:
-            return f"the losses of {self.steps} steps are those of the script"
+            more = ", and of the first one of a second epoch," if self.epochs > 1 else ""
+            return f"the losses of {self.steps} steps{more} are those of the script"
         number = self.steps or "none"
         return f"{number} of the first {STEPS} steps were compared with the script: {self.reason}"
 
@@ -83,15 +101,56 @@ class _Difference(NamedTuple):
     leads_to_model: bool = False
 
 
-def compare_steps(command: Command) -> Compared:
+class _Rates:
+    """What the options of the optimizer will be by the script's schedules alone, without those that
+    follow a metric: these change nothing at the first one.
+
+    Args:
+        parts: of the script, before its first step.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        groups = parts.optimizer.param_groups
+        self._optimizer = cut_down(parts.optimizer, {id(p): p for g in groups for p in g["params"]})
+        self._schedules: Schedules | None = None
+        if not any(map(follows_evaluations, parts.schedules)):
+            self._schedules = parts.make_schedules(self._optimizer)
+
+    def step(self, *, of_epoch: bool) -> list[dict[str, Any]]:
+        """Return the options after another step; ``of_epoch`` if it is the last of an epoch."""
+        if self._schedules is not None:
+            (self._schedules.step_of_epoch if of_epoch else self._schedules.step)()
+        return options_of(self._optimizer)
+
+
+def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     """Run a script for its first steps, with the weights it begins with, and compare them.
 
+    Args:
+        own_schedule: whether the job has a schedule of its own, so that those of the script do not
+            matter.
+
     Raises:
-        CaptureError: a loss of the script is another one than that of the program.
+        CaptureError: a loss of the script is another one than that of the program; or it sets
+            learning rates or weights by hand.
     """
     seen = Seen(recorder=Recorder(follows=True), steps=STEPS)
+    rates: list[_Rates] = []
+
+    def begin(seen: Seen) -> None:
+        if not own_schedule:
+            rates.append(_Rates(Parts.taken(command, seen)))
+        if comes_again(seen.frames):
+            seen.shortened, seen.steps = STEPS, STEPS + _AHEAD
+
+    seen.at_first = begin
     compared = Compared(STEPS)
-    with _unwritten(seen, compared):
+
+    def end(words: str) -> None:
+        compared.reason, compared.place = f"the script {words} after its first step", script_place()
+        raise Taken
+
+    with unwritten(lambda: bool(seen.ends), end):
         try:
             run_script(command, seen)
         except CaptureError as error:
@@ -100,48 +159,129 @@ def compare_steps(command: Command) -> Compared:
         return Compared(0, compared.reason)
     for module, was_training in seen.recorder.training.items():
         module.training = was_training
-    _compare(seen, compared)
-    if compared.steps == STEPS:
-        compared.reason = ""
+    steps = _steps_of(seen)
+    _refuse_written(seen, model_of(seen, steps[0].recordings[0]))
+    _compare(seen, steps, compared)
+    _refuse_changed_options(command, seen, steps, rates)
+    compared.epochs = steps[-1].epoch
+    compared.draws = steps[0].recordings[0].draws
+    compared.keeps_gradients = len(steps) > 1 and not seen.recorder.drops
+    if compared.steps >= STEPS:
+        compared.reason, compared.place = "", None
     elif not compared.reason:
         compared.reason = f"the script ends after {compared.steps}"
     return compared
 
 
-def _compare(seen: Seen, compared: Compared) -> None:
-    recordings = seen.recorder.recordings[: seen.ends[-1]]
-    first = recordings[0]
+class _Step(NamedTuple):
+    """A step of the script.
+
+    Args:
+        number: from 1.
+        recordings: of its backwards.
+        epoch: 1, or 2 after the first epoch has been cut short.
+    """
+
+    number: int
+    recordings: list[Recording]
+    epoch: int
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"step {self.number}" if self.epoch == 1 else "the first step of a second epoch"
+
+
+def _steps_of(seen: Seen) -> list[_Step]:
+    """Return the steps that the script has made."""
+    steps, begin, recordings = list[_Step](), 0, seen.recorder.recordings
+    for number, end in enumerate(seen.ends, 1):
+        own, begin = recordings[begin:end], end
+        steps.append(_Step(number, own, 1 if seen.is_of_first_epoch(own[-1]) else 2))
+    return steps
+
+
+def _compare(seen: Seen, steps: list[_Step], compared: Compared) -> None:
+    first = steps[0].recordings[0]
     model = model_of(seen, first)
     program = program_of(first, model)
     follows_random = True
-    for index, recording in enumerate(recordings):
-        step = 1 + sum(index >= end for end in seen.ends)
-        which = f"step {step}" if step > 1 or index == 0 else f"batch {index + 1} of step 1"
-        found = _difference(first, recording, which)
-        if found is not None and found.is_number:
-            raise _refusal(found)
-        if len(recording.batches) != 1:
-            words = f"{which} reads {len(recording.batches)} batches of the DataLoader"
-            compared.steps, compared.reason, compared.place = step - 1, words, recording.place
-            return
-        own = float(recording.value)
-        try:
-            value = _replayed(program, model, recording)
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
-            words = f"what the first step computes cannot be computed in {which}: {error}"
-            raise _refusal(found or _Difference(program.place, words)) from error
-        if _is_close(value, own) or not follows_random:
-            continue
-        if index == 0 and recording.draws:
-            follows_random = False
-            compared.reason = "draws random numbers in another order than pipectl does"
-            compared.place = recording.place
-            continue
-        words = f"the loss of {which} is {own:.6g}, but computed as in the first step {value:.6g}"
-        if found is not None:
-            raise _refusal(found._replace(words=f"{found.words} ({words})"))
-        raise _refusal(_Difference(recording.place, words))
-    compared.steps = len(seen.ends) if follows_random else 0
+    for step in steps:
+        for index, recording in enumerate(step.recordings):
+            is_later = step.number > 1 or index == 0
+            which = step.name if is_later else f"batch {index + 1} of step 1"
+            found = _difference(first, recording, which)
+            if found is not None and found.is_number:
+                raise _refusal(found)
+            if len(recording.batches) != 1:
+                words = f"{which} reads {len(recording.batches)} batches of the DataLoader"
+                compared.steps = step.number - 1
+                compared.reason, compared.place = words, recording.place
+                return
+            own = float(recording.value)
+            try:
+                value = _replayed(program, model, recording)
+            except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
+                words = f"what the first step computes cannot be computed in {which}: {error}"
+                raise _refusal(found or _Difference(program.place, words)) from error
+            if _is_close(value, own) or not follows_random:
+                continue
+            if recording is first and recording.draws:
+                follows_random = False
+                compared.reason = "draws random numbers in another order than pipectl does"
+                compared.place = recording.place
+                continue
+            words = f"the loss of {which} is {own:.6g}, but computed as in the first step "
+            words += f"{value:.6g}"
+            if found is not None:
+                raise _refusal(found._replace(words=f"{found.words} ({words})"))
+            raise _refusal(_Difference(recording.place, words))
+    compared.steps = sum(step.epoch == 1 for step in steps) if follows_random else 0
+
+
+def _refuse_written(seen: Seen, model: nn.Module) -> None:
+    """Refuse a script that writes weights or buffers of the model besides its optimizer."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        place = seen.recorder.written.get(memory_of(tensor))
+        if place is not None and tensor.numel():
+            raise CaptureError(
+                f"{at(place)}: writes {name} of the model outside of its forward and the optimizer",
+                cure="pipectl runs nothing of the loop but the step: let the forward do it "
+                "(torch.nn.utils.parametrize, for weights within limits), or leave it out",
+            )
+
+
+def _refuse_changed_options(
+    command: Command, seen: Seen, steps: list[_Step], rates: list[_Rates]
+) -> None:
+    """Refuse a script that sets options of its optimizer by hand."""
+    for expected in rates:
+        for before, step in pairwise(steps):
+            made = expected.step(of_epoch=before.epoch < step.epoch)
+            for key, own, other in _changed_options(seen.options[step.number - 1], made):
+                place = next(iter(hand_set(Path(command.file), key)), seen.stepped)
+                words = f"{key} of the optimizer is {own} in {step.name}, and {other} by the "
+                raise CaptureError(f"{at(place)}: {words}script's schedules", cure=_SCHEDULE)
+
+
+def _changed_options(
+    own: list[dict[str, Any]], made: list[dict[str, Any]]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the options of groups that differ, with both values in words."""
+    for group, other in zip(own, made, strict=False):
+        for key, value in group.items():
+            if not _is_option(value, other.get(key)):
+                yield key, _words(value), _words(other.get(key))
+
+
+def _is_option(own: Any, made: Any) -> bool:
+    """Whether the value of an option is what it should be; true of what is no number."""
+    kinds = int, float
+    if isinstance(own, list | tuple) and isinstance(made, list | tuple):
+        return all(map(_is_option, own, made))
+    if not isinstance(own, kinds) or not isinstance(made, kinds):
+        return True
+    return math.isclose(own, made, rel_tol=1e-9, abs_tol=1e-15)
 
 
 def _refusal(found: _Difference) -> CaptureError:
@@ -163,7 +303,7 @@ def _replayed(program: Program, model: nn.Module, recording: Recording) -> float
     batch = {name_of(path): reach(recording.batch, path) for path in (*inputs, *targets)}
     kind = recording.autocast
     with torch.autocast("cpu", dtype=kind) if kind is not None else nullcontext():
-        return float(program.loss(model, program.forward(model, batch), batch).detach())
+        return float(program.loss(model, 1, program.forward(model, batch), batch).detach())
 
 
 # Where two recordings differ.
@@ -233,34 +373,3 @@ def _words(value: Any) -> str:
     if isinstance(value, Ref):
         return "a result of this step"
     return "a tensor from outside the step" if isinstance(value, Outer) else "a value of Python"
-
-
-# Nothing is written.
-
-
-@contextmanager
-def _unwritten(seen: Seen, compared: Compared) -> Iterator[None]:
-    """Keep a script from writing files once it has made its first step."""
-    save = torch.save
-
-    def save_later(*args: Any, **kwargs: Any) -> None:
-        if not seen.ends:
-            save(*args, **kwargs)
-
-    def opening(original: Callable[..., Any]) -> Callable[..., Any]:
-        def opened(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-            is_file = not isinstance(file, int) and file != os.devnull  # no pipe, say
-            is_written = isinstance(mode, str) and is_file and set(mode) & set("wax+")
-            if seen.ends and is_written and threading.current_thread() is threading.main_thread():
-                compared.reason = "the script opens a file for writing after its first step"
-                compared.place = script_place()
-                raise Taken
-            return original(file, mode, *args, **kwargs)
-
-        return opened
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch, "save", save_later))
-        for module in (builtins, io):
-            stack.enter_context(mock.patch.object(module, "open", opening(module.open)))
-        yield

@@ -1,18 +1,36 @@
-"""Training loops of libraries, recognised by name when the script has imported them.
+"""The loops around the optimizer's step: those of the script, by its text, and of libraries.
 
-Most need nothing of their own: the ``Trainer`` of transformers and of TRL, accelerate and Lightning
-call modules, ``DataLoader``, ``backward`` and optimizers like any script.
+Loops of libraries are recognised by name when the script has imported them. Most need nothing of
+their own: the ``Trainer`` of transformers and of TRL, accelerate and Lightning call modules,
+``DataLoader``, ``backward`` and optimizers like any script.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from pipectl.faults import is_user_code
+from pipectl.spec.code import read_source
+
 Frame = tuple[CodeType, dict[str, Any], dict[str, Any], int]
 """Of the stack: its code, globals, locals and line."""
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+Loop = ast.For | ast.While
+"""Of a script."""
 
 Replacement = tuple[Any, str, Any]
 """An object, the name of its attribute, and what replaces it."""
@@ -79,4 +97,96 @@ def interval_of_trainer(
         if config.scheduler is schedule:
             steps = 1 if config.interval == "step" else per_epoch()
             return steps * int(config.frequency)
+    return None
+
+
+# Loops of the script.
+
+
+def comes_again(frames: Iterable[Frame]) -> bool:
+    """Whether the innermost loop around a step is within another one that will run it again."""
+    frames = list(frames)
+    if any(_trainer(frames, name) is not None for name in ("transformers.trainer", "lightning")):
+        return False
+    outer = list(loops_around(frames))[1:]
+    return any(
+        isinstance(loop, ast.While) or (range_of(loop, names) or 0) > 1 for _, loop, names in outer
+    )
+
+
+def loops_around(frames: Iterable[Frame]) -> Iterator[tuple[str, Loop, dict[str, Any]]]:
+    """Yield the file of every loop around the step, the loop and its names, innermost
+    first.
+    """
+    for code, scope, own, line in frames:
+        if is_user_code(code.co_filename):
+            with suppress(OSError, SyntaxError, ValueError):
+                tree = ast.parse(read_source(Path(code.co_filename)))
+                for loop in _loops_of_function(tree, line):
+                    yield code.co_filename, loop, {**scope, **own}
+
+
+def _loops_of_function(tree: ast.AST, line: int) -> Iterator[Loop]:
+    """Yield the loops of the innermost function that hold a line, innermost first."""
+    inside = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For | ast.While | ast.FunctionDef)
+        and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    for node in sorted(inside, key=lambda node: -node.lineno):
+        if isinstance(node, ast.FunctionDef):
+            return
+        yield node
+
+
+def range_of(loop: ast.For, names: Mapping[str, Any]) -> int | None:
+    """How often a loop over a range of known numbers runs."""
+    call: ast.expr | None = loop.iter
+    while isinstance(call, ast.Call) and not ast.unparse(call.func).endswith("range"):  # trange
+        call = call.args[0] if call.args else None  # tqdm(range(n))
+    if not isinstance(call, ast.Call):
+        return None
+    numbers = [_number(arg, names) for arg in call.args]
+    if not numbers or any(number is None for number in numbers):
+        return None
+    return len(range(*map(int, numbers)))  # type: ignore[arg-type]
+
+
+def _number(node: ast.expr, names: Mapping[str, Any]) -> int | None:
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _number(node.left, names), _number(node.right, names)
+        if left is None or right is None or (isinstance(node.op, ast.FloorDiv) and not right):
+            return None
+        return _OPERATORS[type(node.op)](left, right)
+    value = node.value if isinstance(node, ast.Constant) else value_of(node, names)
+    return int(value) if isinstance(value, int | float) and value == int(value) else None
+
+
+def hand_set(script: Path, option: str = "lr") -> list[tuple[str, int]]:
+    """Return the places where a script, or a file in its directory that it has imported, sets an
+    option of its optimizer by hand, as ``group["lr"] = rate`` does.
+    """
+    found = []
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    for file in dict.fromkeys((str(script), *files)):
+        if file and Path(file).is_relative_to(script.parent) and is_user_code(file):
+            with suppress(OSError, SyntaxError, ValueError):
+                tree = ast.parse(read_source(Path(file)))
+                lines = sorted(node.lineno for node in ast.walk(tree) if _sets(node, option))
+                found += [(file, line) for line in lines]
+    return found
+
+
+def _sets(node: ast.AST, option: str) -> bool:
+    is_set = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    return is_set and isinstance(node.slice, ast.Constant) and node.slice.value == option
+
+
+def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """The value of a name or an attribute of one; None if there is none."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return getattr(value_of(node.value, names), node.attr, None)
     return None

@@ -10,14 +10,17 @@ import ast
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
 
 from pipectl.faults import is_user_code
 from pipectl.script.hooks import Seen
+from pipectl.script.loops import value_of
 from pipectl.spec.code import read_source
 
 
@@ -43,23 +46,42 @@ class Schedules:
     """The script's learning-rate schedules, for another optimizer.
 
     Args:
-        schedules: of the script.
+        schedules: of the script, each with the optimizer steps between two of its steps.
         optimizer: to set the rates of.
-        every: optimizer steps between two steps of the schedules.
     """
 
-    def __init__(self, schedules: list[Any], optimizer: Any, every: int) -> None:
-        self._schedules = [_moved(each, optimizer, {}) for each in schedules]
-        self._every, self._steps = every, 0
+    def __init__(self, schedules: list[tuple[Any, int]], optimizer: Any) -> None:
+        self._schedules = [(moved(each, optimizer), every) for each, every in schedules]
+        self._steps = 0
 
     def step(self) -> None:
         """Change the rates, if it is time for it."""
         self._steps += 1
-        if self._steps % self._every == 0:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns that it saw no step of the optimizer
-                for schedule in self._schedules:
+        self._step(lambda every: self._steps % every == 0)
+
+    def step_of_epoch(self) -> None:
+        """Change the rates as after the last step of an epoch, in which the script has made fewer
+        steps than usual.
+        """
+        self._steps += 1
+        self._step(lambda every: every > 1 or self._steps % every == 0)
+
+    def _step(self, is_due: Callable[[int], bool]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that it saw no step of the optimizer
+            for schedule, every in self._schedules:
+                if is_due(every):
                     schedule.step()
+
+
+def moved(schedule: Any, optimizer: Any) -> Any:
+    """Return a copy of a schedule for another optimizer."""
+    return _moved(schedule, optimizer, {})
+
+
+def follows_evaluations(schedule: Any) -> bool:
+    """Whether a step of a schedule takes a metric, as that of ``ReduceLROnPlateau`` does."""
+    return isinstance(schedule, ReduceLROnPlateau)
 
 
 def _moved(schedule: Any, optimizer: Any, known: dict[int, Any]) -> Any:
@@ -116,7 +138,7 @@ def steps_with_optimizer(seen: Seen, schedule: Any) -> bool | None:
         if not is_user_code(code.co_filename):
             continue
         try:
-            tree = ast.parse(read_source_of(code.co_filename))
+            tree = ast.parse(read_source(Path(code.co_filename)))
         except (OSError, SyntaxError, ValueError):
             continue
         part, is_loop = _part_around(tree, line)
@@ -129,26 +151,10 @@ def steps_with_optimizer(seen: Seen, schedule: Any) -> bool | None:
     return found
 
 
-def read_source_of(file: str) -> bytes:
-    """The text of a file."""
-    from pathlib import Path
-
-    return read_source(Path(file))
-
-
 def _stepped(node: ast.AST) -> ast.expr | None:
     """What a call of ``.step()`` steps; None for any other node."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return node.func.value if node.func.attr == "step" else None
-    return None
-
-
-def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of a name or an attribute of one; None if there is none."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    if isinstance(node, ast.Attribute):
-        return getattr(value_of(node.value, names), node.attr, None)
     return None
 
 

@@ -108,10 +108,19 @@ class Order:
             # As an iterator of the loader does for its processes.
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
             batches: Any = self._loader.batch_sampler
-            indices = array("q", (int(index) for batch in batches for index in batch))
+            drawn = [[int(index) for index in batch] for batch in batches]
+            indices = array("q", (index for batch in drawn for index in batch))
             self._next = Generators(self._loader)
         finally:
             before.restore()
+        sizes = {len(batch) for batch in drawn[:-1]}
+        if len(sizes) > 1 or (sizes and len(drawn[-1]) > max(sizes)):
+            raise CaptureError(
+                f"the batch_sampler of the DataLoader ({type(batches).__name__}) gives batches of "
+                "several sizes, and those of a job have training.batch_size samples",
+                cure="let it give batches of one size; or give the DataLoader a batch_size and a "
+                "sampler",
+            )
         return indices
 
 

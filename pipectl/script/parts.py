@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader
 from pipectl.errors import CaptureError
 from pipectl.script.hooks import Loading, Seen
 from pipectl.script.loops import interval_of_trainer
-from pipectl.script.optimizers import Schedules, cut_down, schedules_of, steps_with_optimizer
+from pipectl.script.optimizers import (
+    Schedules,
+    cut_down,
+    follows_evaluations,
+    moved,
+    schedules_of,
+    steps_with_optimizer,
+)
 from pipectl.script.order import Collate, samples_of
 from pipectl.script.program import (
     BATCH,
@@ -30,13 +37,17 @@ from pipectl.script.recorder import Recording, at
 from pipectl.script.run import Command, run_script
 
 _UNFOLLOWED = {"item", "__float__", "__int__", "__index__"}
-_WRAP = """wrap it so that pipectl can draw samples:
+_WRAP = """let a DataLoader give it, so that pipectl can draw samples. Tensors as samples:
+    dataset = torch.utils.data.TensorDataset(x, y)
+a list of samples is a dataset as it is (of several lengths: with batch_size=1). Windows of a text:
     class Windows(torch.utils.data.Dataset):
         def __len__(self): return len(data) - block_size
         def __getitem__(self, i):
             return data[i : i + block_size], data[i + 1 : i + 1 + block_size]
-    loader = torch.utils.data.DataLoader(Windows(), batch_size=batch_size, shuffle=True)
-and train in: for x, y in loader: ..."""
+    dataset = Windows()
+and train with it:
+    loader = torch.utils.data.DataLoader(dataset, batch_size=batch_size, shuffle=True)
+    for x, y in loader: ..."""
 
 
 class Modules(nn.Module):
@@ -77,17 +88,26 @@ class Parts:
         Raises:
             CaptureError: the script fails, or does what no pipeline can follow.
         """
-        seen = run_script(command)
+        parts = cls.taken(command, run_script(command))
+        _reset(parts.seen, parts.model)
+        return parts
+
+    @classmethod
+    def taken(cls, command: Command, seen: Seen) -> Parts:
+        """Take the parts of a script that has come to its first step.
+
+        Raises:
+            CaptureError: see :meth:`of`.
+        """
         recordings = seen.recorder.recordings
         first = recordings[0]
         loading = _loading_of(seen, first)
         _refuse_other_optimizers(seen)
         model = model_of(seen, first)
-        program = program_of(first, model, factor=len(recordings))
+        program = program_of(first, model)
         _refuse_unfollowed(program)
         _refuse_untrained(seen, model)
         _refuse_clips(seen, model)
-        _reset(seen, model)
         return cls(command, seen, model, program, loading)
 
     @property
@@ -135,12 +155,18 @@ class Parts:
         collate = Collate(self.loader.collate_fn, inputs, targets, self.command.place)
         return samples_of(self.loader, collate, self.loading.start)
 
-    @property
-    def loss(self) -> Callable[[Any, Any], Tensor]:
-        """The script's loss, called with outputs and targets; it holds the model and the program
-        alone, because a capture looks at the state of all that a loss holds.
+    def loss(self, *, adds_up: bool) -> Callable[[Any, Any], Tensor]:
+        """Return the script's loss, called with outputs and targets.
+
+        It holds the model and the program alone, because a capture looks at the state of all that a
+        loss holds.
+
+        Args:
+            adds_up: whether the losses of micro-batches are added up, as the script adds up the
+                gradients of several backwards; otherwise these are means.
         """
-        return partial(self.program.loss, self.model)
+        factor = 1 if adds_up else self.accumulation
+        return partial(self.program.loss, self.model, factor)
 
     def make_optimizer(self, own: Mapping[str, nn.Parameter]) -> Optimizer:
         """Return the script's optimizer for some parameters, by their names in the model."""
@@ -152,17 +178,32 @@ class Parts:
         """The parameters that the script's optimizer holds, by name."""
         return dict(self.model.named_parameters())
 
-    def make_schedules(self, optimizer: Any) -> Schedules | None:
-        """Return the script's learning-rate schedules for an optimizer."""
+    def make_schedules(self, optimizer: Any) -> Any:
+        """Return the script's learning-rate schedules for an optimizer; None if it has none.
+
+        Raises:
+            CaptureError: one of them follows what the job does not evaluate.
+        """
         if not self.schedules:
             return None
-        every = {self.steps_between(each) for each in self.schedules}
-        if len(every) > 1:
+        followers = list(filter(follows_evaluations, self.schedules))
+        if not followers:
+            every = [(each, self.steps_between(each)) for each in self.schedules]
+            return Schedules(every, optimizer)
+        place = at(self.seen.made[id(followers[0])][1])
+        if len(self.schedules) > 1:
             raise CaptureError(
-                "script: one learning-rate schedule steps with the optimizer, another after epochs",
-                cure="write a schedule of your own under lr_scheduler in the job",
+                f"{place}: this schedule follows a metric, and the script has others besides",
+                cure="write one schedule of your own under lr_scheduler in the job",
             )
-        return Schedules(self.schedules, optimizer, every.pop())
+        if followers[0].mode != "min":
+            raise CaptureError(
+                f"{place}: this schedule follows a metric that rises, and pipectl gives schedules "
+                "the loss of evaluations",
+                cure="let it follow the loss (mode='min'), or name another schedule under "
+                "lr_scheduler in the job",
+            )
+        return moved(followers[0], optimizer)
 
     def steps_between(self, schedule: Any) -> int:
         """Optimizer steps between two steps of a schedule: 1, or those of an epoch."""
@@ -179,14 +220,14 @@ class Parts:
         return max(len(self.loader) // self.accumulation, 1)
 
 
-def program_of(recording: Recording, model: nn.Module, factor: int = 1) -> Program:
+def program_of(recording: Recording, model: nn.Module) -> Program:
     """Return a recording whose modules and parameters are named by their paths in the model."""
     names = {id(m): name for name, m in model.named_modules()}
     states: dict[int, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         states[id(tensor)] = name
     entries = [_named(entry, names, states) for entry in recording.entries]
-    return Program(entries, recording.loss, factor)
+    return Program(entries, recording.loss)
 
 
 def _named(entry: Entry, names: Mapping[int, str], states: Mapping[int, str]) -> Entry:

@@ -120,12 +120,11 @@ class Program:
     Args:
         entries: of a whole step, in order; modules are named by their paths in the model.
         loss: the value that the script calls ``backward()`` on.
-        factor: of the loss: the number of backwards of a step, whose gradients the script adds up.
     """
 
-    def __init__(self, entries: Sequence[Entry], loss: Ref, factor: int = 1) -> None:
+    def __init__(self, entries: Sequence[Entry], loss: Ref) -> None:
         self.entries = list(entries)
-        self._loss, self._factor = loss, factor
+        self._loss = loss
         self.needed = self._closure([loss.entry], stops=())
         modules = [index for index in self.needed if self.entries[index].is_module]
         self.modules = modules
@@ -153,13 +152,15 @@ class Program:
         carried = [values[index] for index in self._carried]
         return carried[0] if len(carried) == 1 else carried
 
-    def loss(self, model: nn.Module, outputs: Any, targets: Mapping[str, Any]) -> Tensor:
-        """Return the loss of the outputs of :meth:`forward`."""
+    def loss(
+        self, model: nn.Module, factor: int, outputs: Any, targets: Mapping[str, Any]
+    ) -> Tensor:
+        """Return the loss of the outputs of :meth:`forward`, times a factor."""
         carried = [outputs] if len(self._carried) == 1 else outputs
         values = dict(zip(self._carried, carried, strict=True))
         values = self._run(self.loss_part, values, targets, model)
         loss: Tensor = reach(values[self._loss.entry], self._loss.path)
-        return loss if self._factor == 1 else loss * self._factor
+        return loss if factor == 1 else loss * factor
 
     @property
     def place(self) -> Place:

@@ -38,9 +38,12 @@ from pipectl.script.program import (
 )
 
 _SIZES = {"size", "shape", "__len__", "numel", "nelement", "dim", "ndim"}
-_VALUES = {"item", "__float__", "__int__", "__index__"}
-_LEAVES = {"numpy", "tolist", "__array__", "__bool__", "__contains__"}
-"""Methods through which values of tensors reach Python."""
+_VALUES = {"item"}
+_LEAVES = {
+    "numpy", "tolist", "__array__", "__bool__", "__contains__", "__float__", "__int__", "__index__",
+}  # fmt: skip
+"""Methods through which values of tensors reach Python; of the last ones Python forgets where they
+are from."""
 _MOVES = {"to", "cuda", "cpu", "pin_memory", "type_as"}
 _MAKES = {
     "arange", "bernoulli", "empty", "empty_like", "eye", "full", "full_like", "linspace",
@@ -59,6 +62,8 @@ _SHAPED = {
     "new_zeros", "new_ones", "new_full", "unflatten",
 }  # fmt: skip
 """Functions that take a shape, or a number of samples."""
+_NO_VALUES = ("grad", "requires_grad")
+"""Attributes of tensors; to set them changes no value."""
 _SMALLEST_BATCH = 2
 _KEPT_BATCHES = 4
 
@@ -143,11 +148,16 @@ class Recorder(TorchFunctionMode):
         training: whether each module was in training mode before it was called in a step.
         buffers: copies of the buffers of called modules, from before their first call.
         decisions: lines that look at values of tensors.
+        written: memory that is written outside of modules after the first ``backward()``, with the
+            line; only of a recorder that follows.
+        drops: how often gradients were set, to None say, since then.
     """
 
     def __init__(self, *, follows: bool = False) -> None:
         super().__init__()
         self.follows = follows
+        self.written: dict[int, Place] = {}
+        self.drops = 0
         self.recordings: list[Recording] = []
         self.training: dict[nn.Module, bool] = {}
         self.buffers: dict[Tensor, Tensor] = {}
@@ -248,9 +258,11 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch, and record it."""
         kwargs = _here(dict(kwargs or {}))
-        args = tuple(_plain_device(arg) for arg in args)
+        args = tuple(plain_device(arg) for arg in args)
         if getattr(func, "__name__", "") in _ELSEWHERE:  # tensor.cuda()
             return args[0]
+        if self.follows and self.recordings and not self._depth:
+            self._note_write(func, args)
         if self._depth or not (self._batches or self._entries):
             return func(*args, **kwargs)
         name = _name_of(func)
@@ -283,8 +295,8 @@ class Recorder(TorchFunctionMode):
             found = self._refs.get(id(written))
             if found is None and isinstance(written, Tensor) and tensors:
                 return result  # a tensor of the script's own, which it adds up results in
-            own = written.untyped_storage().data_ptr() if isinstance(written, Tensor) else 0
-            if any(own == each.untyped_storage().data_ptr() for each in self._batch_tensors()):
+            own = memory_of(written)
+            if any(own == memory_of(each) for each in self._batch_tensors()):
                 raise CaptureError(
                     f"{at(place)}: writes into a tensor of the batch",
                     cure="write into a copy: x = x.clone()",
@@ -304,6 +316,22 @@ class Recorder(TorchFunctionMode):
         if name in _SIZES | _VALUES:
             return self._numbers(result, index)
         return result
+
+    def _note_write(self, func: Any, args: Any) -> None:
+        """Note what a function writes, weights for example, or that it sets gradients."""
+        if getattr(getattr(func, "__self__", None), "__name__", "") in _NO_VALUES:
+            self.drops += func.__self__.__name__ == "grad" and func.__name__ == "__set__"
+        elif args and _writes(_name_of(func)):
+            # module.to(device) sets what is there already.
+            read = [] if func.__name__ != "__set__" else [memory_of(each) for each in args[1:]]
+            for _, tensor in leaves_of(args[0]):
+                if (memory := memory_of(tensor)) and memory not in read:
+                    self.written.setdefault(memory, script_place())
+
+    def length(self, value: Any) -> int:
+        """What ``len`` gives the script: the size of a batch remembers where it is from."""
+        is_recorded = not self._depth and isinstance(value, Tensor) and id(value) in self._refs
+        return len(value) if not is_recorded else value.size(0)
 
     def _with_size(self, args: Any) -> Any:
         """Arguments of a function that takes a shape, with the size of the batch in the place of an
@@ -417,6 +445,12 @@ def _with_batch(entry: Entry, number: int) -> Entry:
     return entry
 
 
+def memory_of(value: Any) -> int:
+    """The address of a tensor's memory; 0 without one."""
+    is_strided = isinstance(value, Tensor) and value.layout is torch.strided
+    return value.untyped_storage().data_ptr() if is_strided else 0
+
+
 def _has_grad(module: nn.Module) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
@@ -435,7 +469,7 @@ def _writes(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _plain_device(value: Any) -> Any:
+def plain_device(value: Any) -> Any:
     """The CPU in the place of an accelerator."""
     if isinstance(value, torch.device):
         return torch.device("cpu") if value.type in _ELSEWHERE else value
@@ -447,6 +481,6 @@ def _plain_device(value: Any) -> Any:
 def _here(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments that name no accelerator."""
     if kwargs.get("device") is not None:
-        kwargs["device"] = torch.device(_plain_device(kwargs["device"]))
+        kwargs["device"] = torch.device(plain_device(kwargs["device"]))
     kwargs.pop("non_blocking", None)
     return kwargs

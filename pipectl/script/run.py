@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import random
 import sys
@@ -66,6 +67,7 @@ def run_script(command: Command, seen: Seen | None = None) -> Seen:
     seen = Seen() if seen is None else seen
     try:
         with hooked(seen), as_main(command) as (code, space):
+            space["__builtins__"] = {**vars(builtins), "len": seen.recorder.length}
             exec(code, space)  # noqa: S102
     except Taken:
         return seen

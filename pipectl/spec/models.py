@@ -186,9 +186,20 @@ class Loss(Part):
     factory: types.LossReference
     """The loss function or class; `model`: the model returns its loss; or `script`."""
     weight: types.WeightReference = "samples"
-    """Weight of a micro-batch in the loss of a step or evaluation: its number of `samples`, or a
+    """Weight of a micro-batch in the loss of a step or evaluation: its number of `samples`; or a
     function of its `targets`, such as the number of valid tokens, if the loss is a mean
-    [over these](reading-a-plan.md#how-the-loss-is-weighted)."""
+    [over these](reading-a-plan.md#how-the-loss-is-weighted); or `sum`, if the loss is a sum over
+    samples: then the losses of micro-batches are added up."""
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the losses of micro-batches are added up."""
+        return self.weight == types.SUM
+
+    @property
+    def weigher(self) -> str | None:
+        """What names the function that weighs micro-batches; None if there is none."""
+        return None if self.weight in (types.SAMPLES, types.SUM) else self.weight
 
 
 class EarlyStopping(types.Section):

@@ -38,6 +38,8 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _NUMBERS = ("int_type", "float_type", "bool_type")
 _MAX_PLACES = 3
 """Maximum number of keys that a message offers."""
+_OF_SCRIPT = ("model", "loss", "data")
+"""Sections that a job needs if it has no script."""
 _TYPES = {"object": "a mapping", "array": "a list"}
 
 Schema = dict[str, Any]
@@ -107,7 +109,38 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 def json_schema() -> Schema:
     """The schema, shared by all callers: do not modify it."""
     schema = JobSpec.model_json_schema(schema_generator=_Generator)
-    return {"$schema": _DIALECT, "title": "pipectl job spec", **schema}
+    return {"$schema": _DIALECT, "title": "pipectl job spec", **_with_script(schema)}
+
+
+def _with_script(schema: Schema) -> Schema:
+    """The same for a job without a script; the parts that a script makes may be left out."""
+    parts = {}
+    for name in ("Model", "Loss", "Data", "Optimizer", "Part"):
+        of_part = schema["$defs"][name]["anyOf"]
+        (section,) = (item for item in of_part if "properties" in item)
+        (word,) = (item for item in of_part if item.get("type") == "string")
+        factory = next(alternatives(section["properties"]["factory"]))
+        word.update({key: factory[key] for key in ("title", "pattern")})
+        part = name.lower()
+        if part not in _OF_SCRIPT:
+            continue
+        section["required"].remove("factory")
+        if not section["required"]:
+            del section["required"]
+        parts[part] = {"if": {"type": "object"}, "then": {"required": ["factory"]}}
+    return {
+        **schema,
+        "required": [name for name in schema["required"] if name not in parts],
+        "if": {"required": ["script"], "properties": {"script": {"type": "object"}}},
+        "else": {"required": [*parts], "properties": parts},
+    }
+
+
+def required_keys(schema: Schema) -> dict[str, bool]:
+    """The keys that a mapping must have, and whether also in a job with a script."""
+    section = next((item for item in alternatives(schema) if "properties" in item), {})
+    more = section.get("else", {}).get("required", ())
+    return {**dict.fromkeys(more, False), **dict.fromkeys(section.get("required", ()), True)}
 
 
 def schema_at(path: Sequence[str | int]) -> Schema | None:
@@ -258,7 +291,7 @@ def _paths() -> list[KeyPath]:
     while waiting:
         outer = waiting.pop()
         schema = schema_at(outer) or {}
-        needed = {name for item in alternatives(schema) for name in item.get("required", ())}
+        needed = required_keys(schema)
         inner: list[tuple[str | int, ...]] = [(*outer, name) for name in properties(schema)]
         found += [(each[-1] not in needed, len(each), each) for each in inner]
         waiting += inner

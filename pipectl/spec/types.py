@@ -346,8 +346,10 @@ PartReference = Annotated[
 LossReference = Annotated[
     Text, _reference("model", SCRIPT), _json(f"model, script, {_REFERENCE}", "^(model|script)$|:")
 ]
+SAMPLES, SUM = "samples", "sum"
+"""In the place of a function that weighs micro-batches."""
 WeightReference = Annotated[
-    Text, _reference("samples"), _json(f"samples, {_REFERENCE}", "^samples$|:")
+    Text, _reference(SAMPLES, SUM), _json(f"samples, sum, {_REFERENCE}", "^(samples|sum)$|:")
 ]
 _OPTION = {"type": [*SCALAR, "array"], "items": {"type": SCALAR}}
 _Option = Annotated[

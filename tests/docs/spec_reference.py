@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator
 
-from pipectl.spec.schema import Schema, alternatives, describe_schema, json_schema, properties
+from pipectl.spec.schema import (
+    Schema,
+    alternatives,
+    describe_schema,
+    json_schema,
+    properties,
+    required_keys,
+)
 
 _MARK = "<!-- What follows is made by make golden; edit the models instead. -->"
 
@@ -44,9 +51,7 @@ def _text(schema: Schema) -> str:
 
 def _table(schema: Schema, path: str) -> str:
     rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
-    required = next(item for item in alternatives(schema) if "properties" in item).get(
-        "required", ()
-    )
+    required = required_keys(schema)
     usual = properties(json_schema()["$defs"]["Factory"]) if path else {}
     for name, item in properties(schema).items():
         if item == usual.get(name):
@@ -54,9 +59,11 @@ def _table(schema: Schema, path: str) -> str:
             continue
         default = f"`{item['default']}`" if "default" in item else ""
         default = default.lower() if isinstance(item.get("default"), bool) else default
+        if name in required:
+            default = "required" if required[name] else "required without `script`"
         meaning = item.get("description") or _text(item).partition("\n")[0]
         anchor = f"{path}{name}".replace(".", "")
-        cells = (_value(item, anchor), "required" if name in required else default, meaning)
+        cells = (_value(item, anchor), default, meaning)
         rows.append(
             "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{name}`", *cells)) + " |"
         )

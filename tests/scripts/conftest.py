@@ -1,6 +1,7 @@
 """Scripts that are refused: what differs from a common loop, and words of the refusal."""
 
 from dataclasses import dataclass
+from textwrap import indent
 
 import pytest
 
@@ -16,10 +17,11 @@ loader = DataLoader(data, batch_size=8, shuffle=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 criterion = nn.CrossEntropyLoss()
 {before}
-for x, y in loader:
-    optimizer.zero_grad()
+for epoch in range({epochs}):
+    for x, y in loader:
+        optimizer.zero_grad()
 {loop}
-    optimizer.step()
+        optimizer.step()
 """
 BACKWARD = "    loss = criterion(model(x), y)\n    loss.backward()"
 
@@ -31,10 +33,12 @@ class Refused:
     words: str
     loop: str = BACKWARD
     before: str = ""
+    epochs: int = 1
 
     @property
     def script(self) -> str:
-        return COMMON.format(before=self.before, loop=self.loop)
+        loop = indent(self.loop, "    ")
+        return COMMON.format(before=self.before, loop=loop, epochs=self.epochs)
 
 
 REFUSED = {
@@ -126,6 +130,26 @@ REFUSED |= {
         "only the first step computes mul",
         f"{LOGITS}    if x[0, 0] > 0:\n        loss = loss * 2  # here\n    loss.backward()",
     ),
+    "annealed by epochs": Refused(
+        "mul reads 0.5 in the first step of a second epoch, and 0 in the first",
+        f"{LOGITS}    loss = loss + epoch / 2 * logits.pow(2).mean()  # here\n    loss.backward()",
+        epochs=3,
+    ),
+    "rate set by hand": Refused(
+        "lr of the optimizer is 0.05 in step 2, and 0.1 by the script's schedules",
+        f"    optimizer.param_groups[0]['lr'] = 0.1 / step  # here\n    step += 1\n{BACKWARD}",
+        "step = 1",
+    ),
+    "rate set by hand by epochs": Refused(
+        "lr of the optimizer is 0.05 in the first step of a second epoch",
+        f"    optimizer.param_groups[0]['lr'] = 0.1 / (1 + epoch)  # here\n{BACKWARD}",
+        epochs=2,
+    ),
+    "weights written after the step": Refused(
+        "writes 0.weight of the model",
+        f"{BACKWARD}\n    optimizer.step()\n"
+        "    for p in model.parameters(): p.data.clamp_(-1, 1)  # here\n    continue",
+    ),
     "steps differ in a batch of accumulation": Refused(
         "mul reads 2 in batch 2 of step 1, and 1 in the first",
         f"{LOGITS}    loss = loss * weight  # here\n    loss.backward()\n    weight += 1\n"
@@ -173,6 +197,7 @@ FOLLOWED = {
         "step = 0",
     ),
     "closures": Refused("the script ends after 2", CLOSURES, "step = 0"),
+    "a model that is moved": Refused("", f"{BACKWARD}\n    model.to('cpu')"),
     "gradients set to zero": Refused("", f"    optimizer.zero_grad(set_to_none=False)\n{BACKWARD}"),
     "other random numbers": Refused(
         "draws random numbers in another order than pipectl does",
@@ -188,6 +213,44 @@ FOLLOWED = {
     ),
 }
 """Scripts that are followed, with the reason why their steps are not compared, if they are not."""
+
+EPOCHS = """
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+data = TensorDataset(torch.randn(44, 4), torch.randint(0, 3, (44,)))
+loader, held_out = DataLoader(data, 4, shuffle=True), DataLoader(data, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+warm_up = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+by_step = lr_scheduler.SequentialLR(
+    optimizer, [warm_up, lr_scheduler.CosineAnnealingLR(optimizer, 20)], [2]
+)
+by_epoch = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+criterion = nn.CrossEntropyLoss(reduction="sum")
+for epoch in range(3):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y){over}
+        loss.backward()
+        optimizer.step()
+        by_step.step()
+    by_epoch.step()
+    model.eval()
+    with torch.no_grad():
+        found = [criterion(model(x), y) for x, y in held_out]
+    assert len(found) == 2, "an evaluation is cut short"
+    model.train()
+"""
+"""Several epochs with an evaluation after each, and schedules of two kinds."""
+
+
+@pytest.fixture
+def epochs():
+    return EPOCHS
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
 """Training scripts as they are written for plain PyTorch, unchanged, as the source of a job."""
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from pipectl.capture import CapturedJob
@@ -14,6 +16,7 @@ from pipectl.profiler import profile_job, script_steps
 from pipectl.runtime import plain
 from pipectl.script import Command, Parts
 from pipectl.script.findings import findings_of
+from pipectl.script.halves import Kind, kind_of_loss
 from pipectl.script.later import compare_steps
 from pipectl.script.order import Generators, Order
 from pipectl.script.plain import own_losses
@@ -85,6 +88,16 @@ def test_batches_without_a_loader_are_refused_with_the_way_to_wrap_them():
     assert "class Windows(torch.utils.data.Dataset)" in str(caught.value)
 
 
+@contextmanager
+def patched_step(tell):
+    """Tell a function of optimizers that are about to step."""
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: tell(optimizer))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def take(command):
     """Do what ``init`` does."""
     return findings_of(Parts.of(command), compare_steps(command))
@@ -150,3 +163,42 @@ def test_a_backward_within_a_closure_of_the_optimizer_counts(closures, tmp_path)
     path = tmp_path / "closures.py"
     path.write_text(closures.script)
     assert Parts.of(Command(str(path))).accumulation == 2
+
+
+@pytest.mark.parametrize(("over", "kind"), [("", Kind.SUM), (" / len(x)", Kind.MEAN)])
+def test_a_second_epoch_is_looked_at_and_sums_are_told_from_means(epochs, tmp_path, over, kind):
+    path = tmp_path / "epochs.py"
+    path.write_text(epochs.format(over=over))
+    command = Command(str(path))
+    compared, parts = compare_steps(command), Parts.of(command)
+    assert "and of the first one of a second epoch" in compared.sentence
+    assert not compared.keeps_gradients
+    assert kind_of_loss(parts) is kind
+    assert findings_of(parts, compared).loss == ({"weight": "sum"} if kind is Kind.SUM else {})
+
+
+def test_each_schedule_steps_as_in_the_script(epochs, tmp_path):
+    path = tmp_path / "epochs.py"
+    path.write_text(epochs.format(over="").replace("assert", "pass; "))
+    parts, own = Parts.of(Command(str(path))), []
+    optimizer = parts.make_optimizer(parts.originals)
+    schedules = parts.make_schedules(optimizer)
+    with patched_step(lambda each: own.append(each.param_groups[0]["lr"])):
+        own_losses(parts.command, 30)
+    for rate in own:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        schedules.step()
+
+
+def test_batches_of_several_sizes_are_refused(tmp_path):
+    path = tmp_path / "sizes.py"
+    path.write_text(
+        "import torch\nfrom torch.utils.data import BatchSampler, DataLoader, TensorDataset\n"
+        "class Uneven(BatchSampler):\n    def __iter__(self): yield from [[0, 1], [2], [3, 4]]\n"
+        "data = TensorDataset(torch.randn(5, 2))\nmodel = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for (x,) in DataLoader(data, batch_sampler=Uneven(range(5), 2, False)):\n"
+        "    model(x).mean().backward()\n    optimizer.step()\n"
+    )
+    with pytest.raises(CaptureError, match="batches of several sizes"):
+        Parts.of(Command(str(path))).dataset().order(0)

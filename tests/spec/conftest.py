@@ -63,7 +63,7 @@ def accepts(schema: Any, value: Any, root: dict[str, Any]) -> bool:
     """Whether a value satisfies a JSON Schema, for the keywords that the schema uses."""
     if "$ref" in schema:
         return accepts(root["$defs"][schema["$ref"].split("/")[-1]], value, root)
-    if "anyOf" in schema and not any(accepts(item, value, root) for item in schema["anyOf"]):
+    if not _accepts_branches(schema, value, root):
         return False
     if value not in schema.get("enum", [value]) or value not in [schema.get("const", value)]:
         return False
@@ -80,6 +80,14 @@ def accepts(schema: Any, value: Any, root: dict[str, Any]) -> bool:
         return True
     bounds = (value < schema.get("minimum", value), value <= schema.get("exclusiveMinimum", nan))
     return not any(bounds)
+
+
+def _accepts_branches(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
+    if "if" in schema:
+        branch = "then" if accepts(schema["if"], value, root) else "else"
+        if not accepts(schema.get(branch, {}), value, root):
+            return False
+    return "anyOf" not in schema or any(accepts(item, value, root) for item in schema["anyOf"])
 
 
 def _types(value: Any) -> set[str]:

@@ -1,10 +1,12 @@
 """What a valid spec is read as."""
 
+from contextlib import nullcontext
 from functools import reduce
 from pathlib import Path
 
 import pytest
 
+from pipectl.errors import SpecError
 from pipectl.spec import dump, load
 from pipectl.units import NodeRange
 
@@ -147,3 +149,25 @@ def test_kwargs_have_the_types_of_yaml_1_2(read, minimal, text, value):
     spec = read(minimal + f"optimizer: {{factory: 'torch.optim:SGD', kwargs: {{x: {text}}}}}")
     read_value = spec.optimizer.kwargs["x"]
     assert (read_value, type(read_value), str(read_value)) == (value, type(value), str(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_valid"),
+    [
+        ("script: {file: train.py}", True),
+        ("script: {file: train.py}\ndata: {workers: 2}\nloss: {weight: sum}", True),
+        ("script: {file: train.py}\nmodel: {weights: w}\ndata: script", True),
+        ("script: null", False),
+        ("model: torch.nn:Linear\nloss: model\ndata: {workers: 2}", False),
+        ("model: torch.nn:Linear\nloss: model\ndata: {factory: 'a:b'}", True),
+        ("model: torch.nn:Linear\nloss: model", False),
+    ],
+)
+def test_a_script_makes_the_parts_that_a_job_needs_otherwise(spec_file, by_schema, text, is_valid):
+    text = f"version: 1\ntraining: {{steps: 1, batch_size: 8}}\n{text}\n"
+    assert by_schema(text) == is_valid
+    read = spec_file(text)
+    for name in ("train.py", "w"):
+        Path(name).write_text("")
+    with nullcontext() if is_valid else pytest.raises(SpecError):
+        read.spec()
