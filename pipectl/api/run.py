@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipectl.api.advice import advising
 from pipectl.errors import PipectlError, UnknownRunError, UsageError, WorkerError
 from pipectl.jobs.run_json import RunJson, run_json
 from pipectl.jobs.state import POLL_S, RunStatus, fault_of_reading, get_status, poll
@@ -22,7 +23,6 @@ from pipectl.runs import (
     find_runs,
     last_lines,
     list_runs,
-    name_in_shell,
     read_columns,
     runs_directory,
 )
@@ -87,6 +87,7 @@ class Run:
         """What the batch system and its files say now: the keys of `pipectl status --json`."""
         return run_json(get_status(self._run, time.time()))
 
+    @advising()
     def wait(
         self,
         *,
@@ -124,6 +125,7 @@ class Run:
             _check_complete(last)
         return self
 
+    @advising()
     def metrics(self) -> Columns:
         """The figures of all steps: ``step``, ``loss``, ``step_time_s``, ``evaluation.loss``, ...
 
@@ -134,6 +136,7 @@ class Run:
         self._refuse_closed()
         return read_columns(self._run)
 
+    @advising()
     def logs(self, *, ranks: int | Sequence[int] = (), tail: int | None = None) -> str:
         """What its ranks and its job have printed; lines of a rank begin with its number.
 
@@ -149,6 +152,7 @@ class Run:
         lines = last_lines(self._run, Logs(self._run), wanted, tail)
         return "".join(f"{printable(line.text)}\n" for line in lines)
 
+    @advising()
     def cancel(self) -> bool:
         """End the run.
 
@@ -204,6 +208,7 @@ class Run:
             warnings.append(splitting_warning(job.spec, job.profile))
         return Run._of(self._run, warnings)
 
+    @advising()
     def best(self) -> Best:
         """The best evaluation so far: its ``step``, ``metric``, ``mode`` and ``value``.
 
@@ -220,6 +225,7 @@ class Run:
             )
         return best
 
+    @advising()
     def state_dict(self, step: int | None = None, *, best: bool = False) -> StateDict:
         """The weights of a checkpoint by their names in the model, on the CPU.
 
@@ -238,6 +244,7 @@ class Run:
         checkpoint = find_checkpoint(self._run, step, best=best)
         return dict(load(checkpoint.path, weights_only=True))
 
+    @advising()
     def export(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -368,5 +375,5 @@ def _check_complete(status: RunStatus) -> None:
         raise UnknownRunError(f"{run.name}: its state is not known: {job.reason}", cure=job.cure)
     what = job.reason if failure is None else f"{failure.where}: {failure.what}"
     cure = failure.cure if failure else job.cure
-    cure = cure or f"see run.logs(), or: pipectl logs {name_in_shell(run)}"
+    cure = cure or "see run.logs()"
     raise WorkerError(f"{run.name}: {job.state.value}" + (f": {what}" if what else ""), cure=cure)

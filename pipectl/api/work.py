@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock
 
+from pipectl.api.advice import advising
 from pipectl.errors import UsageError
 from pipectl.jobs.own_process import is_in_job
 
@@ -40,7 +41,7 @@ def at_work() -> Iterator[None]:
                 "plan and submit",
                 cure="call it in a process that mpiexec or srun did not start, or in a single one",
             )
-    with _LOCK:
+    with _LOCK, advising():
         yield
 
 

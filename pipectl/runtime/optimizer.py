@@ -170,7 +170,8 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
     if is_of_script:
         assert job.script is not None
         schedules = job.script.make_schedules(optimizer)
-        return Updater(optimizer, schedules, parameters=trained)
+        watches = schedules is not None and _watches(schedules, job)
+        return Updater(optimizer, schedules, watches, parameters=trained)
     if schedule is None or function is None:
         return Updater(optimizer, None, parameters=trained)
     name = f"lr_scheduler.factory: {schedule.factory}"

@@ -29,10 +29,11 @@ the called ones side by side, named like their variables. Names of weights are t
 of a rank; schedules are copied for it. A schedule that the script steps outside the loop of its
 optimizer steps once in an epoch.
 
-**Checked against.** `later.py` lets the script run on for some steps, with the weights it begins
-with, and compares its losses with those of the recorded first step for the same batches: what the
-script decides in Python step by step is refused. `plain.py` runs the script by itself and reads its
-losses.
+**Checked against.** `later.py` lets the script run on for some steps and into a second epoch, with
+the weights it begins with, and compares its losses with those of the recorded first step for the
+same batches, and its learning rates: what the script decides in Python step by step is refused.
+Nothing is written meanwhile (`unwritten.py`). `halves.py` tells sums from means. `plain.py` runs
+the script by itself and reads its losses.
 """
 
 from pipectl.script.parts import Parts

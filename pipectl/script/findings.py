@@ -15,7 +15,7 @@ from pipectl.script.halves import Kind, kind_of_loss
 from pipectl.script.later import Compared
 from pipectl.script.loops import hand_set, loops_around, range_of, steps_of_trainer
 from pipectl.script.optimizers import follows_evaluations
-from pipectl.script.order import SharedGenerators
+from pipectl.script.order import SharedGenerators, described
 from pipectl.script.parts import Modules, Parts
 from pipectl.script.program import Place, name_of
 
@@ -104,9 +104,7 @@ def _add_model(parts: Parts, found: Findings) -> None:
 
 def _add_data(parts: Parts, found: Findings) -> None:
     loader, place = parts.loader, parts.loading.place
-    dataset = loader.dataset
-    size = "" if isinstance(dataset, IterableDataset) else f" of {len(dataset):,} samples"  # type: ignore[arg-type]
-    found.taken.append(Finding("data", f"{type(dataset).__name__}{size}", place))
+    found.taken.append(Finding("data", described(loader.dataset), place))
     inputs, targets = parts.program.batch_leaves()
     words = f"{', '.join(map(name_of, inputs)) or 'nothing'} to the model"
     words += f"; {', '.join(map(name_of, targets)) or 'nothing'} to the loss"
@@ -230,6 +228,11 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
             "after the step", "what follows in the loop: logs, evaluation, saving", seen.stepped
         )
     )
+    for words, place in compared.evaluated:
+        words += " after an epoch: set evaluation.data and evaluation.every"
+        if not isinstance(parts.loader.dataset, IterableDataset):
+            words += f": {parts.steps_per_epoch}"
+        found.left.append(Finding("evaluation", words, place))
     for place in list(dict.fromkeys(seen.recorder.decisions))[:3]:
         words = "looks at values of tensors; what it decides by them is as in the first step"
         found.left.append(Finding("values", words, place))

@@ -119,8 +119,8 @@ class Seen:
         at_first: called before the first step.
         shortened: steps after which the first iteration over the training data ends, and others
             after a few batches; 0 for none.
+        evaluated: iterations over other data between two epochs.
         patience_until: time of the monotonic clock until which a script may run on after that.
-        evaluated: loaders that the script evaluates with, with their places.
     """
 
     recorder: Recorder = field(default_factory=Recorder)
@@ -140,8 +140,8 @@ class Seen:
     options: list[list[dict[str, Any]]] = field(default_factory=list)
     at_first: Callable[[Seen], None] = lambda _: None
     shortened: int = 0
+    evaluated: dict[int, Loading] = field(default_factory=dict)
     patience_until: float = math.inf
-    evaluated: dict[int, tuple[DataLoader[Any], Place]] = field(default_factory=dict)
     adapted: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -323,6 +323,7 @@ class _Batches:
             is_over = self._loading.begun_after < self._seen.shortened
         else:
             is_over = self._given >= _FEW
+            self._seen.evaluated.setdefault(id(self._loading.loader), self._loading)
         if is_over:
             raise StopIteration
 

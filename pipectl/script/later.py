@@ -32,6 +32,7 @@ from pipectl.errors import CaptureError
 from pipectl.script.hooks import Seen, Taken, options_of
 from pipectl.script.loops import comes_again, hand_set
 from pipectl.script.optimizers import Schedules, cut_down, follows_evaluations
+from pipectl.script.order import described
 from pipectl.script.parts import Parts, model_of, program_of
 from pipectl.script.program import Entry, Outer, Place, Program, Ref, name_of, parts, reach
 from pipectl.script.recorder import Recorder, Recording, at, memory_of, script_place
@@ -66,6 +67,7 @@ class Compared:
         epochs: the epochs that these steps and the last one are of: 1 or 2.
         keeps_gradients: whether the script was not seen to drop the gradients of a step.
         draws: whether the first step draws random numbers.
+        evaluated: other data that the script reads after an epoch, in words, with their places.
     """
 
     steps: int
@@ -74,6 +76,7 @@ class Compared:
     epochs: int = 1
     keeps_gradients: bool = False
     draws: bool = False
+    evaluated: tuple[tuple[str, Place], ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -164,6 +167,9 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     _compare(seen, steps, compared)
     _refuse_changed_options(command, seen, steps, rates)
     compared.epochs = steps[-1].epoch
+    compared.evaluated = tuple(
+        (described(each.loader.dataset), each.place) for each in seen.evaluated.values()
+    )
     compared.draws = steps[0].recordings[0].draws
     compared.keeps_gradients = len(steps) > 1 and not seen.recorder.drops
     if compared.steps >= STEPS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path as Directory
@@ -201,6 +201,13 @@ class Stream(IterableDataset[Any]):
                 except StopIteration:
                     return
             yield sample
+
+
+def described(dataset: Any) -> str:
+    """What data are, in words: ``Subset of 100 samples``."""
+    is_sized = not isinstance(dataset, IterableDataset) and isinstance(dataset, Sized)
+    size = f" of {len(dataset):,} samples" if is_sized else ""
+    return f"{type(dataset).__name__}{size}"
 
 
 def samples_of(loader: DataLoader[Any], collate: Collate, start: Generators) -> Any:

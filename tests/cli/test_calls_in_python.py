@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 import pipectl
+from pipectl.api.advice import in_python
 from pipectl.plan import Plan
 from pipectl.runs import Record, RunDirectory
 
@@ -431,3 +432,34 @@ def test_a_file_that_submits_when_it_is_imported_starts_no_further_job(
         pipectl.Job(job, scheduler="local").profile("fast")
     assert '__name__ == "__main__"' in str(error.value)
     assert not pipectl.runs()
+
+
+@pytest.mark.parametrize(
+    ("advice", "words"),
+    [
+        ("if you know that it has: pipectl resume --force", "run.resume(force=True)"),
+        ("if not: `pipectl resume --force 'a b'`", "`run.resume(force=True)`"),
+        (
+            "give it more steps: pipectl resume r --set training.steps=8",
+            'run.resume(**{"training.steps": 8})',
+        ),
+        ("set the number (--set pipeline.micro_batches=N), with", 'Job(job, **{"pipeline.micro_ba'),
+        ("read what it does; then add --trust-owner", "add trust_owner=True"),
+        ("pipectl resume --with-changed-code", "run.resume(with_changed_code=True)"),
+        ("measure again with: pipectl profile JOB.yaml", "measure again with: job.profile()"),
+        ("with: pipectl plan JOB.yaml --new-micro-batches", "job.plan(new_micro_batches=True)"),
+        ("follow it with `pipectl status r-1`, or", "follow it with `run.status()`, or"),
+        ("pipectl submit job.yaml --scheduler local --wait", 'Job(job, scheduler="local")'),
+        ("to measure again: pipectl profile JOB.yaml --links", "pipectl profile JOB.yaml --links"),
+    ],
+)
+def test_errors_advise_calls_instead_of_commands(advice, words):
+    assert words in in_python(advice)
+
+
+def test_the_advice_of_an_error_names_arguments(tiny, slurm):
+    run = pipectl.Job(tiny, scheduler="slurm").submit()
+    with pytest.raises(pipectl.UsageError) as error:
+        run.resume()
+    assert "pipectl " not in error.value.cure
+    assert "run." in error.value.cure
