@@ -73,14 +73,23 @@ def training_loader(spec: JobSpec, script: Parts | None = None) -> Loader:
     return _loader(spec, spec.data, "data")
 
 
-def evaluation_loader(spec: JobSpec) -> Loader | None:
+def evaluation_loader(spec: JobSpec, script: Parts | None = None) -> Loader | None:
     """Return the held-out data, or None.
+
+    Args:
+        script: see :func:`training_loader`.
 
     Raises:
         CaptureError: see :class:`~pipectl.capture.CapturedJob`.
     """
-    evaluation = spec.evaluation
-    return None if evaluation is None else _loader(spec, evaluation.data, "evaluation.data")
+    if spec.evaluation is None:
+        return None
+    item, section = spec.evaluation.data, "evaluation.data"
+    if not item.is_of_script:
+        return _loader(spec, item, section)
+    script = script or parts_of_script(spec)
+    assert script is not None, "checked with the spec"
+    return _loader_of(spec, item, section, script.held_out(item.kwargs["loader"]))
 
 
 def _loader(spec: JobSpec, item: Factory, section: str) -> Loader:

@@ -107,7 +107,7 @@ class Loader:
         buckets: Sequence[int] = (),
         pad: Mapping[str, float] | None = None,
         section: str = "data",
-        order: Callable[[int], list[int]] | None = None,
+        order: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         self._dataset = dataset
         self._seed = seed
@@ -217,7 +217,7 @@ class Loader:
         shapes = {(n, b.length) for b in batches for n in split_batch(b.size, size or b.size)}
         return sorted(shapes, reverse=True)
 
-    def order(self, epoch: int) -> list[int]:
+    def order(self, epoch: int) -> Sequence[int]:
         """Return the index of the sample at every position of an epoch."""
         order = self._drawn(epoch)
         if self.buckets is None:
@@ -307,7 +307,7 @@ class Loader:
         cure = f"check the arguments of {self._section}:"
         return CaptureError(f"{self._section}: the dataset is empty", cure=cure)
 
-    def _drawn(self, epoch: int) -> list[int]:
+    def _drawn(self, epoch: int) -> Sequence[int]:
         """Return all samples, in the order in which an epoch draws them."""
         if self._order is not None:
             return self._order(epoch)
@@ -326,7 +326,8 @@ class Loader:
 
     def _samples(self, batches: Iterable[Samples], pieces_of: Pieces) -> Iterator[list[Sample]]:
         """Yield the samples of every piece."""
-        current_epoch, order = -1, list[int]()
+        current_epoch = -1
+        order: Sequence[int] = ()
         for batch in batches:
             epoch, start = batch.epoch, batch.positions.start
             if epoch != current_epoch:

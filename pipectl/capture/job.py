@@ -217,7 +217,7 @@ class CapturedJob:
     @cached_property
     def evaluation_loader(self) -> Loader | None:
         """The held-out data, or None."""
-        return evaluation_loader(self.spec)
+        return evaluation_loader(self.spec, self.script)
 
     def evaluate(self, batch: tuple[Any, Any], device: torch.device) -> tuple[Tensor, Any]:
         """Return the loss and the outputs of the user's own model, which stays as it is.

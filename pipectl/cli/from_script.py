@@ -51,7 +51,7 @@ def take_script(file: Path, arguments: Sequence[str], directory: Path) -> dict[s
         "arguments": [*arguments],
         "directory": "" if here == file.resolve().parent else _seen_from(directory, here),
         "training": found.training,
-        "sections": {"data": found.data, "loss": found.loss},
+        "sections": {"data": found.data, "loss": found.loss, "evaluation": found.evaluation},
         "guessed": found.guessed,
         "comments": [f"Its {line.what}: {line.value}" for line in optimizer],
     }

@@ -15,7 +15,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipectl.capture.build import build_model, evaluation_loader, training_loader
+from pipectl.capture.build import (
+    build_model,
+    evaluation_loader,
+    parts_of_script,
+    training_loader,
+)
 from pipectl.capture.digests import (
     checksum,
     held_out_digests,
@@ -166,6 +171,7 @@ def other_reader(spec: JobSpec) -> Iterator[OtherReader]:
 def _read(spec: JobSpec, snapshot: Snapshot | None, sending: Connection) -> None:
     print_nothing()
     with using(snapshot):
-        training, held_out = training_loader(spec), evaluation_loader(spec)
+        script = parts_of_script(spec)
+        training, held_out = training_loader(spec, script), evaluation_loader(spec, script)
         sending.send({_SOME: sample_digests(training, held_out)})
         sending.send({_HELD_OUT: {} if held_out is None else held_out_digests(held_out)})

@@ -25,21 +25,25 @@ def compare_script(spec: JobSpec) -> tuple[str, ...]:
     """
     if spec.script is None or not spec.loss.is_of_script:
         return ()
-    compared = compare_in_process(Command.of(spec))
+    schedule = spec.lr_scheduler
+    own_schedule = schedule is not None and not schedule.is_of_script
+    compared = compare_in_process(
+        Command.of(spec), own_schedule=own_schedule or not spec.optimizer.is_of_script
+    )
     if not compared.reason:
         return ()
     where = f" ({at(compared.place)})" if compared.place is not None else ""
     return (compared.sentence + where,)
 
 
-def compare_in_process(command: Command) -> Compared:
+def compare_in_process(command: Command, *, own_schedule: bool = False) -> Compared:
     """Do the same as :func:`~pipectl.script.later.compare_steps` in a process of its own: a script
     may set what can be set only once in a process.
     """
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     # Not a daemon: a DataLoader may start processes.
-    process = context.Process(target=_compare, args=(command, active(), sending))
+    process = context.Process(target=_compare, args=(command, own_schedule, active(), sending))
     start_processes([process])
     sending.close()
     found: Compared | CaptureError = Compared(0, "the process that compares ended too early")
@@ -58,10 +62,12 @@ def compare_in_process(command: Command) -> Compared:
     return found
 
 
-def _compare(command: Command, snapshot: Snapshot | None, sending: Connection) -> None:
+def _compare(
+    command: Command, own_schedule: bool, snapshot: Snapshot | None, sending: Connection
+) -> None:
     print_nothing()
     with using(snapshot):
         try:
-            sending.send(compare_steps(command))
+            sending.send(compare_steps(command, own_schedule=own_schedule))
         except CaptureError as error:
             sending.send(error)

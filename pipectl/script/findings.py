@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from pipectl.errors import CaptureError
 from pipectl.script.halves import Kind, kind_of_loss
 from pipectl.script.later import Compared
 from pipectl.script.loops import hand_set, loops_around, range_of, steps_of_trainer
@@ -18,6 +19,7 @@ from pipectl.script.optimizers import follows_evaluations
 from pipectl.script.order import SharedGenerators, described
 from pipectl.script.parts import Modules, Parts
 from pipectl.script.program import Place, name_of
+from pipectl.spec.types import SCRIPT
 
 _DEFAULT_STEPS = 100
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "float16"}
@@ -48,6 +50,7 @@ class Findings:
         training: values of the section ``training``.
         data: values of the section ``data``.
         loss: values of the section ``loss``.
+        evaluation: values of the section ``evaluation``.
         guessed: keys of ``training`` that the script does not say.
     """
 
@@ -57,6 +60,7 @@ class Findings:
     training: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     loss: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
     guessed: list[str] = field(default_factory=list)
 
 
@@ -69,6 +73,7 @@ def findings_of(parts: Parts, compared: Compared) -> Findings:
     found = Findings()
     _add_model(parts, found)
     _add_data(parts, found)
+    _add_evaluation(parts, found, compared)
     _add_optimizer(parts, found)
     _add_steps(parts, found)
     _add_precision(parts, found)
@@ -136,7 +141,10 @@ def _add_optimizer(parts: Parts, found: Findings) -> None:
     found.taken.append(Finding("optimizer", words, place))
     for schedule in parts.schedules:
         if follows_evaluations(schedule):
-            found.left.append(_follower(parts, schedule))
+            is_taken = schedule.mode == "min" and found.evaluation
+            (found.taken if is_taken else found.left).append(
+                _follower(parts, schedule, taken=bool(is_taken))
+            )
             continue
         every = parts.steps_between(schedule)
         when = "after every step" if every == 1 else f"every {every} steps (an epoch)"
@@ -144,10 +152,11 @@ def _add_optimizer(parts: Parts, found: Findings) -> None:
         found.taken.append(Finding("schedule", f"{type(schedule).__name__}, {when}", place))
 
 
-def _follower(parts: Parts, schedule: Any) -> Finding:
+def _follower(parts: Parts, schedule: Any, *, taken: bool) -> Finding:
     """What to do about a schedule that follows a metric."""
     if schedule.mode == "min":
-        words = "follows the loss of evaluations: set evaluation.data and evaluation.every"
+        words = "follows the loss of evaluations"
+        words += "" if taken else ": set evaluation.data and evaluation.every"
     else:
         words = "follows a metric that rises: name another one under lr_scheduler in the job"
     place = parts.seen.made[id(schedule)][1]
@@ -196,6 +205,37 @@ def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
     return total, f"{total}: {', '.join(reversed(words))}", place
 
 
+def _add_evaluation(parts: Parts, found: Findings, compared: Compared) -> None:
+    """Take the data that the script evaluates with after an epoch, if there are one."""
+    for data, place, name in compared.evaluated:
+        if len(compared.evaluated) == 1 and _is_alike(parts, name):
+            every = parts.steps_per_epoch
+            source = {"factory": SCRIPT, "kwargs": {"loader": name}}
+            found.evaluation.update(data=source, every=every)
+            words = f"{data} ({name}) every {every} steps (an epoch), by the script's loss"
+            found.taken.append(Finding("evaluation", words, place))
+        else:
+            words = f"{data} after an epoch: set evaluation.data and evaluation.every"
+            found.left.append(Finding("evaluation", words, place))
+
+
+def _is_alike(parts: Parts, name: str) -> bool:
+    """Whether the batches of another loader have what model and loss read."""
+    generators = SharedGenerators()
+    try:
+        data = parts.held_out(name)
+        sample, other = (each.collate_fn([each[0]]) for each in (data, parts.dataset()))
+    except (CaptureError, LookupError, TypeError, ValueError, AttributeError, RuntimeError):
+        return False
+    finally:
+        generators.restore()
+    shapes = [
+        {(part, key): leaf.shape[1:] for part in batch for key, leaf in batch[part].items()}
+        for batch in (sample, other)
+    ]
+    return shapes[0] == shapes[1]
+
+
 def _add_precision(parts: Parts, found: Findings) -> None:
     kind = parts.seen.recorder.recordings[0].autocast
     if kind in _PRECISIONS:
@@ -228,11 +268,6 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
             "after the step", "what follows in the loop: logs, evaluation, saving", seen.stepped
         )
     )
-    for words, place in compared.evaluated:
-        words += " after an epoch: set evaluation.data and evaluation.every"
-        if not isinstance(parts.loader.dataset, IterableDataset):
-            words += f": {parts.steps_per_epoch}"
-        found.left.append(Finding("evaluation", words, place))
     for place in list(dict.fromkeys(seen.recorder.decisions))[:3]:
         words = "looks at values of tensors; what it decides by them is as in the first step"
         found.left.append(Finding("values", words, place))

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from pipectl.errors import CaptureError
 from pipectl.script.hooks import Seen, Taken, options_of
-from pipectl.script.loops import comes_again, hand_set
+from pipectl.script.loops import comes_again, hand_set, names_of
 from pipectl.script.optimizers import Schedules, cut_down, follows_evaluations
 from pipectl.script.order import described
 from pipectl.script.parts import Parts, model_of, program_of
@@ -67,7 +67,8 @@ class Compared:
         epochs: the epochs that these steps and the last one are of: 1 or 2.
         keeps_gradients: whether the script was not seen to drop the gradients of a step.
         draws: whether the first step draws random numbers.
-        evaluated: other data that the script reads after an epoch, in words, with their places.
+        evaluated: other data that the script reads after an epoch: in words, with their places and
+            the names of their loaders.
     """
 
     steps: int
@@ -76,7 +77,7 @@ class Compared:
     epochs: int = 1
     keeps_gradients: bool = False
     draws: bool = False
-    evaluated: tuple[tuple[str, Place], ...] = ()
+    evaluated: tuple[tuple[str, Place, str], ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -105,8 +106,7 @@ class _Difference(NamedTuple):
 
 
 class _Rates:
-    """What the options of the optimizer will be by the script's schedules alone, without those that
-    follow a metric: these change nothing at the first one.
+    """What the options of the optimizer will be by the script's schedules alone.
 
     Args:
         parts: of the script, before its first step.
@@ -115,9 +115,7 @@ class _Rates:
     def __init__(self, parts: Parts) -> None:
         groups = parts.optimizer.param_groups
         self._optimizer = cut_down(parts.optimizer, {id(p): p for g in groups for p in g["params"]})
-        self._schedules: Schedules | None = None
-        if not any(map(follows_evaluations, parts.schedules)):
-            self._schedules = parts.make_schedules(self._optimizer)
+        self._schedules: Schedules | None = parts.make_schedules(self._optimizer)
 
     def step(self, *, of_epoch: bool) -> list[dict[str, Any]]:
         """Return the options after another step; ``of_epoch`` if it is the last of an epoch."""
@@ -141,8 +139,9 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     rates: list[_Rates] = []
 
     def begin(seen: Seen) -> None:
-        if not own_schedule:
-            rates.append(_Rates(Parts.taken(command, seen)))
+        parts = Parts.taken(command, seen)
+        if not own_schedule and not any(map(follows_evaluations, parts.schedules)):
+            rates.append(_Rates(parts))
         if comes_again(seen.frames):
             seen.shortened, seen.steps = STEPS, STEPS + _AHEAD
 
@@ -168,7 +167,12 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     _refuse_changed_options(command, seen, steps, rates)
     compared.epochs = steps[-1].epoch
     compared.evaluated = tuple(
-        (described(each.loader.dataset), each.place) for each in seen.evaluated.values()
+        (
+            described(each.loader.dataset),
+            each.place,
+            next(names_of(each.loader, seen.frames), ""),
+        )
+        for each in seen.evaluated.values()
     )
     compared.draws = steps[0].recordings[0].draws
     compared.keeps_gradients = len(steps) > 1 and not seen.recorder.drops

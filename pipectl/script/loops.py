@@ -183,10 +183,33 @@ def _sets(node: ast.AST, option: str) -> bool:
     return is_set and isinstance(node.slice, ast.Constant) and node.slice.value == option
 
 
+def named(text: str, names: Mapping[str, Any]) -> Any:
+    """The value of a variable, or of a part of one: ``loaders['val']``; None if there is none."""
+    with suppress(SyntaxError, ValueError):
+        return value_of(ast.parse(text, mode="eval").body, names)
+    return None
+
+
+def names_of(value: Any, frames: Iterable[Frame]) -> Iterator[str]:
+    """Yield the variables that are a value, or whose attribute or entry it is."""
+    for _, scope, own, _ in frames:
+        for name, item in (*own.items(), *scope.items()):
+            if item is value:
+                yield name
+            elif isinstance(item, dict):
+                yield from (f"{name}[{key!r}]" for key, each in item.items() if each is value)
+            elif name == "self":
+                inner = vars(item) if hasattr(item, "__dict__") else {}
+                yield from (f"self.{key}" for key, each in inner.items() if each is value)
+
+
 def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of a name or an attribute of one; None if there is none."""
+    """The value of a name, or of an attribute or an entry of one; None if there is none."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):
         return getattr(value_of(node.value, names), node.attr, None)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        with suppress(TypeError, LookupError):
+            return value_of(node.value, names)[node.slice.value]
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path as Directory
@@ -89,7 +89,7 @@ class Order:
         self._drawn = -1
         """Number of the last epoch that was drawn."""
 
-    def __call__(self, epoch: int) -> list[int]:
+    def __call__(self, epoch: int) -> Sequence[int]:
         """Return the indices of the samples of an epoch."""
         if epoch not in self._epochs:
             if epoch <= self._drawn:
@@ -99,7 +99,7 @@ class Order:
                 self._epochs[self._drawn] = self._draw()
                 if self._drawn > _KEPT_EPOCHS:
                     self._epochs.pop(self._drawn - _KEPT_EPOCHS, None)
-        return self._epochs[epoch].tolist()
+        return self._epochs[epoch]
 
     def _draw(self) -> array[int]:
         before = Generators(self._loader)
@@ -208,6 +208,42 @@ def described(dataset: Any) -> str:
     is_sized = not isinstance(dataset, IterableDataset) and isinstance(dataset, Sized)
     size = f" of {len(dataset):,} samples" if is_sized else ""
     return f"{type(dataset).__name__}{size}"
+
+
+class HeldOut(Dataset[Any]):
+    """The samples of a loader that the script evaluates with, each as often as an epoch has it.
+
+    Attributes:
+        collate_fn: makes a batch.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, indices: Sequence[int]) -> None:
+        self._dataset, self._indices = dataset, indices
+        self.collate_fn = collate
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        with directory(self.collate_fn.directory):
+            return self._dataset[self._indices[index]]
+
+
+def held_out_samples(loader: DataLoader[Any], collate: Collate) -> HeldOut:
+    """Return the samples of a loader in ascending order.
+
+    Raises:
+        CaptureError: its dataset has no numbered samples.
+    """
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        raise CaptureError(
+            "evaluation.data: the DataLoader of the script has a dataset without numbered samples",
+            cure="name a function that returns a dataset with __len__ and __getitem__",
+        )
+    before = Generators(loader)
+    indices = sorted(int(index) for batch in loader.batch_sampler for index in batch)
+    before.restore()
+    return HeldOut(loader.dataset, collate, indices)
 
 
 def samples_of(loader: DataLoader[Any], collate: Collate, start: Generators) -> Any:

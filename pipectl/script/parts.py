@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from pipectl.errors import CaptureError
 from pipectl.script.hooks import Loading, Seen
-from pipectl.script.loops import interval_of_trainer
+from pipectl.script.loops import interval_of_trainer, named
 from pipectl.script.optimizers import (
     Schedules,
     cut_down,
@@ -23,7 +23,7 @@ from pipectl.script.optimizers import (
     schedules_of,
     steps_with_optimizer,
 )
-from pipectl.script.order import Collate, samples_of
+from pipectl.script.order import Collate, held_out_samples, samples_of
 from pipectl.script.program import (
     BATCH,
     Entry,
@@ -39,7 +39,7 @@ from pipectl.script.run import Command, run_script
 _UNFOLLOWED = {"item", "__float__", "__int__", "__index__"}
 _WRAP = """let a DataLoader give it, so that pipectl can draw samples. Tensors as samples:
     dataset = torch.utils.data.TensorDataset(x, y)
-a list of samples is a dataset as it is (of several lengths: with batch_size=1). Windows of a text:
+a list of pairs of tensors is a dataset as it is (pad sequences to one length). Windows of a text:
     class Windows(torch.utils.data.Dataset):
         def __len__(self): return len(data) - block_size
         def __getitem__(self, i):
@@ -154,6 +154,26 @@ class Parts:
         inputs, targets = self.program.batch_leaves()
         collate = Collate(self.loader.collate_fn, inputs, targets, self.command.place)
         return samples_of(self.loader, collate, self.loading.start)
+
+    def held_out(self, name: str) -> Any:
+        """Return the samples of another loader, each once, by the name of its variable.
+
+        Raises:
+            CaptureError: there is no such loader by the first step.
+        """
+        scopes = ({**scope, **own} for _, scope, own, _ in self.seen.frames)
+        found = [named(name, each) for each in scopes]
+        loader = next((each for each in found if isinstance(each, DataLoader)), None)
+        if loader is None:
+            raise CaptureError(
+                f"evaluation.data: {self.command.file} has no DataLoader {name!r} when its "
+                "optimizer steps for the first time",
+                cure="name the variable of one that it makes before, such as val_loader, "
+                "self.val_loader or loaders['val']; or name a function that returns the dataset",
+            )
+        inputs, targets = self.program.batch_leaves()
+        collate = Collate(loader.collate_fn, inputs, targets, self.command.place)
+        return held_out_samples(loader, collate)
 
     def loss(self, *, adds_up: bool) -> Callable[[Any, Any], Tensor]:
         """Return the script's loss, called with outputs and targets.

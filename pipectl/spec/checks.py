@@ -419,6 +419,7 @@ def _check_script(
     data: models.Data,
     optimizer: models.Optimizer,
     lr_scheduler: models.Part | None,
+    evaluation: models.Evaluation | None,
 ) -> Iterator[Finding]:
     parts = {"model": model, "loss": loss, "data": data, "optimizer": optimizer}
     if lr_scheduler is not None:
@@ -433,8 +434,21 @@ def _check_script(
         yield ("loss",), fault
     if optimizer.is_of_script and not model.is_of_script:
         yield ("optimizer",), "the script's is for its own model; name one for yours"
+    if evaluation is not None and evaluation.data.is_of_script:
+        yield from _check_held_out(evaluation.data, loss)
     if lr_scheduler is not None and lr_scheduler.is_of_script and not optimizer.is_of_script:
         yield ("lr_scheduler",), "the script's is for its own optimizer; name one for yours"
+
+
+def _check_held_out(held_out: models.HeldOut, loss: models.Loss) -> Iterator[Finding]:
+    """Faults of held-out data that the script makes."""
+    key = ("evaluation", "data")
+    if not loss.is_of_script:
+        yield key, "the script's are for its own loss; name a function that returns yours"
+    loader = held_out.kwargs.get("loader")
+    if set(held_out.kwargs) != {"loader"} or not isinstance(loader, str):
+        fault = "of the script need the name of a DataLoader in it"
+        yield key, f"{fault}; write {{factory: script, kwargs: {{loader: val_loader}}}}"
 
 
 def _check_evaluation(evaluation: models.Evaluation | None) -> Iterator[Finding]:

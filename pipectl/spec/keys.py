@@ -61,7 +61,8 @@ def evaluation_key(spec: JobSpec) -> str | None:
     sections = spec.evaluation.model_dump(
         include={"data", "metrics"}, exclude={"data": {"workers"}}
     )
-    named = [each for path, each in spec.factories() if path[0] == "evaluation"]
+    places = {"evaluation", "script"} if spec.evaluation.data.is_of_script else {"evaluation"}
+    named = [each for path, each in spec.factories() if path[0] in places]
     files = [None if each.file is None else _content(each.file) for each in named]
     modules = {name: _content(path) for name, path in spec.sources(named).items()}
     return _digest([sections, files, modules])

@@ -180,6 +180,10 @@ class Data(Part):
     pair `inputs` and `targets`; the first dimension of each is the sequence."""
 
 
+class HeldOut(Part):
+    """The held-out dataset: a function that returns it, the class of one, or `script`."""
+
+
 class Loss(Part):
     """The loss, called with `(outputs, targets)`."""
 
@@ -221,8 +225,9 @@ class EarlyStopping(types.Section):
 class Evaluation(types.Section):
     """Evaluation on held-out data."""
 
-    data: Factory
-    """The held-out dataset."""
+    data: HeldOut
+    """The held-out dataset. With `factory: script`, the argument `loader` names the `DataLoader` in
+    the script by its variable: `{factory: script, kwargs: {loader: val_loader}}`."""
     every: types.Count | None = None
     """Steps between evaluations; by default only after the last step."""
     batch_size: types.Count | None = None

@@ -115,7 +115,7 @@ def json_schema() -> Schema:
 def _with_script(schema: Schema) -> Schema:
     """The same for a job without a script; the parts that a script makes may be left out."""
     parts = {}
-    for name in ("Model", "Loss", "Data", "Optimizer", "Part"):
+    for name in ("Model", "Loss", "Data", "Optimizer", "HeldOut", "Part"):
         of_part = schema["$defs"][name]["anyOf"]
         (section,) = (item for item in of_part if "properties" in item)
         (word,) = (item for item in of_part if item.get("type") == "string")

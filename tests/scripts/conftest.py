@@ -248,9 +248,49 @@ for epoch in range(3):
 """Several epochs with an evaluation after each, and schedules of two kinds."""
 
 
+PLATEAU = """
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+torch.manual_seed(3)
+data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+train, val = random_split(data, [16, 8])
+loaders = {"train": DataLoader(train, 16, shuffle=True), "val": DataLoader(val, 3)}
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.9)
+scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+for epoch in range(9):
+    model.train()
+    for x, y in loaders["train"]:
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    total = 0.0
+    for x, y in loaders["val"]:
+        with torch.no_grad():
+            total += nn.functional.mse_loss(model(x), y).item() * len(x)
+    scheduler.step(total / len(val))
+"""
+"""A schedule that follows the loss of held-out data."""
+
+
+@pytest.fixture
+def plateau():
+    return PLATEAU
+
+
 @pytest.fixture
 def epochs():
     return EPOCHS
+
+
+@pytest.fixture
+def refusals():
+    return REFUSED
 
 
 @pytest.fixture

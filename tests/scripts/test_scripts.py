@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from pipectl.capture import CapturedJob
+from pipectl.capture.build import evaluation_loader
 from pipectl.cli.from_script import take_script
 from pipectl.errors import CaptureError
 from pipectl.profiler import profile_job, script_steps
@@ -150,7 +151,7 @@ def test_the_order_of_any_epoch_is_that_of_the_loader_and_few_are_kept():
     torch.manual_seed(4)
     order = Order(loader, start)
     for epoch in (0, 39, 38, 1, 2, 20, 0, 5, 39):
-        assert order(epoch) == wanted[epoch]
+        assert [*order(epoch)] == wanted[epoch]
     assert len(order._epochs) < 40
     torch.manual_seed(4)
     drawn = torch.rand(3)
@@ -202,3 +203,41 @@ def test_batches_of_several_sizes_are_refused(tmp_path):
     )
     with pytest.raises(CaptureError, match="batches of several sizes"):
         Parts.of(Command(str(path))).dataset().order(0)
+
+
+def test_what_a_script_evaluates_is_evaluated_and_its_schedule_follows(plateau, tmp_path):
+    path = tmp_path / "plateau.py"
+    path.write_text(plateau)
+    command = Command(str(path))
+    found = findings_of(Parts.of(command), compare_steps(command))
+    assert found.evaluation["data"]["kwargs"] == {"loader": "loaders['val']"}
+    assert {"evaluation", "schedule"} <= {line.what for line in found.taken}
+    job = {
+        "script": {"file": str(path)},
+        "training": found.training,
+        "evaluation": found.evaluation,
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    spec, rates = load(tmp_path / "job.yaml"), []
+    assert len(evaluation_loader(spec).order(0)) == 8
+    plain.train(spec, 16, tmp_path)
+    losses = json.loads((tmp_path / plain.LOSSES).read_text())["losses"]
+    with patched_step(lambda each: rates.append(each.param_groups[0]["lr"])):
+        assert losses == pytest.approx(own_losses(command, 9), rel=1e-6)
+    assert len(set(rates)) > 2
+    job["evaluation"]["data"]["kwargs"]["loader"] = "nobody"
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    with pytest.raises(CaptureError, match="has no DataLoader 'nobody'"):
+        evaluation_loader(load(tmp_path / "job.yaml"))
+
+
+def test_rates_set_by_hand_are_those_of_a_job_without_its_own(refusals, tmp_path, monkeypatch):
+    monkeypatch.setattr(script_steps, "compare_in_process", compare_steps)
+    (tmp_path / "rates.py").write_text(refusals["rate set by hand"].script)
+    job = {"script": {"file": "rates.py"}, "training": {"batch_size": 8, "steps": 2}}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    with pytest.raises(CaptureError, match="lr of the optimizer is"):
+        script_steps.compare_script(load(tmp_path / "job.yaml"))
+    job["lr_scheduler"] = {"factory": "torch.optim.lr_scheduler:ConstantLR"}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    assert script_steps.compare_script(load(tmp_path / "job.yaml")) == ()
