@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from pipectl.errors import CaptureError
 from pipectl.script.halves import Kind, kind_of_loss
 from pipectl.script.later import Compared
 from pipectl.script.loops import hand_set, loops_around, range_of, steps_of_trainer
@@ -225,7 +224,7 @@ def _is_alike(parts: Parts, name: str) -> bool:
     try:
         data = parts.held_out(name)
         sample, other = (each.collate_fn([each[0]]) for each in (data, parts.dataset()))
-    except (CaptureError, LookupError, TypeError, ValueError, AttributeError, RuntimeError):
+    except Exception:  # of the script's code
         return False
     finally:
         generators.restore()

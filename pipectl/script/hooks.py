@@ -55,6 +55,8 @@ _RANK_VARIABLES = (
 )  # fmt: skip
 """How the names of variables begin by which libraries find that they are one of several ranks."""
 _QUIET = {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg"}
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+"""Options of optimizers; some optimizers keep counters among the others."""
 _IGNORED_STOPS = 20
 _PATIENCE_S = 20.0
 """For what a script does between two epochs."""
@@ -440,9 +442,9 @@ def _stop(seen: Seen, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of every group, such as ``lr``, as they are now."""
+    """The options of every group that schedules change, as they are now."""
     return [
-        {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k in _SCHEDULED}
         for group in optimizer.param_groups
     ]
 
