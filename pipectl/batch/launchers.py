@@ -30,6 +30,15 @@ AUTO = "auto"
 _TIMEOUT_S = 20.0
 
 
+class Expanded(str):
+    """A word of a command in which the shell replaces a variable of the job script."""
+
+
+_VARIABLE = re.compile(r"(--[a-z-]+=)?\$(ranks|count|nodelist)")
+_COUNTS = {"ranks": "$ranks", "nodes": "$count"}
+"""What the script of a job with a range of nodes knows first at its start."""
+
+
 class _Mpiexec(NamedTuple):
     """The options of a kind of mpiexec.
 
@@ -169,8 +178,20 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
     if request.launcher == "mpiexec":
         own = _mpiexec_options(request, on_this_machine=scheduler == "local")
         mpiexec = request.mpiexec or find_mpiexec(request.environment)
-        return (mpiexec, *own, *launch.args, *command)
-    return (*_launcher_words(request, scheduler), *options, *launch.args, *command)
+        return (mpiexec, *map(_expanded, own), *launch.args, *command)
+    words = map(_expanded, _launcher_words(request, scheduler))
+    return (*words, *options, *launch.args, *command)
+
+
+def _expanded(word: str) -> str:
+    return Expanded(word) if _VARIABLE.fullmatch(word) else word
+
+
+def _counts(request: JobRequest) -> Mapping[str, object]:
+    """Return the numbers of nodes and ranks of a job, or the variables that have them."""
+    if request.node_range is not None:
+        return _COUNTS
+    return {"ranks": request.ranks, "nodes": request.resources.nodes}
 
 
 def _launcher_words(request: JobRequest, scheduler: str) -> list[str]:
@@ -194,14 +215,16 @@ def _launcher_words(request: JobRequest, scheduler: str) -> list[str]:
         )
     cores = f"--cpus-per-task={resources.cpus_per_task}"
     has_mpi = launch.mpi != AUTO or name == "srun"
-    return launcher.words.format(
-        nodes=resources.nodes,
-        ranks=request.ranks,
+    words = launcher.words.format(
+        **_counts(request),
         per_node=resources.tasks_per_node,
         cores="" if "cpus-per-task" in request.slurm.options else cores,
         mpi=launcher.mpi.format(mpi=launch.mpi) if has_mpi else "",
         bind=launcher.bind[launch.bind],
-    ).split()
+    )
+    if name == "srun" and request.node_range is not None:
+        words += " --nodes=$count --nodelist=$nodelist"
+    return words.split()
 
 
 def belongs_to_mpi(launch: Launch) -> bool:
@@ -234,7 +257,7 @@ def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]
     """Return the options of mpiexec for ranks on this machine, or on the nodes of the job."""
     mpi, bind = request.launch.mpi, request.launch.bind
     if mpi == AUTO and bind == "none":
-        return ["-n", str(request.ranks)]  # all kinds take it
+        return ["-n", str(_counts(request)["ranks"])]  # all kinds take it
     if mpi == AUTO:
         raise InvalidInputError(
             f"launch.bind: how to bind ranks to {bind} depends on the mpiexec that the job finds, "
@@ -248,7 +271,7 @@ def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]
         )
     kind, resources = _MPIEXECS[mpi], request.resources
     values = {
-        "ranks": request.ranks,
+        **_counts(request),
         "per_node": resources.tasks_per_node,
         "cores": resources.cpus_per_task,
         "oversubscribe": ":OVERSUBSCRIBE" if on_this_machine else "",

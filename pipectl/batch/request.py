@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipectl.spec.launch import Environment, Launch, Pbs, Resources, Slurm
     from pipectl.spec.models import Checkpoint
+    from pipectl.units import NodeRange
 
 CHECKPOINTED = 75
 """Exit code of a job script whose ranks stopped at a checkpoint before the last step."""
@@ -79,8 +80,13 @@ class JobRequest:
 
     @property
     def ranks(self) -> int:
-        """Number of processes."""
+        """Number of processes; the most, if the nodes are a range."""
         return 1 if self.single_process else self.resources.ranks
+
+    @property
+    def node_range(self) -> NodeRange | None:
+        """The nodes of a job that takes as many as it gets; None if their number is fixed."""
+        return None if self.single_process else self.resources.node_range
 
     @property
     def threads(self) -> int:

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch.containers import edf_of, wrap
-from pipectl.batch.launchers import NOT_OF_JOBS, OF_JOBS, is_told_of_jobs, launch_command
+from pipectl.batch.launchers import (
+    NOT_OF_JOBS,
+    OF_JOBS,
+    Expanded,
+    is_told_of_jobs,
+    launch_command,
+)
 from pipectl.batch.refusals import TROUBLES
 from pipectl.batch.request import CHECKPOINTED, JobRequest
 from pipectl.directives import SYNTAXES, find_option, options_of
@@ -127,6 +133,13 @@ def render_variables(request: JobRequest) -> str:
     return "".join(lines)
 
 
+def _quote(word: object) -> str:
+    """Return a word as the shell reads it."""
+    if isinstance(word, Expanded):
+        return f'"{word}"'
+    return shlex.quote(_refuse_controls(str(word)))
+
+
 def _refuse_controls(text: str) -> str:
     """Return the text; raise an error if it has control characters, which could end a directive."""
     breaks = (character for character in text if character in "\n\t")
@@ -170,7 +183,7 @@ def _environment() -> Environment:
         if isinstance(value, Markup):
             return value
         words = value if isinstance(value, list | tuple) else (value,)
-        return Markup(" ".join(shlex.quote(_refuse_controls(str(word))) for word in words))
+        return Markup(" ".join(map(_quote, words)))
 
     # With autoescape, results of blocks, macros and filters are Markup: they are quoted already.
     environment = Environment(

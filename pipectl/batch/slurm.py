@@ -36,7 +36,7 @@ from pipectl.batch.scheduler import (
 )
 from pipectl.batch.script import render_script
 from pipectl.directives import SBATCH, find_option
-from pipectl.errors import InvalidInputError, SchedulerError, UsageError
+from pipectl.errors import SchedulerError, UsageError
 
 if TYPE_CHECKING:
     from pipectl.spec.launch import Launch
@@ -98,11 +98,6 @@ class SlurmScheduler(CommandLineScheduler):
 
     def render(self, request: JobRequest) -> str:
         """The tag is the comment of a job, or the end of its name if the comment is the user's."""
-        if (nodes := request.resources.node_range) is not None:
-            raise InvalidInputError(
-                f"resources.nodes: {nodes}: ranges are not submitted to Slurm yet",
-                cure=f"write a number, such as --set resources.nodes={nodes.highest}",
-            )
         name = request.name
         if "comment" in request.slurm.options:
             name += name_suffix(request.tag)

@@ -51,6 +51,10 @@ def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None
         lines = plan.describe_prediction(cluster)
         for line in (f"{before}{plan.name}: {plan.summary}", *lines):
             tell(line)
+        if plans := jobs[0].plans:
+            from pipectl.cli.views.plan import nodes_line
+
+            tell(f"nodes: {nodes_line(plans)}")
 
 
 def note_origin(profile: Profile, began: float, again: str) -> None:

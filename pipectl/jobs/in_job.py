@@ -27,6 +27,7 @@ from pipectl.files import write_text
 from pipectl.jobs import profiles
 from pipectl.jobs.job import PERCENT, with_output_beside
 from pipectl.jobs.output import complete_cluster, plan_path, profile_path, read_plan, read_profile
+from pipectl.plan import Plan
 from pipectl.runs import ATTEMPT, Heartbeat, Record, RunDirectory, last_checkpoint
 from pipectl.runs.code import keep_loaded, using_code_of
 from pipectl.spec import load
@@ -69,15 +70,22 @@ def profile_and_plan(run: RunDirectory) -> None:
     """Write the profile and the plan of a run unless they are up to date.
 
     A run that resumes from a checkpoint keeps its plan, because results depend on the number of
-    micro-batches. The ranks check themselves whether the model has changed.
+    micro-batches. With a range of nodes, it keeps only that number, and has the plan for the nodes
+    of this start. The ranks check themselves whether the model has changed.
 
     Raises:
         PipectlError: the model cannot be profiled, or no plan fits.
     """
-    if run.plan.exists() and last_checkpoint(run) is not None:
-        return
     spec = with_output_beside(run, load(run.job))
     progress = progress_of(run, spec.training.steps)
+    has_range = spec.resources.node_range is not None
+    if has_range and (run.range / "cluster.json").exists():
+        from pipectl.jobs.node_range import adopt_plan
+
+        adopt_plan(run, spec, progress)
+        return
+    if not has_range and run.plan.exists() and last_checkpoint(run) is not None:
+        return
 
     def share(result: Path, place: Path) -> None:
         """Copy a profile or plan to where later commands look, unless that is newer than the run.
@@ -97,6 +105,17 @@ def profile_and_plan(run: RunDirectory) -> None:
         share(run.profile, profile_path(spec))
     keep_loaded(run, spec, profile.code)
     profile, cluster = complete_cluster(spec, profile, cluster)
+    if has_range:
+        from pipectl.jobs import node_range
+
+        kept = Plan.load(run.plan).micro_batches if run.plan.exists() else None
+        also = [node_range.granted_nodes(run)]
+        plans = node_range.plan_range(spec, profile, cluster, progress, kept=kept, also=also)
+        node_range.write_plans(run, plans, cluster)
+        for count in plans:
+            share(node_range.plan_file(run, count), plan_path(spec, count))
+        node_range.adopt_plan(run, spec, progress)
+        return
     from pipectl.jobs.planning import plan_job, write_plan
 
     plan = read_plan(run.plan, spec, profile, cluster)

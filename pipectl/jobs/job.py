@@ -84,6 +84,8 @@ class Job:
         cluster_warning: why a measured cluster is not used; may be empty.
         profile: None if the job measures its model itself, or needs no profile.
         plan: None if the job plans itself, or needs no plan.
+        plans: of a job with a range of nodes, by number of nodes; ``plan`` is one of them, and
+            ``cluster`` has all nodes.
         plans_in_job: whether the job profiles and plans in its allocation before it trains.
         is_profiled_now: whether the profile was measured, or found in the cache, by this process.
         rehearsal: None unless the job rehearses its plan.
@@ -100,6 +102,7 @@ class Job:
     cluster_warning: str = ""
     profile: Profile | None = None
     plan: Plan | None = None
+    plans: Mapping[int, Plan] = field(default_factory=dict)
     plans_in_job: bool = False
     is_profiled_now: bool = False
     rehearsal: Rehearsal | None = None
@@ -126,6 +129,8 @@ class Job:
         given = spec.environment.variables.items()
         # The script exports the hash seed for all its processes.
         environment = {"variables": {name: text for name, text in given if name != VARIABLE}}
+        # With a range of nodes, every start takes the plan for what it gets.
+        prepares = self.plans_in_job or spec.resources.node_range is not None
         return JobRequest(
             name=self.name,
             tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
@@ -139,7 +144,7 @@ class Job:
             pbs=spec.pbs,
             checkpoint=spec.checkpoint if workload.kind == TRAINING else None,
             single_process=workload.single_process,
-            first_command=(python, "-m", IN_JOB, str(directory)) if self.plans_in_job else (),
+            first_command=(python, "-m", IN_JOB, str(directory)) if prepares else (),
             earlier_starts=read_starts(RunDirectory(directory)),
             binds=_binds(spec, directory.parent, workload.output),
             mpiexec=mpiexec,
@@ -191,6 +196,8 @@ def make_job(
     """
     workload = workload or Workload()
     spec = with_hash_seed(spec, hash_seed_of(spec.environment.variables))
+    if workload.kind != TRAINING:
+        spec = with_count(spec, spec.resources.max_nodes)
     if spec.environment.container is not None:
         container = choose_runtime(spec.environment.container)
         spec = change(spec, environment={"container": container})
@@ -257,7 +264,7 @@ def fit_to_allocation(spec: JobSpec, scheduler: str) -> JobSpec:
     if scheduler == LOCAL:
         cores = 0 if resources.gpus_per_node else len(os.sched_getaffinity(0))
         count = nodes.nearest(cores // (resources.tasks_per_node * resources.cpus_per_task))
-    return change(spec, resources={"nodes": count})
+    return with_count(spec, count)
 
 
 def render(job: Job, now: float = 0.0) -> str:
@@ -349,6 +356,11 @@ def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:
     needed |= {one.root for one in code if one.root is not None}
     further = () if output is None else (output,)
     return tuple(dict.fromkeys((runs, *sorted(needed), *further)))
+
+
+def with_count(spec: JobSpec, nodes: int) -> JobSpec:
+    """The spec with a number of nodes in place of a range."""
+    return change(spec, resources={"nodes": nodes})
 
 
 def change(spec: JobSpec, **sections: Mapping[str, object]) -> JobSpec:

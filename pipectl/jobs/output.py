@@ -37,9 +37,11 @@ def profile_path(spec: JobSpec) -> Path:
     return _own_file(spec, "profile.json")
 
 
-def plan_path(spec: JobSpec) -> Path:
-    """``runs/<name>.plan.json``."""
-    return _own_file(spec, "plan.json")
+def plan_path(spec: JobSpec, nodes: int | None = None) -> Path:
+    """``runs/<name>.plan.json``; of a range of nodes the plan for the highest number, with
+    ``<name>.plan-<nodes>.json`` for others."""
+    is_other = nodes not in (None, spec.resources.max_nodes)
+    return _own_file(spec, f"plan-{nodes}.json" if is_other else "plan.json")
 
 
 def cluster_path(spec: JobSpec) -> Path:

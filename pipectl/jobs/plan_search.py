@@ -106,6 +106,8 @@ class AnswerJson(TypedDict):
             ``pipeline_is_worth_it``. Null if planning was interrupted.
         cut_short: whether ``--budget`` or Ctrl-C ended the search.
         explanation: with ``--explain`` only.
+        nodes: of a job with a range of nodes only: the ``nodes`` of each number that was planned,
+            and its ``step_time_s``. The rest is the plan for the highest number.
     """
 
     objective: str
@@ -119,6 +121,7 @@ class AnswerJson(TypedDict):
     without_pipeline: dict[str, Any] | None
     cut_short: bool
     explanation: NotRequired[ExplanationJson]
+    nodes: NotRequired[list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)

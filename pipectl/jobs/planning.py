@@ -20,7 +20,7 @@ from pipectl.cluster import (
     Node,
 )
 from pipectl.errors import DataFileError, InfeasibleError, MismatchError, UsageError
-from pipectl.jobs.job import choose_scheduler, fit_to_allocation
+from pipectl.jobs.job import choose_scheduler, fit_to_allocation, with_count
 from pipectl.jobs.output import (
     complete_cluster,
     find_cluster,
@@ -35,6 +35,7 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import with_bandwidth, with_ranks
 from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.job_request import request_of_job
+from pipectl.planner.request import Planner
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, find_run
 from pipectl.simulate import simulate
@@ -83,6 +84,12 @@ class PlanInputs:
     spec: JobSpec | None = None
     batch_system: str = LOCAL
     counts: tuple[int, ...] = ()
+
+    @property
+    def has_range(self) -> bool:
+        """Whether there is a plan for each number of nodes of a range."""
+        spec, file = self.spec, self.plan_file
+        return spec is not None and file is not None and spec.resources.node_range is not None
 
     def fold(self) -> PlanInputs:
         """The inputs as the search for the shortest step needs them; see :func:`folded`."""
@@ -188,7 +195,9 @@ def gather_job(
     return PlanInputs(
         job_profile,
         used,
-        make_plan_request(spec, job_profile, used, like_before=like_before),
+        make_plan_request(
+            with_count(spec, spec.resources.max_nodes), job_profile, used, like_before=like_before
+        ),
         machines.file,
         plan_file=plan_path(spec) if devices is None else None,
         warnings=tuple(filter(None, warnings)),
@@ -293,18 +302,30 @@ def _use_devices(cluster: Cluster, devices: int | None, cure: str) -> Cluster:
 
 
 def plan_job(
-    spec: JobSpec, profile: Profile, cluster: Cluster, progress: Progress | None = None
+    spec: JobSpec,
+    profile: Profile,
+    cluster: Cluster,
+    progress: Progress | None = None,
+    kept: int | None = None,
+    *,
+    like_before: bool = True,
+    planner: Planner = make_plan,
 ) -> Plan:
     """Make the best plan for a job, with the micro-batches of its previous plan, if possible.
+
+    Args:
+        kept: number of micro-batches to keep instead of that of the previous plan.
+        like_before: whether to keep any.
+        planner: makes the plan.
 
     Raises:
         InfeasibleError: nothing fits; the message says how much is missing.
     """
     if progress is not None:
         progress(0, 0, "planning")
-    request = make_plan_request(spec, profile, cluster, like_before=True)
+    request = make_plan_request(spec, profile, cluster, kept, like_before=like_before)
     with advise_other_micro_batches(profile, request):
-        return make_plan(profile, cluster, request)
+        return planner(profile, cluster, request)
 
 
 def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
@@ -347,15 +368,21 @@ def advise_other_micro_batches(profile: Profile, request: PlanRequest) -> Iterat
 
 
 def make_plan_request(
-    spec: JobSpec, profile: Profile, cluster: Cluster, *, like_before: bool = False
+    spec: JobSpec,
+    profile: Profile,
+    cluster: Cluster,
+    kept: int | None = None,
+    *,
+    like_before: bool = False,
 ) -> PlanRequest:
     """Make the request of a job to the planner; see :func:`request_of_job`.
 
     Args:
-        like_before: whether to keep the number of micro-batches of the job's previous plan, if the
-            job does not set it: results depend on it, so a new profile should not change it.
+        kept: number of micro-batches to keep, if the job does not set it.
+        like_before: whether to keep else that of the job's previous plan: results depend on it, so
+            a new profile should not change it.
     """
     is_open = like_before and not spec.pipeline.micro_batches
-    kept = _micro_batches_before(spec) if is_open else None
+    kept = kept or (_micro_batches_before(spec) if is_open else None)
     request = request_of_job(spec, profile, cluster, kept)
     return replace(request, key=plan_file_key(spec, profile, cluster))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import LOCAL
@@ -160,8 +161,9 @@ def _add_plans(
     Args:
         spec: the job, whose plan is saved in the output directory if it is new.
     """
-    plans: dict[tuple[str, Cluster], Plan | None] = {}
-    planned, own_plan, path = list[Job](), None, plan_path(spec)
+    plans: dict[tuple[str, Cluster], dict[int, Plan]] = {}
+    planned = list[Job]()
+    own_plans: dict[int, Plan] = {}
     for job in jobs:
         assert job.cluster is not None
         if job.profile is None:
@@ -171,26 +173,56 @@ def _add_plans(
         inputs = plan_key(job.spec), cluster
         if inputs not in plans:
             with _name_values_in_errors(job.values):
-                plan, name = read_plan(path, job.spec, profile, cluster), str(path)
-                if plan is None and make_missing:
-                    from pipectl.jobs.planning import plan_job
-
-                    plan, name = plan_job(job.spec, profile, cluster, progress), "the new plan"
+                found, are_new = _find_plans(job.spec, spec, profile, cluster), False
+                if not found and make_missing:
+                    found, are_new = _make_plans(job.spec, profile, cluster, progress), True
                     if inputs[0] == plan_key(spec):
                         # The links may be measured for some points with the same key only.
                         own_cluster = find_cluster(spec, job.scheduler).cluster
                         if cluster == complete_cluster(spec, profile, own_cluster)[1]:
-                            own_plan = plan
-                if must_run and plan is not None:
+                            own_plans = dict(found)
+                for count, each in found.items() if must_run else ():
                     from pipectl.runtime.nodes import check_supported
 
-                    check_supported(plan, name, job.spec)
-            plans[inputs] = plan
-        planned.append(replace(job, cluster=cluster, profile=profile, plan=plans[inputs]))
+                    name = "the new plan" if are_new else str(plan_path(spec, count))
+                    check_supported(each, name, job.spec)
+            plans[inputs] = found
+        own = plans[inputs]
+        plan = own.get(job.spec.resources.max_nodes)
+        of_range = own if job.spec.resources.node_range is not None else {}
+        planned.append(replace(job, cluster=cluster, profile=profile, plan=plan, plans=of_range))
     # Saved last: until then, every new plan keeps the micro-batches of the plan in this file.
-    if own_plan is not None:
-        own_plan.save(path)
+    for count, plan in own_plans.items():
+        plan.save(plan_path(spec, count))
     return planned
+
+
+def _find_plans(
+    spec: JobSpec, own_spec: JobSpec, profile: Profile, cluster: Cluster
+) -> dict[int, Plan]:
+    """The up-to-date plans of a job by number of nodes.
+
+    Args:
+        own_spec: the job, of which ``spec`` may be a point.
+    """
+    if spec.resources.node_range is not None:
+        from pipectl.jobs.node_range import find_plans
+
+        return find_plans(spec, profile, cluster, partial(plan_path, own_spec))
+    plan = read_plan(plan_path(own_spec), spec, profile, cluster)
+    return {} if plan is None else {spec.resources.max_nodes: plan}
+
+
+def _make_plans(
+    spec: JobSpec, profile: Profile, cluster: Cluster, progress: Progress | None
+) -> dict[int, Plan]:
+    from pipectl.jobs.planning import plan_job
+
+    if spec.resources.node_range is None:
+        return {spec.resources.max_nodes: plan_job(spec, profile, cluster, progress)}
+    from pipectl.jobs.node_range import plan_range
+
+    return plan_range(spec, profile, cluster, progress)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipectl.batch import JobState, get_scheduler
@@ -15,8 +16,10 @@ from pipectl.hash_seed import VARIABLE, hash_seed_of
 from pipectl.jobs.job import (
     Job,
     choose_scheduler,
+    fit_to_allocation,
     make_job,
     refuse_code_of_others,
+    with_count,
     with_hash_seed,
     with_output_beside,
 )
@@ -109,6 +112,8 @@ def resume(
         with using(code.sources):
             specs = load(run.job), file.spec()
             before, spec = (_keep_hash_seed(each, record) for each in specs)
+            if spec.resources.node_range is not None:
+                spec = fit_to_allocation(spec, record.scheduler)
             if state is JobState.COMPLETED:
                 _check_incomplete(run, record, before, spec)
             _check_unchanged(run, record, before, spec)
@@ -208,12 +213,20 @@ def _plan_again(
     another model. If only the ranks change, the profile stays: it is accurate enough.
     """
     from pipectl.jobs.corrections import correct_profile
+    from pipectl.jobs.node_range import find_plans, plan_file, plan_range
     from pipectl.jobs.planning import plan_job
     from pipectl.runtime.nodes import check_supported
 
     own_profile, spec = Profile.load(run.profile), job.spec
     profile, cluster = complete_cluster(spec, own_profile, machines)
     is_of_code = not any(map(is_changed, own_profile.code))
+    has_range = spec.resources.node_range is not None
+    if is_of_code and has_range:
+        plans = find_plans(spec, profile, cluster, partial(plan_file, run))
+        if plans and {each.micro_batches for each in plans.values()} == {plan.micro_batches}:
+            # The next start has the plan for its nodes.
+            job = replace(job, cluster=cluster, profile=profile, plan=plan, plans=plans)
+            return replace(job, plans_in_job=False)
     if is_of_code and plan.key == plan_file_key(spec, profile, cluster):
         return replace(job, cluster=cluster, profile=profile, plan=plan, plans_in_job=False)
     like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
@@ -222,6 +235,8 @@ def _plan_again(
         kept = hash_seed_of(spec.environment.variables)
         spec = load(run.job, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])
         spec = with_hash_seed(spec, kept)
+        if not has_range:
+            spec = with_count(spec, job.spec.resources.max_nodes)
     job = replace(job, spec=spec)
     if not same_model:
         return job
@@ -231,9 +246,12 @@ def _plan_again(
     with suppress(PipectlError):  # the profile stays as it is if no step was recorded
         profile = correct_profile(run)
     profile, cluster = complete_cluster(spec, replace(profile, key=key), machines)
-    plan = plan_job(spec, profile, cluster)
-    check_supported(plan, str(run.plan), spec)
-    return replace(job, cluster=cluster, profile=profile, plan=plan, plans_in_job=False)
+    plans = plan_range(spec, profile, cluster) if has_range else {}
+    plan = plans[spec.resources.max_nodes] if plans else plan_job(spec, profile, cluster)
+    for each in (plan, *plans.values()):
+        check_supported(each, str(run.plan), spec)
+    job = replace(job, cluster=cluster, profile=profile, plan=plan, plans=plans)
+    return replace(job, plans_in_job=False)
 
 
 def _hand_over_again(

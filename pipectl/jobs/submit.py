@@ -113,6 +113,7 @@ class Submission:
             walltime_s=system.walltime_of(request),
             lead_time_s=request.lead_time_s if request.checkpoint else None,
             max_starts=request.max_starts,
+            min_nodes=None if request.node_range is None else request.node_range.lowest,
         )
         return cls(run, job, request, record)
 
@@ -316,22 +317,10 @@ def _write_files(
             that are submitted together.
     """
     run, job, request = submission.run, submission.job, submission.request
-    profile, plan, cluster = job.profile, job.plan, job.cluster
     make_private_directory(run.logs)  # without it, a job fails or hangs without output
     spec = job.spec
     write_text(run.job, dump(spec), mode=_PRIVATE)
-    if cluster is not None:
-        cluster.save(run.cluster)
-    if plan is not None and first_run is not run:
-        for file in (run.profile, run.plan, run.predicted):
-            shutil.copyfile(first_run.path / file.relative_to(run.path), file)
-    else:
-        if profile is not None:
-            profile.save(run.profile)
-        if plan is not None and cluster is not None:
-            from pipectl.jobs.planning import write_plan
-
-            write_plan(run, plan, cluster)
+    _write_plan_files(run, job, first_run)
     if job.rehearsal is not None:
         job.rehearsal.save(run.rehearsal)
     if job.keeps_code:
@@ -342,6 +331,33 @@ def _write_files(
     else:
         run.variables.unlink(missing_ok=True)
     submission.record.save(run.record)
+
+
+def _write_plan_files(run: RunDirectory, job: Job, first_run: RunDirectory) -> None:
+    """Write the cluster, profile and plans of a run; for the arguments see :func:`_write_files`."""
+    profile, plan, cluster = job.profile, job.plan, job.cluster
+    if cluster is not None:
+        cluster.save(run.cluster)
+    if not job.plans:
+        shutil.rmtree(run.range, ignore_errors=True)
+    if plan is not None and first_run is not run:
+        for file in (run.profile, run.plan, run.predicted):
+            shutil.copyfile(first_run.path / file.relative_to(run.path), file)
+        if job.plans:
+            shutil.copytree(first_run.range, run.range)
+        return
+    if profile is not None:
+        profile.save(run.profile)
+    if plan is not None and cluster is not None:
+        from pipectl.jobs.planning import write_plan
+
+        if job.plans:
+            from pipectl.jobs.node_range import write_plans
+            from pipectl.planner.explain.what_if import with_ranks
+
+            write_plans(run, job.plans, cluster)
+            cluster = with_ranks(cluster, plan.ranks)  # the plan may be that of the last start
+        write_plan(run, plan, cluster)
 
 
 def _keep_code(submission: Submission, environments: dict[Path | None, Environment]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipectl.batch import LOCAL, JobStatus
 from pipectl.batch.scheduler import CLOCK_SKEW_S
-from pipectl.runs import Record, RunDirectory
+from pipectl.runs import Record, RunDirectory, read_nodes
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,19 @@ def measure_times(
     deadline = job.deadline
     if job.source == "heartbeat" and record.walltime_s is not None and is_queued:
         deadline = start + record.walltime_s
+    nodes = nodes_of_start(run, record)
     return Times(
         waited_s=max(0.0, start - submitted_at) if is_queued and not restarts else None,
         run_s=run_s,
         left_s=None if deadline is None or job.state.final else max(0.0, deadline - now),
-        node_hours=record.nodes * run_s / 3600 if is_queued and run_s is not None else None,
+        node_hours=nodes * run_s / 3600 if is_queued and run_s is not None else None,
     )
+
+
+def nodes_of_start(run: RunDirectory, record: Record) -> int:
+    """Return the number of nodes that a run has used last; those it asks for if it is fixed."""
+    used = None if record.min_nodes is None else read_nodes(run)
+    return used or record.nodes
 
 
 def written_since(record: Record, path: Path) -> float | None:

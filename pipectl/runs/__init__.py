@@ -44,6 +44,7 @@ from pipectl.runs.readers import (
     read_exit_code,
     read_exit_warning,
     read_heartbeat,
+    read_nodes,
     read_requeue_error,
     read_stall,
     read_starts,
@@ -58,6 +59,6 @@ __all__ = [
     "checkpoints", "find", "find_run", "find_runs", "is_job_id", "last_checkpoint", "last_lines",
     "list_runs", "list_sweeps", "locked", "measured_steps", "name_in_shell", "read_columns",
     "read_errors", "read_exit_code", "read_exit_warning", "read_heartbeat", "read_measured",
-    "read_metrics", "read_pauses", "read_requeue_error", "read_stall", "read_starts",
+    "read_metrics", "read_nodes", "read_pauses", "read_requeue_error", "read_stall", "read_starts",
     "runs_directory", "stem_of", "step_of", "sweep_of",
 ]  # fmt: skip

@@ -82,6 +82,8 @@ class RunDirectory(Directory):
     profile = File("profile.json")  # the measured operator graph
     plan = File("plan.json")  # stages, ranks and schedule
     cluster = File("cluster.json")  # nodes, devices and links
+    range = File("range")  # of a range of nodes: plans by number, and the cluster of all
+    nodes = File("nodes")  # of a range: how many a start has found, then how many its plan takes
     script = File("job.sh")  # the job script
     variables = File("variables.sh")  # what the job script sources; keys and tokens may be in it
     record = File("record.json")  # the submission and its history

@@ -232,6 +232,12 @@ def read_starts(run: RunDirectory) -> int:
     return max(0, _read_number(run.attempt) or 0)
 
 
+def read_nodes(run: RunDirectory) -> int | None:
+    """Return how many nodes of a range the last start of a run has found, or its plan takes; None
+    if there was none."""
+    return _read_number(run.nodes)
+
+
 def _read_number(path: Path) -> int | None:
     try:
         return int(read_limited(path, _MAX_DIGITS))

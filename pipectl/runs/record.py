@@ -74,6 +74,8 @@ class Record(DataFile):
         lead_time_s: how long before the end of the walltime it stops at a checkpoint; None if it
             does not.
         max_starts: how often it starts at most by itself; None if only once.
+        min_nodes: fewest nodes that it takes, of a range of which ``nodes`` and ``ranks`` are the
+            most; None if their number is fixed.
     """
 
     cure: ClassVar[str] = "restore it from a backup, or submit the job again"
@@ -97,6 +99,7 @@ class Record(DataFile):
     walltime_s: Count | None = None
     lead_time_s: int | None = None
     max_starts: Count | None = None
+    min_nodes: Count | None = None
 
     @property
     def is_unsure(self) -> bool:

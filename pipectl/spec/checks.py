@@ -35,6 +35,7 @@ from pipectl.spec.references import (
     parse,
     types_taken,
 )
+from pipectl.spec.types import SCHEDULE_SUFFIX
 
 if TYPE_CHECKING:
     from pipectl.schedule.combinations import Feature
@@ -288,6 +289,17 @@ def _check_ranks(pipeline: models.Pipeline, resources: Resources) -> Iterator[Fi
             Placement.V_SHAPED: f"schedule {name} takes two per rank",
         }
         yield _STAGES, f"{placement.misfit(stages, count)}; {hints[placement]}"
+
+
+def _check_range(pipeline: models.Pipeline, resources: Resources) -> Iterator[Finding]:
+    """Faults of schedules whose results, or whose actions, depend on the number of nodes."""
+    if resources.node_range is None or pipeline.schedule is None:
+        return
+    name, key = Path(pipeline.schedule).name, ("resources", "nodes")
+    if pipeline.schedule.endswith(SCHEDULE_SUFFIX):
+        yield key, f"must be a number, since {name} is for a number of ranks"
+    elif name == "pipedream":
+        yield key, f"must be a number: the results of {name} depend on the number of stages"
 
 
 def _check_combinations(pipeline: models.Pipeline, training: models.Training) -> Iterator[Finding]:
@@ -603,8 +615,8 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
-    _check_ranks, _check_combinations, _check_reproducible, _check_correction, _check_batch,
-    _check_buckets,
+    _check_ranks, _check_range, _check_combinations, _check_reproducible, _check_correction,
+    _check_batch, _check_buckets,
     _check_warm_up, _check_backward, _check_container, _check_progress, _check_loss, _check_script,
     _check_evaluation, _check_best, _check_options,
     _check_slurm_gpus, _check_select, _check_pbs_gpus, _check_hash_seed, _check_sweep,

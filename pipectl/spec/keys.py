@@ -97,6 +97,7 @@ def links_key(spec: JobSpec, scheduler: str, host: str = "") -> str:
         host: name of this host if jobs run on it.
     """
     resources = spec.resources.model_dump(exclude={"walltime", "memory_per_node"})
+    resources["nodes"] = spec.resources.max_nodes
     launch = spec.launch.model_dump(include={"launcher", "mpi", "bind", "args"})
     environment = spec.environment
     software = [environment.modules, _container_of(spec)]

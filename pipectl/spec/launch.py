@@ -14,8 +14,8 @@ class Resources(types.Section):
     """What the job asks for, under every scheduler."""
 
     nodes: types.Nodes = 1
-    """Nodes: a number, or a range such as `2-8`. `local` and `here` use as many of them as there
-    are, PBS and batch systems of packages get the highest number, and Slurm takes no range yet."""
+    """Nodes: a number, or a range such as `2-8`, of which every start of the job uses
+    [what it gets](reliability.md#a-range-of-nodes)."""
     tasks_per_node: types.Count = 1
     """MPI ranks per node."""
     cpus_per_task: types.Count = 1

@@ -41,6 +41,17 @@ ask_again() {
     done
 }
 rm -f "$PIPECTL_RUN_DIRECTORY"/{agents,exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
+clean_up() { # CODE of the job
+    local code=$1
+    local background
+    background=$(jobs -p) && [[ $background ]] && kill $background 2>/dev/null # of the setup
+    set +eu
+    ( # an `exit` in the trap of the setup is not that of the job, whose code it may look at
+        (exit "$code")
+        eval "$at_exit"
+    )
+    set -u
+}
 finish() {
     local code=$?
     [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/starting"
@@ -50,14 +61,7 @@ finish() {
         code=$((code ? code : 1))
     fi
     write_file exit_code "$code"
-    local background
-    background=$(jobs -p) && [[ $background ]] && kill $background 2>/dev/null # of the setup
-    set +eu
-    ( # an `exit` in the trap of the setup is not that of the job, whose code it may look at
-        (exit "$code")
-        eval "$at_exit"
-    )
-    set -u
+    clean_up "$code"
     exit "$code"
 }
 at_exit= # the traps of the setup

@@ -48,6 +48,21 @@ is_preempted() {
         [[ $found =~ StartTime=([0-9T:-]+) && ! $preempted_at < ${BASH_REMATCH[1]} ]]
 }
 rm -f "$PIPECTL_RUN_DIRECTORY"/{agents,exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
+clean_up() { # CODE of the job
+    local code=$1
+    local background
+    background=$(jobs -p) && [[ $background ]] && kill $background 2>/dev/null # of the setup
+    set +eu
+    ( # an `exit` in the trap of the setup is not that of the job, whose code it may look at
+        (exit "$code")
+        eval "$at_exit"
+    )
+    set -u
+    ( # no command in it ends this script, nor changes the exit code
+        set +eu +o pipefail
+        eval "$teardown"
+    )
+}
 finish() {
     local code=$?
     [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/starting"
@@ -63,18 +78,7 @@ finish() {
         code=75
     fi
     write_file exit_code "$code"
-    local background
-    background=$(jobs -p) && [[ $background ]] && kill $background 2>/dev/null # of the setup
-    set +eu
-    ( # an `exit` in the trap of the setup is not that of the job, whose code it may look at
-        (exit "$code")
-        eval "$at_exit"
-    )
-    set -u
-    ( # no command in it ends this script, nor changes the exit code
-        set +eu +o pipefail
-        eval "$teardown"
-    )
+    clean_up "$code"
     exit "$code"
 }
 # environment.teardown:

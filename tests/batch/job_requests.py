@@ -58,6 +58,7 @@ def fields(document):
         "array": lambda paths: paths and Array(tuple(map(Path, paths)), 2),
         "checkpoint": lambda values: Checkpoint(**values),
         "container": lambda values: Container(**values),
+        "nodes": lambda nodes: Resources(nodes=nodes).nodes,
     }
     return {
         name: made.get(name, lambda value: value)(lists_as_tuples(value))

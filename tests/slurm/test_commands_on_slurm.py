@@ -256,6 +256,37 @@ def test_a_job_on_two_nodes_is_put_back_into_the_queue_and_gives_the_local_weigh
 
 
 @pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_job_with_a_range_of_nodes_goes_on_with_those_that_are_left(
+    pipectl, processes_on, local_run, keeps
+):
+    """In the same allocation, if Slurm leaves it that; else in the next one."""
+    keep = ["slurm.options.no-kill=true"] if keeps else []
+    settings = ("resources.nodes=2-4", "pipeline.stages=auto", "checkpoint.every=5", *keep)
+    run = submit(pipectl, local_run, *settings)
+    lost = list[psutil.Process]()
+    try:
+        for nodes in (4, 3):
+            found = status_when(
+                pipectl, run.name, lambda now, n=nodes: now["step"] and len(now["ranks"]) == n
+            )
+            here = processes_on(found["ranks"][-1]["node"])
+            lost += here
+            for process in here:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        last = status_when(pipectl, run.name, is_over)
+    finally:
+        psutil.wait_procs(lost, timeout=20)
+        subprocess.run([LAB / "up"], capture_output=True, check=True, timeout=120)
+    log = (run / "logs/job.log").read_text()
+    assert last["state"] == "COMPLETED", log
+    assert len({rank["node"] for rank in last["ranks"]}) == 2
+    assert log.count("the job goes on with" if keeps else "the job is requeued") == 2
+    check_same(run, local_run)
+
+
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("launcher", "how"),
     [

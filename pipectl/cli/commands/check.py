@@ -15,7 +15,7 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import plain, say, say_json, short_path, show
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_json
-from pipectl.spec import Origin, SpecFile
+from pipectl.spec import JobSpec, Origin, SpecFile
 from pipectl.spec.document import Place, parse_scalar, path_text
 from pipectl.spec.schema import json_schema
 
@@ -53,9 +53,18 @@ def command(
         say_json([_origin_json(origin) for origin in origins])
         return
     runs = f"; a sweep of {len(points)} runs" if points else ""
-    say(f"{job}: valid; {spec.resources.ranks} ranks, {spec.training.steps} steps{runs}")
+    say(f"{job}: valid; {_ranks_text(spec)}, {spec.training.steps} steps{runs}")
     if show_origins:
         show(_origins_table(origins))
+
+
+def _ranks_text(spec: JobSpec) -> str:
+    """``4 ranks``, or ``2 to 8 ranks (2-8 nodes)``."""
+    resources = spec.resources
+    if resources.node_range is None:
+        return f"{resources.ranks} ranks"
+    lowest = resources.min_nodes * resources.tasks_per_node
+    return f"{lowest} to {resources.ranks} ranks ({resources.nodes} nodes)"
 
 
 def _origins_table(origins: Sequence[Origin]) -> Table:

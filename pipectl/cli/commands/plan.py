@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from pipectl.cli.views import plan as view
 from pipectl.cluster import MAX_RANKS
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
+from pipectl.jobs.node_range import plan_every_count, save_plans
 from pipectl.jobs.plan_search import PlanSearch, plan_step
 from pipectl.jobs.planning import PlanInputs, gather
+from pipectl.plan import Plan
 from pipectl.planner.explain.scaling import scaling
 from pipectl.report.gantt import gantt_svg
 from pipectl.units import plural
@@ -115,29 +118,36 @@ def plan_and_print(
     """
     for warning in inputs.warnings:
         warn(warning)
-    inputs = inputs.fold()
+    profile, inputs = inputs.profile, inputs.fold()
     if counts is not None:
         _show_counts(inputs, search, counts, as_json=as_json)
         return
     for file in filter(None, (output_file, svg)):
         make_directory_of(file)
+    by_nodes: Mapping[int, Plan] = {}
     with interruptible(search) as tell:
+        if inputs.has_range:
+            tell("planning for every number of nodes")
+            by_nodes, inputs = plan_every_count(replace(inputs, profile=profile), search.plan)
+            inputs = inputs.fold()
         answer = plan_step(inputs, search, tell, explained=explained)
     if output_file is not None:
+        save_plans(inputs, {} if output_file != inputs.plan_file else by_nodes)
         answer.plan.save(output_file)
     if svg is not None:
         plan = answer.plan
         titles = f"{plan.name}: {plan.summary}", *plan.describe_prediction(inputs.cluster)
         write_text(svg, gantt_svg(answer.simulation.timeline, *titles))
     if as_json:
-        say_json(answer.to_json())
+        say_json({**answer.to_json(), **view.nodes_json(by_nodes)})
         return
     show(view.step_view(answer))
-    if inputs.cluster_file is not None:
-        say(f"cluster: {inputs.cluster_file} ({inputs.cluster.source})")
-    for label, path in (("plan", output_file), ("picture", svg)):
-        if path is not None:
-            say(f"{label}: {path}")
+    cluster = inputs.cluster_file and f"{inputs.cluster_file} ({inputs.cluster.source})"
+    nodes = view.nodes_line(by_nodes) if by_nodes else None
+    lines = {"nodes": nodes, "cluster": cluster, "plan": output_file, "picture": svg}
+    for label, text in lines.items():
+        if text is not None:
+            say(f"{label}: {text}")
 
 
 def _show_prospects(inputs: PlanInputs, counts: tuple[int, ...] | None, *, as_json: bool) -> None:

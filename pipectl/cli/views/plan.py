@@ -5,7 +5,7 @@ Everything fits 80 columns; wider terminals show more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -75,6 +75,22 @@ def step_view(answer: StepAnswer) -> RenderableType:
         parts += map(plain, explanation_lines(answer, explanation))
     parts += assumption_lines(plan.assumptions)
     return Group(*parts)
+
+
+def nodes_line(plans: Mapping[int, Plan]) -> str:
+    """The plans for a range of nodes: ``planned for 2 (52.0 ms per step), 3 (36.1 ms) and so on."""
+    times = [f"{n} ({format_time(plan.predicted_step_s)})" for n, plan in plans.items()]
+    times[0] = f"{times[0][:-1]} per step)"
+    count = next(iter(plans.values())).micro_batches
+    missing = {*range(min(plans), max(plans))} - plans.keys()
+    more = f"; for {format_ranges(missing)} in the job" if missing else ""
+    return f"planned for {', '.join(times)}, each with {plural(count, 'micro-batch')}{more}"
+
+
+def nodes_json(plans: Mapping[int, Plan]) -> dict[str, list[dict[str, float]]]:
+    """See :class:`pipectl.jobs.plan_search.AnswerJson`; empty without a range of nodes."""
+    times = [{"nodes": n, "step_time_s": plan.predicted_step_s} for n, plan in plans.items()]
+    return {"nodes": times} if times else {}
 
 
 def assumption_lines(assumptions: Iterable[str]) -> list[RenderableType]:

@@ -34,6 +34,7 @@ from pipectl.runs import (
     last_checkpoint,
     name_in_shell,
     read_heartbeat,
+    read_nodes,
     read_starts,
     step_of,
 )
@@ -356,6 +357,9 @@ def _files(status: RunStatus) -> Iterator[Fact]:
     yield from (
         (label, whole(short_path(path)), "") for label, path in results.items() if is_there(path)
     )
+    if record is not None and record.min_nodes is not None:
+        number = f"{used} of " if (used := read_nodes(run)) else ""
+        yield "nodes", f"{number}{record.min_nodes}-{record.nodes}", ""
     if status.plan is not None:
         yield "plan", status.plan.summary, ""
     yield "directory", whole(short_path(run.path)), ""

@@ -1,0 +1,227 @@
+"""Plans for a range of nodes (``resources.nodes: 2-8``): one for each number that a start may get.
+
+Results depend on the number of micro-batches, so all plans have the same, which fits on the fewest
+nodes, too. They are made at submission, or in the job if only that can measure the model; numbers
+of nodes that are left out then are planned when a start gets them. The plans of a run are in its
+directory ``range``, beside the cluster of all nodes; a start copies its own to ``plan.json``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipectl.cluster import Cluster
+from pipectl.errors import DataFileError, InfeasibleError
+from pipectl.files import make_private_directory, write_text
+from pipectl.jobs.job import with_count
+from pipectl.jobs.output import complete_cluster, plan_path, read_plan
+from pipectl.jobs.planning import PlanInputs, plan_job, write_plan
+from pipectl.plan import Plan
+from pipectl.planner import make_plan
+from pipectl.planner.explain.what_if import with_ranks
+from pipectl.planner.request import Planner
+from pipectl.profile import Profile
+from pipectl.runs import ATTEMPT, RunDirectory, read_nodes
+from pipectl.spec import JobSpec
+from pipectl.units import NodeRange, plural
+
+if TYPE_CHECKING:
+    from pipectl.profiler.effort import Progress
+
+MAX_PLANS = 16
+"""Of a longer range, this many numbers of nodes are planned at once."""
+
+
+def plan_range(
+    spec: JobSpec,
+    profile: Profile,
+    cluster: Cluster,
+    progress: Progress | None = None,
+    *,
+    kept: int | None = None,
+    also: Iterable[int] = (),
+    like_before: bool = True,
+    planner: Planner = make_plan,
+) -> dict[int, Plan]:
+    """Plan a job for the numbers of nodes in its range, all with the same micro-batches.
+
+    Numbers between the ends for which no plan fits are left out.
+
+    Args:
+        cluster: all nodes, complete.
+        kept: number of micro-batches; None lets the planner choose it, as far as the job does.
+        also: further numbers of nodes.
+        like_before, planner: see :func:`plan_job`.
+
+    Raises:
+        InfeasibleError: none fits on the fewest nodes, or on the most.
+    """
+    nodes = spec.resources.node_range
+    assert nodes is not None
+    lowest, highest, is_open = nodes.lowest, nodes.highest, kept is None
+
+    def plan(count: int, micro_batches: int | None, *, like_before: bool = False) -> Plan:
+        own, part = with_count(spec, count), first_nodes(cluster, spec, count)
+        return plan_job(
+            own, profile, part, progress, micro_batches, like_before=like_before, planner=planner
+        )
+
+    plans = {highest: plan(highest, kept, like_before=like_before)}
+    kept = plans[highest].micro_batches
+    try:
+        plans[lowest] = plan(lowest, kept)
+    except InfeasibleError as error:
+        error.message = f"resources.nodes: {nodes}: on {plural(lowest, 'node')}: {error.message}"
+        error.cure = f"raise the lowest number of nodes, or: {error.cure}"
+        if not is_open or spec.pipeline.micro_batches is not None:
+            raise
+        with suppress(InfeasibleError):  # smaller micro-batches may fit
+            plans[lowest] = plan(lowest, None)
+        if lowest not in plans:
+            raise
+        kept = plans[lowest].micro_batches
+        plans[highest] = plan(highest, kept)
+    for count in sorted({*_planned(nodes), *also} - plans.keys()):
+        with suppress(InfeasibleError):
+            plans[count] = plan(count, kept)
+    return dict(sorted(plans.items()))
+
+
+def find_plans(
+    spec: JobSpec, profile: Profile, cluster: Cluster, path_of: Callable[[int], Path]
+) -> dict[int, Plan]:
+    """The up-to-date plans of a job for its range of nodes; none if one is missing for the fewest
+    or the most of them.
+
+    Args:
+        cluster: all nodes, complete.
+        path_of: file of the plan for a number of nodes.
+    """
+    nodes, plans = spec.resources.node_range, dict[int, Plan]()
+    assert nodes is not None
+    for count in _planned(nodes):
+        part = first_nodes(cluster, spec, count)
+        plan = read_plan(path_of(count), with_count(spec, count), profile, part)
+        if plan is not None:
+            plans[count] = plan
+    same = {plan.micro_batches for plan in plans.values()}
+    is_whole = {nodes.lowest, nodes.highest} <= plans.keys() and len(same) == 1
+    return plans if is_whole else {}
+
+
+def first_nodes(cluster: Cluster, spec: JobSpec, nodes: int) -> Cluster:
+    """A part of the cluster of all nodes of a job."""
+    return with_ranks(cluster, nodes * spec.resources.tasks_per_node)
+
+
+def _planned(nodes: NodeRange) -> list[int]:
+    """The numbers of nodes that are planned at once: of a long range both ends, and some between
+    them."""
+    counts, last = nodes.counts, MAX_PLANS - 1
+    if len(counts) <= MAX_PLANS:
+        return [*counts]
+    return [counts[(len(counts) - 1) * index // last] for index in range(MAX_PLANS)]
+
+
+def plan_every_count(inputs: PlanInputs, planner: Planner) -> tuple[dict[int, Plan], PlanInputs]:
+    """Plan for a range of nodes; the inputs then have the number of micro-batches of all plans.
+
+    Args:
+        inputs: not folded.
+    """
+    spec, request = inputs.spec, inputs.request
+    assert spec is not None
+    plans = plan_range(
+        spec, inputs.profile, inputs.cluster, planner=planner,
+        like_before=request.keeps_micro_batches,
+    )  # fmt: skip
+    count = plans[spec.resources.max_nodes].micro_batches
+    return plans, replace(inputs, request=replace(request, micro_batches=count))
+
+
+def save_plans(inputs: PlanInputs, plans: Mapping[int, Plan]) -> None:
+    """Write the plans for numbers of nodes where :func:`find_plans` looks for them."""
+    for count, plan in plans.items():
+        assert inputs.spec is not None
+        plan.save(plan_path(inputs.spec, count))
+
+
+def write_plans(run: RunDirectory, plans: Mapping[int, Plan], cluster: Cluster) -> None:
+    """Write the plans of a run for its numbers of nodes, and last the cluster of all nodes."""
+    shutil.rmtree(run.range, ignore_errors=True)
+    if not plans:
+        return
+    make_private_directory(run.range)
+    for count, plan in plans.items():
+        plan.save(plan_file(run, count))
+    cluster.save(run.range / "cluster.json")
+
+
+def plan_file(run: RunDirectory, nodes: int) -> Path:
+    """A run's plan for a number of nodes."""
+    return run.range / f"plan-{nodes}.json"
+
+
+def granted_nodes(run: RunDirectory) -> int:
+    """The number of nodes that the job script has found.
+
+    Raises:
+        DataFileError: it has written none.
+    """
+    if found := read_nodes(run):
+        return found
+    raise DataFileError(f"{run.nodes}: is no number of nodes", cure="pipectl resume RUN")
+
+
+def adopt_plan(run: RunDirectory, spec: JobSpec, progress: Progress | None = None) -> None:
+    """Make the plan for the nodes of this start that of the run, and write how many nodes it takes.
+
+    It is the present plan, one of the range, or a new one. If none fits the number of nodes, one
+    for fewer is used.
+
+    Raises:
+        InfeasibleError: none fits at all.
+    """
+    nodes = spec.resources.node_range
+    assert nodes is not None
+    every = Cluster.load(run.range / "cluster.json")
+    present = Plan.load(run.plan if run.plan.exists() else plan_file(run, nodes.highest))
+    granted = nodes.nearest(granted_nodes(run))
+    failures = list[InfeasibleError]()
+    for count in range(granted, nodes.lowest - 1, -1):
+        cluster = first_nodes(every, spec, count)
+        try:
+            plan = present
+            if present.ranks != cluster.ranks:
+                own, kept = with_count(spec, count), present.micro_batches
+                profile, _ = complete_cluster(spec, Profile.load(run.profile), cluster)
+                found = read_plan(plan_file(run, count), own, profile, cluster)
+                if found is None or found.micro_batches != kept:
+                    found = plan_job(own, profile, cluster, progress, kept)
+                plan = found
+        except InfeasibleError as error:
+            failures.append(error)
+            continue
+        if plan is not present or not run.plan.exists():
+            _put_aside(run, int(os.environ.get(ATTEMPT, "1")) - 1)
+            cluster.save(run.cluster)
+            write_plan(run, plan, cluster)
+        write_text(run.nodes, f"{count}\n")
+        return
+    raise failures[0]
+
+
+def _put_aside(run: RunDirectory, starts: int) -> None:
+    """Keep the plan of earlier starts elsewhere, with what was recorded under it."""
+    before = run.trace_before(starts)
+    with suppress(OSError):
+        make_private_directory(before)
+        shutil.copyfile(run.plan, before / run.plan.name)
+        for path in (*run.trace.glob("step-*.json"), run.predicted):
+            path.replace(before / path.name)
