@@ -283,7 +283,7 @@ find_nodes() {
         wait
     )
     nodes=("${all_nodes[@]}")
-    [[ $answers == *" $SLURMD_NODENAME "* ]] || return # no step can be started at all
+    [[ $answers == *" ${SLURMD_NODENAME-} "* ]] || return # no step can be started at all
     nodes=()
     for node in "${all_nodes[@]}"; do
         [[ $answers == *" $node "* ]] && nodes+=("$node")

@@ -256,6 +256,7 @@ def test_a_job_on_two_nodes_is_put_back_into_the_queue_and_gives_the_local_weigh
 
 
 @pytest.mark.usefixtures("warm")
+@pytest.mark.torture
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_job_with_a_range_of_nodes_goes_on_with_those_that_are_left(
     pipectl, processes_on, local_run, keeps
