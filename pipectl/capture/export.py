@@ -20,12 +20,14 @@ from torch.export.graph_signature import InputKind
 from pipectl.capture.buckets import field_of
 from pipectl.capture.checks import drop_conditions
 from pipectl.capture.fallback import KeptModules, recorded_calls
+from pipectl.capture.opaque import Opaque
 from pipectl.capture.patches import Recorder, patched_export
 from pipectl.capture.python_state import Entry, watch_changes
 from pipectl.capture.refusals import (
     Refusal,
     RefusedError,
     explain,
+    place_of,
     place_of_node,
     refuse_backward_hooks,
 )
@@ -76,6 +78,7 @@ def export_step(
                 continue
             if changes:
                 _refuse_carried(step, batch, kept, free, program, changes)
+            _refuse_texts(step, batch, kept, free, program)
         except CaptureError:
             raise
         except Exception as error:
@@ -84,6 +87,34 @@ def export_step(
             return program
     assert failure is not None
     raise explain(failure) from failure
+
+
+def _refuse_texts(
+    step: Step, batch: tuple[Any, Any], kept: KeptModules, free: Any, program: ExportedProgram
+) -> None:
+    """Refuse a model that computes with texts of the batch: the program with other ones differs.
+
+    Raises:
+        RefusedError: naming the line.
+    """
+    texts = {leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, str)}
+    if not texts:
+        return
+    for node in program.graph.nodes:
+        if isinstance(node.target, Opaque) and texts & node.target.texts:
+            raise Refusal.TEXT.error(place_of_node(node))
+    try:
+        others = pytree.tree_map_only(str, _other_text, batch)
+        again, _ = _program(step, others, kept, free)
+    except Exception as error:  # no key of a table, for example
+        raise Refusal.TEXT.error(place_of(error)) from error
+    place = _difference(_lines(program), _lines(again))
+    if place is not None:
+        raise Refusal.TEXT.error(place)
+
+
+def _other_text(text: str) -> str:
+    return f"~{text[::-1]}~"
 
 
 def _refuse_carried(

@@ -63,6 +63,11 @@ class Arguments:
         self._places = [*tensors, *sizes]
         self._leaves = [None if i in self._places else leaf for i, leaf in enumerate(leaves)]
 
+    @property
+    def texts(self) -> set[str]:
+        """The texts among the arguments, which are the same in every later call."""
+        return {leaf for leaf in self._leaves if isinstance(leaf, str)}
+
     def filled(self, values: Sequence[Any]) -> Any:
         """Return the (args, kwargs) with other tensors, followed by other sizes."""
         leaves = list(self._leaves)
@@ -329,6 +334,11 @@ class Opaque:
             for index in states.buffers
             if index not in changed or index in states.statistics
         ]
+
+    @property
+    def texts(self) -> set[str]:
+        """The texts that the call gets."""
+        return self._arguments.texts
 
     def __repr__(self) -> str:
         return f"{self.path} ({type(self._module).__name__})"

@@ -159,6 +159,11 @@ class Refusal(Enum):
         _BUFFER + ", or name the submodule that keeps it under model.opaque",
         Keep.NOTHING,
     )
+    TEXT = (  # no operator either: it would get the texts of one batch, too
+        "model: computes with the texts of a batch{place}, and a graph would hold those of one",
+        "let the dataset give numbers in their place (tokens, or an index into a table)",
+        Keep.NOTHING,
+    )
     EXTRA_STATE = (
         "model: {name} changes its extra state (get_extra_state) in its forward, which no "
         "checkpoint would hold",
@@ -393,7 +398,8 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def refuse_parts(step: Step, factory: str) -> None:
-    """Raise if a parameter has no shape before a first batch, or a module gives sparse gradients.
+    """Raise if a parameter has no shape before a first batch, or a module gives sparse gradients or
+    is a program of TorchScript.
 
     Raises:
         CaptureError: naming the first one and the cure.
@@ -412,6 +418,14 @@ def refuse_parts(step: Step, factory: str) -> None:
                 f"model: {own_path(name)} gives sparse gradients (sparse=True), which ranks cannot "
                 "add up and send",
                 cure="set sparse=False; in place of SparseAdam, use Adam or Adagrad",
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"model: {own_path(name) or 'it'} is a program of TorchScript, which no graph can "
+                "hold",
+                cure="use the module that it was made from, without torch.jit.script() or "
+                "torch.jit.trace(); of a file of TorchScript, load the weights into such a module: "
+                "load_state_dict(torch.jit.load(file).state_dict())",
             )
 
 

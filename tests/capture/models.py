@@ -311,6 +311,42 @@ class Counting(nn.Module):
         return x * (1 + sum(v > 0 for v in x.flatten().tolist()))
 
 
+class NamedVectors(Vectors):
+    """Inputs with a name for every sample."""
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Any], Tensor]:
+        vector, found = super().__getitem__(index)
+        return {"x": vector, "name": f"{index}.png"}, found
+
+
+class Named(nn.Linear):
+    """Gets names, and computes with them in some way, or in none."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(6, 3)
+        self.way, self.table = way, {f"{index}.png": index for index in range(20)}
+
+    def forward(self, x: Tensor, name: list[str]) -> Tensor:
+        if self.way == "length":
+            x = x * torch.tensor([len(each) for each in name])[:, None]
+        if self.way == "table":
+            x = x * torch.tensor([self.table[each] for each in name])[:, None]
+        if self.way == "branch":
+            x = 2 * x if name[0].startswith("0") else x
+        return super().forward(x)
+
+
+class Passing(nn.Module):
+    """Passes names on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = Named("none")
+
+    def forward(self, x: Tensor, name: list[str]) -> Tensor:
+        return self.inside(x, name=name)
+
+
 class Select(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x[x > 0]
@@ -332,6 +368,10 @@ def between(names: list[str]) -> nn.Module:
 
 def selecting() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 3), Select())
+
+
+def scripted() -> nn.Module:
+    return nn.Sequential(torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 3))
 
 
 def sparse() -> nn.Module:

@@ -288,6 +288,7 @@ def test_gradients_across_modules_keep_the_model_whole(make_job) -> None:
             "^model: loss .* it differentiates what was computed outside of it",
         ),
         ({"model": "sparse", "loss": "mean"}, "^model: 0 gives sparse gradients"),
+        ({"model": "scripted", "loss": "mean"}, "^model: 0 is a program of TorchScript"),
         ({"model": "selecting", "loss": "mean"}, "^model: 1 cannot be .* size depends on the data"),
         (
             {"model": "mlp", "opaque": ["blocks.*"]},
@@ -298,6 +299,26 @@ def test_gradients_across_modules_keep_the_model_whole(make_job) -> None:
 def test_what_no_operator_can_do_is_refused(make_job, names: dict[str, Any], what: str) -> None:
     with pytest.raises(CaptureError, match=what):
         make_job(**names).training_graph(4)
+
+
+@pytest.mark.parametrize(
+    ("way", "line"), [("length", "len(each)"), ("table", "self.table[each]"), ("branch", "2 * x")]
+)
+def test_a_model_that_computes_with_texts_is_refused_at_its_line(make_job, way, line) -> None:
+    """A graph would hold those of the batch that was captured."""
+    with pytest.raises(CaptureError, match="computes with the texts of a batch") as caught:
+        make_job("Named", data="NamedVectors", kwargs={"way": way}).training_graph(4)
+    assert line in caught.value.message
+
+
+def test_texts_that_a_model_gets_and_ignores_are_allowed(make_job) -> None:
+    job = make_job("Named", data="NamedVectors", kwargs={"way": "none"})
+    assert job.training_graph(4) is job.training_graph(3)
+
+
+def test_an_operator_gets_no_texts(make_job) -> None:
+    with pytest.raises(CaptureError, match="computes with the texts of a batch"):
+        make_job("Passing", data="NamedVectors", opaque=["inside"]).training_graph(4)
 
 
 def test_a_buffer_that_others_read_is_not_written_in_place_by_an_operator(make_job) -> None:
