@@ -93,12 +93,12 @@ def _add_model(parts: Parts, found: Findings) -> None:
     functions = [program.entries[index].name for index in program.loss_part]
     last = program.place if functions else parts.seen.recorder.recordings[0].place
     words = ", ".join(dict.fromkeys(functions)) or "what the model returns"
-    kind = kind_of_loss(parts)
-    if kind is Kind.SUM:
+    kind_of = kind_of_loss(parts)
+    if kind_of is Kind.SUM:
         words += ": a sum over samples"
-        found.loss["weight"] = kind.value
+        found.loss["weight"] = kind_of.value
     found.taken.append(Finding("loss", words, last))
-    if kind is Kind.OTHER:
+    if kind_of is Kind.OTHER:
         words = (
             "of a batch is no mean of those of its parts, and each micro-batch has its own: set "
         )

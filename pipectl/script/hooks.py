@@ -224,7 +224,8 @@ def _replacements(seen: Seen) -> Iterator[tuple[Any, str, Any]]:
         yield place, "clip_grad_norm_", _clipper(seen, "norm")
         yield place, "clip_grad_value_", _clipper(seen, "value")
     yield DataLoader, "__iter__", _iterating(seen, DataLoader.__iter__)
-    for owner in (Optimizer, ReduceLROnPlateau, *_kinds_of(LRScheduler)):
+    kinds: tuple[Any, ...] = (Optimizer, ReduceLROnPlateau, *_kinds_of(LRScheduler))
+    for owner in kinds:
         yield owner, "__init__", _noting(seen, owner.__init__)
     yield torch.autocast, "__init__", _autocasting(seen, torch.autocast.__init__)
     yield GradScaler, "scale", lambda self, outputs: _scale(seen, self, outputs)
@@ -246,7 +247,8 @@ def _kinds_of(kind: type) -> Iterator[type]:
     """
     if "__init__" in vars(kind):
         yield kind
-    for each in kind.__subclasses__():
+    below: list[type] = kind.__subclasses__()
+    for each in below:
         yield from _kinds_of(each)
 
 

@@ -173,13 +173,14 @@ def hand_set(script: Path, option: str = "lr") -> list[tuple[str, int]]:
         if file and Path(file).is_relative_to(script.parent) and is_user_code(file):
             with suppress(OSError, SyntaxError, ValueError):
                 tree = ast.parse(read_source(Path(file)))
-                lines = sorted(node.lineno for node in ast.walk(tree) if _sets(node, option))
+                stored = (node for node in ast.walk(tree) if isinstance(node, ast.Subscript))
+                lines = sorted(node.lineno for node in stored if _sets(node, option))
                 found += [(file, line) for line in lines]
     return found
 
 
-def _sets(node: ast.AST, option: str) -> bool:
-    is_set = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+def _sets(node: ast.Subscript, option: str) -> bool:
+    is_set = isinstance(node.ctx, ast.Store)
     return is_set and isinstance(node.slice, ast.Constant) and node.slice.value == option
 
 

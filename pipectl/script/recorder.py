@@ -228,8 +228,9 @@ class Recorder(TorchFunctionMode):
         used = {ref.entry for entry in needed for ref in entry.refs if ref.entry < 0}
         order = list(self._batches)
         numbers = [order[BATCH - entry] for entry in sorted(used, reverse=True)]
-        if used and used != {BATCH} and len(used) == 1:
-            entries = [_with_batch(entry, used.pop()) for entry in entries]
+        if len(used) == 1 and used != {BATCH}:
+            (other,) = used
+            entries = [_with_batch(entry, other) for entry in entries]
         self.recordings.append(
             Recording(
                 entries,

@@ -8,6 +8,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.jobs import node_range
 from pipectl.jobs.output import plan_path, profile_path
+from pipectl.jobs.planning import plan_job
 from pipectl.jobs.prepare import prepare
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, read_nodes
@@ -79,7 +80,7 @@ def test_a_start_has_the_plan_for_the_nodes_that_it_found(run, prepared, monkeyp
 
 
 def test_where_no_plan_fits_a_start_uses_fewer_nodes(run, prepared, monkeypatch):
-    spec, make = prepared().spec, node_range.plan_job
+    spec, make = prepared().spec, plan_job
 
     def refuse(own, *rest, **more):
         if own.resources.nodes == 3:
@@ -97,7 +98,7 @@ def test_where_no_plan_fits_a_start_uses_fewer_nodes(run, prepared, monkeypatch)
 @pytest.mark.parametrize("fitting", [8, None])
 def test_what_does_not_fit_on_the_fewest_nodes_is_refused(prepared, monkeypatch, fitting):
     """Unless smaller micro-batches fit there: then all plans have these."""
-    make = node_range.plan_job
+    make = plan_job
 
     def plan(own, profile, cluster, progress, kept, **more):
         if own.resources.nodes == 2 and (fitting is None or kept == 4):
