@@ -126,7 +126,7 @@ class Cluster(DataFile):
         key: hash of what the measurement depends on; None for a file from elsewhere.
     """
 
-    cure: ClassVar[str] = (
+    hint: ClassVar[str] = (
         "see docs/formats.md; pipectl profile --links measures one, and without one it is assumed "
         "from resources:"
     )
@@ -248,21 +248,21 @@ class Cluster(DataFile):
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, file: str = "cluster") -> Cluster:
         """Read a cluster from its JSON object; see :meth:`load`."""
-        links = read_fields(_Linked, document, file=file, cure=cls.cure).links
+        links = read_fields(_Linked, document, file=file, hint=cls.hint).links
         fields = {**document, "source": document.get("source") or "unknown", **links._asdict()}
         cluster = super().from_json(fields, file=file)
         if not cluster.nodes:
-            raise DataFileError(f"{file}: nodes: a cluster needs at least one", cure=cls.cure)
+            raise DataFileError(f"{file}: nodes: a cluster needs at least one", hint=cls.hint)
         for index, node in enumerate(cluster.nodes):
             if len(node.shares) not in (0, node.ranks):
                 raise DataFileError(
                     f"{file}: nodes[{index}].shares: {len(node.shares)} for {node.ranks} ranks",
-                    cure="give one number per rank of the node, or leave shares out",
+                    hint="give one number per rank of the node, or leave shares out",
                 )
         if cluster.ranks > MAX_RANKS:
             raise DataFileError(
                 f"{file}: nodes: {TOO_MANY_RANKS.format(cluster.ranks)}",
-                cure="describe the nodes of one job only, and check ranks of each",
+                hint="describe the nodes of one job only, and check ranks of each",
             )
         return cluster
 

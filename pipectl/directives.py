@@ -166,8 +166,8 @@ def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
     if not re.fullmatch(syntax.name, name):
         plain = name.lstrip("-").replace("_", "-")
         form = "of one letter" if syntax is QSUB else "such as mail-type, or of one letter"
-        hint = f"; write {plain}" if re.fullmatch(syntax.name, plain) else f", {form}"
-        return f"is no option of {syntax.command} without its dashes{hint}"
+        words = f"; write {plain}" if re.fullmatch(syntax.name, plain) else f", {form}"
+        return f"is no option of {syntax.command} without its dashes{words}"
     if value is False:
         if name in syntax.replacements:
             return ""
@@ -186,11 +186,11 @@ def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
 
 
 def _fault_of_text(syntax: Syntax, dashed: str, text: str | None) -> str:
-    letter, cures = dashed[1:], syntax.taken
-    if entry := syntax.find(dashed, text, cures):
+    letter, hints = dashed[1:], syntax.taken
+    if entry := syntax.find(dashed, text, hints):
         name = entry.partition(" ")[0].lstrip("-")
         more = f"; {name}: false leaves out pipectl's own" if name in syntax.replacements else ""
-        return f"cannot be set here; {cures[entry]}{more}"
+        return f"cannot be set here; {hints[entry]}{more}"
     is_flag = letter in tuple(syntax.flags)
     if is_flag and text is not None:  # sbatch and qsub would read it as further options
         return f"takes no value; write {letter}: true"

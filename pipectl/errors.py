@@ -33,18 +33,18 @@ class PipectlError(Exception):
 
     Args:
         message: what is wrong, with the name of the file, field or object.
-        cure: what the user can do; printed on a line of its own.
+        hint: what the user can do; printed on a line of its own.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, cure: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.cure = cure
+        self.hint = hint
 
     def __str__(self) -> str:
-        return self.message if self.cure is None else f"{self.message}\n  {self.cure}"
+        return self.message if self.hint is None else f"{self.message}\n  {self.hint}"
 
 
 class WorkerError(PipectlError):
@@ -58,8 +58,8 @@ class StepError(WorkerError):
         step: number of the step.
     """
 
-    def __init__(self, message: str, *, step: int, cure: str | None = None) -> None:
-        super().__init__(message, cure=cure)
+    def __init__(self, message: str, *, step: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
         self.step = step
 
 
@@ -67,7 +67,7 @@ class FaultError(PipectlError):
     """A fault of pipectl itself, which nothing in the user's job explains.
 
     Attributes:
-        has_details: whether the cure names the place of the details.
+        has_details: whether the hint names the place of the details.
     """
 
     has_details = False
@@ -106,9 +106,9 @@ class Problem:
 class SpecError(InvalidInputError):
     """The job spec is invalid. Holds every problem once, in file order."""
 
-    def __init__(self, problems: Sequence[Problem], *, cure: str | None = None) -> None:
+    def __init__(self, problems: Sequence[Problem], *, hint: str | None = None) -> None:
         self.problems = tuple(sorted(set(problems)))
-        super().__init__("\n".join(str(problem) for problem in self.problems), cure=cure)
+        super().__init__("\n".join(str(problem) for problem in self.problems), hint=hint)
 
 
 class DataFileError(InvalidInputError):

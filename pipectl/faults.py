@@ -78,7 +78,7 @@ def fault_of(error: BaseException) -> FaultError:
     what = f"{type(error).__name__}: {first}" if first else type(error).__name__
     warnings = "; ".join(filter(None, map(untested, ("torch", "typer"))))
     versions = f"{installed_versions()} ({warnings})" if warnings else installed_versions()
-    fault = FaultError(f"this is a fault of pipectl, not of your job: {what}", cure=versions)
+    fault = FaultError(f"this is a fault of pipectl, not of your job: {what}", hint=versions)
     fault.__cause__ = error
     return fault
 
@@ -95,7 +95,7 @@ def with_details(error: BaseException, file: Path | None, *, write: bool = False
         if write:
             file = _write_details(file, fault)
         where = "the output of: pipectl --debug ..." if file is None else str(file)
-        fault.cure = f"please report it with {where}\n{fault.cure}"
+        fault.hint = f"please report it with {where}\n{fault.hint}"
         fault.has_details = True
     return fault
 
@@ -111,7 +111,7 @@ class ErrorReport(LenientFields):
             step is 0 before training.
         host: name of its machine.
         type: class of the exception; None if the rank was lost.
-        cure: what to do.
+        hint: what to do.
         traceback: of the exception.
         time: seconds since the epoch.
         exit_code: exit code of the command.
@@ -124,17 +124,17 @@ class ErrorReport(LenientFields):
     action: str = ""
     host: str = ""
     type: str | None = None
-    cure: str | None = None
+    hint: str | None = None
     traceback: str = ""
     time: float = inf
     exit_code: Annotated[int, Rule(range(1, 128).__contains__, "from 1 to 127")] = 1
 
     @classmethod
-    def of(cls, error: BaseException, cure: str | None = None, **place: Any) -> ErrorReport:
+    def of(cls, error: BaseException, hint: str | None = None, **place: Any) -> ErrorReport:
         """Make the report of an exception.
 
         Args:
-            cure: used if the exception has none.
+            hint: used if the exception has none.
             place: ``rank``, ``stage``, ``step`` and ``action``.
         """
         own_error = error if isinstance(error, PipectlError) else None
@@ -148,7 +148,7 @@ class ErrorReport(LenientFields):
             message=message,
             host=os.uname().nodename,
             type=next(documented, type(error)).__name__,
-            cure=own_error.cure if own_error else cure,
+            hint=own_error.hint if own_error else hint,
             traceback="".join(traceback.format_exception(error)),
             time=time.time(),
             exit_code=own_error.exit_code if own_error else 1,
@@ -182,8 +182,8 @@ class ErrorReport(LenientFields):
     @property
     def text(self) -> str:
         """The whole report, safe to print on a terminal; ends with a newline."""
-        cure = f"pipectl: {self.cure}" if self.cure else ""
-        parts = (f"pipectl: {self.where}: {self.what}", self.traceback, cure)
+        hint = f"pipectl: {self.hint}" if self.hint else ""
+        parts = (f"pipectl: {self.where}: {self.what}", self.traceback, hint)
         return "".join(f"{printable(part.rstrip())}\n" for part in parts if part)
 
     def to_error(self) -> PipectlError:
@@ -192,10 +192,10 @@ class ErrorReport(LenientFields):
         if kind is errors.SpecError:  # which has places besides
             kind = InvalidInputError
         if not (isinstance(kind, type) and issubclass(kind, PipectlError)):
-            return PipectlError(self.what, cure=self.cure)
+            return PipectlError(self.what, hint=self.hint)
         if issubclass(kind, errors.StepError):
-            return kind(self.message, step=self.step or 0, cure=self.cure)
-        error: PipectlError = kind(self.message, cure=self.cure)
+            return kind(self.message, step=self.step or 0, hint=self.hint)
+        error: PipectlError = kind(self.message, hint=self.hint)
         if isinstance(error, FaultError):
             error.has_details = True
         return error
@@ -207,7 +207,7 @@ class ErrorReport(LenientFields):
 
 
 def _write_details(place: Path | None, fault: FaultError) -> Path | None:
-    text = f"{fault.cure}\n\n{''.join(traceback.format_exception(fault))}"
+    text = f"{fault.hint}\n\n{''.join(traceback.format_exception(fault))}"
     with suppress(OSError, PipectlError):
         if place is not None:
             write_text(place, text, mode=0o600, durable=False)

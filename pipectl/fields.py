@@ -68,7 +68,7 @@ class LenientFields:
 class DataFile:
     """A dataclass stored as a JSON object of its fields and the format version."""
 
-    cure: ClassVar[str]
+    hint: ClassVar[str]
     """How to obtain a valid file; shown in errors."""
     max_bytes: ClassVar[int] = files.MAX_BYTES
 
@@ -83,7 +83,7 @@ class DataFile:
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, file: str = "file") -> Self:
         """Convert a JSON object, the inverse of :meth:`to_json`; see :meth:`load`."""
-        return read_fields(cls, document, file=file, cure=cls.cure)
+        return read_fields(cls, document, file=file, hint=cls.hint)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -92,16 +92,16 @@ class DataFile:
         Raises:
             DataFileError: the file is unreadable, or a field is missing or wrong.
         """
-        document = files.read_json(path, cure=cls.cure, limit=cls.max_bytes)
+        document = files.read_json(path, hint=cls.hint, limit=cls.max_bytes)
         return cls.from_json(document, file=str(path))
 
 
-def read_fields(kind: type[T], document: Mapping[str, Any], *, file: str, cure: str) -> T:
+def read_fields(kind: type[T], document: Mapping[str, Any], *, file: str, hint: str) -> T:
     """Convert a JSON object to a dataclass or named tuple.
 
     Args:
         file: name of the file, for errors.
-        cure: how to obtain a valid file, for errors.
+        hint: how to obtain a valid file, for errors.
 
     Raises:
         DataFileError: the file has another version, or a field is missing or wrong.
@@ -113,25 +113,25 @@ def read_fields(kind: type[T], document: Mapping[str, Any], *, file: str, cure: 
     except FieldError as error:
         keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in reversed(error.path))
         place = "".join(keys).removeprefix(".")
-        raise DataFileError(f"{file}: {place}: {error}", cure=cure) from None
+        raise DataFileError(f"{file}: {place}: {error}", hint=hint) from None
     return value
 
 
-def read_value(hint: Any, value: Any) -> Any:
-    """Convert a JSON value to the type of a hint.
+def read_value(annotation: Any, value: Any) -> Any:
+    """Convert a JSON value to the type of a annotation.
 
     Raises:
         FieldError: the value is wrong.
     """
-    return _converter(hint)(value)
+    return _converter(annotation)(value)
 
 
 @cache
-def _converter(hint: Any) -> Convert:
-    """Return the function that converts a JSON value to the type of a hint."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint in _PLAIN:
-        return _PLAIN[hint]
+def _converter(annotation: Any) -> Convert:
+    """Return the function that converts a JSON value to the type of a annotation."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in _PLAIN:
+        return _PLAIN[annotation]
     if origin is Annotated:
         rules = [each for each in arguments[1:] if isinstance(each, Rule)]
         converters = [each for each in arguments[1:] if not isinstance(each, Rule)]
@@ -151,9 +151,9 @@ def _converter(hint: Any) -> Convert:
         return partial(_to_mapping, _converter(arguments[1]))
     if origin is Literal:
         return partial(_to_member, {each: each for each in arguments})
-    if issubclass(hint, Enum):
-        return partial(_to_member, {member.value: member for member in hint})
-    return partial(_to_instance, hint)
+    if issubclass(annotation, Enum):
+        return partial(_to_member, {member.value: member for member in annotation})
+    return partial(_to_instance, annotation)
 
 
 class _Field(NamedTuple):

@@ -146,7 +146,7 @@ def make_directory(path: Path, *, private: bool = True) -> None:
     Raises:
         UsageError: the directory cannot be created or written.
     """
-    cure = "choose a directory you may write to"
+    hint = "choose a directory you may write to"
     try:
         if private:
             make_private_directory(path)
@@ -154,12 +154,12 @@ def make_directory(path: Path, *, private: bool = True) -> None:
             path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"{_shown(path)}: cannot be created: {error.strerror or error}", cure=cure
+            f"{_shown(path)}: cannot be created: {error.strerror or error}", hint=hint
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
         is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
         reason = os.strerror(errno.EROFS if is_read_only else errno.EACCES)
-        raise UsageError(f"{_shown(path)}: cannot be written: {reason}", cure=cure)
+        raise UsageError(f"{_shown(path)}: cannot be written: {reason}", hint=hint)
 
 
 def make_private_directory(path: Path) -> None:
@@ -224,7 +224,7 @@ def make_directory_of(path: Path, *, private: bool = True) -> None:
     except OSError as error:
         raise _unwritable(path, error) from error
     if place.is_dir():
-        raise UsageError(f"{path}: is a directory", cure="name a file in it")
+        raise UsageError(f"{path}: is a directory", hint="name a file in it")
     make_directory((place if path.is_symlink() else path).parent, private=private)
 
 
@@ -233,11 +233,11 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path, *, cure: str, limit: int = MAX_BYTES) -> dict[str, Any]:
+def read_json(path: Path, *, hint: str, limit: int = MAX_BYTES) -> dict[str, Any]:
     """Read the JSON object in ``path``, a file or an open stream such as ``/dev/stdin``.
 
     Args:
-        cure: how to obtain the file, for errors.
+        hint: how to obtain the file, for errors.
         limit: maximum size in bytes.
 
     Raises:
@@ -270,7 +270,7 @@ def read_json(path: Path, *, cure: str, limit: int = MAX_BYTES) -> dict[str, Any
         fault = ": contains a number of thousands of digits"
     except RecursionError:
         fault = ": nested too deeply to be a data file"
-    raise DataFileError(f"{path}{fault}", cure=cure) from error
+    raise DataFileError(f"{path}{fault}", hint=hint) from error
 
 
 def _shown(path: Path) -> Path:
@@ -281,7 +281,7 @@ def _shown(path: Path) -> Path:
 def _unwritable(path: Path, error: OSError) -> UsageError:
     return UsageError(
         f"{_shown(path)}: cannot be written: {error.strerror or error}",
-        cure="choose a directory you may write to, or free some space",
+        hint="choose a directory you may write to, or free some space",
     )
 
 

@@ -368,7 +368,7 @@ class Plan(DataFile):
             neighbouring micro-batches.
     """
 
-    cure: ClassVar[str] = "write a new one with: pipectl plan JOB.yaml"
+    hint: ClassVar[str] = "write a new one with: pipectl plan JOB.yaml"
     name: str
     fingerprint: str | None
     schedule: str
@@ -514,7 +514,7 @@ class Plan(DataFile):
         """Read a plan from its JSON object; see :meth:`load`."""
         plan = super().from_json(document, file=file)
         if faults := list(_faults(plan)):
-            raise DataFileError(f"{file}: {'; '.join(faults)}", cure=cls.cure)
+            raise DataFileError(f"{file}: {'; '.join(faults)}", hint=cls.hint)
         return plan
 
 

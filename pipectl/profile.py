@@ -30,7 +30,7 @@ from pipectl.graph import topological_order
 from pipectl.link import RowTimes
 from pipectl.older_python import StrEnum
 
-SEEDED_CURE = (
+SEEDED_HINT = (
     "draw initial values by functions of torch, numpy or random, which training.seed seeds, or "
     "load them (model.weights)"
 )
@@ -418,7 +418,7 @@ class Profile(DataFile):
             null if none was found.
     """
 
-    cure: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"
+    hint: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"
     name: str
     source: str
     micro_batch_size: Count
@@ -539,11 +539,11 @@ class Profile(DataFile):
     def from_json(cls, document: Mapping[str, Any], *, file: str = "profile") -> Profile:
         """Read a profile from its JSON object; see :meth:`load`."""
         present = {key: value for key, value in document.items() if value is not None}
-        links = read_fields(_Edges, present, file=file, cure=cls.cure)
+        links = read_fields(_Edges, present, file=file, hint=cls.hint)
         edge_bytes = dict(zip(links.edges, links.edge_bytes, strict=False))
         if edge_bytes and len(links.edge_bytes) != len(links.edges):
             sizes = f"has {len(links.edge_bytes)} sizes for {len(links.edges)} edges"
-            raise DataFileError(f"{file}: edge_bytes: {sizes}", cure=cls.cure)
+            raise DataFileError(f"{file}: edge_bytes: {sizes}", hint=cls.hint)
         fields = {
             "source": "unknown",
             "micro_batch_size": present.get("profile_batch_size", 1),
@@ -597,7 +597,7 @@ def _sort_operators(profile: Profile, file: str) -> Profile:
             if writer not in profile.by_id:
                 fault = f"carried: {buffer!r}: no node has the id {writer!r}"
     if fault:
-        raise DataFileError(f"{file}: {fault}", cure=Profile.cure)
+        raise DataFileError(f"{file}: {fault}", hint=Profile.hint)
     every = range(len(profile.operators))
     order = topological_order(every, profile.edge_indices)
     if len(order) < len(every):
@@ -605,6 +605,6 @@ def _sort_operators(profile: Profile, file: str) -> Profile:
         named = ", ".join(repr(profile.operators[index].id) for index in stuck[:5])
         raise DataFileError(
             f"{file}: edges: there is a cycle among or before {named}",
-            cure="an operator cannot depend on its own result: remove one edge of the cycle",
+            hint="an operator cannot depend on its own result: remove one edge of the cycle",
         )
     return replace(profile, operators=tuple(profile.operators[index] for index in order))

@@ -59,7 +59,7 @@ class Rehearsal(DataFile):
         meetings: background operations other than messages.
     """
 
-    cure: ClassVar[str] = "rehearse the job again"
+    hint: ClassVar[str] = "rehearse the job again"
     stretch: Positive
     message_share: Positive
     pause_s: Positive

@@ -43,7 +43,7 @@ class Timeline(DataFile):
         clock_error_s: maximum difference between the clocks of two nodes.
     """
 
-    cure: ClassVar[str] = "it is written again when the job runs again"
+    hint: ClassVar[str] = "it is written again when the job runs again"
     events: tuple[Event, ...]
     ranks: int
     step: int | None = None
@@ -84,19 +84,19 @@ class Timeline(DataFile):
         Raises:
             DataFileError: a field or an event is missing or wrong.
         """
-        columns = read_fields(_Columns, document, file=file, cure=cls.cure)
+        columns = read_fields(_Columns, document, file=file, hint=cls.hint)
         try:
             events = tuple(
                 Event(**dict(zip(columns.columns, row, strict=True))) for row in columns.events
             )
         except (TypeError, ValueError) as error:
             raise DataFileError(
-                f"{file}: events: do not fit the columns ({error})", cure=cls.cure
+                f"{file}: events: do not fit the columns ({error})", hint=cls.hint
             ) from error
         for index, event in enumerate(events):
             if not _is_sound(event, columns.ranks):
                 what = f"events[{index}]: {list(event)!r}"[:200]
-                raise DataFileError(f"{file}: {what} is not an event of a rank", cure=cls.cure)
+                raise DataFileError(f"{file}: {what} is not an event of a rank", hint=cls.hint)
         return cls(events, columns.ranks, columns.step, columns.clock_error_s)
 
 

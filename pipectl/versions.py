@@ -34,7 +34,7 @@ def untested(package: str) -> str:
     return f"tested with {tested(package)}; this is {installed}"
 
 
-def cure_of_torch(fault: str, signal: int = 0) -> str:
+def hint_of_torch(fault: str, signal: int = 0) -> str:
     """Return what to do if torch cannot be imported.
 
     Args:

@@ -130,8 +130,8 @@ def test_a_damaged_or_missing_file_is_named_with_its_fault(tmp_path, content, fa
     if content is not None:
         (tmp_path / "x").write_bytes(content)
     with pytest.raises(DataFileError, match=fault) as caught:
-        read_json(tmp_path / "x", cure="write it anew")
-    assert caught.value.cure == "write it anew"
+        read_json(tmp_path / "x", hint="write it anew")
+    assert caught.value.hint == "write it anew"
 
 
 LIMITED = """

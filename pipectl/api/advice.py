@@ -44,6 +44,6 @@ def advising() -> Iterator[None]:
     try:
         yield
     except PipectlError as error:
-        if error.cure is not None:
-            error.cure = in_python(error.cure)
+        if error.hint is not None:
+            error.hint = in_python(error.hint)
         raise

@@ -173,7 +173,7 @@ class Job:
 
         with self._at_work() as (spec, _, system):
             if not (path := profile_path(spec)).exists():
-                raise DataFileError(f"{path}: no such file", cure="job.profile() writes it")
+                raise DataFileError(f"{path}: no such file", hint="job.profile() writes it")
             inputs = gather_job(spec, system, like_before=not new_micro_batches)
             search = PlanSearch(budget_s)
             answer = plan_step(inputs.fold(), search, lambda _: None, explained=False)
@@ -200,7 +200,7 @@ class Job:
             if points:
                 raise UsageError(
                     f"{self.name}: is a sweep of {plural(len(points), 'run')}",
-                    cure="job.submit_sweep() submits them",
+                    hint="job.submit_sweep() submits them",
                 )
             (run,) = self._submit(spec, (), system, after, progress)
             return run
@@ -218,7 +218,7 @@ class Job:
         """
         with self._at_work() as (spec, points, system):
             if not points:
-                raise UsageError(f"{self.name}: has no sweep", cure="job.submit() submits it")
+                raise UsageError(f"{self.name}: has no sweep", hint="job.submit() submits it")
             return self._submit(spec, points, system, after, progress)
 
     def _submit(
@@ -258,7 +258,7 @@ class Job:
         if self._file is not None and _content(self._file) != self._text:
             raise UsageError(
                 f"{self._file}: has changed since this Job was made",
-                cure="make it anew: job = pipectl.Job(...)",
+                hint="make it anew: job = pipectl.Job(...)",
             )
         spec = self._read.spec(check_names=True)
         points = self._read.points(spec)

@@ -220,7 +220,7 @@ class Run:
         if best is None:
             raise UsageError(
                 f"{self.name}: does not know its best evaluation",
-                cure="jobs with evaluation.early_stopping or checkpoint.keep_best know it, from "
+                hint="jobs with evaluation.early_stopping or checkpoint.keep_best know it, from "
                 'their first checkpoint on; run.metrics() has the "evaluation." of every step',
             )
         return best
@@ -372,8 +372,8 @@ def _check_complete(status: RunStatus) -> None:
         return
     run, job, failure = status.run, status.job, status.failure
     if job.state.value == "UNKNOWN":
-        raise UnknownRunError(f"{run.name}: its state is not known: {job.reason}", cure=job.cure)
+        raise UnknownRunError(f"{run.name}: its state is not known: {job.reason}", hint=job.hint)
     what = job.reason if failure is None else f"{failure.where}: {failure.what}"
-    cure = failure.cure if failure else job.cure
-    cure = cure or "see run.logs()"
-    raise WorkerError(f"{run.name}: {job.state.value}" + (f": {what}" if what else ""), cure=cure)
+    hint = failure.hint if failure else job.hint
+    hint = hint or "see run.logs()"
+    raise WorkerError(f"{run.name}: {job.state.value}" + (f": {what}" if what else ""), hint=hint)

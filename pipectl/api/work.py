@@ -31,7 +31,7 @@ def at_work() -> Iterator[None]:
     if is_in_job():
         raise UsageError(
             "this process belongs to a job, which has imported this file",
-            cure='put what plans and submits under: if __name__ == "__main__":',
+            hint='put what plans and submits under: if __name__ == "__main__":',
         )
     for name in _SIZES:
         size = os.environ.get(name, "")
@@ -39,7 +39,7 @@ def at_work() -> Iterator[None]:
             raise UsageError(
                 f"this is one of {size} processes of an MPI program ({name}), each of which would "
                 "plan and submit",
-                cure="call it in a process that mpiexec or srun did not start, or in a single one",
+                hint="call it in a process that mpiexec or srun did not start, or in a single one",
             )
     with _LOCK, advising():
         yield

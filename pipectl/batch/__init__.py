@@ -65,7 +65,7 @@ def scheduler_class(name: str) -> type[Scheduler]:
         known = (*_SYSTEMS, *packaged_schedulers())
         raise UsageError(
             f"there is no batch system {name!r}{did_you_mean(name, known)}",
-            cure=f"choose one of {', '.join(known)}, or install the package that adds it",
+            hint=f"choose one of {', '.join(known)}, or install the package that adds it",
         )
     return _load(found[0])
 
@@ -85,7 +85,7 @@ def _load(entry: EntryPoint) -> type[Scheduler]:
     if fault:
         raise UsageError(
             f"the class of the batch system {entry.name!r}, {entry.value}, {fault}",
-            cure="correct or remove the package that adds it; docs/extending.md shows a class",
+            hint="correct or remove the package that adds it; docs/extending.md shows a class",
         )
     loaded: type[Scheduler] = found
     return loaded

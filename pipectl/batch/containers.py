@@ -111,7 +111,7 @@ def _is_here(name: str) -> bool:
     if name not in _OF_SRUN:
         return shutil.which(name) is not None
     try:
-        done = process.run(["srun", "--help"], cure="", timeout_s=_TIMEOUT_S)
+        done = process.run(["srun", "--help"], hint="", timeout_s=_TIMEOUT_S)
     except SchedulerError:
         return False
     return f"{_OF_SRUN[name]}=" in done.stdout + done.stderr
@@ -167,7 +167,7 @@ def _check(request: JobRequest, container: Container, scheduler: str) -> str:
     if name == AUTO:
         raise InvalidInputError(
             f"environment.container: which runtime opens {container.image!r} cannot be told here",
-            cure=f"set environment.container.runtime to one of {', '.join(RUNTIMES)}",
+            hint=f"set environment.container.runtime to one of {', '.join(RUNTIMES)}",
         )
     if container.by_srun and (scheduler != "slurm" or launcher not in {AUTO, "srun"}):
         other = f"--scheduler {scheduler}"
@@ -176,7 +176,7 @@ def _check(request: JobRequest, container: Container, scheduler: str) -> str:
         raise InvalidInputError(
             f"environment.container.runtime: {name} is started by srun in a job of Slurm, not with "
             f"{other}",
-            cure="remove it, or choose another runtime, such as apptainer",
+            hint="remove it, or choose another runtime, such as apptainer",
         )
     return name
 
@@ -205,7 +205,7 @@ def _directories(request: JobRequest, container: Container) -> list[str]:
             raise InvalidInputError(
                 f"environment.container: {path} contains {found!r}, which {container.runtime} does "
                 "not take as part of a name",
-                cure="choose a directory without one",
+                hint="choose a directory without one",
             )
     texts = [f"{path}:{path}" for path in own]
     texts += [text if ":" in text else f"{text}:{text}" for text in container.mounts]

@@ -98,9 +98,9 @@ class Edited:
             )
         if _IN_JOB in ours and _IN_JOB not in text:
             raise self._fault("it needs a plan, and there is none that is up to date")
-        done = process.run(["bash", "-n"], cure="install bash", stdin=text)
+        done = process.run(["bash", "-n"], hint="install bash", stdin=text)
         if done.returncode or done.stderr:
-            raise UsageError(f"{self.file}: not valid bash: {done.message}", cure="correct it")
+            raise UsageError(f"{self.file}: not valid bash: {done.message}", hint="correct it")
         return text
 
     def _directory_of(self, text: str) -> Path:
@@ -113,4 +113,4 @@ class Edited:
         return Path(words[0])
 
     def _fault(self, what: str) -> UsageError:
-        return UsageError(f"{self.file}: {what}", cure="print it again with --dry-run")
+        return UsageError(f"{self.file}: {what}", hint="print it again with --dry-run")

@@ -14,15 +14,15 @@ class Finding(NamedTuple):
         what: what was checked.
         level: ``ok``, ``warn`` or ``fail``; with ``fail``, jobs cannot run.
         text: what was found.
-        cure: what to do; empty if nothing is wrong.
+        hint: what to do; empty if nothing is wrong.
     """
 
     what: str
     level: Level
     text: str
-    cure: str = ""
+    hint: str = ""
 
 
-def assess(what: str, text: str, cure: str = "") -> Finding:
-    """Return the finding of a check that did not fail; with a cure it is a warning."""
-    return Finding(what, "warn" if cure else "ok", text, cure)
+def assess(what: str, text: str, hint: str = "") -> Finding:
+    """Return the finding of a check that did not fail; with a hint it is a warning."""
+    return Finding(what, "warn" if hint else "ok", text, hint)

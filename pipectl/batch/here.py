@@ -34,7 +34,7 @@ def find_allocation() -> tuple[Scheduler, Allocation]:
             return system, found
     raise SchedulerError(
         "here: this shell runs in no allocation of a batch system",
-        cure="start one with `salloc` or `qsub -I`, and repeat the command in its shell;\n"
+        hint="start one with `salloc` or `qsub -I`, and repeat the command in its shell;\n"
         "to submit a job: leave out --scheduler here; to train on this machine: --scheduler local",
     )
 
@@ -80,19 +80,19 @@ class HereScheduler(LocalScheduler):
         if request.array is not None:
             raise InvalidInputError(
                 "sweep: cannot run in an allocation",
-                cure="submit it without --scheduler here, or run its points one by one with --set",
+                hint="submit it without --scheduler here, or run its points one by one with --set",
             )
         if request.after:
             raise InvalidInputError(
                 "--after: jobs in an allocation cannot wait for other runs",
-                cure="run `pipectl submit --scheduler here --wait` for each in turn",
+                hint="run `pipectl submit --scheduler here --wait` for each in turn",
             )
         wanted, there = request.resources.max_nodes, len(allocation.nodes)
         if wanted > there:
             raise InvalidInputError(
                 f"resources.nodes: {wanted} are asked for, and this allocation "
                 f"({allocation.job_id}) has {there}",
-                cure=f"--set resources.nodes={there}, or leave the key out to use all",
+                hint=f"--set resources.nodes={there}, or leave the key out to use all",
             )
         _refuse_cores(request, allocation)
 
@@ -124,7 +124,7 @@ def _refuse_cores(request: JobRequest, allocation: Allocation) -> None:
         raise InvalidInputError(
             f"launch.launcher: srun starts no {ranks} ranks of {plural(each, 'core')} on a node "
             f"of which this allocation ({allocation.job_id}) has {plural(there, 'core')}",
-            cure="lower resources.tasks_per_node or resources.cpus_per_task, or begin with "
+            hint="lower resources.tasks_per_node or resources.cpus_per_task, or begin with "
             f"`salloc --ntasks-per-node={ranks} --cpus-per-task={each}`;\n"
             "for ranks that share cores: launch.args: [--overcommit]",
         )

@@ -101,14 +101,14 @@ class _Launcher(NamedTuple):
         bind: binding by ``launch.bind``; what is missing is refused.
         mpi: option for ``launch.mpi``; empty if there is none.
         scheduler: the batch system that it belongs to; empty if any may have it.
-        cure: how to bind in another way.
+        hint: how to bind in another way.
     """
 
     words: str
     bind: Mapping[str, str]
     mpi: str = ""
     scheduler: str = ""
-    cure: str = ""
+    hint: str = ""
 
 
 _LAUNCHERS = {
@@ -126,7 +126,7 @@ _LAUNCHERS = {
         "ibrun -n {ranks}",
         {"none": ""},
         scheduler="slurm",
-        cure="ibrun binds ranks by a program: write launch.args: [task_affinity]",
+        hint="ibrun binds ranks by a program: write launch.args: [task_affinity]",
     ),
     # By default the ranks that still run are killed 30 s after the first one has ended.
     "flux": _Launcher(
@@ -134,7 +134,7 @@ _LAUNCHERS = {
         "-o exit-timeout=none {bind}",
         {"none": "", "cores": "-o cpu-affinity=per-task"},
         mpi="-o pmi={mpi}",
-        cure="flux binds ranks to cores only, or by -o cpu-affinity in launch.args",
+        hint="flux binds ranks to cores only, or by -o cpu-affinity in launch.args",
     ),
 }
 MPIEXECS = tuple(_MPIEXECS)
@@ -201,17 +201,17 @@ def _launcher_words(request: JobRequest, scheduler: str) -> list[str]:
     if launcher.scheduler not in {"", scheduler}:
         raise SchedulerError(
             f"launch.launcher: {name} needs {launcher.scheduler.capitalize()}",
-            cure="use mpiexec or auto",
+            hint="use mpiexec or auto",
         )
     if launch.mpi != AUTO and not launcher.mpi:
         raise InvalidInputError(
             f"launch.mpi: {name} starts the MPI of the loaded modules, and takes no {launch.mpi!r}",
-            cure="remove launch.mpi, and name the MPI in environment.modules",
+            hint="remove launch.mpi, and name the MPI in environment.modules",
         )
     if launch.bind not in launcher.bind:
         raise InvalidInputError(
             f"launch.bind: {name} has no option that binds ranks to {launch.bind}",
-            cure=launcher.cure,
+            hint=launcher.hint,
         )
     cores = f"--cpus-per-task={resources.cpus_per_task}"
     has_mpi = launch.mpi != AUTO or name == "srun"
@@ -262,12 +262,12 @@ def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]
         raise InvalidInputError(
             f"launch.bind: how to bind ranks to {bind} depends on the mpiexec that the job finds, "
             "which is not known here",
-            cure=f"set launch.mpi to its kind: {', '.join(MPIEXECS)}",
+            hint=f"set launch.mpi to its kind: {', '.join(MPIEXECS)}",
         )
     if mpi not in _MPIEXECS:
         raise InvalidInputError(
             f"launch.mpi: no mpiexec of the kind {mpi!r}{did_you_mean(mpi, MPIEXECS)}",
-            cure=f"choose one of {', '.join((AUTO, *MPIEXECS))}, or set launch.launcher: srun",
+            hint=f"choose one of {', '.join((AUTO, *MPIEXECS))}, or set launch.launcher: srun",
         )
     kind, resources = _MPIEXECS[mpi], request.resources
     values = {
@@ -302,7 +302,7 @@ def find_mpiexec(environment: Environment) -> str:
     if on_path is None:
         raise SchedulerError(
             "mpiexec: not found next to the Python interpreter or on PATH",
-            cure="pip install mpich, or name your cluster's MPI in environment.modules",
+            hint="pip install mpich, or name your cluster's MPI in environment.modules",
         )
     return on_path
 
@@ -401,7 +401,7 @@ def kind_of(mpiexec: str) -> str | None:
 def _output(*argv: str, may_fail: bool = False) -> str | None:
     """Return the output of a command; None if it cannot run, times out, or fails and may not."""
     try:
-        done = process.run(argv, cure="", timeout_s=_TIMEOUT_S)
+        done = process.run(argv, hint="", timeout_s=_TIMEOUT_S)
     except SchedulerError:
         return None
     return f"{done.stdout}\n{done.stderr}" if may_fail or done.returncode == 0 else None

@@ -106,7 +106,7 @@ class Misfit(NamedTuple):
     """
 
     fault: str
-    cure: str
+    hint: str
     is_rule: bool = False
 
 
@@ -120,10 +120,10 @@ def find_misfit(queue: Queue, demand: Demand) -> Misfit | None:
     if nodes < queue.min_nodes:
         least = queue.min_nodes
         fault = f"jobs in {name} have at least {least} nodes, and this one asks for {nodes}"
-        cure = "raise resources.nodes"
+        hint = "raise resources.nodes"
         if demand.single_process:
-            cure = "let `pipectl submit` measure in the job itself"
-        return Misfit(fault, cure, is_rule=True)
+            hint = "let `pipectl submit` measure in the job itself"
+        return Misfit(fault, hint, is_rule=True)
     if nodes > (queue.max_nodes or nodes):
         limit = plural(queue.max_nodes or 0, "node")
         fault = f"jobs in {name} may have {limit} at most, and this one asks for {nodes}"
@@ -219,14 +219,14 @@ def check_limits(
     usable = [queue for queue in usable if queue.has_nodes]
     fitting = [queue.name for queue in usable if find_misfit(queue, demand) is None]
     fault = "; ".join(misfit.fault for misfit in misfits)
-    cure = " or ".join(dict.fromkeys(misfit.cure for misfit in misfits))
+    hint = " or ".join(dict.fromkeys(misfit.hint for misfit in misfits))
     if fitting:
-        cure += f", or set {key} to one that allows it: {', '.join(shorten(fitting, _MAX_NAMES))}"
+        hint += f", or set {key} to one that allows it: {', '.join(shorten(fitting, _MAX_NAMES))}"
     # Sites may choose another partition for jobs that name none, by their QOS, say.
     if not names and not is_sure:
         return ""
     if not is_sure or (not names and fitting):
-        return f"{fault}: it may wait for ever\n{cure}"
+        return f"{fault}: it may wait for ever\n{hint}"
     if exception and any(misfit.is_rule for misfit in misfits):
-        cure += f"\n{exception}"
-    raise SchedulerError(f"the job can never run: {fault}", cure=cure)
+        hint += f"\n{exception}"
+    raise SchedulerError(f"the job can never run: {fault}", hint=hint)

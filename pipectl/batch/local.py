@@ -32,7 +32,7 @@ class _Process(NamedTuple):
         match = re.fullmatch(r"(\d+)\.(\d+)(\[\d+\])?@(.+)", job_id)
         if match is None:
             raise SchedulerError(
-                f"{job_id!r} is not the id of a local job", cure="restore the run's record.json"
+                f"{job_id!r} is not the id of a local job", hint="restore the run's record.json"
             )
         return cls(int(match[1]), int(match[2]), match[4], waiting=match[3] is not None)
 
@@ -62,7 +62,7 @@ class LocalScheduler(Scheduler):
         if request.after:
             raise SchedulerError(
                 "local jobs cannot wait for other runs",
-                cure="run `pipectl submit --wait` for each in turn",
+                hint="run `pipectl submit --wait` for each in turn",
             )
         return super().render(request)
 
@@ -80,7 +80,7 @@ class LocalScheduler(Scheduler):
         except OSError as error:
             raise SchedulerError(
                 f"the job script cannot be started: {error}",
-                cure="check the run directory and its disk",
+                hint="check the run directory and its disk",
             ) from error
         return f"{pid}.{process.start_time(pid) or 0}@{os.uname().nodename}"
 
@@ -99,7 +99,7 @@ class LocalScheduler(Scheduler):
         """
         job = _Process.parse(job_id)
         if not job.here:
-            raise SchedulerError(f"this run belongs to {job.host}", cure=f"cancel it on {job.host}")
+            raise SchedulerError(f"this run belongs to {job.host}", hint=f"cancel it on {job.host}")
         if job.alive and not job.waiting:
             process.stop(job.pid, self._grace_s)
 
@@ -131,11 +131,11 @@ def _status(job_id: str) -> JobStatus:
         job = _Process.parse(job_id)
     except SchedulerError as error:
         return JobStatus(JobState.UNKNOWN, reason=error.message, source="process")
-    state, reason, nodes, cure = JobState.FAILED, "", job.host, ""
+    state, reason, nodes, hint = JobState.FAILED, "", job.host, ""
     if not job.here:
         state, nodes = JobState.UNKNOWN, ""
         reason = f"started on {job.host}; its processes cannot be seen from here"
-        cure = f"repeat the command on {job.host}; `pipectl logs` shows here what it has printed"
+        hint = f"repeat the command on {job.host}; `pipectl logs` shows here what it has printed"
     elif job.waiting and job.alive:  # the process is the script of its array
         state, reason, nodes = JobState.QUEUED, "waits for its turn", ""
     elif job.waiting:
@@ -144,4 +144,4 @@ def _status(job_id: str) -> JobStatus:
         state = JobState.RUNNING
     else:
         reason = "its process is gone and left no exit code: killed, or the machine restarted"
-    return JobStatus(state, reason=reason, nodes=nodes, source="process", cure=cure)
+    return JobStatus(state, reason=reason, nodes=nodes, source="process", hint=hint)

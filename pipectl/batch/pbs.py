@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pipectl.batch import process, refusals
 from pipectl.batch.findings import Finding, assess
 from pipectl.batch.limits import Demand, Misfit, NodeKind, Queue, check_limits, find_misfit
-from pipectl.batch.reasons import pbs_cure
+from pipectl.batch.reasons import pbs_hint
 from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import (
     Allocation,
@@ -53,7 +53,7 @@ _OTHER_SYSTEMS = {
 }
 """Parts of what the commands print: for their version, or of an option that they do not know."""
 OF_OTHER_SYSTEMS = "qsub is that of {} here, for which pipectl cannot write jobs"
-CURE_OF_OTHER_SYSTEMS = (
+HINT_OF_OTHER_SYSTEMS = (
     "submit a job script of your own for one node, with the line\n"
     "pipectl submit JOB.yaml --scheduler local --wait"
 )
@@ -67,7 +67,7 @@ class PbsScheduler(CommandLineScheduler):
     node_variables = frozenset({"PBS_JOBID", "PBS_NODEFILE"})
     submit_options = frozenset({"--queue", "--account"})
     queue_key = "queue"
-    unreachable_cure = "ask the site, or set PBS_SERVER"
+    unreachable_hint = "ask the site, or set PBS_SERVER"
     resubmits = True
     submit_command = ("qsub", "-C", "#PBS")
     id_patterns = (
@@ -92,16 +92,16 @@ class PbsScheduler(CommandLineScheduler):
         version = self._run("qstat", "--version")
         if system := other_system(version.message):
             what = OF_OTHER_SYSTEMS.format(system)
-            yield Finding(self.title, "fail", what, CURE_OF_OTHER_SYSTEMS)
+            yield Finding(self.title, "fail", what, HINT_OF_OTHER_SYSTEMS)
             return
         release = version.stdout or version.stderr
         server = self._ask("qstat", "-B", "-f").stdout
-        cure = "" if release else "ask the site whether this is PBS: pipectl knows no other qsub"
-        yield assess(self.title, release or "`qstat --version` prints nothing", cure)
+        hint = "" if release else "ask the site whether this is PBS: pipectl knows no other qsub"
+        yield assess(self.title, release or "`qstat --version` prints nothing", hint)
         if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
             text = "flatuid is not set: jobs may not be able to submit themselves again"
-            cure = "ask the site for `set server flatuid = True`; else continue with pipectl resume"
-            yield assess("PBS requeue", text, cure)
+            hint = "ask the site for `set server flatuid = True`; else continue with pipectl resume"
+            yield assess("PBS requeue", text, hint)
 
     def submit(self, script: Path, request: JobRequest) -> str:
         # Other systems refuse a script with `-l select`.
@@ -131,19 +131,19 @@ class PbsScheduler(CommandLineScheduler):
         if system is None:
             return None
         what = OF_OTHER_SYSTEMS.format(system)
-        return OtherSystemError(f"{what}: {said}" if said else what, cure=CURE_OF_OTHER_SYSTEMS)
+        return OtherSystemError(f"{what}: {said}" if said else what, hint=HINT_OF_OTHER_SYSTEMS)
 
     def render(self, request: JobRequest) -> str:
         directory = str(request.run_directory)
         if ":" in directory:
             raise InvalidInputError(
                 f"output.directory: {directory!r} contains a colon, after which PBS expects a path",
-                cure="choose a directory without one",
+                hint="choose a directory without one",
             )
         if request.array is not None and len(request.array.runs) == 1:
             raise InvalidInputError(
                 "sweep: PBS accepts no array of one job",
-                cure="add a point to the sweep, or set its value in the job itself",
+                hint="add a point to the sweep, or set its value in the job itself",
             )
         # PBS has no field for comments, and names may have more than 200 characters.
         first = "" if request.name[:1].isalpha() else "j"
@@ -160,7 +160,7 @@ class PbsScheduler(CommandLineScheduler):
         except OSError as error:
             raise SchedulerError(
                 f"{file} (PBS_NODEFILE): {error.strerror}",
-                cure="use the shell that `qsub -I` has started, on the first node of the job",
+                hint="use the shell that `qsub -I` has started, on the first node of the job",
             ) from None
         nodes = tuple(dict.fromkeys(lines))
         return Allocation(job_id, nodes, lines.count(nodes[0]), is_on_node=True) if nodes else None
@@ -187,7 +187,7 @@ class PbsScheduler(CommandLineScheduler):
         done = self._run("qstat", "-x", *expanded, "-f", *jobs)
         states = parse_qstat(done.stdout)
         if not states and done.returncode not in {0, _UNKNOWN_ID, _FINISHED}:
-            raise SchedulerError(f"qstat: {done.message}", cure="try again in a minute")
+            raise SchedulerError(f"qstat: {done.message}", hint="try again in a minute")
         by_number = {job_id.partition(".")[0]: job_id for job_id in states}
         # Names of servers may be shortened or left out.
         names = {ours: by_number.get(ours.partition(".")[0], "") for ours in ids}
@@ -392,13 +392,13 @@ def _status(job_id: str, fields: Mapping[str, str]) -> JobStatus:
     """Return a job's status; a signal becomes the exit code that a shell reports."""
     code = _number(fields.get("Exit_status"))
     state, reason = _state(fields["job_state"], _number(fields.get("substate")), code)
-    cure = ""
+    hint = ""
     if state is JobState.HELD and fields.get("depend"):
         reason = f"waits for {fields['depend']}"
     elif state.waits:
         reason = fields.get("comment", "").removeprefix("Not Running: ")
         hold = fields.get("Hold_Types", "") if state is JobState.HELD else ""
-        cure = pbs_cure(reason, hold, job_id)
+        hint = pbs_hint(reason, hold, job_id)
     if code is not None and code > _SIGNALLED:
         code += 128 - _SIGNALLED
     start = _time(fields.get("stime"))
@@ -411,7 +411,7 @@ def _status(job_id: str, fields: Mapping[str, str]) -> JobStatus:
         nodes=",".join(dict.fromkeys(_HOST.findall(fields.get("exec_host", "")))),
         start=start or _time(fields.get("estimated.start_time")),
         end=_time(fields.get("mtime")) if state.final else None,
-        cure=cure,
+        hint=hint,
         deadline=ends,
     )
 

@@ -31,8 +31,8 @@ class NoAnswerError(SchedulerError):
         said: what the command printed; may be empty.
     """
 
-    def __init__(self, message: str, *, cure: str | None = None, said: str = "") -> None:
-        super().__init__(message, cure=cure)
+    def __init__(self, message: str, *, hint: str | None = None, said: str = "") -> None:
+        super().__init__(message, hint=hint)
         self.said = said
 
 
@@ -67,7 +67,7 @@ class Completed:
 def run(
     argv: Sequence[str],
     *,
-    cure: str,
+    hint: str,
     env: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
     stdin: str = "",
@@ -75,7 +75,7 @@ def run(
     """Run a command to its end, without a shell.
 
     Args:
-        cure: what to do if the command does not exist.
+        hint: what to do if the command does not exist.
         stdin: text for standard input.
 
     Raises:
@@ -93,7 +93,7 @@ def run(
             errors="replace",
         )
     except OSError as error:
-        raise SchedulerError(f"{argv[0]}: {error.strerror or error}", cure=cure) from None
+        raise SchedulerError(f"{argv[0]}: {error.strerror or error}", hint=hint) from None
     with child:
         try:
             limit_s = None if timeout_s == inf else timeout_s
@@ -105,7 +105,7 @@ def run(
                 said = f"; it said:\n{words}" if words else ""
                 raise NoAnswerError(
                     f"{argv[0]}: no answer within {timeout_s:.0f} s{said}",
-                    cure="try again in a minute",
+                    hint="try again in a minute",
                 ) from None
             raise
     return Completed(child.returncode, stdout.rstrip(), stderr.rstrip())
@@ -264,7 +264,7 @@ def stop(pid: int, grace_s: float) -> None:
         return
     except PermissionError:
         raise SchedulerError(
-            f"process {pid} belongs to another user", cure="cancel it as its owner"
+            f"process {pid} belongs to another user", hint="cancel it as its owner"
         ) from None
     alive = _with_descendants(_wait(family, grace_s))
     _kill([each for each in alive if each.pid != pid])

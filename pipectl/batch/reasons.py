@@ -42,18 +42,18 @@ def is_held(reason: str) -> bool:
     return bool(_HELD.match(reason))
 
 
-def slurm_cure(reason: str, job_id: str, cluster: str, *, held: bool) -> str:
+def slurm_hint(reason: str, job_id: str, cluster: str, *, held: bool) -> str:
     """Return what to do about a job of Slurm that waits for this reason; empty if nothing.
 
     Args:
         cluster: of the job; empty for the default.
     """
-    found = (cure for pattern, cure in _SLURM.items() if re.match(pattern, reason))
+    found = (hint for pattern, hint in _SLURM.items() if re.match(pattern, reason))
     where = f"-M {cluster} " if cluster else ""
     return next(found, _RELEASE if held else "").format(job=job_id, where=where)
 
 
-def pbs_cure(reason: str, hold: str, job_id: str) -> str:
+def pbs_hint(reason: str, hold: str, job_id: str) -> str:
     """Return what to do about a job of PBS that waits; empty if nothing.
 
     Args:

@@ -81,7 +81,7 @@ class JobStatus:
 
     Args:
         reason: why the job is in this state, in the words of the source; may be empty.
-        cure: what to do about it; may be empty.
+        hint: what to do about it; may be empty.
         exit_code: exit code of the job script, if known.
         nodes: host list in the batch system's notation; empty before the start.
         start, end: seconds since the epoch; before the start, ``start`` is a forecast. ``end`` is
@@ -98,7 +98,7 @@ class JobStatus:
     start: float | None = None
     end: float | None = None
     source: str = "queue"
-    cure: str = ""
+    hint: str = ""
     deadline: float | None = None
 
 
@@ -136,7 +136,7 @@ class Scheduler(ABC):
     """Options of `pipectl submit` that set keys of this system."""
     queue_key: ClassVar[str] = ""
     """The key that names a queue in the system's section of a job; empty if there is none."""
-    unreachable_cure: ClassVar[str] = "ask the site"
+    unreachable_hint: ClassVar[str] = "ask the site"
     """What to do if it does not answer."""
     resubmits: ClassVar[bool] = False
     """Whether job scripts submit themselves again instead of being requeued."""
@@ -351,13 +351,13 @@ class CommandLineScheduler(Scheduler):
             for name, value in os.environ.items()
             if name in self.visible_variables or not name.startswith(self.hidden_variables)
         }
-        cure = (
+        hint = (
             f"run this where the commands of {self.title} are installed, or set "
             "launch.scheduler: local"
         )
         return process.run(
             argv,
-            cure=cure,
+            hint=hint,
             env={name: text for name, text in {**env, **variables}.items() if text is not None},
             timeout_s=min(self.timeout_s, max_s),
             stdin=stdin,
@@ -403,11 +403,11 @@ class CommandLineScheduler(Scheduler):
         except SchedulerError as error:
             listed = f"the jobs cannot be listed: {error.message}"
         first, _, rest = self.list_command.partition(" ")
-        cure = f"`{' '.join([first, *self._on(clusters)[0], rest])}` shows your jobs"
+        hint = f"`{' '.join([first, *self._on(clusters)[0], rest])}` shows your jobs"
         if advice := self._advice_on(said):
-            cure = f"as to its words: {advice}"
+            hint = f"as to its words: {advice}"
         message = f"{self.submit_command[0]} gave no job id:\n{said}\n{listed}"
-        raise process.NoAnswerError(message, cure=cure, said=said)
+        raise process.NoAnswerError(message, hint=hint, said=said)
 
     def _hand_over(self, script: Path, options: Sequence[str]) -> process.Completed:
         """Run the command that submits a script."""
@@ -447,19 +447,19 @@ class CommandLineScheduler(Scheduler):
         what = f"{self.submit_command[0]} refuses the job script"
         if self.unsent_message and self.unsent_message in done.message.lower():
             what = f"{self.title} does not answer"
-        cure = self._advice_on(done.message) or "correct the job spec as the message says"
-        return SchedulerError(f"{what}:\n{done.message}", cure=cure)
+        hint = self._advice_on(done.message) or "correct the job spec as the message says"
+        return SchedulerError(f"{what}:\n{done.message}", hint=hint)
 
     def _advice_on(self, said: str) -> str:
         """Return what to do if a text refuses a job; empty if it is not known."""
-        return next((cure for phrase, cure in self.advice if phrase in said.lower()), "")
+        return next((hint for phrase, hint in self.advice if phrase in said.lower()), "")
 
 
 def failure(argv: Sequence[str], done: process.Completed) -> SchedulerError:
     """Return the error for a command that has failed."""
     command = " ".join(argv) if argv[0] in _OF_ONE_JOB else argv[0]
     message = done.message.removeprefix(f"{argv[0]}: ")
-    return SchedulerError(f"{command}: {message}", cure="try again in a minute")
+    return SchedulerError(f"{command}: {message}", hint="try again in a minute")
 
 
 def name_suffix(tag: str) -> str:

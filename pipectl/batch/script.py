@@ -77,12 +77,12 @@ def render_script(
     if syntax is not None and request.after and (name := sets(*syntax.dependencies)) is not None:
         raise InvalidInputError(
             f"{scheduler}.options.{name}: `pipectl submit --after` sets the job's dependency",
-            cure="remove it, or submit without --after",
+            hint="remove it, or submit without --after",
         )
     if syntax is not None and request.launch.options:
         raise InvalidInputError(
             "launch.options: are for the batch system of a package",
-            cure=f"write {scheduler}.options",
+            hint=f"write {scheduler}.options",
         )
     command = launch_command(request, scheduler)
     first = wrap(request, request.first_command, scheduler) if request.first_command else ()
@@ -126,7 +126,7 @@ def render_variables(request: JobRequest) -> str:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             raise InvalidInputError(
                 f"environment.variables: {name!r} is not a variable name",
-                cure="use letters, digits and underscores; the first cannot be a digit",
+                hint="use letters, digits and underscores; the first cannot be a digit",
             )
         _refuse_controls(text.replace("\t", ""))
         lines.append(f"export {name}={shlex.quote(text)}\n")
@@ -146,7 +146,7 @@ def _refuse_controls(text: str) -> str:
     if character := first_harmful(text) or next(breaks, None):
         raise InvalidInputError(
             f"{text!r} contains the control character {character!r}",
-            cure="remove it; a value in a job script must be one line of printable text",
+            hint="remove it; a value in a job script must be one line of printable text",
         )
     return text
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pipectl.batch import process, refusals
 from pipectl.batch.findings import Finding, assess
 from pipectl.batch.limits import Demand, Misfit, NodeKind, Queue, check_limits, find_misfit
-from pipectl.batch.reasons import is_held, slurm_cure
+from pipectl.batch.reasons import is_held, slurm_hint
 from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import (
     CLOCK_SKEW_S,
@@ -62,7 +62,7 @@ class SlurmScheduler(CommandLineScheduler):
     submit_options = frozenset({"--partition", "--account", "--gres"})
     queue_key = "partition"
     takes_range = True
-    unreachable_cure = "ask the site, or set SLURM_CONF"
+    unreachable_hint = "ask the site, or set SLURM_CONF"
     submit_command = ("sbatch", "--parsable")
     id_patterns = (
         re.compile(r"Submitted batch job ([0-9]{1,18})(?: on cluster ([A-Za-z0-9_.-]+))?"),
@@ -91,8 +91,8 @@ class SlurmScheduler(CommandLineScheduler):
         mpi = AUTO if launch is None or launch.launcher != "srun" else launch.mpi
         text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
         if mpi != AUTO and not knows_pmi(kinds, mpi):
-            cure = "set launch.mpi to the one that your MPI needs"
-            yield Finding("PMI", "fail", f"{text}; the job wants {mpi}", cure)
+            hint = "set launch.mpi to the one that your MPI needs"
+            yield Finding("PMI", "fail", f"{text}; the job wants {mpi}", hint)
         else:
             yield assess("PMI", text)
 
@@ -129,7 +129,7 @@ class SlurmScheduler(CommandLineScheduler):
                 raise UsageError(
                     f"--after: the job to wait for is on {_words_for(cluster)}, and this one goes "
                     f"to {_words_for(named)}",
-                    cure=f"{there if cluster else 'name no cluster'}, or wait for its end",
+                    hint=f"{there if cluster else 'name no cluster'}, or wait for its end",
                 )
             named = cluster
         return named
@@ -261,7 +261,7 @@ class SlurmScheduler(CommandLineScheduler):
         if _are_several(clusters):
             raise UsageError(
                 f"the job may go to {_words_for(clusters)}, and partitions are of one cluster",
-                cure="name one: slurm.options.clusters",
+                hint="name one: slurm.options.clusters",
             )
         where, variables = self._on(clusters)
         queues = self._sinfo(*where, "-a", variables=variables)
@@ -409,8 +409,8 @@ def parse_squeue(stdout: str, cluster: str | None = "") -> Iterator[Listed]:
             for job_id in _job_ids(job_ids):
                 if status.state.waits:
                     held = status.state is JobState.HELD
-                    cure = slurm_cure(status.reason, job_id, cluster, held=held)
-                    status = replace(status, cure=cure)
+                    hint = slurm_hint(status.reason, job_id, cluster, held=held)
+                    status = replace(status, hint=hint)
                 yield Listed(_with_cluster(job_id, cluster), status, comment, name)
 
 

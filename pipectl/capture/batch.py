@@ -43,7 +43,7 @@ def split_sample(batch: Any) -> tuple[Any, Any]:
         kind = f"tuple or list of {len(batch)}"
     raise CaptureError(
         f"data: a sample must be (inputs, targets) or a mapping, not a {kind}",
-        cure="let the dataset return pairs: several inputs as a mapping, which gives the model "
+        hint="let the dataset return pairs: several inputs as a mapping, which gives the model "
         'keyword arguments, and several targets in a tuple or mapping: ({"a": ..., "b": ...}, '
         "(targets, weights)); a collate_fn returns such a pair of tensors for all its samples",
     )
@@ -54,13 +54,13 @@ def check_samples(inputs: Any, targets: Any, size: int) -> None:
     leaves = tensors_in((inputs, targets))
     if not leaves:
         raise CaptureError(
-            "data: a sample contains no tensor", cure="return tensors, arrays or numbers"
+            "data: a sample contains no tensor", hint="return tensors, arrays or numbers"
         )
     for leaf in leaves:
         if leaf.dim() == 0 or leaf.shape[0] != size:
             raise CaptureError(
                 f"data: a batch of {size} samples has a tensor of shape {list(leaf.shape)}",
-                cure="the first dimension of every tensor must be the batch: a collate_fn that "
+                hint="the first dimension of every tensor must be the batch: a collate_fn that "
                 "gives lists of samples is to torch.stack them",
             )
 
@@ -138,7 +138,7 @@ class Reader:
                     raise CaptureError(
                         f"{self._section}: {name!r} of a batch is the number {number}, but the "
                         f"model was captured with {expected}, and computes with that",
-                        cure="make it a tensor with an entry per sample in the collate_fn, or "
+                        hint="make it a tensor with an entry per sample in the collate_fn, or "
                         "leave it out",
                     )
 
@@ -149,7 +149,7 @@ class Reader:
                 f"{self._section}: {name!r} of a batch is {_shape(tensor.shape)} of "
                 f"{tensor.dtype}, but the model was captured with {_shape(('samples', *sizes))} of "
                 f"{dtype}",
-                cure=(
+                hint=(
                     "name every field whose length differs under data.pad"
                     if self._graph.length
                     else "name lengths to pad to under data.buckets, or pad all samples to one "
@@ -161,7 +161,7 @@ class Reader:
             raise CaptureError(
                 f"{self._section}: {name!r} of a micro-batch has "
                 f"{plural(tensor.shape[0], 'sample')}, not {samples}",
-                cure="the collate_fn must keep all samples: remove bad ones from the dataset",
+                hint="the collate_fn must keep all samples: remove bad ones from the dataset",
             )
 
     def _index_by_name(self, batch: Any) -> dict[str, int]:
@@ -185,7 +185,7 @@ class Reader:
         raise CaptureError(
             f"{self._section}: a batch differs from the training batch that was "
             f"captured: {', '.join(shorten(differences, _MAX_NAMED))}",
-            cure="all batches must have the same tensors under the same keys, each with the batch "
+            hint="all batches must have the same tensors under the same keys, each with the batch "
             "as its first dimension",
         )
 

@@ -58,7 +58,7 @@ class Buckets:
             raise CaptureError(
                 f"{section}: sample {first} has length {self._sample_lengths[first]}, and the "
                 f"longest of data.buckets is {lengths[-1]} ({len(too_long)} samples are longer)",
-                cure="add a bucket to data.buckets, or cut long samples in the dataset",
+                hint="add a bucket to data.buckets, or cut long samples in the dataset",
             )
         self.used_lengths: tuple[int, ...] = tuple(
             self._lengths[np.unique(self._bucket_of)].tolist()
@@ -142,7 +142,7 @@ class Buckets:
                 raise CaptureError(
                     f"{self._section}: {name!r} of {what} has length {tensor.shape[dim]}, but its "
                     f"bucket (data.buckets) has {length}",
-                    cure="give the dataset the attribute lengths, with the length of every sample "
+                    hint="give the dataset the attribute lengths, with the length of every sample "
                     "as it is in a batch",
                 )
             if not missing:
@@ -178,7 +178,7 @@ def unknown_field(section: str, name: str, fields: Mapping[str, None]) -> Captur
     return CaptureError(
         f"{section}: data.pad names {name!r}, but the sequences have the fields "
         f"{', '.join(fields) or 'of no name'}",
-        cure="name the fields of a sample that are mappings by their keys, others inputs and "
+        hint="name the fields of a sample that are mappings by their keys, others inputs and "
         "targets; if only the collate_fn makes them, give the dataset the attribute lengths",
     )
 

@@ -34,7 +34,7 @@ def build_model(spec: JobSpec, deferred: Deferred | None = None) -> nn.Module:
     if isinstance(factory, nn.Module):
         raise CaptureError(
             f"model.factory: {name}: is a model that the module has made, not what makes one",
-            cure=f"name the class {type(factory).__name__}, or a function that returns a new model",
+            hint=f"name the class {type(factory).__name__}, or a function that returns a new model",
         )
 
     def build() -> nn.Module:

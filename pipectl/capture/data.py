@@ -133,7 +133,7 @@ class Loader:
         if not isinstance(self._dataset, Sized):
             raise CaptureError(
                 f"{self._section}: has __getitem__ but no __len__",
-                cure="add __len__ to the dataset",
+                hint="add __len__ to the dataset",
             )
         if not len(self._dataset):
             raise self._empty()
@@ -153,7 +153,7 @@ class Loader:
             raise CaptureError(
                 f"{self._section}: is iterable, so that data.buckets cannot sort its samples by "
                 "length",
-                cure="use a dataset with __len__ and __getitem__, or leave data.buckets out",
+                hint="use a dataset with __len__ and __getitem__, or leave data.buckets out",
             )
         lengths = getattr(dataset, "lengths", None)
         if lengths is None:
@@ -165,7 +165,7 @@ class Loader:
             raise CaptureError(
                 f"{self._section}: has {samples} samples, but its attribute lengths has "
                 f"{len(lengths)} entries",
-                cure="let it have the length of every sample",
+                hint="let it have the length of every sample",
             )
         return Buckets(self._lengths, self._pad, lengths, self._section)
 
@@ -304,8 +304,8 @@ class Loader:
         return (split_sample(batch) for batch in _loaded(collated))
 
     def _empty(self) -> CaptureError:
-        cure = f"check the arguments of {self._section}:"
-        return CaptureError(f"{self._section}: the dataset is empty", cure=cure)
+        hint = f"check the arguments of {self._section}:"
+        return CaptureError(f"{self._section}: the dataset is empty", hint=hint)
 
     def _drawn(self, epoch: int) -> Sequence[int]:
         """Return all samples, in the order in which an epoch draws them."""
@@ -361,7 +361,7 @@ class Loader:
             if empty:
                 raise CaptureError(
                     f"data: epoch {epoch + 1} of the dataset has no samples",
-                    cure="__iter__ must start from the beginning each time; a generator can be "
+                    hint="__iter__ must start from the beginning each time; a generator can be "
                     "read only once",
                 )
 
@@ -375,7 +375,7 @@ class Loader:
         except Exception as error:
             raise CaptureError(
                 f"data: samples cannot be collated into a batch: {type(error).__name__}: {error}",
-                cure="return a tensor in place of None, such as torch.zeros(()) as a target"
+                hint="return a tensor in place of None, such as torch.zeros(()) as a target"
                 if "NoneType" in str(error)
                 else "make samples of equal shape, name lengths to pad them to under data.buckets, "
                 "or give the dataset a collate_fn",
@@ -408,17 +408,17 @@ def _loaded(batches: Iterable[Any]) -> Iterator[Any]:
     except Exception as error:
         text = str(error).rstrip()
         if text.startswith(_PROCESS_ENDED):
-            cure = "it was killed, perhaps for lack of memory; fewer data.workers need less"
-            raise WorkerError(f"data: {text.partition('. ')[0]}", cure=cure) from error
+            hint = "it was killed, perhaps for lack of memory; fewer data.workers need less"
+            raise WorkerError(f"data: {text.partition('. ')[0]}", hint=hint) from error
         if not _IN_PROCESS.match(text):
             raise
-        what = _AFTER_FRAMES.split(text)[-1]  # the class, the message, and perhaps a cure
+        what = _AFTER_FRAMES.split(text)[-1]  # the class, the message, and perhaps a hint
         if isinstance(error, CaptureError):
-            message, _, cure = what.partition(": ")[2].partition("\n")
-            raise CaptureError(message, cure=cure.strip() or None) from error
+            message, _, hint = what.partition(": ")[2].partition("\n")
+            raise CaptureError(message, hint=hint.strip() or None) from error
         raise WorkerError(
             f"data: a loading process raised {what}{user_line_in(text)}",
-            cure="data.workers: 0 loads in the rank itself, to see more",
+            hint="data.workers: 0 loads in the rank itself, to see more",
         ) from error
 
 
@@ -483,28 +483,28 @@ def check_dataset(dataset: Any, key: str, factory: str) -> None:
     """
     tensors = dataset if isinstance(dataset, tuple | list) else [dataset]
     if isinstance(dataset, DataLoader):
-        cure = (
+        hint = (
             "return the dataset itself: batches are made by training.batch_size and "
             "pipeline.micro_batches, shuffled by data.shuffle, loaded by data.workers processes; "
             "a collate_fn is an attribute of the dataset"
         )
     elif tensors and all(isinstance(item, Tensor) for item in tensors):
-        cure = "return torch.utils.data.TensorDataset(inputs, targets)"
+        hint = "return torch.utils.data.TensorDataset(inputs, targets)"
     elif tensors and all(isinstance(item, np.ndarray) for item in tensors):
         arrays = "torch.from_numpy(inputs), torch.from_numpy(targets)"
-        cure = f"return torch.utils.data.TensorDataset({arrays})"
+        hint = f"return torch.utils.data.TensorDataset({arrays})"
     elif isinstance(dataset, Mapping) and 0 not in dataset:
-        cure = f"return one dataset, such as that of {next(iter(dataset), 'train')!r}; for several "
-        cure += "tensors, torch.utils.data.TensorDataset(inputs, targets)"
+        hint = f"return one dataset, such as that of {next(iter(dataset), 'train')!r}; for several "
+        hint += "tensors, torch.utils.data.TensorDataset(inputs, targets)"
     elif isinstance(dataset, Iterator) and type(dataset).__module__ in _ITERATORS:
-        cure = "it can be read only once, and every rank, epoch and profile reads from the "
-        cure += "beginning: return a list, or an object whose __iter__ starts anew each time"
+        hint = "it can be read only once, and every rank, epoch and profile reads from the "
+        hint += "beginning: return a list, or an object whose __iter__ starts anew each time"
     elif not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
-        cure = "return an object with __len__ and __getitem__, or with __iter__"
+        hint = "return an object with __len__ and __getitem__, or with __iter__"
     else:
         return
     kind = type(dataset).__name__
     what = kind
     if isinstance(dataset, tuple | list):
         what += " of tensors" if isinstance(tensors[0], Tensor) else " of arrays"
-    raise CaptureError(f"{key}.factory: {factory} returned a {what}, not a dataset", cure=cure)
+    raise CaptureError(f"{key}.factory: {factory} returned a {what}, not a dataset", hint=hint)

@@ -83,7 +83,7 @@ class Deferred:
             raise CaptureError(
                 f"{error.message}; with materialize: per_rank, tensors have no values until a "
                 "rank needs them",
-                cure="try materialize: eager with a small model; if that works, use only torch "
+                hint="try materialize: eager with a small model; if that works, use only torch "
                 "operators in the factory, and no .numpy() of a parameter",
             ) from error
         attributes = {
@@ -119,14 +119,14 @@ class Deferred:
         if storage_of(tensor) not in self._filled:
             raise CaptureError(
                 f"model: {name} is created in the factory but never initialised there",
-                cure="initialise it in the factory, or name a checkpoint: model.weights",
+                hint="initialise it in the factory, or name a checkpoint: model.weights",
             )
         try:
             values = self.values(tensor)
         except Exception as error:
             raise CaptureError(
                 f"model: {name} cannot be initialised on its own: {type(error).__name__}: {error}",
-                cure="name a checkpoint that contains it (model.weights), or set materialize: "
+                hint="name a checkpoint that contains it (model.weights), or set materialize: "
                 "eager",
             ) from error
         is_parameter = isinstance(tensor, nn.Parameter)

@@ -74,21 +74,21 @@ def find(factory: str) -> Callable[..., Any]:
         if not hasattr(target, part):
             raise CaptureError(
                 f"{factory}: there is no {attribute!r}{did_you_mean(part, dir(target))}",
-                cure="correct the name after the colon in the spec",
+                hint="correct the name after the colon in the spec",
             )
         target = getattr(target, part)
     if not callable(target):
         raise CaptureError(
             f"{factory}: is a {type(target).__name__}, not a function or class",
-            cure="name a function or a class",
+            hint="name a function or a class",
         )
     return target  # type: ignore[no-any-return]
 
 
-def known_cure(error: BaseException) -> str | None:
+def known_hint(error: BaseException) -> str | None:
     """Return what to do about an error of the user's code, if many make it."""
     text = f"{type(error).__name__}: {error}"
-    return next((cure for words, cure in _KNOWN.items() if re.search(words, text)), None)
+    return next((hint for words, hint in _KNOWN.items() if re.search(words, text)), None)
 
 
 def call(function: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def call(function: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) 
         shell = f"{what if is_factory else 'run it in a Python shell'} to see the whole error"
         raise CaptureError(
             f"{name}: raised {type(error).__name__}: {error}{place}{_mistyped(error, kwargs)}",
-            cure=known_cure(error) or shell,
+            hint=known_hint(error) or shell,
         ) from error
 
 
@@ -138,7 +138,7 @@ def call_in_training(function: Callable[..., Any], key: str, *args: Any) -> Any:
         cause = error.__cause__
         if cause is not None and lacks_memory(cause):
             raise cause from None
-        raise WorkerError(error.message, cure=error.cure) from cause
+        raise WorkerError(error.message, hint=error.hint) from cause
 
 
 def bind(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> Any:
@@ -173,7 +173,7 @@ def _import_file(path: Path, factory: str) -> ModuleType:
         return sys.modules[name]
     if not is_source(path):
         raise CaptureError(
-            f"{factory}: no such file", cure="the path in the spec is relative to the spec file"
+            f"{factory}: no such file", hint="the path in the spec is relative to the spec file"
         )
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -198,11 +198,11 @@ def _import_failed(factory: str, error: BaseException) -> CaptureError:
     if "attempted relative import" in str(error):
         return CaptureError(
             f"{factory}: cannot be imported: {error}{place}",
-            cure="name the file as a module of its package: package.module:name, where the package "
+            hint="name the file as a module of its package: package.module:name, where the package "
             "is next to the job file (or DIRECTORY/package.module:name)",
         )
     return CaptureError(
         f"{factory}: cannot be imported: {type(error).__name__}: {error}{place}",
-        cure=known_cure(error)
+        hint=known_hint(error)
         or "correct the module, or install what it needs into this Python environment",
     )

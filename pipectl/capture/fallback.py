@@ -107,7 +107,7 @@ class Fallback:
             if not paths:
                 raise CaptureError(
                     f"model.opaque: {pattern!r} matches no submodule{did_you_mean(pattern, own)}",
-                    cure="name submodules as in model.named_modules(), or patterns such as "
+                    hint="name submodules as in model.named_modules(), or patterns such as "
                     "blocks.*",
                 )
             self._named |= paths

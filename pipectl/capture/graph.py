@@ -438,7 +438,7 @@ def _placeholders(
         else:
             raise CaptureError(
                 f"model: uses a {spec.kind.name.lower()}, which cannot be split over processes",
-                cure="keep only tensors, parameters and buffers in the model's forward()",
+                hint="keep only tensors, parameters and buffers in the model's forward()",
             )
     return states, inputs
 

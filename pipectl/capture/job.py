@@ -200,7 +200,7 @@ class CapturedJob:
         if not graph.requires_grad[graph.loss]:
             raise CaptureError(
                 "loss: depends on no parameter that requires a gradient",
-                cure="check that the model is trained, not frozen or detached",
+                hint="check that the model is trained, not frozen or detached",
             )
         return graph
 
@@ -262,12 +262,12 @@ class CapturedJob:
             size = self.spec.training.batch_size
             raise CaptureError(
                 f"data: {self.loader.samples} samples fill no batch of {size}",
-                cure="make the batch smaller, or set data.drop_last: false",
+                hint="make the batch smaller, or set data.drop_last: false",
             )
         if self.evaluation_loader is not None and self.evaluation_loader.samples is None:
             raise CaptureError(
                 "evaluation.data: is iterable, so that its end is not known",
-                cure="use a dataset with __len__ and __getitem__ for evaluation",
+                hint="use a dataset with __len__ and __getitem__ for evaluation",
             )
 
     def check_shapes(self, batch: int) -> None:
@@ -440,7 +440,7 @@ class CapturedJob:
                 refuse_other_branch(self.step, partial(loader.example, length=length))
         except RefusedError as error:
             if not training:
-                error.cure = "choose evaluation.batch_size so that no held-out sample is left alone"
+                error.hint = "choose evaluation.batch_size so that no held-out sample is left alone"
             raise
 
     def _capture(
@@ -483,20 +483,20 @@ class CapturedJob:
         if known is None or list(known.signatures) == list(graph.signatures):
             return graph
         if known.length == length:
-            cure = "choose micro_batches so that they divide the batch, and drop_last: true"
+            hint = "choose micro_batches so that they divide the batch, and drop_last: true"
             if not training:
-                cure = "let evaluation.data have a number of samples that is a multiple of "
-                cure += f"{known.batch_size}"
+                hint = "let evaluation.data have a number of samples that is a multiple of "
+                hint += f"{known.batch_size}"
             raise CaptureError(
                 f"model: its graph for {batch} samples differs from that for {known.batch_size}",
-                cure=cure,
+                hint=hint,
             )
         pairs = zip_longest(known.signatures, graph.signatures, fillvalue="nothing")
         one, other = next(pair for pair in pairs if pair[0] != pair[1])
         raise CaptureError(
             f"model: its graph for sequences of {length} (data.buckets) differs from that for "
             f"{known.length}: {other!r} in the place of {one!r}",
-            cure="let the model compute the same for every length: with sizes from the shapes of "
+            hint="let the model compute the same for every length: with sizes from the shapes of "
             "its inputs, and without an if on them",
         )
 
@@ -509,8 +509,8 @@ def _in_evaluation() -> Iterator[None]:
     except CaptureError as error:
         if error.message.startswith(("model", "loss")):
             error.message += ", in evaluation (model.eval())"
-            hint = "it works in training: look for what depends on self.training"
-            error.cure = hint if error.cure is None else f"{hint}; or {error.cure}"
+            advice = "it works in training: look for what depends on self.training"
+            error.hint = advice if error.hint is None else f"{advice}; or {error.hint}"
         raise
 
 
@@ -574,10 +574,10 @@ def assign_groups(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -
         own = [name for several in names.values() for name in several]
         wider = (f"*.{pattern}", f"*{pattern}", f"{pattern}.*", f"{pattern}*", f"*{pattern}*")
         better = next((other for other in wider if _matches(own, other)), None)
-        hint = f"; did you mean {better!r}?" if better else did_you_mean(pattern, own)
+        meant = f"; did you mean {better!r}?" if better else did_you_mean(pattern, own)
         raise CaptureError(
-            f"optimizer.groups[{index}].match: {pattern!r} matches no parameter{hint}",
-            cure=f"the model's parameters have names such as {', '.join(own[:3])}",
+            f"optimizer.groups[{index}].match: {pattern!r} matches no parameter{meant}",
+            hint=f"the model's parameters have names such as {', '.join(own[:3])}",
         )
     return groups
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from pipectl.capture.factories import known_cure
+from pipectl.capture.factories import known_hint
 from pipectl.capture.step import Step, own_name, own_path
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
@@ -66,12 +66,12 @@ class RefusedError(CaptureError):
     def __init__(
         self, refusal: Refusal, message: str, place: str, part: nn.Module | str | None
     ) -> None:
-        super().__init__(message, cure=refusal.cure)
+        super().__init__(message, hint=refusal.hint)
         self.refusal, self.keep, self.place, self.part = refusal, refusal.keep, place, part
 
 
 class Refusal(Enum):
-    """What a model may not do: message, cure, and what may be kept as one operator."""
+    """What a model may not do: message, hint, and what may be kept as one operator."""
 
     CONTROL_FLOW = (
         _CAPTURED + "its control flow depends on the values of tensors",
@@ -233,8 +233,8 @@ class Refusal(Enum):
         "name a larger part of the model under model.opaque",
     )
 
-    def __init__(self, message: str, cure: str, keep: Keep = Keep.INNERMOST) -> None:
-        self.message, self.cure, self.keep = message, cure, keep
+    def __init__(self, message: str, hint: str, keep: Keep = Keep.INNERMOST) -> None:
+        self.message, self.hint, self.keep = message, hint, keep
 
     def error(
         self, place: str | None = None, *, part: nn.Module | str | None = None, **words: Any
@@ -402,14 +402,14 @@ def refuse_parts(step: Step, factory: str) -> None:
     is a program of TorchScript.
 
     Raises:
-        CaptureError: naming the first one and the cure.
+        CaptureError: naming the first one and the hint.
     """
     for name, parameter in (*step.named_parameters(), *step.named_buffers()):
         if is_lazy(parameter):
             kind = type(step.get_submodule(name.rpartition(".")[0])).__name__
             raise CaptureError(
                 f"model.factory: {factory}: {own_name(name)!r} of a {kind} has no shape yet",
-                cure="give its sizes (for example nn.Linear instead of nn.LazyLinear), or let the "
+                hint="give its sizes (for example nn.Linear instead of nn.LazyLinear), or let the "
                 "factory call the model with one batch before it returns it",
             )
     for name, module in step.named_modules():
@@ -417,13 +417,13 @@ def refuse_parts(step: Step, factory: str) -> None:
             raise CaptureError(
                 f"model: {own_path(name)} gives sparse gradients (sparse=True), which ranks cannot "
                 "add up and send",
-                cure="set sparse=False; in place of SparseAdam, use Adam or Adagrad",
+                hint="set sparse=False; in place of SparseAdam, use Adam or Adagrad",
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"model: {own_path(name) or 'it'} is a program of TorchScript, which no graph can "
                 "hold",
-                cure="use the module that it was made from, without torch.jit.script() or "
+                hint="use the module that it was made from, without torch.jit.script() or "
                 "torch.jit.trace(); of a file of TorchScript, load the weights into such a module: "
                 "load_state_dict(torch.jit.load(file).state_dict())",
             )
@@ -497,7 +497,7 @@ def refuse_overlaps(states: Mapping[str, Tensor]) -> None:
                 raise CaptureError(
                     f"model: {own_name(pair[0])} and {own_name(pair[1])} share memory but are not "
                     "one tensor, so ranks would train them separately",
-                    cure=f"{tie}give each memory of its own (.clone())",
+                    hint=f"{tie}give each memory of its own (.clone())",
                 )
             before.append((array, name))
 
@@ -540,34 +540,34 @@ def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> Captur
     if "outputs" in frame_locals:
         name = f"loss.factory: {spec.loss.factory}"
         call = f"outputs {_describe(frame_locals['outputs'])} and targets {_describe(targets)}"
-        cure = (
+        hint = (
             "a loss is called as loss(outputs, targets): give it further arguments under "
             "loss.kwargs; what differs by sample (such as weights) belongs to the targets, as a "
             "tuple or mapping"
         )
         if isinstance(targets, Mapping) and isinstance(inputs, Mapping) and targets == inputs:
-            cure = "let the loss take what it needs from the mapping, or let the dataset "
-            cure += _MAPPING
+            hint = "let the loss take what it needs from the mapping, or let the dataset "
+            hint += _MAPPING
     else:
         name = f"model.factory: {spec.model.factory}"
         call = f"inputs {_describe(inputs)}"
-        cure = "let data.factory give the inputs that the model's forward() takes"
+        hint = "let data.factory give the inputs that the model's forward() takes"
         if isinstance(inputs, Mapping):
             call = f"keyword arguments {_describe(inputs)}"
-            cure = f"let the model's forward() take these names, or let the dataset {_MAPPING}"
+            hint = f"let the model's forward() take these names, or let the dataset {_MAPPING}"
         elif isinstance(inputs, tuple | list) and isinstance(error, TypeError):
-            cure = (
+            hint = (
                 "a tuple or list is one argument of forward(), as it is; for several arguments, "
                 'let the dataset give a mapping with their names: ({"a": ..., "b": ...}, targets)'
             )
-    if (known := known_cure(error)) is not None:
-        cure = known
+    if (known := known_hint(error)) is not None:
+        hint = known
     elif inner:
-        cure = f"correct this line: PyTorch without pipectl fails there, too; or {cure}"
+        hint = f"correct this line: PyTorch without pipectl fails there, too; or {hint}"
     return CaptureError(
         f"{name}: raised {type(error).__name__}: {first_line(error)}{place_of(error)}; "
         f"called with {call}",
-        cure=cure,
+        hint=hint,
     )
 
 

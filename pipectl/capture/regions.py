@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from pipectl.capture.factories import known_cure
+from pipectl.capture.factories import known_hint
 from pipectl.errors import CaptureError
 from pipectl.torch_api import (
     ENTER_AUTOCAST,
@@ -191,13 +191,13 @@ def missing_kernels(operator: str, precision: str, device: torch.device) -> Iter
         if _NOT_DETERMINISTIC in first:
             raise CaptureError(
                 f"model: {operator} has no deterministic variant on {device.type}",
-                cure=known_cure(error),
+                hint=known_hint(error),
             ) from error
         if precision != "float16" or not _MISSING.search(first):
             raise
         raise CaptureError(
             f"model: {operator} cannot run in float16 on {device.type}: {first}",
-            cure="use training.precision: bf16, or run it under "
+            hint="use training.precision: bf16, or run it under "
             f"torch.autocast({device.type!r}, enabled=False) on .float() values",
         ) from error
 

@@ -24,7 +24,7 @@ _ALONG = {
 }  # fmt: skip
 """Operators that compute along a dimension and keep it."""
 _BY_INDEX = {"index", "index_select", "gather"}
-_CURE = "let replicas take whole micro-batches"
+_HINT = "let replicas take whole micro-batches"
 
 
 class Rows(NamedTuple):
@@ -77,7 +77,7 @@ def batch_dimension(graph: CapturedGraph, node: fx.Node, value: Any = None) -> i
         raise CaptureError(
             f"model: the samples of {node.name!r} are not one dimension of it "
             f"({[str(size) for size in value.shape]}), so replicas cannot share them",
-            cure=f"{_CURE}, or cut elsewhere",
+            hint=f"{_HINT}, or cut elsewhere",
         )
     return dims[0]
 
@@ -94,7 +94,7 @@ def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[...,
     if schema is None or _draws_samples(graph, node, schema):
         raise CaptureError(
             f"model: {node.name!r} may draw random numbers, and replicas cannot share its samples",
-            cure=_CURE,
+            hint=_HINT,
         )
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     dims = [batch_dimension(graph, x) if isinstance(x, fx.Node) else None for x in leaves]

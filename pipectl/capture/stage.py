@@ -140,22 +140,22 @@ class Cut:
         return [Slot(value, user) for user in users if self.stage_of[user] == stage]
 
     def _check(self) -> None:
-        stage_of, cure = self.stage_of, "plan the job again"
+        stage_of, hint = self.stage_of, "plan the job again"
         for node in self.graph.operators:
             if node.name not in stage_of:
-                raise MismatchError(f"plan: has no stage for operator {node.name!r}", cure=cure)
+                raise MismatchError(f"plan: has no stage for operator {node.name!r}", hint=hint)
         for source, target in self.graph.edges:
             if stage_of[source] > stage_of[target]:
                 raise MismatchError(
                     f"plan: {target!r} (stage {stage_of[target]}) reads {source!r}, which a later "
                     f"stage ({stage_of[source]}) computes",
-                    cure=cure,
+                    hint=hint,
                 )
         for name, group in self.graph.groups.items():  # named by its first operator
             if stage_of[group] != stage_of[name]:
                 raise MismatchError(
                     f"plan: {name!r} shares memory with {group!r} but is in another stage",
-                    cure=cure,
+                    hint=hint,
                 )
 
 
@@ -196,7 +196,7 @@ def evaluation_stages(
                 if not allowed:
                     raise CaptureError(
                         f"model: in evaluation {name!r} needs {states[name][0]!r} after its stage",
-                        cure="use fewer stages, or the same order of layers in evaluation as in "
+                        hint="use fewer stages, or the same order of layers in evaluation as in "
                         "training",
                     )
                 stage = min(allowed)
@@ -280,7 +280,7 @@ def build_stage(cut: Cut, stage: int, rows: Rows | int, device: torch.device = _
     if graph.fixed and not (rows.is_whole and rows.whole == graph.batch_size):
         raise CaptureError(
             f"model: captured for {graph.batch_size} samples, not for {rows.size}",
-            cure="let replicas take whole micro-batches",
+            hint="let replicas take whole micro-batches",
         )
     place_subgraphs(graph.root, device)
     return _Builder(cut, stage, rows, device).build()
@@ -403,7 +403,7 @@ class _Builder:
                     raise CaptureError(
                         f"model: returns {captured.states[name].name!r}, which metrics would get "
                         "from another stage",
-                        cure="return a copy of it (.clone()), or leave it out of what the model "
+                        hint="return a copy of it (.clone()), or leave it out of what the model "
                         "returns",
                     )
                 if isinstance(name, str):

@@ -212,20 +212,20 @@ class States:
             raise CaptureError(
                 f"model: its forward replaces the parameter {name!r}, which no optimizer would "
                 "update",
-                cure="compute with the new values instead: torch.nn.functional.linear(x, weight), "
+                hint="compute with the new values instead: torch.nn.functional.linear(x, weight), "
                 "or torch.func.functional_call(module, weights, x)",
             )
         if now is not None and now.shape != shape:
             raise CaptureError(
                 f"model: changes the shape of buffer {name!r} from {list(shape)} to "
                 f"{list(now.shape)}",
-                cure="give it its final shape in the factory; observers of quantisation get it "
+                hint="give it its final shape in the factory; observers of quantisation get it "
                 "there when the prepared model runs once on a batch",
             )
         if now is not None and not torch.can_cast(now.dtype, dtype):
             raise CaptureError(
                 f"model: changes the type of buffer {name!r} from {dtype} to {now.dtype}",
-                cure="give it this type in the factory",
+                hint="give it this type in the factory",
             )
 
     def assign(self, tensors: Mapping[int, Tensor]) -> None:
@@ -291,7 +291,7 @@ def as_module(model: Any, factory: str) -> nn.Module:
     kind = f"a {type(model).__name__}" + (f" with a {type(wrong).__name__}" if layers else "")
     raise CaptureError(
         f"model.factory: {factory}: returned {kind}, not a torch.nn.Module",
-        cure="return the model, or a list of layers, from this function",
+        hint="return the model, or a list of layers, from this function",
     )
 
 
@@ -338,7 +338,7 @@ def check_loss(loss: Any, outputs: Any = None) -> None:
         keys = ", ".join(map(repr, outputs))
         raise CaptureError(
             f"loss: the model returned a mapping with {keys or 'nothing'}, but no 'loss'",
-            cure="return the scalar to be minimised under 'loss'; models with several optimizers "
+            hint="return the scalar to be minimised under 'loss'; models with several optimizers "
             "(GANs) are not supported",
         )
     if not isinstance(loss, Tensor):
@@ -350,10 +350,10 @@ def check_loss(loss: Any, outputs: Any = None) -> None:
         kind = f"a scalar of {loss.dtype}"
     else:
         return
-    cure = "reduce it, for example with .mean(), or name a loss: function in the spec"
+    hint = "reduce it, for example with .mean(), or name a loss: function in the spec"
     if isinstance(loss, tuple | Mapping):
-        cure = "return the scalar to be minimised alone; evaluation.metrics may compute more"
-    raise CaptureError(f"loss: must be a floating-point scalar tensor, but is {kind}", cure=cure)
+        hint = "return the scalar to be minimised alone; evaluation.metrics may compute more"
+    raise CaptureError(f"loss: must be a floating-point scalar tensor, but is {kind}", hint=hint)
 
 
 def sample_shares(sizes: Sequence[int], *, adds_up: bool = False) -> list[float]:

@@ -126,11 +126,11 @@ class TensorReader:
     """Reads tensors one at a time; no file stays open, and every header is read once.
 
     Args:
-        cure: of errors.
+        hint: of errors.
     """
 
-    def __init__(self, cure: str = "use another checkpoint of the run") -> None:
-        self._cure = cure
+    def __init__(self, hint: str = "use another checkpoint of the run") -> None:
+        self._hint = hint
         self.header = cache(self._header)
 
     def tensor(self, path: Path, name: str) -> Tensor:
@@ -177,4 +177,4 @@ class TensorReader:
             raise self._damaged(path, "cannot be read as safetensors") from error
 
     def _damaged(self, path: Path, what: str) -> DataFileError:
-        return DataFileError(f"{path}: {what}", cure=self._cure)
+        return DataFileError(f"{path}: {what}", hint=self._hint)

@@ -40,14 +40,14 @@ class Weights:
         self._path = path
         self._file_of: dict[str, Path] = {}
         self._stored: dict[str, str] = {}
-        cure = "name a safetensors file; torch.save files can be converted with save_model"
-        self._reader = TensorReader(cure)
+        hint = "name a safetensors file; torch.save files can be converted with save_model"
+        self._reader = TensorReader(hint)
         for file in _files(path):
             for name in self._reader.header(file).layouts:
                 if name in self._file_of:
                     raise DataFileError(
                         f"{self._path}: {name!r} is in {self._file_of[name].name} and {file.name}",
-                        cure="name one file, or the index that lists the right ones",
+                        hint="name one file, or the index that lists the right ones",
                     )
                 self._file_of[name] = file
 
@@ -88,7 +88,7 @@ class Weights:
         if problems:
             raise DataFileError(
                 f"{self._path}: does not fit the model: {'; '.join(shorten(problems, MAX_NAMED))}",
-                cure="use a checkpoint of this model: safetensors.torch.save_model(model, file)",
+                hint="use a checkpoint of this model: safetensors.torch.save_model(model, file)",
             )
 
     def load(self, name: str, like: Tensor) -> Tensor | None:
@@ -126,7 +126,7 @@ def _files(path: Path) -> list[Path]:
     files = _indexed(indexes[0]) if indexes else sorted(path.glob("*.safetensors"))
     if not files:
         raise DataFileError(
-            f"{path}: contains no .safetensors file", cure="name the directory of a checkpoint"
+            f"{path}: contains no .safetensors file", hint="name the directory of a checkpoint"
         )
     return files
 
@@ -138,5 +138,5 @@ def _indexed(index: Path) -> list[Path]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataFileError(
             f"{index}: is not an index of safetensors files: {type(error).__name__}: {error}",
-            cure="name an index with a weight_map, or the directory of the files",
+            hint="name an index with a weight_map, or the directory of the files",
         ) from error

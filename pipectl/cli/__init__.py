@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ImportError, AttributeError, TypeError) as error:
         if not (warning := untested("typer")):
             raise
-        cure = f"install {tested('typer')}: pip install 'typer=={NEWEST_TYPER}.*'"
-        sys.stderr.write(f"error: typer cannot be used ({error}): {warning}\n  {cure}\n")
+        hint = f"install {tested('typer')}: pip install 'typer=={NEWEST_TYPER}.*'"
+        sys.stderr.write(f"error: typer cannot be used ({error}): {warning}\n  {hint}\n")
         return 1
     return app.main(arguments)

@@ -38,7 +38,7 @@ from pipectl.errors import FaultError, PipectlError, SpecError, UsageError, limi
 from pipectl.faults import fault_of, is_ours, user_line, with_details
 from pipectl.files import path_of_user
 from pipectl.units import printable
-from pipectl.versions import cure_of_torch
+from pipectl.versions import hint_of_torch
 
 _OBJECTS = 100_000
 """New objects between two collections of garbage. Modules make many that stay, and by Python's
@@ -219,7 +219,7 @@ def _misplaced_option(error: BaseException) -> UsageError | None:
     path = str(context.command_path)
     return UsageError(
         f"{path} {option}: options of a command come after its name",
-        cure=f"write: {path} COMMAND {option}; see: {path} --help",
+        hint=f"write: {path} COMMAND {option}; see: {path} --help",
     )
 
 
@@ -231,7 +231,7 @@ def print_error(error: BaseException) -> int:
     """
     if os.environ.get(DEBUG_VARIABLE):
         sys.stderr.write(printable("".join(traceback.format_exception(error))))
-    code, messages, cure = _describe(error)
+    code, messages, hint = _describe(error)
     console = errors()
     for message in messages:
         if console.is_terminal:
@@ -239,37 +239,37 @@ def print_error(error: BaseException) -> int:
             console.print(labels(lines, len("error: "), "bold red"), crop=False)
         else:
             console.print(plain(f"error: {message}"), soft_wrap=True)
-    for line in (cure or "").splitlines():
+    for line in (hint or "").splitlines():
         console.print(plain(f"  {line}"), soft_wrap=True)
     return code
 
 
 def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
-    """Exit code, messages and cure of an error."""
+    """Exit code, messages and hint of an error."""
     if isinstance(error, FaultError):
         error = with_details(error, None, write=True)
     if isinstance(error, SpecError):
-        return error.exit_code, [str(problem) for problem in error.problems], error.cure
+        return error.exit_code, [str(problem) for problem in error.problems], error.hint
     if isinstance(error, PipectlError):
-        return error.exit_code, [f"{error.message}{limit_of(error)}"], error.cure
+        return error.exit_code, [f"{error.message}{limit_of(error)}"], error.hint
     if isinstance(error, typer.TyperException):
         context = getattr(error, "ctx", None)
-        cure = None if context is None else f"see: {context.command_path} --help"
-        return error.exit_code, [error.format_message()], cure
+        hint = None if context is None else f"see: {context.command_path} --help"
+        return error.exit_code, [error.format_message()], hint
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return INTERRUPTED, ["interrupted"], None
     if _is_of_torch(error):
         fault = f"{type(error).__name__}: {error}"
-        return 1, [f"torch cannot be imported: {fault}"], cure_of_torch(fault)
+        return 1, [f"torch cannot be imported: {fault}"], hint_of_torch(fault)
     if isinstance(error, OSError) and error.filename is not None:
         return 1, [f"{error.filename}: {error.strerror or error}{limit_of(error)}"], None
     if isinstance(error, OSError) and error.errno in _UNWRITTEN:
         return 1, [f"output cannot be written: {error.strerror}"], "free some space"
     if is_ours(error):
         return _describe(fault_of(error))
-    cure = "pipectl --debug ... shows the traceback"
+    hint = "pipectl --debug ... shows the traceback"
     line = user_line(error.__traceback__)
-    return 1, [f"{type(error).__name__}: {error}{line}{limit_of(error)}"], cure
+    return 1, [f"{type(error).__name__}: {error}{line}{limit_of(error)}"], hint
 
 
 def _is_of_torch(error: BaseException) -> bool:

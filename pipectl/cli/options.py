@@ -79,7 +79,7 @@ read_size = reader(parse_bytes)
 read_walltime = reader(parse_walltime)
 
 
-def refuse(context: typer.Context, names: str, why: str, *, cure: str | None = None) -> None:
+def refuse(context: typer.Context, names: str, why: str, *, hint: str | None = None) -> None:
     """Refuse options that cannot be combined with others.
 
     Args:
@@ -92,7 +92,7 @@ def refuse(context: typer.Context, names: str, why: str, *, cure: str | None = N
         source = context.get_parameter_source(parameter.name or "")
         for name in {*parameter.opts, parameter.metavar} & set(names.split()):
             if source is not None and source.name == "COMMANDLINE":
-                raise UsageError(f"{name}: {why}", cure=cure)
+                raise UsageError(f"{name}: {why}", hint=hint)
 
 
 def names_of_runs(context: typer.Context, incomplete: str) -> list[str]:

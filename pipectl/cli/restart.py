@@ -66,5 +66,5 @@ def _restart(variables: Mapping[str, str]) -> None:
     except OSError as error:
         raise UsageError(
             f"{sys.executable} cannot start again with {VARIABLE}={seed}: {error.strerror}",
-            cure=f"set it before: export {VARIABLE}={seed}",
+            hint=f"set it before: export {VARIABLE}={seed}",
         ) from None

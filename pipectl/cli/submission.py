@@ -191,8 +191,8 @@ def follow(run: RunDirectory, statuses: Iterable[RunStatus] | None = None) -> Ru
                 is_new = job.state.waits and job.reason not in reasons
                 if (is_new or current != reported) and not errors().is_terminal:
                     note(describe_progress(status))
-                if is_new and job.cure:
-                    note(job.cure)
+                if is_new and job.hint:
+                    note(job.hint)
                 reported = current
                 reasons.add(job.reason)
             return status

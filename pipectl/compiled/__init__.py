@@ -169,7 +169,7 @@ def _translator() -> bytes:
     if not files:
         raise PipectlError(
             "the source files of pipectl are missing",
-            cure="install pipectl with its .py files, from which it compiles its inner loops",
+            hint="install pipectl with its .py files, from which it compiles its inner loops",
         )
     return b"".join(file.read_bytes() for file in files)
 

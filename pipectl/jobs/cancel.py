@@ -47,7 +47,7 @@ def cancel(run: RunDirectory, now: float) -> Cancellation:
             has_started = read_starts(run) > 0
             raise UnknownRunError(
                 f"{run.name}: its submission was never confirmed, and no job has its tag",
-                cure=f"if nothing runs: pipectl resume --force {name_in_shell(run)}"
+                hint=f"if nothing runs: pipectl resume --force {name_in_shell(run)}"
                 if has_started
                 else f"if nothing runs, remove {run.path}",
             )
@@ -75,10 +75,10 @@ def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
     ]
     if not submitted:
         for fault in filter(None, (status.query_error for status in statuses)):
-            raise SchedulerError(f"{sweep.name}: {fault}", cure="try again in a minute")
+            raise SchedulerError(f"{sweep.name}: {fault}", hint="try again in a minute")
         raise UnknownRunError(
             f"{sweep.name}: its submission was never confirmed, and no job has its tag",
-            cure=f"if nothing runs, remove {sweep.path} and its runs",
+            hint=f"if nothing runs, remove {sweep.path} and its runs",
         )
     alive = [status for status in submitted if not status.job.state.final]
     # On this machine, queued runs come first: the end of another run would start them.

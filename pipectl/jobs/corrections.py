@@ -45,7 +45,7 @@ def correct_profile(run: RunDirectory) -> Profile:
     if not recorded:
         raise UsageError(
             f"{run.name}: no step is recorded under its plan",
-            cure="`trace.steps` in the job names the steps to record",
+            hint="`trace.steps` in the job names the steps to record",
         )
     predicted, sent = Timeline.load(run.predicted), channels(plan)
     profile = _scale_stages(

@@ -40,7 +40,7 @@ def find_repository(directory: Path | None) -> tuple[Repository | None, str]:
                 return None, f"{place} {fault}, so git was not asked"
         head = process.run(
             [*_GIT, "-C", top, "rev-parse", "--verify", "--quiet", "HEAD"],
-            cure="", timeout_s=_GIT_TIMEOUT_S,
+            hint="", timeout_s=_GIT_TIMEOUT_S,
         )  # fmt: skip
         entries = _git(
             top, "status", "--porcelain", "-z", "--untracked-files=normal", "--no-renames"
@@ -53,7 +53,7 @@ def find_repository(directory: Path | None) -> tuple[Repository | None, str]:
 
 
 def _git(directory: Path | str, *arguments: str) -> str:
-    done = process.run([*_GIT, "-C", str(directory), *arguments], cure="", timeout_s=_GIT_TIMEOUT_S)
+    done = process.run([*_GIT, "-C", str(directory), *arguments], hint="", timeout_s=_GIT_TIMEOUT_S)
     if done.returncode:
         raise OSError(done.message.splitlines()[0])
     return done.stdout

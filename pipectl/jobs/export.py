@@ -65,21 +65,21 @@ def find_checkpoint(run: RunDirectory, step: int | None = None, *, best: bool = 
     """
     if best:
         if step is not None:
-            raise UsageError("a step has no meaning with the best checkpoint", cure="choose one")
+            raise UsageError("a step has no meaning with the best checkpoint", hint="choose one")
         found = _find_best(run)
         return Found(found.path, found)
     by_step = {step_of(path): path for path in checkpoints(run.checkpoints)}
     if not by_step:
         raise UsageError(
             f"{run.name}: has no checkpoint yet",
-            cure="wait for its first: every checkpoint.every steps, and at the end",
+            hint="wait for its first: every checkpoint.every steps, and at the end",
         )
     if step is None:
         return Found(next(iter(by_step.values())))
     if step not in by_step:
         steps = ", ".join(str(number) for number in sorted(filter(None, by_step)))
         raise UsageError(
-            f"{run.name}: has no checkpoint of step {step}", cure=f"it has those of steps {steps}"
+            f"{run.name}: has no checkpoint of step {step}", hint=f"it has those of steps {steps}"
         )
     return Found(by_step[step])
 
@@ -93,12 +93,12 @@ def _find_best(run: RunDirectory) -> BestCheckpoint:
     if best is None:
         raise UsageError(
             f"{run.name}: does not know its best evaluation",
-            cure="runs with evaluation.early_stopping or checkpoint.keep_best do; the metrics of "
+            hint="runs with evaluation.early_stopping or checkpoint.keep_best do; the metrics of "
             "evaluations are in metrics.jsonl, and --step exports any checkpoint",
         )
     raise UsageError(
         f"{run.name}: its best evaluation, after step {best.step}, has no checkpoint",
-        cure="checkpoint.keep_best keeps it; --step exports another checkpoint",
+        hint="checkpoint.keep_best keeps it; --step exports another checkpoint",
     )
 
 
@@ -139,7 +139,7 @@ def export(
     if kind not in get_args(Format):
         raise UsageError(
             f"format {kind!r}: there is none{did_you_mean(kind, get_args(Format))}",
-            cure=f"choose {', '.join(get_args(Format))}",
+            hint=f"choose {', '.join(get_args(Format))}",
         )
     path = path or Path(FILE if kind == "safetensors" else "model")
     checkpoint = find_checkpoint(run, step, best=best)
@@ -163,4 +163,4 @@ def export(
 
 def _refuse_existing(path: Path | None) -> None:
     if path is not None and path.exists():
-        raise UsageError(f"{path}: already exists", cure="name another with -o, or remove it")
+        raise UsageError(f"{path}: already exists", hint="name another with -o, or remove it")

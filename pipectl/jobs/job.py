@@ -230,7 +230,7 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
         raise SchedulerError(
             f"{system.title} is installed here, but does not answer: "
             f"{error.message.splitlines()[-1]}",
-            cure="to train on this machine: --scheduler local\n"
+            hint="to train on this machine: --scheduler local\n"
             f"to submit anyway: --scheduler {name}",
         ) from error
     return name
@@ -310,7 +310,7 @@ def refuse_code_of_others(spec: JobSpec, job: Path) -> None:
     if fault := _code_of_others(spec, job):
         raise UsageError(
             f"{fault}, and its code would run as you",
-            cure="read what it does; then add --trust-owner",
+            hint="read what it does; then add --trust-owner",
         )
 
 

@@ -66,11 +66,11 @@ def make_measuring_job(
     if links and spec.resources.ranks < 2:
         raise UsageError(
             "resources: a job of one rank has no links to measure",
-            cure="set resources.nodes or resources.tasks_per_node to 2 or more",
+            hint="set resources.nodes or resources.tasks_per_node to 2 or more",
         )
     make_directory_of(output)
     if is_stream(output):
-        raise UsageError(f"{output}: is not a file that a job could write", cure="name another: -o")
+        raise UsageError(f"{output}: is not a file that a job could write", hint="name another: -o")
     output = output.absolute()
     to_file = ("--output", str(output))
     if links:
@@ -114,12 +114,12 @@ def findings_of(status: RunStatus) -> list[Finding]:
     """What a job of :func:`make_trial_job` has found, or why it has found nothing."""
     run, job, found = status.run, status.job, list[Finding]()
     with suppress(PipectlError, TypeError):
-        document = read_json(run.path / "trial.json", cure="")
+        document = read_json(run.path / "trial.json", hint="")
         found = [Finding(**each) for each in document["findings"]]
     if job.state is not JobState.COMPLETED or not found:
         why = job.reason if status.failure is None else status.failure.what
         text = f"{run.name} is {job.state.value}{f': {why}' if why else ''}"
-        found.append(Finding("job", "fail", text, job.cure or f"pipectl logs {run.name}"))
+        found.append(Finding("job", "fail", text, job.hint or f"pipectl logs {run.name}"))
     return found
 
 
@@ -141,7 +141,7 @@ def plan_rehearsal(
     if plan is None or cluster is None:
         raise UsageError(
             f"{profile_path(spec)}: no up-to-date profile, so there is no plan to rehearse",
-            cure="measure the model first: pipectl profile JOB.yaml --wait\n"
+            hint="measure the model first: pipectl profile JOB.yaml --wait\n"
             "or measure, plan and rehearse for this machine: --scheduler local",
         )
     # Not earlier: the memory of this process while it measures counts as memory of a rank.

@@ -78,7 +78,7 @@ def plan_range(
         plans[lowest] = plan(lowest, kept)
     except InfeasibleError as error:
         error.message = f"resources.nodes: {nodes}: on {plural(lowest, 'node')}: {error.message}"
-        error.cure = f"raise the lowest number of nodes, or: {error.cure}"
+        error.hint = f"raise the lowest number of nodes, or: {error.hint}"
         if not is_open or spec.pipeline.micro_batches is not None:
             raise
         with suppress(InfeasibleError):  # smaller micro-batches may fit
@@ -176,7 +176,7 @@ def granted_nodes(run: RunDirectory) -> int:
     """
     if found := read_nodes(run):
         return found
-    raise DataFileError(f"{run.nodes}: is no number of nodes", cure="pipectl resume RUN")
+    raise DataFileError(f"{run.nodes}: is no number of nodes", hint="pipectl resume RUN")
 
 
 def adopt_plan(run: RunDirectory, spec: JobSpec, progress: Progress | None = None) -> None:

@@ -107,7 +107,7 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
         if cluster.ranks != resources.ranks:
             raise MismatchError(
                 f"{path}: describes {cluster.ranks} ranks, resources: ask for {resources.ranks}",
-                cure="make nodes x tasks_per_node equal to the ranks of the cluster file",
+                hint="make nodes x tasks_per_node equal to the ranks of the cluster file",
             )
         return ClusterChoice(cluster, path)
     if scheduler == LOCAL:  # all ranks here, whatever nodes are asked for

@@ -77,18 +77,18 @@ def measure_apart(
                 patience_s=_PATIENCE_S,
             )
             if (folder / _ERROR).exists():
-                document = read_json(folder / _ERROR, cure="")
+                document = read_json(folder / _ERROR, hint="")
                 raise read_value(ErrorReport, document).to_error()
             if ended.returncode:
                 raise PipectlError(
                     f"the process that measures the model has ended: {ended.message}",
-                    cure="see what it says alone: pipectl profile JOB.yaml",
+                    hint="see what it says alone: pipectl profile JOB.yaml",
                 )
             return Profile.load(folder / _PROFILE)
     except OSError as error:
         raise UsageError(
             f"no process can be started to measure the model: {error}",
-            cure="is there room in the directory of temporary files (TMPDIR)?",
+            hint="is there room in the directory of temporary files (TMPDIR)?",
         ) from error
 
 
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
         told.flush()
 
     try:
-        with using(_from_json(read_json(here / _CODE, cure=""))):
+        with using(_from_json(read_json(here / _CODE, hint=""))):
             file = Path(path) if path else None
             profile = measure(load(here / _JOB), file, report, effort, again=bool(again))
         profile.save(here / _PROFILE)

@@ -302,13 +302,13 @@ def plan_balance(
     result = balance(profile, request, search.expired)
     planning_s = search.elapsed_s
     if result is None and search.cut_short:
-        raise PipectlError("planning was ended before any plan was found", cure="allow more time")
+        raise PipectlError("planning was ended before any plan was found", hint="allow more time")
     if result is None:
         within = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)} each"
         more = inputs.request.more_ranks, inputs.request.more_memory(cluster)
         raise InfeasibleError(
             f"no feasible plan: no partition fits on {request.devices} devices{within}",
-            cure=f"give {' or '.join(more)}",
+            hint=f"give {' or '.join(more)}",
         )
     nodes = [stage.nodes for stage in result.stages]
     machines = with_ranks(cluster, len(nodes))

@@ -130,7 +130,7 @@ def gather(
     """
     if job is None:
         if profile is None:
-            raise UsageError("nothing to plan", cure="give JOB.yaml, or a profile: --profile FILE")
+            raise UsageError("nothing to plan", hint="give JOB.yaml, or a profile: --profile FILE")
         return _gather_profile(Profile.load(profile), overrides, cluster, devices, nodes)
     if cluster is not None:  # quoted: names of files may mean something else in YAML
         name = json.dumps(str(cluster.absolute()), ensure_ascii=False)
@@ -186,7 +186,7 @@ def gather_job(
             "node)"
         )
         if again is None:
-            raise MismatchError(fault, cure="measure again with: job.profile()")
+            raise MismatchError(fault, hint="measure again with: job.profile()")
         warnings.append(f"{fault}; measure again with: {again}")
     machines = find_cluster(spec, batch_system)
     warnings += [machines.warning, *warnings_of(spec, job_profile)]
@@ -234,7 +234,7 @@ def _gather_profile(
         if key != _BATCH and not key.startswith("pipeline."):
             raise UsageError(
                 f"--set {override}: there is no job to change",
-                cure=f"name a JOB.yaml; without one, {_BATCH} and pipeline.* can be set",
+                hint=f"name a JOB.yaml; without one, {_BATCH} and pipeline.* can be set",
             )
     if file is not None:
         cluster = Cluster.load(file)
@@ -244,10 +244,10 @@ def _gather_profile(
         if not count:
             raise UsageError(
                 "the number of devices is missing",
-                cure="give --devices N, or describe the machines: --cluster FILE",
+                hint="give --devices N, or describe the machines: --cluster FILE",
             )
         if count > MAX_RANKS:
-            raise UsageError(TOO_MANY_RANKS.format(count), cure="plan for fewer --devices")
+            raise UsageError(TOO_MANY_RANKS.format(count), hint="plan for fewer --devices")
         each = tuple(Node(f"device{index}", 1, 1, Device("device")) for index in range(count))
         source = f"{count} equal devices"
         cluster = Cluster("equal devices", source, each, ASSUMED_BETWEEN, ASSUMED_BETWEEN)
@@ -289,14 +289,14 @@ def _shipped_number(profile: Profile, *keys: str) -> float | None:
     return next((value for value in values if isinstance(value, int | float) and value > 0), None)
 
 
-def _use_devices(cluster: Cluster, devices: int | None, cure: str) -> Cluster:
+def _use_devices(cluster: Cluster, devices: int | None, hint: str) -> Cluster:
     """``devices`` devices of a cluster; all if that is None."""
     if devices is None:
         return cluster
     if devices > cluster.ranks:
         raise UsageError(
             f"--devices {devices}: the cluster {cluster.name!r} has {cluster.ranks} ranks",
-            cure=cure,
+            hint=hint,
         )
     return with_ranks(cluster, devices)
 
@@ -359,8 +359,8 @@ def advise_other_micro_batches(profile: Profile, request: PlanRequest) -> Iterat
         alone_bytes = max(profile.process_baseline_bytes or 0, profile.capture_bytes)
         is_enough = limit is None or limit > alone_bytes
         if request.keeps_micro_batches and is_enough:
-            error.cure = (
-                f"{error.cure}\nor let the planner choose the number of micro-batches again (now "
+            error.hint = (
+                f"{error.hint}\nor let the planner choose the number of micro-batches again (now "
                 f"{request.micro_batches}, from the previous plan): "
                 "pipectl plan JOB.yaml --new-micro-batches"
             )

@@ -136,7 +136,7 @@ def _add_profiles(
                 if must_run and profile is not None and profile.fingerprint is None:
                     raise MismatchError(
                         f"{path}: an imported profile can be planned, not submitted",
-                        cure="remove it; the model is then measured",
+                        hint="remove it; the model is then measured",
                     )
             profiles[key] = profile, is_new
         profile, is_new = profiles[key]

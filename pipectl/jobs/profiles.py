@@ -45,7 +45,7 @@ from pipectl.files import (
 from pipectl.jobs.output import UNKNOWN_ROWS, is_fresh
 from pipectl.jobs.variables import variables_set
 from pipectl.link import RowTimes
-from pipectl.profile import SEEDED_CURE, MeasuredOn, Profile
+from pipectl.profile import SEEDED_HINT, MeasuredOn, Profile
 from pipectl.spec import evaluation_key, profile_key
 from pipectl.spec.launch import Environment, Launch, Pbs, Resources, Slurm
 from pipectl.units import shorten
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 LOADING = "loading torch"
-_CURE = "measure again with: pipectl profile JOB.yaml"
+_HINT = "measure again with: pipectl profile JOB.yaml"
 _MAX_CACHED = 32
 _PROCESSORS = Path("/proc/cpuinfo")
 _NAMES = ("model name", "Model Name", "cpu model", "cpu")
@@ -217,7 +217,7 @@ def redrawing_warning(_: JobSpec, profile: Profile) -> str:
     return (
         f"model: {profile.redrawn!r} has another initial value each time the model is built (by a "
         "generator of its own, os.urandom or the time?), so no training can be repeated, and ranks "
-        f"that each hold it do not start: {SEEDED_CURE}"
+        f"that each hold it do not start: {SEEDED_HINT}"
     )
 
 
@@ -397,7 +397,7 @@ def _with_rows(
     path = _cache_file(directory, "rows-", identity)
     if not again:
         with suppress(DataFileError):
-            rows = read_fields(RowTimes, read_json(path, cure=_CURE), file=str(path), cure=_CURE)
+            rows = read_fields(RowTimes, read_json(path, hint=_HINT), file=str(path), hint=_HINT)
             return replace(profile, rows=rows)
     row_times, assumption = measure_rows(spec, scheduler, effort, progress)
     if row_times is None:
@@ -452,14 +452,14 @@ def measure_rows(
             in_job = by_srun or is_told_of_jobs(request.launch)
             result = process.run(
                 launch_command(request, scheduler if in_job else LOCAL),
-                cure="",
+                hint="",
                 env=None if in_job else local_environment(),
                 timeout_s=_ROW_PATIENCE_S,
             )
             if result.returncode:
                 raise SchedulerError(result.error_line)
-            document = read_json(output, cure=_CURE)
-            return read_fields(RowTimes, document, file=str(output), cure=_CURE), ""
+            document = read_json(output, hint=_HINT)
+            return read_fields(RowTimes, document, file=str(output), hint=_HINT), ""
     except (PipectlError, OSError) as error:
         text = error.message if isinstance(error, PipectlError) else str(error)
         return None, f"{UNKNOWN_ROWS} (two ranks did not start: {text})"

@@ -259,7 +259,7 @@ def find_prospects(
     if system.queue_key and hasattr(spec, system.name):
         queues = system.queues_for(request_at(job, clock(), needs_mpi=False))
     if not queues:
-        raise SchedulerError(f"{system.title} lists no {system.queue_key}", cure="ask the site")
+        raise SchedulerError(f"{system.title} lists no {system.queue_key}", hint="ask the site")
     result = scaling(
         folded.profile, folded.cluster, folded.request, counts, search.plan,
         lambda count: tell(f"planning for {plural(count, 'node')}"),

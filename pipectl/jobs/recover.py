@@ -134,7 +134,7 @@ def refuse_duplicate(base: Path, name: str, scheduler: str, now: float) -> None:
                 raise SchedulerError(
                     f"{run.name}: it is not known whether this submission of the same job reached "
                     f"the queue: {error.message}",
-                    cure=f"try again in a minute; if you know that it did not: rm -r {run.path}",
+                    hint=f"try again in a minute; if you know that it did not: rm -r {run.path}",
                 ) from None
         return
     newest = None
@@ -149,7 +149,7 @@ def refuse_duplicate(base: Path, name: str, scheduler: str, now: float) -> None:
         raise UsageError(
             f"{run.name}: its submission was interrupted, but it is {record.scheduler} job "
             f"{record.job_id}; nothing new was submitted",
-            cure=f"follow it with `pipectl status {name_in_shell(run)}`, or end it with "
+            hint=f"follow it with `pipectl status {name_in_shell(run)}`, or end it with "
             "`pipectl cancel`; for one more run, submit again",
         )
 

@@ -98,7 +98,7 @@ def resume(
         if (other := add_next_job(run, record, now)) is not record:
             raise UsageError(
                 f"{run.name}: its job script has just submitted job {other.job_id}",
-                cure=f"follow it with `pipectl status {name_in_shell(run)}`",
+                hint=f"follow it with `pipectl status {name_in_shell(run)}`",
             )
         file = SpecFile.read(run.job, overrides)
         if not trust_owner:
@@ -142,20 +142,20 @@ def _refuse_unfinished(run: RunDirectory, record: Record, now: float, *, force: 
     if record.kind in (PROFILING, REHEARSAL):
         raise UsageError(
             f"{run.name}: is not a training run, so it cannot be resumed",
-            cure="start it again with `pipectl profile` or `pipectl lab rehearse`",
+            hint="start it again with `pipectl profile` or `pipectl lab rehearse`",
         )
     job = get_status(run, now).job
     if job.state is JobState.UNKNOWN and not force:
         raise UsageError(
             f"{run.name}: it is not known whether it has ended: {job.reason}",
-            cure="\n".join(
-                filter(None, (job.cure, "if you know that it has: pipectl resume --force"))
+            hint="\n".join(
+                filter(None, (job.hint, "if you know that it has: pipectl resume --force"))
             ),
         )
     if job.state.alive:
         raise UsageError(
             f"{run.name}: is {job.state.value}",
-            cure=f"wait for its end, or `pipectl cancel {name_in_shell(run)}` first",
+            hint=f"wait for its end, or `pipectl cancel {name_in_shell(run)}` first",
         )
     return job.state
 
@@ -166,13 +166,13 @@ def _check_incomplete(run: RunDirectory, record: Record, before: JobSpec, spec: 
     if early_stop and spec.evaluation == before.evaluation:
         raise UsageError(
             f"{run.name}: is complete: {early_stop}",
-            cure=f"to train on, allow more evaluations: pipectl resume {name_in_shell(run)} "
+            hint=f"to train on, allow more evaluations: pipectl resume {name_in_shell(run)} "
             "--set evaluation.early_stopping.patience=N",
         )
     if not early_stop and spec.training.steps <= record.steps:
         raise UsageError(
             f"{run.name}: is complete, step {record.steps} of {record.steps}",
-            cure=f"to train on, give it more steps: pipectl resume {name_in_shell(run)} "
+            hint=f"to train on, give it more steps: pipectl resume {name_in_shell(run)} "
             f"--set training.steps={2 * record.steps}",
         )
 
@@ -184,7 +184,7 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
         raise UsageError(
             f"{run.name}: was submitted to {record.scheduler} and resumes there, not on "
             f"{scheduler} (launch.scheduler)",
-            cure="leave it out, or submit a new run: "
+            hint="leave it out, or submit a new run: "
             f"pipectl submit {run.job} --scheduler {scheduler}",
         )
     old, new = (job.model.reference for job in (before, spec))
@@ -193,7 +193,7 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
     if changes and last_checkpoint(run) is not None:
         raise UsageError(
             f"{run.name}: {key} has changed, but its checkpoints belong to the earlier model",
-            cure="leave it as it was, or submit a new run, which can start from the weights that "
+            hint="leave it as it was, or submit a new run, which can start from the weights that "
             f"`pipectl export {name_in_shell(run)}` writes (model.weights)",
         )
 

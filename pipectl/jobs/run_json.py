@@ -25,7 +25,7 @@ class RunJson(TypedDict):
         hash_seed: ``PYTHONHASHSEED`` of its processes.
         state: such as ``RUNNING`` or ``FAILED``.
         reason: why it is in this state.
-        cure: what to do about that, or null.
+        hint: what to do about that, or null.
         source: where the state comes from: the batch system (``queue``, ``accounting``), a
             ``process`` of this machine, ``run directory``, ``heartbeat``, ``record`` or ``none``.
         nodes: names of its nodes as the batch system writes them, one text.
@@ -81,7 +81,7 @@ class RunJson(TypedDict):
     hash_seed: int | None
     state: str
     reason: str
-    cure: str | None
+    hint: str | None
     source: str
     nodes: str
     exit_code: int | None
@@ -144,7 +144,7 @@ def run_json(status: RunStatus) -> RunJson:
         "sweep": None if sweep is None else {"name": sweep.name, "values": dict(sweep.values)},
         "state": job.state.value,
         "reason": job.reason,
-        "cure": job.cure or None,
+        "hint": job.hint or None,
         "source": job.source,
         "nodes": job.nodes,
         "exit_code": job.exit_code,

@@ -259,11 +259,11 @@ def hand_over(
     except NoAnswerError as error:
         for submission in submissions:
             _note_doubt(submission, error.said)
-        cure = f"{_cure_of_doubt(name, submissions[0])}\n{error.cure}"
-        raise NoAnswerError(error.message, cure=cure) from error
+        hint = f"{_hint_of_doubt(name, submissions[0])}\n{error.hint}"
+        raise NoAnswerError(error.message, hint=hint) from error
     except KeyboardInterrupt as interrupt:
         raise InterruptedSubmissionError(
-            "interrupted; the job may be in the queue", cure=f"see: pipectl status {name}"
+            "interrupted; the job may be in the queue", hint=f"see: pipectl status {name}"
         ) from interrupt
     submitted = []
     for index, submission in enumerate(submissions):
@@ -291,7 +291,7 @@ def _note_doubt(submission: Submission, said: str) -> None:
         )
 
 
-def _cure_of_doubt(name: str, submission: Submission) -> str:
+def _hint_of_doubt(name: str, submission: Submission) -> str:
     """What to do if it is not known whether a batch system has a job.
 
     Args:
@@ -392,17 +392,17 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
         if state.final:
             raise UsageError(
                 f"--after {run.name}: is {state.value}, so this job would never start",
-                cure=f"`pipectl resume {name_in_shell(run)}` first",
+                hint=f"`pipectl resume {name_in_shell(run)}` first",
             )
         if record is None or record.job_id is None:
             raise UsageError(
                 f"--after {run.name}: its job is not known: {status.job.reason}",
-                cure=f"see `pipectl status {name_in_shell(run)}`",
+                hint=f"see `pipectl status {name_in_shell(run)}`",
             )
         if record.scheduler != scheduler:
             raise UsageError(
                 f"--after {run.name}: is on {record.scheduler}, and this job goes to {scheduler}",
-                cure=f"wait for its end, or submit with --scheduler {record.scheduler}",
+                hint=f"wait for its end, or submit with --scheduler {record.scheduler}",
             )
         job_id = get_scheduler(scheduler).dependency_id(record.job_id)
         if record.sweep is not None and job_id != record.job_id:
@@ -410,7 +410,7 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
             if not set(sweep.runs()) <= set(runs):
                 raise UsageError(
                     f"--after {run.name}: a job on {scheduler} cannot wait for one job of an array",
-                    cure=f"wait for the whole array: --after {name_in_shell(sweep)}",
+                    hint=f"wait for the whole array: --after {name_in_shell(sweep)}",
                 )
         sweep_name = record.sweep.name if record.sweep is not None else run.name
         ids[job_id] = run.name if job_id == record.job_id else sweep_name

@@ -64,7 +64,7 @@ def find_job_status(
         node = f"a node of {job.nodes}" if re.search(r"[\[,]", job.nodes) else job.nodes or "a node"
         why = f" ({job.reason})" if job.reason else ""
         reason = f"{node} could not start the job script{why}"
-        return replace(job, reason=reason, cure=f"check that it has the directory {run.path}")
+        return replace(job, reason=reason, hint=f"check that it has the directory {run.path}")
     if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
         return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
     return job
@@ -122,8 +122,8 @@ def decide_state(
     end = "no exit code in the run directory"
     if may_go_on:
         end = "stopped at a checkpoint, and may continue"
-    reason, cure = "; ".join([*first, reason, end, last]), listed.cure if listed else ""
-    return JobStatus(JobState.UNKNOWN, reason=reason, source="none", cure=cure)
+    reason, hint = "; ".join([*first, reason, end, last]), listed.hint if listed else ""
+    return JobStatus(JobState.UNKNOWN, reason=reason, source="none", hint=hint)
 
 
 def _state_of_code(code: int, *, cancelled: bool) -> JobStatus:

@@ -33,7 +33,7 @@ from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit
 from pipectl.jobs.variables import variables_set
 from pipectl.plan import Plan
-from pipectl.profile import SEEDED_CURE, Readings
+from pipectl.profile import SEEDED_HINT, Readings
 from pipectl.runs import RunDirectory
 from pipectl.spec import dump, load
 from pipectl.spec.models import Optimizer
@@ -112,7 +112,7 @@ def verify(
         raise UsageError(
             f"verify: schedule {spec.pipeline.schedule} is asynchronous, so its results are "
             "not those of one process",
-            cure="verify the model and the job with --set pipeline.schedule=auto",
+            hint="verify the model and the job with --set pipeline.schedule=auto",
         )
     with _temporary_directory() as directory, variables_set(spec.environment.variables):
         chunks = 1 if schedule is None else schedule.stages_per_rank[0]
@@ -192,7 +192,7 @@ def refuse_unrepeatable(profile: Profile | None) -> None:
         raise UsageError(
             "verify: the data give other samples each time they are read (drawn by a generator "
             "of their own?), so no two trainings have the same",
-            cure="let samples depend only on their index and on the generators of random, "
+            hint="let samples depend only on their index and on the generators of random, "
             "numpy and torch, which are seeded before each; the job itself runs: one rank "
             "reads its data (data.read)",
         )
@@ -200,7 +200,7 @@ def refuse_unrepeatable(profile: Profile | None) -> None:
         raise UsageError(
             f"verify: {profile.redrawn!r} has another initial value each time the model is built, "
             "so no two trainings begin alike",
-            cure=SEEDED_CURE,
+            hint=SEEDED_HINT,
         )
 
 
@@ -345,7 +345,7 @@ def _own_losses(spec: JobSpec, steps: int, directory: Path) -> list[float]:
     if len(losses) < steps:
         raise UsageError(
             f"verify: the script ends after {len(losses)} steps",
-            cure=f"verify fewer: --steps {len(losses)}",
+            hint=f"verify fewer: --steps {len(losses)}",
         )
     return losses
 
@@ -355,7 +355,7 @@ def _run_here(spec: JobSpec, arguments: Sequence[str]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     variables = spec.environment.variables
     environment |= {**variables, **seed_variables(variables)}
-    done = process.run([sys.executable, *arguments], cure="", env=environment, timeout_s=inf)
+    done = process.run([sys.executable, *arguments], hint="", env=environment, timeout_s=inf)
     if done.returncode:
         raise WorkerError(f"the plain process failed: {done.message}")
 
@@ -403,7 +403,7 @@ def choose_reference(
                 return Reference(words, other, reason)
     raise InfeasibleError(
         f"no other plan to compare with: only {plan.ranks} stages are possible",
-        cure="verify it with more ranks: --ranks",
+        hint="verify it with more ranks: --ranks",
     )
 
 
@@ -444,7 +444,7 @@ def _train(job: Job, changes: Mapping[str, object], progress: Progress) -> RunDi
             return run
         if (failure := status.failure) is None:
             raise WorkerError(f"the pipeline ended without a result: {status.job.reason}")
-        error = WorkerError(f"{failure.where}: {failure.what}", cure=failure.cure)
+        error = WorkerError(f"{failure.where}: {failure.what}", hint=failure.hint)
         error.exit_code = failure.exit_code
         raise error
     except BaseException:

@@ -68,7 +68,7 @@ def infeasible(
         return InfeasibleError(
             f"no feasible plan: every rank builds and captures the whole model, which takes "
             f"{format_bytes(capture_bytes)}, more than its limit of {format_bytes(limit)}",
-            cure=f"{next(_cures(problem, plan, offload))}; or let each rank create only its own "
+            hint=f"{next(_hints(problem, plan, offload))}; or let each rank create only its own "
             "parameters: model.materialize: per_rank",
         )
     message = (
@@ -76,7 +76,7 @@ def infeasible(
         f"{format_bytes(peak)} on rank {rank} ({_breakdown(problem, plan, rank)}), "
         f"{format_bytes(excess)} more than its limit of {format_bytes(limit)}"
     )
-    return InfeasibleError(message, cure="; ".join(_cures(problem, plan, offload)))
+    return InfeasibleError(message, hint="; ".join(_hints(problem, plan, offload)))
 
 
 def _worst(problem: Problem, plan: Plan) -> tuple[float, int, int]:
@@ -108,7 +108,7 @@ def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
     return ", ".join(parts)
 
 
-def _cures(problem: Problem, plan: Plan, offload: tuple[bool, ...]) -> Iterator[str]:
+def _hints(problem: Problem, plan: Plan, offload: tuple[bool, ...]) -> Iterator[str]:
     """Limits to raise, and changes that need less memory, each with the peak of the plan that then
     needs the least."""
     assert plan.prediction is not None

@@ -41,7 +41,7 @@ def request_of_job(
     if loss is not None and loss.depends and not (pipeline.micro_batches or listed):
         raise InvalidInputError(
             f"pipeline.micro_batches: auto cannot choose their number: {loss}",
-            cure="set the number (--set pipeline.micro_batches=N), with a learning rate for it; or "
+            hint="set the number (--set pipeline.micro_batches=N), with a learning rate for it; or "
             "write loss.weight: sum if it is a sum over samples, or name there a function that "
             "counts what it is a mean of",
         )
@@ -103,7 +103,7 @@ def _own_schedule(spec: JobSpec) -> Listed | None:
         if pipeline.micro_batches is None:
             raise InvalidInputError(
                 f"pipeline.schedule: {name} needs a fixed number of micro-batches",
-                cure="set pipeline.micro_batches",
+                hint="set pipeline.micro_batches",
             )
         ranks = spec.resources.ranks
         listed = make_listed(name, ranks, pipeline.stages or ranks, pipeline.micro_batches)
@@ -112,6 +112,6 @@ def _own_schedule(spec: JobSpec) -> Listed | None:
         if expected not in (None, number):
             raise InvalidInputError(
                 f"pipeline.{key}: {expected}, but schedule {listed.name} has {number}",
-                cure=f"leave pipeline.{key} out, or change the schedule",
+                hint=f"leave pipeline.{key} out, or change the schedule",
             )
     return listed

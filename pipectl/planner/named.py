@@ -74,7 +74,7 @@ def named_plan(problem: Problem, expired: Callable[[], bool]) -> Plan:
         raise InfeasibleError(
             f"no feasible plan: schedule {closest.schedule} needs {missing} "
             "more than the memory limit of a rank",
-            cure="set pipeline.schedule to auto, use more ranks, or raise the limit",
+            hint="set pipeline.schedule to auto, use more ranks, or raise the limit",
         )
     plan = best_first(judge.plans)[0]
     bound_s = work_bound_s(problem, judge.evaluator.sizes)
@@ -102,7 +102,7 @@ def _pipelines(problem: Problem) -> list[tuple[list[int], int]]:
         raise InfeasibleError(
             f"no feasible plan: schedule {request.schedule} updates after every micro-batch, "
             f"so a batch cannot be divided into {request.micro_batches}",
-            cure="leave pipeline.micro_batches out, or use another schedule",
+            hint="leave pipeline.micro_batches out, or use another schedule",
         )
     if request.backward_apart:
         stages = request.fixed_stages or 1
@@ -110,7 +110,7 @@ def _pipelines(problem: Problem) -> list[tuple[list[int], int]]:
             raise InfeasibleError(
                 f"no feasible plan: backwards apart take two ranks per stage, which is "
                 f"{2 * stages} ranks in all, and the job has {ranks}",
-                cure="set pipeline.backward to together, use fewer stages, or more ranks",
+                hint="set pipeline.backward to together, use fewer stages, or more ranks",
             )
         ranks //= 2
     return [
@@ -208,13 +208,13 @@ def _size_of_lists(listed: Listed, request: PlanRequest, cluster: Cluster) -> in
         raise InfeasibleError(
             f"no feasible plan: schedule {listed.name} has {listed.micro_batches} micro-batches, "
             f"into which a batch of {request.batch_size} cannot be divided",
-            cure="change the schedule, or training.batch_size: best is a multiple",
+            hint="change the schedule, or training.batch_size: best is a multiple",
         )
     if len(listed.ranks) > cluster.ranks:
         raise InfeasibleError(
             f"no feasible plan: schedule {listed.name} has {len(listed.ranks)} ranks, "
             f"but there are {cluster.ranks}",
-            cure="use more ranks, or a schedule for fewer",
+            hint="use more ranks, or a schedule for fewer",
         )
     return size
 
@@ -251,6 +251,6 @@ def _places(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
         }
         raise InfeasibleError(
             f"no feasible plan: {placement.misfit(stages, ranks)}",
-            cure=f"set pipeline.stages to {suitable[placement]}, or to auto",
+            hint=f"set pipeline.stages to {suitable[placement]}, or to auto",
         )
     return list(places)

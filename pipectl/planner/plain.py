@@ -105,7 +105,7 @@ def _copied_plans(problem: Problem, expired: Expired, copies: int) -> list[Plan]
     if copies > ranks:
         raise InfeasibleError(
             f"no feasible plan: {copies} replicas of every stage, but only {ranks} ranks",
-            cure="use fewer replicas, or ask for more ranks",
+            hint="use fewer replicas, or ask for more ranks",
         )
     problem = problem.on(request=request)
     one = one_copy(problem, copies)
@@ -116,7 +116,7 @@ def _copied_plans(problem: Problem, expired: Expired, copies: int) -> list[Plan]
             f"no feasible plan: {copies} replicas would split a micro-batch of an epoch into "
             f"parts of fewer than {plural(request.smallest.samples, 'sample')}: "
             f"{request.smallest.reason}",
-            cure="use fewer replicas or larger micro-batches; data.drop_last: true leaves an "
+            hint="use fewer replicas or larger micro-batches; data.drop_last: true leaves an "
             "incomplete last batch out",
         )
     judge = Judge(problem, max_actions=MAX_ACTIONS_OF_REPLICAS)
@@ -131,7 +131,7 @@ def _copied_plans(problem: Problem, expired: Expired, copies: int) -> list[Plan]
     if not judge.plans:
         raise InfeasibleError(
             f"no feasible plan: {copies} replicas of every stage take too much memory",
-            cure="use fewer replicas, so that every pipeline has more ranks",
+            hint="use fewer replicas, so that every pipeline has more ranks",
         )
     bound_s = work_bound_s(problem, judge.evaluator.sizes)  # the only one: the total work
     plans = best_first(judge.plans)

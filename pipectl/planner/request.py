@@ -38,7 +38,7 @@ _SNAP = 1.34
 
 def out_of_time() -> OutOfTimeError:
     """The error for no plan in time."""
-    return OutOfTimeError("planning was ended before any plan was found", cure="allow more time")
+    return OutOfTimeError("planning was ended before any plan was found", hint="allow more time")
 
 
 def choices(asked: bool | None) -> tuple[bool, ...]:
@@ -176,7 +176,7 @@ def stage_counts(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
     if fixed > ranks:
         raise InfeasibleError(
             f"no feasible plan: {fixed} stages, but only {ranks} ranks, and each stage takes one",
-            cure=f"set pipeline.stages to {ranks} or less, or give {request.more_ranks}",
+            hint=f"set pipeline.stages to {ranks} or less, or give {request.more_ranks}",
         )
     return [fixed]
 
@@ -186,7 +186,7 @@ def numbers_of_copies(ranks: int) -> list[int]:
     return [copies for copies in range(2, ranks + 1) if ranks % copies == 0]
 
 
-def check_cuts(stages: int, blocks: int, cure: str) -> None:
+def check_cuts(stages: int, blocks: int, hint: str) -> None:
     """Check that a graph can be cut into a number of stages.
 
     Raises:
@@ -196,7 +196,7 @@ def check_cuts(stages: int, blocks: int, cure: str) -> None:
         raise InfeasibleError(
             f"no feasible plan: {stages} stages, but the graph has {blocks - 1} possible "
             f"cuts: at most {blocks} stages",
-            cure=cure,
+            hint=hint,
         )
 
 
@@ -222,7 +222,7 @@ def micro_batch_sizes(request: PlanRequest, most: int) -> list[int]:
         if request.micro_batches > batch:
             raise InfeasibleError(
                 f"no feasible plan: {request.micro_batches} micro-batches of {batch} samples",
-                cure=f"set pipeline.micro_batches to {batch} or less, or leave it out",
+                hint=f"set pipeline.micro_batches to {batch} or less, or leave it out",
             )
         return accepted(request, [ceil(batch / request.micro_batches)], fixed=True)
     most = min(batch, most)
@@ -277,7 +277,7 @@ def _too_small(request: PlanRequest, smallest: SmallestMicroBatch, size: int) ->
     return InfeasibleError(
         f"no feasible plan: {where}a batch of {batch} has a micro-batch of "
         f"{plural(least, 'sample')}: {reason}",
-        cure="change training.batch_size or pipeline.micro_batches; if it is the last batch of an "
+        hint="change training.batch_size or pipeline.micro_batches; if it is the last batch of an "
         "epoch, data.drop_last: true leaves it out",
     )
 

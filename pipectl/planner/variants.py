@@ -213,14 +213,14 @@ class VariantSearch:
             return InfeasibleError(
                 f"no feasible plan: all backwards on other ranks are planned for at most "
                 f"{MAX_RANKS} ranks, not {ranks}",
-                cure="set pipeline.backward to together, or ask for fewer ranks",
+                hint="set pipeline.backward to together, or ask for fewer ranks",
             )
         asked, key = "all backwards on other ranks", "backward"
         if self._request.offload:
             asked, key = "all its stages offload", "offload"
         return InfeasibleError(
             f"no feasible plan: none has {asked}",
-            cure=f"leave pipeline.{key} to the planner (auto), or ask for more ranks",
+            hint=f"leave pipeline.{key} to the planner (auto), or ask for more ranks",
         )
 
     def _with_every_order(self, plans: Sequence[Plan]) -> Iterator[Plan]:

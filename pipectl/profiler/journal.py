@@ -41,7 +41,7 @@ class Journal:
         self._is_written = path is not None
         if path is not None:
             with suppress(DataFileError):
-                document = read_json(path, cure="")
+                document = read_json(path, hint="")
                 entries = document.get("entries")
                 if document.get("journal") == self._header and isinstance(entries, dict):
                     self._entries = entries

@@ -60,7 +60,7 @@ def as_refusal() -> Iterator[None]:
     try:
         yield
     except WorkerError as error:
-        raise CaptureError(error.message, cure=error.cure) from error
+        raise CaptureError(error.message, hint=error.hint) from error
 
 
 def _try_schedule(job: CapturedJob, size: int, device: torch.device) -> None:

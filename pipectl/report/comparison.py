@@ -416,7 +416,7 @@ def explain(
     lines = [("bottleneck", bottleneck)]
     lacks = processor is not None and bool(processor.ranks)
     if processor is not None and lacks:
-        lines = [("processor", processor.describe(beats)), ("would help", processor.cure), *lines]
+        lines = [("processor", processor.describe(beats)), ("would help", processor.hint), *lines]
     elif is_worth:
         lines.append(("would help", _advice(cause, processor)))
     shares = [
@@ -529,14 +529,14 @@ def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
     if not steps:
         raise UsageError(
             f"{run.name}: no step is recorded yet",
-            cure="`trace.steps` in the job names the steps to record; `pipectl report -o "
+            hint="`trace.steps` in the job names the steps to record; `pipectl report -o "
             "page.html` shows the rest",
         )
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         some = ", ".join(map(str, steps[-5:]))
         raise UsageError(
-            f"{run.name}: step {chosen} is not recorded", cure=f"recorded steps: {some}"
+            f"{run.name}: step {chosen} is not recorded", hint=f"recorded steps: {some}"
         )
     predicted, measured = Timeline.load(run.predicted), Timeline.load(run.measured_of(chosen))
     plan = Plan.load(run.plan)
@@ -544,7 +544,7 @@ def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
         raise UsageError(
             f"{run.name}: step {chosen} was recorded on {measured.ranks} ranks, and the plan has "
             f"{plan.ranks}",
-            cure="it belongs to an earlier plan; choose another by `--step`",
+            hint="it belongs to an earlier plan; choose another by `--step`",
         )
     meets = (
         plan.updates_together

@@ -25,7 +25,7 @@ from pipectl.files import fault_of_owner, make_private_directory, read_limited, 
 from pipectl.profile import LoadedFile
 from pipectl.runs.directory import RunDirectory
 from pipectl.runs.kept_code import (
-    CURE,
+    HINT,
     KeptCode,
     KeptFile,
     Repository,
@@ -192,7 +192,7 @@ def keep(run: RunDirectory, code: Code, start: int, repository: Repository | Non
     except OSError as error:
         raise UsageError(
             f"{folder}: the code of the job cannot be kept: {error.strerror or error}",
-            cure="set output.directory to a directory with room that you may write to",
+            hint="set output.directory to a directory with room that you may write to",
         ) from error
     # Of a package, the files that are used may be known.
     known = {file.package for file in code.loaded.values()}
@@ -300,7 +300,7 @@ def read_snapshot(run: RunDirectory) -> Snapshot | None:
         if fault := fault_of_owner(directory, root=False):
             raise DataFileError(
                 f"{directory}: {fault}, so the code in it is not used",
-                cure="copy the run to a directory that only you can write to",
+                hint="copy the run to a directory that only you can write to",
             )
     contents: dict[Path, bytes] = {}
     names: dict[str, tuple[Path, ...]] = {}
@@ -313,9 +313,9 @@ def read_snapshot(run: RunDirectory) -> Snapshot | None:
             content = read_limited(copy, MAX_BYTES)
         except OSError as error:
             fault = f"cannot be read: {error.strerror or error}"
-            raise DataFileError(f"{copy}: {fault}", cure=CURE) from error
+            raise DataFileError(f"{copy}: {fault}", hint=HINT) from error
         if hashlib.sha256(content).hexdigest() != file.digest:
-            raise DataFileError(f"{copy}: has changed since it was kept", cure=CURE)
+            raise DataFileError(f"{copy}: has changed since it was kept", hint=HINT)
         contents[path] = content
         for name in file.names:
             names[name] = (*names.get(name, ()), path)

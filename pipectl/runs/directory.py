@@ -196,7 +196,7 @@ class SweepDirectory(Directory):
                     raise UsageError(
                         f"{sweep.path.parent}: belongs to {owner_of(sweep.path.parent)}, who could "
                         "exchange the scripts in it",
-                        cure="let its owner remove it, or set another output.directory",
+                        hint="let its owner remove it, or set another output.directory",
                     )
                 return sweep, runs
         raise AssertionError("unreachable")
@@ -288,7 +288,7 @@ def _make_all(base: Path, folders: Mapping[Path, Sequence[str]]) -> bool:
     except OSError as error:
         raise UsageError(
             f"{base}: no run directory can be made: {error.strerror or error}",
-            cure="set output.directory to a directory with room that you may write to",
+            hint="set output.directory to a directory with room that you may write to",
         ) from error
     finally:
         for path in new:
@@ -315,7 +315,7 @@ def locked(directory: Directory, *, wait: bool = True) -> Iterator[bool]:
         copy = "copy it to a directory of your own, and use the copy"
         raise UsageError(
             f"{directory.path}: {fault}, so its files cannot be trusted",
-            cure=copy if theirs else f"if you know what is in it: chmod go-w {directory.path}",
+            hint=copy if theirs else f"if you know what is in it: chmod go-w {directory.path}",
         )
     try:
         handle = open_regular(directory.lock, os.O_CREAT | os.O_RDWR)
@@ -377,7 +377,7 @@ def find(base: Path, name: str) -> RunDirectory | SweepDirectory:
         names = ", ".join(run.name for run in matches[-5:])
         raise UnknownRunError(
             f"{name!r} matches {len(matches)} runs: {names}{more}",
-            cure="write the whole name of one, or `last` for the newest run",
+            hint="write the whole name of one, or `last` for the newest run",
         )
     return matches[0]
 
@@ -393,7 +393,7 @@ def find_run(base: Path, name: str) -> RunDirectory:
         return match
     raise UnknownRunError(
         f"{name!r} is a sweep of several runs",
-        cure=f"name one of them, such as {name_in_shell(match.run(0))}",
+        hint=f"name one of them, such as {name_in_shell(match.run(0))}",
     )
 
 
@@ -434,7 +434,7 @@ def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:
         return [SweepDirectory(run.path) if is_sweep else run]
     runs, sweeps = list_runs(base), list_sweeps(base)
     if not runs:
-        raise UnknownRunError(f"{base}: no runs here", cure="start one with `pipectl submit`")
+        raise UnknownRunError(f"{base}: no runs here", hint="start one with `pipectl submit`")
     if name == "last":
         return [run for run in runs if not is_of_another(run.path)][-1:] or runs[-1:]
     every: list[RunDirectory | SweepDirectory] = [*runs, *sweeps]
@@ -451,7 +451,7 @@ def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:
         names = [part for run in runs for part in (run.name, run.name.split("-", 2)[-1])]
         raise UnknownRunError(
             f"{base}: no run {name!r}{did_you_mean(name, [*names, 'last'])}",
-            cure="`pipectl status` shows all runs",
+            hint="`pipectl status` shows all runs",
         )
     return matches
 

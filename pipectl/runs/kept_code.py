@@ -22,7 +22,7 @@ from pipectl.units import plural, printable
 _MAX_HASHED_BYTES = 2**24
 """A larger file is known by its size and time."""
 _LOOK_AGAIN_S = 10.0
-CURE = (
+HINT = (
     "submit the job again, or let the run take the files as they are now: "
     "pipectl resume --with-changed-code"
 )
@@ -105,7 +105,7 @@ class KeptCode(DataFile):
         repository: of the code; null if it is in none, or git did not answer.
     """
 
-    cure: ClassVar[str] = CURE
+    hint: ClassVar[str] = HINT
     kept_at: float
     files: tuple[KeptFile, ...]
     start: Count = 1

@@ -201,5 +201,5 @@ def check_ranks(run: RunDirectory, ranks: Iterable[int]) -> None:
         if not 0 <= rank < count:
             raise UsageError(
                 f"rank {rank}: {run.name} has the ranks 0 to {count - 1}",
-                cure="leave it out to see all",
+                hint="leave it out to see all",
             )

@@ -89,7 +89,7 @@ class NotFinite(LenientFields):
         return f"the gradient of {self.gradient_of!r} in stage {self.stage}"
 
 
-_CURES = {
+_HINTS = {
     "processes": "end them, or ask for nodes of your own (`slurm.options: {exclusive: true}` or "
     "`pbs.options: {l: [place=scatter:excl]}`); these times say nothing about the plan",
     "limit": "raise it to the cores that the ranks compute with; these times say nothing about the "
@@ -129,9 +129,9 @@ class CoreShare(LenientFields):
         return CoreShare(share, len(less), worst.rank, worst.lost_to, worst.limit_cores)
 
     @property
-    def cure(self) -> str:
+    def hint(self) -> str:
         """What to do about it."""
-        return _CURES.get(self.lost_to or "", "")
+        return _HINTS.get(self.lost_to or "", "")
 
     def describe(self, beats: Sequence[RankBeat]) -> str:
         """``ranks got 26% of their cores; other processes on this machine used the rest``.

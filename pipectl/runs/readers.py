@@ -48,7 +48,7 @@ _MAX_LINES, _LOG_END = 3, 2**16
 _KILLED = "if that was for lack of memory, raise resources.memory_per_node"
 AS_ROOT = "attempt to run as root"
 """Part of what Open MPI says if it starts nothing for root."""
-CURE_OF_ROOT = (
+HINT_OF_ROOT = (
     "be another user, or set OMPI_ALLOW_RUN_AS_ROOT and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM to 1, in a "
     "job by environment.variables"
 )
@@ -110,7 +110,7 @@ class Heartbeat(LenientFields, DataFile):
     """
 
     max_bytes: ClassVar[int] = _MAX_REPORT_BYTES
-    cure: ClassVar[str] = "the running job writes it again within seconds"
+    hint: ClassVar[str] = "the running job writes it again within seconds"
     state: str = ""
     step: int | None = None
     steps: int | None = None
@@ -136,7 +136,7 @@ def read_errors(run: RunDirectory) -> list[ErrorReport]:
     errors = []
     for path in (run.preparation_error, *files_like(run.errors, "rank-*.json")):
         with suppress(DataFileError):
-            document = read_json(path, cure="", limit=_MAX_REPORT_BYTES)
+            document = read_json(path, hint="", limit=_MAX_REPORT_BYTES)
             errors.append(read_value(ErrorReport, document))
     if not errors:
         errors = [error for error in (_read_launch_error(run) or _find_missing(run),) if error]
@@ -159,22 +159,22 @@ def _read_launch_error(run: RunDirectory) -> ErrorReport | None:
     if waited_s == ["begun"] and code.isdecimal():
         names = {signal + 128: signal.name for signal in Signals}
         what = f"its process was ended by {names.get(int(code[:3]), 'a signal')}"
-        cure = _KILLED if what.endswith("KILL") else None
-        return ErrorReport(what, action=LAUNCH, host=printable(node), cure=cure)
+        hint = _KILLED if what.endswith("KILL") else None
+        return ErrorReport(what, action=LAUNCH, host=printable(node), hint=hint)
     what = f"no rank has begun: exit code {code}"
     if waited_s:
         what = f"no rank has begun in {waited_s[0]} s, so the launcher was ended"
     words = "\n".join(_telling(printed))
-    cure = _MORE_TIME if waited_s else None
+    hint = _MORE_TIME if waited_s else None
     if AS_ROOT in words:
-        cure = CURE_OF_ROOT
+        hint = HINT_OF_ROOT
     if missing := next(filter(None, map(_NO_DIRECTORY.match, printed)), None):
-        cure = _cure_of_missing(missing)
+        hint = _hint_of_missing(missing)
     return ErrorReport(
         printable(f"{what}\n{words}" if words else what),
         action=LAUNCH,
         host=printable(node),
-        cure=cure,
+        hint=hint,
     )
 
 
@@ -194,11 +194,11 @@ def _find_missing(run: RunDirectory) -> ErrorReport | None:
         return None
     host = printable(missing[1] or "")
     return ErrorReport(
-        printable(missing.string), action=LAUNCH, host=host, cure=_cure_of_missing(missing)
+        printable(missing.string), action=LAUNCH, host=host, hint=_hint_of_missing(missing)
     )
 
 
-def _cure_of_missing(missing: re.Match[str]) -> str:
+def _hint_of_missing(missing: re.Match[str]) -> str:
     return f"check that {missing[1] or 'each of its nodes'} has that directory"
 
 

@@ -19,7 +19,7 @@ class Imbalance(DataFile):
         factors: of each stage: its measured time over its predicted time.
     """
 
-    cure: ClassVar[str] = "the run goes on without it"
+    hint: ClassVar[str] = "the run goes on without it"
     steps: int
     move_s: float
     shares: tuple[Positive, ...]
@@ -36,7 +36,7 @@ class Balance(DataFile):
         operators: how many change their rank.
     """
 
-    cure: ClassVar[str] = "the run goes on without it"
+    hint: ClassVar[str] = "the run goes on without it"
     pays: bool
     before_s: float
     after_s: float

@@ -78,7 +78,7 @@ class Record(DataFile):
             most; None if their number is fixed.
     """
 
-    cure: ClassVar[str] = "restore it from a backup, or submit the job again"
+    hint: ClassVar[str] = "restore it from a backup, or submit the job again"
     max_bytes: ClassVar[int] = MAX_BYTES
     name: str
     scheduler: str

@@ -22,7 +22,7 @@ from pipectl.capture.digests import checksum
 from pipectl.capture.step import own_name
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan
-from pipectl.profile import SEEDED_CURE, Profile, Readings
+from pipectl.profile import SEEDED_HINT, Profile, Readings
 from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.waiting import gather_all, waiting
 from pipectl.schedule import program_hash
@@ -34,7 +34,7 @@ Identity = Mapping[str, str]
 """What must be the same on all ranks: versions by name, contents of files as hashes."""
 _NODE = "node"
 _FILES = ("job.yaml", "plan.json")
-_ACCELERATOR_CURE = (
+_ACCELERATOR_HINT = (
     "the job asks for accelerators on every node (resources.gpus_per_node): make sure that the "
     "batch system and the launcher give every rank one and that torch supports it, or set it to 0"
 )
@@ -65,7 +65,7 @@ def check_alike(communicator: MPI.Comm, spec: JobSpec, plan: Plan) -> None:
         difference = f"{where} has {words}, as rank 0 on {first[_NODE]} has"
     raise MismatchError(
         difference,
-        cure="give all nodes the same environment and the same files, and start the job again",
+        hint="give all nodes the same environment and the same files, and start the job again",
     )
 
 
@@ -101,12 +101,12 @@ def check_accelerators(communicator: MPI.Comm) -> None:
         raise MismatchError(
             f"rank {differing[0]} on {node}{_more(differing)} sees {_accelerator(other)}, "
             f"but rank 0 on {first_node} sees {_accelerator(first)}",
-            cure=_ACCELERATOR_CURE,
+            hint=_ACCELERATOR_HINT,
         )
     if not types[0][0]:
         raise MismatchError(
             "no rank sees an accelerator, but the job asks for some (resources.gpus_per_node)",
-            cure=_ACCELERATOR_CURE,
+            hint=_ACCELERATOR_HINT,
         )
 
 
@@ -125,7 +125,7 @@ def check_unshared(communicator: MPI.Comm, device: torch.device) -> None:
         raise MismatchError(
             f"ranks {first} and {second} share an accelerator, but the job has "
             "one for each rank of a node (resources.gpus_per_node)",
-            cure="let the launcher show every rank all accelerators of its node, or each its own "
+            hint="let the launcher show every rank all accelerators of its node, or each its own "
             "(for example by srun --gpus-per-task=1)",
         )
 
@@ -184,7 +184,7 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
     if len(others) == len(differences):
         raise MismatchError(
             f"plan.json was made for a different model: {differences[0][0]}",
-            cure=f"{drawn}profile and plan the job again; its model, or the shape of its batches, "
+            hint=f"{drawn}profile and plan the job again; its model, or the shape of its batches, "
             "has changed since. If each batch is padded to its longest sample, name lengths to pad "
             "to under data.buckets",
         )
@@ -193,7 +193,7 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
         raise MismatchError(
             f"rank {others[0]} on {node}{_more(others)} has a different model from the other "
             f"ranks and plan.json: {difference}",
-            cure=f"{drawn}check that all nodes see the same files, package versions and variables",
+            hint=f"{drawn}check that all nodes see the same files, package versions and variables",
         )
 
 
@@ -215,7 +215,7 @@ def check_initial(communicator: MPI.Comm, values: Mapping[str, Tensor]) -> None:
                 raise MismatchError(
                     f"model: the initial value of {own_name(name)!r} is another on rank {rank} "
                     f"than on rank {other}, which both hold it",
-                    cure=SEEDED_CURE,
+                    hint=SEEDED_HINT,
                 )
 
 

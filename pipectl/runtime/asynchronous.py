@@ -164,5 +164,5 @@ def _check_counts(planned: Iterable[Samples], plan: Plan) -> None:
         raise CaptureError(
             f"data: the last batch of an epoch fills {other} of {plan.micro_batches} "
             f"micro-batches; schedule {plan.schedule} takes as many in every step",
-            cure="set data.drop_last: true",
+            hint="set data.drop_last: true",
         )

@@ -51,7 +51,7 @@ class Callbacks:
                 if not callable(tell):
                     raise CaptureError(
                         f"{key}: returned a {type(tell).__name__}, which cannot be called",
-                        cure="return a function of one line of the metrics, a dict",
+                        hint="return a function of one line of the metrics, a dict",
                     )
                 self._functions[name] = tell
         except BaseException as error:
@@ -267,5 +267,5 @@ def _import(name: str) -> Any:
         return import_module(_MODULES.get(name, name))
     except ImportError as error:
         raise CaptureError(
-            f"tracking.{name}: cannot be imported: {error}", cure=f"pip install {name}"
+            f"tracking.{name}: cannot be imported: {error}", hint=f"pip install {name}"
         ) from None

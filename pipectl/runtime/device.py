@@ -185,7 +185,7 @@ def choose_device(accelerators_per_node: int, local_rank: int, *, in_place: bool
         raise MismatchError(
             "the job asks for accelerators (resources.gpus_per_node), and torch finds none on "
             f"{node_name()}",
-            cure="measure in a job on such a node: pipectl profile JOB.yaml --scheduler NAME\n"
+            hint="measure in a job on such a node: pipectl profile JOB.yaml --scheduler NAME\n"
             "to use the processors: --set resources.gpus_per_node=0",
         )
     index = accelerator_of(accelerators_per_node, local_rank)

@@ -82,7 +82,7 @@ def _agreed(section: str, loader: Loader, communicator: MPI.Comm) -> list[Sample
         what = f"numbers of samples: {counts}" if len(counts) > 1 else "lengths of samples"
         raise MismatchError(
             f"{section}: the ranks find different {what}",
-            cure="check that all nodes see the same files, and let the dataset have all samples in "
+            hint="check that all nodes see the same files, and let the dataset have all samples in "
             "every process: pipectl divides batches among ranks itself (no sampler or split by "
             "rank), and nothing may be left out by a generator of its own, the time or the process",
         )

@@ -185,7 +185,7 @@ class Comparison:
                     f"{self._name(number, rows.start + int(differing[0]))} is not the same on "
                     f"ranks {ranks[0]} and {ranks[1]}, which both read it; no weight was changed "
                     "by it",
-                    cure="let samples depend only on their index and on the generators of random, "
+                    hint="let samples depend only on their index and on the generators of random, "
                     "numpy and torch, which are seeded before each (no generator of their own, no "
                     "order of a set, no time or process number); or data.read: once, which lets "
                     "one rank read for all",

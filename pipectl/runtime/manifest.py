@@ -90,7 +90,7 @@ class Manifest(DataFile):
         unevaluated: whether the evaluation after this step, if one is due, is still to be made.
     """
 
-    cure: ClassVar[str] = "use another checkpoint of the run"
+    hint: ClassVar[str] = "use another checkpoint of the run"
     step: int
     micro_batch_size: Count
     aliases: Mapping[str, str]
@@ -137,10 +137,10 @@ class Manifest(DataFile):
         names = {name for shard in manifest.weights for name in shard.names}
         for key in ("shards", "training"):
             if key not in document:
-                raise DataFileError(f"{file}: {key}: missing", cure=cls.cure)
+                raise DataFileError(f"{file}: {key}: missing", hint=cls.hint)
         if not names.issuperset(manifest.aliases.values()):
             message = "must give each further name of a saved weight"
-            raise DataFileError(f"{file}: aliases: {message}", cure=cls.cure)
+            raise DataFileError(f"{file}: aliases: {message}", hint=cls.hint)
         return manifest
 
 

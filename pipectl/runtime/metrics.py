@@ -105,15 +105,15 @@ def _number(name: str, value: Any) -> float:
             return float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # such as a complex number
             shape = None
-    cure = _REDUCE
+    hint = _REDUCE
     if value is None:
-        what, cure = "nothing", "return a number"
+        what, hint = "nothing", "return a number"
     elif isinstance(value, Mapping):
         names = ", ".join(map(repr, list(value)[:3]))
         what = f"a {type(value).__name__} with {names or 'nothing'}"
-        cure = "name each of these metrics by itself under evaluation.metrics"
+        hint = "name each of these metrics by itself under evaluation.metrics"
     elif shape is None:
         what = f"a {type(value).__name__}"
     else:
         what = f"a tensor of shape {list(shape)}"
-    raise CaptureError(f"{_key(name)}: must give one number, but gave {what}", cure=cure)
+    raise CaptureError(f"{_key(name)}: must give one number, but gave {what}", hint=hint)

@@ -45,15 +45,15 @@ def check_world(communicator: MPI.Comm, plan: Plan) -> None:
     """
     if communicator.size == plan.ranks:
         return
-    cure = "plan again for the ranks you start, or start as many as the plan has"
+    hint = "plan again for the ranks you start, or start as many as the plan has"
     if communicator.size == 1:
-        cure = (
+        hint = (
             "every process is alone: the launcher and mpi4py use different MPIs; "
             "set launch.mpi (srun --mpi=...), or use the mpiexec that belongs to mpi4py's MPI"
         )
     raise MismatchError(
         f"MPI started {communicator.size} process(es), but the plan has {plan.ranks} ranks",
-        cure=cure,
+        hint=hint,
     )
 
 
@@ -71,7 +71,7 @@ def check_supported(plan: Plan, file: str = "plan.json", spec: JobSpec | None = 
     for clash in clashes_of_plan(plan):
         raise MismatchError(
             f"{file}: the plan has {clash.pair(plan.schedule)}; it can be simulated, but not run",
-            cure=f"{clash.cure()}; and plan the job again",
+            hint=f"{clash.hint()}; and plan the job again",
         )
     if spec is not None:
         _check_reproducible(plan, spec, file)
@@ -82,7 +82,7 @@ def check_supported(plan: Plan, file: str = "plan.json", spec: JobSpec | None = 
             raise MismatchError(
                 f"{file}: stages[{index}] has {stage.replicas} replicas for the "
                 f"{plan.micro_batch_size} samples of a micro-batch",
-                cure="use larger micro-batches, or fewer replicas",
+                hint="use larger micro-batches, or fewer replicas",
             )
 
 
@@ -91,7 +91,7 @@ def _check_reproducible(plan: Plan, spec: JobSpec, file: str) -> None:
     if plan.reproducible != spec.training.reproducible:
         wrong = "with" if plan.reproducible else "without"
         raise MismatchError(
-            f"{file} was made {wrong} training.reproducible", cure="plan the job again"
+            f"{file} was made {wrong} training.reproducible", hint="plan the job again"
         )
     if not plan.reproducible:
         return
@@ -99,7 +99,7 @@ def _check_reproducible(plan: Plan, spec: JobSpec, file: str) -> None:
         raise MismatchError(
             f"{file}: replication is split, but training.reproducible needs micro-batches that no "
             "replicas share: rounding depends on the samples that are computed together",
-            cure="plan the job again, or set training.reproducible: false",
+            hint="plan the job again, or set training.reproducible: false",
         )
     count, batch_size = spec.pipeline.micro_batches, spec.training.batch_size
     if count is not None and plan.micro_batch_size != ceil(batch_size / count):
@@ -107,7 +107,7 @@ def _check_reproducible(plan: Plan, spec: JobSpec, file: str) -> None:
             f"{file} has micro-batches of {plan.micro_batch_size} samples, but "
             f"pipeline.micro_batches: {count} of training.batch_size: {batch_size} are of "
             f"{ceil(batch_size / count)}, and training.reproducible needs the same for any ranks",
-            cure="plan the job again",
+            hint="plan the job again",
         )
 
 

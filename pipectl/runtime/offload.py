@@ -195,13 +195,13 @@ class DiskStore:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return WorkerError(
                 f"rank {self._rank}: offload in {self._directory} fails: {error.strerror}",
-                cure="set TMPDIR in environment.variables to another directory on the nodes",
+                hint="set TMPDIR in environment.variables to another directory on the nodes",
             )
         return WorkerError(
             f"rank {self._rank}: no space for offload in {self._directory}: {format_bytes(needed)} "
             f"more are needed in addition to {format_bytes(self._end - needed)}, and the disk is "
             "full",
-            cure="set TMPDIR in environment.variables to a directory with more space",
+            hint="set TMPDIR in environment.variables to a directory with more space",
         )
 
 
@@ -405,5 +405,5 @@ def check_space(communicator: MPI.Comm, plan: Plan, node: str, directory: Path) 
             why = f"need {needed} for all its ranks there, have {format_bytes(free)}"
         raise WorkerError(
             f"rank {rank}: no space for offload in {where}: {why}",
-            cure="set TMPDIR in environment.variables to a directory with more space on the nodes",
+            hint="set TMPDIR in environment.variables to a directory with more space on the nodes",
         )

@@ -229,7 +229,7 @@ def _refuse_without(made: Any, name: str, kind: str, *attributes: str) -> None:
         own = kind if "step" in missing else f"{kind} with {' and '.join(missing)}"
         raise CaptureError(
             f"{name}: returned a {type(made).__name__}, not {own}",
-            cure=f"name a class, or return {own} from this function",
+            hint=f"name a class, or return {own} from this function",
         )
 
 
@@ -247,7 +247,7 @@ def _needs_closure(optimizer: Any) -> CaptureError:
     return CaptureError(
         f"optimizer: {type(optimizer).__name__}.step() needs a closure that computes the loss "
         "again, which no rank of a pipeline can do",
-        cure="use an optimizer whose step() takes no arguments, such as SGD or AdamW",
+        hint="use an optimizer whose step() takes no arguments, such as SGD or AdamW",
     )
 
 
@@ -257,7 +257,7 @@ def _refuse_modes(optimizer: Any) -> None:
         raise CaptureError(
             f"optimizer: {type(optimizer).__name__} has modes, train() and eval(), which give the "
             "model other weights; evaluations and exports would have the wrong ones",
-            cure="use an optimizer without modes, such as AdamW, with a learning-rate schedule "
+            hint="use an optimizer without modes, such as AdamW, with a learning-rate schedule "
             "(lr_scheduler) if you like",
         )
 
@@ -269,7 +269,7 @@ def _refuse_all_but_matrices(parameters: Mapping[str, nn.Parameter]) -> None:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise CaptureError(
             f"optimizer: Muon updates only matrices, not {others[0]}{more}",
-            cure="use an optimizer of your own that updates these by another rule, and mark them "
+            hint="use an optimizer of your own that updates these by another rule, and mark them "
             "by optimizer.groups (match: '*.bias', for example)",
         )
 
@@ -283,7 +283,7 @@ def _check_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None
             raise CaptureError(
                 f"optimizer.groups[{index}]: {type(optimizer).__name__} has no option "
                 f"{unknown!r}{did_you_mean(unknown, known)}",
-                cure=f"its options are {', '.join(known)}",
+                hint=f"its options are {', '.join(known)}",
             )
 
 
@@ -299,7 +299,7 @@ def _watches(lr_scheduler: Any, job: CapturedJob) -> bool:
         raise CaptureError(
             f"lr_scheduler: {type(lr_scheduler).__name__} needs the loss of evaluations, but the "
             "job has none while it trains",
-            cure="set evaluation.every: the schedule steps after each evaluation",
+            hint="set evaluation.every: the schedule steps after each evaluation",
         )
     return True
 
@@ -369,7 +369,7 @@ def refuse_changes(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]
             raise CaptureError(
                 f"optimizer: {type(optimizer).__name__} keeps {changed[0]!r} in its parameter "
                 "groups and changes it, which a checkpoint cannot hold",
-                cure="use an optimizer that keeps its counters in the state of each parameter",
+                hint="use an optimizer that keeps its counters in the state of each parameter",
             )
 
 
@@ -397,19 +397,19 @@ def refuse_other_tensors(
         CaptureError: naming the first such parameter.
     """
     kind, own = type(optimizer).__name__, {id(each) for each in parameters.values()}
-    cure = "let it write into the parameters: parameter.add_(...) under torch.no_grad()"
+    hint = "let it write into the parameters: parameter.add_(...) under torch.no_grad()"
     if any(id(each) not in own for group in optimizer.param_groups for each in group["params"]):
         raise CaptureError(
             f"optimizer: {kind} has put other tensors into its parameter groups, and would train "
             "these instead of the model's parameters",
-            cure=cure,
+            hint=hint,
         )
     changed = [name for name, form in forms_of(parameters).items() if form != before[name]]
     if changed:
         raise CaptureError(
             f"optimizer: {kind} has replaced {own_name(changed[0])!r} by a tensor of another type, "
             "size or device, or without a gradient, or has swapped it (swap_tensors)",
-            cure=cure,
+            hint=hint,
         )
     memories = {storage_of(each): name for name, each in parameters.items() if each.numel()}
     for state in optimizer.state.values():
@@ -418,7 +418,7 @@ def refuse_other_tensors(
                 raise CaptureError(
                     f"optimizer: {kind} keeps {own_name(memories[storage_of(tensor)])!r} itself in "
                     "its state, which would be another tensor after a checkpoint",
-                    cure="keep a copy in the state: parameter.detach().clone()",
+                    hint="keep a copy in the state: parameter.detach().clone()",
                 )
 
 
@@ -460,7 +460,7 @@ def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise CaptureError(
         f"optimizer: the state of {own_name(path)} is a {type(value).__name__}{of}, "
         "which a checkpoint cannot hold",
-        cure="use an optimizer whose state is tensors, numbers, and lists and mappings of them",
+        hint="use an optimizer whose state is tensors, numbers, and lists and mappings of them",
     )
 
 
@@ -502,5 +502,5 @@ def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
         raise CaptureError(
             f"training.precision: float16 trains parameters in float32, but "
             f"{own_name(half)!r} is in float16",
-            cure="build the model without .half(); autocast converts values if that helps",
+            hint="build the model without .half(); autocast converts values if that helps",
         )

@@ -63,7 +63,7 @@ class Parcel:
         except Exception as error:
             raise CaptureError(
                 f"{source}: a batch cannot be sent to the ranks that need it: {error}",
-                cure="let samples contain tensors, numbers and text only; or, if all processes "
+                hint="let samples contain tensors, numbers and text only; or, if all processes "
                 "read the same samples, set data.read: everywhere",
             ) from error
         size = np.array([len(tree)], dtype=np.int64)

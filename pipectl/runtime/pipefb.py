@@ -134,7 +134,7 @@ class Agreement(NamedTuple):
                 raise MismatchError(
                     f"plan.json: stages[{stage}] has its backward on another rank, which does not "
                     f"get the graph of its forward: {difference}",
-                    cure=_TOGETHER,
+                    hint=_TOGETHER,
                 )
 
 
@@ -164,7 +164,7 @@ def pack(
             raise WorkerError(
                 f"a backward needs a tensor of layout {tensor.layout} and type {tensor.dtype}, "
                 "which cannot be sent to another rank",
-                cure="set pipeline.backward to together",
+                hint="set pipeline.backward to together",
             )
         memory = storage_of(tensor)
         if memory not in known:
@@ -282,7 +282,7 @@ def _check_functions(stage: int, nodes: Sequence[Node]) -> None:
             raise MismatchError(
                 f"plan.json: stages[{stage}] has its backward on another rank, but "
                 f"{node.name()} keeps more than numbers as attributes",
-                cure="keep tensors with ctx.save_for_backward(), or set pipeline.backward to "
+                hint="keep tensors with ctx.save_for_backward(), or set pipeline.backward to "
                 "together",
             )
 
@@ -382,7 +382,7 @@ class ForwardHalf(_Half):
             raise WorkerError(
                 f"stage {self.index} saves other tensors for its backward than before, so that "
                 "they cannot be sent to another rank",
-                cure=_TOGETHER,
+                hint=_TOGETHER,
             )
         return {Slot(str(place)): tensor for place, tensor in enumerate(message)}
 
@@ -483,7 +483,7 @@ def make_half(
             raise MismatchError(
                 f"plan.json: stages[{index}] has its backward on another rank, which cannot "
                 "follow what torch.compile makes of its forward",
-                cure="set training.compile: false, or pipeline.backward: together",
+                hint="set training.compile: false, or pipeline.backward: together",
             )
     forward, backward = stage.ranks[0], stage.updating_ranks[0]
     shared = index, cuts if rank == forward else training, states, device, precision
@@ -505,7 +505,7 @@ def check_operators(cut: Cut, stage: int) -> None:
             raise MismatchError(
                 f"plan.json: stages[{stage}] has its backward on another rank, but {what} runs "
                 "code of its own, which may differ between micro-batches",
-                cure=_TOGETHER,
+                hint=_TOGETHER,
             )
 
 

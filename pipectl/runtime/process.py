@@ -195,10 +195,10 @@ def report(
     step: int | None = None,
 ) -> None:
     """Write this rank's error, and where it occurred, for ``pipectl status`` and the job's log."""
-    cure, memory = LESS_MEMORY if lacks_memory(error) else None, directory.memory_of(rank)
-    if cure is not None and memory.exists():
-        cure += f"\nto see what was in memory: open {memory} at https://pytorch.org/memory_viz"
-    failure = ErrorReport.of(error, cure, rank=rank, stage=stage, step=step, action=action)
+    hint, memory = LESS_MEMORY if lacks_memory(error) else None, directory.memory_of(rank)
+    if hint is not None and memory.exists():
+        hint += f"\nto see what was in memory: open {memory} at https://pytorch.org/memory_viz"
+    failure = ErrorReport.of(error, hint, rank=rank, stage=stage, step=step, action=action)
     failure.save(directory.error_of(rank))
     if isinstance(error, PipectlError) and not isinstance(error, FaultError):
         failure = replace(failure, traceback="")

@@ -199,7 +199,7 @@ def check_same_weights(
         raise WorkerError(
             f"step {step}: the replicas of stage {stage} no longer hold the same weights: "
             f"{name!r}; {who}",
-            cure="the reason is a model, loss or optimizer that depends on the rank, or a faulty "
+            hint="the reason is a model, loss or optimizer that depends on the rank, or a faulty "
             "node; `pipectl resume RUN` continues from the last checkpoint, for which replicas "
             "were compared too",
         )

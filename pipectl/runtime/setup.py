@@ -108,7 +108,7 @@ class Setup:
         if missing:
             raise MismatchError(
                 f"plan.json lacks a message that the model needs: {sorted(missing)[0]}",
-                cure="profile and plan the job again",
+                hint="profile and plan the job again",
             )
         add_lanes(cut, job.states, lanes)
         self._checks = broadcast(communicator, CHECK_VARIABLE in os.environ)

@@ -338,7 +338,7 @@ class _Compiled:
                 raise
             raise CaptureError(
                 f"training.compile: torch.compile fails: {str(error).splitlines()[0]}",
-                cure="install a C++ compiler on the nodes (CXX may name it), "
+                hint="install a C++ compiler on the nodes (CXX may name it), "
                 "or set training.compile: false",
             ) from error
 

@@ -326,7 +326,7 @@ class Vote:
             raise StepError(
                 f"{result.fault} is not finite (infinite or NaN){where and f'; {where}'}",
                 step=result.step,
-                cure="lower the learning rate, clip gradients (training.clip_grad_norm) or look at "
+                hint="lower the learning rate, clip gradients (training.clip_grad_norm) or look at "
                 "the data; training.on_nonfinite: skip leaves such steps out; pipectl resume "
                 "continues from the last checkpoint",
             )

@@ -277,7 +277,7 @@ class Trainer:
         saved = f"the training is saved up to step {step}, where `pipectl resume RUN` goes on"
         if isinstance(error, PipectlError):
             resumed = f"{saved} (after a change, --with-changed-code)"
-            error.cure = resumed if error.cure is None else f"{error.cure}; {resumed}"
+            error.hint = resumed if error.hint is None else f"{error.hint}; {resumed}"
         if self._rank == 0:
             say(f"the evaluation has failed; {saved}")
 

@@ -24,10 +24,10 @@ def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> N
     """
     traits = traits_of(SCHEDULES[schedule])
     for clash in clashes({*features_of(Pipeline(), training), *traits}):
-        raise MismatchError(f"{clash.feature.key}: {clash.fault(schedule)}", cure=clash.cure())
+        raise MismatchError(f"{clash.feature.key}: {clash.fault(schedule)}", hint=clash.hint())
     if shared:
         raise CaptureError(
             f"model: {own_name(next(iter(shared)))!r} is used by several operators, "
             f"whose gradients schedule {schedule} would take from different steps",
-            cure="use a weight of its own for each, or a schedule that flushes",
+            hint="use a weight of its own for each, or a schedule that flushes",
         )

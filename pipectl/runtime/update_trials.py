@@ -76,7 +76,7 @@ def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
                 "if there are others (by a number that it computes of all of them, such as a norm "
                 "or a step size, or random numbers drawn in turn), and each rank has only those of "
                 "its stages",
-                cure="take norms of each parameter by itself, let training.clip_grad_norm clip "
+                hint="take norms of each parameter by itself, let training.clip_grad_norm clip "
                 "over all ranks, or set pipeline.stages: 1 without shard_optimizer",
             )
 
@@ -107,7 +107,7 @@ def refuse_own_memory(job: CapturedJob, device: torch.device) -> None:
         raise CaptureError(
             f"optimizer: {job.spec.optimizer.factory} keeps the memory of parameters, and writes "
             "there after they have moved to other memory, as with this schedule",
-            cure="let it read parameters from its param_groups in every step, or use a schedule "
+            hint="let it read parameters from its param_groups in every step, or use a schedule "
             "that flushes",
         )
 

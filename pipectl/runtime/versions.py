@@ -13,8 +13,8 @@ gradients been there in time. So update t also makes up for the difference betwe
     u(t) = change by update t        corrected: u(t) + (u(t) - u(t - 1))
 
 After Zmushko et al., "One-Step Gradient Delay is Not a Barrier for Large-Scale Asynchronous
-Pipeline Parallel LLM Pretraining", ICML 2026, which calls it error feedback on the level of
-updates.
+Pipeline Parallel LLM Pretraining", ICML 2026, whose abstract calls it error feedback on the level
+of updates; the formula is a reading of that, and may differ from the paper's.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ def _compare_samples(
         return
     if not directory.samples.exists():
         write_json(directory.samples, found)
-    elif read_json(directory.samples, cure="remove it") != found:
+    elif read_json(directory.samples, hint="remove it") != found:
         warn(
             "the data have changed since the run began (samples that were read then are others "
             "now): from here on it trains on the new ones"

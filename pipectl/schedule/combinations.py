@@ -109,7 +109,7 @@ class Clash:
         is_feature = isinstance(self.other, Feature)
         return self.other.name if is_feature else f"schedule {schedule}, {self.other}"
 
-    def cure(self) -> str:
+    def hint(self) -> str:
         """How to do without either."""
         other = f"write pipeline.schedule: {ONE_F_ONE_B.name}"
         if isinstance(self.other, Feature):

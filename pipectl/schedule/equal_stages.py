@@ -41,7 +41,7 @@ def plan_equal_stages(
         if stages is None or micro_batches is None:
             raise UsageError(
                 f"schedule {schedule}: of how many stages and micro-batches?",
-                cure="add for example --stages 4 --micro-batches 8",
+                hint="add for example --stages 4 --micro-batches 8",
             )
         if schedule in NAMES:
             rank_of_stage = default_ranks(schedule, stages, ranks)
@@ -58,7 +58,7 @@ def plan_equal_stages(
         if value not in (None, number):
             subject = schedule if listed else f"{schedule} of {stages} stages"
             raise UsageError(
-                f"{subject} has {number} {name}, not {value}", cure=f"leave --{name} out"
+                f"{subject} has {number} {name}, not {value}", hint=f"leave --{name} out"
             )
     pairs = list(pairwise(range(stages)))
     return Plan(
@@ -89,7 +89,7 @@ def reorder(plan: Plan, listed: Listed) -> Plan:
     if any(stage.replicas > 1 or stage.backward_ranks for stage in plan.stages):
         raise UsageError(
             f"--schedule {schedule}: stages of the plan have several ranks, lists give them one",
-            cure="plan again with pipeline.schedule",
+            hint="plan again with pipeline.schedule",
         )
     have = len(plan.stages), plan.micro_batches, plan.ranks
     needs = listed.stages, listed.micro_batches, len(listed.ranks)
@@ -98,7 +98,7 @@ def reorder(plan: Plan, listed: Listed) -> Plan:
             "{} has {} stages, {} micro-batches and {} ranks; the plan {}, {} and {}".format(
                 schedule, *needs, *have
             ),
-            cure="use a schedule made for the plan, or plan again with pipeline.schedule",
+            hint="use a schedule made for the plan, or plan again with pipeline.schedule",
         )
     ranks = zip(plan.stages, listed.rank_of_stage, strict=True)
     return replace(

@@ -44,7 +44,7 @@ _COMPLETE = (
     [Kind.FORWARD, Kind.BACKWARD],
     [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT],
 )
-_CURE = "see docs/schedules.md: every action once, after all that it depends on"
+_HINT = "see docs/schedules.md: every action once, after all that it depends on"
 
 
 class Entry(NamedTuple):
@@ -95,7 +95,7 @@ class Listed:
                 if any(cell.strip() for cell in row) and not row[0].lstrip().startswith("#"):
                     ranks.append(tuple(_entries(row, line, name)))
         except csv.Error as error:
-            raise ScheduleError(f"{name}:{reader.line_num}: {error}", cure=_CURE) from None
+            raise ScheduleError(f"{name}:{reader.line_num}: {error}", hint=_HINT) from None
         listed = cls(name, tuple(ranks))
         listed._check()
         return listed
@@ -170,7 +170,7 @@ class Listed:
     def _check(self) -> None:
         """Check that every action occurs once, a stage is on one rank, and forwards ascend."""
         if not self.ranks:
-            raise ScheduleError(f"{self.name}: no action", cure=_CURE)
+            raise ScheduleError(f"{self.name}: no action", hint=_HINT)
         known: dict[tuple[Kind, int, int], Entry] = {}
         firsts: dict[int, Entry] = {}
         for entry in (entry for held in self.ranks for entry in held):
@@ -187,13 +187,13 @@ class Listed:
                 missing = "a forward" if lacks_forward else "one backward, whole or both halves"
                 words = ", ".join(f"{stage}{_LETTERS[kind]}{index}" for kind in there) or "nothing"
                 fault = f"micro-batch {index} lacks {missing} in stage {stage}: there is {words}"
-                raise ScheduleError(f"{self.name}: {fault}", cure=_CURE)
+                raise ScheduleError(f"{self.name}: {fault}", hint=_HINT)
         for entry in self._out_of_order(Kind.FORWARD):
             raise self._fault(entry, "comes after a later micro-batch; forwards of a stage rise")
 
     def _fault(self, entry: Entry, what: str) -> ScheduleError:
         return ScheduleError(
-            f"{self.name}:{entry.line}: action {entry.position}, {entry}: {what}", cure=_CURE
+            f"{self.name}:{entry.line}: action {entry.position}, {entry}: {what}", hint=_HINT
         )
 
 
@@ -205,14 +205,14 @@ def _entries(row: Sequence[str], line: int, name: str) -> Iterator[Entry]:
         actions += map(str.strip, both[1].split(";") if both else [cell])
     actions = [text for text in actions if text and not _LEFT_OUT.fullmatch(text)]
     if not actions:
-        raise ScheduleError(f"{name}:{line}: a line without an action", cure="leave the line out")
+        raise ScheduleError(f"{name}:{line}: a line without an action", hint="leave the line out")
     for position, text in enumerate(actions, 1):
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ScheduleError(
                 f"{name}:{line}: action {position}: {text[:40]!r} is not an action such as 2F0 "
                 "(stage, F, B, I or W, micro-batch)",
-                cure="leave messages out: they follow from the lists",
+                hint="leave messages out: they follow from the lists",
             )
         yield Entry(KINDS[match[2]], int(match[1]), int(match[3]), line, position)
 
@@ -228,13 +228,13 @@ def schedule_of_lists(plan: Plan) -> Schedule:
     if held != tuple((rank,) for rank in listed.rank_of_stage):
         raise ScheduleError(
             f"schedule {plan.schedule}: its lists are of other stages or ranks than the plan's",
-            cure="plan the job again",
+            hint="plan the job again",
         )
     if plan.micro_batches > listed.micro_batches:
         raise ScheduleError(
             f"schedule {plan.schedule}: its lists have {listed.micro_batches} micro-batches, the "
             f"plan {plan.micro_batches}",
-            cure="plan the job again",
+            hint="plan the job again",
         )
     order = order_of(listed)
     return Schedule(
@@ -267,7 +267,7 @@ def order_of(listed: Listed) -> Order:
         waits.append(f"{entry.place}, {entry} waits for {awaited} ({awaited.place})")
     raise ScheduleError(
         f"{listed.name}: ranks wait for each other: {'; '.join(waits[path.index(rank) :])}",
-        cure="change the order of these actions",
+        hint="change the order of these actions",
     )
 
 

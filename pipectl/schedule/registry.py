@@ -57,7 +57,7 @@ def schedule_of(plan: Plan) -> Schedule:
         return plan.derived(schedule_of_lists)
     if plan.schedule not in SCHEDULES:
         raise ScheduleError(
-            f"schedule: {plan.schedule!r} is not known", cure=f"one of: {', '.join(NAMES)}"
+            f"schedule: {plan.schedule!r} is not known", hint=f"one of: {', '.join(NAMES)}"
         )
     return SCHEDULES[plan.schedule]
 
@@ -104,7 +104,7 @@ def default_ranks(schedule: str, stages: int, ranks: int | None = None) -> tuple
     if places is None:
         raise ScheduleError(
             f"schedule {schedule}: {placement.misfit(stages, ranks)}",
-            cure=f"give every rank {_EXAMPLES[placement].split(':')[0]}",
+            hint=f"give every rank {_EXAMPLES[placement].split(':')[0]}",
         )
     return places
 
@@ -144,7 +144,7 @@ def _shape_of(plan: Plan) -> Shape:
         shown = ", ".join("+".join(map(str, ranks)) for ranks in held[:12])
         raise ScheduleError(
             f"schedule {plan.schedule}: stages are on ranks {shown}{', ...' * (len(held) > 12)}",
-            cure=f"give every rank {_EXAMPLES[placement]}",
+            hint=f"give every rank {_EXAMPLES[placement]}",
         )
     in_turn = plan.replication is Replication.WHOLE
     replicas = tuple(stage.replicas for stage in plan.stages) if in_turn else None
@@ -156,19 +156,19 @@ def _check_overlapping_steps(plan: Plan, schedule: Schedule) -> None:
     which the versions of the weights are not defined."""
     assert schedule.staleness is not None
     ranks = [rank for stage in plan.stages for rank in {*stage.ranks, *stage.updating_ranks}]
-    fault, cure = "", ""
+    fault, hint = "", ""
     if len(set(ranks)) < len(ranks) or any(stage.replicas > 1 for stage in plan.stages):
         fault = "takes one stage per rank and one rank per stage, or two if backwards are apart"
-        cure = "leave replicas out, and give each stage ranks of its own"
+        hint = "leave replicas out, and give each stage ranks of its own"
     elif schedule.staleness.one_micro_batch:
         if plan.micro_batches > 1:
             fault = f"updates after every micro-batch, but a step has {plan.micro_batches}"
-            cure = f"use one micro-batch, or schedule {PIPEDREAM_2BW.name}"
+            hint = f"use one micro-batch, or schedule {PIPEDREAM_2BW.name}"
     elif max(plan.warm_up) > plan.micro_batches:
         fault = f"has a warm-up of at most the {plan.micro_batches} micro-batches of a step, "
-        fault, cure = f"{fault}not {max(plan.warm_up)}", "lower warm_up"
+        fault, hint = f"{fault}not {max(plan.warm_up)}", "lower warm_up"
     if fault:
-        raise ScheduleError(f"schedule {schedule.name}: {fault}", cure=cure)
+        raise ScheduleError(f"schedule {schedule.name}: {fault}", hint=hint)
 
 
 def packaged_names() -> frozenset[str]:
@@ -187,7 +187,7 @@ def read_listed(path: Path, name: str) -> Listed:
         return Listed.read(path.read_text(encoding="utf-8-sig"), name)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{path}: cannot be read: {error}", cure="name a CSV file of actions, a line per rank"
+            f"{path}: cannot be read: {error}", hint="name a CSV file of actions, a line per rank"
         ) from None
 
 
@@ -202,7 +202,7 @@ def find_packaged(name: str) -> EntryPoint:
         known = (*NAMES, *sorted(packaged_names()))
         raise UsageError(
             f"there is no schedule {name!r}{did_you_mean(name, known)}",
-            cure=f"one of: {', '.join(known)}, or a file that ends in .csv",
+            hint=f"one of: {', '.join(known)}, or a file that ends in .csv",
         )
     return next(iter(entries))
 
@@ -222,6 +222,6 @@ def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Liste
     except Exception as error:
         raise UsageError(
             f"schedule {name}: its function fails: {type(error).__name__}: {error}",
-            cure="it takes (ranks, stages, micro_batches) and gives a list of actions per rank",
+            hint="it takes (ranks, stages, micro_batches) and gives a list of actions per rank",
         ) from error
     return Listed.read(text, name)

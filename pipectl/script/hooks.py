@@ -371,7 +371,7 @@ def _uncompiled(seen: Seen, model: Any) -> Any:
 def _refuse_process_group(*_: Any, **__: Any) -> None:
     raise CaptureError(
         f"{at(script_place())}: starts torch.distributed",
-        cure="leave it out unless RANK is set (if 'RANK' in os.environ: ...), or for one process: "
+        hint="leave it out unless RANK is set (if 'RANK' in os.environ: ...), or for one process: "
         "pipectl starts the ranks, divides batches and adds gradients",
     )
 
@@ -384,7 +384,7 @@ def _backward(seen: Seen, tensors: Any, args: Any, kwargs: Any) -> None:
         raise CaptureError(
             f"{at(script_place())}: backward() of {len(several)} tensors, or of one that is not a "
             "single number, or with gradients of its own",
-            cure="call backward() without arguments on one loss",
+            hint="call backward() without arguments on one loss",
         )
     seen.recorder.backward(several[0])
     zero = torch.zeros(())
@@ -416,7 +416,7 @@ def _stop(seen: Seen, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
     if not seen.recorder.recordings:
         raise CaptureError(
             f"{at(script_place())}: the optimizer steps before any backward()",
-            cure="remove this step, or call backward() on a loss before",
+            hint="remove this step, or call backward() on a loss before",
         )
     if seen.optimizer is None:
         seen.optimizer, seen.stepped = optimizer, script_place()
@@ -458,7 +458,7 @@ def _refuse_changed_gradients(seen: Seen) -> None:
         if parameter.grad is not None and parameter.grad is not seen.zeros.get(id(parameter)):
             raise CaptureError(
                 f"{at(seen.stepped)}: the gradients are changed between backward() and step()",
-                cure="pipectl can clip gradients (clip_grad_norm_), and nothing else",
+                hint="pipectl can clip gradients (clip_grad_norm_), and nothing else",
             )
 
 

@@ -256,7 +256,7 @@ def _refuse_written(seen: Seen, model: nn.Module) -> None:
         if place is not None and tensor.numel():
             raise CaptureError(
                 f"{at(place)}: writes {name} of the model outside of its forward and the optimizer",
-                cure="pipectl runs nothing of the loop but the step: let the forward do it "
+                hint="pipectl runs nothing of the loop but the step: let the forward do it "
                 "(torch.nn.utils.parametrize, for weights within limits), or leave it out",
             )
 
@@ -271,7 +271,7 @@ def _refuse_changed_options(
             for key, own, other in _changed_options(seen.options[step.number - 1], made):
                 place = next(iter(hand_set(Path(command.file), key)), seen.stepped)
                 words = f"{key} of the optimizer is {own} in {step.name}, and {other} by the "
-                raise CaptureError(f"{at(place)}: {words}script's schedules", cure=_SCHEDULE)
+                raise CaptureError(f"{at(place)}: {words}script's schedules", hint=_SCHEDULE)
 
 
 def _changed_options(
@@ -295,8 +295,8 @@ def _is_option(own: Any, made: Any) -> bool:
 
 
 def _refusal(found: _Difference) -> CaptureError:
-    cure = _ALIKE if found.leads_to_model else _ALIKE + _OWN_LOSS
-    return CaptureError(f"{at(found.place)}: {found.words}", cure=cure)
+    hint = _ALIKE if found.leads_to_model else _ALIKE + _OWN_LOSS
+    return CaptureError(f"{at(found.place)}: {found.words}", hint=hint)
 
 
 def _is_close(value: float, own: float) -> bool:

@@ -118,7 +118,7 @@ class Order:
             raise CaptureError(
                 f"the batch_sampler of the DataLoader ({type(batches).__name__}) gives batches of "
                 "several sizes, and those of a job have training.batch_size samples",
-                cure="let it give batches of one size; or give the DataLoader a batch_size and a "
+                hint="let it give batches of one size; or give the DataLoader a batch_size and a "
                 "sampler",
             )
         return indices
@@ -238,7 +238,7 @@ def held_out_samples(loader: DataLoader[Any], collate: Collate) -> HeldOut:
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         raise CaptureError(
             "evaluation.data: the DataLoader of the script has a dataset without numbered samples",
-            cure="name a function that returns a dataset with __len__ and __getitem__",
+            hint="name a function that returns a dataset with __len__ and __getitem__",
         )
     before = Generators(loader)
     indices = sorted(int(index) for batch in loader.batch_sampler for index in batch)
@@ -256,7 +256,7 @@ def samples_of(loader: DataLoader[Any], collate: Collate, start: Generators) -> 
         raise CaptureError(
             "the DataLoader has batch_size=None: its dataset gives whole batches, which cannot be "
             "divided into micro-batches",
-            cure="let the dataset give samples, and the DataLoader make batches of them",
+            hint="let the dataset give samples, and the DataLoader make batches of them",
         )
     if isinstance(loader.dataset, IterableDataset):
         return Stream(loader.dataset, collate)

@@ -140,7 +140,7 @@ class Parts:
         if size is None:
             raise CaptureError(
                 f"{at(self.loading.place)}: the batch_sampler has no batch_size",
-                cure="give the DataLoader a batch_size and a sampler instead",
+                hint="give the DataLoader a batch_size and a sampler instead",
             )
         return int(size)
 
@@ -168,7 +168,7 @@ class Parts:
             raise CaptureError(
                 f"evaluation.data: {self.command.file} has no DataLoader {name!r} when its "
                 "optimizer steps for the first time",
-                cure="name the variable of one that it makes before, such as val_loader, "
+                hint="name the variable of one that it makes before, such as val_loader, "
                 "self.val_loader or loaders['val']; or name a function that returns the dataset",
             )
         inputs, targets = self.program.batch_leaves()
@@ -214,13 +214,13 @@ class Parts:
         if len(self.schedules) > 1:
             raise CaptureError(
                 f"{place}: this schedule follows a metric, and the script has others besides",
-                cure="write one schedule of your own under lr_scheduler in the job",
+                hint="write one schedule of your own under lr_scheduler in the job",
             )
         if followers[0].mode != "min":
             raise CaptureError(
                 f"{place}: this schedule follows a metric that rises, and pipectl gives schedules "
                 "the loss of evaluations",
-                cure="let it follow the loss (mode='min'), or name another schedule under "
+                hint="let it follow the loss (mode='min'), or name another schedule under "
                 "lr_scheduler in the job",
             )
         return moved(followers[0], optimizer)
@@ -276,12 +276,12 @@ def _loading_of(seen: Seen, recording: Recording) -> Loading:
         calls = [entry for entry in recording.entries if entry.is_module]
         place = calls[0].place if calls else recording.place
         raise CaptureError(
-            f"{at(place)}: the model is called with data that no DataLoader has given", cure=_WRAP
+            f"{at(place)}: the model is called with data that no DataLoader has given", hint=_WRAP
         )
     if len(recording.batches) > 1:
         raise CaptureError(
             f"{at(recording.place)}: the loss reads {len(recording.batches)} batches",
-            cure="let one Dataset give what belongs together (both images of a pair, say), and "
+            hint="let one Dataset give what belongs together (both images of a pair, say), and "
             "compute a loss from one batch",
         )
     return seen.loadings[recording.batches[0]]
@@ -297,7 +297,7 @@ def _refuse_other_optimizers(seen: Seen) -> None:
         if parameters - trained:
             raise CaptureError(
                 f"{at(place)}: a second optimizer, {type(other).__name__}",
-                cure="train all parameters by one optimizer, with groups for different options "
+                hint="train all parameters by one optimizer, with groups for different options "
                 "(torch.optim.Adam([*encoder.parameters(), *decoder.parameters()])); what takes "
                 "turns, as a GAN does, is no pipeline",
             )
@@ -311,7 +311,7 @@ def model_of(seen: Seen, recording: Recording) -> nn.Module:
     if not called:
         raise CaptureError(
             f"{at(recording.place)}: the loss depends on no module with parameters",
-            cure="let a torch.nn.Module compute it",
+            hint="let a torch.nn.Module compute it",
         )
     used = {
         id(item.tensor)
@@ -333,7 +333,7 @@ def model_of(seen: Seen, recording: Recording) -> nn.Module:
     if used - held:
         raise CaptureError(
             f"{at(recording.place)}: the loss reads a parameter that is in no module of the step",
-            cure="make it an attribute of the model",
+            hint="make it an attribute of the model",
         )
     names = {id(module): name for name, module in reversed(list(named.items()))}
     chosen: dict[str, nn.Module] = {}
@@ -373,14 +373,14 @@ def _refuse_unfollowed(program: Program) -> None:
             raise CaptureError(
                 f"{at(entry.place)}: {entry.name}() takes a number out of a tensor, and the loss "
                 "depends on it",
-                cure="compute with the tensor itself, or with .detach() of it",
+                hint="compute with the tensor itself, or with .detach() of it",
             )
         for item in parts((entry.args, entry.kwargs)):
             if isinstance(item, Outer) and item.tensor.grad_fn is not None:
                 raise CaptureError(
                     f"{at(entry.place)}: {entry.name} reads a tensor with a gradient that pipectl "
                     "has not seen computed",
-                    cure="compute it from the batch, by functions of torch, in the same step; "
+                    hint="compute it from the batch, by functions of torch, in the same step; "
                     "leave out torch.autograd.grad and calls of autograd functions (put them into "
                     "the model)",
                 )
@@ -397,7 +397,7 @@ def _refuse_untrained(seen: Seen, model: nn.Module) -> None:
                 raise CaptureError(
                     f"{at(seen.stepped)}: the optimizer trains a tensor of shape "
                     f"{list(parameter.shape)} that is in no module of the step",
-                    cure="make it a torch.nn.Parameter of the model",
+                    hint="make it a torch.nn.Parameter of the model",
                 )
 
 
@@ -412,7 +412,7 @@ def _refuse_clips(seen: Seen, model: nn.Module) -> None:
         raise CaptureError(
             f"{at(clip.place)}: clips single values, another norm than that of squares, or "
             "only some of the gradients",
-            cure="use torch.nn.utils.clip_grad_norm_(model.parameters(), limit)",
+            hint="use torch.nn.utils.clip_grad_norm_(model.parameters(), limit)",
         )
 
 

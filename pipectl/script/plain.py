@@ -47,7 +47,7 @@ def own_losses(command: Command, steps: int) -> list[float]:
         except Exception as error:
             raise CaptureError(
                 f"script: {command.file} raised {type(error).__name__}: {error}",
-                cure="correct the script",
+                hint="correct the script",
             ) from error
     return losses
 

@@ -300,7 +300,7 @@ class Recorder(TorchFunctionMode):
             if any(own == memory_of(each) for each in self._batch_tensors()):
                 raise CaptureError(
                     f"{at(place)}: writes into a tensor of the batch",
-                    cure="write into a copy: x = x.clone()",
+                    hint="write into a copy: x = x.clone()",
                 )
             writes = frozenset(i for i, place in self._storages.items() if place == own)
         entry = Entry(
@@ -425,12 +425,12 @@ def _backward_of_nothing(place: Place, before: list[Recording]) -> CaptureError:
     if before and before[-1].place != place:
         return CaptureError(
             f"{at(place)}: backward() is called a second time for one batch",
-            cure="add the losses up, and call backward() on the sum",
+            hint="add the losses up, and call backward() on the sum",
         )
     return CaptureError(
         f"{at(place)}: backward() is called on something that no module with parameters, and no "
         "function of torch, has computed from a batch of a DataLoader",
-        cure="compute the loss from the outputs of the model with functions of torch",
+        hint="compute the loss from the outputs of the model with functions of torch",
     )
 
 

@@ -83,7 +83,7 @@ def run_script(command: Command, seen: Seen | None = None) -> Seen:
         raise CaptureError(
             f"script: {command.file} raised {type(error).__name__}: {error}"
             f"{user_line(error.__traceback__)}",
-            cure=_cure(error, seen, command),
+            hint=_hint(error, seen, command),
         ) from error
     if seen.ends:
         return seen
@@ -95,15 +95,15 @@ def _no_step(command: Command, seen: Seen) -> CaptureError:
     if seen.recorder.recordings:
         return CaptureError(
             f"script: {file} calls backward(), but no optimizer of torch makes a step",
-            cure="update the parameters by an optimizer (torch.optim.SGD, say), not by hand",
+            hint="update the parameters by an optimizer (torch.optim.SGD, say), not by hand",
         )
     return CaptureError(
         f"script: {file} ended without a step of an optimizer",
-        cure="name the file that trains, with the arguments that make it train: after --",
+        hint="name the file that trains, with the arguments that make it train: after --",
     )
 
 
-def _cure(error: BaseException, seen: Seen, command: Command) -> str:
+def _hint(error: BaseException, seen: Seen, command: Command) -> str:
     if isinstance(error, SystemExit):
         return "give the script its arguments: after -- for init, as script.arguments in the job"
     if seen.recorder.recordings and isinstance(error, TypeError | RuntimeError | AttributeError):
@@ -126,12 +126,12 @@ def as_main(command: Command) -> Iterator[tuple[Any, dict[str, Any]]]:
     """
     path = Path(command.file)
     if not is_source(path):
-        raise CaptureError(f"script.file: {path}: no such file", cure="correct the path")
+        raise CaptureError(f"script.file: {path}: no such file", hint="correct the path")
     try:
         code = compile(read_source(path), str(path), "exec")
     except SyntaxError as error:
         raise CaptureError(
-            f"script.file: {error.filename}:{error.lineno}: {error.msg}", cure="correct the file"
+            f"script.file: {error.filename}:{error.lineno}: {error.msg}", hint="correct the file"
         ) from error
     digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
     module = ModuleType("__main__")

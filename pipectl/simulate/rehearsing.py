@@ -62,7 +62,7 @@ def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehears
     if is_unflushed(plan):
         raise ScheduleError(
             f"plan {plan.name!r}: schedule {plan.schedule} cannot be rehearsed: its steps overlap",
-            cure="rehearse it with --set pipeline.schedule=1f1b, which moves and computes the same",
+            hint="rehearse it with --set pipeline.schedule=1f1b, which moves and computes the same",
         )
     seen = as_rehearsed(cluster)
     programs = [lower(plan, rank) for rank in range(plan.ranks)]

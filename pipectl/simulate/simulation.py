@@ -205,7 +205,7 @@ class Machine:
             raise MismatchError(
                 f"plan {plan.name!r} uses {used} nodes, cluster {cluster.name!r} has "
                 f"{len(cluster.nodes)}",
-                cure="plan again for this cluster",
+                hint="plan again for this cluster",
             )
         numbering = Numbering(plan)
         self._plan, self._actions, self._connections = plan, programs, numbering.connections
@@ -226,7 +226,7 @@ class Machine:
         if unfinished:
             raise ScheduleError(
                 f"plan {self._plan.name!r}: ranks {unfinished} wait forever",
-                cure="plan again; a warm_up must not rise from a stage to the next",
+                hint="plan again; a warm_up must not rise from a stage to the next",
             )
         return float(self.tables.clock["now"][0])
 

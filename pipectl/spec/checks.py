@@ -245,8 +245,8 @@ def _missing_imports(factories: Mapping[Reference, tuple[str | int, ...]]) -> It
     """Imports of user code that this Python, with which the job runs, does not have."""
     for reference, file, line, name in missing_imports(factories):
         fault = f"{file.name}:{line} imports {name}, which {sys.executable} does not have"
-        cure = f"install it there (pip install {name}), or set environment.modules or container"
-        yield factories[reference], f"{fault}; {cure}"
+        hint = f"install it there (pip install {name}), or set environment.modules or container"
+        yield factories[reference], f"{fault}; {hint}"
 
 
 def _is_elsewhere(environment: Environment) -> bool:
@@ -313,7 +313,7 @@ def _check_combinations(pipeline: models.Pipeline, training: models.Training) ->
     traits = traits_of(schedule) if name is not None else ()
     for clash in clashes({*present, *traits}):
         fault = clash.fault(Path(name or "").name)
-        yield tuple(clash.feature.key.split(".")), f"{fault}; {clash.cure()}"
+        yield tuple(clash.feature.key.split(".")), f"{fault}; {clash.hint()}"
 
 
 def features_of(pipeline: models.Pipeline, training: models.Training) -> set[Feature]:
@@ -352,8 +352,8 @@ def _check_reproducible(pipeline: models.Pipeline, training: models.Training) ->
 def _check_correction(pipeline: models.Pipeline, training: models.Training) -> Iterator[Finding]:
     if training.correct_delay and pipeline.schedule != _DELAYED:
         fault = "goes only with gradients that are one update old"
-        cure = f"write pipeline.schedule: {_DELAYED}, or leave training.correct_delay out"
-        yield ("training", "correct_delay"), f"{fault}; {cure}"
+        hint = f"write pipeline.schedule: {_DELAYED}, or leave training.correct_delay out"
+        yield ("training", "correct_delay"), f"{fault}; {hint}"
 
 
 def _check_warm_up(pipeline: models.Pipeline) -> Iterator[Finding]:
@@ -403,8 +403,8 @@ def _check_container(environment: Environment, launch: Launch, slurm: Slurm) -> 
     for index, word in enumerate(launch.args if launch.launcher in {"auto", "srun"} else ()):
         if word.startswith(("--container-", "--environment")):
             fault = "starts the ranks in a container, but not what measures and plans"
-            cure = "write environment.container: {image: ...}, with further options in its args"
-            yield ("launch", "args", index), f"{word} {fault}; {cure}"
+            hint = "write environment.container: {image: ...}, with further options in its args"
+            yield ("launch", "args", index), f"{word} {fault}; {hint}"
     if environment.container is None:
         return
     for name in slurm.options:
@@ -498,14 +498,14 @@ def _check_slurm_gpus(slurm: Slurm, resources: Resources) -> Iterator[Finding]:
             counts = [int(match[2] or 1) for match in matches if match]
             total = sum(counts) * units[unit] if unit in units else None
             number = "N" if total is None else str(total // resources.max_nodes or 1)
-            cure, how = f"write resources: {{gpus_per_node: {number}}}", "instead"
+            hint, how = f"write resources: {{gpus_per_node: {number}}}", "instead"
             kinds = [match[1] for match in matches if match and match[1]]
             if name == "gpus-per-node":
                 how = "as well"
             elif len(kinds) == len(counts) == 1:
-                cure += f" and slurm.options: {{gpus-per-node: {kinds[0]}:{number}}}"
+                hint += f" and slurm.options: {{gpus-per-node: {kinds[0]}:{number}}}"
             text = ",".join(text for text, match in zip(texts, matches, strict=True) if match)
-            fault = _fault_of_gpus(text, sum(counts), total, resources, f"{cure} {how}")
+            fault = _fault_of_gpus(text, sum(counts), total, resources, f"{hint} {how}")
             if counts and fault:
                 yield ("slurm", "options", name), fault
 
@@ -522,24 +522,24 @@ def _check_select(pbs: Pbs, resources: Resources) -> Iterator[Finding]:
 def _check_pbs_gpus(pbs: Pbs, resources: Resources) -> Iterator[Finding]:
     for gpus in PBS_GPUS.finditer(pbs.select or ""):
         count, how = int(gpus[2]), "instead" if gpus[1] == "ngpus" else "as well"
-        cure = f"write resources: {{gpus_per_node: {count}}} {how}"
-        if fault := _fault_of_gpus(gpus[0], count, count * resources.max_nodes, resources, cure):
+        hint = f"write resources: {{gpus_per_node: {count}}} {how}"
+        if fault := _fault_of_gpus(gpus[0], count, count * resources.max_nodes, resources, hint):
             yield ("pbs", "select"), fault
     for _, value in options_of("l", pbs.options.get("l", False)):
         for gpus in PBS_GPUS.finditer(value or ""):
             # Beside our `-l select`, PBS takes resources of nodes only within it.
             chunk = "" if gpus[1] == "ngpus" else f" and pbs.select: {gpus[0]}"
-            cure, total = f"write resources: {{gpus_per_node: {gpus[2]}}}{chunk} instead", None
+            hint, total = f"write resources: {{gpus_per_node: {gpus[2]}}}{chunk} instead", None
             if pbs.select is False:
                 total = int(gpus[2])
                 number = total // resources.max_nodes or 1
-                cure = f"write resources: {{gpus_per_node: {number}}} as well"
-            if fault := _fault_of_gpus(gpus[0], int(gpus[2]), total, resources, cure):
+                hint = f"write resources: {{gpus_per_node: {number}}} as well"
+            if fault := _fault_of_gpus(gpus[0], int(gpus[2]), total, resources, hint):
                 yield ("pbs", "options", "l"), fault
 
 
 def _fault_of_gpus(
-    text: str, number: int, total: int | None, resources: Resources, cure: str
+    text: str, number: int, total: int | None, resources: Resources, hint: str
 ) -> str:
     """Why an option may not ask for GPUs; empty if it may.
 
@@ -549,12 +549,12 @@ def _fault_of_gpus(
     Args:
         number: of GPUs that the option asks for.
         total: for the whole job; None if it is not known.
-        cure: what to write if the job does not say how many GPUs it needs.
+        hint: what to write if the job does not say how many GPUs it needs.
     """
     gpus, key = resources.gpus_per_node, "resources.gpus_per_node"
     if "gpus_per_node" not in resources.model_fields_set:
         fault = f"asks for GPUs, but ranks compute on CPUs unless {key} says how many"
-        return f"{text!r} {fault}; {cure}" if number else ""
+        return f"{text!r} {fault}; {hint}" if number else ""
     if not gpus or total is None or total == gpus * resources.max_nodes:
         return ""
     count, rest = divmod(total, resources.max_nodes)

@@ -178,8 +178,8 @@ def read_file(path: Path, problems: list[Problem]) -> Node:
         with path.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        cure = "write a starter spec with: pipectl init"
-        raise SpecError([place.problem("no such file")], cure=cure) from None
+        hint = "write a starter spec with: pipectl init"
+        raise SpecError([place.problem("no such file")], hint=hint) from None
     except IsADirectoryError:
         raise SpecError([place.problem("a directory, not a file")]) from None
     except (OSError, ValueError) as error:

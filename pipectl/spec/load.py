@@ -152,7 +152,7 @@ class SpecFile:
             root = read_text(text, str(path), problems)
         if not isinstance(root.value, dict):
             fault = "the file is empty" if root.value is None else _NO_MAPPING
-            raise SpecError([*problems, Place(str(path)).problem(fault)], cure=_INIT)
+            raise SpecError([*problems, Place(str(path)).problem(fault)], hint=_INIT)
         for override in overrides:
             root = _override(root, override, problems, in_python=in_python)
         if runs := os.environ.get(RUNS_VARIABLE):
@@ -243,18 +243,18 @@ def _override(root: Node, override: str, problems: list[Problem], *, in_python: 
     """The root with one ``a.b=value`` of the command line, or one given in Python."""
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
-    giver, cure = (IN_PYTHON, _IN_PYTHON_USAGE) if in_python else ("--set", _USAGE)
+    giver, hint = (IN_PYTHON, _IN_PYTHON_USAGE) if in_python else ("--set", _USAGE)
     if not equals:
-        raise UsageError(f"{giver} {escape(override)}: there is no '='", cure=cure)
+        raise UsageError(f"{giver} {escape(override)}: there is no '='", hint=hint)
     if not all(keys):
-        raise UsageError(f"{giver} {escape(override)}: a key is missing before '='", cure=cure)
+        raise UsageError(f"{giver} {escape(override)}: a key is missing before '='", hint=hint)
     if len(keys) > MAX_DEPTH:
-        raise UsageError(f"{giver} {escape(name)}: there is no such key", cure=cure)
+        raise UsageError(f"{giver} {escape(name)}: there is no such key", hint=hint)
     place = Place(IN_PYTHON if in_python else f"--set {escape(name.strip())}")
     try:
         value = read_text(text, place.file, problems, lines=False)
     except SpecError as error:
-        raise UsageError(error.message, cure="quote the value as YAML does") from None
+        raise UsageError(error.message, hint="quote the value as YAML does") from None
     return _set_key(root, keys, replace(value, key_place=place))
 
 

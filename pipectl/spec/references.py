@@ -323,8 +323,8 @@ def faults_of_use(
         return
     for name in kwargs:
         if name not in parameters:
-            hint = did_you_mean(name, parameters) or f"; it takes {', '.join(parameters)}"
-            yield name, f"{first} takes no argument {name!r}{hint if parameters else ''}"
+            meant = did_you_mean(name, parameters) or f"; it takes {', '.join(parameters)}"
+            yield name, f"{first} takes no argument {name!r}{meant if parameters else ''}"
     required = [name for name, is_required in parameters.items() if is_required]
     if is_complete and (missing := [name for name in required if name not in kwargs]):
         yield None, f"{first} needs the argument {missing[0]!r}; write it under kwargs"

@@ -237,14 +237,14 @@ def explain_fault(root: Node, detail: ErrorDetails) -> Problem:
         text = f"the text {text}; remove the quotes"
     word = value[:100] if isinstance(value, str) else ""
     known = choices(schema)
-    hint = did_you_mean(word, known, similarity=0.8)
+    meant = did_you_mean(word, known, similarity=0.8)
     if (synonym := _SYNONYMS.get(word.lower())) in known:
-        hint = f"; did you mean {synonym!r}?"
+        meant = f"; did you mean {synonym!r}?"
     elif isinstance(value, str) and all(
         item.get("type") == "array" for item in alternatives(schema)
     ):
-        hint = "; write every entry on a line of its own, after '- '"
-    return root.problem(path, f"must be {allowed}, not {text}{hint}")
+        meant = "; write every entry on a line of its own, after '- '"
+    return root.problem(path, f"must be {allowed}, not {text}{meant}")
 
 
 def _explain_unknown_key(root: Node, path: KeyPath) -> str:
@@ -266,11 +266,11 @@ def _explain_unknown_key(root: Node, path: KeyPath) -> str:
     places = [each for each in named if _may_be(each, node.data)] or places or named
     in_python = node.place.file == IN_PYTHON
     is_option = not node.place.line and not in_python and isinstance(node.value, str)
-    hint = did_you_mean(key, names, similarity=0.8 if is_factory else 0.6)
-    if not places and hint and not is_option:
-        return f"unknown key{hint}"
-    if not places and hint:
-        places = [(*path[:-1], name) for name in names if repr(name) in hint]
+    meant = did_you_mean(key, names, similarity=0.8 if is_factory else 0.6)
+    if not places and meant and not is_option:
+        return f"unknown key{meant}"
+    if not places and meant:
+        places = [(*path[:-1], name) for name in names if repr(name) in meant]
     if not places and is_factory:
         places = [(*path[:-1], "kwargs", key)]
     if not places:

@@ -111,5 +111,5 @@ def _kind(value: Any) -> str:
     return f"an object of type {escape(name)}"
 
 
-def _fault(path: KeyPath, message: str, cure: str | None = None) -> SpecError:
-    return SpecError([Problem(path_text(path) or IN_PYTHON, 0, 0, message)], cure=cure)
+def _fault(path: KeyPath, message: str, hint: str | None = None) -> SpecError:
+    return SpecError([Problem(path_text(path) or IN_PYTHON, 0, 0, message)], hint=hint)

@@ -84,9 +84,9 @@ def _judge_living(nodes: Sequence[NodeReport], limit: float, *, complete: bool) 
     if not living or is_suspended(nodes):
         return None
 
-    def blame(node: NodeReport, rank: RankReport, message: str, cure: str = RESUME) -> Lost:
+    def blame(node: NodeReport, rank: RankReport, message: str, hint: str = RESUME) -> Lost:
         words = describe_waits([rank for _, rank in living], rank.rank)
-        return node, rank._replace(message=f"{message}; {words}" if words else message, cure=cure)
+        return node, rank._replace(message=f"{message}; {words}" if words else message, hint=hint)
 
     still_s = min(rank.still_s for _, rank in living)
     for node, rank in living:
@@ -103,12 +103,12 @@ def _judge_living(nodes: Sequence[NodeReport], limit: float, *, complete: bool) 
     busy = [(node, rank) for node, rank in living if not rank.activity.waiting]
     if busy and step > 1 and still_s >= PATIENCE * limit:
         message = f"has been in {busy[0][1].activity.action} for {still_s:.0f} s"
-        cure = "look at what it does (`py-spy dump`); launch.hang_after allows more time"
-        return blame(*busy[0], f"{message}, and no rank has moved on", cure)
+        hint = "look at what it does (`py-spy dump`); launch.hang_after allows more time"
+        return blame(*busy[0], f"{message}, and no rank has moved on", hint)
     if not busy and len(living) > 1 and still_s >= _CIRCLE * limit:
         message = f"all ranks have waited for each other for {still_s:.0f} s"
-        cure = "a message was lost: look at the network; launch.hang_after allows more time"
-        return blame(*living[0], message, cure)
+        hint = "a message was lost: look at the network; launch.hang_after allows more time"
+        return blame(*living[0], message, hint)
     return None
 
 

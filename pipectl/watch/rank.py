@@ -103,20 +103,20 @@ class _Rank:
             memory_kill: whether the kernel has just killed a process for lack of memory.
         """
         # It was last seen alive before the signal, or just after it.
-        was_asked, cure, stack = self.lived_at - self.asked_at <= _END_SIGNAL_S, RESUME, ""
+        was_asked, hint, stack = self.lived_at - self.asked_at <= _END_SIGNAL_S, RESUME, ""
         words = printable(self.heard.decode(errors="replace")).replace("\ufffd", "").strip()
         if lost_process:
             message = f"{lost_process} that started it is gone"
-            cure = f"it was killed, or its node is gone; {RESUME}"
+            hint = f"it was killed, or its node is gone; {RESUME}"
         elif words:
             message, stack = f"its process crashed: {words.splitlines()[0]}", words[:_MAX_WORDS]
             was_asked = False
         elif memory_kill:
-            message, cure = "killed by the kernel, for lack of memory on its node", LESS_MEMORY
+            message, hint = "killed by the kernel, for lack of memory on its node", LESS_MEMORY
             was_asked = False
         elif self.cpu_s >= (1 - _CPU_MARGIN) * self.cpu_limit_s - _CPU_MARGIN_S:
             message = f"killed by the kernel, after {self.cpu_limit_s:.0f} s of processor time"
-            cure = f"raise its limit: `ulimit -t`, or the batch system's; {RESUME}"
+            hint = f"raise its limit: `ulimit -t`, or the batch system's; {RESUME}"
             was_asked = False
         elif was_asked:
             message = "its process alone received SIGTERM or SIGINT"
@@ -125,7 +125,7 @@ class _Rank:
             if not _lives(self.launcher):
                 message += "; the launcher is gone, too"
         dead = RankReport(self.rank, State.DIED, ended_at=ended_at, was_asked=was_asked)
-        return dead._replace(message=message, cure=cure, stack=stack)
+        return dead._replace(message=message, hint=hint, stack=stack)
 
 
 class LocalRanks:

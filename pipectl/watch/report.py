@@ -33,7 +33,7 @@ class RankReport(NamedTuple):
         ended_at: seconds since the epoch in state ``DIED``, otherwise 0; orders the ends of the
             ranks of a node.
         was_asked: whether the signal that cancels a job ended it.
-        message: why it ended or is lost; ``cure`` says what to do.
+        message: why it ended or is lost; ``hint`` says what to do.
         stack: its Python stack, if it crashed.
     """
 
@@ -44,7 +44,7 @@ class RankReport(NamedTuple):
     ended_at: float = 0.0
     was_asked: bool = False
     message: str = ""
-    cure: str = RESUME
+    hint: str = RESUME
     stack: str = ""
 
     @property

@@ -223,7 +223,7 @@ class Watcher:
         doing = rank.activity
         stage, ended_at = None if doing.stage < 0 else doing.stage, rank.ended_at or time.time()
         error = ErrorReport(
-            rank.message, rank.rank, stage, doing.step, doing.action, node.node, None, rank.cure,
+            rank.message, rank.rank, stage, doing.step, doing.action, node.node, None, rank.hint,
             rank.stack, ended_at,
         )  # fmt: skip
         error.save(Path(self._settings.errors) / f"rank-{rank.rank:04d}.json")

@@ -33,7 +33,7 @@ def described(job_id, job):
     for word, time in (("from", job.start), ("to", job.end), ("until", job.deadline)):
         if time is not None:
             words.append(f"{word} {datetime.fromtimestamp(time) if '.' in job_id else int(time)}")
-    said = [f"({job.reason})" * bool(job.reason), f"[{job.cure}]" * bool(job.cure)]
+    said = [f"({job.reason})" * bool(job.reason), f"[{job.hint}]" * bool(job.hint)]
     return " ".join(word for word in [*words, *said] if word).replace("\n", " ")
 
 
@@ -104,7 +104,7 @@ class Scene:
         try:
             yield from self.answer(question)
         except PipectlError as error:
-            yield from f"{type(error).__name__}: {error.message} ({error.cure})".splitlines()
+            yield from f"{type(error).__name__}: {error.message} ({error.hint})".splitlines()
         for command, count in before.items():
             for arguments in self.fake.calls(command)[count:]:
                 time_format = self.fake.environment(command).get("SLURM_TIME_FORMAT")
@@ -152,17 +152,17 @@ def test_no_variable_overrules_a_submission_and_a_missing_command_is_named(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SchedulerError, match=submit) as caught:
         scene.answer("submit tag")
-    assert "launch.scheduler: local" in caught.value.cure
+    assert "launch.scheduler: local" in caught.value.hint
 
 
 def test_undecodable_output_is_shown_as_it_can_be():
-    assert process.run(["/bin/bash", "-c", "printf 'a\\377b'"], cure="-").stdout == "a\ufffdb"
+    assert process.run(["/bin/bash", "-c", "printf 'a\\377b'"], hint="-").stdout == "a\ufffdb"
 
 
 def test_the_words_of_a_command_that_waits_too_long_are_kept():
     command = ["/bin/bash", "-c", "echo 41; echo busy, sleeping and retrying >&2; sleep 9"]
     with pytest.raises(process.NoAnswerError, match=r"said:\nbusy, sleeping and retrying"):
-        process.run(command, cure="-", timeout_s=0.3)
+        process.run(command, hint="-", timeout_s=0.3)
 
 
 def meaning(said):

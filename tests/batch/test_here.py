@@ -104,7 +104,7 @@ def test_srun_is_asked_for_no_more_cores_than_the_nodes_have_that_it_takes(
     words = "no 2 ranks of 4 cores on a node of which this allocation .7. has 4 cores"
     with pytest.raises(InvalidInputError, match=words) as caught:
         here.render(request)
-    assert "--ntasks-per-node=2 --cpus-per-task=4`" in caught.value.cure
+    assert "--ntasks-per-node=2 --cpus-per-task=4`" in caught.value.hint
     here.render(change(request, args=("--overcommit",)))
     here.render(change(request, launcher="mpiexec", mpiexec="mpiexec"))
 

@@ -76,7 +76,7 @@ def test_command_lines_of_every_launcher(make_request, snapshot):
             job = change(request, launcher=launcher, mpi=mpi, bind=bind)
             return " ".join(launch_command(job, scheduler))
         except PipectlError as error:
-            return f"error: {error.message} ({error.cure})"
+            return f"error: {error.message} ({error.hint})"
 
     check_table(snapshot, Path(__file__).with_name("command_lines.txt"), command_line)
 
@@ -133,7 +133,7 @@ def test_mpiexec_is_found_beside_the_interpreter_else_on_the_path_of_the_job_and
     on_path.unlink()
     with pytest.raises(SchedulerError, match="mpiexec") as caught:
         found()
-    assert "pip install mpich" in (caught.value.cure or "")
+    assert "pip install mpich" in (caught.value.hint or "")
     beside.parent.mkdir()
     beside.touch()
     assert found() == str(beside)

@@ -54,7 +54,7 @@ def test_what_each_field_changes_in_a_script_or_why_it_is_refused(snapshot):
         try:
             before, after = render(plain).splitlines(), render(change(plain, **own)).splitlines()
         except PipectlError as error:
-            lines.append(f"  error: {error.message} ({error.cure})")
+            lines.append(f"  error: {error.message} ({error.hint})")
             continue
         found = unified_diff(before, after, n=0, lineterm="")
         lines += [f"  {text}" for text in [*found][2:] if text[:2] != "@@"]
@@ -70,13 +70,13 @@ OPTIONS = [
 
 def test_options_of_a_job_are_taken_or_refused_with_what_to_do():
     for scheduler, case in OPTIONS:
-        line, _, cure = (part.strip() for part in case.partition("->"))
+        line, _, hint = (part.strip() for part in case.partition("->"))
         name, _, text = line.partition(": ")
         value = {"true": True, "false": False}.get(text, text)
         if " & " in text:
             value = tuple(text.split(" & "))
         fault = fault_of_option(SYNTAXES[scheduler], name, value)
-        assert cure in fault if cure else fault == "", case
+        assert hint in fault if hint else fault == "", case
 
 
 TEXT = {

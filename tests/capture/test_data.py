@@ -128,7 +128,7 @@ def test_an_error_in_a_loading_process_is_the_users(
     with pytest.raises(error) as raised:
         taken(loader, 1, 2)
     assert re.fullmatch(message, raised.value.message), raised.value.message
-    assert raised.value.cure
+    assert raised.value.hint
     assert not is_ours(raised.value)
     if how == "raises":
         with pytest.raises(CaptureError, match=f"^data: sample 3: {PLACE}"):
@@ -210,7 +210,7 @@ class Endless(Dataset):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "message", "cure"),
+    ("dataset", "message", "hint"),
     [
         *((empty, "the dataset is empty", "arguments") for empty in (Mapped(0), Stream(0), [])),
         (Endless(), "has __getitem__ but no __len__", "add __len__"),
@@ -222,10 +222,10 @@ class Endless(Dataset):
     ],
     ids=["map", "iterable", "list", "endless", "ragged"],
 )
-def test_data_that_make_no_batch(dataset: Any, message: str, cure: str) -> None:
+def test_data_that_make_no_batch(dataset: Any, message: str, hint: str) -> None:
     with pytest.raises(CaptureError, match=f"^data: {message}") as raised:
         Loader(dataset, seed=1).example(3)
-    assert cure in str(raised.value.cure)
+    assert hint in str(raised.value.hint)
 
 
 def test_data_that_keep_what_they_read_have_the_samples_that_they_began_with() -> None:
@@ -381,7 +381,7 @@ def test_data_that_fit_no_bucket_are_refused(dataset: Any, options: Any, message
     with pytest.raises(CaptureError) as raised:
         loader_of(dataset, **options).example(2, length=8)
     assert raised.value.message == message
-    assert raised.value.cure
+    assert raised.value.hint
 
 
 class Padless(nn.Module):

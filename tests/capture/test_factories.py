@@ -42,7 +42,7 @@ def found(factory: str, base: Path) -> Any:
 def message(factory: str, base: Path) -> str:
     with pytest.raises(CaptureError) as raised:
         found(factory, base)
-    assert raised.value.cure
+    assert raised.value.hint
     return raised.value.message
 
 
@@ -120,7 +120,7 @@ def test_a_raising_factory_names_the_users_deepest_line(tmp_path: Path) -> None:
     assert raised.value.message.startswith(f"{name}: raised JSONDecodeError: ")
     assert raised.value.message.endswith(f"(at {path}:5)")
     start = "call ./deep.py:build in a Python shell with the kwargs"
-    assert str(raised.value.cure).startswith(start)
+    assert str(raised.value.hint).startswith(start)
     with pytest.raises(CaptureError) as raised:
         call(build, name, txet="{")
     assert raised.value.message == (
@@ -252,7 +252,7 @@ def test_ranks_find_it_by_the_job_of_their_run_directory_until_it_changes(
 def test_a_file_with_relative_imports_is_to_be_named_as_a_module(job: Path) -> None:
     with pytest.raises(Exception, match="attempted relative import") as caught:
         CapturedJob(load(job, ["model.factory=./ownnet/net.py:Model"]))
-    assert "package.module:name" in str(getattr(caught.value, "cure", ""))
+    assert "package.module:name" in str(getattr(caught.value, "hint", ""))
 
 
 def test_check_says_which_module_cannot_be_found(job: Path) -> None:
@@ -396,7 +396,7 @@ KEYWORD = {"loss": "torch.nn:NLLLoss", "data": "Mappings"}
 
 
 @pytest.mark.parametrize(
-    ("names", "message", "cure"),
+    ("names", "message", "hint"),
     [
         ({"loss": "vector_loss"}, SCALAR + r"tensor of shape \[batch\]", ""),
         ({"loss": "count_loss"}, SCALAR + "scalar of torch.int64", ""),
@@ -430,31 +430,31 @@ KEYWORD = {"loss": "torch.nn:NLLLoss", "data": "Mappings"}
     ],
 )
 def test_parts_of_a_job_that_cannot_be_trained_are_refused_in_silence(
-    spec_maker, write_modules, capfd, names: dict[str, Any], message: str, cure: str
+    spec_maker, write_modules, capfd, names: dict[str, Any], message: str, hint: str
 ) -> None:
     make_spec = spec_maker(write_modules({}, PARTS))
     given = {"model": "plain", "data": f"{MODELS}:Vectors", **names}
     with pytest.raises(CaptureError, match=message) as raised:
         CapturedJob(make_spec(**given)).training_graph(4)
-    assert raised.value.cure
-    assert cure in str(raised.value.cure)
+    assert raised.value.hint
+    assert hint in str(raised.value.hint)
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
-    ("data", "message", "cure"),
+    ("data", "message", "hint"),
     [
         ("doubles", "model.factory: .* must have the same dtype", "x.float()"),
         ("one_based", "loss.factory: .*Target 3 is out of bounds", "count from 0"),
     ],
 )
 def test_what_only_a_run_shows_comes_with_what_to_do(
-    spec_maker, write_modules, data: str, message: str, cure: str
+    spec_maker, write_modules, data: str, message: str, hint: str
 ) -> None:
     job = CapturedJob(spec_maker(write_modules({}, PARTS))("plain", data=data))
     refusal = job.misfit(4)
     assert re.match(message, refusal.message)
-    assert cure in refusal.cure
+    assert hint in refusal.hint
 
 
 # What a model is built with: hooks, and parameters in the memory of others
@@ -508,8 +508,8 @@ def test_hooks_and_memory_of_trained_parameters_that_others_share_are_refused(
         assert raised.value.message == HOOKED
         return
     assert raised.value.message.startswith(f"model: a.weight and {said} share memory")
-    assert ".clone()" in raised.value.cure
-    assert ("self.b.weight = self.a.weight" in raised.value.cure) == (kind != "buffer")
+    assert ".clone()" in raised.value.hint
+    assert ("self.b.weight = self.a.weight" in raised.value.hint) == (kind != "buffer")
 
 
 def parameters(*tensors: Tensor) -> dict[str, Tensor]:

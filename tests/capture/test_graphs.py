@@ -157,14 +157,14 @@ def test_a_size_that_is_fixed_in_one_input_is_fixed_in_all(make_job, run_whole) 
     assert (graph.fixed, graph.batch_size) == (True, 4)
     assert torch.equal(run_whole(job), job.step(*job.loader.example(4)))
     multiple = "let evaluation.data have a number of samples that is a multiple of 4"
-    for graph_of, cure in (
+    for graph_of, hint in (
         (job.training_graph, "divide the batch"),
         (job.evaluation_graph, multiple),
     ):
         assert graph_of(4).fixed
         with pytest.raises(CaptureError, match=r"its graph for 3 samples differs") as caught:
             graph_of(3)
-        assert cure in str(caught.value.cure)
+        assert hint in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -488,4 +488,4 @@ def test_parameters_belong_to_the_first_group_that_matches_a_name(
     with pytest.raises(CaptureError, match=r"optimizer\.groups\[1\]\.match") as caught:
         assign_groups(names, patterns)
     assert groups in caught.value.message
-    assert "embed.weight" in str(caught.value.cure)
+    assert "embed.weight" in str(caught.value.hint)

@@ -137,5 +137,5 @@ def data():
         return
     with pytest.raises(RefusedError, match=fault) as refused:
         job.check_epoch(size, 2)
-    assert refused.value.cure is not None
-    assert "data.drop_last: true" in refused.value.cure
+    assert refused.value.hint is not None
+    assert "data.drop_last: true" in refused.value.hint

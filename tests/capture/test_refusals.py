@@ -1,4 +1,4 @@
-"""What no graph can hold: kept as one operator, or refused with its line and a cure."""
+"""What no graph can hold: kept as one operator, or refused with its line and a hint."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def opaque_of(graph: CapturedGraph) -> Opaque:
 
 
 @pytest.mark.parametrize(
-    ("kind", "module", "says", "cure"),
+    ("kind", "module", "says", "hint"),
     [
-        pytest.param(kind, module, row["says"], row.get("cure", "submodule of its own"), id=kind)
+        pytest.param(kind, module, row["says"], row.get("hint", "submodule of its own"), id=kind)
         for row in MODULES["refused"] + MODULES["breaking"]
         for kind, module in row["modules"].items()
     ],
 )
 def test_what_a_model_may_not_do_is_refused_at_its_line(
-    make_job, write_modules, place_of, kind: str, module: Any, says: str, cure: str
+    make_job, write_modules, place_of, kind: str, module: Any, says: str, hint: str
 ) -> None:
     path = write_modules({kind: module})
     job = make_job(f"{path}:Whole{kind}")
@@ -53,7 +53,7 @@ def test_what_a_model_may_not_do_is_refused_at_its_line(
     code = module if isinstance(module, str) else module[1]
     assert place_of(path, code) in caught.value.message
     assert says in caught.value.message
-    assert cure in str(caught.value.cure)
+    assert hint in str(caught.value.hint)
     assert "\n" not in caught.value.message
     assert (vars(torch.autograd.Function)["apply"], Tensor.register_hook) == UNPATCHED
 
@@ -106,8 +106,8 @@ def test_several_inputs_have_names(make_job, write_modules) -> None:
     assert make_job(f"{path}:Sum", data=f"{path}:named").training_graph(4).operators
     with pytest.raises(CaptureError, match="missing 1 required positional argument: 'b'") as caught:
         make_job(f"{path}:Sum", data=f"{path}:pairs").training_graph(4)
-    assert str(caught.value.cure).startswith("a tuple or list is one argument of forward()")
-    assert '({"a": ..., "b": ...}, targets)' in str(caught.value.cure)
+    assert str(caught.value.hint).startswith("a tuple or list is one argument of forward()")
+    assert '({"a": ..., "b": ...}, targets)' in str(caught.value.hint)
 
 
 EXTRA = """

@@ -152,14 +152,14 @@ class Forgotten(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("factory", "message", "cure"),
+    ("factory", "message", "hint"),
     [
         ("Needy", r"factories.py:7.*materialize: per_rank", "materialize: eager"),
         ("Forgotten", "weight is created in the factory but never init", "model.weights"),
     ],
 )
 def test_a_factory_that_needs_values_or_gives_none_names_the_way_out(
-    make_job, tmp_path: Path, factory: str, message: str, cure: str
+    make_job, tmp_path: Path, factory: str, message: str, hint: str
 ) -> None:
     path = tmp_path / "factories.py"
     path.write_text(FACTORIES)
@@ -170,7 +170,7 @@ def test_a_factory_that_needs_values_or_gives_none_names_the_way_out(
 
     with pytest.raises(CaptureError, match=message) as found:
         values()
-    assert cure in str(found.value.cure)
+    assert hint in str(found.value.hint)
 
 
 # Weights to start from

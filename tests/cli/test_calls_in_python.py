@@ -313,7 +313,7 @@ def test_a_run_that_fails_raises_what_status_says(tiny, mpiexec):
     seen = []
     with pytest.raises(pipectl.WorkerError, match=f"{run.name}: FAILED") as error:
         run.wait(progress=seen.append, timeout_s=60)
-    assert error.value.cure
+    assert error.value.hint
     assert seen[-1]["state"] == run.state == "FAILED"
     assert run.wait(check=False).status()["exit_code"] == 9
     assert "no such device" in run.logs()
@@ -390,7 +390,7 @@ def test_a_batch_system_measures_in_a_job(tiny, mpiexec, slurm, monkeypatch):
 
 def test_errors_of_the_process_that_measures_are_those_of_the_package(tiny, tmp_path, monkeypatch):
     local = pipectl.Job(tiny, scheduler="local")
-    said = {"type": "CaptureError", "message": "no such layer", "cure": "write it", "exit_code": 3}
+    said = {"type": "CaptureError", "message": "no such layer", "hint": "write it", "exit_code": 3}
     ask(monkeypatch, tmp_path, f"open('error.json', 'w').write({json.dumps(said)!r}); sys.exit(1)")
     with pytest.raises(pipectl.CaptureError, match="no such layer\n  write it"):
         local.profile()
@@ -461,5 +461,5 @@ def test_the_advice_of_an_error_names_arguments(tiny, slurm):
     run = pipectl.Job(tiny, scheduler="slurm").submit()
     with pytest.raises(pipectl.UsageError) as error:
         run.resume()
-    assert "pipectl " not in error.value.cure
-    assert "run." in error.value.cure
+    assert "pipectl " not in error.value.hint
+    assert "run." in error.value.hint

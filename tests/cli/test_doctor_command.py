@@ -15,7 +15,7 @@ from pipectl.cli import main
 from pipectl.cli.commands import doctor, status
 from pipectl.cli.commands.doctor import examine
 from pipectl.spec import load
-from pipectl.versions import cure_of_torch
+from pipectl.versions import hint_of_torch
 
 HERE = Path()
 
@@ -72,12 +72,12 @@ QSTATS = {
 }
 
 
-def test_what_is_found_and_what_cures_it(mpiexec, program, job, golden):
+def test_what_is_found_and_what_hints_it(mpiexec, program, job, golden):
     texts = []
 
     def show(what, part, launch=None):
         found = examine(launch, HERE, part)
-        lines = (f"{each.level} {each.what}: {each.text} ({each.cure})" for each in found)
+        lines = (f"{each.level} {each.what}: {each.text} ({each.hint})" for each in found)
         texts.append("\n".join([f"# {part}: {what}", *lines, ""]).replace(f"{Path.cwd()}/", ""))
 
     for part in ("MPI", "batch system"):
@@ -135,7 +135,7 @@ FAULTS = {
     "ImportError: x/libtorch_cuda.so: undefined symbol: ncclCommRegister": "loaded modules",
     "RuntimeError: what nobody knows": "shows the whole error",
 }
-"""What torch's import fails with, and a part of the cure."""
+"""What torch's import fails with, and a part of the hint."""
 SOME = "ImportError: libcudart.so.12: cannot open shared object file: No such file"
 BROKEN = {
     f"raise ImportError({SOME.partition(': ')[2]!r})": (SOME, FAULTS[SOME]),
@@ -145,8 +145,8 @@ BROKEN = {
 
 
 def test_what_helps_if_torch_cannot_be_imported(cli, monkeypatch):
-    for fault, cure in FAULTS.items():
-        assert cure in cure_of_torch(fault), fault
+    for fault, hint in FAULTS.items():
+        assert hint in hint_of_torch(fault), fault
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(status, "get_statuses", lambda *_: import_module("torch"))
     result = cli("status")
@@ -154,13 +154,13 @@ def test_what_helps_if_torch_cannot_be_imported(cli, monkeypatch):
 
 
 def test_a_torch_that_is_broken_or_untested(monkeypatch):
-    for code, (text, cure) in BROKEN.items():
+    for code, (text, hint) in BROKEN.items():
         monkeypatch.setattr(doctor, "_TORCH", code)
         (found,) = examine(None, HERE, "torch")
         assert found.level == "fail"
         assert found.text.startswith(f"cannot be imported by {sys.executable}: ")
         assert found.text.endswith(text)
-        assert cure in found.cure
+        assert hint in found.hint
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.99.0")
     monkeypatch.setattr(doctor, "_TORCH", """print('["2.99.0", null, 0, null]')""")
     first = next(examine(None, HERE, "torch"))

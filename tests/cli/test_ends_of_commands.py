@@ -104,13 +104,13 @@ BOTH = (signal.SIGTERM, signal.SIGHUP)
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (UsageError("a", cure="b\nc"), 2, "error: a\n  b\n  c\n"),
+        (UsageError("a", hint="b\nc"), 2, "error: a\n  b\n  c\n"),
         (SchedulerError("[red]x[/red]\x1b[2J\u202e"), 5, "error: [red]x[/red][2J\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (PermissionError(13, "Permission denied", "/x"), 1, "error: /x: Permission denied\n"),
     ],
 )
-def test_an_error_is_a_message_and_its_cure_and_is_not_wrapped(
+def test_an_error_is_a_message_and_its_hint_and_is_not_wrapped(
     error, code, text, capsys, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "20")
@@ -118,13 +118,13 @@ def test_an_error_is_a_message_and_its_cure_and_is_not_wrapped(
     assert capsys.readouterr().err == text
 
 
-def test_on_a_terminal_an_error_is_wrapped_between_words_and_its_cure_is_whole(screen):
+def test_on_a_terminal_an_error_is_wrapped_between_words_and_its_hint_is_whole(screen):
     text = screen(24, "app.errors")
-    print_error(UsageError("one two three four five", cure="a cure that may be copied whole"))
+    print_error(UsageError("one two three four five", hint="a hint that may be copied whole"))
     assert text.getvalue().splitlines() == [
         "error: one two three",
         "       four five",
-        "  a cure that may be copied whole",
+        "  a hint that may be copied whole",
     ]
 
 

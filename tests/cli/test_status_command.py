@@ -35,7 +35,7 @@ def test_a_run_that_nobody_else_may_write_is_shown(cli, run_of, program, monkeyp
     program("qstat", "printf 'Job Id: 12.vm\n    job_state = R\n'")
 
     def refuse(self, path):
-        raise UsageError(f"{path}: cannot be written", cure="")
+        raise UsageError(f"{path}: cannot be written", hint="")
 
     monkeypatch.setattr(Record, "save", refuse)
     shown = cli("status", "last", "--json").json
@@ -219,10 +219,10 @@ def test_the_loss_of_the_last_step_is_none_of_an_evaluation(run_of):
     }
 
 
-def test_whoever_waits_is_told_each_reason_once_and_its_cure(run_of, monkeypatch, capfd):
+def test_whoever_waits_is_told_each_reason_once_and_its_hint(run_of, monkeypatch, capfd):
     run = RunDirectory(run_of("20250103-120000-tiny").absolute())
-    cures = [("Priority", ""), ("Resources", ""), ("Priority", ""), ("QOSMinGRES", "ask for more")]
-    jobs = [JobStatus(JobState.QUEUED, reason, cure=cure) for reason, cure in cures for _ in "ab"]
+    hints = [("Priority", ""), ("Resources", ""), ("Priority", ""), ("QOSMinGRES", "ask for more")]
+    jobs = [JobStatus(JobState.QUEUED, reason, hint=hint) for reason, hint in hints for _ in "ab"]
     looks = [
         RunStatus(run, None, job, "", Measured(), None, (), [])
         for job in [*jobs, JobStatus(JobState.COMPLETED)]

@@ -149,7 +149,7 @@ def documents() -> dict[str, Any]:
         "record.json": RECORD.with_state(1.7e9, "submitted", job_id="7").to_json(),
         "heartbeat.json": Heartbeat("training", 1, 2, 1, tuple(ranks), time=1.7e9).to_json(),
         "errors/rank-0000.json": {"version": 1, "rank": 0, "stage": 0, "step": 1, "action": "x",
-                                  "host": "n", "type": "E", "message": "m", "cure": None,
+                                  "host": "n", "type": "E", "message": "m", "hint": None,
                                   "traceback": "t", "time": 1.0, "exit_code": 1},
         "metrics.jsonl": [LINE, {**OTHER, "evaluation": {"loss": 1.0}},
                           {**OTHER, "not_finite": {"gradient_of": "a", "stage": 1}}],

@@ -290,11 +290,11 @@ def test_a_failure_is_reported_in_the_run_and_on_standard_error(run, measured, c
     run.job.write_text(run.job.read_text().replace(": 1GiB\n", ": 1MiB\n"))
     assert in_job.main([str(run.path)]) == 4
     assert (run.profile.exists(), run.plan.exists()) == (True, False)
-    error, cure = capsys.readouterr().err.splitlines()
+    error, hint = capsys.readouterr().err.splitlines()
     assert error.startswith("error: no feasible plan: ")
     report = json.loads((run.errors / "prepare.json").read_text())
-    said = [report[key] for key in ("type", "message", "cure", "exit_code")]
-    assert said == ["InfeasibleError", error[7:], cure.strip(), 4]
+    said = [report[key] for key in ("type", "message", "hint", "exit_code")]
+    assert said == ["InfeasibleError", error[7:], hint.strip(), 4]
 
 
 @pytest.mark.parametrize(

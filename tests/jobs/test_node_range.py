@@ -102,7 +102,7 @@ def test_what_does_not_fit_on_the_fewest_nodes_is_refused(prepared, monkeypatch,
 
     def plan(own, profile, cluster, progress, kept, **more):
         if own.resources.nodes == 2 and (fitting is None or kept == 4):
-            raise InfeasibleError("too little memory", cure="take more")
+            raise InfeasibleError("too little memory", hint="take more")
         kept = kept or (fitting if own.resources.nodes == 2 else 4)
         return make(own, profile, cluster, progress, kept, **more)
 
@@ -113,7 +113,7 @@ def test_what_does_not_fit_on_the_fewest_nodes_is_refused(prepared, monkeypatch,
     with pytest.raises(InfeasibleError) as caught:
         prepared()
     assert caught.value.message == "resources.nodes: 2-4: on 2 nodes: too little memory"
-    assert caught.value.cure == "raise the lowest number of nodes, or: take more"
+    assert caught.value.hint == "raise the lowest number of nodes, or: take more"
 
 
 def test_of_a_long_range_both_ends_and_some_between_are_planned():

@@ -54,8 +54,8 @@ def test_a_model_with_few_cuts_is_planned_or_refused_by_the_number_of_its_cuts(s
             refused = error
         if refused is not None:
             assert f"{blocks - 1} possible cuts: at most {blocks} stages" in refused.message
-            assert "pipeline.schedule to auto" in str(refused.cure)
-            plan = planned(profile, cluster)  # as the cure says
+            assert "pipeline.schedule to auto" in str(refused.hint)
+            plan = planned(profile, cluster)  # as the hint says
         assert len(plan.stages) <= blocks
         assert all(stage.nodes for stage in plan.stages)
 
@@ -75,7 +75,7 @@ def refusal(profile, cluster=None, **asked):
 TWO_OF_EIGHT = {"micro_batches": 8, "stages": 2}
 
 
-def test_infeasible_error_names_rank_stage_figures_and_cures() -> None:
+def test_infeasible_error_names_rank_stage_figures_and_hints() -> None:
     error = refusal(chain(8), **TWO_OF_EIGHT, schedule="gpipe", memory_limit_bytes=30_000)
     assert error.exit_code == 4
     assert error.message == (
@@ -84,14 +84,14 @@ def test_infeasible_error_names_rank_stage_figures_and_cures() -> None:
         "4.88 KiB for each micro-batch in flight (at most 8, of 8 samples)), "
         "17.2 KiB more than its limit of 29.3 KiB"
     )
-    assert error.cure == (
+    assert error.hint == (
         "pipeline.memory_limit 1MiB would be enough; 4 stages on 4 ranks: about 32.0 KiB "
         "(still too much); schedule 1f1b: about 16.6 KiB (fits)"
     )
 
 
 @pytest.mark.parametrize(
-    ("memory_bytes", "asked", "cure"),
+    ("memory_bytes", "asked", "hint"),
     [
         pytest.param(
             None,
@@ -119,9 +119,9 @@ def test_infeasible_error_names_rank_stage_figures_and_cures() -> None:
         ),
     ],
 )
-def test_the_cure_is_what_would_be_enough(memory_bytes, asked, cure) -> None:
+def test_the_hint_is_what_would_be_enough(memory_bytes, asked, hint) -> None:
     error = refusal(chain(8), cluster_of(2, memory_bytes=memory_bytes), **asked)
-    assert re.match(cure, error.cure)
+    assert re.match(hint, error.hint)
 
 
 def test_a_limit_below_the_peak_of_the_capture_advises_to_create_parameters_per_rank() -> None:
@@ -130,8 +130,8 @@ def test_a_limit_below_the_peak_of_the_capture_advises_to_create_parameters_per_
     assert plan.prediction.peak_memory_bytes == (40_000, 40_000)
     error = refusal(profile, memory_limit_bytes=30_000)
     assert "captures the whole model" in error.message
-    assert "pipeline.memory_limit 1MiB" in error.cure
-    assert "model.materialize: per_rank" in error.cure
+    assert "pipeline.memory_limit 1MiB" in error.hint
+    assert "model.materialize: per_rank" in error.hint
 
 
 def test_what_recomputes_is_said_to_keep_its_inputs() -> None:
@@ -146,6 +146,6 @@ def test_changes_of_stages_that_recompute_are_estimated_as_such() -> None:
     each = [{"saved": ((f"n{i}:own", 10**6), *more)} for i, more in enumerate(received)]
     profile = chain(each, output_bytes=10**5)
     asked = {**TWO_OF_EIGHT, "memory_limit_bytes": 5_000_000, "recompute": None}
-    cure = refusal(profile, **asked, schedule="gpipe").cure
-    assert re.search(r"schedule 1f1b: about [\d.]+ MiB \(fits\)", cure)
+    hint = refusal(profile, **asked, schedule="gpipe").hint
+    assert re.search(r"schedule 1f1b: about [\d.]+ MiB \(fits\)", hint)
     assert planned(profile, cluster_of(2), **asked, schedule="1f1b")

@@ -99,7 +99,7 @@ def test_every_operator_has_one_stage_and_nothing_flows_back_or_the_error_says_w
     if error is not None:
         assert limit is not None
         assert "more than its limit" in error.message
-        assert "pipeline.memory_limit" in error.cure
+        assert "pipeline.memory_limit" in error.hint
         return
     nodes = [node for stage in plan.stages for node in stage.nodes]
     assert sorted(nodes) == sorted(operator.id for operator in profile.operators)

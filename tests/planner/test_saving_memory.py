@@ -189,13 +189,13 @@ def test_borders_are_where_little_crosses_and_no_group_is_cut() -> None:
 def test_the_memory_that_an_error_asks_for_is_that_of_stages_in_blocks() -> None:
     saved = [((f"n{index}", 10**6), (f"s{index}", 10**7)) for index in range(32)]
     profile = chain([{"saved": held} for held in saved], output_bytes=10**6)
-    asked, cures = {"stages": 2, "recompute": None, "schedule": "1f1b"}, []
+    asked, hints = {"stages": 2, "recompute": None, "schedule": "1f1b"}, []
     for blocks in (False, None):
         with pytest.raises(InfeasibleError) as caught:
             plan_of(profile, machine(2), **asked, blocks=blocks, memory_limit_bytes=10**6)
-        cures.append(int(re.search(r"memory_limit (\d+)MiB", caught.value.cure)[1]))
-    assert cures[1] < cures[0]
-    plan_of(profile, machine(2), **asked, blocks=None, memory_limit_bytes=cures[1] * 2**20)
+        hints.append(int(re.search(r"memory_limit (\d+)MiB", caught.value.hint)[1]))
+    assert hints[1] < hints[0]
+    plan_of(profile, machine(2), **asked, blocks=None, memory_limit_bytes=hints[1] * 2**20)
 
 
 # Backwards elsewhere: saved values travel over fast links, over slow ones inputs alone

@@ -278,21 +278,21 @@ def test_an_operator_without_a_kernel_for_float16_is_named(profiled: Any) -> Non
     half = training(batch_size=2, precision="float16")
     with pytest.raises(CaptureError, match="model: lstm cannot run in float16 on cpu") as raised:
         profiled(f"{CORPUS}:Lstm", data=f"{CORPUS}:Sequences", **half)
-    assert "bf16" in str(raised.value.cure)
+    assert "bf16" in str(raised.value.hint)
 
 
 def test_an_operator_without_a_deterministic_kernel_is_named(profiled: Any) -> None:
     fault = "raised RuntimeError: max_unpooling2d_forward_out does not have a deterministic impl"
     with pytest.raises(CaptureError, match=fault) as raised:
         profiled("Unpooled", **training(batch_size=2, deterministic=True))
-    assert "training.deterministic: false" in str(raised.value.cure)
+    assert "training.deterministic: false" in str(raised.value.hint)
     zeros = torch.zeros(1, 1, 1)
     with (
         pytest.raises(CaptureError, match="model: unpool has no deterministic variant") as raised,
         missing_kernels("unpool", "float32", torch.device("cpu")),
     ):
         torch.nn.functional.max_unpool2d(zeros, zeros.long(), 1)
-    assert "training.deterministic: false" in str(raised.value.cure)
+    assert "training.deterministic: false" in str(raised.value.hint)
 
 
 # A model that no process holds is measured operator by operator, equal operators once

@@ -126,7 +126,7 @@ def test_a_job_is_tried(spec_of, monkeypatch, model, sections, message) -> None:
     if not message:
         return
     assert re.match(message, raised.value.message, re.DOTALL), raised.value.message
-    assert raised.value.cure
+    assert raised.value.hint
 
 
 class Schedule(torch.optim.lr_scheduler.LRScheduler):

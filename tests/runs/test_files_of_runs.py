@@ -283,7 +283,7 @@ def test_what_open_mpi_says_to_root_is_told_with_what_to_do(run):
     run.launch_error.write_text(f"n1\n1\n{rule}\n{said}\n\nRunning as x\nWe advise\n{rule}\n")
     (error,) = read_errors(run)
     assert error.message == f"no rank has begun: exit code 1\n{said}"
-    assert "OMPI_ALLOW_RUN_AS_ROOT" in (error.cure or "")
+    assert "OMPI_ALLOW_RUN_AS_ROOT" in (error.hint or "")
 
 
 @pytest.mark.parametrize(
@@ -294,13 +294,13 @@ def test_a_node_without_the_directory_of_a_run_is_named(run, daemon, who):
     run.launch_error.write_text(f"node3\n255\nsrun: x\n{line} /tmp instead\nassert failed\n")
     (error,) = read_errors(run)
     assert line in error.message
-    assert error.cure == f"check that {who} has that directory"
+    assert error.hint == f"check that {who} has that directory"
     run.launch_error.unlink()
     run.job_log.write_text(f"{line} /tmp instead\nAbort(3)\n")
     assert read_errors(run) == [], "of a run that is not over"
     run.exit_code.write_text("3\n")
     (other,) = read_errors(run)
-    assert (other.message, other.cure) == (f"{line} /tmp instead", error.cure)
+    assert (other.message, other.hint) == (f"{line} /tmp instead", error.hint)
     assert other.host == who.removeprefix("each of its nodes")
 
 

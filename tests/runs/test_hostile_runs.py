@@ -342,7 +342,7 @@ def test_fields_with_escapes_neither_reach_the_terminal_nor_look_like_lines(tmp_
     ]}  # fmt: skip
     run.heartbeat.write_text(json.dumps(beat))
     report = {"rank": 0, "type": forged, "message": forged, "host": forged, "action": forged}
-    run.error_of(0).write_text(json.dumps({**report, "cure": forged, "traceback": forged}))
+    run.error_of(0).write_text(json.dumps({**report, "hint": forged, "traceback": forged}))
     line = {"attempt": 1, "step": 1, "loss": 1.0, "evaluation": {forged: 1.0}}
     run.metrics.write_text(json.dumps(line) + "\n")
     run.job_log.write_text(ESCAPES)

@@ -271,7 +271,7 @@ def test_code_that_is_not_as_it_was_kept_or_may_be_of_others_is_refused(run, spo
     spoil(run)
     with pytest.raises(DataFileError, match=fault) as raised:
         read_snapshot(run)
-    assert raised.value.cure
+    assert raised.value.hint
 
 
 def test_code_in_the_directory_of_another_user_is_refused(run, monkeypatch):
@@ -310,7 +310,7 @@ def test_the_environment_names_commit_changed_files_and_packages(job, monkeypatc
     assert "\ntorch==" in text
 
     def absent(*_, **__):
-        raise SchedulerError("git: No such file or directory", cure="")
+        raise SchedulerError("git: No such file or directory", hint="")
 
     monkeypatch.setattr(process, "run", absent)
     assert find_repository(top) == (None, "git: No such file or directory")

@@ -66,7 +66,7 @@ def test_directories_that_cannot_be_made_whole_are_not_made(tmp_path, monkeypatc
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="file") as caught:
         create(tmp_path / "file")
-    assert "output.directory" in (caught.value.cure or "")
+    assert "output.directory" in (caught.value.hint or "")
     mkdir, base = Path.mkdir, tmp_path / "runs"
 
     def refuse(path, mode=511, **options):
@@ -108,7 +108,7 @@ def test_names_and_ids_of_jobs_call_one_run_or_are_refused(base, snapshot):
         try:
             return find_run(base / directory, name).name
         except UnknownRunError as error:
-            return f"{error.message} ({error.cure})".replace(str(base), "runs")
+            return f"{error.message} ({error.hint})".replace(str(base), "runs")
 
     check_table(snapshot, Path(__file__).with_name("names.txt"), called)
     record(base / RUNS[0], "20261121")  # also a part of another name
@@ -192,6 +192,6 @@ def test_a_sweep_is_found_by_name_path_and_job_also_where_a_run_is_asked_for(tmp
     assert find(Path("runs"), f"out/{STEM}-0") == runs[0]
     with pytest.raises(UnknownRunError, match="is a sweep of several runs") as caught:
         find_run(Path("runs"), called)
-    assert caught.value.cure == f"name one of them, such as out/{STEM}-0"
+    assert caught.value.hint == f"name one of them, such as out/{STEM}-0"
     (tmp_path / "out").rename("runs")
     assert name_in_shell(SweepDirectory(tmp_path / "runs/sweeps" / STEM)) == STEM

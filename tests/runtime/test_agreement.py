@@ -35,7 +35,7 @@ def test_what_differs_is_named_with_both_sides_before_training(make_run, launch)
         assert "Traceback" not in done.stderr
         reports = [report for run in runs for report in read_errors(run)]
         assert {report.type for report in reports} == {"MismatchError"}
-        assert all(words in report.message and report.cure for report in reports)
+        assert all(words in report.message and report.hint for report in reports)
         for run in runs:
             assert read_metrics(run) == []
             for file in run.errors.iterdir():

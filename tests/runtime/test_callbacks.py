@@ -147,7 +147,7 @@ def test_a_tracker_that_is_not_installed(
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(CaptureError, match="cannot be imported") as raised:
         Callbacks(job(name), run, print)
-    assert raised.value.cure == f"pip install {name}"
+    assert raised.value.hint == f"pip install {name}"
 
 
 def track(job, run: RunDirectory, name: str, **options: Any) -> None:
@@ -216,7 +216,7 @@ class Given:
 
 
 @pytest.mark.parametrize(
-    ("metric", "what", "cure"),
+    ("metric", "what", "hint"),
     [
         (lambda outputs, _: outputs[:3], "a tensor of shape [3]", ".mean()"),
         (Given(torch.eye(2)), "a tensor of shape [2, 2]", ".mean()"),
@@ -226,12 +226,12 @@ class Given:
         (Given({"f1": 1.0}), "a dict with 'f1'", "name each of these metrics by itself"),
     ],
 )
-def test_a_metric_that_gives_no_number_is_named(metric: Any, what: str, cure: str) -> None:
+def test_a_metric_that_gives_no_number_is_named(metric: Any, what: str, hint: str) -> None:
     with pytest.raises(CaptureError) as raised:
         evaluate(metric)
     expected = f"evaluation.metrics.rows: must give one number, but gave {what}"
     assert raised.value.message == expected
-    assert cure in (raised.value.cure or "")
+    assert hint in (raised.value.hint or "")
     assert evaluate(Given(np.float32(0.5)))["rows"] == 0.5
 
 

@@ -1,7 +1,7 @@
 """Every two settings of a job, and every setting with every schedule: trained, or refused.
 
 What goes together trains to the weights of one rank; what does not is refused by ``check``, and
-each of the cures that it names leads to a job that it accepts. Every run of the tests trains jobs
+each of the hints that it names leads to a job that it accepts. Every run of the tests trains jobs
 with as many settings each as go together; ``product`` trains jobs that together have all pairs of
 settings and all schedules with them, and every pair by itself.
 """
@@ -53,7 +53,7 @@ ON: dict[Feature, Any] = {
 }
 """Values that turn the features on."""
 OFF = {"true": True, "false": False, "1": 1}
-"""Values of cures that are no text."""
+"""Values of hints that are no text."""
 Settings = frozenset[Feature]
 Job = tuple[str, Settings]
 
@@ -232,10 +232,10 @@ def refused() -> list[Job]:
     return list(found)
 
 
-def test_what_does_not_go_together_is_refused_and_the_cures_work(
+def test_what_does_not_go_together_is_refused_and_the_hints_work(
     make_spec: Callable[..., JobSpec], tmp_path: Path
 ) -> None:
-    """With a cure for each fault, the job is accepted."""
+    """With a hint for each fault, the job is accepted."""
     mine = tmp_path / OWN
     mine.write_text(LISTED)
     for schedule, settings in refused():
@@ -245,19 +245,19 @@ def test_what_does_not_go_together_is_refused_and_the_cures_work(
         with pytest.raises(SpecError) as error:
             make_spec(ranks, **sections)
         for clash in faults:
-            said = f"{clash.feature.key}: {clash.fault(schedule)}; {clash.cure()}"
+            said = f"{clash.feature.key}: {clash.fault(schedule)}; {clash.hint()}"
             assert said in str(error.value.message), (schedule, settings)
         for choose in (lambda clash: [clash.feature], lambda clash: [clash.other]):
-            cured = {name: dict(section) for name, section in sections.items()}
+            hinted = {name: dict(section) for name, section in sections.items()}
             for part in (part for clash in faults for part in choose(clash)):
                 key, value = ("pipeline.schedule", "1f1b")
                 if isinstance(part, Feature):
                     key, value = part.key, OFF.get(part.off, part.off)
                 section, _, name = key.partition(".")
-                cured[section].pop(name, None)
+                hinted[section].pop(name, None)
                 if value != "":
-                    cured[section][name] = value
-            make_spec(ranks, **cured)
+                    hinted[section][name] = value
+            make_spec(ranks, **hinted)
 
 
 @pytest.mark.mpi

@@ -101,18 +101,18 @@ def test_one_rank_a_node_leaves_the_link_within_assumed(probe, tmp_path: Path) -
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("nodes", "message", "cure"),
+    ("nodes", "message", "hint"),
     [
         ("aba", "node a has the ranks [0, 2]", "block distribution"),
         ("a", "MPI started a single process", "launch.mpi"),
     ],
 )
-def test_scattered_ranks_and_single_processes_are_refused(probe, tmp_path, nodes, message, cure):
+def test_scattered_ranks_and_single_processes_are_refused(probe, tmp_path, nodes, message, hint):
     run, code = probe(nodes)
     assert code == 3
     error = json.loads(next(run.errors.glob("rank-*.json")).read_text())
     assert error["message"].startswith(message)
-    assert cure in error["cure"]
+    assert hint in error["hint"]
     assert error["exit_code"] == 3
     assert not (tmp_path / "cluster.json").exists()
 

@@ -204,7 +204,7 @@ def test_a_disk_that_is_too_small_or_fills_ends_all_ranks_and_is_named(
     first = read_errors(run)[0]
     where = f"no space for offload in {directory}"
     assert re.fullmatch(rf"rank \d: {where}:? {words}", first.message)
-    assert "TMPDIR" in first.cure
+    assert "TMPDIR" in first.hint
     assert read_metrics(run) == []
     if words == FULL:
         assert first.message.startswith(f"rank {first.rank}: ")

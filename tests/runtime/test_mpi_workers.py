@@ -158,7 +158,7 @@ def refusal(run: RunDirectory, after: int = 0) -> PipectlError:
     with pytest.raises(PipectlError) as raised:
         work_here(run, MPI.COMM_SELF, Board())
     assert raised.value.exit_code == 3
-    assert raised.value.cure
+    assert raised.value.hint
     assert [line.step for line in read_metrics(run)] == [*range(1, after + 1)]
     assert not list(run.checkpoints.glob("step-*"))
     return raised.value
@@ -197,14 +197,14 @@ def test_data_that_do_not_suit_the_job_are_refused(
     monkeypatch.setattr(Setup, "close", lambda setup: closed.append(setup))
     error = refusal(make_run(1, **sections), after)
     assert len(closed) == 1 or not after
-    assert re.match(message, f"{error.message} {error.cure}", re.DOTALL)
+    assert re.match(message, f"{error.message} {error.hint}", re.DOTALL)
 
 
 def test_a_plan_for_others_or_none_at_all_is_refused(make_run) -> None:
     alone = refusal(make_run(2))  # as srun without the right --mpi starts them
     assert "MPI started 1 process(es), but the plan has 2 ranks" in alone.message
-    assert "every process is alone" in alone.cure
-    assert "launch.mpi" in alone.cure
+    assert "every process is alone" in alone.hint
+    assert "launch.mpi" in alone.hint
     run = make_run(1)
     other = make_run(1, model={"factory": f"{PARTS}:Model", "kwargs": {"depth": 3}})
     for mine, others in ((run.plan, other.plan), (run.profile, other.profile)):
@@ -221,7 +221,7 @@ def test_a_plan_for_others_or_none_at_all_is_refused(make_run) -> None:
         error = refusal(run)
         assert isinstance(error, DataFileError)
         assert error.message.startswith(str(run.plan))
-        assert error.cure == "write a new one with: pipectl plan JOB.yaml"
+        assert error.hint == "write a new one with: pipectl plan JOB.yaml"
 
 
 def test_what_only_a_kept_submodule_reads_may_have_any_shape(make_spec) -> None:

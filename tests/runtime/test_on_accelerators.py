@@ -168,6 +168,6 @@ def test_a_rank_out_of_memory_leaves_a_snapshot_of_what_the_accelerator_holds(
     assert "out of memory" in error.message
     assert error.step == 5
     file = run.memory_of(0)
-    assert str(file) in error.cure
-    assert "pipeline.memory_limit" in error.cure
+    assert str(file) in error.hint
+    assert "pipeline.memory_limit" in error.hint
     assert pickle.loads(file.read_bytes())

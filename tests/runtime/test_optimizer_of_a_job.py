@@ -363,7 +363,7 @@ def test_what_is_wrong_with_an_optimizer_or_a_schedule_is_named(
     with pytest.raises((CaptureError, WorkerError)) as caught:
         first_step_of(job(name, **how))
     assert caught.value.exit_code == (1 if "raised KeyError" in words else 3)
-    assert re.search(words, f"{caught.value.message} {caught.value.cure}")
+    assert re.search(words, f"{caught.value.message} {caught.value.hint}")
 
 
 def test_an_update_that_lacks_memory_is_no_fault_of_the_optimizer(job: Maker) -> None:

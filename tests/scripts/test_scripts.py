@@ -127,7 +127,7 @@ def test_init_compares_steps_in_another_process(annealed, tmp_path):
     path.write_text(annealed.script)
     with pytest.raises(CaptureError, match=r"annealed.py:\d+: mul reads 0.01 in step 2") as caught:
         take_script(path, [], tmp_path)
-    assert "a loss of its own" in caught.value.cure
+    assert "a loss of its own" in caught.value.hint
 
 
 def test_profiles_compare_steps_unless_the_loss_is_the_jobs_own(annealed, tmp_path, monkeypatch):

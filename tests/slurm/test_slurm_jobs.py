@@ -196,7 +196,7 @@ def test_jobs_with_a_comment_of_the_user_or_without_what_sites_refuse_are_found(
             SLURM.cancel(job_id)
 
 
-def test_what_slurm_cannot_start_is_refused_with_a_cure_and_else_it_says_when(request_of):
+def test_what_slurm_cannot_start_is_refused_with_a_hint_and_else_it_says_when(request_of):
     request = request_of("true")
     forecast = SLURM.estimate(SLURM.render(request))
     assert forecast is not None
@@ -209,7 +209,7 @@ def test_what_slurm_cannot_start_is_refused_with_a_cure_and_else_it_says_when(re
             SLURM.check(change(request, **change_of))
     with pytest.raises(SchedulerError, match="nosuch") as caught:
         submit(request_of("true", slurm={"partition": "nosuch"}))
-    assert "slurm.partition" in (caught.value.cure or "")
+    assert "slurm.partition" in (caught.value.hint or "")
     assert SLURM.query(["999999"]) == {}
     SLURM.cancel("999999")
 

@@ -50,7 +50,7 @@ class Sgd:
 @pytest.fixture
 def problems(spec_file, tmp_path):
     """What is wrong with a text, names and arguments in user code and points of a sweep included;
-    of overrides that are none, with the cure."""
+    of overrides that are none, with the hint."""
     for name, code in CODE.items():
         Path(name).write_text(code)
 
@@ -61,7 +61,7 @@ def problems(spec_file, tmp_path):
         except SpecError as error:
             return str(error.message).replace(str(tmp_path), "/home/me").split("\n")
         except UsageError as error:
-            return [f"{error.message} ({error.cure})"]
+            return [f"{error.message} ({error.hint})"]
         return []
 
     return check
@@ -156,7 +156,7 @@ def test_what_is_no_spec(problems, content, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "message", "cure"),
+    ("name", "message", "hint"),
     [
         ("gone.yaml", "no such file", "write a starter spec with: pipectl init"),
         (".", "a directory, not a file", None),
@@ -164,12 +164,12 @@ def test_what_is_no_spec(problems, content, message):
         ("/dev/zero", "larger than 1 MiB, too large for a job spec", None),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path, monkeypatch, name, message, cure):
+def test_files_that_cannot_be_read(tmp_path, monkeypatch, name, message, hint):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError) as caught:
         load(Path(name), sites=())
     assert caught.value.message == f"{name}: {message}"
-    assert caught.value.cure == cure
+    assert caught.value.hint == hint
 
 
 def test_a_tracker_that_is_not_installed_is_a_fault_where_the_job_runs_with_this_python(
@@ -222,7 +222,7 @@ def test_a_module_that_user_code_imports_and_python_lacks_is_a_fault_before_anyt
     with pytest.raises(SpecError) as caught:
         load(path, check_names=True)
     fault = f"model.factory: blocks.py:3 imports lacking_part, which {sys.executable} does not have"
-    assert str(caught.value).count("lacking") == 2  # the fault and its cure, once for both keys
+    assert str(caught.value).count("lacking") == 2  # the fault and its hint, once for both keys
     assert fault in str(caught.value)
     assert "pip install lacking_part" in str(caught.value)
     load(path)

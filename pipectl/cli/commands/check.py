@@ -43,7 +43,7 @@ def command(
         return
     opt.refuse(context, "-o", "needs --schema")
     if job is None:
-        raise UsageError("nothing to check", cure="name a job: pipectl check JOB.yaml")
+        raise UsageError("nothing to check", hint="name a job: pipectl check JOB.yaml")
     if as_json and not show_origins:
         raise UsageError("--json: needs --origins")
     file = SpecFile.read(job, overrides or ())

@@ -35,11 +35,11 @@ from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation
 from pipectl.jobs.output import memory_of_this_machine
 from pipectl.jobs.profiles import request_of_two
-from pipectl.runs.readers import AS_ROOT, CURE_OF_ROOT
+from pipectl.runs.readers import AS_ROOT, HINT_OF_ROOT
 from pipectl.spec import JobSpec, load
 from pipectl.spec.launch import Launch
 from pipectl.units import format_bytes, format_time
-from pipectl.versions import cure_of_torch, tested, untested
+from pipectl.versions import hint_of_torch, tested, untested
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 _INDENT = 19
@@ -83,7 +83,7 @@ def command(
         opt.refuse(context, "--set", "needs a JOB.yaml")
     else:
         why = "cannot be used with a job, which has its own"
-        opt.refuse(context, "--directory", why, cure="--set output.directory=DIRECTORY")
+        opt.refuse(context, "--directory", why, hint="--set output.directory=DIRECTORY")
         spec = load(job, overrides or ())
         directory = Path(spec.output.directory)
     if submit:
@@ -97,7 +97,7 @@ def command(
         if as_json:
             continue
         lines = [(f"{finding.level:<5}{finding.what}", finding.text, "")]
-        lines += [("", finding.cure, "")] if finding.cure else []
+        lines += [("", finding.hint, "")] if finding.hint else []
         show(labels(lines, _INDENT, _STYLES[finding.level]))
     if as_json:
         say_json([finding._asdict() for finding in findings])
@@ -142,15 +142,15 @@ def examine(launch: Launch | None, directory: Path, only: str | None = None) -> 
         "files": (_check_file_system(directory), "set output.directory to where you may write"),
         "machine": (_check_machine(), ""),
     }
-    for name, (findings, cure_of_failure) in checks.items():
+    for name, (findings, hint_of_failure) in checks.items():
         if only not in {None, name}:
             continue
         try:
             yield from findings
         except (PipectlError, OSError, ValueError, LookupError) as error:
             text = error.message if isinstance(error, PipectlError) else str(error)
-            cure = (isinstance(error, PipectlError) and error.cure) or cure_of_failure
-            yield Finding(name, "fail", text, cure)
+            hint = (isinstance(error, PipectlError) and error.hint) or hint_of_failure
+            yield Finding(name, "fail", text, hint)
 
 
 def _check_python() -> Iterator[Finding]:
@@ -164,12 +164,12 @@ def _check_torch() -> Iterator[Finding]:
         number = max(0, -result.returncode)
         fault = result.error_line if not number else f"ended by {Signals(number).name}"
         text = f"cannot be imported by {sys.executable}: {fault}"
-        yield Finding("torch", "fail", text, cure_of_torch(fault, number))
+        yield Finding("torch", "fail", text, hint_of_torch(fault, number))
         return
     name, kind, count, built_for = json.loads(result.stdout.splitlines()[-1])
     warning = untested("torch")
-    cure = f"if something fails, install {tested('torch')}"
-    yield assess("torch", warning or name, cure if warning else "")
+    hint = f"if something fails, install {tested('torch')}"
+    yield assess("torch", warning or name, hint if warning else "")
     if not kind:
         yield assess("accelerators", "none: ranks compute on cores")
         return
@@ -201,17 +201,17 @@ def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
         raise SchedulerError(
             f"{command[0]} starts two ranks that do not see each other: it does not belong to the "
             f"MPI that mpi4py has loaded ({answer['library']})",
-            cure="load only one MPI, or set MPI4PY_LIBMPI to the library of this mpiexec",
+            hint="load only one MPI, or set MPI4PY_LIBMPI to the library of this mpiexec",
         )
     yield assess("MPI", f"{answer['library']}, started by {command[0]}")
     if mpi == AUTO:
-        cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
-        yield assess("launcher", "mpiexec is of an unknown kind, so it cannot bind ranks", cure)
+        hint = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
+        yield assess("launcher", "mpiexec is of an unknown kind, so it cannot bind ranks", hint)
     else:
         yield assess("launcher", f"mpiexec takes the options of {mpi} (launch.mpi)")
     threads = answer["threads"]
-    cure = "large messages move only while ranks send or wait; load an MPI with MPI_THREAD_MULTIPLE"
-    yield assess("threads", f"MPI_THREAD_{threads.upper()}", "" if threads == "multiple" else cure)
+    hint = "large messages move only while ranks send or wait; load an MPI with MPI_THREAD_MULTIPLE"
+    yield assess("threads", f"MPI_THREAD_{threads.upper()}", "" if threads == "multiple" else hint)
     rate = format_bytes(int(answer["bandwidth_bytes_per_s"]))
     yield assess("messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine")
 
@@ -225,7 +225,7 @@ def _check_batch_system(launch: Launch | None) -> Iterator[Finding]:
     try:
         yield from system.examine(launch)
     except SchedulerError as error:
-        yield Finding(system.title, "fail", error.message, f"{system.unreachable_cure}; {_HERE}")
+        yield Finding(system.title, "fail", error.message, f"{system.unreachable_hint}; {_HERE}")
 
 
 def _check_file_system(directory: Path) -> Iterator[Finding]:
@@ -241,14 +241,14 @@ def _check_file_system(directory: Path) -> Iterator[Finding]:
             free_bytes, has_locks = shutil.disk_usage(name).free, _can_lock(other)
     except OSError as error:
         raise SchedulerError(f"{place}: {error.strerror or error}") from error
-    cure = "" if free_bytes >= _MIN_FREE_BYTES else "checkpoints need room: free some space"
-    yield assess("files", f"{place}: {format_bytes(free_bytes)} free", cure)
+    hint = "" if free_bytes >= _MIN_FREE_BYTES else "checkpoints need room: free some space"
+    yield assess("files", f"{place}: {format_bytes(free_bytes)} free", hint)
     if not has_locks:
-        cure = "do not run two commands that change a run at the same time"
-        yield assess("locks", "the file system has no locks", cure)
+        hint = "do not run two commands that change a run at the same time"
+        yield assess("locks", "the file system has no locks", hint)
     text = f"{skew_s:.1f} s from that of the file system"
-    cure = "synchronise the clocks of all nodes (NTP); `status` may misjudge how old heartbeats are"
-    yield assess("clock", text, "" if skew_s < _MAX_SKEW_S else cure)
+    hint = "synchronise the clocks of all nodes (NTP); `status` may misjudge how old heartbeats are"
+    yield assess("clock", text, "" if skew_s < _MAX_SKEW_S else hint)
 
 
 def _can_lock(path: Path) -> bool:
@@ -269,22 +269,22 @@ def _check_machine() -> Iterator[Finding]:
     with suppress(OSError):
         shared = shutil.disk_usage("/dev/shm").total
         if shared < _MIN_SHARED_BYTES:
-            cure = "containers: start them with --shm-size=1g, or ranks of one node may crash"
-            yield assess("shared memory", f"/dev/shm has only {format_bytes(shared)}", cure)
+            hint = "containers: start them with --shm-size=1g, or ranks of one node may crash"
+            yield assess("shared memory", f"/dev/shm has only {format_bytes(shared)}", hint)
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
         yield assess("compiler", "no C++ compiler, which training.compile would need")
 
 
 def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> process.Completed:
-    return process.run(argv, cure="", env=env, timeout_s=_PATIENCE_S)
+    return process.run(argv, hint="", env=env, timeout_s=_PATIENCE_S)
 
 
 def _output(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     """The output of a command."""
     result = _run(argv, env)
     if result.returncode:
-        cure = CURE_OF_ROOT if AS_ROOT in result.message else None
-        raise SchedulerError(f"{Path(argv[0]).name}: {result.error_line}", cure=cure)
+        hint = HINT_OF_ROOT if AS_ROOT in result.message else None
+        raise SchedulerError(f"{Path(argv[0]).name}: {result.error_line}", hint=hint)
     return result.stdout or result.stderr
 
 
@@ -294,5 +294,5 @@ def _answer(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Any:
         return json.loads(_output(argv, env).splitlines()[-1])
     except (ValueError, IndexError):
         raise SchedulerError(
-            f"{Path(argv[0]).name} runs, but does not answer", cure=f"see what {argv[0]} prints"
+            f"{Path(argv[0]).name} runs, but does not answer", hint=f"see what {argv[0]} prints"
         ) from None

@@ -86,13 +86,13 @@ def command(
     force: bool = opt.flag("Replace files that exist.", "--force"),
 ) -> None:
     if recipe is not None:
-        for option, cure in _NOT_OF_RECIPES.items():
-            opt.refuse(context, option, "has no effect with --recipe", cure=cure)
+        for option, hint in _NOT_OF_RECIPES.items():
+            opt.refuse(context, option, "has no effect with --recipe", hint=hint)
         _copy_recipe(recipe, directory, force=force)
         return
     if script is not None:
-        cure = "override sections of the script's job in its job file"
-        opt.refuse(context, "--model --data --loss", "has no effect with --script", cure=cure)
+        hint = "override sections of the script's job in its job file"
+        opt.refuse(context, "--model --data --loss", "has no effect with --script", hint=hint)
     elif model is None:
         opt.refuse(context, "--data --loss", "needs --model")
     _check_arguments(directory, arguments or [], script)
@@ -105,8 +105,8 @@ def command(
     batch_system = scheduler or installed
     queue_key = scheduler_class(batch_system).queue_key
     if not queue_key:
-        why, cure = f"is not used with {batch_system}", "add --scheduler slurm or --scheduler pbs"
-        opt.refuse(context, "--partition", why, cure=cure)
+        why, hint = f"is not used with {batch_system}", "add --scheduler slurm or --scheduler pbs"
+        opt.refuse(context, "--partition", why, hint=hint)
     queues: Sequence[Queue] = ()
     reachable = True
     try:
@@ -144,14 +144,14 @@ def _check_arguments(directory: Path, arguments: Sequence[str], script: Path | N
     if script is not None and str(directory).startswith("-"):
         raise UsageError(
             f"{directory}: is no directory to write the job to",
-            cure=f"name it first: pipectl init DIRECTORY --script {script} -- {directory} ...",
+            hint=f"name it first: pipectl init DIRECTORY --script {script} -- {directory} ...",
         )
     if script is None and arguments:
         raise UsageError(
-            f"{arguments[0]}: unexpected argument", cure="arguments of a script need --script FILE"
+            f"{arguments[0]}: unexpected argument", hint="arguments of a script need --script FILE"
         )
     if script is not None and not script.is_file():
-        raise UsageError(f"--script: no such file: {script}", cure="name your training script")
+        raise UsageError(f"--script: no such file: {script}", hint="name your training script")
 
 
 def _say_next(job: Path, command: str) -> None:
@@ -191,7 +191,7 @@ def _check_new(targets: Iterable[Path], *, force: bool) -> None:
     if existing and not force:
         raise UsageError(
             f"{', '.join(existing)}: already exists",
-            cure="choose another directory: pipectl init DIRECTORY; or replace with --force",
+            hint="choose another directory: pipectl init DIRECTORY; or replace with --force",
         )
 
 
@@ -210,7 +210,7 @@ def _copy_recipe(name: str, directory: Path, *, force: bool) -> None:
     if name not in jobs:
         raise UsageError(
             f"no recipe {name!r}{did_you_mean(name, list(jobs))}",
-            cure=f"choose one of {', '.join(jobs)}",
+            hint=f"choose one of {', '.join(jobs)}",
         )
     text = jobs[name].read_text("utf-8")
     code = dict.fromkeys(re.findall(r"\./(models/\w+\.py):", text))
@@ -237,7 +237,7 @@ def _read_code(model: str, loss: str, data: str | None, directory: Path) -> dict
         if file is not None and not file.is_file():
             fault = f"no such file: {file}"
         if fault:
-            raise UsageError(f"--{key}: {fault}", cure=f"for example --{key} model.py:build")
+            raise UsageError(f"--{key}: {fault}", hint=f"for example --{key} model.py:build")
     source = parse(data, Path()).source
     try:
         tree = ast.parse(b"" if source is None else source.read_bytes())
@@ -273,7 +273,7 @@ def _choose_queue(queues: Sequence[Queue], name: str | None) -> Queue:
     if queues and name not in by_name:
         raise UsageError(
             f"no partition or queue {name!r}{did_you_mean(name, by_name)}",
-            cure=f"choose one of {', '.join(by_name)}",
+            hint=f"choose one of {', '.join(by_name)}",
         )
     return by_name.get(name, Queue(name))
 

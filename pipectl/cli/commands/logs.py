@@ -47,7 +47,7 @@ def command(
         opt.refuse(context, "--follow --rank --tail", "is not used with --script")
     runs = find_runs(directory, names or ["last"])
     if follow and len(runs) > 1:
-        raise UsageError("-f: follows one run", cure="name one, or leave -f out")
+        raise UsageError("-f: follows one run", hint="name one, or leave -f out")
     for number, run in enumerate(runs):
         if fault := fault_of_reading(run):
             raise UsageError(f"{run.name}: {fault}")
@@ -59,7 +59,7 @@ def command(
             except OSError as error:
                 raise UsageError(
                     f"{run.script}: cannot be read: {error.strerror}",
-                    cure="look at the run's job.log",
+                    hint="look at the run's job.log",
                 ) from None
             sys.stdout.write(printable(text))
         else:
@@ -100,7 +100,7 @@ def _print_logs(
         raise UnknownRunError(
             f"{run.name}: the log has stopped, and it is unknown whether the run is alive: "
             f"{unknown or 'no source knows its job'}",
-            cure=f"to follow it again: pipectl logs -f {name_in_shell(run)}",
+            hint=f"to follow it again: pipectl logs -f {name_in_shell(run)}",
         )
 
 

@@ -100,7 +100,7 @@ def read_node_counts(context: typer.Context, texts: list[str] | None) -> tuple[i
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UsageError(
-            f"--compare: {text!r} is not a list of numbers", cure="write for example 1,2,4"
+            f"--compare: {text!r} is not a list of numbers", hint="write for example 1,2,4"
         ) from None
     if not all(0 < number <= MAX_RANKS for number in counts):
         raise UsageError(f"--compare: {text!r}: each must be from 1 to {MAX_RANKS:,}")

@@ -50,8 +50,8 @@ def command(
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
     if links:
-        cure = "leave --again out: links are always measured again"
-        opt.refuse(context, "--again", "is not used with --links", cure=cure)
+        hint = "leave --again out: links are always measured again"
+        opt.refuse(context, "--again", "is not used with --links", hint=hint)
     began, spec = time.time(), load(job, overrides or (), check_names=not links)
     if not links:
         restart_for_job(spec, job)

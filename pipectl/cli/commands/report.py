@@ -63,8 +63,8 @@ def command(
 ) -> None:
     run = find_run(directory, name)
     if other is not None:
-        cure = "leave one of the runs out"
-        opt.refuse(context, "--step --svg --perfetto", "shows one run", cure=cure)
+        hint = "leave one of the runs out"
+        opt.refuse(context, "--step --svg --perfetto", "shows one run", hint=hint)
         _compare_runs(run, find_run(directory, other), output_file, as_json=as_json)
         return
     for path in filter(None, (output_file, svg, perfetto)):

@@ -36,11 +36,11 @@ def command(
     if watching and as_json:
         raise UsageError("--watch and --json: choose one")
     if ranks and len(names or ()) != 1:
-        raise UsageError("--ranks: needs one run", cure="name it, or write `last`")
+        raise UsageError("--ranks: needs one run", hint="name it, or write `last`")
     one = find(directory, names[0]) if names and len(names) == 1 else None
     if ranks and isinstance(one, SweepDirectory):
         raise UsageError(
-            "--ranks: needs one run", cure=f"name one, such as {name_in_shell(one.run(0))}"
+            "--ranks: needs one run", hint=f"name one, such as {name_in_shell(one.run(0))}"
         )
     runs = find_runs(directory, names or ())
     if watching:
@@ -74,7 +74,7 @@ def _watch(one: Subject, named: Sequence[RunDirectory], directory: Path, limit: 
     if not console.is_terminal:
         raise UsageError(
             "--watch: needs a terminal",
-            cure="leave it out, or use `pipectl submit --wait`",
+            hint="leave it out, or use `pipectl submit --wait`",
         )
     poller, all_over, has_shown = Poller(), False, False
     try:

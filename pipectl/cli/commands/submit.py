@@ -94,11 +94,11 @@ def command(
         raise UsageError("--soonest and --cheapest: choose one")
     if soonest or cheapest:
         why = "is what --soonest and --cheapest choose"
-        opt.refuse(context, "--partition --queue", why, cure="leave it out")
+        opt.refuse(context, "--partition --queue", why, hint="leave it out")
     if dry_run or test_only:
-        only, cure = "--dry-run and --test-only", "leave it out"
-        opt.refuse(context, "--json", f"{only} print text", cure=cure)
-        opt.refuse(context, "--wait --after --script", f"{only} submit nothing", cure=cure)
+        only, hint = "--dry-run and --test-only", "leave it out"
+        opt.refuse(context, "--json", f"{only} print text", hint=hint)
+        opt.refuse(context, "--wait --after --script", f"{only} submit nothing", hint=hint)
     gres_settings = _gres_settings(gres or "")
     values = {
         "resources.nodes": nodes,
@@ -123,20 +123,20 @@ def command(
     unused = _OF_BATCH_SYSTEMS - scheduler_class(batch_system).submit_options
     if gres_settings.keys() == {"resources.gpus_per_node"}:
         unused -= {"--gres"}
-    opt.refuse(context, " ".join(unused), f"is not used with {batch_system}", cure="leave it out")
+    opt.refuse(context, " ".join(unused), f"is not used with {batch_system}", hint="leave it out")
     warn(warning_of_code(spec, job))
     warn(untested("torch"))
     profile = None
     if soonest or cheapest:
         if spec.sweep is not None:
             why = "are for one run, not for a sweep"
-            opt.refuse(context, "--soonest --cheapest", why, cure="leave it out")
+            opt.refuse(context, "--soonest --cheapest", why, hint="leave it out")
         spec, profile = _choose_place(as_asked, batch_system, job, soonest=soonest)
     if dry_run or test_only:
         _show_script(spec, points, batch_system, job, profile, test_only=test_only)
     else:
         if spec.sweep is not None:
-            opt.refuse(context, "--script", "is for one run, not for a sweep", cure="leave it out")
+            opt.refuse(context, "--script", "is for one run, not for a sweep", hint="leave it out")
         edited = None if script is None else _read_script(script)
         runs = find_runs(Path(spec.output.directory), after or ())
         _submit_and_follow(
@@ -164,7 +164,7 @@ def _choose_place(
         what = "the start is known nowhere" if found.rows else "the job can run nowhere"
         raise SchedulerError(
             f"{what}: `pipectl plan --when` shows what was answered",
-            cure="without --soonest and --cheapest, the job goes where it says itself",
+            hint="without --soonest and --cheapest, the job goes where it says itself",
         )
     note(f"{'soonest' if soonest else 'cheapest'}: {describe(row, found.now)}")
     return choose(found, row, inputs)

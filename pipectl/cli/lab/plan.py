@@ -117,7 +117,7 @@ def _change(
         if name not in _TECHNIQUES:
             raise UsageError(
                 f"--allow: there is no technique {name!r}{did_you_mean(name, list(_TECHNIQUES))}",
-                cure=f"any of: {', '.join(_TECHNIQUES)}",
+                hint=f"any of: {', '.join(_TECHNIQUES)}",
             )
         request = replace(request, **_TECHNIQUES[name])
     if {"replicas", "split"} <= set(techniques):

@@ -55,19 +55,19 @@ def command(
         listed = read_listed(Path(schedule), schedule)
     if plan is not None:
         own = "--stages --micro-batches --ranks --forward --backward --latency"
-        cure = "leave it out, or name a --schedule alone"
-        opt.refuse(context, own, "a plan has its own", cure=cure)
+        hint = "leave it out, or name a --schedule alone"
+        opt.refuse(context, own, "a plan has its own", hint=hint)
         if schedule is not None and listed is None:
             raise UsageError(
                 f"--schedule {schedule}: a plan's stages are cut for its own schedule",
-                cure="name a .csv file, or plan again with pipeline.schedule",
+                hint="name a .csv file, or plan again with pipeline.schedule",
             )
         subject = Plan.load(plan)
         subject = subject if listed is None else reorder(subject, listed)
         machines = assume_cluster(subject) if cluster is None else Cluster.load(cluster)
     elif schedule is None:
         raise UsageError(
-            "nothing to simulate", cure="give --schedule NAME, --schedule FILE.csv or --plan FILE"
+            "nothing to simulate", hint="give --schedule NAME, --schedule FILE.csv or --plan FILE"
         )
     else:
         opt.refuse(context, "--cluster", "needs --plan")

@@ -167,11 +167,11 @@ def _failure(status: RunStatus) -> Iterator[Fact]:
         others = len(status.errors) - 1
         also = f" (and {plural(others, 'more rank')})" if others else ""
         yield "error", f"{failure.where}{also}", "red"
-        yield "", "\n".join(filter(None, (failure.what, failure.cure, details))), ""
+        yield "", "\n".join(filter(None, (failure.what, failure.hint, details))), ""
     if job.reason and not (failure is not None and job.reason.startswith(_NOTHING_NEW)):
         yield "reason", job.reason, ""
-    if job.cure:
-        yield "", job.cure, ""
+    if job.hint:
+        yield "", job.hint, ""
     if failure is None and job.state is JobState.FAILED and not Logs(status.run).is_empty:
         yield "details", logs, ""
     if warning := status.warning:
@@ -204,7 +204,7 @@ def _processor(status: RunStatus) -> Iterator[Fact]:
     """Who had the cores of the ranks: before all figures, which depend on it."""
     if (processor := status.measured.processor) is not None:
         yield "processor", processor.describe(status.ranks), "red"
-        yield "", processor.cure, ""
+        yield "", processor.hint, ""
 
 
 def _progress(status: RunStatus) -> Iterator[Fact]:

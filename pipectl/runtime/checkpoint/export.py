@@ -78,7 +78,7 @@ class Renamed(Mapping[str, Tensor]):
             listed = "; ".join(shorten(sorted(problems), MAX_NAMED))
             raise DataFileError(
                 f"{like}: does not match the model of the run: {listed}",
-                cure="name the files that the model of the run was made from, or leave out --like",
+                hint="name the files that the model of the run was made from, or leave out --like",
             )
 
 
@@ -211,7 +211,7 @@ def _whole(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be written: {error.strerror or error}",
-            cure="choose a directory you may write to, or free some space",
+            hint="choose a directory you may write to, or free some space",
         ) from error
     finally:
         if partial.is_dir():

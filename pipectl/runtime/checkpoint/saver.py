@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MARGIN = 1.02
 """Required free space over the bytes of the tensors: headers, the manifest."""
-_CURE = "free some space, or set output.directory to a larger disk"
+_HINT = "free some space, or set output.directory to a larger disk"
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Saver:
         self._thread.shutdown()
         failure = broadcast(self._communicator, self._failure)
         if failure:
-            raise UsageError(f"{self._directory}: the last checkpoint: {failure}", cure=_CURE)
+            raise UsageError(f"{self._directory}: the last checkpoint: {failure}", hint=_HINT)
 
     def is_saved(self) -> bool:
         """Wait for the last checkpoint, and return whether it was written; collective."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # programs that are no rank read checkpoints, too
 
 StateDict = dict[str, Tensor]
 """Weights by their names in the user's model."""
-_CURE = "use another checkpoint of the run"
+_HINT = "use another checkpoint of the run"
 
 
 class Stored(Mapping[str, Tensor]):
@@ -80,7 +80,7 @@ class Stored(Mapping[str, Tensor]):
             raise MismatchError(
                 f"{self.directory}: was written with micro-batches of {plural(size, 'sample')}, "
                 f"and the plan has {micro_batch_size}",
-                cure="set pipeline.micro_batches so that their size stays the same",
+                hint="set pipeline.micro_batches so that their size stays the same",
             )
 
     def restore_states(self, states: Mapping[str, Tensor]) -> None:
@@ -128,7 +128,7 @@ class Stored(Mapping[str, Tensor]):
     def _other(self, what: str) -> MismatchError:
         return MismatchError(
             f"{self.directory}: {what}",
-            cure="the model has changed since; start a new run, with model.weights if you like",
+            hint="the model has changed since; start a new run, with model.weights if you like",
         )
 
 
@@ -182,7 +182,7 @@ def load(directory: Path, *, weights_only: bool = False) -> Stored:
         shards = (*manifest.weights, *of_loss)
     damaged = _damaged(directory, shards)
     if damaged is not None:
-        raise DataFileError(f"{directory / damaged}: missing or damaged", cure=_CURE)
+        raise DataFileError(f"{directory / damaged}: missing or damaged", hint=_HINT)
     return stored
 
 

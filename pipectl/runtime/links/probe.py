@@ -73,7 +73,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
     if communicator.size == 1:
         raise MismatchError(
             "MPI started a single process, so there is no link to measure",
-            cure="ask for two ranks at least; if the job has several, the launcher and mpi4py use "
+            hint="ask for two ranks at least; if the job has several, the launcher and mpi4py use "
             "different MPIs: set launch.mpi, or use the mpiexec that belongs to mpi4py's MPI",
         )
 
@@ -153,7 +153,7 @@ def ranks_by_node(places: Sequence[RankPlace]) -> list[list[int]]:
         if ranks != list(range(ranks[0], ranks[-1] + 1)):
             raise MismatchError(
                 f"node {node} has the ranks {ranks}: they do not follow each other",
-                cure="have the launcher fill one node after the other (block distribution)",
+                hint="have the launcher fill one node after the other (block distribution)",
             )
     return list(nodes.values())
 

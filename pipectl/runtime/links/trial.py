@@ -80,8 +80,8 @@ def _try_gpus(world: MPI.Intracomm) -> Finding:
         fault = str(error).splitlines()[0]
     for node, its in world.allgather((node_name(), fault)):
         if its:
-            cure = "see that the job asks for GPUs, and that its torch is built for them"
-            return Finding("gpu", "fail", f"{node}: {its}", cure)
+            hint = "see that the job asks for GPUs, and that its torch is built for them"
+            return Finding("gpu", "fail", f"{node}: {its}", hint)
     return assess("gpu", f"{plural(found, 'accelerator')} for each rank, which compute")
 
 
@@ -105,8 +105,8 @@ def _try_files(directory: RunDirectory, world: MPI.Intracomm) -> Finding:
     if not fault and not world.bcast(seen):
         fault = f"{nodes[0]} does not see within {_PATIENCE_S:.0f} s what {nodes[-1]} writes"
     if fault:
-        cure = "put output.directory on a file system that all nodes share"
-        return Finding("shared files", "fail", f"{directory.path}: {fault}", cure)
+        hint = "put output.directory on a file system that all nodes share"
+        return Finding("shared files", "fail", f"{directory.path}: {fault}", hint)
     return assess("shared files", f"{nodes[0]} reads what {nodes[-1]} writes to {directory.path}")
 
 

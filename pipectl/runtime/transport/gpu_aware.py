@@ -126,7 +126,7 @@ def passes_self_test(device: str) -> bool:
     """Whether a message from the device to itself arrives, in a process that may crash."""
     command = [sys.executable, "-m", "mpi4py", "-m", _MODULE, device]
     try:
-        result = process.run(command, cure="", env=local_environment(), timeout_s=_TIMEOUT_S)
+        result = process.run(command, hint="", env=local_environment(), timeout_s=_TIMEOUT_S)
     except PipectlError:
         return False
     return result.returncode == 0

@@ -167,7 +167,7 @@ class Line:
                 if before != after:
                     raise WorkerError(
                         f"{before[0]!r} changed while it was sent ({now.name})",
-                        cure="an operator of the model writes to a value that it does not own",
+                        hint="an operator of the model writes to a value that it does not own",
                     )
 
     def start_receive(self, micro_batch: int, shape: Shape) -> Posted:
@@ -195,7 +195,7 @@ class Line:
                 raise WorkerError(
                     f"the {self._lane.kind} {self._way} has {len(layouts)} tensors there and "
                     f"{len(self._slots)} here",
-                    cure="the two ranks run different programs: make sure that all nodes have the "
+                    hint="the two ranks run different programs: make sure that all nodes have the "
                     "same versions and files",
                 )
             self._places[self._unposted[0].shape] = self._places_of(layouts)
@@ -269,7 +269,7 @@ class Line:
         if difference:
             raise WorkerError(
                 f"a message {self._way} is not what was sent: {difference}",
-                cure="ranks have different plans or versions, or the MPI damages messages: "
+                hint="ranks have different plans or versions, or the MPI damages messages: "
                 "see docs/troubleshooting.md",
             )
 
@@ -293,7 +293,7 @@ class Line:
             raise WorkerError(
                 f"the {lane.kind} of {place.slot.value!r} from stage {lane.source} "
                 f"to {lane.target} should be {layout or 'nothing'}, but is {is_now or 'nothing'}",
-                cure="a model where shapes, or which tensors have a gradient, depend on the data "
+                hint="a model where shapes, or which tensors have a gradient, depend on the data "
                 "cannot be split here",
             )
         return None

@@ -125,7 +125,7 @@ class Transfer:
         return WorkerError(
             f"{self._what()} has another size than planned{part}: expected "
             f"{format_bytes(expected)}, received {received}",
-            cure="the two ranks run different programs: make sure that all nodes have the same "
+            hint="the two ranks run different programs: make sure that all nodes have the same "
             "versions and files; PIPECTL_CHECK_MESSAGES: 1 in environment.variables names the "
             "first message that differs",
         )

@@ -342,7 +342,7 @@ def test_an_evaluation_that_fails_on_one_rank_costs_no_step_and_is_made_again(
         (error,) = read_errors(run)
         assert (error.rank, error.action) == (rank, action)
         assert "only one class is present" in error.message
-        assert saved in (error.cure or saved)
+        assert saved in (error.hint or saved)
         assert names(run) == [f"step-{ends:06d}"]
         before = read_metrics(run)
         assert [line.step for line in before if line.is_step] == [*range(1, ends + 1)]

@@ -220,7 +220,7 @@ def test_damage_is_found(tmp_path, name, change, words):
         checkpoint.load(saved)
     assert str(saved / name) in raised.value.message
     assert raised.value.message.endswith(words)
-    assert raised.value.cure == "use another checkpoint of the run"
+    assert raised.value.hint == "use another checkpoint of the run"
 
 
 def full(*_: object) -> Any:

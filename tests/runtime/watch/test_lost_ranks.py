@@ -143,7 +143,7 @@ def test_all_end_and_the_rank_is_named(begin, what, rank):
     if what == "frozen":
         assert f"from rank {rank}, which is in FORWARD micro-batch 1" in error.message
     if what == "memory":
-        assert "pipeline.memory_limit" in error.cure
+        assert "pipeline.memory_limit" in error.hint
     if what == "crashes":
         assert "in happen" in error.traceback
     assert f"pipectl: {error.where}: " in log
