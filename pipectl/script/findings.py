@@ -13,7 +13,14 @@ from torch.utils.data import IterableDataset
 
 from pipectl.script.halves import Kind, kind_of_loss
 from pipectl.script.later import Compared
-from pipectl.script.loops import hand_set, loops_around, range_of, steps_of_trainer
+from pipectl.script.loops import (
+    freezes,
+    hand_set,
+    jumps,
+    loops_around,
+    range_of,
+    steps_of_trainer,
+)
 from pipectl.script.optimizers import follows_evaluations
 from pipectl.script.order import SharedGenerators, described
 from pipectl.script.parts import Modules, Parts
@@ -283,6 +290,14 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
     for place in hand_set(Path(parts.command.file)):
         words = "set by hand: give the job an lr_scheduler, if this line changes it at any time"
         found.left.append(Finding("learning rate", words, place))
+    for file, line, statement in jumps(seen.frames):
+        words = f"`{statement}` in the loop over the data: the job trains on every batch of an "
+        words += "epoch; leave samples out by the dataset, and set training.steps"
+        found.differs.append(Finding("batches", words, (file, line)))
+    for place in freezes(seen.frames):
+        words = "set in the loop: in the job, what is frozen at the first step stays frozen, and "
+        words += "nothing else is frozen later"
+        found.differs.append(Finding("requires_grad", words, place))
     if compared.keeps_gradients:
         words = "no zero_grad() was seen; pipectl drops the gradients of every step"
         found.differs.append(Finding("gradients", words, seen.stepped))

@@ -163,6 +163,40 @@ def _number(node: ast.expr, names: Mapping[str, Any]) -> int | None:
     return int(value) if isinstance(value, int | float) and value == int(value) else None
 
 
+def jumps(frames: Iterable[Frame]) -> Iterator[tuple[str, int, str]]:
+    """Yield file, line and statement of each ``break`` and ``continue`` of loops over the data."""
+    for file, loop, names in loops_around(frames):
+        if isinstance(loop, ast.For) and range_of(loop, names) is None:
+            for node in _statements(loop.body):
+                if isinstance(node, ast.Break | ast.Continue):
+                    yield file, node.lineno, type(node).__name__.lower()
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a loop, without those of loops and functions within it."""
+    for node in body:
+        yield node
+        if not isinstance(node, ast.For | ast.While | ast.FunctionDef | ast.ClassDef):
+            for _, value in ast.iter_fields(node):
+                if isinstance(value, list):
+                    yield from _statements(each for each in value if isinstance(each, ast.stmt))
+
+
+def freezes(frames: Iterable[Frame]) -> list[tuple[str, int]]:
+    """Return the places in loops around the step that set ``requires_grad``."""
+    found = {
+        (file, node.lineno)
+        for file, loop, _ in loops_around(frames)
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Attribute)
+        and (
+            node.attr == "requires_grad_"
+            or (node.attr == "requires_grad" and isinstance(node.ctx, ast.Store))
+        )
+    }
+    return sorted(found)
+
+
 def hand_set(script: Path, option: str = "lr") -> list[tuple[str, int]]:
     """Return the places where a script, or a file in its directory that it has imported, sets an
     option of its optimizer by hand, as ``group["lr"] = rate`` does.

@@ -279,6 +279,12 @@ for epoch in range(9):
 
 
 @pytest.fixture
+def beginning():
+    """What precedes the loop."""
+    return COMMON.format(before="", loop="", epochs=1).partition("for epoch")[0]
+
+
+@pytest.fixture
 def plateau():
     return PLATEAU
 

@@ -231,6 +231,26 @@ def test_what_a_script_evaluates_is_evaluated_and_its_schedule_follows(plateau, 
         evaluation_loader(load(tmp_path / "job.yaml"))
 
 
+def test_batches_that_a_loop_skips_and_what_it_freezes_later_are_named(beginning, tmp_path):
+    path = tmp_path / "skips.py"
+    path.write_text(
+        f"{beginning}for epoch in range(3):\n"
+        "    if epoch == 2:\n        model[0].weight.requires_grad = False\n"
+        "    for number, (x, y) in enumerate(loader):\n"
+        "        if number % 2:\n            continue\n"
+        "        if number > 2:\n            break\n"
+        "        for part in range(9):\n            if part: break\n"
+        "        optimizer.zero_grad()\n        criterion(model(x), y).backward()\n"
+        "        optimizer.step()\n"
+    )
+    command = Command(str(path))
+    found = findings_of(Parts.of(command), compare_steps(command))
+    lines = path.read_text().splitlines()
+    named = [lines[each.place[1] - 1].strip() for each in found.differs if each.place]
+    assert [each for each in named if each in ("continue", "break")] == ["continue", "break"]
+    assert "model[0].weight.requires_grad = False" in named
+
+
 def test_rates_set_by_hand_are_those_of_a_job_without_its_own(refusals, tmp_path, monkeypatch):
     monkeypatch.setattr(script_steps, "compare_in_process", compare_steps)
     (tmp_path / "rates.py").write_text(refusals["rate set by hand"].script)
