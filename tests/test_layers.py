@@ -14,7 +14,7 @@ from layers import LAYER_OF, PACKAGE, Import, all_imports, imports_of, layer_tab
 # Library to the parts of the package that may import it, even within a function.
 ONLY_IN = {
     "torch": {"capture", "profiler", "runtime", "script", "torch_api"},
-    "safetensors": {"capture", "profiler", "runtime"},
+    "safetensors": {"capture", "profiler", "runtime", "script"},
     "mpi4py": {"runtime"},
     "llvmlite": {"compiled"},
     "typer": {"cli"},

@@ -72,7 +72,7 @@ QSTATS = {
 }
 
 
-def test_what_is_found_and_what_hints_it(mpiexec, program, job, golden):
+def test_what_is_found_and_what_to_do(mpiexec, program, job, golden):
     texts = []
 
     def show(what, part, launch=None):
