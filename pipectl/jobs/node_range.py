@@ -20,7 +20,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import DataFileError, InfeasibleError
 from pipectl.files import make_private_directory, write_text
 from pipectl.jobs.job import with_count
-from pipectl.jobs.output import complete_cluster, plan_path, read_plan
+from pipectl.jobs.output import complete_cluster, read_plan
 from pipectl.jobs.planning import PlanInputs, plan_job, write_plan
 from pipectl.plan import Plan
 from pipectl.planner import make_plan
@@ -143,13 +143,6 @@ def plan_every_count(inputs: PlanInputs, planner: Planner) -> tuple[dict[int, Pl
     )  # fmt: skip
     count = plans[spec.resources.max_nodes].micro_batches
     return plans, replace(inputs, request=replace(request, micro_batches=count))
-
-
-def save_plans(inputs: PlanInputs, plans: Mapping[int, Plan]) -> None:
-    """Write the plans for numbers of nodes where :func:`find_plans` looks for them."""
-    for count, plan in plans.items():
-        assert inputs.spec is not None
-        plan.save(plan_path(inputs.spec, count))
 
 
 def write_plans(run: RunDirectory, plans: Mapping[int, Plan], cluster: Cluster) -> None:

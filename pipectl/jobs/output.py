@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,6 +43,12 @@ def plan_path(spec: JobSpec, nodes: int | None = None) -> Path:
     ``<name>.plan-<nodes>.json`` for others."""
     is_other = nodes not in (None, spec.resources.max_nodes)
     return _own_file(spec, f"plan-{nodes}.json" if is_other else "plan.json")
+
+
+def save_plans(spec: JobSpec, plans: Mapping[int, Plan]) -> None:
+    """Write the plans of a job by number of nodes; see :func:`plan_path`."""
+    for nodes, plan in plans.items():
+        plan.save(plan_path(spec, nodes))
 
 
 def cluster_path(spec: JobSpec) -> Path:

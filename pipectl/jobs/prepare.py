@@ -24,6 +24,7 @@ from pipectl.jobs.output import (
     profile_path,
     read_plan,
     read_profile,
+    save_plans,
 )
 from pipectl.runs.code import Code
 from pipectl.spec import JobSpec, Point, plan_key, profile_key
@@ -192,8 +193,7 @@ def _add_plans(
         of_range = own if job.spec.resources.node_range is not None else {}
         planned.append(replace(job, cluster=cluster, profile=profile, plan=plan, plans=of_range))
     # Saved last: until then, every new plan keeps the micro-batches of the plan in this file.
-    for count, plan in own_plans.items():
-        plan.save(plan_path(spec, count))
+    save_plans(spec, own_plans)
     return planned
 
 

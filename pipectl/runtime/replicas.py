@@ -84,13 +84,12 @@ class Replicas:
             for slot, leaf in stage.uses.items():
                 if leaf.requires_grad:
                     leaves[f"{slot.value} in {slot.use}"] = leaf
-            wire = Wire(group, device, progress)
-            if not plan.reproducible:
-                self.reductions[index] = StageReduction(wire, leaves, owners)
-                continue
-            roots_of = cache(partial(_roots, plan, index))
             self.reductions[index] = StageReduction(
-                wire, leaves, owners, sums=stage.sums, roots_of=roots_of
+                Wire(group, device, progress),
+                leaves,
+                owners,
+                sums=stage.sums,
+                roots_of=cache(partial(_roots, plan, index)) if plan.reproducible else None,
             )
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ def check_buffers(world: MPI.Intracomm, progress: Progress) -> None:
         "place": torch.tensor([7], dtype=torch.int32),
         "seen": torch.tensor([False, True, True]),
     }
-    held: Any = {0: SimpleNamespace(buffers=buffers, parameters={}, uses={})}
+    held: Any = {0: SimpleNamespace(buffers=buffers, parameters={}, uses={}, sums=None)}
     replicas = Replicas(world, plan, held, CpuDevice(), progress, buffers)
     buffers["count"] += 1 if world.rank else 2
     buffers["large"] += 1

@@ -17,7 +17,8 @@ from pipectl.cli.views import plan as view
 from pipectl.cluster import MAX_RANKS
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
-from pipectl.jobs.node_range import plan_every_count, save_plans
+from pipectl.jobs.node_range import plan_every_count
+from pipectl.jobs.output import save_plans
 from pipectl.jobs.plan_search import PlanSearch, plan_step
 from pipectl.jobs.planning import PlanInputs, gather
 from pipectl.plan import Plan
@@ -132,8 +133,7 @@ def plan_and_print(
             inputs = inputs.fold()
         answer = plan_step(inputs, search, tell, explained=explained)
     if output_file is not None:
-        save_plans(inputs, {} if output_file != inputs.plan_file else by_nodes)
-        answer.plan.save(output_file)
+        _save(answer.plan, by_nodes, output_file, inputs)
     if svg is not None:
         plan = answer.plan
         titles = f"{plan.name}: {plan.summary}", *plan.describe_prediction(inputs.cluster)
@@ -148,6 +148,13 @@ def plan_and_print(
     for label, text in lines.items():
         if text is not None:
             say(f"{label}: {text}")
+
+
+def _save(plan: Plan, by_nodes: Mapping[int, Plan], output_file: Path, inputs: PlanInputs) -> None:
+    """Write a plan, and with the job's own also those for the other numbers of nodes."""
+    if output_file == inputs.plan_file and inputs.spec is not None:
+        save_plans(inputs.spec, by_nodes)
+    plan.save(output_file)
 
 
 def _show_prospects(inputs: PlanInputs, counts: tuple[int, ...] | None, *, as_json: bool) -> None:
