@@ -41,7 +41,7 @@ def profile_path(spec: JobSpec) -> Path:
 def plan_path(spec: JobSpec, nodes: int | None = None) -> Path:
     """``runs/<name>.plan.json``; of a range of nodes the plan for the highest number, with
     ``<name>.plan-<nodes>.json`` for others."""
-    is_other = nodes not in (None, spec.resources.max_nodes)
+    is_other = nodes is not None and nodes != spec.resources.max_nodes
     return _own_file(spec, f"plan-{nodes}.json" if is_other else "plan.json")
 
 

@@ -30,11 +30,11 @@ def test_what_differs_is_named_with_both_sides_before_training(make_run, launch)
 
     def refused(words: str, change: str = "") -> None:
         done = launch(2, PROGRAM, change, *(run.path for run in runs))
-        assert done.returncode == 3, done.stderr
+        assert done.returncode != 0, done.stderr  # the launcher may kill the second rank to end
         assert words in done.stderr
         assert "Traceback" not in done.stderr
         reports = [report for run in runs for report in read_errors(run)]
-        assert {report.type for report in reports} == {"MismatchError"}
+        assert {(report.type, report.exit_code) for report in reports} == {("MismatchError", 3)}
         assert all(words in report.message and report.hint for report in reports)
         for run in runs:
             assert read_metrics(run) == []

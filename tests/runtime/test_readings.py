@@ -42,7 +42,7 @@ ONCE = {"reading": {"read": "once"}}
 WEIGHED = {"loss": {"factory": "torch.nn:MSELoss", "weight": f"{ODD}:weight"}}
 DIFFERING: dict[str, tuple[int, dict[str, Any], str]] = {
     "a generator of its own": (2, copying("OwnGenerator", **WEIGHED), "OwnGenerator: sample "),
-    "an iterable with a buffer": (2, copying("Buffered", **EVERYWHERE), "Buffered: sample 0 of a"),
+    "an iterable with a buffer": (2, copying("Buffered", **EVERYWHERE), "Buffered: sample "),
     "held-out data": (2, copying("Copies", **HELD_OUT), "ByProcess: sample 0 "),
     "steps that overlap": (2, copying("ByProcess", pipeline=PIPEDREAM, **WEIGHED), "ByProcess: s"),
     "backwards on other ranks": (4, copying("ByTime", pipeline=APART), "ByTime: sample "),

@@ -228,7 +228,7 @@ def test_what_cannot_be_reproducible_is_refused(make_spec: Any, pipeline: Any) -
         ("was made without training.reproducible", replace(plan, reproducible=False)),
         ("replication is split", replace(plan, replication=Replication.SPLIT)),
         ("micro-batches of 4 samples", replace(plan, micro_batch_size=4)),
-        ("reproducible with schedule pipedream-2bw", alone),
+        ("reproducible: true with schedule pipedream-2bw", alone),
     ):
         with pytest.raises(MismatchError, match=message):
             check_supported(refused, spec=spec)

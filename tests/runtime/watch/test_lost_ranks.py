@@ -60,12 +60,13 @@ class Ranks:
 
     def happened(self) -> float:
         """When, as a rank has said; waits until then."""
+        file = self.run.path / "happened"
         deadline = time.monotonic() + PATIENCE_S
-        while not (self.run.path / "happened").exists():
+        while not (file.exists() and file.read_text()):  # it is empty before it is written
             assert self.launcher.poll() is None, self.launcher.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        return float((self.run.path / "happened").read_text())
+        return float(file.read_text())
 
     def noted(self, what: str) -> list[Any]:
         """What each rank has written down of itself."""
