@@ -43,7 +43,7 @@ WEIGHED = {"loss": {"factory": "torch.nn:MSELoss", "weight": f"{ODD}:weight"}}
 DIFFERING: dict[str, tuple[int, dict[str, Any], str]] = {
     "a generator of its own": (2, copying("OwnGenerator", **WEIGHED), "OwnGenerator: sample "),
     "an iterable with a buffer": (2, copying("Buffered", **EVERYWHERE), "Buffered: sample "),
-    "held-out data": (2, copying("Copies", **HELD_OUT), "ByProcess: sample 0 "),
+    "held-out data": (2, copying("Copies", **HELD_OUT), "ByProcess: sample "),
     "steps that overlap": (2, copying("ByProcess", pipeline=PIPEDREAM, **WEIGHED), "ByProcess: s"),
     "backwards on other ranks": (4, copying("ByTime", pipeline=APART), "ByTime: sample "),
     "one sample": (4, copying("OneOff", pipeline=REPLICAS, **EVERYWHERE), "OneOff: sample 9 "),
