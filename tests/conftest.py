@@ -208,7 +208,7 @@ def warm_server(name: str, *modules: str, site: Path | None = None) -> str:
     The first process of a run that asks for it starts it.
 
     Args:
-        modules: of tests/equality, whose work is done for all that is started in this way.
+        modules: whose work is done for all that is started in this way.
         site: where pipectl is installed, if not here.
     """
     folder = Path(os.environ[SHARED], name)

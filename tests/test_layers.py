@@ -9,7 +9,16 @@ import sys
 from collections.abc import Iterable, Iterator
 
 import pytest
-from layers import LAYER_OF, PACKAGE, Import, all_imports, imports_of, layer_table, stacked
+
+from tests.docs.layers import (
+    LAYER_OF,
+    PACKAGE,
+    Import,
+    all_imports,
+    imports_of,
+    layer_table,
+    stacked,
+)
 
 # Library to the parts of the package that may import it, even within a function.
 ONLY_IN = {

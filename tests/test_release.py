@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 import yaml
-from distribution import wheel
-from man_pages import commands_of
 from packaging.requirements import Requirement
 from packaging.specifiers import Specifier, SpecifierSet
 from packaging.version import Version
-from pages import CHECKOUT
 
 import pipectl
 from pipectl import versions
 from pipectl.versions import NEWEST_TORCH, OLDEST_TORCH, OLDEST_TYPER
+from tests.docs.distribution import wheel
+from tests.docs.man_pages import commands_of
+from tests.docs.pages import CHECKOUT
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.utils.checkpoint
-from layers import PACKAGE
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipectl import torch_api as api
+from tests.docs.layers import PACKAGE
 
 # Attributes with such names that Python has, and operators in lists of names of operators.
 OF_PYTHON = {"_asdict", "_fields", "_getframe", "_make", "_replace"}

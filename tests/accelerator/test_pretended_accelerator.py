@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from building import COMPILER, build
+
+from tests.gpu.building import COMPILER, build
 
 HERE = Path(__file__).parent
 TESTS = [

@@ -3,9 +3,10 @@
 import json
 from functools import partial
 
-import job_requests
 import pytest
-from fakes import DATA, FakeCommands
+
+from tests.batch import job_requests
+from tests.batch.fakes import DATA, FakeCommands
 
 
 @pytest.fixture

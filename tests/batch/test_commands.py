@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fakes import FakeCommands
-from job_requests import check_table
 
 from pipectl.batch import JobState, get_scheduler, process
 from pipectl.batch.pbs import parse_qstat
 from pipectl.batch.slurm import parse_sacct, parse_sinfo, parse_squeue
 from pipectl.errors import PipectlError, SchedulerError
+from tests.batch.fakes import FakeCommands
+from tests.batch.job_requests import check_table
 
 HERE = Path(__file__).parent
 SCENE = re.compile(r"(slurm|pbs): .*")

@@ -4,14 +4,14 @@ import time
 from pathlib import Path
 
 import pytest
-from fakes import FakeCommands
-from job_requests import change, wait_until
 
 from pipectl.batch import Array, JobState, get_scheduler
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.runs import RunDirectory, read_exit_code
 from pipectl.spec.launch import Container
 from pipectl.spec.models import Checkpoint
+from tests.batch.fakes import FakeCommands
+from tests.batch.job_requests import change, wait_until
 
 SHOWN = """\
 printf '%s ' "$@"; echo

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from job_requests import change, check_table, fields
 
 from pipectl.batch.containers import RUNTIMES, choose_runtime
 from pipectl.batch.launchers import (
@@ -20,6 +19,7 @@ from pipectl.batch.launchers import (
 )
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.spec.launch import Container
+from tests.batch.job_requests import change, check_table, fields
 
 RANK = (
     "import os; from mpi4py import MPI; world = MPI.COMM_WORLD; "

@@ -6,11 +6,11 @@ import subprocess
 
 import psutil
 import pytest
-from job_requests import wait_until, write_script
 
 from pipectl.batch import JobState, get_scheduler, process
 from pipectl.batch.local import LocalScheduler
 from pipectl.errors import SchedulerError, UsageError
+from tests.batch.job_requests import wait_until, write_script
 
 TAG = "20260101-run 1f3a"
 ME = f"{os.getpid()}.{process.start_time(os.getpid())}@{socket.gethostname()}"

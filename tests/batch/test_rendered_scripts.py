@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from job_requests import change, fields, make_request
 
 from pipectl.batch import get_scheduler
 from pipectl.batch.launchers import MpiChoice
@@ -21,6 +20,7 @@ from pipectl.errors import PipectlError, SpecError
 from pipectl.jobs.job import make_job
 from pipectl.spec import load
 from pipectl.spec.models import Checkpoint
+from tests.batch.job_requests import change, fields, make_request
 
 HERE = Path(__file__).parent
 GOLDEN = HERE.parents[1] / "slurm" / "golden"

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from job_requests import change, end, fields, run, start, wait_until, write_script
 
 from pipectl.batch import Array, get_scheduler
 from pipectl.batch.launchers import local_environment
@@ -27,6 +26,7 @@ from pipectl.runs import (
 )
 from pipectl.spec.launch import Container, Launch
 from pipectl.spec.models import Checkpoint
+from tests.batch.job_requests import change, end, fields, run, start, wait_until, write_script
 
 SAVES = Checkpoint(max_requeues=0)
 PREEMPTED = "PreemptEligibleTime=2026-11-29T10:00:00 PreemptTime=2026-11-29T10:05:07"

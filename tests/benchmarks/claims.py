@@ -20,16 +20,11 @@ from pathlib import Path
 from statistics import geometric_mean
 from time import perf_counter
 
-import ground_truth
-import jobs
-import memory
-import planner_cnns
-from jobs import peak_of, run_ranks, table
-from planner_scale import Shape, cluster_of, gpt_profile
+from tests.benchmarks import ground_truth, jobs, memory, planner_cnns
+from tests.benchmarks.jobs import peak_of, run_ranks, table
+from tests.benchmarks.planner_scale import Shape, cluster_of, gpt_profile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "planner" / "gate"))
-import published
-
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.jobs.measuring import REHEARSAL_WORKER, result_of
@@ -42,6 +37,7 @@ from pipectl.schedule.equal_stages import plan_equal_stages
 from pipectl.simulate import simulate
 from pipectl.simulate.rehearsing import rehearsal_of
 from pipectl.units import format_bytes
+from tests.planner.gate import published
 
 SHAPE = Shape(width=2048, heads=16, length=1024)
 """Of the GPTs here: 50 million parameters per block."""

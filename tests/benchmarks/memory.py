@@ -20,16 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jobs import (
-    cluster_of,
-    gpt,
-    peak_of,
-    print_table,
-    profiled,
-    run_ranks,
-    write_job,
-)
-
 from pipectl.cluster import OffloadTarget
 from pipectl.jobs.planning import plan_job
 from pipectl.plan import Plan
@@ -38,6 +28,15 @@ from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.spec import JobSpec, dump, load
 from pipectl.units import format_bytes
+from tests.benchmarks.jobs import (
+    cluster_of,
+    gpt,
+    peak_of,
+    print_table,
+    profiled,
+    run_ranks,
+    write_job,
+)
 
 RANKS, MICRO_BATCHES, SAMPLES = 2, 16, 4
 """Of the trained job; samples of a micro-batch."""

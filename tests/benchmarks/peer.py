@@ -23,9 +23,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from in_turns import train_in_turns
-from jobs import cluster_of, gpt, print_table, profiled, spread, vision, write_job
-
 from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.plan import Plan
@@ -35,6 +32,8 @@ from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up
 from pipectl.schedule.one_f_one_b import policy_b
 from pipectl.units import format_bytes
+from tests.benchmarks.in_turns import train_in_turns
+from tests.benchmarks.jobs import cluster_of, gpt, print_table, profiled, spread, vision, write_job
 
 BATCH, MICRO_BATCHES, RANKS = 32, 8, 2
 ROUNDS, STEPS = 5, 3

@@ -23,14 +23,13 @@ from itertools import product
 from math import ceil
 from pathlib import Path
 
-from jobs import cluster_of, pipectl, print_table, vision, write_job
-
 from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.costs.stage_costs import OperatorTimes
 from pipectl.profile import Profile
+from tests.benchmarks.jobs import cluster_of, pipectl, print_table, vision, write_job
 
 BATCH = 128
 SGD = {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.01, "momentum": 0.9}}

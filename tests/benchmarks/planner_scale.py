@@ -12,12 +12,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jobs import peak_of, print_table
-
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Operator, OptimizerCost, Profile
+from tests.benchmarks.jobs import peak_of, print_table
 
 BLOCKS = 96
 FLOPS = 1.5e14

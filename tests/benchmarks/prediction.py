@@ -19,11 +19,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from jobs import CONFIGS, CORPUS, print_table, spread, trained
+from tests.benchmarks.jobs import CONFIGS, CORPUS, print_table, spread, trained
 
 sys.path.insert(0, str(CORPUS))
 
-from catalogue import entries, spec_of
+from tests.corpus.catalogue import entries, spec_of
 
 GOAL_MEDIAN, GOAL_NINTH, GOAL_WORST = 0.04, 0.10, 0.20
 GOAL_MEMORY, GOAL_MEMORY_BYTES = 0.05, 16 * 2**20

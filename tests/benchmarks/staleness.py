@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jobs import CONFIGS, print_table, trained
+from tests.benchmarks.jobs import CONFIGS, print_table, trained
 
 STEPS, STAGES, SEEDS = 150, 2, 3
 WAYS = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
-from trial import Trial
 
 from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.opaque import Opaque
@@ -18,6 +17,7 @@ from pipectl.capture.python_state import changed_state, state_values
 from pipectl.capture.randomness import seed_libraries
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError, FaultError
+from tests.corpus.trial import Trial
 
 MODULES = yaml.safe_load(Path(__file__).with_name("modules.yaml").read_text())
 BREAKING = {kind: code for row in MODULES["breaking"] for kind, code in row["modules"].items()}

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cuts import random_cut
-from trial import Trial
 
 from pipectl.capture import (
     CapturedGraph,
@@ -41,6 +39,8 @@ from pipectl.runtime.metrics import Metrics
 from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.runtime.stage import MicroBatch, Stage
+from tests.corpus.trial import Trial
+from tests.equality.cuts import random_cut
 
 MODELS = Path(__file__).with_name("models.py")
 ACTIVATION, GRADIENT = TransferKind.ACTIVATION, TransferKind.GRADIENT

@@ -6,12 +6,12 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from job_requests import wait_until
 
 from pipectl.capture import sources
 from pipectl.profile import Profile
 from pipectl.profiler import neighbours
 from pipectl.runs import list_runs, read_exit_code, read_metrics
+from tests.batch.job_requests import wait_until
 
 PATH = os.environ["PATH"]
 FILES = {

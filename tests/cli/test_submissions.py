@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from job_requests import wait_until
 
 from pipectl.batch.local import LocalScheduler
 from pipectl.cli import main
 from pipectl.jobs.recover import recover
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import Record, RunDirectory, list_runs
+from tests.batch.job_requests import wait_until
 
 PATH = os.environ["PATH"]
 """With the compiler on it; tests of commands have a shorter one."""

@@ -4,14 +4,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-import catalogue
 import pytest
 import torch
-from outcome import different, weights
 
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime.checkpoint.export import export_file
 from pipectl.spec import JobSpec, load
+from tests.corpus import catalogue
+from tests.equality.outcome import different, weights
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = CONFIGS / "models"

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from vision import declare_torchvision
+
+from tests.corpus.vision import declare_torchvision
 
 VOCABULARY, LENGTH = 61, 10
 

@@ -14,15 +14,12 @@ from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 
-import catalogue
 import torch
 
 from pipectl.capture import CapturedJob
 from pipectl.profiler import profile_job
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "equality"))
-
-from trial import Trial
+from tests.corpus import catalogue
+from tests.corpus.trial import Trial
 
 CUTS = 10
 ENTRIES = {entry.name: entry for entry in catalogue.entries()}

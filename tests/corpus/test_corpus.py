@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import catalogue
 import pytest
 import torch
-from trial import Trial
 
 from pipectl.capture import CapturedJob
+from tests.corpus import catalogue
+from tests.corpus.trial import Trial
 
 ENTRIES = {entry.name: entry for entry in catalogue.entries()}
 SEED = 4  # of a cut into 6 stages

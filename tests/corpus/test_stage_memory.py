@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from catalogue import CROSS_ENTROPY, Entry, entries, spec_of
 from torch import nn
 
 from pipectl.cluster import assumed_cluster
 from pipectl.plan import Plan
 from pipectl.simulate import simulate
+from tests.corpus.catalogue import CROSS_ENTROPY, Entry, entries, spec_of
 
 SIZE = 8
 WIDE = Entry("wide", f"{Path(__file__).name}:Wide", CROSS_ENTROPY, "own.py:Images")

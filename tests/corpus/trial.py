@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 import torch
-from catalogue import MICRO_BATCH, MICRO_BATCHES, STEPS
-from cuts import random_cut
-from outcome import different
-from stages import MOMENTUM, RATE, Batch, Stages
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.operators import FunctionCall, is_random
 from pipectl.capture.stage import uses_of_parameter
+from tests.corpus.catalogue import MICRO_BATCH, MICRO_BATCHES, STEPS
+from tests.corpus.stages import MOMENTUM, RATE, Batch, Stages
+from tests.equality.cuts import random_cut
+from tests.equality.outcome import different
 
 Outcome = dict[str, Tensor]
 MOST_STAGES = 6

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
-from man_pages import write_man_pages
-from pages import CHECKOUT
+
+from tests.docs.man_pages import write_man_pages
+from tests.docs.pages import CHECKOUT
 
 
 def wheel(folder: Path) -> Path:

@@ -6,11 +6,6 @@ import re
 import shlex
 
 import pytest
-from formats import with_tables
-from job_requests import make_request
-from man_pages import commands_of
-from pages import CHECKOUT, PAGES, blocks
-from spec_reference import reference_markdown
 
 from pipectl import errors
 from pipectl.batch import CHECKPOINTED, get_scheduler
@@ -18,6 +13,11 @@ from pipectl.cli.app import INTERRUPTED
 from pipectl.cluster import Cluster
 from pipectl.profile import Profile
 from pipectl.spec.schema import json_schema, properties
+from tests.batch.job_requests import make_request
+from tests.docs.formats import with_tables
+from tests.docs.man_pages import commands_of
+from tests.docs.pages import CHECKOUT, PAGES, blocks
+from tests.docs.spec_reference import reference_markdown
 
 DOCS = CHECKOUT / "docs"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

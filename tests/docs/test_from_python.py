@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import CHECKOUT
 
 import pipectl
+from tests.docs.pages import CHECKOUT
 
 PAGE = (CHECKOUT / "docs" / "from-python.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

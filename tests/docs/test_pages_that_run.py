@@ -11,15 +11,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from distribution import wheel
-from job_requests import change, make_request, wait_until
-from pages import CHECKOUT, bash, blocks, directory_of_a_reader, install, script
 
 from pipectl.batch import Array, Scheduler, get_scheduler, scheduler_class
 from pipectl.cli import main
 from pipectl.cli.commands.doctor import examine
 from pipectl.errors import PipectlError, UsageError
 from pipectl.schedule.listed import Listed
+from tests.batch.job_requests import change, make_request, wait_until
+from tests.docs.distribution import wheel
+from tests.docs.pages import CHECKOUT, bash, blocks, directory_of_a_reader, install, script
 
 DOCS = CHECKOUT / "docs"
 WALK = DOCS / "walkthrough.md"

@@ -3,8 +3,8 @@
 Those without dropout only if every run of the tests trains them.
 """
 
-from cell_jobs import MODELS, captured
-from cells import sampled
+from tests.equality.cell_jobs import MODELS, captured
+from tests.equality.cells import sampled
 
 for model in MODELS:
     captured(model, plain=False)

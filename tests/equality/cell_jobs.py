@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cells import Cell, Kind
 from torch import Tensor
 
 from pipectl.capture import CapturedJob
 from pipectl.spec import JobSpec, load
+from tests.equality.cells import Cell, Kind
 
 HERE = Path(__file__).resolve().with_name("models.py")
 

@@ -7,8 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import cells
 import pytest
+
+from tests.equality import cells
 
 HERE = Path(__file__).parent
 
@@ -21,7 +22,7 @@ def trained(
 ) -> Callable[[int, cells.Cell], Path]:
     """``trained(ranks, cell)``: a run directory, of those trained when the first is asked for."""
     directory = tmp_path_factory.mktemp("equality")
-    python = warm_python_of("equality", "all_captured")
+    python = warm_python_of("equality", "tests.equality.all_captured")
 
     @cache
     def train(ranks: int, chosen: str) -> Path:

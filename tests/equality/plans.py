@@ -6,10 +6,6 @@ import random
 from dataclasses import replace
 from itertools import accumulate, count, pairwise
 
-from cell_jobs import BATCHES
-from cells import APART, CHUNKS, DEEPER, MEMORY, OWN, PAIRED, PLANNED_AS, Cell
-from cuts import random_cut
-
 from pipectl.capture import CapturedGraph, Cut
 from pipectl.capture.slices import batch_dimension
 from pipectl.cluster import OffloadTarget
@@ -18,6 +14,9 @@ from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, Transfer
 from pipectl.schedule import default_warm_up
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.one_f_one_b import policy_b
+from tests.equality.cell_jobs import BATCHES
+from tests.equality.cells import APART, CHUNKS, DEEPER, MEMORY, OWN, PAIRED, PLANNED_AS, Cell
+from tests.equality.cuts import random_cut
 
 V_SHAPED = ("zb-v", "dualpipev", "v-half", "v-min", *OWN)
 COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)

@@ -14,9 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import cell_jobs
 import torch
-from cells import Cell
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut, build_stage
@@ -26,6 +24,8 @@ from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Rows
 from pipectl.runtime.optimizer import make_updater
 from pipectl.spec import load
+from tests.equality import cell_jobs
+from tests.equality.cells import Cell
 
 Weights = dict[str, Tensor]
 

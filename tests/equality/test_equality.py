@@ -15,14 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import cell_jobs as JOBS
-import cells
-import models as MODELS
 import pytest
-import staleness
 import torch
-from cells import Cell, Kind, shared
-from outcome import different, weights
 from torch import Tensor
 from torch.func import functional_call
 
@@ -32,6 +26,11 @@ from pipectl.capture.randomness import seed_everything
 from pipectl.runs import MetricsLine, RunDirectory, read_metrics
 from pipectl.schedule import NAMES
 from pipectl.spec import JobSpec, load
+from tests.equality import cell_jobs as JOBS
+from tests.equality import cells, staleness
+from tests.equality import models as MODELS
+from tests.equality.cells import Cell, Kind, shared
+from tests.equality.outcome import different, weights
 
 Trained = Callable[[int, Cell], Path]
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(2000)]

@@ -17,12 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cells
 import torch
-from cell_jobs import captured, spec_text
-from cells import Cell
 from mpi4py import MPI
-from plans import plan_and_cut, stages_of_states
 
 from pipectl.capture import Cut
 from pipectl.plan import Plan
@@ -42,6 +38,10 @@ from pipectl.runtime.waiting import barrier
 from pipectl.schedule import is_unflushed
 from pipectl.spec import load
 from pipectl.watch.board import Board
+from tests.equality import cells
+from tests.equality.cell_jobs import captured, spec_text
+from tests.equality.cells import Cell
+from tests.equality.plans import plan_and_cut, stages_of_states
 
 MOVES_EVERY = 10
 """One of so many cells goes on under another cut after a step or two."""

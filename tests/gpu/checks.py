@@ -25,7 +25,8 @@ from tempfile import mkdtemp
 from typing import Any
 
 import psutil
-from building import build
+
+from tests.gpu.building import build
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]

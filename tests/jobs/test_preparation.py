@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from job_requests import check_table
 
 from pipectl.batch.launchers import MpiChoice
 from pipectl.cluster import assumed_cluster
@@ -34,6 +33,7 @@ from pipectl.profile import Readings
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
 from pipectl.spec import SpecFile, evaluation_key, load, plan_key, profile_key
+from tests.batch.job_requests import check_table
 
 HERE = Path(__file__).parent
 RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"

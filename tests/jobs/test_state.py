@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from job_requests import check_table
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.batch.process import NoAnswerError
@@ -16,6 +15,7 @@ from pipectl.jobs.state import Poller
 from pipectl.jobs.verdict import Answer, decide_state
 from pipectl.runs import Record, RunDirectory
 from pipectl.runs.kept_code import KeptCode, KeptFile
+from tests.batch.job_requests import check_table
 
 NOW, SUBMITTED = 1.7e9 + 3600, 1.7e9
 VERDICTS = Path(__file__).with_name("verdicts.txt")

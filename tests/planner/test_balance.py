@@ -5,8 +5,6 @@ from itertools import combinations
 from math import inf
 
 import pytest
-from checked_plans import after
-from graphs import make_operator, next_stages
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +12,8 @@ from pipectl.planner.balance.balance import balance
 from pipectl.planner.balance.load_model import BalanceRequest
 from pipectl.planner.graph.blocks import condense
 from pipectl.profile import Profile
+from tests.planner.gate.checked_plans import after
+from tests.planner.gate.graphs import make_operator, next_stages
 
 pytestmark = pytest.mark.slow
 

@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from checked_plans import cluster_of, planned
-from graphs import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +11,8 @@ from pipectl.link import Link
 from pipectl.plan import Replication, StageCost
 from pipectl.planner.explain.bottleneck import busiest_link, step_parts
 from pipectl.simulate import simulate
+from tests.planner.gate.checked_plans import cluster_of, planned
+from tests.planner.gate.graphs import chain
 
 COST = StageCost(1.0, 2.0, 0.5, 0, 0, 0)
 

@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from checked_plans import cluster_of
-from graphs import chain, partitions_of, profiles
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +19,8 @@ from pipectl.planner.request import open_orders
 from pipectl.profile import OptimizerCost
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, policy_a, policy_b
 from pipectl.simulate import simulate
+from tests.planner.gate.checked_plans import cluster_of
+from tests.planner.gate.graphs import chain, partitions_of, profiles
 
 UPDATES = st.sampled_from([0.0, 1e-6, 1e-5]).map(lambda update_s: OptimizerCost(0.0, update_s))
 TIMED = Link(1e-3, 1e6, shared=False, timings=((1, 1e-3), (2000, 5e-3)))

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from graphs import chain, make_operator, make_profile, partitions_of, profiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from pipectl.planner.costs.stage_costs import (
 )
 from pipectl.planner.graph.blocks import condense
 from pipectl.profile import OperatorMemory, OptimizerCost, StageOverhead, StepMemory
+from tests.planner.gate.graphs import chain, make_operator, make_profile, partitions_of, profiles
 
 
 def costs(profile, stages, size=8):

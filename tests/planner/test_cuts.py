@@ -1,9 +1,8 @@
 """The places to cut a graph at, if it has more of them than can be searched."""
 
-from graphs import make_operator, make_profile
-
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import MAX_DOWNSETS, CutSpace
+from tests.planner.gate.graphs import make_operator, make_profile
 
 
 def space_of(alone_s):

@@ -1,8 +1,6 @@
 """Which devices stages may have, and how far a search goes through the ways to give them ranks."""
 
 import pytest
-from checked_plans import cluster_of, planned
-from graphs import chain
 
 from pipectl.planner.costs.devices import (
     every_placement,
@@ -10,6 +8,8 @@ from pipectl.planner.costs.devices import (
     mixes,
     pools,
 )
+from tests.planner.gate.checked_plans import cluster_of, planned
+from tests.planner.gate.graphs import chain
 
 
 def nodes(count):

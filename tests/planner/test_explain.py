@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from checked_plans import cluster_of
-from graphs import chain
 
 from pipectl.cluster import Device, Node
 from pipectl.link import Link
@@ -12,6 +10,8 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline, without_pipeline
 from pipectl.planner.explain.explain import STOPPED, Offer, difference, explain
 from pipectl.schedule.listed import Listed
+from tests.planner.gate.checked_plans import cluster_of
+from tests.planner.gate.graphs import chain
 
 REQUEST = PlanRequest(name="test", batch_size=64)
 FAST = Link(0.0, 1e12)

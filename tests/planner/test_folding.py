@@ -3,11 +3,11 @@
 from itertools import pairwise
 
 import pytest
-from checked_plans import cluster_of
 
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.graph.imported import folded
 from pipectl.profile import Profile
+from tests.planner.gate.checked_plans import cluster_of
 
 
 def node(name, group=None, size=1000):

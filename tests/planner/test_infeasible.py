@@ -4,12 +4,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from checked_plans import cluster_of, planned
-from graphs import chain, hungry
 
 from pipectl.errors import InfeasibleError
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.schedule import SCHEDULES
+from tests.planner.gate.checked_plans import cluster_of, planned
+from tests.planner.gate.graphs import chain, hungry
 
 APART, TIGHT = {"backward_apart": True}, {"memory_limit_bytes": 10_000}
 

@@ -7,8 +7,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from checked_plans import FAST, after, cluster_of, planned
-from graphs import chain, hungry, make_operator, make_profile, profiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +18,8 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.request import micro_batch_sizes, stage_counts
 from pipectl.profile import SmallestMicroBatch
 from pipectl.simulate import simulate
+from tests.planner.gate.checked_plans import FAST, after, cluster_of, planned
+from tests.planner.gate.graphs import chain, hungry, make_operator, make_profile, profiles
 
 pytestmark = pytest.mark.slow
 

@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from checked_plans import cluster_of, planned
-from graphs import chain, hungry
 
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
@@ -15,6 +13,8 @@ from pipectl.planner.other_schedules import SPLIT_GAIN, UNMEASURED_SPLIT_GAIN
 from pipectl.profile import SplitBackward
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.schedule.listed import Listed
+from tests.planner.gate.checked_plans import cluster_of, planned
+from tests.planner.gate.graphs import chain, hungry
 
 pytestmark = pytest.mark.slow
 

@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
-from checked_plans import cluster_of
-from graphs import chain, make_operator, make_profile
-from literature import dapple
-from literature.dapple import PLACEMENTS
-from literature.pipedream import antichain_states, solved
-from literature.policy import Work
 
 from pipectl.link import Link
 from pipectl.planner.costs.links import Links
+from tests.benchmarks.literature import dapple
+from tests.benchmarks.literature.dapple import PLACEMENTS
+from tests.benchmarks.literature.pipedream import antichain_states, solved
+from tests.benchmarks.literature.policy import Work
+from tests.planner.gate.checked_plans import cluster_of
+from tests.planner.gate.graphs import chain, make_operator, make_profile
 
 WORK = Work(batch_size=64, micro_batch_size=8)
 LINK = Link(0.0, 1e9)

@@ -6,13 +6,13 @@ from math import inf
 from random import Random
 
 import pytest
-from gate_corpus import BASELINE, GRAPHS, nodes, profile_of
 
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.evaluator import TIE
 from pipectl.planner.explain.what_if import with_slower_links
+from tests.planner.gate.gate_corpus import BASELINE, GRAPHS, nodes, profile_of
 
 
 def problem(number):

@@ -9,10 +9,6 @@ import os
 from pathlib import Path
 
 import pytest
-from literature import dapple
-from literature.pipedream import solved
-from literature.policy import Work
-from published import DappleRules, cluster_of, half_and_half, plans_of
 
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
@@ -22,6 +18,10 @@ from pipectl.planner.evaluator import TIE
 from pipectl.planner.graph.imported import prepared
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
+from tests.benchmarks.literature import dapple
+from tests.benchmarks.literature.pipedream import solved
+from tests.benchmarks.literature.policy import Work
+from tests.planner.gate.published import DappleRules, cluster_of, half_and_half, plans_of
 
 GIVEN = "PIPECTL_WORKLOADS" in os.environ
 DIRECTORY = Path(os.environ.get("PIPECTL_WORKLOADS", "."))

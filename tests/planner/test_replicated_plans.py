@@ -5,9 +5,6 @@ from math import inf, nan
 from random import Random
 
 import pytest
-from checked_plans import FAST, after, cluster_of, planned
-from gate_corpus import GRAPHS, profile_of
-from graphs import chain, hungry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +29,9 @@ from pipectl.profile import OperatorMemory, OptimizerCost, SmallestMicroBatch
 from pipectl.runtime.compare import Comparison, Difference
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.simulate import simulate
+from tests.planner.gate.checked_plans import FAST, after, cluster_of, planned
+from tests.planner.gate.gate_corpus import GRAPHS, profile_of
+from tests.planner.gate.graphs import chain, hungry
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,6 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from checked_plans import FAST, cluster_of, planned
-from graphs import DEEP, chain
 
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
@@ -15,6 +13,8 @@ from pipectl.planner.evaluator import TIE
 from pipectl.planner.segments import SegmentCuts
 from pipectl.schedule import is_unflushed
 from pipectl.simulate import simulate
+from tests.planner.gate.checked_plans import FAST, cluster_of, planned
+from tests.planner.gate.graphs import DEEP, chain
 
 pytestmark = pytest.mark.slow
 

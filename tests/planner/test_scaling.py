@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from graphs import chain
 
 from pipectl.cluster import Device, Node, assumed_cluster
 from pipectl.errors import InfeasibleError
@@ -20,6 +19,7 @@ from pipectl.planner.explain.what_if import (
     with_slower_links,
 )
 from pipectl.simulate.network import reduction_s
+from tests.planner.gate.graphs import chain
 
 MEASURED = Link(1e-4, 1e9, timings=((1, 1e-4), (10**6, 1.1e-3)))
 FAR = replace(

@@ -4,11 +4,7 @@ from dataclasses import replace
 from itertools import permutations
 from random import Random
 
-import gate_corpus
 import pytest
-from checked_plans import cluster_of, planned
-from gate_corpus import GRAPHS, profile_of
-from graphs import chain, partitions_of, profiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +21,10 @@ from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, policy_a
 from pipectl.simulate import simulate
+from tests.planner.gate import gate_corpus
+from tests.planner.gate.checked_plans import cluster_of, planned
+from tests.planner.gate.gate_corpus import GRAPHS, profile_of
+from tests.planner.gate.graphs import chain, partitions_of, profiles
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from job_requests import check_table
 
 from pipectl.errors import DataFileError
 from pipectl.runs import (
@@ -33,6 +32,7 @@ from pipectl.runs import (
     read_metrics,
 )
 from pipectl.runs.metrics import merge_attempts, sum_up
+from tests.batch.job_requests import check_table
 
 HERE = Path(__file__).parent
 RECORD = Record("gpt", "slurm", "7f3a9c", 1795228138.5, ranks=8, nodes=2, steps=500)

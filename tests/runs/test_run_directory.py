@@ -5,7 +5,6 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from job_requests import check_table
 
 from pipectl.errors import UnknownRunError, UsageError
 from pipectl.runs import (
@@ -20,6 +19,7 @@ from pipectl.runs import (
     list_sweeps,
     name_in_shell,
 )
+from tests.batch.job_requests import check_table
 
 NOW = datetime(2026, 11, 20, 15, 22, 33).timestamp()
 STEM = "20261120-152233-gpt"

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import outcome
 import pytest
 import yaml
 
 from pipectl.runs import RunDirectory
 from pipectl.spec import JobSpec, load
+from tests.equality import outcome
 
 PARTS = Path(__file__).with_name("job_parts.py")
 

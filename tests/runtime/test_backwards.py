@@ -13,11 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import catalogue
 import pytest
 import torch
-from cuts import random_cut
-from stages import Stages
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -35,6 +32,9 @@ from pipectl.runtime.stage_code import SPLIT, WeightHalf, compile_stage, split_b
 from pipectl.runtime.unflushed import refuse
 from pipectl.runtime.versions import Versions
 from pipectl.spec.models import Training
+from tests.corpus import catalogue
+from tests.corpus.stages import Stages
+from tests.equality.cuts import random_cut
 
 HERE, SIZE = Path(__file__), 2
 CORPUS = {entry.name: entry for entry in catalogue.entries()}

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from stages import Stages
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,6 +23,7 @@ from pipectl.capture.tensors import storage_of
 from pipectl.runtime.casts import SharedCasts
 from pipectl.runtime.pipefb import lasting_states
 from pipectl.runtime.stage import MicroBatch, Stage
+from tests.corpus.stages import Stages
 
 HERE, SIZE, ROWS = Path(__file__), 2, Rows.of(2)
 HALF = torch.bfloat16

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outcome import different, weights
 
 from pipectl.errors import SpecError
 from pipectl.plan import Plan
@@ -25,6 +24,7 @@ from pipectl.schedule import combinations as known
 from pipectl.schedule.combinations import Clash, Feature, clashes, markdown, traits_of
 from pipectl.schedule.order import Placement
 from pipectl.spec import JobSpec
+from tests.equality.outcome import different, weights
 
 PARTS = Path(__file__).with_name("job_parts.py")
 PAGE = PARTS.parents[2] / "docs" / "schedules.md"

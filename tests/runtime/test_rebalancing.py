@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checked_plans import cluster_of, planned
-from graphs import chain
 
 from pipectl.jobs import replan
 from pipectl.plan import Replication
@@ -15,6 +13,8 @@ from pipectl.runs import WARM_UP_STEPS, RankBeat, RunDirectory
 from pipectl.runs.rebalance import Balance, Imbalance
 from pipectl.runtime import rebalancing
 from pipectl.runtime.rebalancing import WINDOW, Rebalancing, can_move
+from tests.planner.gate.checked_plans import cluster_of, planned
+from tests.planner.gate.graphs import chain
 
 RANKS, STEPS = 4, 10_000
 JOB = """

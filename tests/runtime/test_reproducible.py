@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from outcome import weights
 
 from pipectl.errors import MismatchError, SpecError
 from pipectl.plan import Plan, Replication
@@ -21,6 +20,7 @@ from pipectl.runtime.nodes import check_supported
 from pipectl.runtime.sums import GradientSums
 from pipectl.runtime.written import StepWrites
 from pipectl.schedule.sum_tree import insert, max_held, micro_batches_in_turn, roots, total
+from tests.equality.outcome import weights
 
 MODELS = Path(__file__).parents[1] / "equality" / "models.py"
 STEPS, BATCH, MICRO_BATCHES = 3, 23, 12

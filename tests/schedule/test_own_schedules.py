@@ -4,9 +4,6 @@ import dataclasses
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
-from checked_plans import cluster_of, planned
-from graphs import chain
-from validator import validate
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import InfeasibleError, ScheduleError, UsageError
@@ -15,6 +12,9 @@ from pipectl.schedule import lower
 from pipectl.schedule.listed import KINDS, Listed, order_of
 from pipectl.schedule.registry import make_listed, read_listed
 from pipectl.simulate import simulate
+from tests.planner.gate.checked_plans import cluster_of, planned
+from tests.planner.gate.graphs import chain
+from tests.schedule.validator import validate
 
 PLAIN = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 BACK_TO_FRONT = "0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1B2,1B1,1B0\n"

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from random_plans import RANKS, overlapping_plans, plans
-from validator import InvalidError, validate
 
 from pipectl.cluster import assumed_cluster
 from pipectl.graph import TransferKind
 from pipectl.schedule import Action, Actions, Kind, channels, lower, messages
 from pipectl.simulate import simulate
 from pipectl.simulate.memory import host_bytes, stage_peaks_in_flight
+from tests.schedule.random_plans import RANKS, overlapping_plans, plans
+from tests.schedule.validator import InvalidError, validate
 
 pytestmark = pytest.mark.slow
 

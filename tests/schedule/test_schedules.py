@@ -4,11 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checked_plans import cluster_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import FLUSHED, apart
-from validator import validate
 
 from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind
@@ -32,6 +29,9 @@ from pipectl.schedule.listed import Listed
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 from pipectl.simulate import simulate
 from pipectl.simulate.simulation import Machine
+from tests.planner.gate.checked_plans import cluster_of
+from tests.schedule.random_plans import FLUSHED, apart
+from tests.schedule.validator import validate
 
 LETTERS = {
     Kind.FORWARD: "0",

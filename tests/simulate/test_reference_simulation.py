@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from random_plans import RANKS, plans
-from reference_simulation import Reference
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link, RowTimes
 from pipectl.plan import StageCost
 from pipectl.schedule import lower
 from pipectl.simulate import network, simulate, simulation
+from tests.schedule.random_plans import RANKS, plans
+from tests.simulate.reference_simulation import Reference
 
 pytestmark = pytest.mark.slow
 

@@ -1,7 +1,6 @@
 import dataclasses
 
 import pytest
-from checked_plans import cluster_of
 
 from pipectl.errors import ScheduleError
 from pipectl.link import Link
@@ -10,6 +9,7 @@ from pipectl.rehearsal import Rehearsal
 from pipectl.schedule import Kind
 from pipectl.simulate import simulate
 from pipectl.simulate.rehearsing import as_rehearsed, rehearsal_of
+from tests.planner.gate.checked_plans import cluster_of
 
 
 def cluster(cores):

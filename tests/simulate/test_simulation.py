@@ -7,7 +7,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from checked_plans import cluster_of
 
 from pipectl.errors import MismatchError, ScheduleError
 from pipectl.graph import BUCKET_BYTES, TransferKind
@@ -28,6 +27,7 @@ from pipectl.simulate.network import (
 )
 from pipectl.simulate.simulation import Machine
 from pipectl.timeline import Timeline
+from tests.planner.gate.checked_plans import cluster_of
 
 FREE = Link(latency_s=0.0, bandwidth_bytes_per_s=1e30)
 WITHIN, BETWEEN = Link(0.25, 100.0), Link(1.0, 10.0)

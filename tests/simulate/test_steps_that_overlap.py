@@ -5,11 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from checked_plans import cluster_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import apart, overlapping_plans
-from validator import validate
 
 from pipectl.link import Link
 from pipectl.plan import StageCost, StagePeaks
@@ -18,6 +15,9 @@ from pipectl.schedule.lowering import stretch
 from pipectl.schedule.unflushed import steps_apart, versions_kept
 from pipectl.simulate import simulate
 from pipectl.simulate.memory import stage_peaks_in_flight
+from tests.planner.gate.checked_plans import cluster_of
+from tests.schedule.random_plans import apart, overlapping_plans
+from tests.schedule.validator import validate
 
 pytestmark = pytest.mark.slow
 

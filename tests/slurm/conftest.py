@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_requests import wait_until
 
 from pipectl.batch import JobState
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cli import main
+from tests.batch.job_requests import wait_until
 
 LAB = Path(__file__).parents[2] / "slurm" / "lab"
 PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb")

@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from job_requests import wait_until
 
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cluster import Cluster
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.spec import load, profile_key
+from tests.batch.job_requests import wait_until
 
 Pipectl = Callable[..., Any]
 JOB = str(Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml")

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from job_requests import change, make_request, write_script
 
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.runs import RunDirectory, read_errors
 from pipectl.spec.launch import Container
+from tests.batch.job_requests import change, make_request, write_script
 
 LIMIT_S = 60.0
 EXPIRED = "srun: error: Task launch for StepId=1.0 failed on node node2: Job credential expired"

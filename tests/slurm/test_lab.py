@@ -7,7 +7,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pages import CHECKOUT, bash, directory_of_a_reader, script, shortened
+
+from tests.docs.pages import CHECKOUT, bash, directory_of_a_reader, script, shortened
 
 LAB = CHECKOUT / "slurm" / "lab"
 README = CHECKOUT / "slurm" / "README.md"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_requests import change, make_request, wait_until, write_script
 
 from pipectl.batch import JobRequest, JobState
 from pipectl.batch.launchers import kind_of
@@ -17,6 +16,7 @@ from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import SchedulerError
 from pipectl.runs import RunDirectory, read_errors, read_exit_code
 from pipectl.spec.models import Checkpoint
+from tests.batch.job_requests import change, make_request, wait_until, write_script
 
 SLURM = SlurmScheduler()
 LAB = Path(__file__).parents[2] / "slurm" / "lab"

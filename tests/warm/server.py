@@ -3,7 +3,7 @@
 Importing torch and what captures models takes a rank longer than most tests train. The tests
 therefore start this once, as ``server.py FOLDER [MODULE]``, and their ranks through client.py,
 which is ``FOLDER/python``: MPI starts clients, and the process of each rank is forked from here,
-with all that the module, of tests/equality, has made. It ends with the tests.
+with all that the module has made. It ends with the tests.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def load(*modules: str) -> None:
     # Profiles have the same times of rows: two ranks would measure them for seconds.
     vars(profiles)["measure_rows"] = lambda *_: (RowTimes(compute=5e-5, begin=1e-3, end=1e-3), "")
     vars(profiles)["user_cache"] = lambda _: None
-    sys.path.insert(1, str(Path(__file__).parents[1] / "equality"))
-    importlib.import_module("cell_jobs").captured("gpt", plain=False)  # the first takes long
+    sys.path.insert(1, str(Path(__file__).parents[2]))
+    cell_jobs = importlib.import_module("tests.equality.cell_jobs")
+    cell_jobs.captured("gpt", plain=False)  # the first takes long
     for name in modules:
         importlib.import_module(name)
     del sys.path[1]

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from job_requests import wait_until
 
 import pipectl
 from pipectl.files import write_log
@@ -23,6 +22,7 @@ from pipectl.watch.board import SIZE, Activity, Board, read_activity, wait_recor
 from pipectl.watch.rank import BYE, FAILING, LocalRank, LocalRanks
 from pipectl.watch.report import NodeReport, RankReport, State, node_path, read_report, write_report
 from pipectl.watch.watcher import Settings
+from tests.batch.job_requests import wait_until
 
 LONG_S = 60.0
 CRASH, TERM = b"Fatal Python error: Aborted\nThread 1", bytes([signal.SIGTERM])

@@ -22,11 +22,11 @@ from functools import cache
 
 import numpy as np
 
-from literature.pipedream import antichain_states
-from literature.policy import PolicyPlan, Prefixes, Work
 from pipectl.planner.costs.links import Links
 from pipectl.planner.partition.layout import Ranks
 from pipectl.profile import Profile
+from tests.benchmarks.literature.pipedream import antichain_states
+from tests.benchmarks.literature.policy import PolicyPlan, Prefixes, Work
 
 MAX_STATES = 32
 """If there are more states, this many are used, which divide the work evenly."""

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from literature.policy import PolicyPlan, Prefixes, Work
 from pipectl.arrays import Floats, Integers
 from pipectl.planner.graph.blocks import BlockGraph, bits, bitset, condense
 from pipectl.planner.graph.downsets import CutSpace, prefix_downsets
 from pipectl.planner.partition.layout import consecutive
 from pipectl.profile import Profile
+from tests.benchmarks.literature.policy import PolicyPlan, Prefixes, Work
 
 MAX_STATES = 1500
 """If there are more antichains, the prefixes of one topological order are taken."""

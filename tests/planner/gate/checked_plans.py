@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
@@ -15,6 +14,7 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.schedule import lower
 from pipectl.simulate import simulate
+from tests.schedule.validator import validate
 
 FAST = Link(1e-6, 1e11)
 

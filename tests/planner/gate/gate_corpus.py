@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from checked_plans import cluster_of
-
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
 from pipectl.profile import Operator, OptimizerCost, Profile, SplitBackward, StageOverhead
+from tests.planner.gate.checked_plans import cluster_of
 
 Edges = list[tuple[int, int]]
 KIB, MIB = 2**10, 2**20

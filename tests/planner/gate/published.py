@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from literature.pipedream import antichain_states
-
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.plan import Plan, Replication
@@ -26,6 +24,7 @@ from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
 from pipectl.profile import Profile
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
+from tests.benchmarks.literature.pipedream import antichain_states
 
 POINT_TO_POINT = 1e9
 """Bytes per second between machines."""

@@ -16,12 +16,10 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "schedule"))
-from gate_corpus import BASELINE, Case, cases
-
 from pipectl.errors import InfeasibleError
 from pipectl.planner import make_plan
 from pipectl.simulate import simulate
+from tests.planner.gate.gate_corpus import BASELINE, Case, cases
 
 GOLDEN = Path(__file__).with_name("golden.json")
 MAX_MEAN, MAX_RATIO = 1.0, 1.01

@@ -4,8 +4,9 @@ with an open schedule and a large batch, and those that are cut again for their 
 import json
 
 import pytest
-from gate_corpus import cases
-from run_gate import GOLDEN, MAX_RATIO, run
+
+from tests.planner.gate.gate_corpus import cases
+from tests.planner.gate.run_gate import GOLDEN, MAX_RATIO, run
 
 pytestmark = pytest.mark.slow
 
