@@ -66,6 +66,13 @@ class NodeRange:
         """All numbers in it, the lowest first."""
         return range(self.lowest, self.highest + 1)
 
+    def spread(self, most: int) -> list[int]:
+        """Its numbers, or of a longer range so many, both ends among them, at equal distances."""
+        counts, last = self.counts, most - 1
+        if len(counts) <= most:
+            return [*counts]
+        return [counts[(len(counts) - 1) * index // last] for index in range(most)]
+
     def nearest(self, number: int) -> int:
         """The number in it that is nearest to another one."""
         return min(max(number, self.lowest), self.highest)

@@ -29,7 +29,7 @@ from pipectl.planner.request import Planner
 from pipectl.profile import Profile
 from pipectl.runs import ATTEMPT, RunDirectory, read_nodes
 from pipectl.spec import JobSpec
-from pipectl.units import NodeRange, plural
+from pipectl.units import plural
 
 if TYPE_CHECKING:
     from pipectl.profiler.effort import Progress
@@ -87,7 +87,7 @@ def plan_range(
             raise
         kept = plans[lowest].micro_batches
         plans[highest] = plan(highest, kept)
-    for count in sorted({*_planned(nodes), *also} - plans.keys()):
+    for count in sorted({*nodes.spread(MAX_PLANS), *also} - plans.keys()):
         with suppress(InfeasibleError):
             plans[count] = plan(count, kept)
     return dict(sorted(plans.items()))
@@ -105,7 +105,7 @@ def find_plans(
     """
     nodes, plans = spec.resources.node_range, dict[int, Plan]()
     assert nodes is not None
-    for count in _planned(nodes):
+    for count in nodes.spread(MAX_PLANS):
         part = first_nodes(cluster, spec, count)
         plan = read_plan(path_of(count), with_count(spec, count), profile, part)
         if plan is not None:
@@ -118,15 +118,6 @@ def find_plans(
 def first_nodes(cluster: Cluster, spec: JobSpec, nodes: int) -> Cluster:
     """A part of the cluster of all nodes of a job."""
     return with_ranks(cluster, nodes * spec.resources.tasks_per_node)
-
-
-def _planned(nodes: NodeRange) -> list[int]:
-    """The numbers of nodes that are planned at once: of a long range both ends, and some between
-    them."""
-    counts, last = nodes.counts, MAX_PLANS - 1
-    if len(counts) <= MAX_PLANS:
-        return [*counts]
-    return [counts[(len(counts) - 1) * index // last] for index in range(MAX_PLANS)]
 
 
 def plan_every_count(inputs: PlanInputs, planner: Planner) -> tuple[dict[int, Plan], PlanInputs]:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _MICRO_BATCHES_PER_DEVICE = 4
 """Micro-batches of a step if the batch size is not given."""
 _MAX_COUNTS = 8
+"""Numbers of nodes of a range for which the queue is asked."""
 _BATCH = "training.batch_size"
 _JOB_OF_PROFILE = """\
 model: "m:build"
@@ -169,7 +170,8 @@ def gather_job(
     Raises:
         MismatchError: it was.
     """
-    counts = _counts_of(spec)
+    bounds = spec.resources.node_range
+    counts = (spec.resources.max_nodes,) if bounds is None else (*bounds.spread(_MAX_COUNTS),)
     spec = fit_to_allocation(spec, batch_system)
     if batch_system == LOCAL:  # all ranks are on this machine
         counts = (spec.resources.max_nodes,)
@@ -206,19 +208,6 @@ def gather_job(
         batch_system=batch_system,
         counts=counts,
     )
-
-
-def _counts_of(spec: JobSpec) -> tuple[int, ...]:
-    """The numbers of nodes of a job: all of its range; of a long one, its ends, doubling."""
-    bounds = spec.resources.node_range
-    if bounds is None:
-        return (spec.resources.max_nodes,)
-    if len(bounds.counts) <= _MAX_COUNTS:
-        return tuple(bounds.counts)
-    doubled = [bounds.lowest]
-    while 2 * doubled[-1] < bounds.highest:
-        doubled.append(2 * doubled[-1])
-    return (*doubled, bounds.highest)
 
 
 def _gather_profile(

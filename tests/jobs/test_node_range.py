@@ -117,5 +117,5 @@ def test_what_does_not_fit_on_the_fewest_nodes_is_refused(prepared, monkeypatch,
 
 
 def test_of_a_long_range_both_ends_and_some_between_are_planned():
-    planned = node_range._planned(NodeRange(3, 200))
+    planned = NodeRange(3, 200).spread(node_range.MAX_PLANS)
     assert (planned[0], planned[-1], len({*planned})) == (3, 200, node_range.MAX_PLANS)
