@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from pipectl.capture.graph import CapturedGraph, Place
+from pipectl.capture.leaves import open_containers
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.tensors import tensors_in
 from pipectl.errors import CaptureError
@@ -32,6 +33,7 @@ def split_sample(batch: Any) -> tuple[Any, Any]:
     A pair is used as it is, and so is ``{"inputs": ..., "targets": ...}``; any other mapping goes
     to the model as keyword arguments and, as a whole, to the loss.
     """
+    batch = open_containers(batch)
     if isinstance(batch, Mapping):
         if set(batch) == {"inputs", "targets"}:
             return batch["inputs"], batch["targets"]
@@ -57,6 +59,11 @@ def check_samples(inputs: Any, targets: Any, size: int) -> None:
             "data: a sample contains no tensor", hint="return tensors, arrays or numbers"
         )
     for leaf in leaves:
+        if leaf.is_nested:
+            raise CaptureError(
+                "data: a batch has a nested tensor, whose samples have sizes of their own",
+                hint="pad samples to one size in the dataset or its collate_fn",
+            )
         if leaf.dim() == 0 or leaf.shape[0] != size:
             raise CaptureError(
                 f"data: a batch of {size} samples has a tensor of shape {list(leaf.shape)}",

@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind
 from pipectl.capture.buckets import field_of
 from pipectl.capture.checks import drop_conditions
 from pipectl.capture.fallback import KeptModules, recorded_calls
+from pipectl.capture.leaves import exportable, is_choice, other_choices
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.patches import Recorder, patched_export
 from pipectl.capture.python_state import Entry, watch_changes
@@ -78,7 +79,7 @@ def export_step(
                 continue
             if changes:
                 _refuse_carried(step, batch, kept, free, program, changes)
-            _refuse_texts(step, batch, kept, free, program)
+            _refuse_choices(step, batch, kept, free, program)
         except CaptureError:
             raise
         except Exception as error:
@@ -89,32 +90,27 @@ def export_step(
     raise explain(failure) from failure
 
 
-def _refuse_texts(
+def _refuse_choices(
     step: Step, batch: tuple[Any, Any], kept: KeptModules, free: Any, program: ExportedProgram
 ) -> None:
-    """Refuse a model that computes with texts of the batch: the program with other ones differs.
+    """Refuse a model that computes with texts of the batch, or with members of enumerations: the
+    program with other ones differs.
 
     Raises:
         RefusedError: naming the line.
     """
-    texts = {leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, str)}
-    if not texts:
-        return
-    for node in program.graph.nodes:
-        if isinstance(node.target, Opaque) and texts & node.target.texts:
+    choices = {leaf for leaf in pytree.tree_leaves(batch) if is_choice(leaf)}
+    for node in program.graph.nodes if choices else ():
+        if isinstance(node.target, Opaque) and choices & node.target.choices:
             raise Refusal.TEXT.error(place_of_node(node))
-    try:
-        others = pytree.tree_map_only(str, _other_text, batch)
-        again, _ = _program(step, others, kept, free)
-    except Exception as error:  # no key of a table, for example
-        raise Refusal.TEXT.error(place_of(error)) from error
-    place = _difference(_lines(program), _lines(again))
-    if place is not None:
-        raise Refusal.TEXT.error(place)
-
-
-def _other_text(text: str) -> str:
-    return f"~{text[::-1]}~"
+    for others in other_choices(batch):
+        try:
+            again, _ = _program(step, others, kept, free)
+        except Exception as error:  # no key of a table, for example
+            raise Refusal.TEXT.error(place_of(error)) from error
+        place = _difference(_lines(program), _lines(again))
+        if place is not None:
+            raise Refusal.TEXT.error(place)
 
 
 def _refuse_carried(
@@ -323,8 +319,9 @@ def _program(
         watch_changes(step, begin) as changes,
         patched_export(step, recorder, unrolls=kept.unrolls),
         recorded_calls(step, kept.modules, recorder),
+        exportable(step, batch) as exported,
     ):
-        program = torch.export.export(step, batch, dynamic_shapes=free, strict=False)
+        program = torch.export.export(step, exported, dynamic_shapes=free, strict=False)
     recorder.place_targets(program)
     drop_conditions(program.graph)
     return program, changes

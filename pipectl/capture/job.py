@@ -29,6 +29,7 @@ from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback, KeptModules, Notify
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.half_weights import half_weights
+from pipectl.capture.leaves import without_objects
 from pipectl.capture.norms import refuse_single_values
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import FunctionCall, is_random, runs
@@ -454,26 +455,26 @@ class CapturedJob:
         again = known is not None and known.length == length
         size = batch if again else max(batch, _SMALLEST_EXPORT)
         example = partial(loader.example, length=length)
-        inputs, targets = example(size)
-        check_samples(inputs, targets, size)
+        batch_of_job = example(size)
+        check_samples(*batch_of_job, size)
+        shown = without_objects(batch_of_job)
         self.step.with_outputs = not training and bool(self.metrics())
         self.step.train(training)
         padded = self.spec.data.pad
 
         def capture(kept: KeptModules) -> CapturedGraph:
-            program = export_step(self.step, inputs, targets, kept, padded)
-            states = self.states, self.tied
-            return CapturedGraph(program, *states, (inputs, targets), size, length, padded)
+            program = export_step(self.step, *shown, kept, padded)
+            return CapturedGraph(program, self.states, self.tied, shown, size, length, padded)
 
         with torch.random.fork_rng(devices=[]), self.arithmetic():
             try:
-                graph = self._fallback.capture(size, example, capture)
+                graph = self._fallback.capture(size, lambda n: without_objects(example(n)), capture)
             except RefusedError as error:
                 if error.refusal is not Refusal.OTHER:
                     raise
                 # Whose fault it is: of the job, of what torch exports, or of pipectl.
                 cause = error.__cause__ or error
-                refusal = self._run((inputs, targets))
+                refusal = self._run(batch_of_job)
                 if refusal is None and not (place_of(cause) and not is_ours(cause)):
                     raise fault_of(cause) from error.__cause__
                 raise (refusal or error) from error.__cause__

@@ -21,6 +21,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from pipectl.capture.leaves import is_choice
 from pipectl.capture.randomness import own_generators, reseed
 from pipectl.capture.refusals import Refusal, RefusedError
 from pipectl.capture.step import States, own_name, register_dataclasses
@@ -64,9 +65,11 @@ class Arguments:
         self._leaves = [None if i in self._places else leaf for i, leaf in enumerate(leaves)]
 
     @property
-    def texts(self) -> set[str]:
-        """The texts among the arguments, which are the same in every later call."""
-        return {leaf for leaf in self._leaves if isinstance(leaf, str)}
+    def choices(self) -> set[Any]:
+        """The texts and members of enumerations among the arguments, which are the same in every
+        later call.
+        """
+        return {leaf for leaf in self._leaves if is_choice(leaf)}
 
     def filled(self, values: Sequence[Any]) -> Any:
         """Return the (args, kwargs) with other tensors, followed by other sizes."""
@@ -336,9 +339,9 @@ class Opaque:
         ]
 
     @property
-    def texts(self) -> set[str]:
-        """The texts that the call gets."""
-        return self._arguments.texts
+    def choices(self) -> set[Any]:
+        """The texts and members of enumerations that the call gets."""
+        return self._arguments.choices
 
     def __repr__(self) -> str:
         return f"{self.path} ({type(self._module).__name__})"

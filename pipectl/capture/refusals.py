@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Trace = Sequence[tuple[FrameType, int]]
 """Frames, the innermost last, each with the line that it is at."""
 
+STAND_IN = "StandIn"
+"""The class of what takes the place of objects of a batch, as torch's errors name it."""
 _SHOWN = 6
 """So many entries of a collection a message names."""
 _MAPPING = (
@@ -160,8 +162,15 @@ class Refusal(Enum):
         Keep.NOTHING,
     )
     TEXT = (  # no operator either: it would get the texts of one batch, too
-        "model: computes with the texts of a batch{place}, and a graph would hold those of one",
+        "model: computes with the texts of a batch (or an Enum){place}, and a graph would hold "
+        "those of one",
         "let the dataset give numbers in their place (tokens, or an index into a table)",
+        Keep.NOTHING,
+    )
+    OBJECT = (
+        "model: computes with an object of a batch{kind}{place}, and a graph would hold that of "
+        "one",
+        "let the dataset or its collate_fn give a tensor in its place, with an entry per sample",
         Keep.NOTHING,
     )
     EXTRA_STATE = (
@@ -279,6 +288,8 @@ def explain(error: BaseException) -> RefusedError:
     if (single := _single_value(error)) is not None:
         return single
     subject, place = f"{type(error).__name__}: {first_line(error)}", place_of(error)
+    if STAND_IN in subject:
+        return Refusal.OBJECT.error(place, kind="")
     for pattern, refusal in _KINDS.items():
         if re.search(pattern, subject, re.I):
             branches = refusal is Refusal.VALUES and _BRANCH.search(place.partition(": ")[2])

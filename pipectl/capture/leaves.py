@@ -1,0 +1,174 @@
+"""What batches hold besides tensors, numbers and texts: containers of the user's, and objects.
+
+Dataclasses and mappings of all kinds are containers: what they hold counts. Everything else is an
+object, such as a date, a path or an array of numpy. A graph could hold only those of one batch, so
+that a model may be given them, but may not look at them. While it is captured, a stand-in that
+refuses every look takes their place. Members of an enumeration are compared by identity, which no
+stand-in shows: the model is captured with every other member instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipectl.capture.factories import module_of
+from pipectl.capture.refusals import STAND_IN, Refusal
+from pipectl.torch_api import pytree
+
+_KNOWN = (Tensor, int, float, str, type(None), Enum)
+"""Leaves that torch.export takes."""
+
+
+def open_containers(value: Any) -> Any:
+    """Return a value with all dataclasses and mappings in it as containers of a pytree.
+
+    Their classes are registered with torch. A mapping that its class does not make of a ``dict``
+    becomes a ``dict``.
+    """
+    while True:
+        leaves = pytree.tree_leaves(value)
+        if all(type(leaf) is Tensor for leaf in leaves):  # most often
+            return value
+        closed = {type(leaf): leaf for leaf in leaves if _is_container(leaf)}
+        if not closed:
+            return value
+        for kind, leaf in closed.items():
+            if not isinstance(leaf, Mapping):
+                torch.export.register_dataclass(kind)
+            elif _is_made_of_dict(leaf):
+                _register_mapping(kind)
+            else:
+                value = pytree.tree_map_only(kind, dict, value)
+
+
+def _is_container(leaf: Any) -> bool:
+    is_dataclass = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    return is_dataclass or isinstance(leaf, Mapping)
+
+
+def _is_made_of_dict(mapping: Mapping[Any, Any]) -> bool:
+    kind: Any = type(mapping)
+    try:
+        again = kind(dict(mapping))
+        return type(again) is kind and list(again) == list(mapping)
+    except Exception:  # it is made of something else
+        return False
+
+
+def _register_mapping(kind: Any) -> None:
+    def flatten(mapping: Mapping[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+        return list(mapping.values()), tuple(mapping)
+
+    def flatten_with_keys(mapping: Mapping[Any, Any]) -> Any:
+        named = [(pytree.MappingKey(key), value) for key, value in mapping.items()]
+        return named, tuple(mapping)
+
+    def unflatten(values: Iterable[Any], keys: tuple[Any, ...]) -> Any:
+        return kind(dict(zip(keys, values, strict=True)))
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+class StandIn:
+    """An object of a batch, at which nobody may look."""
+
+    def __init__(self, leaf: Any) -> None:
+        object.__setattr__(self, "_kind", type(leaf))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        kind: type = object.__getattribute__(self, "_kind")
+        return kind
+
+    def __getattr__(self, _: str) -> Any:
+        _refuse(self)
+
+
+def _refuse(self: Any, *_: Any, **__: Any) -> Any:
+    kind = object.__getattribute__(self, "_kind")
+    raise Refusal.OBJECT.error(kind=f" ({module_of(kind)}.{kind.__name__})")
+
+
+StandIn.__name__ = STAND_IN
+_LOOKS = (
+    "abs", "add", "and", "bool", "bytes", "call", "complex", "contains", "delitem", "divmod",
+    "eq", "float", "floordiv", "format", "ge", "getitem", "gt", "hash", "index", "int", "invert",
+    "iter", "le", "len", "lshift", "lt", "matmul", "mod", "mul", "ne", "neg", "next", "or", "pos",
+    "pow", "radd", "rand", "rdivmod", "repr", "reversed", "rfloordiv", "rlshift", "rmatmul",
+    "rmod", "rmul", "ror", "round", "rpow", "rrshift", "rshift", "rsub", "rtruediv", "rxor",
+    "setattr", "setitem", "str", "sub", "truediv", "trunc", "xor", "array", "enter", "exit",
+    "fspath",
+)  # fmt: skip
+for _name in _LOOKS:
+    setattr(StandIn, f"__{_name}__", _refuse)
+
+
+def without_objects(batch: Any) -> Any:
+    """Return a batch with stand-ins in the place of objects."""
+    return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _KNOWN) else StandIn(leaf), batch)
+
+
+@contextmanager
+def exportable(step: nn.Module, batch: Any) -> Iterator[Any]:
+    """Give a batch with None in the place of stand-ins, which torch.export takes.
+
+    The step gets the stand-ins.
+    """
+    leaves, structure = pytree.tree_flatten(batch)
+    hidden = {place: leaf for place, leaf in enumerate(leaves) if type(leaf) is StandIn}
+    if not hidden:
+        yield batch
+        return
+
+    def put_back(_: nn.Module, args: Any) -> Any:
+        found, structure = pytree.tree_flatten(args)
+        for place, leaf in hidden.items():
+            found[place] = leaf
+        return pytree.tree_unflatten(found, structure)
+
+    handle = step.register_forward_pre_hook(put_back)
+    try:
+        shown = [None if place in hidden else leaf for place, leaf in enumerate(leaves)]
+        yield pytree.tree_unflatten(shown, structure)
+    finally:
+        handle.remove()
+
+
+def is_choice(leaf: Any) -> bool:
+    """Return whether a leaf is a text or a member of an enumeration, of which a graph holds one."""
+    return isinstance(leaf, str) or (isinstance(leaf, Enum) and not isinstance(leaf, int))
+
+
+def other_choices(batch: Any) -> Iterator[Any]:
+    """Yield the batch with other texts, and with every other member of its enumerations."""
+    choices = [leaf for leaf in pytree.tree_leaves(batch) if is_choice(leaf)]
+    enumerations = [len(type(each)) for each in choices if not isinstance(each, str)]
+    turns = max([2 * bool(choices), *enumerations])
+    for turn in range(1, turns):
+        yield pytree.tree_map(_other(turn), batch)
+
+
+def _other(turn: int) -> Callable[[Any], Any]:
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, str):
+            return f"~{leaf[::-1]}~"
+        if not is_choice(leaf):
+            return leaf
+        members = list(type(leaf))
+        place = members.index(leaf) if leaf in members else 0
+        return members[(place + turn) % len(members)]
+
+    return change
