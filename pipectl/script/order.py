@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipectl.errors import CaptureError
 from pipectl.script.program import Path, name_of, reach
+from pipectl.units import plural
 
 _KEPT_EPOCHS = 16
 """More than those that the data are read ahead by."""
@@ -85,12 +86,19 @@ class Order:
 
     def __init__(self, loader: DataLoader[Any], start: Generators) -> None:
         self._loader, self._start, self._next = loader, start, start
+        self._count: int | None = None
+        """Samples of an epoch."""
         self._epochs: dict[int, array[int]] = {}
         self._drawn = -1
         """Number of the last epoch that was drawn."""
 
     def __call__(self, epoch: int) -> Sequence[int]:
-        """Return the indices of the samples of an epoch."""
+        """Return the indices of the samples of an epoch.
+
+        Raises:
+            CaptureError: its batches are not of the size of the loader's, or it has another number
+                of samples than the first one.
+        """
         if epoch not in self._epochs:
             if epoch <= self._drawn:
                 self._next, self._drawn = self._start, -1
@@ -113,15 +121,31 @@ class Order:
             self._next = Generators(self._loader)
         finally:
             before.restore()
-        sizes = {len(batch) for batch in drawn[:-1]}
-        if len(sizes) > 1 or (sizes and len(drawn[-1]) > max(sizes)):
+        sizes, size = list(map(len, drawn)), batch_size_of(self._loader)
+        if size is not None and (set(sizes[:-1]) - {size} or max(sizes, default=0) > size):
+            other = next(each for each in sizes if each != size)
             raise CaptureError(
-                f"the batch_sampler of the DataLoader ({type(batches).__name__}) gives batches of "
-                "several sizes, and those of a job have training.batch_size samples",
-                hint="let it give batches of one size; or give the DataLoader a batch_size and a "
-                "sampler",
+                f"the batch_sampler of the DataLoader ({type(batches).__name__}) gives a batch of "
+                f"{plural(other, 'sample')}, and those of a job have training.batch_size samples, "
+                f"{size} by the batch_size of the sampler",
+                hint="let it give batches of this size, of which the last alone may be smaller; or "
+                "give the DataLoader a batch_size and a sampler",
+            )
+        self._count = len(indices) if self._count is None else self._count
+        if len(indices) != self._count:
+            raise CaptureError(
+                f"the sampler of the DataLoader ({type(batches).__name__}) gives "
+                f"{plural(len(indices), 'sample')} in epoch {self._drawn + 1}, and {self._count} "
+                "in the first one",
+                hint="let it give as many in every epoch",
             )
         return indices
+
+
+def batch_size_of(loader: DataLoader[Any]) -> int | None:
+    """Return the samples of the loader's batches; None if it does not say so."""
+    size = loader.batch_size
+    return getattr(loader.batch_sampler, "batch_size", None) if size is None else size
 
 
 @contextmanager

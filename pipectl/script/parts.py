@@ -23,7 +23,7 @@ from pipectl.script.optimizers import (
     schedules_of,
     steps_with_optimizer,
 )
-from pipectl.script.order import Collate, held_out_samples, samples_of
+from pipectl.script.order import Collate, batch_size_of, held_out_samples, samples_of
 from pipectl.script.program import (
     BATCH,
     Entry,
@@ -134,9 +134,7 @@ class Parts:
     @property
     def batch_size(self) -> int:
         """Samples of the loader's batches."""
-        size = self.loader.batch_size
-        if size is None:
-            size = getattr(self.loader.batch_sampler, "batch_size", None)
+        size = batch_size_of(self.loader)
         if size is None:
             raise CaptureError(
                 f"{at(self.loading.place)}: the batch_sampler has no batch_size",

@@ -191,18 +191,31 @@ def test_each_schedule_steps_as_in_the_script(epochs, tmp_path):
         schedules.step()
 
 
-def test_batches_of_several_sizes_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ("[[0, 1], [2], [3, 4]]", "gives a batch of 1 sample,.*, 2 by the batch_size"),
+        ("[[0, 1, 2], [3, 4, 5]]", "gives a batch of 3 samples,"),
+        ("[[0, 1], [2, 3, 4]]", "gives a batch of 3 samples,"),
+        ("[[0], [1], [2]]", "gives a batch of 1 sample,"),
+        ("[[0, 1]] * next(NUMBERS)", "gives 4 samples in epoch 2, and 2 in the first one"),
+    ],
+)
+def test_batches_and_epochs_of_several_sizes_are_refused(tmp_path, batches, words):
+    """A job would divide the samples in another way."""
     path = tmp_path / "sizes.py"
     path.write_text(
         "import torch\nfrom torch.utils.data import BatchSampler, DataLoader, TensorDataset\n"
-        "class Uneven(BatchSampler):\n    def __iter__(self): yield from [[0, 1], [2], [3, 4]]\n"
-        "data = TensorDataset(torch.randn(5, 2))\nmodel = torch.nn.Linear(2, 1)\n"
+        "NUMBERS = iter([1, 1, 2])\n"
+        f"class Uneven(BatchSampler):\n    def __iter__(self): yield from {batches}\n"
+        "data = TensorDataset(torch.randn(6, 2))\nmodel = torch.nn.Linear(2, 1)\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
         "for (x,) in DataLoader(data, batch_sampler=Uneven(range(5), 2, False)):\n"
         "    model(x).mean().backward()\n    optimizer.step()\n"
     )
-    with pytest.raises(CaptureError, match="batches of several sizes"):
-        Parts.of(Command(str(path))).dataset().order(0)
+    dataset = Parts.of(Command(str(path))).dataset()
+    with pytest.raises(CaptureError, match=words):
+        [dataset.order(epoch) for epoch in range(2)]
 
 
 def test_what_a_script_evaluates_is_evaluated_and_its_schedule_follows(plateau, tmp_path):
