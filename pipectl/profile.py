@@ -399,6 +399,9 @@ class Profile(DataFile):
         coupled: operators, except the loss, that compute over all samples (e.g. batch norm).
         carried: buffers that a forward writes and later forwards read, each with the operator that
             writes it last; replicas write copies of their own.
+        own_code: operators that run code whose backward may differ between micro-batches
+            (submodules that stay one operator, branches): a stage with one recomputes if its
+            backward is on another rank.
         smallest: the smallest micro-batch that the model takes; null if it takes single samples.
         epoch: samples of an epoch, those of each length in ``data.buckets`` alone; empty if the
             data are iterable, or not known.
@@ -439,6 +442,7 @@ class Profile(DataFile):
     rows: RowTimes | None = None
     coupled: tuple[str, ...] = ()
     carried: tuple[tuple[str, str], ...] = ()
+    own_code: tuple[str, ...] = ()
     readings: Readings | None = None
     smallest: SmallestMicroBatch | None = None
     epoch: tuple[Count, ...] = ()
@@ -596,6 +600,9 @@ def _sort_operators(profile: Profile, file: str) -> Profile:
         for buffer, writer in profile.carried:
             if writer not in profile.by_id:
                 fault = f"carried: {buffer!r}: no node has the id {writer!r}"
+        for name in profile.own_code:
+            if name not in profile.by_id:
+                fault = f"own_code: no node has the id {name!r}"
     if fault:
         raise DataFileError(f"{file}: {fault}", hint=Profile.hint)
     every = range(len(profile.operators))

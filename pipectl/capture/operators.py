@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from pipectl.capture.factories import module_of
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.randomness import Seeder, seed_libraries, seed_operator
-from pipectl.torch_api import pytree
+from pipectl.torch_api import HigherOrderOperator, pytree
 
 
 def arguments_by_name(
@@ -81,6 +81,13 @@ def is_random(node: fx.Node, root: fx.GraphModule) -> bool:
     Dropout with probability 0 (attention without dropout, for example) draws none.
     """
     return any(_draws(inner) for inner in with_inner(node, root))
+
+
+def runs_own_code(node: fx.Node) -> bool:
+    """Return whether an operator runs code whose autograd graph may differ between micro-batches: a
+    submodule that stays one operator, or a choice between branches.
+    """
+    return isinstance(node.target, Opaque | HigherOrderOperator)
 
 
 def runs(node: fx.Node, root: fx.GraphModule, kind: type) -> bool:

@@ -98,7 +98,8 @@ class Evaluator:
         self._max_actions += max_actions
 
     def run(self, plan: Plan) -> Plan:
-        """Simulate a plan; returns it with its prediction."""
+        """Simulate a plan, settled; returns it with its prediction."""
+        plan = self.problem.settled(plan)
         self._actions += 2 * plan.micro_batches * sum(stage.replicas for stage in plan.stages)
         self.sizes.add(plan.micro_batch_size)
         return predicted(plan, self.problem.cluster, self.problem.profile)

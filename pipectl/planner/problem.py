@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from math import ceil, inf
 
@@ -136,6 +137,34 @@ class Problem:
         """Whether the replicas of a layout train what one rank trains."""
         stages = zip(layout.partition, layout.ranks, strict=True)
         return not any(len(ranks) > 1 and blocks & self.unreplicated for blocks, ranks in stages)
+
+    def settled(self, plan: Plan) -> Plan:
+        """The plan, in which stages recompute that otherwise could not run; if they may.
+
+        A rank that has only backwards cannot know what code of a stage's own has done, unless it
+        runs the forward again.
+        """
+        own = self._own_code if self.request.recompute is None else frozenset()
+        if not own:
+            return plan
+        stages = (
+            replace(stage, recompute=True)
+            if stage.backward_ranks and not (stage.recompute or own.isdisjoint(stage.nodes))
+            else stage
+            for stage in plan.stages
+        )
+        return replace(plan, stages=tuple(stages))
+
+    def can_run(self, plan: Plan) -> bool:
+        """Whether the ranks of backwards can compute them; see :meth:`settled`."""
+        return all(
+            stage.recompute or not stage.backward_ranks or self._own_code.isdisjoint(stage.nodes)
+            for stage in self.settled(plan).stages
+        )
+
+    @cached_property
+    def _own_code(self) -> frozenset[str]:
+        return frozenset(self.profile.own_code)
 
     @property
     def speeds(self) -> tuple[float, ...]:

@@ -49,6 +49,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from pipectl.cluster import Cluster
+from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.named import named_plan
 from pipectl.planner.plain import plain_plans
@@ -97,6 +98,7 @@ def search_plans(
     """
     started_s = perf_counter()
     problem = Problem(profile, cluster, request)
+    _refuse_own_code(problem)
     schedule = SCHEDULES.get(request.schedule or "")
     if request.listed is not None or (schedule is not None and not schedule.flushes):
         plans = [named_plan(problem, expired)]
@@ -109,3 +111,15 @@ def search_plans(
         planning_s = perf_counter() - started_s
         best = replace(best, search=replace(best.search, planning_s=planning_s))
     return [best, *plans[1:]]
+
+
+def _refuse_own_code(problem: Problem) -> None:
+    """Raise if all backwards are asked for on other ranks, and a stage can have none there."""
+    request, profile = problem.request, problem.profile
+    if request.backward_apart and request.recompute is False and profile.own_code:
+        name = profile.by_id[profile.own_code[0]].name
+        raise InfeasibleError(
+            f"no feasible plan: {name} runs code of its own, which another rank can follow only if "
+            "it computes the forward again",
+            hint="write pipeline.recompute: auto, or pipeline.backward: together",
+        )

@@ -158,7 +158,7 @@ class VariantSearch:
         one_replica = request.replicas in (None, 1) and self._cluster.ranks <= MAX_RANKS
         self._consider([*start, *(self._with_every_order(start) if saves else [])])
         if one_replica:
-            self._consider(self._elsewhere(start))
+            self._consider(filter(self._problem.can_run, self._elsewhere(start)))
             self._consider(self._other_schedules(start, splits_backward=False), SEVERAL_STAGES_GAIN)
             is_measured = self._problem.profile.split is not None
             gain = SPLIT_GAIN if is_measured else UNMEASURED_SPLIT_GAIN

@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from pipectl.capture import CapturedJob
+from pipectl.capture.operators import runs_own_code
 from pipectl.capture.slices import coupled_operators
 from pipectl.capture.step import own_name
 from pipectl.capture.tensors import is_deferred
@@ -347,6 +348,7 @@ class _Profiling:
             key=profile_key(spec),
             coupled=tuple(operators[name].name for name in coupled),
             carried=tuple((own_name(name), node) for name, node in graph.carried.items()),
+            own_code=tuple(node.name for node in graph.operators if runs_own_code(node)),
         )
 
     def _with_loading(self, profile: Profile, loading_s: Mapping[int, float]) -> Profile:

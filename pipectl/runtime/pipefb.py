@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from pipectl.capture import Cut, Lane, Slot
 from pipectl.capture.opaque import Opaque
+from pipectl.capture.operators import runs_own_code
 from pipectl.capture.slices import Rows
 from pipectl.capture.stage import Receive
 from pipectl.capture.tensors import storage_of
@@ -43,7 +44,7 @@ from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import bytes_of, unpack
 from pipectl.runtime.stage import Code, Key, Live, MicroBatch, Segment, Stage, Start
 from pipectl.runtime.transport import Wire
-from pipectl.torch_api import HigherOrderOperator, function_of, pytree
+from pipectl.torch_api import function_of, pytree
 
 BUNDLED_BYTES = 8 << 10
 """Memories below this size travel together: a separate message would cost more than a copy."""
@@ -499,13 +500,14 @@ def check_operators(cut: Cut, stage: int) -> None:
         MismatchError: naming the operator.
     """
     for name in cut.operators(stage):
-        target = cut.graph.operators[cut.graph.position[name]].target
-        if isinstance(target, Opaque | HigherOrderOperator):
-            what = repr(target) if isinstance(target, Opaque) else name
+        node = cut.graph.operators[cut.graph.position[name]]
+        if runs_own_code(node):
+            what = repr(node.target) if isinstance(node.target, Opaque) else name
             raise MismatchError(
                 f"plan.json: stages[{stage}] has its backward on another rank, but {what} runs "
                 "code of its own, which may differ between micro-batches",
-                hint=_TOGETHER,
+                hint="plan the job again; or set pipeline.recompute to all, or pipeline.backward "
+                "to together",
             )
 
 

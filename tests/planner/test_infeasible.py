@@ -43,6 +43,28 @@ def test_what_cannot_be_is_refused(asked, words) -> None:
         planned(chain(12), cluster, **asked)
 
 
+@pytest.mark.parametrize("schedule", [None, "1f1b", "pipedream-2bw"])
+@pytest.mark.parametrize("asked", [True, None])
+def test_code_of_a_stage_is_recomputed_where_its_backward_is_elsewhere(schedule, asked) -> None:
+    """Ranks would refuse another plan; without recomputation there may be none."""
+    free = chain(6)
+    profile, cluster = replace(free, own_code=("n2",)), cluster_of(4)
+    more = {"schedule": schedule, "stages": 2, "backward_apart": asked}
+    plan = planned(profile, cluster, **more, recompute=None)
+    for stage in plan.stages:
+        assert bool(stage.backward_ranks) or not asked
+        assert stage.recompute or not stage.backward_ranks or "n2" not in stage.nodes
+    if not asked:
+        plan = planned(profile, cluster, **more, recompute=False)
+        assert not any(stage.backward_ranks for stage in plan.stages if "n2" in stage.nodes)
+        return
+    assert any(stage.recompute for stage in plan.stages)
+    assert not any(s.recompute for s in planned(free, cluster, **more, recompute=False).stages)
+    with pytest.raises(InfeasibleError, match="layer2 runs code of its own") as caught:
+        planned(profile, cluster, **more, recompute=False)
+    assert caught.value.hint == "write pipeline.recompute: auto, or pipeline.backward: together"
+
+
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "gpipe"])
 def test_a_model_with_few_cuts_is_planned_or_refused_by_the_number_of_its_cuts(schedule) -> None:
     for blocks, ranks in ((1, 2), (1, 3), (2, 3), (3, 2)):

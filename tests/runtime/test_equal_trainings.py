@@ -59,6 +59,11 @@ IGNORING = {
     "training": {"steps": 2, "batch_size": 4, "on_nonfinite": "ignore"},
 }
 """The gradient of one parameter is infinite in the last step."""
+KEPT_APART = {
+    **of("Checkpointed", opaque=["part"]),
+    "pipeline": {"micro_batches": 2, "stages": 1, "backward": "apart"},
+}
+"""The plan has to recompute: no other rank can follow code that runs as it is."""
 UNEQUAL = {
     **of("Model", "Counted"),
     "loss": f"{PARTS}:counted_loss",
@@ -71,6 +76,7 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "checkpointed": (2, of("Checkpointed"), 0.0),
     "a loss with weights of its own": (2, {**of("Model"), "loss": f"{PARTS}:Tempered"}, 0.0),
     "checkpointed as one operator": (2, of("Checkpointed", opaque=["part"]), 0.0),
+    "checkpointed as one operator, backwards apart": (2, KEPT_APART, 0.0),
     "reentrant": (2, of("Checkpointed", opaque=["part"], kwargs={"reentrant": True}), 0.0),
     "more than tensors in a state dict": (2, of("Described"), 0.0),
     "a smaller last micro-batch": (2, UNEQUAL, 0.0),
