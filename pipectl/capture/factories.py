@@ -45,6 +45,11 @@ _KNOWN = {
     "0, and must be less than the model's number of outputs or embeddings: check those of the data",
     r"'list' object has no attribute '(named_)?parameters'": "an optimizer's factory gets the "
     "list of parameters, as torch.optim:SGD does, not the model",
+    r"empty parameter list": "each rank makes the optimizer for the parameters of its own stages, "
+    "which may all be of one kind: leave out an optimizer or a group without parameters",
+    r"Expected \d+ lr_lambdas|got \d+ (max_lr|lr_lambdas)|max_lr must be": "each rank makes the "
+    "optimizer for the parameters of its own stages: let the factory make all groups, also those "
+    "without parameters, or write them under optimizer.groups",
     r"SystemExit: 2$": "a module that reads the command line when it is imported cannot be a part "
     'of a job: put that below if __name__ == "__main__":',
 }

@@ -20,7 +20,11 @@ from pipectl.runtime.optimizer import (
     may_divide,
     refuse_half_parameters,
 )
-from pipectl.runtime.update_trials import refuse_coupled_updates, refuse_late_changes
+from pipectl.runtime.update_trials import (
+    refuse_coupled_updates,
+    refuse_late_changes,
+    refuse_outer_state,
+)
 from pipectl.torch_api import norms, pytree
 
 _SAMPLE_BYTES = 64 << 20
@@ -36,6 +40,7 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
             each.
     """
     clock, place = clock_of(device), device.torch_device
+    refuse_outer_state(job, place)
     if may_divide(job.spec):
         refuse_coupled_updates(job, place)
     with as_refusal():

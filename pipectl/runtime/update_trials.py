@@ -1,14 +1,17 @@
 """Trial updates of a few small parameters: what an optimizer does that no pipeline can follow.
 
 A rank updates the parameters of its own stages. So the update of a parameter must not depend on
-others, and must go on as before from the state of a checkpoint. An optimizer may break these rules
-only now and then: when gradients are large, after it has seen many that point the same way, or
-every tenth step. Trials have all of these.
+others, and must go on as before from the state of a checkpoint. A learning-rate schedule knows the
+groups of an optimizer by their numbers, which must not depend on other parameters either. An
+optimizer may break these rules only now and then: when gradients are large, after it has seen many
+that point the same way, or every tenth step. Trials have all of these.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +20,10 @@ from torch import Tensor, nn
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
 from pipectl.runtime.optimizer import (
+    Updater,
     forms_of,
     make_optimizer,
+    make_updater,
     of_groups,
     refuse_changes,
     refuse_other_tensors,
@@ -52,6 +57,8 @@ class _Phase(NamedTuple):
 
 
 _PHASES = _Phase(12, 1.0, 1.0, 0.0), _Phase(40, 0.0, 0.1, 0.9), _Phase(8, 0.0, 1e4, 0.5)
+_ROUNDING = 100.0
+"""Of the sums of a phase, in units of the last place of 1."""
 _Sample = Mapping[str, Tensor]
 """Trial parameters by the names of real ones: of their shape and type, without values."""
 
@@ -60,7 +67,8 @@ def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
     """Raise if the update of a parameter depends on the optimizer's other parameters.
 
     Updates small parameters by random gradients, once together and once each alone (of many
-    parameters, some together). If the optimizer does not accept them, nothing is refused.
+    parameters, some together), and with the learning-rate schedule in several orders. If the
+    optimizer does not accept them, nothing is refused.
 
     Raises:
         CaptureError: some update differs.
@@ -69,8 +77,7 @@ def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
     names = list(together)
     for place in range(min(len(names), _MAX_PARTS)):
         part = {name: sample[name] for name in names[place::_MAX_PARTS]}
-        found = _updates(job, part, device)
-        if any(_differ(together[name], changes) for name, changes in found.items()):
+        if _some_differ(together, _updates(job, part, device)):
             raise CaptureError(
                 f"optimizer: {job.spec.optimizer.factory} updates a parameter differently "
                 "if there are others (by a number that it computes of all of them, such as a norm "
@@ -79,6 +86,39 @@ def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
                 hint="take norms of each parameter by itself, let training.clip_grad_norm clip "
                 "over all ranks, or set pipeline.stages: 1 without shard_optimizer",
             )
+    if job.spec.lr_scheduler is None:
+        return
+    sample, together = _try(job, device, scheduled=True)
+    names = list(together)
+    for first in range(1, min(len(names), _MAX_PARTS)):
+        turned = {name: sample[name] for name in (*names[first:], *names[:first])}
+        if not _some_differ(together, _updates(job, turned, device, scheduled=True)):
+            continue
+        raise CaptureError(
+            f"lr_scheduler: {job.spec.lr_scheduler.factory} has other rates for a parameter if "
+            f"{job.spec.optimizer.factory} gets parameters in another order, because its groups "
+            "are in another order then; each rank has only the parameters of its stages",
+            hint="let the optimizer's factory make all groups in one order, also those without "
+            "parameters; or write them under optimizer.groups",
+        )
+
+
+def refuse_outer_state(job: CapturedJob, device: torch.device) -> None:
+    """Raise if an optimizer goes on with what an earlier one has left outside of both.
+
+    A counter in its class or in a variable of its module has gone on in all trials when the
+    training begins.
+
+    Raises:
+        CaptureError: a second optimizer updates in another way than the first one.
+    """
+    sample, first = _try(job, device)
+    if _some_differ(first, _updates(job, sample, device)):
+        raise CaptureError(
+            f"optimizer: {job.spec.optimizer.factory} keeps something in its class, or in a "
+            "variable of its module, with which a second optimizer goes on",
+            hint="keep it in self.state[parameter], where checkpoints have it, too",
+        )
 
 
 def refuse_late_changes(job: CapturedJob, device: torch.device) -> None:
@@ -120,17 +160,17 @@ def loses_state(job: CapturedJob, device: torch.device) -> bool:
     """
     sample, whole = _try(job, device)
     resumed = _updates(job, sample, device, resumes=True)
-    return any(_differ(whole[name], resumed[name]) for name in resumed.keys() & whole.keys())
+    return _some_differ(whole, resumed)
 
 
 def _try(
-    job: CapturedJob, device: torch.device, *, checks: bool = False
+    job: CapturedJob, device: torch.device, *, checks: bool = False, scheduled: bool = False
 ) -> tuple[_Sample, dict[str, list[Tensor]]]:
     """The updates of all trial parameters by one optimizer; none if it fails."""
     sample: _Sample = {}
     # In float64 an optimizer's copy in float64 would be the parameter itself.
     for sample in _samples(job, (None, None) if checks else (torch.float64, None)):
-        if updates := _updates(job, sample, device, checks=checks):
+        if updates := _updates(job, sample, device, checks=checks, scheduled=scheduled):
             return sample, updates
     return sample, {}
 
@@ -171,32 +211,36 @@ def _updates(
     moves: bool = False,
     resumes: bool = False,
     checks: bool = False,
+    scheduled: bool = False,
 ) -> dict[str, list[Tensor]]:
     """The change of each parameter in each phase; empty if the optimizer fails.
 
     Args:
         moves: whether parameters get other memory before every step.
-        resumes: whether the optimizer is made anew before every step, with its saved state.
+        resumes: whether parameters and optimizer are made anew before every step, with their saved
+            state.
         checks: whether to raise in any step for what ranks refuse in the first one.
+        scheduled: whether the learning-rate schedule of the job steps, too, until it fails.
     """
     gradients = {name: _Gradients(name, like, device) for name, like in sample.items()}
     parameters = {name: nn.Parameter(each.draw()) for name, each in gradients.items()}
     changes: dict[str, list[Tensor]] = {name: [] for name in sample}
-    optimizer: Any = None
+    updater: Updater | None = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for phase in _PHASES:
             before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             for _ in range(phase.steps):
-                for name, parameter in parameters.items():
-                    parameter.grad = gradients[name].of(phase)
-                    if moves:
-                        parameter.data = parameter.data.clone()
                 try:
-                    if optimizer is None:
-                        optimizer = make_optimizer(job, parameters)
+                    if updater is None:
+                        updater = _made(job, parameters, scheduled=scheduled)
                     elif resumes:
-                        optimizer = _made_anew(job, optimizer, parameters)
+                        updater, parameters = _made_anew(job, updater.optimizer, parameters)
+                    for name, parameter in parameters.items():
+                        parameter.grad = gradients[name].of(phase)
+                        if moves:
+                            parameter.data = parameter.data.clone()
+                    optimizer: Any = updater.optimizer
                     groups, forms = of_groups(optimizer), forms_of(parameters)
                     optimizer.step()
                 except Exception:  # it may need other shapes; the real parameters will show errors
@@ -205,9 +249,26 @@ def _updates(
                     refuse_changes(optimizer, groups)
                     refuse_other_tensors(optimizer, parameters, forms)
                     state_of(optimizer, parameters)
+                _step_schedule(updater)
             for name, parameter in parameters.items():
                 changes[name].append(parameter.detach() - before[name])
     return changes
+
+
+def _made(
+    job: CapturedJob, parameters: Mapping[str, nn.Parameter], *, scheduled: bool = False
+) -> Updater:
+    if scheduled:
+        return make_updater(job, parameters)
+    return Updater(make_optimizer(job, parameters), None)
+
+
+def _step_schedule(updater: Updater) -> None:
+    """Step the schedule, if there is one; it may be for fewer steps than those of a trial."""
+    with warnings.catch_warnings(), suppress(Exception):
+        warnings.simplefilter("ignore")
+        updater.step_schedule()
+        updater.watch(1.0)
 
 
 class _Gradients:
@@ -231,22 +292,31 @@ class _Gradients:
         return phase.size * 10**exponent * values
 
 
+def _some_differ(found: Mapping[str, list[Tensor]], others: Mapping[str, list[Tensor]]) -> bool:
+    """Whether a parameter changes in another way; one whose update failed tells nothing."""
+    return any(_differ(found[name], others[name]) for name in found.keys() & others.keys())
+
+
 def _differ(one: list[Tensor], other: list[Tensor]) -> bool:
     """Whether the changes of a parameter differ by more than rounding in some phase."""
     for a, b in zip(one, other, strict=True):
         difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs())
-        if not float(difference.max()) <= _TOLERANCE * float(b.abs().max()):
+        rounding = _ROUNDING * torch.finfo(b.dtype).eps
+        if not float(difference.max()) <= rounding + _TOLERANCE * float(b.abs().max()):
             return True
     return False
 
 
 def _made_anew(
-    job: CapturedJob, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> Any:
-    """Another optimizer with the state that a checkpoint of this one has."""
+    job: CapturedJob, optimizer: Any, parameters: Mapping[str, nn.Parameter]
+) -> tuple[Updater, dict[str, nn.Parameter]]:
+    """Other parameters of the same values, and another optimizer with the state that a checkpoint
+    of this one has.
+    """
     tensors, states = state_of(optimizer, parameters)
     saved = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    made = make_optimizer(job, parameters)
+    others = {name: nn.Parameter(each.detach().clone()) for name, each in parameters.items()}
+    made = _made(job, others)
     for name, state in states.items():
-        restore_state(made, parameters[name], state, saved.__getitem__)
-    return made
+        restore_state(made.optimizer, others[name], state, saved.__getitem__)
+    return made, others

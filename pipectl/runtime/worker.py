@@ -56,7 +56,12 @@ from pipectl.runtime.setup import Setup
 from pipectl.runtime.stopping import stop_on_signals
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Circumstances, choose_progress, gpu_aware
-from pipectl.runtime.update_trials import loses_state, refuse_coupled_updates, refuse_own_memory
+from pipectl.runtime.update_trials import (
+    loses_state,
+    refuse_coupled_updates,
+    refuse_outer_state,
+    refuse_own_memory,
+)
 from pipectl.runtime.waiting import broadcast, choose_spin
 from pipectl.runtime.watching import watched
 from pipectl.schedule import channels, is_unflushed
@@ -168,8 +173,11 @@ def _train(
 
 
 def _check_updates(job: CapturedJob, plan: Plan, device: Device, *, warns: bool) -> None:
-    """Refuse an optimizer that the plan's ranks cannot share; warn of one that loses state."""
+    """Refuse an optimizer that the plan's ranks cannot share, or that trials leave in another
+    state; warn of one that loses state.
+    """
     spec = job.spec
+    refuse_outer_state(job, device.torch_device)  # first: all trials leave it changed
     if warns and loses_state(job, device.torch_device):
         warn(
             f"optimizer: {spec.optimizer.factory} keeps something outside of `self.state`, which "

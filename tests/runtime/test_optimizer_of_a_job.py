@@ -19,6 +19,7 @@ from pipectl.runtime.update_trials import (
     loses_state,
     refuse_coupled_updates,
     refuse_late_changes,
+    refuse_outer_state,
     refuse_own_memory,
 )
 
@@ -158,6 +159,58 @@ class Late(torch.optim.SGD):
             torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
         else:
             parameter.data = parameter.data.half()
+
+
+class Attached(torch.optim.Optimizer):
+    """Momentum in an attribute of each parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.velocity = 0.9 * getattr(p, "velocity", 0.0) + p.grad
+            p.data -= 0.1 * p.velocity
+
+
+COUNTS = {"steps": 0}
+
+
+class Warming(torch.optim.SGD):
+    """Takes smaller steps at first, which it counts in its class or in a variable."""
+
+    count = 0
+
+    def __init__(self, parameters: Any, where: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.where = where
+
+    def step(self, closure: Any = None) -> None:
+        if self.where == "class":
+            Warming.count += 1
+        else:
+            COUNTS["steps"] += 1
+        share = min(1.0, (Warming.count if self.where == "class" else COUNTS["steps"]) / 20)
+        for p in self.param_groups[0]["params"]:
+            p.data -= 0.1 * share * p.grad
+
+
+def by_kind(parameters: Any, *, fixed: bool = False) -> Any:
+    """A group for each number of dimensions, in the order of parameters unless it is fixed."""
+    kinds: dict[int, list[Any]] = {0: [], 1: [], 2: []} if fixed else {}
+    for p in parameters:
+        kinds.setdefault(p.dim(), []).append(p)
+    return torch.optim.SGD([{"params": kind} for kind in kinds.values()], lr=0.1)
+
+
+def by_group(optimizer: Any) -> Any:
+    """Another rate for each group."""
+    rates = [lambda step, k=k: 1 / (1 + k) for k in range(len(optimizer.param_groups))]
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+
+
+def two_rates(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.5])
 
 
 class Large(torch.optim.SGD):
@@ -344,6 +397,7 @@ NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.eve
         ("Replacing", {"kwargs": {"how": "half"}}, "replaced '0.weight' by a tensor of another"),
         ("Replacing", {"kwargs": {"how": "state"}}, "keeps '0.weight' itself in its state"),
         ("AdamW", {"lr_scheduler": f"{HERE}:failing"}, r"^lr_scheduler: raised KeyError: 1 \(at "),
+        ("AdamW", {"lr_scheduler": f"{HERE}:two_rates"}, "ValueError.*each rank makes the optim"),
         ("AdamW", {"lr_scheduler": "builtins:id"}, "returned a int, not a schedule of learning"),
         ("returning", {}, "^optimizer.factory: .*returned a list, not an optimizer.*return an opt"),
         ("returning", {"groups": [{"match": "*"}]}, "^optimizer.factory: .*returned a list, not a"),
@@ -412,6 +466,7 @@ def test_an_optimizer_that_keeps_the_memory_of_parameters_has_no_older_weights(j
         ("Wrapping", {"inner": "AdamW"}, True),
         ("Wrapping", {"inner": "SGD"}, False),
         ("Flat", {}, False),
+        ("Attached", {}, True),
     ],
 )
 def test_state_that_no_checkpoint_has_is_found(
@@ -436,6 +491,25 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused(
         made = job(optimizer={**optimizer, "groups": groups})
         with pytest.raises(CaptureError, match=rf"\.py:{name} updates a parameter differently"):
             refuse_coupled_updates(made, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("where", ["class", "module"])
+def test_an_optimizer_that_goes_on_where_another_one_was_is_refused(job: Maker, where: str) -> None:
+    """All trials would count as steps of the training."""
+    for allowed in ("AdamW", "Ahead", "Attached", "Late"):
+        kwargs = {"how": "estimates"} if allowed == "Late" else {}
+        refuse_outer_state(job(allowed, kwargs), torch.device("cpu"))
+    with pytest.raises(CaptureError, match=r":Warming keeps something in its class, or in a var"):
+        refuse_outer_state(job("Warming", {"where": where}), torch.device("cpu"))
+
+
+def test_groups_that_are_in_another_order_on_other_ranks_need_one_schedule(job: Maker) -> None:
+    own = {"lr_scheduler": f"{HERE}:by_group"}
+    for kwargs, schedule in (({"fixed": True}, own), ({}, {}), ({}, {"lr_scheduler": CYCLE})):
+        refuse_coupled_updates(job("by_kind", kwargs, **schedule), torch.device("cpu"))
+    with pytest.raises(CaptureError, match=r"^lr_scheduler: .*:by_group has other rates") as caught:
+        refuse_coupled_updates(job("by_kind", **own), torch.device("cpu"))
+    assert "write them under optimizer.groups" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
