@@ -152,6 +152,8 @@ def pack(
     Raises:
         WorkerError: a message cannot carry a tensor of this kind.
     """
+    # The memory of a conjugate or negative view holds other values.
+    tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
     known: dict[int, tuple[int, Tensor, casts.View | None]] = {}
     for index, state in states.items():
         known[storage_of(state)] = ~index, state, None
@@ -160,8 +162,7 @@ def pack(
     spans: dict[int, tuple[int, int]] = {}
     memories: dict[int, Tensor] = {}
     for tensor in tensors:
-        is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory holds other values
-        if tensor.layout is not torch.strided or tensor.is_quantized or is_lazy:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
             raise WorkerError(
                 f"a backward needs a tensor of layout {tensor.layout} and type {tensor.dtype}, "
                 "which cannot be sent to another rank",

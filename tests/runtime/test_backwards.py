@@ -40,7 +40,7 @@ HERE, SIZE = Path(__file__), 2
 CORPUS = {entry.name: entry for entry in catalogue.entries()}
 MODELS = """
     lstm autoencoder views codebook teacher checkpointed recommender encoder-decoder own-precision
-    parametrized gpt gpt,bf16 Normed,bf16 Placed
+    parametrized gpt gpt,bf16 Normed,bf16 Placed Conjugated
     Products Products,bf16 Products,float16
 """
 
@@ -88,6 +88,21 @@ class Placed(nn.Module):
         for place in self.places:
             x = x + place.view(SIZE, 6)
         return self.head(x).view(-1, 3, 4)
+
+
+class Conjugated(nn.Module):
+    """Saves conjugate and negative views, and a parameter as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(6, 6), nn.Linear(6, 12)
+        self.weight = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = torch.fft.fft(self.before(x))
+        turned = values.conj() * self.weight.conj()
+        values = turned.conj().imag * values.conj().imag + turned.real
+        return self.after(values).view(-1, 3, 4)
 
 
 class Products(nn.Module):
