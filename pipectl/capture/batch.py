@@ -121,16 +121,13 @@ class Reader:
             self._structure = structure
         return {name: leaves[index] for name, index in self._index.items()}
 
-    def check(
-        self, values: Mapping[str, Any], samples: int, names: Container[str], *, is_whole: bool
-    ) -> None:
+    def check(self, values: Mapping[str, Any], samples: int, names: Container[str]) -> None:
         """Raise unless values are like those that were captured.
 
         Args:
             values: as from :meth:`read`.
             samples: number of samples that tensors must have.
             names: of the tensors to check.
-            is_whole: whether it is a whole micro-batch, whose numbers can be compared.
 
         Raises:
             CaptureError: a value differs.
@@ -139,15 +136,15 @@ class Reader:
             if name in self._forms:
                 if name in names:
                     self._check_tensor(name, values[name], samples)
-            elif is_whole:
-                number = values[name]
-                if number != expected and not (isnan(number) and isnan(expected)):
-                    raise CaptureError(
-                        f"{self._section}: {name!r} of a batch is the number {number}, but the "
-                        f"model was captured with {expected}, and computes with that",
-                        hint="make it a tensor with an entry per sample in the collate_fn, or "
-                        "leave it out",
-                    )
+                continue
+            number = values[name]  # of the whole micro-batch, whose rows replicas may share
+            if number != expected and not (isnan(number) and isnan(expected)):
+                raise CaptureError(
+                    f"{self._section}: {name!r} of a batch is the number {number}, but the model "
+                    f"was captured with {expected}, and computes with that",
+                    hint="make it a tensor with an entry per sample in the collate_fn, or leave "
+                    "it out",
+                )
 
     def _check_tensor(self, name: str, tensor: Tensor, samples: int) -> None:
         sizes, dtype = self._forms[name]

@@ -289,7 +289,7 @@ class CapturedJob:
             for first in (samples // 3, 2 * samples // 3):
                 if first >= batch:
                     values = reader.read(self.loader.example(batch, first, length))
-                    reader.check(values, batch, values, is_whole=True)
+                    reader.check(values, batch, values)
 
     def check_epoch(self, size: int | None, least: int) -> None:
         """Raise if the model refuses a micro-batch of an epoch, of which the last may be small.

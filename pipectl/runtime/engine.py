@@ -380,12 +380,7 @@ class Engine:
     ) -> Callable[[StepRun, MicroBatch], tuple[MicroBatch, dict[str, Tensor], Tensors]]:
         """The arguments of a forward: its micro-batch, tensors of the batch, received values."""
         index, rows, is_last_reader = form.stage, form.rows, form.flag
-        size, is_whole, bring, joined = (
-            rows.size,
-            rows.is_whole,
-            self.device.bring,
-            self._slicing.joined,
-        )
+        size, bring, joined = rows.size, self.device.bring, self._slicing.joined
         draws, names = stage.draws(trains, rows), stage.inputs(trains, rows)
         has_loss = index == self.cut.loss_stage
         reader = None
@@ -408,7 +403,7 @@ class Engine:
             if is_last_reader:
                 run.drop(number)
             if reader is not None:
-                reader.check(known, size, names, is_whole=is_whole)
+                reader.check(known, size, names)
             return micro_batch, {name: bring(known[name]) for name in names}, arrived
 
         return start

@@ -482,9 +482,9 @@ def test_tensors_and_numbers_are_found_by_their_keys_in_any_order_beside_any_num
         turned = by_name(graph, [inputs, dict(reversed(targets.items()))])
         assert list(turned) == list(found)
         assert all(turned[name] is value for name, value in found.items())
-    reader.check(reader.read(described.loader.example(4)), 4, (), is_whole=True)
+    reader.check(reader.read(described.loader.example(4)), 4, ())
     with pytest.raises(CaptureError, match=r"^data: 'targets_count' .* number 2, .* with 4, and"):
-        reader.check(reader.read(described.loader.example(2)), 2, (), is_whole=True)
+        reader.check(reader.read(described.loader.example(2)), 2, ())
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_batches_of_another_form_are_refused(described: Any, change: Any, messag
     inputs, targets = described.loader.example(4)
     found = reader.read((change(inputs), targets))
     with pytest.raises(CaptureError) as raised:
-        reader.check(found, 4, ["inputs"], is_whole=True)
+        reader.check(found, 4, ["inputs"])
     assert raised.value.message == f"data: 'inputs' {message}"
 
 

@@ -27,6 +27,11 @@ from pipectl.watch.board import Board
 
 PARTS = Path(__file__).with_name("job_parts.py")
 COUPLED = {"factory": f"{PARTS}:Coupled", "kwargs": {"kind": "all"}}
+SCALED = {
+    "data": {"factory": f"{PARTS}:Scaled"},
+    "loss": f"{PARTS}:scaled_loss",
+    "pipeline": {"micro_batches": 1, "stages": 1, "replicas": 2},
+}
 LENGTHS = r"the ranks find different numbers of samples: \[23, 24\]"
 
 
@@ -75,6 +80,16 @@ def test_what_cannot_go_on_ends_all_ranks_and_is_named(
     if "callbacks" in sections:
         assert "job_parts.py" in error.traceback
         assert (run.path / "closed").read_text() == "OSError"
+
+
+@pytest.mark.mpi
+def test_a_number_of_a_batch_is_compared_where_replicas_share_a_micro_batch(make_run, work) -> None:
+    """It is no longer what the graph computes with from step 2 on."""
+    run = make_run(2, **SCALED)
+    assert work(2, run).returncode == 3
+    error = read_errors(run)[0]
+    assert error.step == 2
+    assert error.message.startswith("data: 'targets_scale' of a batch is the number 2.0, but the")
 
 
 @pytest.mark.mpi
