@@ -94,7 +94,7 @@ class StandIn:
         return kind
 
     def __getattr__(self, _: str) -> Any:
-        _refuse(self)
+        return _refuse(self)
 
 
 def _refuse(self: Any, *_: Any, **__: Any) -> Any:

@@ -317,6 +317,7 @@ def _made_anew(
     saved = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     others = {name: nn.Parameter(each.detach().clone()) for name, each in parameters.items()}
     made = _made(job, others)
+    new: Any = made.optimizer
     for name, state in states.items():
-        restore_state(made.optimizer, others[name], state, saved.__getitem__)
+        restore_state(new, others[name], state, saved.__getitem__)
     return made, others

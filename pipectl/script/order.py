@@ -144,8 +144,10 @@ class Order:
 
 def batch_size_of(loader: DataLoader[Any]) -> int | None:
     """Return the samples of the loader's batches; None if it does not say so."""
-    size = loader.batch_size
-    return getattr(loader.batch_sampler, "batch_size", None) if size is None else size
+    size: int | None = loader.batch_size
+    if size is None:
+        size = getattr(loader.batch_sampler, "batch_size", None)
+    return size
 
 
 @contextmanager
