@@ -455,16 +455,17 @@ class CapturedJob:
         again = known is not None and known.length == length
         size = batch if again else max(batch, _SMALLEST_EXPORT)
         example = partial(loader.example, length=length)
-        batch_of_job = example(size)
-        check_samples(*batch_of_job, size)
-        shown = without_objects(batch_of_job)
+        own = example(size)
+        check_samples(*own, size)
+        inputs, targets = without_objects(own)
         self.step.with_outputs = not training and bool(self.metrics())
         self.step.train(training)
         padded = self.spec.data.pad
 
         def capture(kept: KeptModules) -> CapturedGraph:
-            program = export_step(self.step, *shown, kept, padded)
-            return CapturedGraph(program, self.states, self.tied, shown, size, length, padded)
+            program = export_step(self.step, inputs, targets, kept, padded)
+            states = self.states, self.tied
+            return CapturedGraph(program, *states, (inputs, targets), size, length, padded)
 
         with torch.random.fork_rng(devices=[]), self.arithmetic():
             try:
@@ -474,7 +475,7 @@ class CapturedJob:
                     raise
                 # Whose fault it is: of the job, of what torch exports, or of pipectl.
                 cause = error.__cause__ or error
-                refusal = self._run(batch_of_job)
+                refusal = self._run(own)
                 if refusal is None and not (place_of(cause) and not is_ours(cause)):
                     raise fault_of(cause) from error.__cause__
                 raise (refusal or error) from error.__cause__

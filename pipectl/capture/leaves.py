@@ -67,7 +67,7 @@ def _register_mapping(kind: Any) -> None:
         return list(mapping.values()), tuple(mapping)
 
     def flatten_with_keys(mapping: Mapping[Any, Any]) -> Any:
-        named = [(pytree.MappingKey(key), value) for key, value in mapping.items()]
+        named: list[Any] = [(pytree.MappingKey(key), value) for key, value in mapping.items()]
         return named, tuple(mapping)
 
     def unflatten(values: Iterable[Any], keys: tuple[Any, ...]) -> Any:
@@ -155,8 +155,8 @@ def is_choice(leaf: Any) -> bool:
 def other_choices(batch: Any) -> Iterator[Any]:
     """Yield the batch with other texts, and with every other member of its enumerations."""
     choices = [leaf for leaf in pytree.tree_leaves(batch) if is_choice(leaf)]
-    enumerations = [len(type(each)) for each in choices if not isinstance(each, str)]
-    turns = max([2 * bool(choices), *enumerations])
+    counts = [len(_members(each)) for each in choices if not isinstance(each, str)]
+    turns = max([2 * bool(choices), *counts])
     for turn in range(1, turns):
         yield pytree.tree_map(_other(turn), batch)
 
@@ -167,8 +167,12 @@ def _other(turn: int) -> Callable[[Any], Any]:
             return f"~{leaf[::-1]}~"
         if not is_choice(leaf):
             return leaf
-        members = list(type(leaf))
+        members = _members(leaf)
         place = members.index(leaf) if leaf in members else 0
         return members[(place + turn) % len(members)]
 
     return change
+
+
+def _members(member: Enum) -> list[Enum]:
+    return list(type(member))

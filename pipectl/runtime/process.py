@@ -125,7 +125,7 @@ class _LogStream(io.RawIOBase):
 
 def _flush(*streams: TextIO) -> None:
     for stream in streams or (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed by user code
+        with suppress(Exception):  # user code has closed it, or put something else in its place
             stream.flush()
 
 

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from mpi4py import MPI
 
@@ -17,6 +18,11 @@ if HOW == "shares":
     process.MAX_FILES = 1
 with process.own_log(WORLD.rank, WORLD.size):
     process.say(f"rank {WORLD.rank} \x1b[2Jbegins")
+    if HOW == "replaced":  # as code that writes a copy of all that is printed
+        sys.stdout, sys.stderr = SimpleNamespace(write=sys.stdout.write), None
+        process.say(f"rank {WORLD.rank} goes on")
+        sys.stderr = sys.stdout
+        sys.stdout.flush = lambda: None
     if HOW == "full":  # as a full disk: no file may grow any more
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     for turn in range(200):

@@ -40,6 +40,11 @@ PARTS = HERE / "job_parts.py"
 PRINTED = {f"[{rank}] piece and end": 200 for rank in range(2)}
 CUT = dict.fromkeys(PRINTED, 100) | {f"[{rank}] from a child": 1 for rank in range(2)}
 LAST = {"rank 0 [2Jbegins": 1, "rank 1 [2Jbegins": 1, "to the launcher": 2}
+REPLACED = {
+    **PRINTED,
+    **{f"[{rank}] from a child": 1 for rank in range(2)},
+    **{f"rank {rank} goes on": 1 for rank in range(2)},
+}
 SHARED = {**PRINTED, "[0] no end": 1, "[1] no end": 1, "from a child": 2, **LAST}
 
 
@@ -51,6 +56,7 @@ SHARED = {**PRINTED, "[0] no end": 1, "[1] no end": 1, "from a child": 2, **LAST
         ("killed", {**PRINTED, "[1] last words": 1}),
         ("aborts", {**PRINTED, "[1] last words": 1}),
         ("shares", SHARED),
+        ("replaced", {**REPLACED, **LAST}),
         ("full", {"[0] piece and end": 0}),
     ],
 )
