@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from mpi4py import MPI
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from pipectl import __version__
 from pipectl.capture import CapturedJob
-from pipectl.capture.digests import checksum
+from pipectl.capture.digests import checksum, sample_digests
 from pipectl.capture.step import own_name
-from pipectl.errors import MismatchError
+from pipectl.errors import MismatchError, PipectlError
 from pipectl.plan import Plan
 from pipectl.profile import SEEDED_HINT, Profile, Readings
 from pipectl.runtime.nodes import grouped, node_name
@@ -194,6 +195,30 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
             f"rank {others[0]} on {node}{_more(others)} has a different model from the other "
             f"ranks and plan.json: {difference}",
             hint=f"{drawn}check that all nodes see the same files, package versions and variables",
+        )
+
+
+def check_data(communicator: MPI.Comm, job: CapturedJob, profile: Profile) -> None:
+    """Compare a few samples of the training data that every rank reads; collective.
+
+    Only if processes outside of MPI have read the same ones: otherwise differences are expected.
+
+    Raises:
+        MismatchError: on all ranks, naming the first that reads other samples than rank 0.
+    """
+    if profile.readings is not Readings.SAME:
+        return
+    mine: list[list[int]] | None = None
+    with suppress(PipectlError):  # training may never come to this sample
+        mine = sample_digests(job.loader)
+    found = gather_all(communicator, (mine, node_name()))
+    differing = [rank for rank, (digests, _) in enumerate(found) if digests != found[0][0]]
+    if differing and all(digests is not None for digests, _ in found):
+        raise MismatchError(
+            f"data: rank {differing[0]} on {found[differing[0]][1]}{_more(differing)} reads other "
+            "samples than rank 0",
+            hint="leave out what divides the data by rank (or worker of a launcher): pipectl gives "
+            "every rank its part of each batch; or check that all nodes see the same files",
         )
 
 

@@ -32,6 +32,7 @@ from pipectl.runs.kept_code import changed_modules, read_code, without_copies
 from pipectl.runtime.agreement import (
     check_accelerators,
     check_alike,
+    check_data,
     check_graph,
     check_unshared,
     misplaced,
@@ -130,6 +131,7 @@ def _train(
     job = CapturedJob(spec)
     board.phase("capturing the model")
     check_graph(communicator, job, plan, profile)
+    check_data(communicator, job, profile)
     if rank == 0:
         _compare_samples(directory, job, profile, begins=stored is None)
     if rank == 0 and (fault := misplaced(nodes, plan.node_of_rank)):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mpi4py import MPI
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
@@ -43,6 +44,22 @@ class OwnGenerator(Copies):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         vector = self.vectors[index] * float(self.random.random())
         return vector, vector.clone()
+
+
+class ByRank(Copies):
+    """The part of a rank, as a sampler for several processes gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = self.vectors[MPI.COMM_WORLD.rank :: MPI.COMM_WORLD.size].repeat(2, 1)
+
+
+class StreamByRank(IterableDataset):
+    """The same of an iterable."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        samples = ByRank()
+        return (samples[index] for index in range(len(samples)))
 
 
 class ByProcess(Copies):

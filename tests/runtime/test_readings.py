@@ -157,6 +157,19 @@ def test_a_start_that_reads_other_samples_than_the_first_says_so(
     assert said == [[False, False], [False, True], [True, True]]
 
 
+@pytest.mark.parametrize("data", ["ByRank", "StreamByRank"])
+def test_data_that_divide_themselves_by_rank_are_refused(make_run, work, data: str) -> None:
+    """One rank would read a part of the iterable for all, and replicas each their own part."""
+    alone = {"pipeline": {"micro_batches": 2, "stages": 1, "replicas": 2}}
+    run = make_run(2, **copying(data, **alone, reading={"shuffle": False}))
+    replace(Profile.load(run.profile), readings=Readings.SAME).save(run.profile)
+    done = work(2, run)
+    assert done.returncode == 3
+    error = read_errors(run)[0]
+    assert re.match(r"data: rank 1 on .* reads other samples than rank 0$", error.message)
+    assert "divides the data by rank" in done.stderr
+
+
 def test_one_rank_reads_where_the_profile_found_other_samples(make_run, train) -> None:
     run = make_run(2, **copying("OwnGenerator"))
     replace(Profile.load(run.profile), readings=Readings.EACH).save(run.profile)
