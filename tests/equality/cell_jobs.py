@@ -137,8 +137,11 @@ def spec_text(cell: Cell) -> str:
             "seed": 3,
             "clip_grad_norm": clip,
             "compile": cell.compiled,
+            "correct_delay": cell.corrected,
             **model.training,
         },
         "pipeline": {"micro_batches": micro_batches},
     }
+    if cell.corrected:  # refused with other schedules
+        document["pipeline"]["schedule"] = "pipedream-2bw"
     return yaml.safe_dump(document)

@@ -80,6 +80,7 @@ class Cell:
         memory: what stages do with what their backward needs; "" if they keep it.
         replicas: of each stage, or of each place in the round of stages; trained with SGD.
         way: how replicas share a micro-batch.
+        corrected: whether updates make up for the age of the gradients before them.
         plain: without dropout, to be compared with a loop in plain PyTorch.
     """
 
@@ -91,6 +92,7 @@ class Cell:
     way: str = "whole"
     shard: bool = False
     compiled: bool = False
+    corrected: bool = False
     plain: bool = False
 
     def __str__(self) -> str:
@@ -98,7 +100,7 @@ class Cell:
         if self.replicas:
             parts += ["x".join(map(str, self.replicas)), self.way]
             parts.append("sharded" * self.shard)
-        parts += ["compiled" * self.compiled, "plain" * self.plain]
+        parts += ["compiled" * self.compiled, "corrected" * self.corrected, "plain" * self.plain]
         return "-".join(filter(None, parts))
 
     @property
@@ -242,6 +244,9 @@ def _unflushed(ranks: int) -> Iterator[Cell]:
     for model in ("gpt", "frozen"):
         yield Cell(model, "pipedream-2bw", BATCH if model == "gpt" else "divisible")
     yield Cell("gpt", "pipedream-2bw-apart", BATCH)
+    for model, batch in (("gpt", BATCH), ("cnn", "divisible"), ("frozen", BATCH)):
+        yield Cell(model, "pipedream-2bw", batch, corrected=True)
+    yield Cell("gpt", "pipedream-2bw-apart", BATCH, corrected=True)
     for schedule in ("pipedream", "pipedream-apart"):
         yield Cell("gpt_bf16", schedule, "few")
 
@@ -275,7 +280,7 @@ SAMPLE = {
         dense-v-half-smaller_last-disk
         frozen-zb-h1-smaller_last gpt_buckets-1f1b-apart-smaller_last gpt-pipedream-few-disk
         gpt_bf16-1f1b-smaller_last-recompute_disk gpt_bf16-pipedream-few
-        gpt_bf16-pipedream-apart-few
+        gpt_bf16-pipedream-apart-few gpt-pipedream-2bw-smaller_last-corrected
         tied_bf16_weights-zb-h1-smaller_last cnn_bf16_weights-1f1b-smaller_last-blocks_disk
         gated-zb-h1-smaller_last-compiled gated-zb-v-smaller_last-recompute-compiled
         gated-1f1b-smaller_last-host-compiled
@@ -303,6 +308,7 @@ SAMPLE = {
         gpt_buckets-1f1b-smaller_last-blocks_disk gpt-pipedream-few cnn-pipedream-few
         gpt-pipedream-2bw-smaller_last cnn-pipedream-2bw-divisible-host gpt-pipedream-apart-few
         cnn-pipedream-apart-few-recompute gpt-pipedream-2bw-apart-smaller_last
+        cnn-pipedream-2bw-divisible-corrected
         """,
     8: "",
 }

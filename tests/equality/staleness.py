@@ -2,6 +2,9 @@
 
 Steps are computed one after the other. Each uses, for the parameters of stage s, the version that
 the papers say; all versions are kept. An evaluation starts the count anew.
+
+With ``training.correct_delay``, an update is followed by its difference from the one before, unless
+the gradients of one of them had the newest weights, as the first ones have.
 """
 
 from __future__ import annotations
@@ -65,10 +68,10 @@ def simulate(run: Path, cell: Cell, ranks: int) -> tuple[Weights, list[float]]:
     loss_of = partial(loss_of_graph, job)
     weigh = job.weight() or (lambda targets: len(targets))
     version = VERSIONS[cell.schedule]
-    losses, kept = [], list[Weights]()
+    losses, kept, updates = [], list[Weights](), list[Weights]()
     for step, parts in enumerate(batches(job)):
         if step % cell_jobs.UNFLUSHED_STRETCH == 0:
-            kept = [copied(newest)]
+            kept, updates = [copied(newest)], []
         used = {
             name: kept[version(stage_of[name], ranks, step % cell_jobs.UNFLUSHED_STRETCH)][name]
             for name in newest
@@ -85,6 +88,11 @@ def simulate(run: Path, cell: Cell, ranks: int) -> tuple[Weights, list[float]]:
         for name, leaf in leaves.items():
             newest[name].grad = leaf.grad
         updater.step()
+        changed = copied(newest)
+        updates.append({name: changed[name] - kept[-1][name] for name in leaves})
+        if job.spec.training.correct_delay and len(updates) > 2:
+            for name in leaves:
+                newest[name].data += updates[-1][name] - updates[-2][name]
         kept.append(copied(newest))
         losses.append(math.fsum(found))
     trained = {n.removeprefix("model."): p.detach().clone() for n, p in newest.items()}
