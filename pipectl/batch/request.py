@@ -89,6 +89,11 @@ class JobRequest:
         return None if self.single_process else self.resources.node_range
 
     @property
+    def has_several_nodes(self) -> bool:
+        """Whether it may have ranks on more than one node."""
+        return not self.single_process and self.resources.max_nodes > 1
+
+    @property
     def threads(self) -> int:
         """Compute threads per rank."""
         return self.launch.threads(self.resources.cpus_per_task)

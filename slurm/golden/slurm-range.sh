@@ -264,25 +264,28 @@ with_variables() {
     exec "$@"
 }
 
-# Of a range of nodes, the job takes those that answer, and on which no rank of an earlier start is
-# left.
+# The nodes that answer, and on which no rank of an earlier start is left.
+ask_nodes() { # NODE...
+    env -u SLURM_CPUS_PER_TASK -u SLURM_TRES_PER_TASK -u SLURM_NTASKS_PER_NODE SLURM_OVERLAP=1 \
+        timeout -k 5 60 srun --nodes="$#" --ntasks="$#" --nodelist="$(IFS=, && echo "$*")" \
+        --cpus-per-task=1 --cpu-bind=none --mpi=none --export=ALL /bin/bash -c '
+            for ((look = 0; look < 300; look++)); do
+                ranks=$(grep -lzxsF pipectl.runtime.worker /proc/[0-9]*/cmdline) || exit 0
+                grep -qzxsF -f <(echo "$PIPECTL_RUN_DIRECTORY") $ranks || exit 0
+                read -rt 0.1 <> <(:)
+            done
+            exit 1' </dev/null >/dev/null 2>&1
+}
 find_nodes() {
     local node answers
+    nodes=("${all_nodes[@]}")
+    ask_nodes "${nodes[@]}" && return
     answers=$(
         for node in "${all_nodes[@]}"; do
-            env -u SLURM_CPUS_PER_TASK -u SLURM_TRES_PER_TASK -u SLURM_NTASKS_PER_NODE SLURM_OVERLAP=1 \
-                timeout -k 5 60 srun --nodes=1 --ntasks=1 --nodelist="$node" --cpus-per-task=1 \
-                --cpu-bind=none --mpi=none --export=ALL /bin/bash -c '
-                    for ((look = 0; look < 300; look++)); do
-                        ranks=$(grep -lzxsF pipectl.runtime.worker /proc/[0-9]*/cmdline) || exit 0
-                        grep -qzxsF -f <(echo "$PIPECTL_RUN_DIRECTORY") $ranks || exit 0
-                        read -rt 0.1 <> <(:)
-                    done
-                    exit 1' </dev/null >/dev/null 2>&1 && echo " $node " &
+            ask_nodes "$node" && echo " $node " &
         done
         wait
     )
-    nodes=("${all_nodes[@]}")
     [[ $answers == *" ${SLURMD_NODENAME-} "* ]] || return # no step can be started at all
     nodes=()
     for node in "${all_nodes[@]}"; do
@@ -291,12 +294,13 @@ find_nodes() {
 }
 mapfile -t all_nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 nodes=("${all_nodes[@]}")
+# Of a range of nodes, the job takes those that answer.
 ((attempt == 1)) || find_nodes
 if ((${#nodes[@]} < 2)); then
     echo "pipectl: of ${all_nodes[*]}, only ${nodes[*]-none} answer, and resources.nodes is 2-4" >&2
+    ((attempt < 4)) && ask_again scontrol requeue "$job_id" && exit 75
     measure_log
     report_start 1 "too few nodes answer: ${nodes[*]-none} of ${all_nodes[*]}"$'\n'
-    ((attempt < 4)) && ask_again scontrol requeue "$job_id" && exit 75
     exit 1
 fi
 write_file nodes "${#nodes[@]}"
@@ -372,7 +376,7 @@ trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
 run_ranks /opt/env/bin/mpiexec -n "$ranks" /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
 code=$?
-# A job that has lost a node does not fail: it goes on without it, or is requeued.
+# A job that has lost a node does not fail.
 if ((code && attempt < 4)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
     had=" ${nodes[*]} " lost=
     for step in $(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); do

@@ -349,6 +349,36 @@ with_variables() {
     exec "$@"
 }
 
+# The nodes that answer, and on which no rank of an earlier start is left.
+ask_nodes() { # NODE...
+    env -u SLURM_CPUS_PER_TASK -u SLURM_TRES_PER_TASK -u SLURM_NTASKS_PER_NODE SLURM_OVERLAP=1 \
+        timeout -k 5 60 srun --nodes="$#" --ntasks="$#" --nodelist="$(IFS=, && echo "$*")" \
+        --cpus-per-task=1 --cpu-bind=none --mpi=none --export=ALL /bin/bash -c '
+            for ((look = 0; look < 300; look++)); do
+                ranks=$(grep -lzxsF pipectl.runtime.worker /proc/[0-9]*/cmdline) || exit 0
+                grep -qzxsF -f <(echo "$PIPECTL_RUN_DIRECTORY") $ranks || exit 0
+                read -rt 0.1 <> <(:)
+            done
+            exit 1' </dev/null >/dev/null 2>&1
+}
+find_nodes() {
+    local node answers
+    nodes=("${all_nodes[@]}")
+    ask_nodes "${nodes[@]}" && return
+    answers=$(
+        for node in "${all_nodes[@]}"; do
+            ask_nodes "$node" && echo " $node " &
+        done
+        wait
+    )
+    [[ $answers == *" ${SLURMD_NODENAME-} "* ]] || return # no step can be started at all
+    nodes=()
+    for node in "${all_nodes[@]}"; do
+        [[ $answers == *" $node "* ]] && nodes+=("$node")
+    done
+}
+mapfile -t all_nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+nodes=("${all_nodes[@]}")
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 export SLURM_CPU_BIND=none
 cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
@@ -409,6 +439,25 @@ trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
 run_ranks /opt/env/bin/mpiexec -n 4 /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
 code=$?
+# A job that has lost a node does not fail.
+if ((code && attempt < 4)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
+    had=" ${nodes[*]} " lost=
+    for step in $(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); do
+        [[ $step == *.[0-9]* ]] && scancel --signal=KILL "$step" 2>/dev/null
+    done
+    find_nodes
+    for node in $had; do
+        [[ " ${nodes[*]-} " == *" $node "* ]] || lost+=" $node"
+    done
+    if [[ $lost && ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
+        echo "pipectl:$lost no longer answers: the job is requeued" >&2
+        if ask_again scontrol requeue "$job_id"; then
+            rm -f "$PIPECTL_RUN_DIRECTORY/launch_error"
+            exit 75
+        fi
+        cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
+    fi
+fi
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
     if ((attempt < 4)) && { [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]] || is_preempted; }; then

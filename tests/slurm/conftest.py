@@ -137,6 +137,20 @@ def processes_on(lab):
     return find
 
 
+@pytest.fixture
+def partitions_with_priorities(lab):
+    """Jobs of ``low`` have half a minute to end when one of ``high`` wants their nodes."""
+    of_all = ("Nodes=node[1-4]", "MaxTime=1:00:00")
+    low = ("PriorityTier=1", "PreemptMode=REQUEUE", "GraceTime=30")
+    create = ("scontrol", "create")
+    subprocess.run([*create, "PartitionName=low", *of_all, *low], check=True)
+    high = ("PriorityTier=9", "PreemptMode=OFF")
+    subprocess.run([*create, "PartitionName=high", *of_all, *high], check=True)
+    yield
+    for name in ("low", "high"):
+        subprocess.run(["scontrol", "delete", f"PartitionName={name}"], check=True)
+
+
 def five_free_ports() -> int:
     """The first of five neighbouring ports that nobody listens on."""
     start = 20000 + os.getpid() % 1000 * 10

@@ -224,26 +224,24 @@ def test_a_job_on_two_nodes_is_put_back_into_the_queue_and_gives_the_local_weigh
     pipectl, processes_on, local_run, what
 ):
     """By a signal to all steps; to the script, as Slurm sends it before the walltime is over; by
-    hand; and as it has lost a node, unless the launcher notices first."""
+    hand; and as it has lost a node, whoever notices first: Slurm, the launcher or the watcher."""
     run = submit(pipectl, local_run, "slurm.options.begin=now+4", "checkpoint.every=5")
     assert pipectl("status", run.name, "--json")["state"] == "QUEUED"
     found = status_when(pipectl, run.name, itemgetter("step"))
     assert found["state"] == "RUNNING"
     assert found["phase"] in ("training", "saving")
     assert found["last_loss"]
-    if what == "node":
-        lost = processes_on(found["ranks"][1]["node"])
+    lost = processes_on(found["ranks"][1]["node"]) if what == "node" else []
+    try:
         for process in lost:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        if what != "node":
+            subprocess.run([*what.split(), str(found["job_id"])], check=True)
+        last = status_when(pipectl, run.name, is_over)
+    finally:
         psutil.wait_procs(lost, timeout=20)
         subprocess.run([LAB / "up"], capture_output=True, check=True, timeout=120)
-    else:
-        subprocess.run([*what.split(), str(found["job_id"])], check=True)
-    last = status_when(pipectl, run.name, is_over)
-    if what == "node" and last["state"] == "FAILED":
-        pipectl("resume", run.name)
-        last = status_when(pipectl, run.name, is_over)
     assert last["state"] == "COMPLETED", (run / "logs" / "job.log").read_text()
     assert last["step"] == last["steps"] == 240
     assert last["last_loss"] < last["first_loss"]
@@ -261,7 +259,8 @@ def test_a_job_on_two_nodes_is_put_back_into_the_queue_and_gives_the_local_weigh
 def test_a_job_with_a_range_of_nodes_goes_on_with_those_that_are_left(
     pipectl, processes_on, local_run, keeps
 ):
-    """In the same allocation, if Slurm leaves it that; else in the next one."""
+    """In the same allocation, if Slurm leaves it that; else in the next one, for which Slurm puts
+    it into the queue, or it does so itself."""
     keep = ["slurm.options.no-kill=true"] if keeps else []
     settings = ("resources.nodes=2-4", "pipeline.stages=auto", "checkpoint.every=5", *keep)
     run = submit(pipectl, local_run, *settings)
@@ -283,7 +282,33 @@ def test_a_job_with_a_range_of_nodes_goes_on_with_those_that_are_left(
     log = (run / "logs/job.log").read_text()
     assert last["state"] == "COMPLETED", log
     assert len({rank["node"] for rank in last["ranks"]}) == 2
-    assert log.count("the job goes on with" if keeps else "the job is requeued") == 2
+    assert log.count("the job goes on with") == (2 if keeps else 0)
+    assert RunDirectory(run).attempt.read_text() == "3\n"
+    check_same(run, local_run)
+
+
+@pytest.mark.usefixtures("warm", "partitions_with_priorities")
+@pytest.mark.torture
+def test_a_job_with_a_range_of_nodes_that_is_preempted_goes_on_with_those_that_are_free(
+    pipectl, local_run
+):
+    """It saves a checkpoint in its time of grace: no step is computed again."""
+    settings = ("resources.nodes=2-4", "pipeline.stages=auto", "slurm.partition=low")
+    run = submit(pipectl, local_run, *settings)
+    status_when(pipectl, run.name, lambda now: now["step"] and len(now["ranks"]) == 4)
+    taking = ("-p", "high", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 300")
+    urgent = subprocess.run(["sbatch", "--parsable", *taking], capture_output=True, text=True)
+    try:
+        last = status_when(pipectl, run.name, is_over)
+    finally:
+        subprocess.run(["scancel", urgent.stdout.strip()], check=True)
+    assert last["state"] == "COMPLETED", (run / "logs/job.log").read_text()
+    assert len({rank["node"] for rank in last["ranks"]}) == 2
+    attempts = [line.attempt for line in read_metrics(RunDirectory(run)) if line.is_step]
+    assert sorted(set(attempts)) == [1, 2]
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    steps = [line["step"] for line in map(json.loads, lines) if "loss" in line]
+    assert steps == [*range(1, 241)]
     check_same(run, local_run)
 
 

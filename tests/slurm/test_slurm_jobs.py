@@ -236,18 +236,6 @@ def test_jobs_that_slurm_has_forgotten_end_in_its_accounts_as_they_did(accounts)
     assert SLURM.query(["9999"], since=since) == {}
 
 
-@pytest.fixture
-def partitions_with_priorities(lab):
-    """Jobs of ``low`` have half a minute to end when one of ``high`` wants their nodes."""
-    of_all = ("Nodes=node[1-4]", "MaxTime=1:00:00")
-    low = ("PriorityTier=1", "PreemptMode=REQUEUE", "GraceTime=30")
-    ask("scontrol", "create", "PartitionName=low", *of_all, *low)
-    ask("scontrol", "create", "PartitionName=high", *of_all, "PriorityTier=9", "PreemptMode=OFF")
-    yield
-    for name in ("low", "high"):
-        ask("scontrol", "delete", f"PartitionName={name}")
-
-
 @pytest.mark.mpi
 @pytest.mark.torture
 @pytest.mark.parametrize("catches", [True, False])
