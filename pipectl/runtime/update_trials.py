@@ -9,15 +9,18 @@ that point the same way, or every tenth step. Trials have all of these.
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
+from pipectl.capture.randomness import seed_everything
 from pipectl.errors import CaptureError
 from pipectl.runtime.optimizer import (
     Updater,
@@ -226,8 +229,7 @@ def _updates(
     parameters = {name: nn.Parameter(each.draw()) for name, each in gradients.items()}
     changes: dict[str, list[Tensor]] = {name: [] for name in sample}
     updater: Updater | None = None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with _same_draws():
         for phase in _PHASES:
             before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             for _ in range(phase.steps):
@@ -253,6 +255,19 @@ def _updates(
             for name, parameter in parameters.items():
                 changes[name].append(parameter.detach() - before[name])
     return changes
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """Let every trial draw the same numbers, and leave all generators as they are."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            seed_everything(0)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _made(

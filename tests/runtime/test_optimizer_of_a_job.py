@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -171,6 +173,15 @@ class Attached(torch.optim.Optimizer):
         for p in self.param_groups[0]["params"]:
             p.velocity = 0.9 * getattr(p, "velocity", 0.0) + p.grad
             p.data -= 0.1 * p.velocity
+
+
+class Drawing(torch.optim.SGD):
+    """Adds noise by the generators that all share."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad += random.gauss(0, 1) + float(np.random.rand())
+        super().step()
 
 
 COUNTS = {"steps": 0}
@@ -496,9 +507,11 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused(
 @pytest.mark.parametrize("where", ["class", "module"])
 def test_an_optimizer_that_goes_on_where_another_one_was_is_refused(job: Maker, where: str) -> None:
     """All trials would count as steps of the training."""
-    for allowed in ("AdamW", "Ahead", "Attached", "Late"):
+    before = random.getstate()
+    for allowed in ("AdamW", "Ahead", "Attached", "Drawing", "Late"):
         kwargs = {"how": "estimates"} if allowed == "Late" else {}
         refuse_outer_state(job(allowed, kwargs), torch.device("cpu"))
+    assert random.getstate() == before
     with pytest.raises(CaptureError, match=r":Warming keeps something in its class, or in a var"):
         refuse_outer_state(job("Warming", {"where": where}), torch.device("cpu"))
 
