@@ -169,7 +169,7 @@ class ModeSearch:
             )
             for stage, mode, parts in zip(plan.stages, chosen, segments, strict=True)
         )
-        return replace(plan, stages=tuple(stages), prediction=None)
+        return self._problem.settled(replace(plan, stages=tuple(stages), prediction=None))
 
     def _improved(self, best: Plan, fitting: Mapping[Mode, Sequence[bool]]) -> Plan:
         """Change the modes of single stages as long as that makes the step shorter.
@@ -188,7 +188,10 @@ class ModeSearch:
                     if not (cheaper and may_fit) or chosen[index] == mode or evaluator.is_exhausted:
                         continue
                     chosen[index] = mode
-                    tried = evaluator.run(self._with_modes(best, chosen))
+                    other = self._with_modes(best, chosen)
+                    if Mode.of(other.stages[index]) != mode:  # the stage has to recompute
+                        continue
+                    tried = evaluator.run(other)
                     simpler = stage.recompute and not mode.recompute
                     simpler &= tried.predicted_step_s <= best.predicted_step_s
                     if self._problem.fits(tried) and (simpler or _is_faster(tried, best)):
