@@ -389,7 +389,8 @@ def profile_of() -> Callable[[Any], Any]:
         alone = spec.resources.model_copy(update={"tasks_per_node": 1})
         spec = spec.model_copy(update={"resources": alone})
         precision, sizes = spec.training.precision, measured_sizes(spec, effort.Effort.FAST)
-        key = f"{spec.model!r} {spec.loss!r} {precision} {sizes} {alone.gpus_per_node}"
+        job = f"{spec.script!r} {spec.model!r} {spec.loss!r} {precision}"
+        key = f"{job} {sizes} {alone.gpus_per_node}"
         file = Path(os.environ[SHARED]) / f"{sha256(key.encode()).hexdigest()}.json"
         if not file.exists():  # no process has measured it yet
             with pytest.MonkeyPatch.context() as patch:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
 from pipectl.script.halves import Kind, kind_of_loss
@@ -17,6 +19,7 @@ from pipectl.script.loops import (
     freezes,
     hand_set,
     jumps,
+    limit_of,
     loops_around,
     range_of,
     steps_of_trainer,
@@ -111,6 +114,18 @@ def _add_model(parts: Parts, found: Findings) -> None:
         )
         words += "pipeline.micro_batches (1: as in the script), or loss.weight"
         found.differs.append(Finding("loss", words, last))
+    if names := list(_batch_norms(parts)):
+        words = f"{names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
+        words += ": the statistics of a batch norm are those of a micro-batch: set "
+        words += f"pipeline.micro_batches ({parts.accumulation}: as in the script)"
+        found.differs.append(Finding("batch norm", words, calls[0].place))
+
+
+def _batch_norms(parts: Parts) -> Iterator[str]:
+    """Yield the names of the batch norms that compute with the samples of a batch."""
+    for name, module in parts.model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
+            yield name
 
 
 def _add_data(parts: Parts, found: Findings) -> None:
@@ -190,11 +205,13 @@ def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
     per_epoch = None
     if not isinstance(parts.loader.dataset, IterableDataset):
         per_epoch = parts.steps_per_epoch
-    if (known := steps_of_trainer(parts.seen.frames, per_epoch)) is not None:
+    frames, accumulation = parts.seen.frames, parts.accumulation
+    limit, end = _limit_of_steps(parts)
+    if (known := steps_of_trainer(frames, per_epoch)) is not None:
         return known, f"{known}, by the trainer", parts.seen.stepped
-    for file, loop, names in loops_around(parts.seen.frames):
+    for file, loop, names in loops_around(frames):
         if isinstance(loop, ast.While):
-            return None
+            return None if limit is None else (limit, f"{limit}, by the script's own count", end)
         if (count := range_of(loop, names)) is not None:
             total *= count
             words.append(f"{count} times ({ast.unparse(loop.iter)})")
@@ -206,9 +223,20 @@ def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
         return None
     if over_loader and per_epoch is not None:
         total *= per_epoch
-    elif parts.accumulation > 1:
-        total = max(total // parts.accumulation, 1)
+    else:
+        total = max(total // accumulation, 1)
+    if limit is not None and limit < total:
+        return limit, f"{limit}, by the script's own count", end
     return total, f"{total}: {', '.join(reversed(words))}", place
+
+
+def _limit_of_steps(parts: Parts) -> tuple[int | None, Place | None]:
+    """Return the smallest number of steps after which the script ends its loops, and where."""
+    frames = parts.seen.frames
+    places = [(file, line) for file, line, _, _ in jumps(frames)]
+    places += [(file, loop.lineno) for file, loop, _ in loops_around(frames)]
+    limits = [(limit_of(frames, place[1], parts.accumulation), place) for place in places]
+    return min(((n, place) for n, place in limits if n), default=(None, None))
 
 
 def _add_evaluation(parts: Parts, found: Findings, compared: Compared) -> None:
@@ -279,7 +307,9 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
         found.left.append(Finding("values", words, place))
     program = parts.program
     drawn = [program.entries[index] for index in program.needed if program.entries[index].is_random]
-    random = any(isinstance(m, nn.Dropout) and m.p > 0 for m in parts.model.modules())
+    random = any(
+        isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in parts.model.modules()
+    )
     if random or drawn or compared.draws:
         where = drawn[0].place if drawn else None
         words = "random numbers of model and loss (dropout) follow from training.seed"
@@ -290,10 +320,7 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
     for place in hand_set(Path(parts.command.file)):
         words = "set by hand: give the job an lr_scheduler, if this line changes it at any time"
         found.left.append(Finding("learning rate", words, place))
-    for file, line, statement in jumps(seen.frames):
-        words = f"`{statement}` in the loop over the data: the job trains on every batch of an "
-        words += "epoch; leave samples out by the dataset, and set training.steps"
-        found.differs.append(Finding("batches", words, (file, line)))
+    found.differs.extend(_jumps(parts))
     for place in freezes(seen.frames):
         words = "set in the loop: in the job, what is frozen at the first step stays frozen, and "
         words += "nothing else is frozen later"
@@ -305,6 +332,20 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
         words = f"an epoch has {len(parts.loader)} batches, no multiple of {parts.accumulation}: "
         words += "the last step of an epoch takes those that are left"
         found.differs.append(Finding("accumulation", words, seen.stepped))
+
+
+def _jumps(parts: Parts) -> Iterator[Finding]:
+    """What ends loops of the script early, and not the job."""
+    frames = parts.seen.frames
+    for file, line, statement, over_data in jumps(frames):
+        if limit_of(frames, line, parts.accumulation) is not None:
+            continue
+        words = f"`{statement}` ends a loop early, and not the job: set training.steps, or "
+        words += "evaluation.early_stopping"
+        if over_data:
+            words = f"`{statement}` in the loop over the data: the job trains on every batch of an "
+            words += "epoch; leave samples out by the dataset, and set training.steps"
+        yield Finding("batches" if over_data else "steps", words, (file, line))
 
 
 def _draws_samples(dataset: Any) -> bool:

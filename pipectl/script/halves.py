@@ -6,6 +6,7 @@ A first answer for ``init``; `profiler/halved_loss.py` makes sure of it, by grad
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from enum import Enum
 
 import torch
@@ -15,8 +16,8 @@ from pipectl.script.order import SharedGenerators
 from pipectl.script.parts import Parts
 
 _SAMPLES = 16
-_ROUNDING, _OF_DRAWS = 1e-3, 0.25
-"""Relative differences: that of losses that draw no random numbers, and of others."""
+_ROUNDING, _OF_HALF, _OF_DRAWS = 1e-5, 1e-3, 0.25
+"""Relative differences of losses: in float32, in 16 bits, and with random numbers."""
 
 
 class Kind(Enum):
@@ -29,42 +30,54 @@ class Kind(Enum):
 
 
 def kind_of_loss(parts: Parts) -> Kind:
-    """Compare the loss of the first samples with those of their halves, in evaluation mode."""
+    """Compare the loss of some samples with those of their halves, in evaluation mode."""
     size = min(_SAMPLES, parts.batch_size) // 2 * 2
     if size < 2 or isinstance(parts.loader.dataset, IterableDataset):
         return Kind.UNKNOWN
     generators, modes = SharedGenerators(), {m: m.training for m in parts.model.modules()}
     try:
-        whole, *halves, draws = _losses(parts, size)
+        found = {_kind(parts, *losses) for losses in _losses(parts, size)}
     except Exception:  # of the script's code: a norm refuses a half of one sample, for example
         return Kind.UNKNOWN
     finally:
         generators.restore()
         for module, mode in modes.items():
             module.training = mode
-    mean = sum(halves) / 2
+    if len(found) > 1:  # halves may be alike by chance, with as many samples of each class
+        return Kind.UNKNOWN if Kind.UNKNOWN in found else Kind.OTHER
+    return found.pop()
+
+
+def _kind(parts: Parts, whole: float, first: float, second: float, draws: bool) -> Kind:
+    mean = (first + second) / 2
     if not all(map(math.isfinite, (whole, mean))) or not mean:
         return Kind.UNKNOWN
+    rounding = _ROUNDING if parts.seen.recorder.recordings[0].autocast is None else _OF_HALF
     for kind, ratio in ((Kind.MEAN, 1.0), (Kind.SUM, 2.0)):
-        if math.isclose(whole / mean, ratio, rel_tol=_OF_DRAWS if draws else _ROUNDING):
+        if math.isclose(whole / mean, ratio, rel_tol=_OF_DRAWS if draws else rounding):
             return kind
     return Kind.UNKNOWN if draws else Kind.OTHER
 
 
-def _losses(parts: Parts, size: int) -> tuple[float, float, float, bool]:
-    """The losses of some samples and of each half, and whether these draw random numbers."""
+def _losses(parts: Parts, size: int) -> Iterator[tuple[float, float, float, bool]]:
+    """Yield the losses of some samples and of each half, and whether these draw random numbers, at
+    several places of an epoch.
+    """
     data = parts.dataset()
-    samples = [data[index] for index in data.order(0)[:size]]
-    if len(samples) < size:
+    order = data.order(0)
+    if len(order) < size:
         raise ValueError("there are too few samples")
     for module in parts.model.modules():
         module.training = False
-    before, found, half = SharedGenerators(), list[float](), size // 2
-    for part in (samples, samples[:half], samples[half:]):
-        before.restore()
-        batch = data.collate_fn(part)
-        leaves = {**batch["inputs"], **batch["targets"]}
-        with torch.no_grad():
-            outputs = parts.program.forward(parts.model, leaves)
-            found.append(float(parts.program.loss(parts.model, 1, outputs, leaves)))
-    return found[0], found[1], found[2], before.have_drawn()
+    last = len(order) - size
+    for start in sorted({0, last // 2, last}):
+        samples = [data[index] for index in order[start : start + size]]
+        before, found, half = SharedGenerators(), list[float](), size // 2
+        for part in (samples, samples[:half], samples[half:]):
+            before.restore()
+            batch = data.collate_fn(part)
+            leaves = {**batch["inputs"], **batch["targets"]}
+            with torch.no_grad():
+                outputs = parts.program.forward(parts.model, leaves)
+                found.append(float(parts.program.loss(parts.model, 1, outputs, leaves)))
+        yield found[0], found[1], found[2], before.have_drawn()

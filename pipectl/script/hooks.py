@@ -5,6 +5,7 @@
   parameters get zeros that nobody can write to, so that what changes gradients by hand raises.
 - ``clip_grad_norm_`` and ``clip_grad_value_``: the largest norm or value.
 - ``DataLoader.__iter__``: the loader, its batches, and the random numbers it draws from.
+- ``DataLoader.__init__``: its samplers; ``set_epoch`` of these: the number of the first epoch.
 - ``GradScaler.scale``, ``unscale_``, ``step``, ``update``: the loss is recorded without a scale.
 - ``torch.autocast.__init__``: what is asked for, also where it is not available.
 - ``Optimizer.__init__``, ``LRScheduler.__init__``: which ones there are.
@@ -21,11 +22,13 @@ The first step of an optimizer calls a hook of torch's own
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +45,7 @@ from torch.utils.data import DataLoader
 
 from pipectl.errors import CaptureError
 from pipectl.script import loops
-from pipectl.script.order import Generators
+from pipectl.script.order import Generators, samplers_of
 from pipectl.script.program import Place
 from pipectl.script.recorder import Recorder, Recording, at, plain_device, script_place
 
@@ -123,6 +126,7 @@ class Seen:
             after a few batches; 0 for none.
         evaluated: iterations over other data between two epochs.
         patience_until: time of the monotonic clock until which a script may run on after that.
+        epochs: samplers that the script has told the number of an epoch, and the number.
     """
 
     recorder: Recorder = field(default_factory=Recorder)
@@ -144,6 +148,8 @@ class Seen:
     shortened: int = 0
     evaluated: dict[int, Loading] = field(default_factory=dict)
     patience_until: float = math.inf
+    epochs: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    followed: ExitStack = field(default_factory=ExitStack)
     adapted: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -167,6 +173,26 @@ class Seen:
         """The iteration that gave the batch of a recording."""
         return self.loadings[recording.batches[0]] if recording.batches else None
 
+    def follow_epochs(self, loader: DataLoader[Any]) -> None:
+        """Note which epochs the samplers of a loader are told."""
+        for kind in {type(each) for each in samplers_of(loader)}:
+            told = getattr(kind, "set_epoch", None)
+            if told is not None and not hasattr(told, "notes"):
+                new = _telling(self, told)
+                self.followed.enter_context(mock.patch.object(kind, "set_epoch", new))
+
+    def forget_dropped(self) -> None:
+        """Forget optimizers and schedules that the script has replaced by others."""
+        own, kept = id(self.optimizer), dict[int, tuple[Any, Place]]()
+        others = [(weakref.ref(each), place) for each, place in self.made.values()]
+        kept.update((key, each) for key, each in self.made.items() if key == own)
+        self.made.clear()
+        gc.collect()  # a schedule and its optimizer refer to each other
+        for other, place in others:
+            if (alive := other()) is not None:
+                kept.setdefault(id(alive), (alive, place))
+        self.made.update(kept)
+
     def adapt(self) -> None:
         """Replace what is to be replaced in libraries that the script has imported."""
         self.adapted.close()
@@ -179,6 +205,7 @@ def hooked(seen: Seen) -> Iterator[None]:
     """Replace all this, and record; the script runs within."""
     with ExitStack() as stack:
         stack.callback(seen.adapted.close)
+        stack.callback(seen.followed.close)
         for target, name, new in _replacements(seen):
             if hasattr(target, name):
                 stack.enter_context(mock.patch.object(target, name, new))
@@ -223,6 +250,7 @@ def _replacements(seen: Seen) -> Iterator[tuple[Any, str, Any]]:
     for place in (torch.nn.utils, clip):
         yield place, "clip_grad_norm_", _clipper(seen, "norm")
         yield place, "clip_grad_value_", _clipper(seen, "value")
+    yield DataLoader, "__init__", _loading(seen, DataLoader.__init__)
     yield DataLoader, "__iter__", _iterating(seen, DataLoader.__iter__)
     kinds: tuple[Any, ...] = (Optimizer, ReduceLROnPlateau, *_kinds_of(LRScheduler))
     for owner in kinds:
@@ -281,6 +309,23 @@ def _clipper(seen: Seen, kind: str) -> Callable[..., Any]:
         return torch.zeros(()) if kind == "norm" else None
 
     return clip
+
+
+def _loading(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
+    def make(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        original(loader, *args, **kwargs)
+        seen.follow_epochs(loader)
+
+    return make
+
+
+def _telling(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_epoch(sampler: Any, epoch: int) -> Any:
+        seen.epochs[id(sampler)] = sampler, epoch
+        return original(sampler, epoch)
+
+    vars(set_epoch)["notes"] = True
+    return set_epoch
 
 
 def _iterating(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,17 @@ from pipectl.script.loops import comes_again, hand_set, names_of
 from pipectl.script.optimizers import Schedules, cut_down, follows_evaluations
 from pipectl.script.order import described
 from pipectl.script.parts import Parts, model_of, program_of
-from pipectl.script.program import Entry, Outer, Place, Program, Ref, name_of, parts, reach
+from pipectl.script.program import (
+    Entry,
+    Outer,
+    Place,
+    Program,
+    Ref,
+    leaves_of,
+    name_of,
+    parts,
+    reach,
+)
 from pipectl.script.recorder import Recorder, Recording, at, memory_of, script_place
 from pipectl.script.run import Command, run_script
 from pipectl.script.unwritten import unwritten
@@ -49,10 +59,15 @@ _ALIKE = (
     "compute it in every step in the same way, from the batch and the model alone, with functions "
     "of torch"
 )
+_DRAWN = (
+    "; draw random numbers with torch, such as torch.rand(()) and torch.randperm(n); numbers made "
+    "of texts and the like belong into the dataset or the collate_fn"
+)
 _OWN_LOSS = "; or give the job a loss of its own (key loss)"
 _SCHEDULE = (
-    "let a schedule of torch.optim.lr_scheduler set it (LambdaLR takes any function of the step), "
-    "or write a job with `script:` and a schedule of its own (key lr_scheduler)"
+    "let a schedule of torch.optim.lr_scheduler set it, by step() without arguments (LambdaLR "
+    "takes any function of the step), or write a job with `script:` and a schedule of its own (key "
+    "lr_scheduler)"
 )
 
 
@@ -223,6 +238,11 @@ def _compare(seen: Seen, steps: list[_Step], compared: Compared) -> None:
             found = _difference(first, recording, which)
             if found is not None and found.is_number:
                 raise _refusal(found)
+            if not recording.batches and _reads(recording, first.batch):
+                raise CaptureError(
+                    f"{at(recording.place)}: {which} trains on the batch of step 1 again",
+                    hint="train on each batch once, and over the data more often",
+                )
             if len(recording.batches) != 1:
                 words = f"{which} reads {len(recording.batches)} batches of the DataLoader"
                 compared.steps = step.number - 1
@@ -295,7 +315,8 @@ def _is_option(own: Any, made: Any) -> bool:
 
 
 def _refusal(found: _Difference) -> CaptureError:
-    hint = _ALIKE if found.leads_to_model else _ALIKE + _OWN_LOSS
+    hint = _ALIKE + (_DRAWN if found.is_number else "")
+    hint += "" if found.leads_to_model else _OWN_LOSS
     return CaptureError(f"{at(found.place)}: {found.words}", hint=hint)
 
 
@@ -314,6 +335,16 @@ def _replayed(program: Program, model: nn.Module, recording: Recording) -> float
     kind = recording.autocast
     with torch.autocast("cpu", dtype=kind) if kind is not None else nullcontext():
         return float(program.loss(model, 1, program.forward(model, batch), batch).detach())
+
+
+def _reads(recording: Recording, batch: Any) -> bool:
+    """Whether the loss of a recording reads tensors of a batch that an earlier one has read."""
+    memory = {memory_of(tensor) for _, tensor in leaves_of(batch)}
+    return any(
+        isinstance(argument, Outer) and memory_of(argument.tensor) in memory
+        for _, arguments, _ in _numbered(recording)
+        for argument in arguments
+    )
 
 
 # Where two recordings differ.

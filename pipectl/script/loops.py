@@ -163,13 +163,86 @@ def _number(node: ast.expr, names: Mapping[str, Any]) -> int | None:
     return int(value) if isinstance(value, int | float) and value == int(value) else None
 
 
-def jumps(frames: Iterable[Frame]) -> Iterator[tuple[str, int, str]]:
-    """Yield file, line and statement of each ``break`` and ``continue`` of loops over the data."""
+def jumps(frames: Iterable[Frame]) -> Iterator[tuple[str, int, str, bool]]:
+    """Yield file, line and statement of what ends a loop around the step, or a round of it, early:
+    ``break``, ``continue``, or a ``return`` of the function; and whether that loop is over the
+    data. A ``continue`` of other loops is left out.
+    """
     for file, loop, names in loops_around(frames):
-        if isinstance(loop, ast.For) and range_of(loop, names) is None:
-            for node in _statements(loop.body):
-                if isinstance(node, ast.Break | ast.Continue):
-                    yield file, node.lineno, type(node).__name__.lower()
+        over_data = isinstance(loop, ast.For) and range_of(loop, names) is None
+        kinds = (ast.Break, ast.Return, *([ast.Continue] if over_data else []))
+        for node in _statements(loop.body):
+            if isinstance(node, kinds):
+                yield file, node.lineno, type(node).__name__.lower(), over_data
+
+
+def limit_of(frames: Iterable[Frame], line: int, accumulation: int) -> int | None:
+    """Return after how many optimizer steps the statement of a line ends a loop, where it says so:
+    ``if step >= max_steps: break``, or ``while step < max_steps:``, with a variable that counts
+    them from 0 (``step += 1`` after the step).
+
+    Args:
+        frames: of the stack at the first step.
+        line: of a ``break``, a ``return`` or a ``while``.
+        accumulation: batches in a step, if the variable counts these.
+    """
+    for code, scope, own, stepped in frames:
+        if is_user_code(code.co_filename):
+            with suppress(OSError, SyntaxError, ValueError):
+                tree = ast.parse(read_source(Path(code.co_filename)))
+                for test in _tests_of(tree, line):
+                    found = _limit(tree, test, stepped, {**scope, **own}, accumulation)
+                    if found is not None:
+                        return found
+    return None
+
+
+def _tests_of(tree: ast.AST, line: int) -> Iterator[tuple[str, ast.expr, int]]:
+    """Yield the comparisons of a variable with a limit by which a line ends a loop: the name, the
+    limit, and the line from which on the comparison counts.
+    """
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.If | ast.While) or not isinstance(node.test, ast.Compare):
+            continue
+        is_while = isinstance(node, ast.While)
+        kinds = ast.Lt if is_while else ast.GtE | ast.Eq
+        lines = [node.lineno] if is_while else [each.lineno for each in node.body]
+        left, (kind, *more) = node.test.left, node.test.ops
+        if line in lines and isinstance(kind, kinds) and isinstance(left, ast.Name) and not more:
+            end = (node.end_lineno or line) + 1 if is_while else node.lineno
+            yield left.id, node.test.comparators[0], end
+
+
+def _limit(
+    tree: ast.AST,
+    test: tuple[str, ast.expr, int],
+    stepped: int,
+    names: Mapping[str, Any],
+    accumulation: int,
+) -> int | None:
+    """Return the steps until a variable that counts steps from 0, or batches, reaches a limit."""
+    name, value, tested = test
+    limit = _number(value, names)
+    blocks = [
+        block
+        for node in ast.walk(tree)
+        for field in ("body", "orelse")
+        if isinstance(block := getattr(node, field, None), list)
+    ]
+    counts = [
+        (each, block)
+        for block in blocks
+        for each in block
+        if isinstance(each, ast.AugAssign) and ast.unparse(each) == f"{name} += 1"
+    ]
+    if limit is None or len(counts) != 1:
+        return None
+    count, block = counts[0]
+    around = [node for node in block if node.lineno <= stepped <= (node.end_lineno or stepped)]
+    if not around or not stepped < count.lineno < tested:
+        return None
+    batches = accumulation if isinstance(around[0], ast.If | ast.For | ast.While) else 1
+    return limit // batches if names.get(name) == batches - 1 else None
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:

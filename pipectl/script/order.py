@@ -42,34 +42,41 @@ class SharedGenerators:
 
 
 class Generators:
-    """The random numbers that a loader draws from, as they were at one time.
+    """What a loader draws the order of its samples from, as it was at one time: random numbers, and
+    the numbers that its samplers count.
 
     Args:
-        loader: whose sampler may have generators of its own.
+        loader: whose samplers may have generators of their own.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._own = list({id(each): each for each in _generators_of(loader)}.values())
-        self._states = [each.get_state() for each in self._own]
+        samplers = list(samplers_of(loader))
+        owners = [getattr(each, "generator", None) for each in (loader, *samplers)]
+        own = {id(each): each for each in owners if isinstance(each, torch.Generator)}
+        self._own = [(each, each.get_state()) for each in own.values()]
+        self._counts = [(each, _numbers_of(each)) for each in samplers]
         self._shared = SharedGenerators()
 
     def restore(self) -> None:
-        """Set all generators back to that time."""
-        for generator, state in zip(self._own, self._states, strict=True):
+        """Set all back to that time."""
+        for generator, state in self._own:
             generator.set_state(state)
+        for sampler, numbers in self._counts:
+            for name, number in numbers.items():
+                setattr(sampler, name, number)
         self._shared.restore()
 
 
-def _generators_of(loader: DataLoader[Any]) -> Iterator[torch.Generator]:
-    owner: Any = loader
-    for name in ("", "batch_sampler", "sampler"):
-        owner = getattr(owner, name, None) if name else owner
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            yield generator
-    generator = getattr(loader.sampler, "generator", None)
-    if isinstance(generator, torch.Generator):
-        yield generator
+def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield the samplers of a loader: of batches, of samples, and one within that of batches."""
+    found = (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    yield from {id(each): each for each in found if each is not None}.values()
+
+
+def _numbers_of(sampler: Any) -> dict[str, int]:
+    """What a sampler may count in: its attributes that are whole numbers."""
+    own = getattr(sampler, "__dict__", {})
+    return {name: each for name, each in own.items() if type(each) is int}
 
 
 class Order:
@@ -82,10 +89,15 @@ class Order:
     Args:
         loader: of the script.
         start: the random numbers when the script began its first epoch.
+        told: the samplers that the script tells the number of an epoch by ``set_epoch``, and that
+            of the first one.
     """
 
-    def __init__(self, loader: DataLoader[Any], start: Generators) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], start: Generators, told: Sequence[tuple[Any, int]] = ()
+    ) -> None:
         self._loader, self._start, self._next = loader, start, start
+        self._told = told
         self._count: int | None = None
         """Samples of an epoch."""
         self._epochs: dict[int, array[int]] = {}
@@ -112,6 +124,8 @@ class Order:
     def _draw(self) -> array[int]:
         before = Generators(self._loader)
         self._next.restore()
+        for sampler, first in self._told:
+            sampler.set_epoch(first + self._drawn)
         try:
             # As an iterator of the loader does for its processes.
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
@@ -272,8 +286,10 @@ def held_out_samples(loader: DataLoader[Any], collate: Collate) -> HeldOut:
     return HeldOut(loader.dataset, collate, indices)
 
 
-def samples_of(loader: DataLoader[Any], collate: Collate, start: Generators) -> Any:
-    """Return the dataset of a loader.
+def samples_of(
+    loader: DataLoader[Any], collate: Collate, start: Generators, told: Sequence[tuple[Any, int]]
+) -> Any:
+    """Return the dataset of a loader; for ``start`` and ``told`` see :class:`Order`.
 
     Raises:
         CaptureError: the loader makes no batches of samples.
@@ -286,4 +302,4 @@ def samples_of(loader: DataLoader[Any], collate: Collate, start: Generators) -> 
         )
     if isinstance(loader.dataset, IterableDataset):
         return Stream(loader.dataset, collate)
-    return Samples(loader.dataset, collate, Order(loader, start))
+    return Samples(loader.dataset, collate, Order(loader, start, told))

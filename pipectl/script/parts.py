@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -23,14 +23,16 @@ from pipectl.script.optimizers import (
     schedules_of,
     steps_with_optimizer,
 )
-from pipectl.script.order import Collate, batch_size_of, held_out_samples, samples_of
+from pipectl.script.order import Collate, batch_size_of, held_out_samples, samplers_of, samples_of
 from pipectl.script.program import (
     BATCH,
     Entry,
     Outer,
     Program,
     State,
+    name_of,
     parts,
+    reach,
     rebuilt,
 )
 from pipectl.script.recorder import Recording, at
@@ -102,7 +104,9 @@ class Parts:
         recordings = seen.recorder.recordings
         first = recordings[0]
         loading = _loading_of(seen, first)
+        _refuse_batch_behind(loading, first)
         _refuse_other_optimizers(seen)
+        _refuse_closure_of(seen)
         model = model_of(seen, first)
         program = program_of(first, model)
         _refuse_unfollowed(program)
@@ -151,7 +155,13 @@ class Parts:
         """Return the training data, in the script's order."""
         inputs, targets = self.program.batch_leaves()
         collate = Collate(self.loader.collate_fn, inputs, targets, self.command.place)
-        return samples_of(self.loader, collate, self.loading.start)
+        return samples_of(self.loader, collate, self.loading.start, self.told_epochs)
+
+    @property
+    def told_epochs(self) -> list[tuple[Any, int]]:
+        """The samplers of the loader that the script calls ``set_epoch`` of, with the number."""
+        own = {id(each) for each in samplers_of(self.loader)}
+        return [told for told in self.seen.epochs.values() if id(told[0]) in own]
 
     def held_out(self, name: str) -> Any:
         """Return the samples of another loader, each once, by the name of its variable.
@@ -285,7 +295,25 @@ def _loading_of(seen: Seen, recording: Recording) -> Loading:
     return seen.loadings[recording.batches[0]]
 
 
+def _refuse_batch_behind(loading: Loading, recording: Recording) -> None:
+    """Refuse batches whose samples are in another dimension than the first."""
+    size, needed = loading.loader.batch_size, Program(recording.entries, recording.loss).needed
+    if size is not None and isinstance(loading.loader.dataset, Sized):
+        size = min(size, len(loading.loader.dataset))
+    refs = (ref for index in needed for ref in recording.entries[index].refs)
+    for path in dict.fromkeys(ref.path for ref in refs if ref.entry == BATCH):
+        leaf = reach(recording.batch, path)
+        if isinstance(leaf, Tensor) and leaf.shape[:1] != (size,) and size in leaf.shape[1:]:
+            raise CaptureError(
+                f"{at(loading.place)}: {name_of(path)} of a batch of {size} samples has the shape "
+                f"{list(leaf.shape)}: the samples are not its first dimension",
+                hint="let the collate_fn put them there (pad_sequence(..., batch_first=True)), and "
+                "the model read them so (batch_first=True of nn.Transformer, nn.LSTM and so on)",
+            )
+
+
 def _refuse_other_optimizers(seen: Seen) -> None:
+    seen.forget_dropped()
     own = seen.optimizer
     trained = {id(p) for group in own.param_groups for p in group["params"]} if own else set()
     for other, place in seen.made.values():
@@ -299,6 +327,16 @@ def _refuse_other_optimizers(seen: Seen) -> None:
                 "(torch.optim.Adam([*encoder.parameters(), *decoder.parameters()])); what takes "
                 "turns, as a GAN does, is no pipeline",
             )
+
+
+def _refuse_closure_of(seen: Seen) -> None:
+    """Refuse an optimizer that computes the loss several times in a step."""
+    if isinstance(seen.optimizer, torch.optim.LBFGS):
+        raise CaptureError(
+            f"{at(seen.stepped)}: {type(seen.optimizer).__name__}.step() computes the loss again, "
+            "which no rank of a pipeline can do",
+            hint="use an optimizer whose step() needs no closure, such as SGD or AdamW",
+        )
 
 
 def model_of(seen: Seen, recording: Recording) -> nn.Module:

@@ -97,9 +97,10 @@ class Entry:
         return getattr(self.target, "__name__", type(self.target).__name__)
 
     @cached_property
-    def refs(self) -> frozenset[Ref]:
-        """All values of other entries that it reads."""
-        return frozenset(x for x in parts((self.args, self.kwargs)) if isinstance(x, Ref))
+    def refs(self) -> tuple[Ref, ...]:
+        """All values of other entries that it reads, each once, in the order of its arguments."""
+        found = (x for x in parts((self.args, self.kwargs)) if isinstance(x, Ref))
+        return tuple(dict.fromkeys(found))
 
     @cached_property
     def caller(self) -> Callable[..., Any]:

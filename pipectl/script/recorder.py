@@ -65,6 +65,11 @@ _SHAPED = {
 _NO_VALUES = ("grad", "requires_grad")
 """Attributes of tensors; to set them changes no value."""
 _SMALLEST_BATCH = 2
+_OF_A_STEP = (
+    "_iterator", "_entries", "_results", "_refs", "_batches", "_storages", "_autocast", "_before",
+    "_modes",
+)  # fmt: skip
+"""What the recorder knows of a step that it records."""
 _KEPT_BATCHES = 4
 
 
@@ -168,6 +173,7 @@ class Recorder(TorchFunctionMode):
         self._clear()
 
     def _clear(self) -> None:
+        self._paused: dict[str, Any] | None = None
         self._entries: list[Entry] = []
         self._results: dict[int, Any] = {}
         self._refs: dict[int, tuple[Any, Ref]] = {}
@@ -182,11 +188,20 @@ class Recorder(TorchFunctionMode):
     def batch(self, number: int, batch: Any, iterator: object) -> None:
         """Note a batch that a loader has given."""
         if iterator is not self._iterator or not torch.is_grad_enabled():
+            paused = self._paused or {k: vars(self)[k] for k in _OF_A_STEP if self._batches}
             self._clear()
             self._iterator = iterator
+            if not torch.is_grad_enabled():  # an evaluation: the step may go on after it
+                self._paused = paused or None
         if len(self._batches) >= _KEPT_BATCHES and not self._entries:
             self._clear()
         self._add_batch(number, batch)
+
+    def _go_on(self) -> None:
+        """Return to the step that an evaluation without gradients has interrupted."""
+        if self._paused is not None and torch.is_grad_enabled():
+            vars(self).update(self._paused)
+            self._paused = None
 
     def _add_batch(self, number: int, batch: Any) -> None:
         self._batches[number] = batch
@@ -198,6 +213,7 @@ class Recorder(TorchFunctionMode):
         self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Call a module that is not within another one."""
+        self._go_on()
         is_recorded = self._depth == 0 and (self._batches or _has_grad(module))
         if not is_recorded or next(module.parameters(), None) is None:
             return call(module, *args, **kwargs)
@@ -258,6 +274,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function of torch, and record it."""
+        self._go_on()
         kwargs = _here(dict(kwargs or {}))
         args = tuple(plain_device(arg) for arg in args)
         if getattr(func, "__name__", "") in _ELSEWHERE:  # tensor.cuda()

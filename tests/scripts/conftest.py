@@ -157,6 +157,20 @@ REFUSED |= {
         "weight = 1",
     ),
 }
+REFUSED |= {
+    "a batch twice": Refused(
+        "step 2 trains on the batch of step 1 again",
+        f"    for _ in range(2):\n{indent(LOGITS, '    ')}        loss.backward()  # here\n"
+        "        optimizer.step()\n        optimizer.zero_grad()\n    continue",
+    ),
+    "LBFGS": Refused(
+        "LBFGS.step() computes the loss again",
+        "    def closure():\n        optimizer.zero_grad()\n        loss = criterion(model(x), y)\n"
+        "        loss.backward()\n        return loss\n"
+        "    optimizer.step(closure)  # here",
+        "optimizer = torch.optim.LBFGS(model.parameters())",
+    ),
+}
 CLOSURES = """
     def closure():
         loss = criterion(model(x), y)
@@ -173,6 +187,21 @@ CLOSURES = """
 """Two batches in a step, the second of them in a closure of the optimizer."""
 ALIKE = "    loss.backward()"
 FOLLOWED = {
+    "evaluation in the loop, before the step": Refused(
+        "",
+        "    x = x.float()\n    if step % 2 == 0:\n        model.eval()\n"
+        "        with torch.no_grad():\n"
+        "            for a, b in DataLoader(data, batch_size=16): criterion(model(a), b)\n"
+        f"        model.train()\n    step += 1\n{BACKWARD}",
+        "step = 0\nmodel.append(nn.BatchNorm1d(3))",
+    ),
+    "an optimizer that is replaced": Refused(
+        "",
+        before="optimizer = torch.optim.SGD(model.parameters(), lr=0.2)\n"
+        "warm_up = torch.optim.lr_scheduler.LinearLR(optimizer)\n"
+        "model = nn.Sequential(nn.Linear(4, 3))\n"
+        "optimizer, warm_up = torch.optim.SGD(model.parameters(), lr=0.1), None",
+    ),
     "dropout": Refused(
         "", f"    loss = criterion(drop(model(x)), y)\n{ALIKE}", "drop = nn.Dropout()"
     ),

@@ -14,6 +14,7 @@ from pipectl.capture.build import evaluation_loader
 from pipectl.cli.from_script import take_script
 from pipectl.errors import CaptureError
 from pipectl.profiler import profile_job, script_steps
+from pipectl.runs import read_metrics
 from pipectl.runtime import plain
 from pipectl.script import Command, Parts
 from pipectl.script.findings import findings_of
@@ -39,6 +40,9 @@ PACKAGES = {
     "sft_trl": "trl",
 }
 """The scripts, and what each needs."""
+WHOLE = {"digits_cnn", "amp_accumulation"}
+"""Scripts whose batches are not divided: a batch norm computes with the samples of a micro-batch,
+and gradients in 16 bits are rounded by micro-batches."""
 STEPS = 5
 
 
@@ -81,6 +85,25 @@ def test_a_script_trains_as_by_itself(job_of, tmp_path, monkeypatch, name):
     losses = json.loads((tmp_path / plain.LOSSES).read_text())["losses"]
     assert losses == pytest.approx(own, rel=1e-6)
     assert CapturedJob(spec).training_graph(2).operators
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_script_trains_on_two_ranks_as_by_itself(job_of, tmp_path, run_in, train, name):
+    pytest.importorskip(PACKAGES[name])
+    spec, accumulated = job_of(f"{name}.py")
+    count = accumulated if name in WHOLE else 2 * accumulated
+    spec = spec.model_copy(
+        update={
+            "pipeline": spec.pipeline.model_copy(update={"stages": 2, "micro_batches": count}),
+            "resources": spec.resources.model_copy(update={"tasks_per_node": 2}),
+        }
+    )
+    run = run_in(tmp_path / "runs", spec)
+    train(run)
+    losses = [line.loss for line in read_metrics(run) if line.is_step]
+    assert losses == pytest.approx(own_losses(Command.of(spec), STEPS), rel=1e-5)
 
 
 def test_batches_without_a_loader_are_refused_with_the_way_to_wrap_them():

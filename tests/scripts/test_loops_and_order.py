@@ -1,0 +1,153 @@
+"""How many steps a script makes, in which order it reads samples, and what init says of losses."""
+
+import pytest
+import torch
+
+from pipectl.errors import CaptureError
+from pipectl.script import Command, Parts
+from pipectl.script.findings import findings_of, steps_of
+from pipectl.script.halves import Kind, kind_of_loss
+from pipectl.script.later import compare_steps
+
+ENDS = {
+    "counts and breaks": (
+        "for epoch in range(9):\n    for x, y in loader:\n        {step}\n        number += 1\n"
+        "        if number >= 6: break\n    if number >= 6: break",
+        6,
+    ),
+    "counts batches of two": (
+        "for epoch in range(9):\n    for i, (x, y) in enumerate(loader):\n"
+        "        criterion(model(x), y).backward()\n        if (i + 1) % 2 == 0:\n"
+        "            optimizer.step(); optimizer.zero_grad()\n"
+        "        number += 1\n        if number == 6: break",
+        3,
+    ),
+    "counts steps of two batches": (
+        "for epoch in range(9):\n    for i, (x, y) in enumerate(loader):\n"
+        "        criterion(model(x), y).backward()\n        if (i + 1) % 2 == 0:\n"
+        "            optimizer.step()\n            optimizer.zero_grad()\n            number += 1\n"
+        "            if number == 6: break",
+        6,
+    ),
+    "while": ("while number < 7:\n    for x, y in loader:\n        {step}\n        number += 1", 7),
+    "counts before the step": (
+        "for epoch in range(2):\n    for x, y in loader:\n        number += 1\n        {step}\n"
+        "        if number >= 6: break",
+        8,
+    ),
+    "counts in other places, too": (
+        "for epoch in range(2):\n    for x, y in loader:\n        {step}\n        number += 1\n"
+        "        if number >= 6: break\n    number += 1",
+        8,
+    ),
+    "larger than what there is": (
+        "for epoch in range(2):\n    for x, y in loader:\n        {step}\n        number += 1\n"
+        "        if number >= 60: break",
+        8,
+    ),
+}
+"""Loops over 4 batches, and the steps that they make; where these are not certain, those without
+the ``break``."""
+STEP = "criterion(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()"
+TOLD = """
+from torch.utils.data.distributed import DistributedSampler
+sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=3)
+loader = DataLoader(data, batch_size=8, sampler=sampler)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        order.append(x[:, 0])
+        {step}
+"""
+COUNTS = """
+class Counting(torch.utils.data.Sampler):
+    epoch = 0
+    def __init__(self): self.epoch = 0
+    def __len__(self): return 32
+    def __iter__(self):
+        yield from torch.randperm(32, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.epoch += 1
+loader = DataLoader(data, batch_size=8, sampler=Counting())
+for epoch in range(3):
+    for x, y in loader:
+        order.append(x[:, 0])
+        {step}
+"""
+
+
+def written(tmp_path, beginning, text):
+    """The command of a script with these loops."""
+    path = tmp_path / "script.py"
+    path.write_text(f"{beginning}number, order = 0, []\n{text.format(step=STEP)}\n")
+    return Command(str(path))
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_steps_end_where_the_script_counts_them(beginning, tmp_path, name):
+    text, steps = ENDS[name]
+    known = steps_of(Parts.of(written(tmp_path, beginning, text)))
+    assert known is not None
+    assert known[0] == steps
+
+
+def test_a_break_of_another_kind_is_named(beginning, tmp_path):
+    text = (
+        "for epoch in range(2):\n    for x, y in loader:\n        {step}\n        number += 1\n"
+        "        if number >= 6: break\n    if epoch > 0 and number > 3: break"
+    )
+    command = written(tmp_path, beginning, text)
+    found = findings_of(Parts.of(command), compare_steps(command))
+    assert [each.what for each in found.differs if "`break`" in each.value] == ["steps"]
+    assert found.training["steps"] == 6
+
+
+@pytest.mark.parametrize("text", [TOLD, COUNTS], ids=["told", "counts"])
+def test_epochs_have_the_order_that_the_sampler_gives_in_the_script(beginning, tmp_path, text):
+    command = written(tmp_path, beginning, text)
+    space: dict[str, list[torch.Tensor]] = {}
+    exec((tmp_path / "script.py").read_text(), space)
+    wanted = torch.cat(space["order"]).reshape(3, 32)
+    parts = Parts.of(command)
+    for data in (parts.dataset(), parts.dataset()):
+        for epoch in (0, 1, 2, 0):
+            batch = data.collate_fn([data[i] for i in data.order(epoch)])
+            assert torch.equal(batch["inputs"]["0"][:, 0], wanted[epoch])
+
+
+def test_batches_whose_samples_are_not_the_first_dimension_are_refused(beginning, tmp_path):
+    text = (
+        "def columns(samples): return torch.stack([x for x, _ in samples], 1)\n"
+        "loader = DataLoader(data, batch_size=8, collate_fn=columns)\n"
+        "for x in loader:\n    model(x.T).pow(2).mean().backward()\n    optimizer.step()"
+    )
+    with pytest.raises(CaptureError, match=r"script.py:\d+: .* has the shape \[4, 8\]") as caught:
+        Parts.of(written(tmp_path, beginning, text))
+    assert "batch_first=True" in caught.value.hint
+
+
+def test_losses_and_norms_of_whole_batches_are_named(beginning, tmp_path):
+    """A mean over some of the tokens is nearly that of the halves."""
+    text = (
+        "model = nn.Sequential(model, nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval())\n"
+        "optimizer.add_param_group({{'params': [*model[1:].parameters()]}})\n"
+        "criterion = nn.CrossEntropyLoss(ignore_index=0)\n"
+        "for x, y in loader:\n    {step}"
+    )
+    command = written(tmp_path, beginning, text)
+    found = findings_of(Parts.of(command), compare_steps(command))
+    told = {each.what: each.value for each in found.differs}
+    assert "no mean of those of its parts" in told["loss"]
+    assert told["batch norm"].startswith("1: the statistics")
+    assert "pipeline.micro_batches (1:" in told["batch norm"]
+
+
+def test_halves_that_are_alike_by_chance_show_nothing(beginning, tmp_path):
+    """The classes of the first batch are those of either half of it."""
+    text = (
+        "y = [0, 1, 2, 0] * 2 + [0, 0, 0, 0, 1, 2, 2, 2] * 3\n"
+        "data = TensorDataset(torch.randn(32, 4), torch.tensor(y))\n"
+        "loader = DataLoader(data, batch_size=8)\n"
+        "criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]))\n"
+        "for x, y in loader:\n    {step}"
+    )
+    assert kind_of_loss(Parts.of(written(tmp_path, beginning, text))) is Kind.OTHER
