@@ -111,18 +111,19 @@ def _end(
     Args:
         job_id: job or array to cancel; None if it is cancelled already.
     """
-    has_ended = not job.state.waits and read_exit_code(run) not in {None, CHECKPOINTED}
+    start = run.start
+    has_ended = not job.state.waits and read_exit_code(start) not in {None, CHECKPOINTED}
     scheduler = get_scheduler(record.scheduler)
     if job_id is not None:
         scheduler.cancel(job_id)
     if has_ended:
         return Cancellation.REMOVED
     record.with_state(now, "cancelled").save(run.record)
-    if not scheduler.resubmits or not is_there(run.stopped_marker):
+    if not scheduler.resubmits or not is_there(start.stopped_marker):
         return Cancellation.ASKED
     deadline = time.monotonic() + _PATIENCE_S
     while (newest := recover(run, now, is_locked=True)).job_id == record.job_id:
-        if read_exit_code(run) is not None or time.monotonic() > deadline:
+        if read_exit_code(start) is not None or time.monotonic() > deadline:
             break
         time.sleep(_PAUSE_S)
     # The job of a run in an array does not have the tag of the record.

@@ -12,7 +12,6 @@ counts as memory of a rank.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from pipectl.jobs import profiles
 from pipectl.jobs.job import PERCENT, with_output_beside
 from pipectl.jobs.output import complete_cluster, plan_path, profile_path, read_plan, read_profile
 from pipectl.plan import Plan
-from pipectl.runs import ATTEMPT, Heartbeat, Record, RunDirectory, last_checkpoint
+from pipectl.runs import Heartbeat, Record, RunDirectory, last_checkpoint, start_of_job
 from pipectl.runs.code import keep_loaded, using_code_of
 from pipectl.spec import load
 from pipectl.units import printable
@@ -45,25 +44,20 @@ def progress_of(run: RunDirectory, steps: int, *, measures_only: bool = False) -
         steps: optimizer steps of the run.
         measures_only: whether the run does not train; its steps are percent.
     """
-    last_s, attempt = 0.0, _attempt()
+    last_s, start = 0.0, start_of_job(run)
 
     def report(done: int, total: int, what: str) -> None:
         nonlocal last_s
         now = time.monotonic()
         if not total:
-            Heartbeat(what, 0, steps, attempt).save(run.heartbeat)
+            Heartbeat(what, 0, steps, start.number).save(start.heartbeat)
         elif now - last_s >= _BEAT_S:
             last_s, percent = now, 100 * done // total
             state = "profiling" if measures_only else f"profiling {percent}%"
             step = percent if measures_only else 0
-            Heartbeat(state, step, steps, attempt).save(run.heartbeat)
+            Heartbeat(state, step, steps, start.number).save(start.heartbeat)
 
     return report
-
-
-def _attempt() -> int:
-    """Number of the job's start, from 1."""
-    return int(os.environ.get(ATTEMPT, "1"))
 
 
 def profile_and_plan(run: RunDirectory) -> None:
@@ -138,8 +132,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--again", action="store_true")
     values = parser.parse_args(arguments)
     run: RunDirectory = values.run
+    start = start_of_job(run)
     with suppress(OSError):
-        run.starting.unlink(missing_ok=True)
+        start.starting.unlink(missing_ok=True)
     try:
         with using_code_of(run):
             if values.output is None:
@@ -152,15 +147,15 @@ def main(arguments: Sequence[str]) -> int:
                     spec, run.profile, progress, values.effort, again=values.again
                 )
                 profile.save(values.output)
-                Heartbeat("profiled", PERCENT, PERCENT, _attempt()).save(run.heartbeat)
+                Heartbeat("profiled", PERCENT, PERCENT, start.number).save(start.heartbeat)
     except Exception as raised:
-        error = with_details(raised, run.preparation_error)
+        error = with_details(raised, start.preparation_error)
         report = ErrorReport.of(error, action="PREPARE")
-        report.save(run.preparation_error)
+        report.save(start.preparation_error)
         sys.stderr.write(printable(f"error: {str(error) or type(error).__name__}\n"))
         return report.exit_code
     with suppress(PipectlError, OSError):
-        write_text(run.finished, "")  # what fails at the end of this process does not undo it
+        write_text(start.finished, "")  # what fails at the end of this process does not undo it
     return 0
 
 

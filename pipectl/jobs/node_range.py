@@ -8,7 +8,6 @@ directory ``range``, beside the cluster of all nodes; a start copies its own to 
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -27,7 +26,7 @@ from pipectl.planner import make_plan
 from pipectl.planner.explain.what_if import with_ranks
 from pipectl.planner.request import Planner
 from pipectl.profile import Profile
-from pipectl.runs import ATTEMPT, RunDirectory, read_nodes
+from pipectl.runs import RunDirectory, read_nodes, start_of_job
 from pipectl.spec import JobSpec
 from pipectl.units import plural
 
@@ -153,14 +152,15 @@ def plan_file(run: RunDirectory, nodes: int) -> Path:
 
 
 def granted_nodes(run: RunDirectory) -> int:
-    """The number of nodes that the job script has found.
+    """The number of nodes that the job script has found at this start.
 
     Raises:
         DataFileError: it has written none.
     """
-    if found := read_nodes(run):
+    start = start_of_job(run)
+    if found := read_nodes(start):
         return found
-    raise DataFileError(f"{run.nodes}: is no number of nodes", hint="pipectl resume RUN")
+    raise DataFileError(f"{start.nodes}: is no number of nodes", hint="pipectl resume RUN")
 
 
 def adopt_plan(run: RunDirectory, spec: JobSpec, progress: Progress | None = None) -> None:
@@ -193,10 +193,10 @@ def adopt_plan(run: RunDirectory, spec: JobSpec, progress: Progress | None = Non
             failures.append(error)
             continue
         if plan is not present or not run.plan.exists():
-            _put_aside(run, int(os.environ.get(ATTEMPT, "1")) - 1)
+            _put_aside(run, start_of_job(run).number - 1)
             cluster.save(run.cluster)
             write_plan(run, plan, cluster)
-        write_text(run.nodes, f"{count}\n")
+        write_text(start_of_job(run).nodes, f"{count}\n")
         return
     raise failures[0]
 

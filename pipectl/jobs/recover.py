@@ -102,11 +102,15 @@ def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
 
     A script submits just before it ends, so call this after the query for the state of its job.
     """
-    lines: list[str] = []
-    with suppress(OSError, ValueError):
-        lines = read_limited(run.resubmitted, _MAX_BYTES).decode().splitlines()
+    text = ""
+    for start in run.every_start():
+        if start.number > record.earlier_starts:  # since this submission
+            with suppress(OSError, ValueError):
+                text = read_limited(start.resubmitted, _MAX_BYTES).decode()
+                break
     # A site may print more.
-    ids = [line for line in map(str.strip, lines) if is_job_id(line) and line[0].isdigit()]
+    lines = map(str.strip, text.splitlines())
+    ids = [line for line in lines if is_job_id(line) and line[0].isdigit()]
     if not ids or ids[-1] == record.job_id:
         return record
     detail = f"{ids[-1]}, by its own script"

@@ -162,7 +162,7 @@ def _refuse_unfinished(run: RunDirectory, record: Record, now: float, *, force: 
 
 def _check_incomplete(run: RunDirectory, record: Record, before: JobSpec, spec: JobSpec) -> None:
     """Refuse a complete run unless it gets more steps or evaluations."""
-    early_stop = read_measured(run, record, read_heartbeat(run)).early_stop
+    early_stop = read_measured(run, record, read_heartbeat(run.start)).early_stop
     if early_stop and spec.evaluation == before.evaluation:
         raise UsageError(
             f"{run.name}: is complete: {early_stop}",
@@ -257,12 +257,11 @@ def _plan_again(
 def _hand_over_again(
     run: RunDirectory, job: Job, record: Record, now: float, what: str, *, replanned: bool
 ) -> Submission:
-    """Submit the run without the reports of its earlier start; on failure, restore them.
+    """Submit the run for its next start; on failure, restore what that has changed.
 
     Args:
         what: is done, for the history.
     """
-    starts = read_starts(run)
     system = get_scheduler(record.scheduler)
     record = record.with_state(now, "submitting", detail=what)
     new = Submission.new(
@@ -274,20 +273,16 @@ def _hand_over_again(
         sweep=record.sweep,
         cluster=system.cluster_of(record.job_id) if record.job_id else record.clusters,
     )
-    # Reports of the earlier start say nothing about the run while it waits.
-    reports = [run.exit_code, run.resubmitted, run.stopped_marker, run.requeue_error, run.heartbeat]
-    reports += [run.changed_code, run.launch_error, run.exit_warning]
-    reports += run.errors.glob("*.json")
-    moved = {path: run.errors_before(starts) / path.name for path in reports if path.exists()}
-    if replanned:  # recorded steps are of the earlier plan
-        of_plan = [*run.trace.glob("step-*.json")]
-        of_plan += [run.plan, run.predicted] if job.plan is None else []
-        moved |= {path: run.trace_before(starts) / path.name for path in of_plan if path.exists()}
+    of_plan = [*run.trace.glob("step-*.json")] if replanned else []
+    of_plan += [run.plan, run.predicted] if job.plan is None else []
+    before = run.trace_before(read_starts(run))  # what was recorded under the earlier plan
+    moved = {path: before / path.name for path in of_plan if path.exists()}
     rewritten = (
         run.job, run.cluster, run.profile, run.plan, run.predicted, run.script,
         run.variables, run.record, run.code_file, run.environment,
     )  # fmt: skip
-    created = (new_copies(run),)
+    start = run.next_start()
+    created = (new_copies(run), *([] if start.path.exists() else [start.path]))
     with Rollback(created=created, rewritten=rewritten, moved=moved) as rollback:
         for path, place in moved.items():
             make_directory(place.parent)

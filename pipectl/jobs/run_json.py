@@ -185,7 +185,7 @@ def run_json(status: RunStatus) -> RunJson:
         "commit": None if repository is None else repository.commit,
         "uncommitted": None if repository is None else list(repository.changed),
         "changed_files": [file.path for file in status.changed_files],
-        "used_changed_files": read_changed_code(status.run),
+        "used_changed_files": read_changed_code(status.start),
     }
 
 

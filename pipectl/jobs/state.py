@@ -29,6 +29,7 @@ from pipectl.runs import (
     RankBeat,
     Record,
     RunDirectory,
+    StartDirectory,
     read_errors,
     read_exit_code,
     read_exit_warning,
@@ -44,6 +45,8 @@ _MIN_WAITING, _MAX_SHARE_OF_IT = 0.3, 0.5
 rank that they wait for."""
 _MIN_PAUSE_S, _MAX_PAUSE_S, _GROWTH = 10.0, 60.0, 1.25
 POLL_S = 0.5
+_OLDER = "it is of an older version of pipectl, whose runs have no directory `starts`"
+_OF_OLDER = "look at it with that version"
 _MAX_UNKNOWN_S = 300.0
 
 
@@ -75,6 +78,7 @@ class RunStatus:
     """Everything known about one run.
 
     Args:
+        start: its newest start, of which are the job, the phase, the ranks and the errors.
         record: None if it cannot be read; ``job.reason`` then says why.
         job: the state and its source.
         phase: what the ranks do, e.g. ``training``; empty before the first heartbeat, and while the
@@ -90,6 +94,7 @@ class RunStatus:
     """
 
     run: RunDirectory
+    start: StartDirectory
     record: Record | None
     job: JobStatus
     phase: str
@@ -117,13 +122,13 @@ class RunStatus:
     @property
     def stalled(self) -> str:
         """Which ranks wait for which, if no rank has made progress for long; else empty."""
-        return read_stall(self.run) if self.job.state.alive else ""
+        return read_stall(self.start) if self.job.state.alive else ""
 
     @property
     def warning(self) -> str:
         """What failed after all work of a completed run was done; empty if nothing did."""
         is_complete = self.job.state is JobState.COMPLETED
-        return read_exit_warning(self.run) if is_complete else ""
+        return read_exit_warning(self.start) if is_complete else ""
 
     @cached_property
     def _kept(self) -> CodeWatch:
@@ -298,7 +303,8 @@ class Poller:
             except DataFileError as error:
                 damage[run] = error.message
         # Do not wait for a batch system that hangs if the files tell the state of every run.
-        files_tell = all(is_there(run.heartbeat) or is_there(run.exit_code) for run in readable)
+        newest = (run.start for run in readable)
+        files_tell = all(is_there(each.heartbeat) or is_there(each.exit_code) for each in newest)
         timeout_s = _SHORT_TIMEOUT_S if files_tell else TIMEOUT_S
         answers = self._query(records, now, timeout_s)
         newer = {run: add_next_job(run, record, now) for run, record in records.items()}
@@ -311,21 +317,27 @@ class Poller:
             if run in closed:
                 job = JobStatus(JobState.UNKNOWN, reason=closed[run], source="none")
                 statuses.append(
-                    RunStatus(run, None, job, "", Measured(), None, (), (), is_closed=True)
+                    RunStatus(
+                        run, run.start, None, job, "", Measured(), None, (), (), is_closed=True
+                    )
                 )
                 continue
-            heartbeat = read_heartbeat(run)  # after the question, as all files
+            start = run.start  # after the question, as all files
+            heartbeat = read_heartbeat(start)
             record = records.get(run)
             measured = read_measured(run, record, heartbeat, self._metrics[run])
             answer = answers.get(run, Answer({}))
             if record is None:
                 job = JobStatus(JobState.UNKNOWN, reason=damage[run], source="none")
+            elif not is_there(run.starts):
+                job = JobStatus(JobState.UNKNOWN, reason=_OLDER, source="none", hint=_OF_OLDER)
             else:
-                job = find_job_status(run, record, answer, heartbeat, measured.step_time_s, now)
+                job = find_job_status(start, record, answer, heartbeat, measured.step_time_s, now)
             restarts = max(0, heartbeat.attempt - 1) if heartbeat else 0
             statuses.append(
                 RunStatus(
                     run=run,
+                    start=start,
                     record=record,
                     job=job,
                     phase=heartbeat.state if heartbeat and not job.state.waits else "",
@@ -333,12 +345,12 @@ class Poller:
                     measured=replace(measured, steps=None) if job.state.waits else measured,
                     plan=_read_plan(run),
                     ranks=heartbeat.ranks if heartbeat else (),
-                    errors=read_errors(run),
+                    errors=read_errors(start),
                     restarts=restarts,
                     query_error=answer.error,
                     metrics=self._metrics[run],
                     code_watch=self._codes.setdefault(run, CodeWatch(run, self._clock)),
-                    times=measure_times(run, record, job, restarts, now) if record else NO_TIMES,
+                    times=measure_times(start, record, job, restarts, now) if record else NO_TIMES,
                 )
             )
         return statuses
@@ -373,7 +385,7 @@ class Poller:
             return True
         jobs = ((run, last.answer.listed.get(each.job_id or "")) for run, each in records.items())
         running = (run for run, job in jobs if job and job.state.alive and not job.state.waits)
-        return any(is_there(run.exit_code) for run in running)
+        return any(is_there(run.start.exit_code) for run in running)
 
 
 def _ask(name: str, records: dict[RunDirectory, Record], now: float, timeout_s: float) -> Answer:
@@ -388,7 +400,9 @@ def _ask(name: str, records: dict[RunDirectory, Record], now: float, timeout_s: 
         if not times:
             return Answer({})
         scheduler = get_scheduler(name, timeout_s)
-        written = {each.job_id: read_exit_code(run) for run, each in records.items() if each.job_id}
+        written = {
+            each.job_id: read_exit_code(run.start) for run, each in records.items() if each.job_id
+        }
         scheduler.exit_codes = {job: code for job, code in written.items() if code is not None}
         return Answer(scheduler.query(list(times), since=min(times.values())))
     except PipectlError as error:

@@ -112,6 +112,7 @@ class Submission:
             after=tuple(after_runs),
             walltime_s=system.walltime_of(request),
             lead_time_s=request.lead_time_s if request.checkpoint else None,
+            earlier_starts=request.earlier_starts,
             max_starts=request.max_starts,
             min_nodes=None if request.node_range is None else request.node_range.lowest,
         )
@@ -318,6 +319,7 @@ def _write_files(
     """
     run, job, request = submission.run, submission.job, submission.request
     make_private_directory(run.logs)  # without it, a job fails or hangs without output
+    make_private_directory(run.next_start().errors)
     spec = job.spec
     write_text(run.job, dump(spec), mode=_PRIVATE)
     _write_plan_files(run, job, first_run)

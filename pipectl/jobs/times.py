@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipectl.batch import LOCAL, JobStatus
-from pipectl.batch.scheduler import CLOCK_SKEW_S
-from pipectl.runs import Record, RunDirectory, read_nodes
+from pipectl.runs import Record, StartDirectory, read_nodes
 
 
 @dataclass(frozen=True)
@@ -32,44 +31,44 @@ NO_TIMES = Times()
 
 
 def measure_times(
-    run: RunDirectory, record: Record, job: JobStatus, restarts: int, now: float
+    start: StartDirectory, record: Record, job: JobStatus, restarts: int, now: float
 ) -> Times:
     """Return the times of a run by what the batch system says, or else the files of its script.
 
     Args:
+        start: the newest start of the run.
         restarts: how often the job was started again; what it waited before that is unknown.
     """
     submitted_at = record.submitted_at
-    began_at, ended_at = (written_since(record, file) for file in (run.attempt, run.exit_code))
+    began_at, ended_at = map(_written_at, (start.begun, start.exit_code))
     if job.state.waits:
         return Times(waited_s=max(0.0, now - submitted_at) if began_at is None else None)
-    start = job.start or began_at
-    if start is None or not (job.state.alive or job.state.final):
+    start_at = job.start or began_at
+    if start_at is None or not (job.state.alive or job.state.final):
         return NO_TIMES
     end = now if job.state.alive else job.end or ended_at
-    run_s = None if end is None else max(0.0, end - start)
+    run_s = None if end is None else max(0.0, end - start_at)
     is_queued = record.scheduler != LOCAL
     deadline = job.deadline
     if job.source == "heartbeat" and record.walltime_s is not None and is_queued:
-        deadline = start + record.walltime_s
-    nodes = nodes_of_start(run, record)
+        deadline = start_at + record.walltime_s
+    nodes = _nodes_of(start, record)
     return Times(
-        waited_s=max(0.0, start - submitted_at) if is_queued and not restarts else None,
+        waited_s=max(0.0, start_at - submitted_at) if is_queued and not restarts else None,
         run_s=run_s,
         left_s=None if deadline is None or job.state.final else max(0.0, deadline - now),
         node_hours=nodes * run_s / 3600 if is_queued and run_s is not None else None,
     )
 
 
-def nodes_of_start(run: RunDirectory, record: Record) -> int:
-    """Return the number of nodes that a run has used last; those it asks for if it is fixed."""
-    used = None if record.min_nodes is None else read_nodes(run)
+def _nodes_of(start: StartDirectory, record: Record) -> int:
+    """Return the number of nodes that a start uses; those the run asks for if it is fixed."""
+    used = None if record.min_nodes is None else read_nodes(start)
     return used or record.nodes
 
 
-def written_since(record: Record, path: Path) -> float | None:
-    """Return when a file of a run was written; None if it was not since the last submission."""
+def _written_at(path: Path) -> float | None:
+    """Return when a file was written; None if it was not."""
     with suppress(OSError):
-        time = path.stat().st_mtime
-        return time if time >= record.submitted_at - CLOCK_SKEW_S else None
+        return path.stat().st_mtime
     return None

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pipectl.batch import CHECKPOINTED, JobState, JobStatus
-from pipectl.jobs.times import written_since
-from pipectl.runs import Heartbeat, Record, RunDirectory, read_exit_code, read_requeue_error
+from pipectl.files import is_there
+from pipectl.runs import Heartbeat, Record, StartDirectory, read_exit_code, read_requeue_error
 from pipectl.units import format_time
 
 _SUBMIT_GRACE_S = 60.0
@@ -44,38 +44,36 @@ class Answer(NamedTuple):
 
 
 def find_job_status(
-    run: RunDirectory,
+    start: StartDirectory,
     record: Record,
     answer: Answer,
     heartbeat: Heartbeat | None,
     step_time_s: float | None,
     now: float,
 ) -> JobStatus:
-    """The state of a run's job, from the batch system's answer and the files of the run."""
+    """The state of a run's job, from the batch system's answer and its newest start."""
     beat_at, words = None, "no details"
     if heartbeat:
         words = f"{heartbeat.state}, step {heartbeat.step} of {heartbeat.steps}"
         with suppress(OSError):  # the clock of the file system, which all nodes share
-            beat_at = run.heartbeat.stat().st_mtime
+            beat_at = start.heartbeat.stat().st_mtime
     # After the query, so that a job that ends in between does not look as if it had vanished.
-    code = read_exit_code(run)
+    code = read_exit_code(start)
     job = decide_state(record, answer, now, code, beat_at, words, step_time_s)
-    if code is None and _never_began(run, record, job):
+    if code is None and _never_began(start, job):
         node = f"a node of {job.nodes}" if re.search(r"[\[,]", job.nodes) else job.nodes or "a node"
         why = f" ({job.reason})" if job.reason else ""
         reason = f"{node} could not start the job script{why}"
-        return replace(job, reason=reason, hint=f"check that it has the directory {run.path}")
-    if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
+        return replace(job, reason=reason, hint=f"check that it has the directory {start.run.path}")
+    if job.state is JobState.PREEMPTED and (error := read_requeue_error(start)):
         return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
     return job
 
 
-def _never_began(run: RunDirectory, record: Record, job: JobStatus) -> bool:
+def _never_began(start: StartDirectory, job: JobStatus) -> bool:
     """Whether Slurm could not start the script: it says the same of one that a signal has ended."""
     is_said = job.reason.startswith("JobLaunchFailure") or job.exit_code == _NOT_STARTED
-    if job.state is not JobState.FAILED or not is_said:
-        return False
-    return written_since(record, run.attempt) is None
+    return job.state is JobState.FAILED and is_said and not is_there(start.begun)
 
 
 def decide_state(

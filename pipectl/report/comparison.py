@@ -499,7 +499,7 @@ class RecordedStep:
 
     def explain(self, comparison: Comparison) -> list[tuple[str, str]]:
         """Describe a comparison of this step; see :func:`explain`."""
-        heartbeat = read_heartbeat(self.run)
+        heartbeat = read_heartbeat(self.run.start)
         return explain(comparison, self.processor, heartbeat.ranks if heartbeat else ())
 
     def timelines(self) -> dict[str, Timeline]:

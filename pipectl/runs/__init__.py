@@ -2,10 +2,11 @@
 
 from pipectl.runs.best import Best, BestCheckpoint, best_checkpoint, best_evaluation
 from pipectl.runs.directory import (
-    ATTEMPT,
     RUN_VARIABLE,
     SCRIPT,
+    START_VARIABLE,
     RunDirectory,
+    StartDirectory,
     SweepDirectory,
     checkpoints,
     find,
@@ -16,6 +17,7 @@ from pipectl.runs.directory import (
     locked,
     name_in_shell,
     runs_directory,
+    start_of_job,
     stem_of,
     step_of,
     sweep_of,
@@ -52,13 +54,14 @@ from pipectl.runs.readers import (
 from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, SweepPoint, is_job_id
 
 __all__ = [
-    "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "TRAINING", "WARM_UP_STEPS",
-    "Best", "BestCheckpoint", "Columns", "CoreShare", "Event", "Heartbeat", "Line", "Log", "Logs",
-    "LostTo", "Measured", "Metrics", "MetricsLine", "NotFinite", "Pauses", "RankBeat", "Record",
-    "RunDirectory", "SweepDirectory", "SweepPoint", "best_checkpoint", "best_evaluation",
-    "checkpoints", "find", "find_run", "find_runs", "is_job_id", "last_checkpoint", "last_lines",
-    "list_runs", "list_sweeps", "locked", "measured_steps", "name_in_shell", "read_columns",
-    "read_errors", "read_exit_code", "read_exit_warning", "read_heartbeat", "read_measured",
-    "read_metrics", "read_nodes", "read_pauses", "read_requeue_error", "read_stall", "read_starts",
-    "runs_directory", "stem_of", "step_of", "sweep_of",
+    "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "START_VARIABLE", "TRAINING",
+    "WARM_UP_STEPS", "Best", "BestCheckpoint", "Columns", "CoreShare", "Event", "Heartbeat",
+    "Line", "Log", "Logs", "LostTo", "Measured", "Metrics", "MetricsLine", "NotFinite", "Pauses",
+    "RankBeat", "Record", "RunDirectory", "StartDirectory", "SweepDirectory", "SweepPoint",
+    "best_checkpoint", "best_evaluation", "checkpoints", "find", "find_run", "find_runs",
+    "is_job_id", "last_checkpoint", "last_lines", "list_runs", "list_sweeps", "locked",
+    "measured_steps", "name_in_shell", "read_columns", "read_errors", "read_exit_code",
+    "read_exit_warning", "read_heartbeat", "read_measured", "read_metrics", "read_nodes",
+    "read_pauses", "read_requeue_error", "read_stall", "read_starts", "runs_directory",
+    "start_of_job", "stem_of", "step_of", "sweep_of",
 ]  # fmt: skip

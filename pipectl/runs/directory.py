@@ -33,8 +33,8 @@ from pipectl.units import did_you_mean
 
 RUN_NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]+")
 """Name of a run directory; it has no characters that a shell interprets."""
-ATTEMPT = "PIPECTL_ATTEMPT"
-"""Environment variable: number of the job's start, from 1."""
+START_VARIABLE = "PIPECTL_START"
+"""Environment variable: the directory of this start, set by the job script."""
 SCRIPT = "PIPECTL_SCRIPT"
 """Environment variable: pid of the job script, if the ranks run on its machine."""
 RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
@@ -43,7 +43,9 @@ SWEEPS = "sweeps"
 """Directory of sweeps beside the runs; where users share a directory of runs, of the first one who
 had a sweep. Others have ``sweeps-UID``: who owns a directory can exchange what is in it."""
 _SWEEPS = re.compile(rf"{SWEEPS}(-[0-9]+)?")
-_FOLDERS = ("errors", "logs", "trace", "checkpoints")
+_FOLDERS = ("logs", "trace", "checkpoints", "starts", "starts/1", "starts/1/errors")
+_START = re.compile(r"[1-9][0-9]{0,8}")
+"""Name of the directory of a start."""
 
 
 class File:
@@ -52,27 +54,76 @@ class File:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, directory: Directory, _owner: type) -> Path:
+    def __get__(self, directory: Place, _owner: type) -> Path:
         return directory.path / self._name
 
 
 @dataclass(frozen=True)
-class Directory:
-    """The directory of a run or sweep; its path is made absolute, since jobs run elsewhere."""
+class Place:
+    """A directory; its path is made absolute, since jobs run elsewhere."""
 
     path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", self.path.absolute())
+
+
+class Directory(Place):
+    """The directory of a run or sweep."""
+
     lock = File(".lock")
     """Locked by the command that changes the record or submits the sweep."""
     logs = File("logs")
     """Logs of the job and its ranks; for a sweep, of jobs that have not yet become a run."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "path", self.path.absolute())
-
     @property
     def name(self) -> str:
         """Name of the run or sweep; names of a sweep's runs begin with the sweep's name."""
         return self.path.name
+
+
+class StartDirectory(Place):
+    """The paths of one start of a run: ``starts/N`` in the run's directory, N from 1.
+
+    A submission makes the directory of the start that it asks for, so the run looks as if it had
+    done nothing yet. The job script takes the newest directory if no script has begun in it, else
+    it makes the next one. No later start changes it.
+    """
+
+    begun = File("begun")  # made by the job script that takes the directory, as the first file
+    stop_request = File("stop")  # written by the job script: ranks save a checkpoint and end
+    stopped_marker = File("stopped")  # written by the ranks when they have done so
+    resubmitted = File("resubmitted")  # job id under which the job script submitted itself again
+    requeue_error = File("requeue_error")  # why the job script could not requeue the job
+    starting = File("starting")  # there until what the job script has started begins its work
+    finished = File("finished")  # the ranks have done and saved all their work
+    launch_error = File("launch_error")  # what was printed by a launcher that started no rank
+    exit_warning = File("exit_warning")  # what failed after all work was done
+    exit_code = File("exit_code")  # the job script's exit code, written when it ends
+    nodes = File("nodes")  # of a range: how many the script has found, then how many its plan takes
+    heartbeat = File("heartbeat.json")  # state and progress of the ranks
+    changed_code = File("changed_code")  # files that the job used though they had changed
+    errors = File("errors")  # one file per rank that failed
+    preparation_error = File("errors/prepare.json")  # why a job could not profile or plan
+    watch = File("watch")  # one file per node, written by its watcher
+
+    @property
+    def number(self) -> int:
+        """Number of the start, from 1."""
+        return int(self.path.name)
+
+    @property
+    def run(self) -> RunDirectory:
+        """The directory of the run."""
+        return RunDirectory(self.path.parent.parent)
+
+    def error_of(self, rank: int) -> Path:
+        """Return the path of a rank's error report."""
+        return self.errors / f"rank-{rank:04d}.json"
+
+    def memory_of(self, rank: int) -> Path:
+        """Return the path of what a rank's accelerator held when its memory was exhausted."""
+        return self.errors / f"rank-{rank:04d}.memory.pickle"
 
 
 class RunDirectory(Directory):
@@ -83,32 +134,17 @@ class RunDirectory(Directory):
     plan = File("plan.json")  # stages, ranks and schedule
     cluster = File("cluster.json")  # nodes, devices and links
     range = File("range")  # of a range of nodes: plans by number, and the cluster of all
-    nodes = File("nodes")  # of a range: how many a start has found, then how many its plan takes
     script = File("job.sh")  # the job script
     variables = File("variables.sh")  # what the job script sources; keys and tokens may be in it
     record = File("record.json")  # the submission and its history
-    stop_request = File("stop")  # written by the job script: ranks save a checkpoint and end
-    stopped_marker = File("stopped")  # written by the ranks when they have done so
-    resubmitted = File("resubmitted")  # job id under which the job script submitted itself again
-    requeue_error = File("requeue_error")  # why the job script could not requeue the job
-    starting = File("starting")  # there until what the job script has started begins its work
-    finished = File("finished")  # the ranks have done and saved all their work
-    launch_error = File("launch_error")  # what was printed by a launcher that started no rank
-    exit_warning = File("exit_warning")  # what failed after all work was done
-    attempt = File("attempt")  # number of starts of the job script
-    exit_code = File("exit_code")  # the job script's exit code, written when it ends
+    starts = File("starts")  # one directory per start, see StartDirectory
     metrics = File("metrics.jsonl")  # one line per step and per evaluation
-    heartbeat = File("heartbeat.json")  # state and progress of the ranks
     samples = File("samples.json")  # checksums of a few samples at the first start
-    errors = File("errors")  # one file per rank that failed
-    preparation_error = File("errors/prepare.json")  # why a job could not profile or plan
     job_log = File("logs/job.log")  # output of the job script, the launcher and pipectl
-    watch = File("watch")  # one file per node, written by its watcher
     trace = File("trace")  # predicted and measured timelines
     predicted = File("trace/predicted.json")  # predicted timeline of a step
     code = File("code")  # the user's sources as they were at submission
     code_file = File("code.json")  # where they were, and their digests
-    changed_code = File("changed_code")  # files that the job used though they had changed
     environment = File("environment.txt")  # Python, packages and git commit at submission
     rebalance = File("rebalance")  # what ranks measured, and the plan that was made from it
     imbalance = File("rebalance/imbalance.json")
@@ -133,6 +169,31 @@ class RunDirectory(Directory):
                 return cls(base / stem)
         raise AssertionError("unreachable")
 
+    @property
+    def start(self) -> StartDirectory:
+        """The newest start; the first one, which does not exist, of a run without any."""
+        return self.start_of(max(self._numbers(), default=1))
+
+    def every_start(self) -> list[StartDirectory]:
+        """Return all starts, the newest first."""
+        return [self.start_of(number) for number in sorted(self._numbers(), reverse=True)]
+
+    def start_of(self, number: int) -> StartDirectory:
+        """Return the start of that number, which may not exist."""
+        return StartDirectory(self.starts / str(number))
+
+    def next_start(self) -> StartDirectory:
+        """Return the start for the next submission, which may not exist.
+
+        It is the newest one if no job script has begun in it.
+        """
+        newest = self.start
+        return self.start_of(newest.number + 1) if is_there(newest.begun) else newest
+
+    def _numbers(self) -> list[int]:
+        names = (path.name for path in files_like(self.starts, "[1-9]*"))
+        return [int(name) for name in names if _START.fullmatch(name)]
+
     def rank_log(self, rank: int) -> Path:
         """Return the path of a rank's log."""
         return self.logs / f"rank-{rank:04d}.log"
@@ -147,18 +208,6 @@ class RunDirectory(Directory):
             [*files_like(self.logs, "rank-*.log"), *files_like(self.logs, "node-*.log")],
             key=lambda path: ([int(part) for part in re.findall(r"\d+", path.name)], path.name),
         )
-
-    def error_of(self, rank: int) -> Path:
-        """Return the path of a rank's error report."""
-        return self.errors / f"rank-{rank:04d}.json"
-
-    def memory_of(self, rank: int) -> Path:
-        """Return the path of what a rank's accelerator held when its memory was exhausted."""
-        return self.errors / f"rank-{rank:04d}.memory.pickle"
-
-    def errors_before(self, starts: int) -> Path:
-        """Return the directory of error reports of start number ``starts`` of the job."""
-        return self.errors / f"attempt-{starts}"
 
     def measured_of(self, step: int) -> Path:
         """Return the path of the measured timeline of a step."""
@@ -242,6 +291,15 @@ def checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints in a directory, the latest step first."""
     folders = [path for path in files_like(directory, "step-*") if step_of(path) is not None]
     return sorted(folders, key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def start_of_job(run: RunDirectory) -> StartDirectory:
+    """Return the start of a run that this process is part of, as the job script says; the newest
+    one if this process is not of a job of the run."""
+    path = os.environ.get(START_VARIABLE)
+    if path and (own := StartDirectory(Path(path))).run == run and _START.fullmatch(own.path.name):
+        return own
+    return run.start
 
 
 def step_of(checkpoint: Path) -> int | None:

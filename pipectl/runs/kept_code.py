@@ -16,7 +16,7 @@ from pipectl.errors import PipectlError
 from pipectl.faults import is_user_code
 from pipectl.fields import Count, DataFile, Rule
 from pipectl.files import is_there, read_limited
-from pipectl.runs.directory import RunDirectory
+from pipectl.runs.directory import RunDirectory, StartDirectory
 from pipectl.units import plural, printable
 
 _MAX_HASHED_BYTES = 2**24
@@ -173,10 +173,10 @@ def without_copies(files: Iterable[KeptFile]) -> list[str]:
     ]
 
 
-def read_changed_code(run: RunDirectory) -> list[str]:
-    """Files that the last start of a run used though they had changed since the submission."""
+def read_changed_code(start: StartDirectory) -> list[str]:
+    """Files that a start of a run used though they had changed since the submission."""
     try:
-        text = read_limited(run.changed_code, _MAX_HASHED_BYTES).decode("utf-8", "replace")
+        text = read_limited(start.changed_code, _MAX_HASHED_BYTES).decode("utf-8", "replace")
     except OSError:
         return []
     return [printable(line) for line in text.splitlines()]

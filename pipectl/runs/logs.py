@@ -182,7 +182,7 @@ def last_lines(
 
     errors = [  # they are in the job's log, not in a rank's
         Line(error.rank, text)
-        for error in (read_errors(run) if ranks else ())
+        for error in (read_errors(run.start) if ranks else ())
         for text in error.text.splitlines()
     ]
     if tail is None:

@@ -49,7 +49,8 @@ def read_pauses(directory: Path, name: str) -> Pauses:
 
 def _pauses_of(run: RunDirectory) -> Pauses | None:
     """None if the run is not complete, has too few steps, or was started more than once."""
-    if run.exit_code.read_text("utf-8").strip() != "0":
+    start = run.start
+    if start.exit_code.read_text("utf-8").strip() != "0":
         return None
     lines = [line for line in Metrics(run.metrics).lines() if line.is_step]
     timed = [line for line in lines if line.time is not None and line.step_time_s is not None]
@@ -57,7 +58,7 @@ def _pauses_of(run: RunDirectory) -> Pauses | None:
         return None
     first, begin, last = timed[0], timed[WARM_UP_STEPS], timed[-1]
     usual_s = median(line.step_time_s or 0.0 for line in timed[WARM_UP_STEPS:])
-    began_at, ended_at = (path.stat().st_mtime for path in (run.attempt, run.exit_code))
+    began_at, ended_at = (path.stat().st_mtime for path in (start.begun, start.exit_code))
     begin_time, end_time = begin.time or 0.0, last.time or 0.0
     passed_s, steps = end_time - begin_time, last.step - begin.step
     return Pauses(

@@ -20,7 +20,7 @@ from pipectl.errors import DataFileError
 from pipectl.faults import LAUNCH, ErrorReport
 from pipectl.fields import VERSION, DataFile, LenientFields, Rule, read_value
 from pipectl.files import files_like, is_there, open_regular, read_json, read_limited
-from pipectl.runs.directory import RunDirectory, checkpoints
+from pipectl.runs.directory import RunDirectory, StartDirectory, checkpoints
 from pipectl.units import printable
 
 _MAX_REPORT_BYTES, _MAX_DIGITS = 2**24, 100
@@ -124,26 +124,26 @@ class Heartbeat(LenientFields, DataFile):
         return {"version": VERSION, **vars(self), "ranks": [vars(rank) for rank in self.ranks]}
 
 
-def read_heartbeat(run: RunDirectory) -> Heartbeat | None:
+def read_heartbeat(start: StartDirectory) -> Heartbeat | None:
     """Return the last heartbeat; None before the first, or if it is damaged."""
     with suppress(DataFileError):
-        return Heartbeat.load(run.heartbeat)
+        return Heartbeat.load(start.heartbeat)
     return None
 
 
-def read_errors(run: RunDirectory) -> list[ErrorReport]:
+def read_errors(start: StartDirectory) -> list[ErrorReport]:
     """Return the readable error reports of the preparation and the ranks, first failure first."""
     errors = []
-    for path in (run.preparation_error, *files_like(run.errors, "rank-*.json")):
+    for path in (start.preparation_error, *files_like(start.errors, "rank-*.json")):
         with suppress(DataFileError):
             document = read_json(path, hint="", limit=_MAX_REPORT_BYTES)
             errors.append(read_value(ErrorReport, document))
     if not errors:
-        errors = [error for error in (_read_launch_error(run) or _find_missing(run),) if error]
+        errors = [error for error in (_read_launch_error(start) or _find_missing(start),) if error]
     return sorted(errors, key=lambda error: (error.rank is not None, error.time))
 
 
-def _read_launch_error(run: RunDirectory) -> ErrorReport | None:
+def _read_launch_error(start: StartDirectory) -> ErrorReport | None:
     """Return why no rank has begun, in the words of the launcher; None if one has.
 
     The job script writes the node, its exit code and, if it ended the launcher itself, the seconds
@@ -151,7 +151,7 @@ def _read_launch_error(run: RunDirectory) -> ErrorReport | None:
     was printed.
     """
     try:
-        text = read_limited(run.launch_error, _MAX_REPORT_BYTES).decode("utf-8", "replace")
+        text = read_limited(start.launch_error, _MAX_REPORT_BYTES).decode("utf-8", "replace")
     except OSError:
         return None
     node, numbers, *printed = [*text.splitlines(), "", ""]
@@ -178,13 +178,13 @@ def _read_launch_error(run: RunDirectory) -> ErrorReport | None:
     )
 
 
-def _find_missing(run: RunDirectory) -> ErrorReport | None:
+def _find_missing(start: StartDirectory) -> ErrorReport | None:
     """Return that a node had no run directory, in which its ranks could not report anything, if the
     end of the log of a run that failed says so."""
-    if read_exit_code(run) in (None, 0) or is_there(run.stopped_marker):
+    if read_exit_code(start) in (None, 0) or is_there(start.stopped_marker):
         return None
     try:
-        with os.fdopen(open_regular(run.job_log), "rb") as file:
+        with os.fdopen(open_regular(start.run.job_log), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_END))
             lines = file.read(_LOG_END).decode("utf-8", "replace").splitlines()
     except OSError:
@@ -213,29 +213,28 @@ def _telling(printed: Iterable[str]) -> list[str]:
     return [*(telling or words[-_MAX_LINES:])[: _MAX_LINES - bool(ends)], *ends][:_MAX_LINES]
 
 
-def read_stall(run: RunDirectory) -> str:
+def read_stall(start: StartDirectory) -> str:
     """Describe who waits for whom while no rank makes progress; otherwise empty."""
     from pipectl.watch.report import node_path, read_report
 
-    starts = files_like(run.watch, "[0-9]*")
-    news = read_report(node_path(starts[-1], 0)) if starts else None
+    news = read_report(node_path(start.watch, 0))
     return "" if news is None else printable(news[1].stalled)
 
 
-def read_exit_code(run: RunDirectory) -> int | None:
+def read_exit_code(start: StartDirectory) -> int | None:
     """Return the exit code of the job script; None while it runs."""
-    return _read_number(run.exit_code)
+    return _read_number(start.exit_code)
 
 
 def read_starts(run: RunDirectory) -> int:
-    """Return how often the job script was started."""
-    return max(0, _read_number(run.attempt) or 0)
+    """Return how often the job script of a run has begun."""
+    newest = run.start
+    return newest.number if is_there(newest.begun) else newest.number - 1
 
 
-def read_nodes(run: RunDirectory) -> int | None:
-    """Return how many nodes of a range the last start of a run has found, or its plan takes; None
-    if there was none."""
-    return _read_number(run.nodes)
+def read_nodes(start: StartDirectory) -> int | None:
+    """Return how many nodes of a range a start has found, or its plan takes; None before that."""
+    return _read_number(start.nodes)
 
 
 def _read_number(path: Path) -> int | None:
@@ -245,14 +244,14 @@ def _read_number(path: Path) -> int | None:
         return None
 
 
-def read_exit_warning(run: RunDirectory) -> str:
+def read_exit_warning(start: StartDirectory) -> str:
     """Return what failed after all work was done; empty if nothing did."""
-    return _last_line(run.exit_warning)
+    return _last_line(start.exit_warning)
 
 
-def read_requeue_error(run: RunDirectory) -> str:
+def read_requeue_error(start: StartDirectory) -> str:
     """Return why the batch system did not requeue the job; empty if it did."""
-    return _last_line(run.requeue_error)
+    return _last_line(start.requeue_error)
 
 
 def _last_line(path: Path) -> str:

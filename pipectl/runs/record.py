@@ -73,6 +73,7 @@ class Record(DataFile):
         walltime_s: time limit of the job; None if the site sets it.
         lead_time_s: how long before the end of the walltime it stops at a checkpoint; None if it
             does not.
+        earlier_starts: how often its job script had begun before this submission.
         max_starts: how often it starts at most by itself; None if only once.
         min_nodes: fewest nodes that it takes, of a range of which ``nodes`` and ``ranks`` are the
             most; None if their number is fixed.
@@ -98,6 +99,7 @@ class Record(DataFile):
     after: tuple[str, ...] = ()
     walltime_s: Count | None = None
     lead_time_s: int | None = None
+    earlier_starts: int = 0
     max_starts: Count | None = None
     min_nodes: Count | None = None
 

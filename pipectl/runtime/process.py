@@ -23,7 +23,7 @@ from mpi4py import MPI
 from pipectl.errors import LESS_MEMORY, FaultError, PipectlError, StepError, lacks_memory
 from pipectl.faults import ErrorReport, with_details
 from pipectl.files import write_log, write_text
-from pipectl.runs import RUN_VARIABLE, RunDirectory
+from pipectl.runs import RUN_VARIABLE, RunDirectory, start_of_job
 from pipectl.runtime.nodes import node_name
 from pipectl.runtime.waiting import barrier, tell_of_waits
 from pipectl.units import printable
@@ -150,7 +150,7 @@ def run_rank(work: Work, description: str | None) -> None:
         try:
             work(directory, communicator, board)
         except BaseException as raised:
-            error = with_details(raised, directory.error_of(rank))
+            error = with_details(raised, start_of_job(directory).error_of(rank))
             now = board.read()
             stage = None if now.stage < 0 else now.stage
             place: dict[str, Any] = {"action": now.action, "stage": stage, "step": now.step}
@@ -168,7 +168,7 @@ def begin(directory: RunDirectory, rank: int) -> None:
     """Tell the job script that the ranks have begun. A file is removed, as disks may be full."""
     if rank == 0:
         with suppress(OSError):
-            directory.starting.unlink(missing_ok=True)
+            start_of_job(directory).starting.unlink(missing_ok=True)
 
 
 def finish(directory: RunDirectory, communicator: MPI.Intracomm) -> None:
@@ -177,7 +177,7 @@ def finish(directory: RunDirectory, communicator: MPI.Intracomm) -> None:
     with suppress(MPI.Exception, PipectlError, OSError):  # another rank may have ended already
         barrier(communicator)
         if communicator.rank == 0:
-            write_text(directory.finished, "")
+            write_text(start_of_job(directory).finished, "")
 
 
 def warn(text: str) -> None:
@@ -195,11 +195,12 @@ def report(
     step: int | None = None,
 ) -> None:
     """Write this rank's error, and where it occurred, for ``pipectl status`` and the job's log."""
-    hint, memory = LESS_MEMORY if lacks_memory(error) else None, directory.memory_of(rank)
+    start = start_of_job(directory)
+    hint, memory = LESS_MEMORY if lacks_memory(error) else None, start.memory_of(rank)
     if hint is not None and memory.exists():
         hint += f"\nto see what was in memory: open {memory} at https://pytorch.org/memory_viz"
     failure = ErrorReport.of(error, hint, rank=rank, stage=stage, step=step, action=action)
-    failure.save(directory.error_of(rank))
+    failure.save(start.error_of(rank))
     if isinstance(error, PipectlError) and not isinstance(error, FaultError):
         failure = replace(failure, traceback="")
     write_log(job_log(), failure.text)

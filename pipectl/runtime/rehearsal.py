@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from pipectl.plan import Plan
 from pipectl.rehearsal import Passage, Rehearsal
-from pipectl.runs import Heartbeat, RunDirectory
+from pipectl.runs import Heartbeat, RunDirectory, start_of_job
 from pipectl.runtime import clock
 from pipectl.runtime.nodes import check_world
 from pipectl.runtime.process import run_rank, warn
@@ -54,11 +54,11 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, board: Board)
     plan, rehearsal = Plan.load(directory.plan), Rehearsal.load(directory.rehearsal)
     check_world(communicator, plan)
     rank, lines = Rank(communicator, plan, rehearsal, board), Lines(directory.metrics, warn)
-    steps = rehearsal.steps
+    steps, start = rehearsal.steps, start_of_job(directory)
 
     def say(state: str, step: int) -> None:
         if communicator.rank == 0:
-            Heartbeat(state, step, steps).save(directory.heartbeat)
+            Heartbeat(state, step, steps).save(start.heartbeat)
 
     say("connecting", 0)
     replicas = max(stage.replicas for stage in plan.stages)

@@ -147,7 +147,7 @@ def _train(
     """Train with micro-batches of a size, after a few steps that are not measured."""
     run, warm_up = RunDirectory(directory), _warm_up(steps)
     if communicator.rank == 0:
-        for place in (run.path, run.path / "trace", run.checkpoints, run.logs):
+        for place in (run.path, run.trace, run.checkpoints, run.logs, run.start.path):
             make_private_directory(place)
     communicator.Barrier()
     plan = _plan(job, samples)
@@ -156,7 +156,7 @@ def _train(
     job.spec = job.spec.model_copy(update={"training": training})
     job.loader = job.loader.with_batch_size(plan.batch_size, drop_last=False)
     setup = Setup(communicator, job, plan, choose_device(0, 0), Board())
-    Trainer(setup, run, 1).train()
+    Trainer(setup, run.start).train()
     communicator.Barrier()
     if communicator.rank:
         return Steps(channels(plan), (), ())

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from pipectl.capture.step import sum_of_parts
 from pipectl.fields import write_value
-from pipectl.runs import CoreShare, Heartbeat, NotFinite, RankBeat, RunDirectory
+from pipectl.runs import CoreShare, Heartbeat, NotFinite, RankBeat, StartDirectory
 from pipectl.runtime.nodes import node_name
 from pipectl.runtime.process import say, warn
 from pipectl.runtime.processor import make_meter
@@ -58,8 +58,8 @@ class Telemetry:
 
     Args:
         communicator: used for nothing else.
+        start: the start of the run that this process is part of.
         steps: of the whole run.
-        attempt: 1 for the first start of the job, incremented by every requeue.
         stages: of this rank.
         messages: how they are sent.
         loss_ranks: ranks that compute the loss, or parts of it.
@@ -72,9 +72,8 @@ class Telemetry:
     def __init__(
         self,
         communicator: MPI.Comm,
-        run: RunDirectory,
+        start: StartDirectory,
         steps: int,
-        attempt: int,
         stages: tuple[int, ...],
         messages: Mapping[str, str] | None = None,
         loss_ranks: Sequence[int] = (0,),
@@ -84,9 +83,8 @@ class Telemetry:
         self.look: Callable[[int, Sequence[RankBeat]], object] | None = None
         self._loss_ranks = loss_ranks
         self._communicator = communicator
-        self._run = run
+        self._start = start
         self._steps = steps
-        self._attempt = attempt
         self._process = psutil.Process()
         host, node = socket.gethostname(), node_name()
         self._me = RankBeat(communicator.rank, host, node, os.getpid(), stages)
@@ -94,14 +92,14 @@ class Telemetry:
         self._reports = Reports[StepReport](communicator)
         self._beat_at = 0.0
         self._said_at = float("-inf")
-        self._lines = Lines(run.metrics, warn)
-        self._beats = Attempts(run.heartbeat.name, warn)
+        self._lines = Lines(start.run.metrics, warn)
+        self._beats = Attempts(start.heartbeat.name, warn)
         self._waiting = WaitingShare()
         self._processor = make_meter(communicator)
         self._step, self._state = 0, ""
 
     def restore(self, step: int) -> None:
-        """Record that earlier attempts have done ``step`` steps."""
+        """Record that earlier starts have done ``step`` steps."""
         self._step = step
 
     def state(self, state: str) -> None:
@@ -203,12 +201,12 @@ class Telemetry:
             self._step = step
 
     def _stamp(self, step: int) -> dict[str, Any]:
-        return {"attempt": self._attempt, "step": step, "time": time.time()}
+        return {"attempt": self._start.number, "step": step, "time": time.time()}
 
     def _metrics(self, step: int, reports: dict[int, StepReport]) -> dict[str, Any]:
         first = reports[0]
         line: dict[str, Any] = {
-            "attempt": self._attempt,
+            "attempt": self._start.number,
             "step": step,
             "steps": self._steps,
             "time": first.time,
@@ -240,9 +238,9 @@ class Telemetry:
         if self._communicator.rank or (not force and now - self._beat_at < _HEARTBEAT_S):
             return
         self._beat_at = now
-        progress = self._state, self._step, self._steps, self._attempt
+        progress = self._state, self._step, self._steps, self._start.number
         heartbeat = Heartbeat(*progress, tuple(self._ranks), self._messages)
-        self._beats(lambda: heartbeat.save(self._run.heartbeat))
+        self._beats(lambda: heartbeat.save(self._start.heartbeat))
 
 
 def _finite(value: Any) -> Any:

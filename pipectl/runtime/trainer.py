@@ -11,7 +11,7 @@ import torch
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
-from pipectl.runs import RunDirectory
+from pipectl.runs import StartDirectory
 from pipectl.runtime.alarm import Alarm, OtherRankError
 from pipectl.runtime.asynchronous import AsynchronousSteps
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
@@ -38,7 +38,7 @@ class Trainer:
 
     Args:
         setup: the rank's stages, engines and data.
-        attempt: number of the job's start, from 1.
+        start: the start of the run that this process is part of.
         cluster: for which the plan was made, whose memory limits copies for checkpoints; None if
             unknown.
         messages: how they are sent, for the heartbeat.
@@ -50,8 +50,7 @@ class Trainer:
     def __init__(
         self,
         setup: Setup,
-        run: RunDirectory,
-        attempt: int,
+        start: StartDirectory,
         cluster: Cluster | None = None,
         messages: Mapping[str, str] | None = None,
         stored: Stored | None = None,
@@ -60,14 +59,13 @@ class Trainer:
     ) -> None:
         self._setup = setup
         self._spec = setup.job.spec
-        self._run = run
+        self._start = start
         self._rank = setup.communicator.rank
         steps = self._spec.training.steps
         self._telemetry = Telemetry(
             setup.communicator.Dup(),
-            run,
+            start,
             steps,
-            attempt,
             tuple(setup.stages),
             messages,
             setup.plan.stages[setup.training.cut.loss_stage].ranks,
@@ -77,10 +75,10 @@ class Trainer:
         if rebalancing is not None:
             self._telemetry.look = rebalancing.look
         rows = len(lower(setup.plan, self._rank))
-        self._tracing = Tracing(setup.communicator, run, self._spec.trace, steps, rows)
+        self._tracing = Tracing(setup.communicator, start.run, self._spec.trace, steps, rows)
         setup.board.phase("making the optimizer")
         moves = (lambda: False) if rebalancing is None else (lambda: rebalancing.found is not None)
-        request = StopRequest(run.stop_request, moves)
+        request = StopRequest(start.stop_request, moves)
         self._end = StepEnd(setup, request, self._telemetry.fault, self._finish_saving)
         if self._end.looks:
             setup.training.on_results = self._end.origins.note
@@ -99,9 +97,9 @@ class Trainer:
         checkpoint = self._spec.checkpoint
         self._saver = Saver(
             setup.communicator.Dup(),
-            run.checkpoints,
+            start.run.checkpoints,
             Keep(checkpoint.keep, checkpoint.keep_every, keeps_best),
-            attempt,
+            start.number,
             warn,
             self._telemetry.has_written,
         )
@@ -142,7 +140,7 @@ class Trainer:
         end = "stopped" if self._stopped else "moving to another plan" if self._moves else "done"
         self._telemetry.finish(end)
         if self._stopped and self._rank == 0:
-            write_text(self._run.stopped_marker, "")
+            write_text(self._start.stopped_marker, "")
         return self._moves
 
     def _train_steps(self) -> None:

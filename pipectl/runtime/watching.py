@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -26,7 +25,7 @@ from mpi4py import MPI
 import pipectl
 from pipectl.batch import process
 from pipectl.plan import Plan
-from pipectl.runs import RUN_VARIABLE, SCRIPT, RunDirectory
+from pipectl.runs import RUN_VARIABLE, SCRIPT, RunDirectory, StartDirectory, start_of_job
 from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.process import job_log, warn
 from pipectl.runtime.waiting import broadcast, gather_all
@@ -53,7 +52,8 @@ def watched(
 
     If no further process can be started, it works without a watcher.
     """
-    folder = broadcast(communicator, _make_folder(directory) if communicator.rank == 0 else "")
+    start = start_of_job(directory)
+    folder = broadcast(communicator, _make_folder(start) if communicator.rank == 0 else "")
     nodes = list(grouped(gather_all(communicator, _place())).values())
     number = next(index for index, ranks in enumerate(nodes) if communicator.rank in ranks)
     # Both ends are open here, so the pipe never breaks, whatever happens to the watcher.
@@ -74,7 +74,7 @@ def watched(
             launched=RUN_VARIABLE in os.environ,
             script=int(script) if script.isdecimal() else 0,
             folder=folder,
-            errors=str(directory.errors),
+            errors=str(start.errors),
             min_s=spec.launch.hang_after,
             predicted_s=0.0 if plan.prediction is None else plan.prediction.step_time_s,
         )
@@ -96,16 +96,11 @@ def _place() -> tuple[object, ...]:
     return tuple(known)
 
 
-def _make_folder(directory: RunDirectory) -> str:
-    """Make the folder for the watchers of this start; remove earlier ones, so that these end."""
-    folder = directory.watch / f"{time.time_ns()}"
+def _make_folder(start: StartDirectory) -> str:
+    """Make the folder for the watchers of a start."""
     with suppress(OSError):
-        directory.watch.mkdir(mode=0o700, exist_ok=True)
-        for before in directory.watch.iterdir():
-            gone = before.with_name(f".{before.name}")  # atomic, despite writers
-            shutil.rmtree(before.rename(gone), ignore_errors=True)
-        folder.mkdir(mode=0o700)
-    return str(folder)
+        start.watch.mkdir(mode=0o700, exist_ok=True)
+    return str(start.watch)
 
 
 class _Watcher:

@@ -7,7 +7,6 @@ its place to a file of its own in the run directory.
 from __future__ import annotations
 
 import gc
-import os
 from contextlib import closing, nullcontext, suppress
 from itertools import permutations
 
@@ -26,7 +25,7 @@ from pipectl.errors import PipectlError, UsageError, lacks_memory
 from pipectl.files import read_json, write_json, write_text
 from pipectl.plan import Plan
 from pipectl.profile import Profile, Readings
-from pipectl.runs import ATTEMPT, Heartbeat, RunDirectory
+from pipectl.runs import Heartbeat, RunDirectory, StartDirectory, start_of_job
 from pipectl.runs.code import keep_loaded, loaded_here, using_code_of
 from pipectl.runs.kept_code import changed_modules, read_code, without_copies
 from pipectl.runtime.agreement import (
@@ -85,7 +84,7 @@ def run(directory: RunDirectory, communicator: MPI.Comm, board: Board) -> None:
     except Exception as error:
         if lacks_memory(error) and accelerator_in_use() is not None:
             with suppress(Exception):  # the error is what matters
-                dump_memory(str(directory.memory_of(communicator.rank)))
+                dump_memory(str(start_of_job(directory).memory_of(communicator.rank)))
         raise
 
 
@@ -98,7 +97,7 @@ def _run(directory: RunDirectory, communicator: MPI.Comm, board: Board) -> None:
     check_supported(plan, spec=spec)
     with (
         watched(communicator, directory, spec, plan, board),
-        stop_on_signals(directory.stop_request),
+        stop_on_signals(start_of_job(directory).stop_request),
     ):
         _train(directory, communicator, board, spec, plan, profile)
 
@@ -112,13 +111,14 @@ def _train(
     profile: Profile,
 ) -> None:
     check_space(communicator, plan, node_name(), offload_directory())
-    rank, attempt = communicator.rank, broadcast(communicator, int(os.environ.get(ATTEMPT, "1")))
+    rank = communicator.rank
+    start = directory.start_of(broadcast(communicator, start_of_job(directory).number))
     board.phase("looking for a checkpoint")
     stored = newest(communicator, directory.checkpoints, warn)
     if stored is not None:
         stored.check(plan.micro_batch_size)
     if rank == 0:
-        Heartbeat("capturing", 0, spec.training.steps, attempt).save(directory.heartbeat)
+        Heartbeat("capturing", 0, spec.training.steps, start.number).save(start.heartbeat)
     torch.set_num_threads(spec.threads)
     set_arithmetic(spec.training)
     return_freed_memory()  # until other ranks' parameters are dropped
@@ -149,7 +149,7 @@ def _train(
     rebalancing = None
     if rank == 0:
         rebalancing = _rebalancing(directory, job, profile, plan, device)
-        _report_changed_code(directory, spec)
+        _report_changed_code(start, spec)
     with (
         choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress,
         nullcontext() if rank else Callbacks(spec, directory, warn) as tell,
@@ -162,7 +162,7 @@ def _train(
             setup = Setup(communicator, job, plan, device, board, progress, stored, once=once)
             with closing(setup):
                 keep_freed_memory()
-                given = setup, directory, attempt, cluster, messages, stored
+                given = setup, start, cluster, messages, stored
                 return Trainer(*given, tell=tell, rebalancing=rebalancing).train()
 
         while moves():
@@ -217,11 +217,12 @@ def _rebalancing(
     return Rebalancing(directory, plan, training.steps, accepts)
 
 
-def _report_changed_code(directory: RunDirectory, spec: JobSpec) -> None:
+def _report_changed_code(start: StartDirectory, spec: JobSpec) -> None:
     """Say which files of the user have changed since the submission, for the log and `status`.
 
     What is known only now, because no import names it, is kept for later starts.
     """
+    directory = start.run
     kept = read_code(directory)
     if kept is None:
         return
@@ -232,9 +233,8 @@ def _report_changed_code(directory: RunDirectory, spec: JobSpec) -> None:
     changed = kept.changed()
     used = [*without_copies(changed), *used]
     with suppress(OSError, UsageError):
-        directory.changed_code.unlink(missing_ok=True)
         if used:
-            write_text(directory.changed_code, "".join(f"{path}\n" for path in used))
+            write_text(start.changed_code, "".join(f"{path}\n" for path in used))
     for file in changed:
         if file.copy is not None:
             copy = directory.code / file.copy

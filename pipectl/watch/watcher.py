@@ -1,11 +1,10 @@
 """The process that watches the ranks of one node: ``python -m pipectl.watch.watcher``.
 
 The node's first rank starts it. It reads shared memory to learn what the ranks do, observes how
-they end, and writes one file. Each start of the ranks has its own directory of such files, which is
-removed at the next start. The watcher of the first node reads all files, decides whether a rank is
-lost, reports which and why, and tells the others in its own file to kill their ranks. The others
-read only that file, and decide by themselves if it is no longer renewed. Watchers do not
-communicate in any other way.
+they end, and writes one file. Each start of the run has its own directory of such files. The
+watcher of the first node reads all files, decides whether a rank is lost, reports which and why,
+and tells the others in its own file to kill their ranks. The others read only that file, and decide
+by themselves if it is no longer renewed. Watchers do not communicate in any other way.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Settings(NamedTuple):
         size: number of ranks of the run.
         ranks: of this node.
         launched, script: see :class:`LocalRanks`.
-        folder: directory of the watchers' files; it is removed when the ranks start again.
+        folder: directory of the watchers' files.
         errors: directory of error reports.
         min_s, predicted_s: see :func:`pipectl.watch.judge.limit_s`.
     """
@@ -94,7 +93,6 @@ class Watcher:
         self._ranks = LocalRanks(settings.ranks, launched=settings.launched, script=settings.script)
         self._interval_s = interval_s(settings.nodes)
         self._folder = Path(settings.folder)
-        self._has_folder = self._folder.is_dir()
         others = range(1, settings.nodes) if self._is_first else [0]
         self._stamps: dict[int, Stamp | None] = dict.fromkeys(others)
         self._own = self._written = NodeReport(settings.name)
@@ -128,8 +126,6 @@ class Watcher:
             self._ranks.kill()
         is_news = self._own.news != self._written.news
         if is_news or now - self._written_at >= 0.9 * self._interval_s:
-            if self._is_replaced():
-                return True
             write_report(node_path(self._folder, settings.node), self._own)
             self._written, self._written_at = self._own, now
         states = {rank.state for rank in self._own.ranks}
@@ -146,10 +142,6 @@ class Watcher:
 
     def _is_ending(self) -> bool:
         return self._ranks.are_ending or self._is_decided or self._ended_at is not None
-
-    def _is_replaced(self) -> bool:
-        """Return whether the ranks have been started again, so that this watcher must end."""
-        return self._has_folder and not self._folder.is_dir()
 
     def _store(self, number: int, report: NodeReport) -> None:
         """Store the report of a node, and when the first rank ended."""
@@ -202,8 +194,7 @@ class Watcher:
             self._is_decided = True
             if self._ended_at is None:
                 self._kill_at = now
-            if not self._is_replaced():
-                self._report(*lost)
+            self._report(*lost)
         self._own = self._own._replace(ends=now >= self._kill_at)
         if self._is_first:
             self._warn(*describe_stall(nodes, limit))

@@ -5,33 +5,39 @@ set -uo pipefail
 export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
+# This start of the job has a directory of its own: that of the submission, or else the next one.
+# It belongs to the script that makes the file `begun` in it, which only one can do.
+over= # exit code of a signal that comes before the traps below
+trap over=143 TERM
+trap over=130 INT
+attempt=1
+for start in starts/*; do
+    start=${start#starts/}
+    [[ $start =~ ^[1-9][0-9]{0,8}$ ]] && ((start > attempt)) && attempt=$start
+done
+until (umask 077 && mkdir -p "starts/$attempt/errors" && set -C && : >"starts/$attempt/begun") 2>/dev/null; do
+    if [[ ! -e starts/$attempt/begun ]]; then
+        echo "pipectl: $PIPECTL_RUN_DIRECTORY/starts/$attempt: cannot be written; is the disk full?" >&2
+        exit "${over:-1}"
+    fi
+    ((attempt++))
+done
+export PIPECTL_START=$PIPECTL_RUN_DIRECTORY/starts/$attempt
+
 # Files are written whole, for their owner alone: the exit code too, whatever ends the script.
 write_file() {
-    (umask 077 && echo "$2" >"$PIPECTL_RUN_DIRECTORY/$1.tmp") &&
-        mv -f "$PIPECTL_RUN_DIRECTORY/$1.tmp" "$PIPECTL_RUN_DIRECTORY/$1"
+    (umask 077 && echo "$2" >"$PIPECTL_START/$1.tmp") && mv -f "$PIPECTL_START/$1.tmp" "$PIPECTL_START/$1"
 }
-attempt=0
-rm -f "$PIPECTL_RUN_DIRECTORY"/{agents,exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
 finish() {
     local code=$?
-    [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/starting"
+    [[ -e "$PIPECTL_START/starting" ]] && rm -f "$PIPECTL_START/starting"
     write_file exit_code "$code"
 }
 trap finish EXIT
 trap 'exit 143' TERM # without traps, the code of the last command would be written
 trap 'exit 130' INT
+[[ $over ]] && exit "$over"
 
-# Which start of the job this is.
-[[ -r "$PIPECTL_RUN_DIRECTORY/attempt" ]] && read -r attempt <"$PIPECTL_RUN_DIRECTORY/attempt"
-[[ $attempt =~ ^[0-9]{1,9}$ ]] || attempt=0
-attempt=$((10#$attempt + 1))
-write_file attempt "$attempt"
-export PIPECTL_ATTEMPT=$attempt
-if ((attempt > 1)); then # what earlier starts reported is out of the way, not lost
-    before="$PIPECTL_RUN_DIRECTORY/errors/attempt-$((attempt - 1))"
-    (umask 077 && mkdir -p "$before") && mv -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json "$before" 2>/dev/null
-    rm -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json # they would count as failures of this start
-fi
 
 # Every command runs in the background, because bash handles signals only while it waits. Signals
 # are passed on to the command.
@@ -62,14 +68,14 @@ run() {
     settle "$?"
     local code=$?
     # A process that is killed cannot say so.
-    ((code > 128)) && [[ -z $signal_code && ! -e "$PIPECTL_RUN_DIRECTORY/starting" ]] &&
+    ((code > 128)) && [[ -z $signal_code && ! -e "$PIPECTL_START/starting" ]] &&
         report_start "$code begun"
     return "$code"
 }
 # What a command starts removes the file `starting`, and makes `finished` when its work is done.
 begin() {
-    echo >"$PIPECTL_RUN_DIRECTORY/starting"
-    [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/finished"
+    echo >"$PIPECTL_START/starting"
+    [[ -e "$PIPECTL_START/finished" ]] && rm -f "$PIPECTL_START/finished"
     measure_log
 }
 measure_log() {
@@ -79,12 +85,12 @@ measure_log() {
 # not undo its work. If the work never began, the output of the command says why.
 settle() {
     local code=$1 waited_s=
-    [[ -r "$PIPECTL_RUN_DIRECTORY/starting" ]] && read -r waited_s <"$PIPECTL_RUN_DIRECTORY/starting"
-    if ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]]; then
+    [[ -r "$PIPECTL_START/starting" ]] && read -r waited_s <"$PIPECTL_START/starting"
+    if ((code)) && [[ -e "$PIPECTL_START/finished" ]]; then
         write_file exit_warning "all work was done and saved; then a process failed while it ended (exit code $code)"
-        echo "pipectl: $(<"$PIPECTL_RUN_DIRECTORY/exit_warning")" >&2
+        echo "pipectl: $(<"$PIPECTL_START/exit_warning")" >&2
         code=0
-    elif ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" && (-z $signal_code || $waited_s) ]]; then
+    elif ((code)) && [[ -e "$PIPECTL_START/starting" && (-z $signal_code || $waited_s) ]]; then
         await_agents
         report_start "$code $waited_s"
     fi
@@ -94,7 +100,7 @@ settle() {
 # more to say.
 await_agents() {
     local agent looks=100
-    for agent in $(cat "$PIPECTL_RUN_DIRECTORY/agents" 2>/dev/null); do
+    for agent in $(cat "$PIPECTL_START/agents" 2>/dev/null); do
         while [[ -e "/proc/$agent/exe" ]] && ((looks-- > 0)); do # no zombie
             read -rt 0.1 <> <(:)
         done
@@ -129,7 +135,7 @@ await() {
     child=
     if ((code < 0)); then
         code=${signal_code:-1}
-        [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]] && code=0 # ranks that stop at a checkpoint end well
+        [[ -e "$PIPECTL_START/stopped" ]] && code=0 # ranks that stop at a checkpoint end well
     fi
     return "$code"
 }
@@ -176,18 +182,18 @@ guard() {
             return
         fi
         read -rt "$tick_s" <> <(:) # sleeps, without a process that would outlive the script
-        if [[ $why ]] || compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null; then
+        if [[ $why ]] || compgen -G "$PIPECTL_START/errors/rank-*.json" >/dev/null; then
             : "${why:=a rank failed}"
             ((patience--))
-        elif [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && ((--start_looks == 0)); then
+        elif [[ -e "$PIPECTL_START/starting" ]] && ((--start_looks == 0)); then
             why="no rank has appeared in $start_limit_s s" patience=2
             write_file starting "$start_limit_s"
             kill -s TERM "$1" 2>/dev/null
-        elif [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && has_lost_rank "$1" && ((++looks == 2)); then
+        elif [[ -e "$PIPECTL_START/starting" ]] && has_lost_rank "$1" && ((++looks == 2)); then
             why="a process ended on ${SLURMD_NODENAME:-$HOSTNAME} before MPI had begun in it" patience=2
             echo "$why" >&2
             kill -s TERM "$1" 2>/dev/null
-        elif [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]] && ((--end_looks == 0)); then
+        elif [[ -e "$PIPECTL_START/finished" ]] && ((--end_looks == 0)); then
             why='all ranks are done' patience=2
             kill -s TERM "$1" 2>/dev/null
         fi

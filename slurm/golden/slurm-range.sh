@@ -19,15 +19,32 @@ set -uo pipefail
 export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
+# This start of the job has a directory of its own: that of the submission, or else the next one.
+# It belongs to the script that makes the file `begun` in it, which only one can do.
+over= # exit code of a signal that comes before the traps below
+trap over=143 TERM
+trap over=130 INT
+attempt=1
+for start in starts/*; do
+    start=${start#starts/}
+    [[ $start =~ ^[1-9][0-9]{0,8}$ ]] && ((start > attempt)) && attempt=$start
+done
+until (umask 077 && mkdir -p "starts/$attempt/errors" && set -C && : >"starts/$attempt/begun") 2>/dev/null; do
+    if [[ ! -e starts/$attempt/begun ]]; then
+        echo "pipectl: $PIPECTL_RUN_DIRECTORY/starts/$attempt: cannot be written; is the disk full?" >&2
+        exit "${over:-1}"
+    fi
+    ((attempt++))
+done
+export PIPECTL_START=$PIPECTL_RUN_DIRECTORY/starts/$attempt
+
 # Files are written whole, for their owner alone: the exit code too, whatever ends the script.
 write_file() {
-    (umask 077 && echo "$2" >"$PIPECTL_RUN_DIRECTORY/$1.tmp") &&
-        mv -f "$PIPECTL_RUN_DIRECTORY/$1.tmp" "$PIPECTL_RUN_DIRECTORY/$1"
+    (umask 077 && echo "$2" >"$PIPECTL_START/$1.tmp") && mv -f "$PIPECTL_START/$1.tmp" "$PIPECTL_START/$1"
 }
-attempt=0
 # A batch system that is busy or cannot be reached is asked again. TERM is for what is over.
 ask_again() {
-    local pause_s over='' error=$PIPECTL_RUN_DIRECTORY/requeue_error
+    local pause_s over='' error=$PIPECTL_START/requeue_error
     for pause_s in 5 20 60 0; do
         trap '' TERM # the batch system may end the script meanwhile
         "$@" 2>"$error" && return 0 # in a trap, `return` alone has the code before it
@@ -48,14 +65,13 @@ is_preempted() {
     [[ $found =~ PreemptTime=([0-9T:-]+) ]] && preempted_at=${BASH_REMATCH[1]} &&
         [[ $found =~ StartTime=([0-9T:-]+) && ! $preempted_at < ${BASH_REMATCH[1]} ]]
 }
-rm -f "$PIPECTL_RUN_DIRECTORY"/{agents,exit_code,exit_warning,launch_error,requeue_error,stop,stopped}
 finish() {
     local code=$?
-    [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/starting"
+    [[ -e "$PIPECTL_START/starting" ]] && rm -f "$PIPECTL_START/starting"
     # Before ranks can save a checkpoint, TERM ends them: there is nothing to save yet.
     if ((code != 0 && code != 75 && attempt < 4)) &&
         is_preempted 2>/dev/null && ask_again scontrol requeue "$job_id"; then
-        rm -f "$PIPECTL_RUN_DIRECTORY/launch_error"
+        rm -f "$PIPECTL_START/launch_error"
         code=75
     fi
     write_file exit_code "$code"
@@ -64,22 +80,12 @@ finish() {
 trap finish EXIT
 trap 'exit 143' TERM # without traps, the code of the last command would be written
 trap 'exit 130' INT
+[[ $over ]] && exit "$over"
 
-# Which start of the job this is.
-[[ -r "$PIPECTL_RUN_DIRECTORY/attempt" ]] && read -r attempt <"$PIPECTL_RUN_DIRECTORY/attempt"
-[[ $attempt =~ ^[0-9]{1,9}$ ]] || attempt=0
-attempt=$((10#$attempt + 1))
-write_file attempt "$attempt"
-export PIPECTL_ATTEMPT=$attempt
 if ((attempt > 4)); then # by the batch system, which does not count
     write_file requeue_error "it was started 4 times, as checkpoint.max_requeues allows"
-    cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
+    cat "$PIPECTL_START/requeue_error" >&2
     exit 75
-fi
-if ((attempt > 1)); then # what earlier starts reported is out of the way, not lost
-    before="$PIPECTL_RUN_DIRECTORY/errors/attempt-$((attempt - 1))"
-    (umask 077 && mkdir -p "$before") && mv -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json "$before" 2>/dev/null
-    rm -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json # they would count as failures of this start
 fi
 
 # Every command runs in the background, because bash handles signals only while it waits. Signals
@@ -98,7 +104,7 @@ forward() {
 # Ranks that find this file save a checkpoint and end. A signal that is named in it
 # ends the job for good.
 ask_to_stop() {
-    (umask 077 && printf %s "${1-}" >>"$PIPECTL_RUN_DIRECTORY/stop")
+    (umask 077 && printf %s "${1-}" >>"$PIPECTL_START/stop")
     signal_code=1
 }
 set_traps() {
@@ -118,14 +124,14 @@ run() {
     settle "$?"
     local code=$?
     # A process that is killed cannot say so.
-    ((code > 128)) && [[ -z $signal_code && ! -e "$PIPECTL_RUN_DIRECTORY/starting" ]] &&
+    ((code > 128)) && [[ -z $signal_code && ! -e "$PIPECTL_START/starting" ]] &&
         report_start "$code begun"
     return "$code"
 }
 # What a command starts removes the file `starting`, and makes `finished` when its work is done.
 begin() {
-    echo >"$PIPECTL_RUN_DIRECTORY/starting"
-    [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]] && rm -f "$PIPECTL_RUN_DIRECTORY/finished"
+    echo >"$PIPECTL_START/starting"
+    [[ -e "$PIPECTL_START/finished" ]] && rm -f "$PIPECTL_START/finished"
     measure_log
 }
 measure_log() {
@@ -135,12 +141,12 @@ measure_log() {
 # not undo its work. If the work never began, the output of the command says why.
 settle() {
     local code=$1 waited_s=
-    [[ -r "$PIPECTL_RUN_DIRECTORY/starting" ]] && read -r waited_s <"$PIPECTL_RUN_DIRECTORY/starting"
-    if ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]]; then
+    [[ -r "$PIPECTL_START/starting" ]] && read -r waited_s <"$PIPECTL_START/starting"
+    if ((code)) && [[ -e "$PIPECTL_START/finished" ]]; then
         write_file exit_warning "all work was done and saved; then a process failed while it ended (exit code $code)"
-        echo "pipectl: $(<"$PIPECTL_RUN_DIRECTORY/exit_warning")" >&2
+        echo "pipectl: $(<"$PIPECTL_START/exit_warning")" >&2
         code=0
-    elif ((code)) && [[ -e "$PIPECTL_RUN_DIRECTORY/starting" && (-z $signal_code || $waited_s) ]]; then
+    elif ((code)) && [[ -e "$PIPECTL_START/starting" && (-z $signal_code || $waited_s) ]]; then
         await_agents
         report_start "$code $waited_s"
     fi
@@ -150,7 +156,7 @@ settle() {
 # more to say.
 await_agents() {
     local agent looks=100
-    for agent in $(cat "$PIPECTL_RUN_DIRECTORY/agents" 2>/dev/null); do
+    for agent in $(cat "$PIPECTL_START/agents" 2>/dev/null); do
         while [[ -e "/proc/$agent/exe" ]] && ((looks-- > 0)); do # no zombie
             read -rt 0.1 <> <(:)
         done
@@ -185,7 +191,7 @@ await() {
     child=
     if ((code < 0)); then
         code=${signal_code:-1}
-        [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]] && code=0 # ranks that stop at a checkpoint end well
+        [[ -e "$PIPECTL_START/stopped" ]] && code=0 # ranks that stop at a checkpoint end well
     fi
     return "$code"
 }
@@ -235,18 +241,18 @@ guard() {
             return
         fi
         read -rt "$tick_s" <> <(:) # sleeps, without a process that would outlive the script
-        if [[ $why ]] || compgen -G "$PIPECTL_RUN_DIRECTORY/errors/rank-*.json" >/dev/null; then
+        if [[ $why ]] || compgen -G "$PIPECTL_START/errors/rank-*.json" >/dev/null; then
             : "${why:=a rank failed}"
             ((patience--))
-        elif [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && ((--start_looks == 0)); then
+        elif [[ -e "$PIPECTL_START/starting" ]] && ((--start_looks == 0)); then
             why="no rank has appeared in $start_limit_s s" patience=2
             write_file starting "$start_limit_s"
             kill -s TERM "$1" 2>/dev/null
-        elif [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && has_lost_rank "$1" && ((++looks == 2)); then
+        elif [[ -e "$PIPECTL_START/starting" ]] && has_lost_rank "$1" && ((++looks == 2)); then
             why="a process ended on ${SLURMD_NODENAME:-$HOSTNAME} before MPI had begun in it" patience=2
             echo "$why" >&2
             kill -s TERM "$1" 2>/dev/null
-        elif [[ -e "$PIPECTL_RUN_DIRECTORY/finished" ]] && ((--end_looks == 0)); then
+        elif [[ -e "$PIPECTL_START/finished" ]] && ((--end_looks == 0)); then
             why='all ranks are done' patience=2
             kill -s TERM "$1" 2>/dev/null
         fi
@@ -307,7 +313,7 @@ write_file nodes "${#nodes[@]}"
 run with_variables /opt/env/bin/python -m pipectl.jobs.in_job /scratch/u/runs/20261120-152233-gpt-small || exit "$?"
 
 # The plan is for as many of them.
-read -r count <"$PIPECTL_RUN_DIRECTORY/nodes" || exit 1
+read -r count <"$PIPECTL_START/nodes" || exit 1
 nodes=("${nodes[@]:0:count}")
 nodelist=$(IFS=, && echo "${nodes[*]}")
 ranks=$((count * 2))
@@ -318,14 +324,14 @@ export SLURM_TASKS_PER_NODE="2(x$count)"
 export SLURM_OVERLAP=1 # a step that has lost a node may keep its cores until the job ends
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 export SLURM_CPU_BIND=none
-cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
+cat >"$PIPECTL_START/agent" <<'AGENT'
 #!/bin/bash
-echo "$$" >>"$PIPECTL_RUN_DIRECTORY/agents"
+echo "$$" >>"$PIPECTL_START/agents"
 where=
 options=()
 while (($#)) && [[ $1 != */hydra_pmi_proxy ]]; do options+=("$1") && shift; done
 # mpiexec may kill this agent before srun has printed all that it knows.
-(echo "$BASHPID" >>"$PIPECTL_RUN_DIRECTORY/agents" && exec srun --kill-on-bad-exit=1 "${options[@]}" /bin/bash -c '
+(echo "$BASHPID" >>"$PIPECTL_START/agents" && exec srun --kill-on-bad-exit=1 "${options[@]}" /bin/bash -c '
 trap "" USR1 USR2
 trap : TERM INT HUP # the proxy gets these, too
 # MPICH waits forever for a process that ends before MPI has begun in it. One has ended if its proxy
@@ -339,7 +345,7 @@ has_lost_rank() { # PARENT of the proxy
     return 1
 }
 has_begun() { # a file system that shows files late looks when one is opened
-    ! { : <"$PIPECTL_RUN_DIRECTORY/starting"; } 2>/dev/null
+    ! { : <"$PIPECTL_START/starting"; } 2>/dev/null
 }
 watch_start() {
     local looks=0
@@ -359,7 +365,7 @@ echo "a process ended on ${SLURMD_NODENAME:-$HOSTNAME} before MPI had begun in i
 exit 1' "$@")
 code=$?
 # Before MPI has begun, mpiexec would wait forever. (The daemons of Open MPI leave their agent.)
-if [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && { ((code)) || [[ $* == *hydra_pmi_proxy* ]]; }; then
+if [[ -e "$PIPECTL_START/starting" ]] && { ((code)) || [[ $* == *hydra_pmi_proxy* ]]; }; then
     ((code)) || echo "a process ended${where-} before MPI had begun in it" >&2
     for signal in 0 0 TERM TERM KILL; do
         kill -s "$signal" "$PPID" 2>/dev/null || break
@@ -368,16 +374,16 @@ if [[ -e "$PIPECTL_RUN_DIRECTORY/starting" ]] && { ((code)) || [[ $* == *hydra_p
 fi
 exit "$code"
 AGENT
-chmod u+x "$PIPECTL_RUN_DIRECTORY/agent"
+chmod u+x "$PIPECTL_START/agent"
 [[ -n ${HYDRA_LAUNCHER-}${HYDRA_LAUNCHER_EXEC-} ]] ||
-    export HYDRA_LAUNCHER_EXEC="$PIPECTL_RUN_DIRECTORY/agent"
+    export HYDRA_LAUNCHER_EXEC="$PIPECTL_START/agent"
 trap 'ask_to_stop TERM' TERM # TERM would end the launcher, and the ranks with it
 trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
 run_ranks /opt/env/bin/mpiexec -n "$ranks" /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
 code=$?
 # A job that has lost a node does not fail.
-if ((code && attempt < 4)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
+if ((code && attempt < 4)) && [[ ! -s "$PIPECTL_START/stop" ]]; then
     had=" ${nodes[*]} " lost=
     for step in $(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); do
         [[ $step == *.[0-9]* ]] && scancel --signal=KILL "$step" 2>/dev/null
@@ -386,8 +392,8 @@ if ((code && attempt < 4)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
     for node in $had; do
         [[ " ${nodes[*]-} " == *" $node "* ]] || lost+=" $node"
     done
-    if [[ $lost && ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
-        if ((${#nodes[@]} >= 2)) && [[ ! -e "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
+    if [[ $lost && ! -s "$PIPECTL_START/stop" ]]; then
+        if ((${#nodes[@]} >= 2)) && [[ ! -e "$PIPECTL_START/stop" ]]; then
             echo "pipectl:$lost no longer answers: the job goes on with ${nodes[*]}" >&2
             variables=() # as the job began with them
             while IFS= read -rd '' variable; do
@@ -397,16 +403,16 @@ if ((code && attempt < 4)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
         fi
         echo "pipectl:$lost no longer answers: the job is requeued" >&2
         if ask_again scontrol requeue "$job_id"; then
-            rm -f "$PIPECTL_RUN_DIRECTORY/launch_error"
+            rm -f "$PIPECTL_START/launch_error"
             exit 75
         fi
-        cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
+        cat "$PIPECTL_START/requeue_error" >&2
     fi
 fi
-if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
+if ((code == 0)) && [[ -e "$PIPECTL_START/stopped" ]]; then
     code=75
-    if ((attempt < 4)) && { [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]] || is_preempted; }; then
-        ask_again scontrol requeue "$job_id" || cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
+    if ((attempt < 4)) && { [[ ! -s "$PIPECTL_START/stop" ]] || is_preempted; }; then
+        ask_again scontrol requeue "$job_id" || cat "$PIPECTL_START/requeue_error" >&2
     fi
 fi
 exit "$code"

@@ -75,7 +75,7 @@ def lists_as_tuples(value):
 def write_script(request: JobRequest, *command: str, scheduler: str = "local") -> Path:
     """The script of a job; with a command, its launcher starts that once, without MPI."""
     run = RunDirectory(request.run_directory)
-    for folder in (run.logs, run.errors):
+    for folder in (run.logs, run.start.errors):
         folder.mkdir(parents=True, exist_ok=True)
     if command:
         launcher = run.path / "mpiexec"
@@ -97,7 +97,7 @@ def start(request: JobRequest, *command: str, scheduler: str = "local") -> subpr
 def end(process: subprocess.Popen[str], request: JobRequest) -> tuple[int, str]:
     """The exit code and the output of a job."""
     output, _ = process.communicate(timeout=300)
-    exit_code = RunDirectory(request.run_directory).exit_code.read_text()
+    exit_code = RunDirectory(request.run_directory).start.exit_code.read_text()
     assert exit_code == f"{process.returncode}\n"
     return process.returncode, output
 

@@ -58,13 +58,13 @@ def test_ranks_are_started_over_the_nodes_of_the_allocation(system, make_request
     request = make_request(nodes=2, mpiexec=str(launcher), mpi="hydra", checkpoint=Checkpoint())
     here, run = get_scheduler("here"), RunDirectory(request.run_directory)
     run.logs.mkdir(parents=True)
-    run.errors.mkdir()
+    run.start.errors.mkdir(parents=True)
     assert 3500 < here.walltime_of(request) <= 3600
     assert here.system_of_nodes == system
     run.script.write_text(here.render(request))
     assert "\nstop_s=34" in run.script.read_text()
     job_id = here.submit(run.script, request)
-    assert wait_until(lambda: read_exit_code(run) is not None)
+    assert wait_until(lambda: read_exit_code(run.start) is not None)
     said = (run.logs / "job.log").read_text()
     assert said.startswith("-n 4 -ppn 2 "), said
     seen = SEEN[system]

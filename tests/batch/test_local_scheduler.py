@@ -36,8 +36,8 @@ def test_a_job_has_a_session_of_its_own_is_found_by_its_tag_and_leaves_log_and_e
     assert scheduler.find(TAG[:-1]) is None
     assert scheduler.query([job_id])[job_id].state is JobState.RUNNING
     (request.run_directory / "go").touch()
-    wait_until((request.run_directory / "exit_code").exists)
-    assert (request.run_directory / "exit_code").read_text() == "3\n"
+    wait_until((request.run_directory / "starts/1/exit_code").exists)
+    assert (request.run_directory / "starts/1/exit_code").read_text() == "3\n"
     log = (request.run_directory / "logs" / "job.log").read_text()
     assert log == "0 arguments\nto-out\nto-err\n"
     wait_until(lambda: scheduler.query([job_id])[job_id].state is JobState.FAILED)
@@ -64,7 +64,7 @@ def test_a_cancelled_job_leaves_its_exit_code_and_no_rank_that_ignores_the_signa
     scheduler.cancel(job_id)
     wait_until(lambda: process.start_time(int(rank.read_text())) is None)
     assert scheduler.query([job_id])[job_id].state is JobState.FAILED
-    assert (request.run_directory / "exit_code").exists()
+    assert (request.run_directory / "starts/1/exit_code").exists()
     scheduler.cancel(job_id)
 
 

@@ -24,7 +24,10 @@ echo "$*" >>calls
 """
 SQUEUE = "#!/bin/bash\nprintf '%s\\n' 7.batch 7.0 7.extern\n"
 SCANCEL = '#!/bin/bash\necho "scancel $*" >>calls\n'
-FAILS = "rm starting; : >errors/rank-0001.json; [[ $PIPECTL_ATTEMPT == 1 ]] || exit 0; "
+FAILS = (
+    "rm $PIPECTL_START/starting; : >$PIPECTL_START/errors/rank-0001.json; "
+    "[[ $PIPECTL_START == */1 ]] || exit 0; "
+)
 LOSES = f"{FAILS}: >lost-n2; exit 9"
 ENDS_STEPS = "scancel --signal=KILL 7.0"
 
@@ -52,7 +55,7 @@ def job(make_request, tmp_path, monkeypatch):
             (request.run_directory / f"lost-{node}").touch()
         code, output = run(request, "bash", "-c", rank, scheduler="slurm")
         calls = request.run_directory / "calls"
-        assert not read_errors(RunDirectory(request.run_directory)) or code != 75
+        assert not read_errors(RunDirectory(request.run_directory).start) or code != 75
         return code, output, calls.read_text().splitlines() if calls.exists() else []
 
     return start
@@ -76,7 +79,7 @@ def test_a_job_whose_nodes_all_answer_fails(job):
 @pytest.mark.parametrize(
     ("rank", "fields"),
     [
-        (f"echo INT >stop; {LOSES}", {}),
+        (f"echo INT >$PIPECTL_START/stop; {LOSES}", {}),
         (LOSES, {"checkpoint": Checkpoint(max_requeues=0)}),
         (LOSES, {"checkpoint": None}),
         (LOSES, {"nodes": 1}),
@@ -97,7 +100,7 @@ def test_where_no_step_can_be_started_nothing_is_known_of_nodes(job):
 
 def test_a_range_goes_on_with_the_nodes_that_are_left_in_the_same_allocation(job):
     keeps = {"slurm": {"options": {"no-kill": True}}, "inherit": "all"}  # no profile changes PATH
-    shows = 'echo "$PIPECTL_ATTEMPT: $SLURM_JOB_NODELIST $SLURM_NTASKS"; '
+    shows = 'echo "${PIPECTL_START##*/}: $SLURM_JOB_NODELIST $SLURM_NTASKS"; '
     code, output, calls = job("2-3", shows + LOSES, **keeps)
     assert code == 0
     assert output.splitlines() == [
@@ -110,8 +113,8 @@ def test_a_range_goes_on_with_the_nodes_that_are_left_in_the_same_allocation(job
 
 def test_a_start_of_a_range_waits_for_nodes_if_too_few_answer(job, make_request):
     run = RunDirectory(make_request().run_directory)
-    run.path.mkdir()
-    run.attempt.write_text("1\n")
+    run.start.path.mkdir(parents=True)
+    run.start.begun.touch()
     code, output, calls = job("3-4", "exit 0", lost=("n3",))
     assert code == 75
     assert "of n1 n2 n3, only n1 n2 answer, and resources.nodes is 3-4" in output

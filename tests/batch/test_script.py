@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +18,11 @@ from pipectl.batch.launchers import local_environment
 from pipectl.batch.script import render_variables
 from pipectl.errors import InvalidInputError
 from pipectl.runs import (
-    ATTEMPT,
     RUN_VARIABLE,
     SCRIPT,
+    START_VARIABLE,
     RunDirectory,
     read_errors,
-    read_requeue_error,
 )
 from pipectl.spec.launch import Container, Launch
 from pipectl.spec.models import Checkpoint
@@ -47,17 +47,11 @@ def test_how_jobs_end(make_request, case):
     assert "launched" not in output or code in {0, 75}
 
 
-def test_an_old_exit_code_is_removed_and_commands_at_the_end_see_the_new_one(make_request):
-    end = """echo "$word's $code, $(cat exit_code)"; false"""
+def test_commands_at_the_end_see_the_exit_code(make_request):
+    end = """echo "$word's $code, $(cat $PIPECTL_START/exit_code)"; false"""
     request = make_request(setup=("word=it",), teardown=(end, "exit 3"))
-    write_script(request)
-    (request.run_directory / "exit_code").write_text("7\n")
-    code, output = run(request, "bash", "-c", "echo *; exit 255")
-    assert code == 255
-    files, end = output.splitlines()
-    assert "exit_code" not in files.split()
-    assert end == "it's 255, 255"
-    assert not (request.run_directory / "exit_code.tmp").exists()
+    assert run(request, "bash", "-c", "exit 255") == (255, "it's 255, 255\n")
+    assert not (request.run_directory / "starts/1/exit_code.tmp").exists()
 
 
 def test_nasty_values_arrive_unchanged(make_request, nasty, tmp_path):
@@ -78,12 +72,12 @@ def test_ranks_see_the_variables_of_the_job_and_the_script_does_not(make_request
     variables = {"child": "1", "code": "1", "attempt": "1", "OMP_NUM_THREADS": "5"}
     request = make_request(cpus_per_task=4, progress="core", variables=variables)
     shown = "$OMP_NUM_THREADS $MKL_NUM_THREADS $PYTHONUNBUFFERED $child$code$attempt"
-    own = f"${ATTEMPT} ${RUN_VARIABLE} ${SCRIPT}"
+    own = f"${RUN_VARIABLE} ${START_VARIABLE} ${SCRIPT}"
     process = start(request, "bash", "-c", f'echo "{shown} {own}"; pwd; exit 5')
     code, output = end(process, request)
     directory = request.run_directory
-    assert (code, output) == (5, f"5 3 1 111 1 {directory} {process.pid}\n{directory}\n")
-    assert RunDirectory(directory).attempt.read_text() == "1\n"
+    own = f"{directory} {directory}/starts/1 {process.pid}"
+    assert (code, output) == (5, f"5 3 1 111 {own}\n{directory}\n")
 
 
 def test_variables_are_in_a_file_without_which_the_job_does_not_run(make_request):
@@ -108,15 +102,15 @@ def test_what_fails_before_the_ranks_is_the_reason_of_the_end(make_request):
     """With the line of the setup."""
     request = make_request(setup=("source /no such/activate",))
     assert run(request, "true")[0] == 1
-    (error,) = read_errors(RunDirectory(request.run_directory))
+    (error,) = read_errors(RunDirectory(request.run_directory).start)
     assert "environment.setup failed with exit code 1: source /no such/activate" in error.message
 
 
 def test_a_profile_that_is_killed_is_named(make_request):
-    command = ("bash", "-c", "rm starting; kill -9 $$")
+    command = ("bash", "-c", "rm $PIPECTL_START/starting; kill -9 $$")
     request = make_request(first_command=command)
     assert run(request, "true")[0] == 137
-    (error,) = read_errors(RunDirectory(request.run_directory))
+    (error,) = read_errors(RunDirectory(request.run_directory).start)
     assert error.message == "its process was ended by SIGKILL"
 
 
@@ -151,7 +145,7 @@ EXPIRED = "srun: error: A: expired\n[mpiexec@n1] HYDU_sock_write (/a/b.c:2): wri
         ("", "exit 4", ": exit code 4"),
         ("error: busy", "exec sleep 300", " in 302 s, so the launcher was ended\nerror: busy"),
         ("", "trap '' TERM; sleep 300", " in 302 s, so the launcher was ended"),
-        ("error", "rm starting; exit 3", None),  # a rank had begun
+        ("error", "rm $PIPECTL_START/starting; exit 3", None),  # a rank had begun
         ("error", "kill -TERM $PPID; exec sleep 300", None),  # it was cancelled
     ],
 )
@@ -166,9 +160,9 @@ def test_why_no_rank_has_begun(make_request, printed, then, message):
     with run.job_log.open("w") as log:
         done = subprocess.run(["bash", script], stdout=log, stderr=log, timeout=300, check=False)
     assert done.returncode
-    assert run.exit_code.read_text() == f"{done.returncode}\n"
-    assert not run.starting.exists()
-    found = [(error.where, error.message) for error in read_errors(run)]
+    assert run.start.exit_code.read_text() == f"{done.returncode}\n"
+    assert not run.start.starting.exists()
+    found = [(error.where, error.message) for error in read_errors(run.start)]
     where = f"start on {os.uname().nodename}"
     assert found == ([] if message is None else [(where, f"no rank has begun{message}")])
 
@@ -182,12 +176,12 @@ def test_an_mpiexec_that_waits_for_a_process_that_has_ended_is_ended(make_reques
     with run.job_log.open("w") as log:
         done = subprocess.run(["bash", script], stdout=log, stderr=log, timeout=60, check=False)
     assert done.returncode
-    (error,) = read_errors(run)
+    (error,) = read_errors(run.start)
     assert f"a process ended on {os.uname().nodename} before MPI had begun" in error.message
 
 
 def test_ranks_that_are_done_and_do_not_end_are_ended(make_request):
-    command = ": >finished; exec sleep 300"
+    command = ": >$PIPECTL_START/finished; exec sleep 300"
     script = impatient(write_script(make_request(), "bash", "-c", command), "end_looks")
     done = subprocess.run(
         ["bash", script], capture_output=True, text=True, timeout=300, check=False
@@ -220,12 +214,12 @@ def test_an_mpiexec_whose_processes_do_not_start_is_ended(make_request, mpiexec,
     with run.job_log.open("w") as log:
         done = subprocess.run(["bash", script], stdout=log, stderr=log, timeout=300, check=False)
     assert done.returncode
-    (error,) = read_errors(run)
+    (error,) = read_errors(run.start)
     assert error.where == "start on node1"
     assert error.message.splitlines()[1] == "srun: error: Job credential expired"
 
 
-@pytest.mark.parametrize("end", ["", "kill -s KILL $(head -n 1 agents); "])
+@pytest.mark.parametrize("end", ["", "kill -s KILL $(head -n 1 $PIPECTL_START/agents); "])
 def test_what_ended_is_said_though_the_launcher_ends_before_its_agent(
     make_request, job_of_slurm, end
 ):
@@ -238,6 +232,7 @@ def test_what_ended_is_said_though_the_launcher_ends_before_its_agent(
     )
     mpiexec = (
         "export LAUNCHER=$$; $HYDRA_LAUNCHER_EXEC -N2 /bin/hydra_pmi_proxy & "
+        "cd $PIPECTL_START; "
         "until [[ -s agents ]] && (($(wc -l <agents) == 2)); do read -rt 0.05 <> <(:); done; "
         "for f in f1 f2 f3; do echo "
         '"[proxy:1@node2] $f (/a.c:1): read error"; done; '
@@ -245,7 +240,7 @@ def test_what_ended_is_said_though_the_launcher_ends_before_its_agent(
     )
     request = make_request(nodes=2)
     assert run(request, "bash", "-c", f"({mpiexec}) >>logs/job.log 2>&1", scheduler="slurm")[0]
-    (error,) = read_errors(RunDirectory(request.run_directory))
+    (error,) = read_errors(RunDirectory(request.run_directory).start)
     _, first, _, ended = error.message.splitlines()
     assert "read error" in first
     assert ended == "a process ended on node2 before MPI had begun in it"
@@ -275,7 +270,7 @@ def test_jobs_of_this_machine_are_no_part_of_the_job_in_which_they_run(
         assert local_environment(launch) == dict(os.environ)
 
 
-STOPS = "echo TERM >stop; : >stopped"
+STOPS = "cd $PIPECTL_START; echo TERM >stop; : >stopped"
 
 
 @pytest.mark.parametrize(
@@ -286,9 +281,9 @@ STOPS = "echo TERM >stop; : >stopped"
         ("PreemptTime=2026-11-29T09:59:59", 0, STOPS),  # the start before was preempted
         ("", 0, STOPS),
         (PREEMPTED, 1, "kill $$"),  # before the ranks look for signals
-        (PREEMPTED, 1, "rm starting; kill $$"),
+        (PREEMPTED, 1, "rm $PIPECTL_START/starting; kill $$"),
         ("", 0, "kill $$"),
-        (PREEMPTED, 0, ": >finished; exit 3"),
+        (PREEMPTED, 0, ": >$PIPECTL_START/finished; exit 3"),
     ],
 )
 def test_a_job_that_slurm_preempts_goes_back_into_the_queue(
@@ -314,14 +309,14 @@ def test_a_job_that_slurm_preempts_goes_back_into_the_queue(
     said = (tmp_path / "calls").read_text().splitlines() if code else []
     shown = ["show job 7"] if code else []
     assert said == [*shown, *["requeue 7"] * (2 * calls)], "it did not answer at first"
-    assert len(read_errors(RunDirectory(request.run_directory))) == (code == 143)
+    assert len(read_errors(RunDirectory(request.run_directory).start)) == (code == 143)
 
 
 def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(make_request):
     """Whatever signals the whole group gets meanwhile."""
     request = make_request(checkpoint=SAVES)
     waits = "trap '' TERM INT; : >ready; until [[ -e go ]]; do sleep 0.05; done"
-    fails = f"{waits}; : >errors/rank-0001.json; exec sleep 300"
+    fails = f"{waits}; : >$PIPECTL_START/errors/rank-0001.json; exec sleep 300"
     script = impatient(write_script(request, "bash", "-c", fails))
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     ignored = sum(1 << (number - 1) for number in signals)
@@ -347,41 +342,10 @@ def test_a_launcher_that_waits_for_a_lost_node_does_not_keep_the_script(make_req
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
     assert job.returncode > 0, "of the launcher, or of a signal: bash may take one for the other"
-    assert (request.run_directory / "exit_code").read_text() == f"{job.returncode}\n"
+    assert (request.run_directory / "starts/1/exit_code").read_text() == f"{job.returncode}\n"
 
 
-def test_errors_of_an_earlier_start_that_cannot_be_moved_end_no_other(make_request):
-    request = make_request(checkpoint=Checkpoint(max_requeues=1))
-    script = impatient(write_script(request, "bash", "-c", "sleep 1.5; exit 0"))
-    (request.run_directory / "errors" / "rank-0001.json").touch()
-    (request.run_directory / "errors" / "attempt-1").touch()  # no directory
-    (request.run_directory / "attempt").write_text("1\n")
-    done = subprocess.run(
-        ["bash", script], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_job_counts_its_starts_keeps_their_errors_and_starts_no_more_often_than_it_says(
-    make_request,
-):
-    """A batch system starts it again after failures of nodes, of which the script does not know."""
-    request = make_request(checkpoint=Checkpoint(max_requeues=1), earlier_starts=2)
-    write_script(request)
-    (request.run_directory / "attempt").write_text("2\n")
-    command = "echo $PIPECTL_ATTEMPT; touch errors/rank-0001.json; exit 1"
-    results = [run(request, "bash", "-c", command) for _ in range(3)]
-    said = "it was started 4 times, as checkpoint.max_requeues allows\n"
-    assert results == [(1, "3\n"), (1, "4\n"), (75, said)]
-    assert read_requeue_error(RunDirectory(request.run_directory)) == said.strip()
-    errors = request.run_directory / "errors"
-    kept = {str(path.relative_to(errors)) for path in errors.rglob("*.json")}
-    assert kept == {"attempt-3/rank-0001.json", "rank-0001.json"}, "why it failed"
-    for limits in (SAVES, None):
-        assert run(change(request, checkpoint=limits), "true") == (0, "")
-
-
-@pytest.mark.parametrize(("stopped", "code"), [("touch stopped", 75), ("true", 1)])
+@pytest.mark.parametrize(("stopped", "code"), [("touch $PIPECTL_START/stopped", 75), ("true", 1)])
 def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
     make_request, stopped, code
 ):
@@ -390,24 +354,6 @@ def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
     body = text.replace('wait "$child"\n        code=$?', 'wait "$child"\n        code=-1')
     assert body != text
     assert subprocess.run(["bash", "-c", body], timeout=300, check=False).returncode == code
-
-
-def test_termination_before_the_setup_is_no_success(make_request):
-    request = make_request()
-    attempt = write_script(request).parent / "attempt"
-    os.mkfifo(attempt)  # in which the script waits for what is read first
-    process = start(request, "true")
-    writers: list[int] = []
-
-    def reads():
-        with suppress(OSError):  # nobody has it open
-            writers.append(os.open(attempt, os.O_WRONLY | os.O_NONBLOCK))
-        return bool(writers)
-
-    wait_until(reads)
-    process.terminate()
-    os.close(writers[0])
-    assert end(process, request)[0] == 143
 
 
 @pytest.mark.parametrize("scheduler", INDEX)
@@ -478,14 +424,18 @@ def test_launchers_of_sites_start_all_ranks(make_request, tmp_path, monkeypatch,
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("FLUX_URI", "local:")
-    words = ("bash", "-c", "echo $OMP_NUM_THREADS $WORD >>ranks; : >finished; rm -f starting")
+    words = (
+        "bash",
+        "-c",
+        "echo $OMP_NUM_THREADS $WORD >>ranks; cd $PIPECTL_START; : >finished; rm -f starting",
+    )
     request = make_request(
         nodes=2, cpus_per_task=3, command=words, variables={"WORD": "a b"}, **launch
     )
     script = write_script(request, scheduler=scheduler)
     done = subprocess.run(["bash", script], timeout=300, check=False)
     run = request.run_directory
-    assert done.returncode == 0, read_errors(RunDirectory(run))
+    assert done.returncode == 0, read_errors(RunDirectory(run).start)
     assert (run / "ranks").read_text().splitlines() == ["3 a b"] * 4
 
 
@@ -525,7 +475,8 @@ def test_every_process_of_a_job_runs_in_its_container(make_request, tmp_path, mo
     monkeypatch.delenv("INSIDE", raising=False)
     code = (
         "import os, subprocess, sys; subprocess.run(['bash', '-c', 'echo $INSIDE $TOKEN >>seen']); "
-        "print(sys.argv[1:]); os.path.exists('starting') and os.unlink('starting')"
+        "print(sys.argv[1:]); os.chdir(os.environ['PIPECTL_START']); "
+        "os.path.exists('starting') and os.unlink('starting')"
     )
     own = (sys.executable, "-c", code, "it's", "a b")
     request = make_request(
@@ -545,7 +496,7 @@ def test_every_process_of_a_job_runs_in_its_container(make_request, tmp_path, mo
 
     if program != "srun":
         assert start_job() == 127
-        (error,) = read_errors(RunDirectory(request.run_directory))
+        (error,) = read_errors(RunDirectory(request.run_directory).start)
         assert f"has no {program}: load its module" in error.message
     text = RUNTIME.replace("WANTED", wanted).replace("HERE", str(tmp_path))
     (tmp_path / "bin" / program).write_text(text)
@@ -566,7 +517,7 @@ def never_sleep(folder):
     (folder / "sleep").chmod(0o755)
 
 
-WAITS = "until [[ -e stop ]]; do sleep 0.05; done; : >stopped"
+WAITS = "cd $PIPECTL_START; until [[ -e stop ]]; do sleep 0.05; done; : >stopped"
 
 
 def test_a_job_of_pbs_stops_before_the_walltime_and_submits_itself_again_if_the_site_lets_it(
@@ -578,14 +529,14 @@ def test_a_job_of_pbs_stops_before_the_walltime_and_submits_itself_again_if_the_
     assert run(request, "bash", "-c", WAITS, scheduler="pbs")[0] == 75
     log = directory.job_log.read_text()
     assert "qsub: Bad UID for job execution\npipectl: this job may not submit another" in log
-    assert directory.requeue_error.read_text() == "qsub: Bad UID for job execution\n"
-    assert not directory.resubmitted.exists()
+    assert directory.start.requeue_error.read_text() == "qsub: Bad UID for job execution\n"
+    assert not directory.start.resubmitted.exists()
     pbs.answer("qsub", "12.vm\n")
-    directory.attempt.unlink()
+    shutil.rmtree(directory.starts)
     for attempt in (1, 2):
         assert run(request, "bash", "-c", WAITS, scheduler="pbs")[0] == 75
         assert pbs.calls("qsub")[1:] == [["-C", "#PBS", str(directory.script)]], attempt
-    assert directory.resubmitted.read_text() == "12.vm\n"
+    assert directory.start_of(1).resubmitted.read_text() == "12.vm\n"
 
 
 def test_a_job_of_pbs_whose_server_takes_the_next_job_without_an_answer_has_one(pbs, make_request):
@@ -595,17 +546,21 @@ def test_a_job_of_pbs_whose_server_takes_the_next_job_without_an_answer_has_one(
         "echo 13.vm >$here/qselect.stdout\necho 'qsub: Connection timed out' >&2\nexit 1\n"
     )
     never_sleep(pbs.folder)
-    assert run(request, "bash", "-c", ": >stop; : >stopped", scheduler="pbs")[0] == 75
+    assert (
+        run(request, "bash", "-c", "cd $PIPECTL_START; : >stop; : >stopped", scheduler="pbs")[0]
+        == 75
+    )
     directory = RunDirectory(request.run_directory)
-    assert directory.resubmitted.read_text() == "13.vm\n"
+    assert directory.start.resubmitted.read_text() == "13.vm\n"
     assert (pbs.folder / "called").read_text() == f"-C #PBS {directory.script}\n"
 
 
 def test_a_job_of_pbs_that_is_deleted_does_not_come_back(pbs, make_request):
     request = make_request(checkpoint=Checkpoint(max_requeues=1))
-    rank = "trap '' TERM; : >begun; until [[ -s stop ]]; do sleep 0.05; done; : >stopped"
+    until = "until [[ -s stop ]]; do sleep 0.05; done"
+    rank = f"trap '' TERM; : >ready; cd $PIPECTL_START; {until}; : >stopped"
     job = start(request, "bash", "-c", rank, scheduler="pbs")
-    wait_until((request.run_directory / "begun").exists)
+    wait_until((request.run_directory / "ready").exists)
     job.terminate()
     assert end(job, request)[0] == 75
     assert pbs.calls("qsub") == []
@@ -621,5 +576,5 @@ def test_other_nodes_of_pbs_are_reached_by_the_task_manager(pbs, make_request):
     pbs.answer("sleep")  # the agent's
     rank = '"$HYDRA_LAUNCHER_EXEC" n2 /bin/hydra_pmi_proxy; read -t 30 <> <(:)'
     assert run(request, "bash", "-c", rank, scheduler="pbs")[0] == 143
-    (error,) = read_errors(RunDirectory(request.run_directory))
+    (error,) = read_errors(RunDirectory(request.run_directory).start)
     assert "a process ended on n2 before MPI had begun in it" in error.message

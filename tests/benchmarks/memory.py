@@ -107,7 +107,7 @@ def train_plan(folder: Path, spec: JobSpec, profile: Profile, plan: Plan) -> tup
     profile.save(run.profile)
     plan.save(run.plan)
     run_ranks("pipectl.runtime.worker", run, plan.ranks)
-    ranks = json.loads(run.heartbeat.read_text())["ranks"]
+    ranks = json.loads(run.start.heartbeat.read_text())["ranks"]
     steps_s = [line.step_time_s for line in read_metrics(run) if line.step_time_s is not None]
     return max(rank["peak_bytes"] for rank in ranks), statistics.median(steps_s)
 

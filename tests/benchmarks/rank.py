@@ -47,7 +47,7 @@ Step = Callable[[int], None]
 def ours(spec: JobSpec, plan: Plan, progress: Progress, folder: Path, batch: Any) -> Step:
     """A training step of pipectl's engine, as the worker runs it, always of the same samples."""
     setup = Setup(WORLD, CapturedJob(spec), plan, CpuDevice(), Board(), progress)
-    trainer = Trainer(setup, RunDirectory(folder), 1)
+    trainer = Trainer(setup, RunDirectory(folder).start)
     setup.learn_layouts()
     doing = setup.batches.step_of(plan, 0)
     weights = [rows.size / plan.batch_size for rows in doing.sizes]

@@ -225,7 +225,7 @@ def run_of(place):
 
     def write(name, **record):
         run = RunDirectory(place / "runs" / name)
-        for folder in (run.errors, run.logs, run.trace, run.checkpoints):
+        for folder in (run.start.errors, run.logs, run.trace, run.checkpoints):
             folder.mkdir(parents=True)
         gone = f"{2**22 - 1}.1@{socket.gethostname()}"
         usual = {"scheduler": "local", "job_id": gone, "ranks": 2, "nodes": 1, "steps": 10}
@@ -264,7 +264,7 @@ def write_metrics(run: Path, steps: int, **more: Any) -> None:
 def finished(run_of):
     """A completed run with metrics, logs and an evaluation."""
     run = run_of("20250101-120000-tiny")
-    (run / "exit_code").write_text("0\n")
+    (run / "starts/1/exit_code").write_text("0\n")
     write_metrics(run, 10, evaluation={"loss": 0.25})
     (run / "logs/job.log").write_text("started\nzero \x1b[31mred\n")
     return run
@@ -274,12 +274,12 @@ def finished(run_of):
 def failed(run_of):
     """A run that rank 1 broke at step 5, then rank 0."""
     run = run_of("20250102-120000-tiny")
-    (run / "exit_code").write_text("9\n")
+    (run / "starts/1/exit_code").write_text("9\n")
     write_metrics(run, 4)
     for rank, time in ((0, 20.0), (1, 10.0)):
         doing = {"stage": rank, "step": 5, "action": "BACKWARD micro-batch 2", "host": "n1"}
         error = ErrorReport(f"boom {rank}", rank, **doing, type="ValueError", time=time)
-        error.save(run / f"errors/rank-{rank:04d}.json")
+        error.save(run / f"starts/1/errors/rank-{rank:04d}.json")
     return run
 
 
@@ -287,7 +287,8 @@ def failed(run_of):
 def ended(cli, profile, slurm, only_run):
     """A run on Slurm that failed after its checkpoint of step 2."""
     assert cli("submit", "job.yaml", "--scheduler", "slurm").code == 0
-    (only_run() / "exit_code").write_text("1\n")
+    for name, text in (("begun", ""), ("exit_code", "1\n")):
+        (only_run() / "starts/1" / name).write_text(text)
     (only_run() / "checkpoints/step-000002").mkdir()
     slurm("sbatch", "echo 42")
 
@@ -336,5 +337,5 @@ def recorded(finished, pipeline):
     Timeline(timeline.events, 4, 12).save(run.path / "of-four-ranks.json")
     ranks = [{"rank": rank, "peak_bytes": 1 << 30} for rank in range(2)]
     beat = {"version": 1, "state": "training", "step": 10, "steps": 10, "ranks": ranks}
-    run.heartbeat.write_text(json.dumps(beat))
+    run.start.heartbeat.write_text(json.dumps(beat))
     return run

@@ -379,7 +379,8 @@ def test_a_batch_system_measures_in_a_job(tiny, mpiexec, slurm, monkeypatch):
     """Where commands would, too."""
     slurm("squeue", "exit 0")
     slurm(
-        "sbatch", 'cat profile.json >"${2%/*}/profile.json"; echo 0 >"${2%/*}/exit_code"; echo 41'
+        "sbatch",
+        'cat profile.json >"${2%/*}/profile.json"; echo 0 >"${2%/*}/starts/1/exit_code"; echo 41',
     )
     Path("profile.json").write_text(Path("runs/tiny.profile.json").read_text())
     seen = []

@@ -188,7 +188,9 @@ def test_a_run_keeps_its_seed(cli, shell, profile, slurm, only_run):
         return record
 
     def resume(*settings):
-        (only_run() / "exit_code").write_text("1\n")
+        start = RunDirectory(only_run()).start
+        start.begun.touch()
+        start.exit_code.write_text("1\n")
         assert cli("resume", "last", *settings).code == 0
 
     assert cli("submit", "job.yaml", "--scheduler", "slurm").code == 0

@@ -79,8 +79,8 @@ def edit(*, back=False):
 def loss_after(run, steps):
     """The first loss after the run has ended."""
     (run.path / "go").touch()
-    wait_until(lambda: read_exit_code(run) is not None, 300)
-    assert read_exit_code(run) == 0, run.job_log.read_text()
+    wait_until(lambda: read_exit_code(run.start) is not None, 300)
+    assert read_exit_code(run.start) == 0, run.job_log.read_text()
     lines = read_metrics(run)
     assert lines[-1].step == steps
     return lines[-1].loss
@@ -114,7 +114,7 @@ def test_a_job_trains_the_code_it_was_submitted_with(cli, place, monkeypatch, wa
         place / name for name, _, _ in EDITS
     }
     assert loss_after(run, 4) == pytest.approx(expected, abs=1e-6)
-    assert not run.changed_code.exists()
+    assert not run.start.changed_code.exists()
     edit(back=True)
     Path("targets.py").write_text("def scale():\n    return 30.0\n")
     resumed = cli("resume", "last", "--set", "training.steps=6", "--with-changed-code", "--json")

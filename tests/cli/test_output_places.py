@@ -127,7 +127,7 @@ def test_plan_submit_and_resume_say_so_and_leave_nothing_half(cli, disk, profile
     assert refusals(cli, disk, "submit", "job.yaml", *SLURM) > 3
     (run,) = (path for path in disk.iterdir() if path.is_dir())
     Path("submitted").unlink()
-    (run / "exit_code").write_text("1\n")
+    (run / "starts/1/exit_code").write_text("1\n")
     assert refusals(cli, disk, "resume", "last", "--set", "training.steps=9") > 0
     assert Path("submitted").exists()
 

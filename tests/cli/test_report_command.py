@@ -35,7 +35,7 @@ def test_a_page_a_picture_and_a_trace_at_once(cli, recorded):
         assert words in picture
 
     ranks = [{"rank": rank, "peak_bytes": (1 + rank) << 20} for rank in range(100)]
-    recorded.heartbeat.write_text(json.dumps({"version": 1, "ranks": ranks}))
+    recorded.start.heartbeat.write_text(json.dumps({"version": 1, "ranks": ranks}))
     assert cli("report", "-o", "page.html").out.startswith("page.html (")
     page = Path("page.html").read_text()
     assert "64 of 100 ranks: those that hold most." in page
@@ -94,7 +94,7 @@ def test_files_that_are_missing_or_damaged_are_left_out(cli, recorded, failed):
     text = Path("page.html").read_text()
     assert "FAILED" in text
     assert "ValueError: boom 1" in text
-    for name in ("plan.json", "trace/predicted.json", "heartbeat.json", "metrics.jsonl"):
+    for name in ("plan.json", "trace/predicted.json", "starts/1/heartbeat.json", "metrics.jsonl"):
         (recorded.path / name).write_text("{")
         assert cli("report", recorded.name, "-o", "page.html").code == 0, name
 

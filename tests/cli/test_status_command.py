@@ -31,7 +31,7 @@ def test_long_lines_are_indented_on_a_terminal_and_paths_are_whole(cli, finished
 def test_a_run_that_nobody_else_may_write_is_shown(cli, run_of, program, monkeypatch):
     """Its next job has another id, which is not noted then."""
     run = run_of("20250103-120000-tiny", scheduler="pbs", job_id="7.vm")
-    (run / "resubmitted").write_text("12.vm\n")
+    (run / "starts/1/resubmitted").write_text("12.vm\n")
     program("qstat", "printf 'Job Id: 12.vm\n    job_state = R\n'")
 
     def refuse(self, path):
@@ -90,7 +90,7 @@ def test_ctrl_c_ends_the_view_and_leaves_the_terminal_clean(
 def test_one_run_is_watched_to_its_end(cli, watched, finished):
     rank = {"rank": 0, "node": "n1", "stages": [0], "waiting": 0.5}
     beat = {"version": 1, "state": "training", "ranks": [rank]}
-    (finished / "heartbeat.json").write_text(json.dumps(beat))
+    (finished / "starts/1/heartbeat.json").write_text(json.dumps(beat))
     result = cli("status", "last", "--watch")
     assert result.code == 0
     picture = watched.getvalue().partition(LEAVE)[0]
@@ -122,7 +122,7 @@ def test_a_log_is_followed_as_it_grows(cli, queued, program, monkeypatch, state,
     """Also if the run will start again: its exit code is that of the start before."""
     (queued / "logs/job.log").write_text("started\n")
     if exit_code is not None:
-        (queued / "exit_code").write_text(exit_code)
+        (queued / "starts/1/exit_code").write_text(exit_code)
     program("squeue", LISTED.format(state))
     program("sacct", "exit 1")
     looks = iter(range(100))
@@ -130,7 +130,7 @@ def test_a_log_is_followed_as_it_grows(cli, queued, program, monkeypatch, state,
     def goes_on(_seconds):
         if next(looks) == 3:
             (queued / "logs/job.log").write_text("started\nmore\n")
-            (queued / "exit_code").write_text("0\n")
+            (queued / "starts/1/exit_code").write_text("0\n")
             program("squeue", "exit 0")
 
     clock = SimpleNamespace(time=time.time, sleep=goes_on)
@@ -183,13 +183,13 @@ def test_wait_follows_a_local_run_to_its_end(cli, profile, mpiexec, monkeypatch,
 
     def sleep(_seconds):
         nonlocal looks
-        beat = only_run() / "heartbeat.json"
+        beat = only_run() / "starts/1/heartbeat.json"
         looks += beat.exists() and beat.read_text().endswith("}\n")
         if looks == 2:
             (only_run() / "go").touch()
         time.sleep(0.05)
 
-    beat = f"echo '{BEAT}' > $run/heartbeat.json"
+    beat = f"echo '{BEAT}' > $PIPECTL_START/heartbeat.json"
     mpiexec(f"{LOCAL_JOB}{beat}; while [ ! -e $run/go ]; do sleep 0.05; done")
     with monkeypatch.context() as patch:
         patch.setattr("pipectl.jobs.state.time", SimpleNamespace(time=time.time, sleep=sleep))
@@ -207,7 +207,7 @@ def test_the_loss_of_the_last_step_is_none_of_an_evaluation(run_of):
     shown = {}
     for phase in ("training", "evaluating after step 4", "saving"):
         measured = Measured(step=4, steps=9, last_loss=2.5)
-        status = RunStatus(run, None, job, phase, measured, None, (), [])
+        status = RunStatus(run, run.start, None, job, phase, measured, None, (), [])
         shown[phase] = status.progress[2], describe_progress(status)
     assert shown == {
         "training": ("training, loss 2.5", "RUNNING: training, step 4 of 9, loss 2.5"),
@@ -224,7 +224,7 @@ def test_whoever_waits_is_told_each_reason_once_and_its_hint(run_of, monkeypatch
     hints = [("Priority", ""), ("Resources", ""), ("Priority", ""), ("QOSMinGRES", "ask for more")]
     jobs = [JobStatus(JobState.QUEUED, reason, hint=hint) for reason, hint in hints for _ in "ab"]
     looks = [
-        RunStatus(run, None, job, "", Measured(), None, (), [])
+        RunStatus(run, run.start, None, job, "", Measured(), None, (), [])
         for job in [*jobs, JobStatus(JobState.COMPLETED)]
     ]
     monkeypatch.setattr("pipectl.jobs.state.poll", lambda _run: iter(looks))
@@ -260,7 +260,7 @@ def test_how_long_a_run_waits_and_runs_and_whether_its_walltime_suffices(
     (queued / "record.json").write_text(json.dumps(record))
     (queued / "logs/job.log").touch()
     if state != "PENDING":
-        (queued / "attempt").write_text("1\n")
+        (queued / "starts/1/begun").touch()
         line = {"attempt": 1, "step": 4, "steps": record["steps"], "loss": 1, "step_time_s": 3600}
         (queued / "metrics.jsonl").write_text(json.dumps(line))
     start, end = now - 2 * 3600, now + (10 * 3600 if state == "RUNNING" else 0)

@@ -184,7 +184,8 @@ def test_commands_at_once_lose_and_double_no_job(cli, profile, queue):
 
     for run in runs():
         assert cli("cancel", run.name).code == 0
-        run.exit_code.write_text("1\n")
+        run.start.begun.touch()
+        run.start.exit_code.write_text("1\n")
     resume, watch = ("resume", run.name), ("status", run.name, "--json")
     codes = at_once(resume, watch, resume, watch)
     assert (sorted(codes[::2]), codes[1::2]) == ([0, 2], [0, 0])
@@ -226,11 +227,13 @@ def test_everything_of_a_run_is_for_its_owner_alone(cli, profile, queue, monkeyp
         for opened in (False, True):
             run.path.chmod(0o755 if opened else 0o700)
             for name in ("cancel", "resume"):
-                run.exit_code.write_text("1\n")
-                run.exit_code.chmod(0o600)
+                for path in (run.start.begun, run.start.exit_code):
+                    path.write_text("1\n")
+                    path.chmod(0o600)
                 assert cli(name, "last").code == 0
                 check_owner(run, opened=opened)
-        run.exit_code.write_text("1\n")
+        run.start.begun.touch(0o600)
+        run.start.exit_code.write_text("1\n")
         assert cli("cancel", "last").code == 0
         assert cli("resume", "last", "--set", "environment.variables={KEY: ~}").code == 0
         assert not run.variables.exists()
@@ -258,7 +261,7 @@ def test_everything_that_a_trained_run_leaves_is_for_its_owner_alone(
     names = {path.relative_to(run.path).as_posix() for path in run.path.rglob("*")}
     assert {"metrics.jsonl", "checkpoints/step-000004/manifest.json", "variables.sh"} <= names
     assert {"logs/job.log", "logs/rank-0000.log"} <= names
-    assert len(list(run.watch.glob("*/node-0000.json"))) == 1
+    assert len(list(run.start.watch.glob("node-0000.json"))) == 1
     check_owner(run)
 
 

@@ -2,7 +2,8 @@
 
 A story of transcripts/*.txt begins with ``===`` and its title; ``given`` names fixtures. In lines
 after ``$``, `pipectl` runs in this process, and the rest in bash, where ``fake NAME SCRIPT`` puts
-a program on PATH, ``$run`` is the latest run, ``soon`` hides times of today, and ``json KEY...``
+a program on PATH, ``$run`` is the latest run and ``$start`` its newest start, which begins with
+``begins`` and ends with ``ends CODE``, ``soon`` hides times of today, and ``json KEY...``
 shows values of a document, such as ``history.-1.what``. Errors are shown
 after ``!``, an exit code unless it is 0, and NOW for the time in the name of a run; in commands,
 that is the time shown last.
@@ -27,6 +28,9 @@ COMMANDS = re.compile(r"^\$ .*\n(?:> .*\n)*", re.MULTILINE)
 PRELUDE = """\
 PATH=$PATH:/usr/bin:/bin LC_ALL=C
 run=$(ls -d runs/[12]* 2>/dev/null | tail -1)
+start=$(ls -d $run/starts/* 2>/dev/null | sort -V | tail -1)
+begins() { : >$start/begun; }
+ends() { begins && echo "$1" >$start/exit_code; }
 soon() { # times of today or tomorrow, in columns of any width
     tr -s ' ' | sed -E 's/ [*]?([A-Z][a-z]{2} )?[0-9]{2}:[0-9]{2} / SOON /; s/at [0-9:]+$/at NOON/'
 }

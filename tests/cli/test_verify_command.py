@@ -160,7 +160,7 @@ def test_an_interrupt_leaves_no_ranks_behind(verified, monkeypatch):
 
     def interrupted(run):
         script = psutil.Process(int((Record.load(run.record).job_id or "").partition(".")[0]))
-        while not run.heartbeat.exists():
+        while not run.start.heartbeat.exists():
             assert script.is_running()
             time.sleep(0.01)
         runs.extend([script, *script.children(recursive=True)])

@@ -31,7 +31,7 @@ from pipectl.watch.board import Board
 def measure(run: RunDirectory, world: MPI.Comm) -> int:
     """Train; what is there before the last step is added as it is."""
     setup = Setup(world, CapturedJob(load(run.job)), Plan.load(run.plan), CpuDevice(), Board())
-    trainer = Trainer(setup, run, 1)
+    trainer = Trainer(setup, run.start)
     train_step, peaks = setup.training.run, list[int]()
 
     def record(*given: Any) -> None:

@@ -62,6 +62,7 @@ def train(directory: Path, communicator: MPI.Comm, *, sample: bool) -> None:
 def train_cell(run: RunDirectory, communicator: MPI.Comm, cell: Cell, number: int) -> None:
     if communicator.rank == 0:
         run.trace.mkdir(parents=True)
+        run.start.path.mkdir(parents=True)
         run.job.write_text(spec_text(cell))
     communicator.Barrier()
     job = captured(cell.model, plain=cell.plain).of(load(run.job))
@@ -74,7 +75,7 @@ def train_cell(run: RunDirectory, communicator: MPI.Comm, cell: Cell, number: in
     while True:
         setup = Setup(lent, job, plan, CpuDevice(), Board(), stored=stored)
         with closing(setup):
-            moved = Trainer(setup, run, 1, stored=stored, rebalancing=moving).train()
+            moved = Trainer(setup, run.start, stored=stored, rebalancing=moving).train()
         lent.take_back()
         if not moved:
             break

@@ -117,6 +117,7 @@ PROFILE = {
 CLUSTER = assumed_cluster("here", [1, 1], 1, None)
 REQUEST = PlanRequest("tiny", 8, micro_batches=4, stages=2, schedule="1f1b")
 RECORD = Record("tiny", "slurm", "tag 1", 1.7e9, 2, 1, 10)
+HEARTBEAT, ERROR = "starts/1/heartbeat.json", "starts/1/errors/rank-0000.json"
 LINE = {"attempt": 1, "step": 1, "steps": 2, "time": 0.0, "loss": 1.0, "step_time_s": 0.5,
         "samples_per_s": 2.0, "learning_rate": 0.1, "gradient_norm": None}  # fmt: skip
 OTHER = {"attempt": 1, "step": 2, "time": 0.0}
@@ -147,10 +148,10 @@ def documents() -> dict[str, Any]:
         "plan.json": json.loads(json.dumps(plan_of(Profile.from_json(PROFILE)).to_json())),
         MANIFEST: manifest(),
         "record.json": RECORD.with_state(1.7e9, "submitted", job_id="7").to_json(),
-        "heartbeat.json": Heartbeat("training", 1, 2, 1, tuple(ranks), time=1.7e9).to_json(),
-        "errors/rank-0000.json": {"version": 1, "rank": 0, "stage": 0, "step": 1, "action": "x",
-                                  "host": "n", "type": "E", "message": "m", "hint": None,
-                                  "traceback": "t", "time": 1.0, "exit_code": 1},
+        HEARTBEAT: Heartbeat("training", 1, 2, 1, tuple(ranks), time=1.7e9).to_json(),
+        ERROR: {"version": 1, "rank": 0, "stage": 0, "step": 1, "action": "x", "host": "n",
+                "type": "E", "message": "m", "hint": None, "traceback": "t", "time": 1.0,
+                "exit_code": 1},
         "metrics.jsonl": [LINE, {**OTHER, "evaluation": {"loss": 1.0}},
                           {**OTHER, "not_finite": {"gradient_of": "a", "stage": 1}}],
     }  # fmt: skip
@@ -217,7 +218,7 @@ def use_slurm(draw: Callable[..., Any]) -> None:
         slurm.find(draw(st.sampled_from(["tag", "", "x", "7"])))
 
 
-FILES_OF_RUNS = ("record.json", "heartbeat.json", "errors/rank-0000.json", "metrics.jsonl")
+FILES_OF_RUNS = ("record.json", HEARTBEAT, ERROR, "metrics.jsonl")
 USES: dict[tuple[str, ...], Callable[[Path], object]] = {
     ("job.yaml",): use_spec,
     ("profile.json",): lambda folder: plan_of(Profile.load(folder / "profile.json")),

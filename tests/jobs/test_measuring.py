@@ -267,10 +267,11 @@ def test_a_profile_and_a_plan_are_made_unless_what_is_there_is_of_this_model_or_
 ):
     """Heartbeats tell how far it is."""
     beats = []
-    monkeypatch.setenv("PIPECTL_ATTEMPT", "3")
+    run.start_of(3).errors.mkdir(parents=True)
+    monkeypatch.setenv("PIPECTL_START", str(run.start.path))
     monkeypatch.setattr(Heartbeat, "save", lambda beat, path: beats.append((path, beat)))
     assert in_job.main([str(run.path)]) == 0
-    assert [path for path, _ in beats] == [run.heartbeat] * 2
+    assert [path for path, _ in beats] == [run.start.heartbeat] * 2
     assert [beat.state for _, beat in beats] == ["profiling 33%", "planning"]
     assert [(beat.step, beat.steps, beat.attempt) for _, beat in beats] == [(0, 4, 3)] * 2
     assert json.loads((run.trace / "predicted.json").read_text())["ranks"] == 2
@@ -292,7 +293,7 @@ def test_a_failure_is_reported_in_the_run_and_on_standard_error(run, measured, c
     assert (run.profile.exists(), run.plan.exists()) == (True, False)
     error, hint = capsys.readouterr().err.splitlines()
     assert error.startswith("error: no feasible plan: ")
-    report = json.loads((run.errors / "prepare.json").read_text())
+    report = json.loads((run.start.errors / "prepare.json").read_text())
     said = [report[key] for key in ("type", "message", "hint", "exit_code")]
     assert said == ["InfeasibleError", error[7:], hint.strip(), 4]
 

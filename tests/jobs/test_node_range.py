@@ -40,6 +40,7 @@ def run(prepared, tmp_path):
     job = prepared()
     run = RunDirectory(tmp_path / "runs/20261125-120000-tiny")
     run.trace.mkdir(parents=True)
+    run.start.path.mkdir(parents=True)
     job.profile.save(run.profile)
     job.plan.save(run.plan)
     node_range.write_plans(run, job.plans, job.cluster)
@@ -59,21 +60,22 @@ def test_every_number_has_a_plan_with_the_same_micro_batches(prepared, monkeypat
 def test_a_start_has_the_plan_for_the_nodes_that_it_found(run, prepared, monkeypatch):
     """The present one, which may be another than that of the range, as long as it fits."""
     spec = prepared().spec
-    monkeypatch.setenv("PIPECTL_ATTEMPT", "2")
+    run.start_of(2).path.mkdir()
+    monkeypatch.setenv("PIPECTL_START", str(run.start.path))
     present = replace(Plan.load(run.plan), name="rebalanced")
     present.save(run.plan)
     step = run.trace / "step-000010.json"
     for found, used, name in ((4, 4, "rebalanced"), (9, 4, "rebalanced"), (3, 3, spec.name)):
         step.touch()
-        run.nodes.write_text(f"{found}\n")
+        run.start.nodes.write_text(f"{found}\n")
         node_range.adopt_plan(run, spec)
         plan = Plan.load(run.plan)
-        assert (read_nodes(run), plan.ranks, plan.name) == (used, 2 * used, name)
+        assert (read_nodes(run.start), plan.ranks, plan.name) == (used, 2 * used, name)
         assert step.exists() == (used == 4), "what was recorded under an earlier plan is elsewhere"
     assert Plan.load(run.trace_before(1) / "plan.json") == present
     assert Cluster.load(run.cluster).ranks == 6
     node_range.plan_file(run, 2).unlink()
-    run.nodes.write_text("2\n")
+    run.start.nodes.write_text("2\n")
     node_range.adopt_plan(run, spec)
     made = Plan.load(run.plan)
     assert (made.ranks, made.micro_batches) == (4, present.micro_batches)
@@ -90,9 +92,9 @@ def test_where_no_plan_fits_a_start_uses_fewer_nodes(run, prepared, monkeypatch)
     monkeypatch.setattr(node_range, "plan_job", refuse)
     assert [*prepared("training.batch_size=32").plans] == [2, 4]
     node_range.plan_file(run, 3).unlink()
-    run.nodes.write_text("3\n")
+    run.start.nodes.write_text("3\n")
     node_range.adopt_plan(run, spec)
-    assert (read_nodes(run), Plan.load(run.plan).ranks) == (2, 4)
+    assert (read_nodes(run.start), Plan.load(run.plan).ranks) == (2, 4)
 
 
 @pytest.mark.parametrize("fitting", [8, None])

@@ -138,7 +138,7 @@ def test_questions_and_searches_become_rare_and_a_new_job_is_asked_about_at_once
     count = len(slurm.asked)
     assert poller.get_statuses(runs[1:], NOW)[0].job.state is JobState.RUNNING
     assert len(slurm.asked) == count, "a job less is no reason to ask"
-    runs[0].exit_code.write_text("0\n")  # a reason to ask at once
+    runs[0].start.exit_code.write_text("0\n")  # a reason to ask at once
     poller.get_statuses(runs, NOW)
     assert len(slurm.asked) == count + 1
     runs = [runs[1], run("9.1@here", "local")]  # processes are looked at every time
@@ -166,9 +166,10 @@ def test_a_cluster_that_does_not_answer_hides_no_job_of_another(run, schedulers)
 @pytest.mark.parametrize(
     ("job_ids", "file", "patience_s", "verdict"),
     [
-        (["7"], "heartbeat.json", 10, JobState.UNKNOWN),
+        (["7"], "starts/1/heartbeat.json", 10, JobState.UNKNOWN),
         (["7"], "", 60, JobState.UNKNOWN),
-        ([None, None, "7"], "exit_code", 10, JobState.FAILED),  # the first search alone waits
+        # The first search alone waits.
+        ([None, None, "7"], "starts/1/exit_code", 10, JobState.FAILED),
     ],
 )
 def test_a_queue_that_hangs_is_waited_for_while_nothing_else_tells_of_a_run(

@@ -57,7 +57,7 @@ def page_with(tmp_path, pipeline):
     events = tuple(Event(rank, 0.0, 1.0, "forward", rank, 0) for rank in range(2))
     for path in (run.predicted, run.measured_of(10)):
         Timeline(events, 2, 10).save(path)
-    run.exit_code.write_text("1\n")
+    run.start.exit_code.write_text("1\n")
     line = {"attempt": 1, "step": 1, "steps": 2, "loss": 1.0, "step_time_s": 0.5}
     run.metrics.write_text(json.dumps(line) + "\n")
 
@@ -72,9 +72,9 @@ def page_with(tmp_path, pipeline):
             {"rank": rank, "node": text, "waiting": rank / 2, "peak_bytes": 9} for rank in (0, 1)
         ]
         beat = {"version": 1, "state": text, "step": 1, "steps": 2, "ranks": ranks}
-        run.heartbeat.write_text(json.dumps(beat))
+        run.start.heartbeat.write_text(json.dumps(beat))
         error = {"rank": 0, **dict.fromkeys(("host", "action", "type", "message"), text)}
-        run.error_of(0).write_text(json.dumps(error))
+        run.start.error_of(0).write_text(json.dumps(error))
         record = {"version": 1, "name": text, "scheduler": "local", "tag": text, "ranks": 2,
                   "submitted_at": 1.0, "nodes": 1, "steps": 2, "state": "submitted", "history": [],
                   "job_id": f"{2**22 - 1}.1@{socket.gethostname()}"}  # fmt: skip

@@ -159,10 +159,10 @@ def test_a_resumed_run_is_at_the_step_that_it_goes_on_from(run):
     assert Metrics(run.metrics).lines() == []
     run.metrics.write_text("\n".join(step_line(step) for step in range(1, 21)) + '\n{"torn')
     assert Metrics(run.metrics).lines() == read_metrics(run) != [], "as the file is short"
-    Heartbeat("training", 20, STEPS).save(run.heartbeat)
-    assert read_measured(run, None, read_heartbeat(run)).step == 20
-    Heartbeat("training", 10, STEPS, attempt=2).save(run.heartbeat)
-    measured = read_measured(run, None, read_heartbeat(run))
+    Heartbeat("training", 20, STEPS).save(run.start.heartbeat)
+    assert read_measured(run, None, read_heartbeat(run.start)).step == 20
+    Heartbeat("training", 10, STEPS, attempt=2).save(run.start.heartbeat)
+    measured = read_measured(run, None, read_heartbeat(run.start))
     assert (measured.step, measured.last_loss) == (10, 3 / 20)
 
 
@@ -244,44 +244,45 @@ def test_metrics_that_no_job_writes_are_harmless(run):
 
 
 def test_what_is_damaged_in_a_heartbeat_hides_nothing_else(run):
-    assert read_heartbeat(run) is None
+    assert read_heartbeat(run.start) is None
     ranks = RankBeat(3, "h", "n1", 7, (0, 1), waiting=0.5), RankBeat(0)
     heartbeat = Heartbeat("training", 2, 9, 1, ranks, {"route": "host"}, 1.7e9)
-    heartbeat.save(run.heartbeat)
-    assert read_heartbeat(run) == heartbeat
-    run.heartbeat.write_text('{"version": 1, "sta')
-    assert read_heartbeat(run) is None
+    heartbeat.save(run.start.heartbeat)
+    assert read_heartbeat(run.start) == heartbeat
+    run.start.heartbeat.write_text('{"version": 1, "sta')
+    assert read_heartbeat(run.start) is None
     parts = [{"rank": 1, "waiting": 2, "pid": 5}, {"node": "n0"}, 7]
     beat = {"state": 5, "step": 3, "steps": -1, "attempt": "x", "time": 1.0, "ranks": parts}
-    run.heartbeat.write_text(json.dumps({**beat, "messages": [], "later": {}}))
-    assert read_heartbeat(run) == Heartbeat(step=3, ranks=(RankBeat(1, pid=5),), time=1.0)
+    run.start.heartbeat.write_text(json.dumps({**beat, "messages": [], "later": {}}))
+    assert read_heartbeat(run.start) == Heartbeat(step=3, ranks=(RankBeat(1, pid=5),), time=1.0)
 
 
 def test_errors_come_in_the_order_of_failure(run):
-    assert read_errors(run) == []
+    assert read_errors(run.start) == []
     for rank, when in enumerate(({"time": 20.0}, {"time": 10.0}, {}, {"time": 10.0})):
-        run.error_of(rank).write_text(json.dumps({"rank": rank, **when}))
-    run.error_of(4).write_text('{"rank": 4, "ti')
-    assert [report.rank for report in read_errors(run)] == [1, 3, 0, 2]
-    run.preparation_error.write_text('{"time": 30.0, "exit_code": 4, "stage": -1, "message": 5}')
-    run.error_of(1).write_text('{"rank": 1, "time": 10.0, "exit_code": 300}')
-    first, second, *_ = read_errors(run)
+        run.start.error_of(rank).write_text(json.dumps({"rank": rank, **when}))
+    run.start.error_of(4).write_text('{"rank": 4, "ti')
+    assert [report.rank for report in read_errors(run.start)] == [1, 3, 0, 2]
+    wrong = '{"time": 30.0, "exit_code": 4, "stage": -1, "message": 5}'
+    run.start.preparation_error.write_text(wrong)
+    run.start.error_of(1).write_text('{"rank": 1, "time": 10.0, "exit_code": 300}')
+    first, second, *_ = read_errors(run.start)
     assert (first.rank, first.exit_code, first.stage, first.what) == (None, 4, None, "no message")
     assert (second.rank, second.exit_code, second.where) == (1, 1, "rank 1")
 
 
 @pytest.mark.parametrize("text", ["", "\n", "n1", "n1\n \n\x1b[2J"])
 def test_a_damaged_report_of_a_launcher_is_still_one(run, text):
-    run.launch_error.write_text(text)
-    (error,) = read_errors(run)
+    run.start.launch_error.write_text(text)
+    (error,) = read_errors(run.start)
     assert error.message.startswith("no rank has begun: exit code unknown")
     assert "\x1b" not in f"{error.where}{error.message}"
 
 
 def test_what_open_mpi_says_to_root_is_told_with_what_to_do(run):
     rule, said = "-" * 74, "prterun has detected an attempt to run as root."
-    run.launch_error.write_text(f"n1\n1\n{rule}\n{said}\n\nRunning as x\nWe advise\n{rule}\n")
-    (error,) = read_errors(run)
+    run.start.launch_error.write_text(f"n1\n1\n{rule}\n{said}\n\nRunning as x\nWe advise\n{rule}\n")
+    (error,) = read_errors(run.start)
     assert error.message == f"no rank has begun: exit code 1\n{said}"
     assert "OMPI_ALLOW_RUN_AS_ROOT" in (error.hint or "")
 
@@ -291,24 +292,24 @@ def test_what_open_mpi_says_to_root_is_told_with_what_to_do(run):
 )
 def test_a_node_without_the_directory_of_a_run_is_named(run, daemon, who):
     line = f"{daemon}: error: couldn't chdir to `{run.path}': No such file or directory: going to"
-    run.launch_error.write_text(f"node3\n255\nsrun: x\n{line} /tmp instead\nassert failed\n")
-    (error,) = read_errors(run)
+    run.start.launch_error.write_text(f"node3\n255\nsrun: x\n{line} /tmp instead\nassert failed\n")
+    (error,) = read_errors(run.start)
     assert line in error.message
     assert error.hint == f"check that {who} has that directory"
-    run.launch_error.unlink()
+    run.start.launch_error.unlink()
     run.job_log.write_text(f"{line} /tmp instead\nAbort(3)\n")
-    assert read_errors(run) == [], "of a run that is not over"
-    run.exit_code.write_text("3\n")
-    (other,) = read_errors(run)
+    assert read_errors(run.start) == [], "of a run that is not over"
+    run.start.exit_code.write_text("3\n")
+    (other,) = read_errors(run.start)
     assert (other.message, other.hint) == (f"{line} /tmp instead", error.hint)
     assert other.host == who.removeprefix("each of its nodes")
 
 
 def test_an_exit_code_is_a_number_or_none(run):
-    assert read_exit_code(run) is None
+    assert read_exit_code(run.start) is None
     for text, code in ((b"0\n", 0), (b"143\n", 143), (b"", None), (b"x\n", None), (b"\xff", None)):
-        run.exit_code.write_bytes(text)
-        assert read_exit_code(run) == code
+        run.start.exit_code.write_bytes(text)
+        assert read_exit_code(run.start) == code
 
 
 def test_whose_a_line_is(tmp_path, snapshot):

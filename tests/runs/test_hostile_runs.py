@@ -213,8 +213,9 @@ def test_looking_at_runs_of_others_and_exporting_their_weights_writes_and_runs_n
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
         logs = [run.job_log, run.logs / "late-1-0.log"]
         for path in (
-            run.lock, run.exit_code, run.heartbeat, run.resubmitted, run.metrics, run.script,
-            run.plan, run.profile, run.attempt, run.error_of(0), run.trace / "step-000001.json",
+            run.lock, run.start.exit_code, run.start.heartbeat, run.start.resubmitted, run.metrics,
+            run.script, run.plan, run.profile, run.start.begun, run.start.error_of(0),
+            run.trace / "step-000001.json",
             base / ".cache/readings.cache", base / "demo.profile.json", checkpoint / SHARD["file"],
             *(logs if "files" not in kind else []),
         ):  # fmt: skip
@@ -340,9 +341,9 @@ def test_fields_with_escapes_neither_reach_the_terminal_nor_look_like_lines(tmp_
         {"rank": 0, "host": forged, "node": forged, "waiting": 0.9},
         {"rank": 1, "host": forged, "node": forged, "waiting": 0.0},
     ]}  # fmt: skip
-    run.heartbeat.write_text(json.dumps(beat))
+    run.start.heartbeat.write_text(json.dumps(beat))
     report = {"rank": 0, "type": forged, "message": forged, "host": forged, "action": forged}
-    run.error_of(0).write_text(json.dumps({**report, "hint": forged, "traceback": forged}))
+    run.start.error_of(0).write_text(json.dumps({**report, "hint": forged, "traceback": forged}))
     line = {"attempt": 1, "step": 1, "loss": 1.0, "evaluation": {forged: 1.0}}
     run.metrics.write_text(json.dumps(line) + "\n")
     run.job_log.write_text(ESCAPES)
@@ -383,7 +384,7 @@ def put(user, path, text):
 def test_no_code_of_others_runs_without_a_word(place, code):
     """Of a job of ours that names it, and of a job of theirs."""
     run = as_user(place.us, lambda: make_run(place.mine, kind="training"))
-    put(place.us, run.exit_code, "1\n")
+    put(place.us, run.start.exit_code, "1\n")
     model = put(MALLORY, place.theirs / "model.py", code)
     put(place.us, run.job, JOB.replace("MODEL", str(model)))
     theirs = put(MALLORY, place.theirs / "job.yaml", JOB.replace("MODEL", str(model)))

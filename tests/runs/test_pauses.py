@@ -13,7 +13,7 @@ BEGAN, STEP = 1_700_000_000.0, 0.5
 def write_run(base, run_name, steps=40, *, code="0", attempt=1, **record):
     """8 s until the first step, an evaluation of 2 s after every tenth step, 3 s at the end."""
     run = RunDirectory(base / run_name)
-    run.path.mkdir(parents=True)
+    run.start.path.mkdir(parents=True)
     fields = {"name": "tiny", "scheduler": "slurm", "ranks": 1, "nodes": 1, "steps": steps}
     Record(**{**fields, "tag": "t", "submitted_at": BEGAN, **record}).save(run.record)
     lines = []
@@ -22,10 +22,10 @@ def write_run(base, run_name, steps=40, *, code="0", attempt=1, **record):
         line = {"attempt": attempt, "step": step, "steps": steps, "loss": 1.0}
         lines.append(json.dumps({**line, "step_time_s": STEP, "time": time}))
     run.metrics.write_text("".join(f"{line}\n" for line in lines))
-    run.attempt.write_text(f"{attempt}\n")
-    run.exit_code.write_text(f"{code}\n")
-    os.utime(run.attempt, (BEGAN, BEGAN))
-    os.utime(run.exit_code, (time + 3.0, time + 3.0))
+    run.start.begun.touch()
+    run.start.exit_code.write_text(f"{code}\n")
+    os.utime(run.start.begun, (BEGAN, BEGAN))
+    os.utime(run.start.exit_code, (time + 3.0, time + 3.0))
     return run
 
 
@@ -38,7 +38,7 @@ def test_the_latest_run_of_one_start_tells(tmp_path, monkeypatch):
     write_run(tmp_path, "20250105-120000-other", name="other")
     write_run(tmp_path, "20250106-120000-tiny", kind="rehearsal")
     write_run(tmp_path, "20250107-120000-tiny").record.write_text("{")
-    write_run(tmp_path, "20250108-120000-tiny").exit_code.unlink()
+    write_run(tmp_path, "20250108-120000-tiny").start.exit_code.unlink()
     found = read_pauses(tmp_path, "tiny")
     assert found.run == run.path.name
     assert found.start_s == pytest.approx(8.0)

@@ -8,6 +8,7 @@ import pytest
 
 from pipectl.errors import UnknownRunError, UsageError
 from pipectl.runs import (
+    START_VARIABLE,
     Record,
     RunDirectory,
     SweepDirectory,
@@ -18,6 +19,8 @@ from pipectl.runs import (
     list_runs,
     list_sweeps,
     name_in_shell,
+    read_starts,
+    start_of_job,
 )
 from tests.batch.job_requests import check_table
 
@@ -52,7 +55,28 @@ def test_a_run_is_named_by_time_and_job_and_numbered_within_a_second(tmp_path):
     names = [f"runs/{STEM}{end}" for end in ("", "-2", "-3")]
     assert [str(run.path.relative_to(tmp_path)) for run in runs] == names
     folders = {path.name for path in runs[0].path.iterdir()}
-    assert folders == {"errors", "logs", "trace", "checkpoints"}
+    assert folders == {"logs", "trace", "checkpoints", "starts"}
+    assert [*runs[0].start.path.iterdir()] == [runs[0].start.errors]
+
+
+def test_the_newest_start_counts_and_is_the_next_one_until_a_script_has_begun_in_it(
+    tmp_path, monkeypatch
+):
+    run = RunDirectory.create(tmp_path, "gpt", NOW)
+    assert (run.start, run.next_start(), read_starts(run)) == (run.start_of(1),) * 2 + (0,)
+    run.start.begun.touch()
+    assert (run.start, run.next_start(), read_starts(run)) == (*map(run.start_of, (1, 2)), 1)
+    for name in ("2", "9", "10", "010", "0", "-3", "x", "11.tmp", "9999999999", "²"):
+        (run.starts / name).mkdir()
+    assert [start.number for start in run.every_start()] == [10, 9, 2, 1]
+    assert (run.start, run.next_start(), read_starts(run)) == (run.start_of(10),) * 2 + (9,)
+    assert run.start.run == run
+    old = RunDirectory(tmp_path / "old")
+    assert (old.start, old.every_start(), read_starts(old)) == (old.start_of(1), [], 0)
+    assert start_of_job(run) == run.start
+    for path, own in ((run.start_of(2).path, 2), (old.start.path, 10), (run.path, 10), ("x", 10)):
+        monkeypatch.setenv(START_VARIABLE, str(path))
+        assert start_of_job(run).number == own
 
 
 @pytest.mark.parametrize(

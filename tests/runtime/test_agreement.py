@@ -33,12 +33,12 @@ def test_what_differs_is_named_with_both_sides_before_training(make_run, launch)
         assert done.returncode != 0, done.stderr  # the launcher may kill the second rank to end
         assert words in done.stderr
         assert "Traceback" not in done.stderr
-        reports = [report for run in runs for report in read_errors(run)]
+        reports = [report for run in runs for report in read_errors(run.start)]
         assert {(report.type, report.exit_code) for report in reports} == {("MismatchError", 3)}
         assert all(words in report.message and report.hint for report in reports)
         for run in runs:
             assert read_metrics(run) == []
-            for file in run.errors.iterdir():
+            for file in run.start.errors.iterdir():
                 file.unlink()
 
     versions = [("pipectl", __version__), ("torch", torch.__version__)]

@@ -270,7 +270,7 @@ def test_a_weight_of_several_operators_is_refused_by_ranks_whose_steps_overlap(
     ranks, sections = sections_of("pipedream", [known.TIED])
     run = make_run(ranks, **sections)
     assert work(ranks, run).returncode != 0
-    error = read_errors(run)[0]
+    error = read_errors(run.start)[0]
     assert error.exit_code == 3
     assert "is used by several operators" in error.message
 

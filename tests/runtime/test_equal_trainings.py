@@ -129,9 +129,9 @@ def test_losses_count_by_valid_targets_and_metrics_by_samples(
     assert found[-1]["loss"] == pytest.approx(float(expected), rel=1e-6)
     assert found[-1]["mean"] == pytest.approx(float(outputs.mean()), rel=1e-5)
     assert [each["seen"] for each in found] == [3, 3]
-    beat = read_heartbeat(two)
+    beat = read_heartbeat(two.start)
     assert (beat.state, beat.step, len(beat.ranks)) == ("done", 5, 2)
-    assert read_errors(two) == []
+    assert read_errors(two.start) == []
 
 
 def test_ranks_train_what_a_plain_process_trains(make_run: Any, train: Any, launch: Any) -> None:
@@ -213,7 +213,7 @@ def test_help_and_checks_are_those_that_the_job_asks_for_and_change_no_bit(
     done = launch(2, HERE / "changed_ranks.py", "wired", two.path)
     assert done.returncode == 0, done.stderr
     assert different(trained_alone, two) == []
-    beat = read_heartbeat(two)
+    beat = read_heartbeat(two.start)
     found = {key: beat.messages[key] for key in ("route", "progress", "why")}
     assert found == {"route": "in place", "progress": mode, "why": why}
     assert "training begins: 5 steps of 4 samples on 2 ranks\n" in done.stderr

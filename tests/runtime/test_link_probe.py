@@ -83,7 +83,7 @@ def test_two_nodes_are_measured_within_and_between(probe, tmp_path: Path) -> Non
     assert [size for size, _ in rows.send_start] == [4096, 65536, 262144, 1048576]
     assert not (run.path / "rows").exists()
     assert ElementTree.parse(tmp_path / "cluster.svg").getroot().tag.endswith("svg")
-    beat = json.loads(run.heartbeat.read_text())
+    beat = json.loads(run.start.heartbeat.read_text())
     assert (beat["state"], beat["steps"]) == ("measuring sums over 4 ranks", 100)
 
 
@@ -110,7 +110,7 @@ def test_one_rank_a_node_leaves_the_link_within_assumed(probe, tmp_path: Path) -
 def test_scattered_ranks_and_single_processes_are_refused(probe, tmp_path, nodes, message, hint):
     run, code = probe(nodes)
     assert code == 3
-    error = json.loads(next(run.errors.glob("rank-*.json")).read_text())
+    error = json.loads(next(run.start.errors.glob("rank-*.json")).read_text())
     assert error["message"].startswith(message)
     assert hint in error["hint"]
     assert error["exit_code"] == 3

@@ -201,7 +201,7 @@ def test_a_disk_that_is_too_small_or_fills_ends_all_ranks_and_is_named(
     done = work(2, run)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
-    first = read_errors(run)[0]
+    first = read_errors(run.start)[0]
     where = f"no space for offload in {directory}"
     assert re.fullmatch(rf"rank \d: {where}:? {words}", first.message)
     assert "TMPDIR" in first.hint
@@ -211,7 +211,7 @@ def test_a_disk_that_is_too_small_or_fills_ends_all_ranks_and_is_named(
         assert first.stage == first.rank
         assert first.action.startswith("OFFLOAD_WAIT micro-batch ")
     else:
-        assert not run.heartbeat.exists()
+        assert not run.start.heartbeat.exists()
 
 
 @pytest.mark.mpi
@@ -240,7 +240,7 @@ def test_a_model_three_times_larger_than_a_rank_trains(make_spec, make_run, work
     run = make_run(4, **sections, pipeline=pipeline)
     done = work(4, run, fresh=True)  # a fork has the memory of what it is forked from
     assert done.returncode == 0, done.stderr
-    peaks = [rank.peak_bytes for rank in read_heartbeat(run).ranks]
+    peaks = [rank.peak_bytes for rank in read_heartbeat(run.start).ranks]
     assert len(peaks) == 4
     assert max(peaks) <= limit, [peak >> 20 for peak in peaks]
     weights = checkpoint.load(run.checkpoints / "step-000002")
@@ -277,6 +277,6 @@ def test_a_head_takes_what_is_predicted_whatever_its_vocabulary(make_run, work, 
             Profile.load(run.profile).heap_share,
         )
         predicted = simulate(Plan.load(run.plan), cluster, heap_share=share).peak_memory_bytes
-        peaks = [rank.peak_bytes for rank in read_heartbeat(run).ranks]
+        peaks = [rank.peak_bytes for rank in read_heartbeat(run.start).ranks]
         besides += [peak - held for peak, held in zip(peaks, predicted, strict=True)]
         assert abs(besides[-1] - besides[0]) < max(16 * MIB, 0.05 * peaks[-1])

@@ -66,7 +66,7 @@ def test_what_cannot_go_on_ends_all_ranks_and_is_named(
     done = work(ranks if ranks > 1 else 0, run)
     assert done.returncode != 0
     kind, rank, step, place = where
-    error, *others = read_errors(run)
+    error, *others = read_errors(run.start)
     assert (error.type, error.step or 0, error.exit_code) == (kind, step, code)
     assert error.where.endswith(place)
     assert re.match(message, error.message, re.DOTALL)

@@ -209,7 +209,7 @@ def test_a_job_stops_and_saves_nothing_of_the_step(
         run.checkpoints.write_text("no folder")
     done = work(ranks if ranks > 1 else 0, run)
     assert done.returncode != 0
-    (error,) = read_errors(run)
+    (error,) = read_errors(run.start)
     stage = error.rank  # which one has the gate follows from what was measured
     assert (error.stage, error.step, error.action, error.exit_code) == (None, 3, "", 1)
     fault = f"the gradient of 'gate' in stage {stage}"
@@ -250,7 +250,7 @@ def test_steps_stop_at_a_loss_also_if_they_overlap(
     run = make_run(ranks, SPOILT, training=training, pipeline=pipeline)
     done = work(ranks, run)
     assert done.returncode != 0
-    error = read_errors(run)[0]
+    error = read_errors(run.start)[0]
     assert error.step == 2
     cause = "; the data have a value that is NaN" if given["schedule"] == "1f1b" else ""
     assert error.message.startswith(

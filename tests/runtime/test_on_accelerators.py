@@ -62,8 +62,8 @@ def test_ranks_train_what_one_rank_does(
             **job,
         )
         train(run)
-        assert read_errors(run) == []
-        assert len(read_heartbeat(run).ranks) == count
+        assert read_errors(run.start) == []
+        assert len(read_heartbeat(run.start).ranks) == count
         weights.append(checkpoint.load(run.checkpoints / "step-000005"))
     one, other = weights
     assert one.keys() == other.keys()
@@ -164,10 +164,10 @@ def test_a_rank_out_of_memory_leaves_a_snapshot_of_what_the_accelerator_holds(
     device = Profile.load(run.profile).device
     assert device.memory_bytes > 2**28
     assert work(1, run).returncode == 1
-    (error,) = read_errors(run)
+    (error,) = read_errors(run.start)
     assert "out of memory" in error.message
     assert error.step == 5
-    file = run.memory_of(0)
+    file = run.start.memory_of(0)
     assert str(file) in error.hint
     assert "pipeline.memory_limit" in error.hint
     assert pickle.loads(file.read_bytes())

@@ -62,7 +62,7 @@ def test_samples_that_differ_between_ranks_end_the_step_before_an_update(
         replace(Plan.load(run.plan), replication=Replication.SPLIT).save(run.plan)
     done = work(ranks, run)
     assert done.returncode != 0
-    error, *others = read_errors(run)
+    error, *others = read_errors(run.start)
     assert not others
     assert (error.type, error.exit_code) == ("WorkerError", 1)
     part = "evaluation.data" if "evaluation" in sections else "data"

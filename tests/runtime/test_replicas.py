@@ -172,10 +172,10 @@ def test_a_flipped_bit_ends_the_job_where_replicas_are_compared_next(
     pipeline = {"micro_batches": 3, "stages": 1, "replicas": 3}
     run = make_run(3, optimizer=optimizer, training=training, pipeline=pipeline, **saving)
     if stop:  # all ranks do, behind step 2
-        run.stop_request.write_text("")
+        run.start.stop_request.write_text("")
     done = work(3, run)
     assert done.returncode != 0
-    (error,) = read_errors(run)
+    (error,) = read_errors(run.start)
     assert error.rank == 1
     assert error.message.startswith(
         f"step {step + 1}: the replicas of stage 0 no longer hold the same weights: "

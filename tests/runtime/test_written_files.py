@@ -99,9 +99,9 @@ def strict(text: str) -> Any:
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_lines_and_heartbeat_of_a_run_that_diverged_are_json(tmp_path: Path, value: float) -> None:
     run = RunDirectory.create(tmp_path, "job", 0.0)
-    writer = Telemetry(MPI.COMM_SELF.Dup(), run, steps=3, attempt=1, stages=(0, 1))
+    writer = Telemetry(MPI.COMM_SELF.Dup(), run.start, steps=3, stages=(0, 1))
     writer.state("training")
-    beat = read_heartbeat(run)
+    beat = read_heartbeat(run.start)
     (rank,) = beat.ranks
     assert (beat.state, beat.step, beat.steps) == ("training", 0, 3)
     assert (rank.stages, rank.pid, rank.busy_s) == ((0, 1), os.getpid(), None)
@@ -124,7 +124,7 @@ def test_lines_and_heartbeat_of_a_run_that_diverged_are_json(tmp_path: Path, val
     assert first == {"attempt": 1, "step": 1, "steps": 3, **figures, "gradient_norm": None}
     assert second["loss"] is second["gradient_norm"] is None
     assert held_out["evaluation"] == {"loss": None}
-    beat = strict(run.heartbeat.read_text())
+    beat = strict(run.start.heartbeat.read_text())
     assert (beat["state"], beat["step"]) == ("done", 2)
     assert (beat["ranks"][0]["busy_s"], beat["ranks"][0]["peak_bytes"]) == (0.3, 1 << 20)
     assert beat["ranks"][0]["rss_bytes"] > 1 << 20
@@ -180,7 +180,7 @@ def test_training_goes_on_while_the_disk_is_full(make_run, warm_python: str, dis
     assert "heartbeat.json can be written again" in log
     assert [line.step for line in read_metrics(run)] == [*range(1, STEPS + 1)]
     assert last_checkpoint(run).name == f"step-{STEPS:06d}"
-    assert read_heartbeat(run).state == "done"
+    assert read_heartbeat(run.start).state == "done"
 
 
 @pytest.mark.mpi

@@ -16,7 +16,7 @@ import torch
 
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cluster import Cluster
-from pipectl.runs import RunDirectory, read_metrics
+from pipectl.runs import RunDirectory, read_metrics, read_starts
 from pipectl.runtime import checkpoint
 from pipectl.spec import load, profile_key
 from tests.batch.job_requests import wait_until
@@ -283,7 +283,7 @@ def test_a_job_with_a_range_of_nodes_goes_on_with_those_that_are_left(
     assert last["state"] == "COMPLETED", log
     assert len({rank["node"] for rank in last["ranks"]}) == 2
     assert log.count("the job goes on with") == (2 if keeps else 0)
-    assert RunDirectory(run).attempt.read_text() == "3\n"
+    assert read_starts(RunDirectory(run)) == 3
     check_same(run, local_run)
 
 

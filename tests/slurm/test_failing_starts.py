@@ -115,7 +115,7 @@ def test_every_start_that_fails_ends_soon_and_says_why(submit):
     print({name: round(seconds) for name, seconds in ended.items()})
     wrong = {}
     for name, (run, _) in runs.items():
-        errors, words = read_errors(run), STARTS[name][2]
+        errors, words = read_errors(run.start), STARTS[name][2]
         node = Path(errors[0].host).name if errors else ""
         if len(errors) != 1 or words not in errors[0].message or not node.startswith("node"):
             wrong[name] = (words, errors, run.job_log.read_text()[-1500:])

@@ -57,7 +57,7 @@ def ask(*command: str) -> str:
 
 
 def exit_file(request: JobRequest) -> str:
-    return (request.run_directory / "exit_code").read_text()
+    return (request.run_directory / "starts/1/exit_code").read_text()
 
 
 def log(request: JobRequest) -> str:
@@ -127,7 +127,8 @@ def test_signals_reach_the_rank_which_may_clean_up(request_of, wait_for, name, c
     else:
         ask("scancel", "-b", "-s", name, job_id)
     assert wait_for(job_id).state is state
-    wait_until((request.run_directory / "exit_code").exists)  # Slurm says it before the script ends
+    # Slurm says it before the script ends.
+    wait_until((request.run_directory / "starts/1/exit_code").exists)
     assert exit_file(request) in {f"{code}\n", "143\n"}
     assert f"got {name}" in log(request)
 
@@ -136,7 +137,7 @@ def test_signals_reach_the_rank_which_may_clean_up(request_of, wait_for, name, c
 def test_a_job_is_asked_to_stop_before_its_time_is_over(request_of, wait_for):
     """Its ranks find a file then; tests of commands go on from there."""
     saves = Checkpoint(every=1, max_requeues=0)
-    waits = "until [[ -e stop ]]; do sleep 0.1; done; echo asked"
+    waits = "until [[ -e $PIPECTL_START/stop ]]; do sleep 0.1; done; echo asked"
     request = request_of(waits, checkpoint=saves, walltime=120)
     status = wait_for(submit(request), timeout_s=240)
     assert status.state is not JobState.TIMEOUT
@@ -158,7 +159,7 @@ def test_every_rank_is_started_in_blocks(request_of, wait_for, launcher):
             pytest.skip("needs the mpich wheel: pip install mpich")
         variables = {"mpiexec": str(mpiexec), "mpi": kind_of(str(mpiexec))}
     request = request_of(
-        'rm -f "$PIPECTL_RUN_DIRECTORY/starting"; '
+        'rm -f "$PIPECTL_START/starting"; '
         'echo "rank ${PMI_RANK-$SLURM_PROCID} of ${PMI_SIZE-$SLURM_NTASKS} on $SLURMD_NODENAME"',
         nodes=2,
         tasks_per_node=2,
@@ -246,10 +247,11 @@ def test_a_preempted_job_stops_at_a_checkpoint_and_comes_back(
     """Or at once, if TERM ends ranks that still import; and it does not if it is cancelled after
     that."""
     kinds = {"srun": {"launcher": "srun", "mpi": "none"}, "mpiexec": {"mpi": "hydra"}}
-    begins = 'rm -f "$PIPECTL_RUN_DIRECTORY/starting"; : >begun-$PIPECTL_ATTEMPT; '
-    waits = f"trap 'echo TERM >>stop' TERM; {begins}" if catches else ": >begun-$PIPECTL_ATTEMPT; "
+    begins = "cd $PIPECTL_START; : >ready; "
+    if catches:
+        begins = f"{begins}trap 'echo TERM >>stop' TERM; rm -f starting; "
     request = request_of(
-        f"{waits}until [[ -s stop ]]; do sleep 0.1; done; : >stopped",
+        f"{begins}until [[ -s stop ]]; do sleep 0.1; done; : >stopped",
         nodes=2,
         mpiexec=mpiexec,
         checkpoint=Checkpoint(max_requeues=2),
@@ -257,15 +259,15 @@ def test_a_preempted_job_stops_at_a_checkpoint_and_comes_back(
         **kinds[launcher],
     )
     job_id, run = submit(request), RunDirectory(request.run_directory)
-    wait_until((run.path / "begun-1").exists)
+    wait_until((run.start_of(1).path / "ready").exists)
     other = ("--parsable", "--exclusive", "--output=/dev/null", "--wrap=sleep 5")
     urgent = ask("sbatch", "-p", "high", "-N4", *other)
     assert wait_for(urgent).state is JobState.COMPLETED
-    wait_until((run.path / "begun-2").exists, 120)
+    wait_until((run.start_of(2).path / "ready").exists, 120)
     assert wait_for(job_id, JobState.RUNNING)
     SLURM.cancel(job_id)
     assert wait_for(job_id).state is JobState.CANCELLED
-    assert not (run.path / "begun-3").exists()
+    assert not run.start_of(3).path.exists()
 
 
 RING = Path(__file__).parents[1] / "runtime" / "watch" / "ranks_that_wait.py"
@@ -310,8 +312,8 @@ def test_a_frozen_node(submit_ring, wait_for, processes_on, lab):
                 process.suspend()
         wait_for(job_id, JobState.COMPLETING)
         wait_until(lambda: SLURM.query([job_id])[job_id].nodes == "node2", 30)
-        assert read_exit_code(run) == 137
-        (error,) = read_errors(run)
+        assert read_exit_code(run.start) == 137
+        (error,) = read_errors(run.start)
         assert (error.rank, error.host) == (1, "node2")
         assert "the launcher has not ended: it is killed" in run.job_log.read_text()
     finally:
@@ -338,8 +340,8 @@ def test_what_is_lost_is_named_and_all_end(submit_ring, wait_for, processes_on, 
             with suppress(psutil.NoSuchProcess):
                 process.kill()
     wait_for(job_id)
-    wait_until(lambda: read_errors(run), 30)
-    (error,) = read_errors(run)
+    wait_until(lambda: read_errors(run.start), 30)
+    (error,) = read_errors(run.start)
     wait_until(lambda: not live_processes(run), 20)
     if lost == "node":
         psutil.wait_procs(there, timeout=20)

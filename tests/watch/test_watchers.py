@@ -61,9 +61,9 @@ class Job:
 
     def __init__(self, run: RunDirectory) -> None:
         self.run, self.log = run, run.path / "log"
-        run.errors.mkdir()
-        self.folder = run.watch / "1"
-        self.folder.mkdir(mode=0o700, parents=True)
+        run.start.errors.mkdir(parents=True)
+        self.folder = run.start.watch
+        self.folder.mkdir(mode=0o700)
         self.ranks: list[Rank] = []
         self.watchers: list[subprocess.Popen[bytes]] = []
 
@@ -95,13 +95,13 @@ class Job:
     @property
     def reports(self) -> dict[int, str]:
         """What was said of each rank that was found lost."""
-        return {error.rank: error.message for error in read_errors(self.run)}
+        return {error.rank: error.message for error in read_errors(self.run.start)}
 
     def _watch(self, node: int, ranks: list[Rank], nodes: int, min_s: float) -> None:
         settings = Settings(
             name=f"n{node}", node=node, nodes=nodes, size=len(self.ranks), launched=False, script=0,
             ranks=tuple(rank.settings() for rank in ranks), folder=str(self.folder),
-            errors=str(self.run.errors), min_s=min_s, predicted_s=0.0,
+            errors=str(self.run.start.errors), min_s=min_s, predicted_s=0.0,
         )  # fmt: skip
         command = [sys.executable, "-S", "-m", "pipectl.watch.watcher"]
         environment = {**os.environ, "PYTHONPATH": str(Path(pipectl.__file__).parents[1])}
@@ -275,19 +275,10 @@ def test_without_the_first_watcher_others_end_their_ranks_if_one_dies_or_all_sta
         second.ends()
     assert second.process.wait(LONG_S) == -signal.SIGKILL
     job.watchers[1].wait(LONG_S)
-    (error,) = read_errors(job.run)
+    (error,) = read_errors(job.run.start)
     assert "no sign of life from it on n0" in error.message
     assert (error.rank, error.host, error.step) == (0, "n0", 7)
     assert first.process.poll() is None
-
-
-def test_a_watcher_says_nothing_of_ranks_that_have_been_started_again(job):
-    (rank,) = job.start(1)
-    job.folder.rename(job.run.watch / "gone")
-    rank.ends()
-    job.wait()
-    assert job.reports == {}
-    assert not job.folder.exists()
 
 
 def test_a_file_is_read_once_and_a_link_never_and_a_full_disk_still_shows_life(

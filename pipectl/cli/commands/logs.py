@@ -114,7 +114,7 @@ def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None
 
     bytes_before, silent_s = logs.bytes_read, 0.0
     for status in poll(run, max_unknown_s=inf):
-        if read_exit_code(run) not in (None, CHECKPOINTED):  # a checkpointed run may go on
+        if read_exit_code(status.start) not in (None, CHECKPOINTED):  # a checkpointed run may go on
             break
         show(logs.read_lines())
         silent_s += POLL_S

@@ -162,7 +162,7 @@ def _failure(status: RunStatus) -> Iterator[Fact]:
     logs = whole(f"pipectl logs {name_in_shell(status.run)}")
     details = f"logs: {logs}"
     if failure is not None and failure.has_file:
-        details = f"details: {whole(short_path(status.run.errors))}\n{details}"
+        details = f"details: {whole(short_path(status.start.errors))}\n{details}"
     if failure is not None and job.state is not JobState.COMPLETED:
         others = len(status.errors) - 1
         also = f" (and {plural(others, 'more rank')})" if others else ""
@@ -184,7 +184,7 @@ def _failure(status: RunStatus) -> Iterator[Fact]:
 
 def _changed_code(status: RunStatus) -> Iterator[Fact]:
     """Files of the job that have changed since the submission."""
-    if used := read_changed_code(status.run):
+    if used := read_changed_code(status.start):
         names = ", ".join(short_path(Path(path)) for path in used)
         yield (
             "changed code",
@@ -358,7 +358,7 @@ def _files(status: RunStatus) -> Iterator[Fact]:
         (label, whole(short_path(path)), "") for label, path in results.items() if is_there(path)
     )
     if record is not None and record.min_nodes is not None:
-        number = f"{used} of " if (used := read_nodes(run)) else ""
+        number = f"{used} of " if (used := read_nodes(status.start)) else ""
         yield "nodes", f"{number}{record.min_nodes}-{record.nodes}", ""
     if status.plan is not None:
         yield "plan", status.plan.summary, ""
@@ -507,7 +507,7 @@ def ranks_table(status: RunStatus, max_rows: int | None = None) -> RenderableTyp
     heads = ("rank", "node", "stage", "busy", "waits", "computes per step", "memory", "predicted")
     optional = ("predicted", "computes per step", "busy", "stage", "waits", "memory", "node")
     parts: list[RenderableType] = [table(heads, rows, left=heads[1:4], optional=optional)]
-    heartbeat = read_heartbeat(status.run)
+    heartbeat = read_heartbeat(status.start)
     if heartbeat and (sent := heartbeat.messages):
         route, mode, why = (sent.get(key) for key in ("route", "progress", "why"))
         route = "straight from the ranks' memory" if route == "in place" else route

@@ -22,7 +22,7 @@ from pipectl.errors import MismatchError, PipectlError
 from pipectl.files import write_text
 from pipectl.link import RowTimes
 from pipectl.report.charts import links_svg
-from pipectl.runs import Heartbeat, RunDirectory
+from pipectl.runs import Heartbeat, RunDirectory, start_of_job
 from pipectl.runtime.links.measure import measure_link, measure_sharing, measure_sums, run_on
 from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.process import begin, finish, report
@@ -79,7 +79,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
 
     def say(what: str, percent: int) -> None:
         if communicator.rank == 0:
-            Heartbeat(what, percent, 100).save(directory.heartbeat)
+            Heartbeat(what, percent, 100).save(start_of_job(directory).heartbeat)
 
     spec = load(directory.job, check_files=False)
     places = communicator.allgather(RankPlace.here())

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from pipectl.batch.findings import Finding, assess
 from pipectl.errors import PipectlError
 from pipectl.files import write_json, write_text
-from pipectl.runs import Heartbeat, RunDirectory
+from pipectl.runs import Heartbeat, RunDirectory, start_of_job
 from pipectl.runtime.links.measure import LEVELS, REACH_S, REACH_SIZES, ping_pong
 from pipectl.runtime.nodes import node_name
 from pipectl.runtime.process import begin, finish, report
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> None:
         findings = [each._asdict() for each in examine(run, values.ranks, values.gpus)]
         if rank == 0:
             write_json(run.path / "trial.json", {"findings": findings})
-            Heartbeat("tried", 100, 100).save(run.heartbeat)
+            Heartbeat("tried", 100, 100).save(start_of_job(run).heartbeat)
         finish(run, MPI.COMM_WORLD)
     except BaseException as error:
         report(run, rank, error, action="trying what works")

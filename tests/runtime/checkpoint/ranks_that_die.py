@@ -1,8 +1,9 @@
 """Ranks that train until one kills itself, or all, before a chosen operation on files.
 
 ``--run DIRECTORY`` trains, and ``--save DIRECTORY KEEP STEP...`` writes some checkpoints without a
-training. The variable ``TEST_FATE`` says which ``rank`` strikes, if it is not None, before which
-``operation`` on files of the run, and ``kills_all`` whether all ranks are killed.
+training, as the start ``TEST_START``. The variable ``TEST_FATE`` says which ``rank`` strikes, if it
+is not None, before which ``operation`` on files of the run, and ``kills_all`` whether all ranks are
+killed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from pipectl.runs import ATTEMPT, RunDirectory
+from pipectl.runs import RunDirectory
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Updater
@@ -66,7 +67,7 @@ def train(directory: RunDirectory, communicator: MPI.Intracomm, board: Board) ->
 def save(directory: Path, steps: list[int], keep: int) -> None:
     """Write checkpoints whose one tensor is their step."""
     await_fate(directory, MPI.COMM_SELF)
-    saver = Saver(MPI.COMM_SELF, directory, Keep(keep), int(os.environ[ATTEMPT]), print)
+    saver = Saver(MPI.COMM_SELF, directory, Keep(keep), int(os.environ["TEST_START"]), print)
     for step in steps:
         states = {"model.a": torch.full((3,), float(step)), "loss.b": torch.ones(2)}
         own = take_snapshot(states, {"model.a"}, Updater(None, None), {})

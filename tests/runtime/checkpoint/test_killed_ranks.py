@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipectl.runs import ATTEMPT, RunDirectory, checkpoints, read_metrics, step_of
+from pipectl.runs import START_VARIABLE, RunDirectory, checkpoints, read_metrics, step_of
 from pipectl.runtime import checkpoint
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(7200)]
@@ -34,7 +34,11 @@ def start(launch, monkeypatch: pytest.MonkeyPatch) -> Start:
     def run(ranks: int, attempt: int, arguments: list[Any], **fate: Any) -> tuple[int, str]:
         usual = {"rank": None, "operation": 0, "kills_all": False}
         monkeypatch.setenv("TEST_FATE", json.dumps({**usual, **fate}))
-        monkeypatch.setenv(ATTEMPT, str(attempt))
+        monkeypatch.setenv("TEST_START", str(attempt))
+        own = RunDirectory(Path(arguments[1])).start_of(attempt)
+        if arguments[0] == "--run":
+            own.errors.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setenv(START_VARIABLE, str(own.path))
         done = launch(ranks if ranks > 1 else 0, RANKS, *arguments, fresh=ranks > 1)
         return done.returncode, done.stdout + done.stderr
 

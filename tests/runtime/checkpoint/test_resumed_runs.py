@@ -167,7 +167,9 @@ def start(warm_python, mpiexec, monkeypatch):
     started: list[subprocess.Popen[str]] = []
 
     def begin(run: RunDirectory, attempt: int) -> subprocess.Popen[str]:
-        monkeypatch.setenv("PIPECTL_ATTEMPT", str(attempt))
+        own = run.start_of(attempt)
+        own.errors.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setenv("PIPECTL_START", str(own.path))
         worker = [warm_python, "-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run"]
         command = [mpiexec, "-n", "2", *worker, str(run.path)]
         given: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -193,11 +195,11 @@ def test_a_run_that_is_killed_and_then_asked_to_stop_goes_on(trained, make_run, 
     run = make_run(2, **{**PLAIN, "data": {**SLOW, "shuffle": True}})
     process = start(run, 1)
     wait_for(process, (run.checkpoints / "step-000006").exists)
-    (pid,) = [rank.pid for rank in read_heartbeat(run).ranks if rank.rank == 1]
+    (pid,) = [rank.pid for rank in read_heartbeat(run.start).ranks if rank.rank == 1]
     os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=280)
     assert process.returncode != 0
-    while not (errors := read_errors(run)):
+    while not (errors := read_errors(run.start)):
         time.sleep(0.1)
     assert [error.rank for error in errors] == [1]
     assert errors[0].step > 6
@@ -210,22 +212,20 @@ def test_a_run_that_is_killed_and_then_asked_to_stop_goes_on(trained, make_run, 
 
     process = start(run, 2)
     wait_for(process, lambda: read_metrics(run)[-1].attempt == 2)
-    run.stop_request.write_text("")
+    run.start.stop_request.write_text("")
     _, log = process.communicate(timeout=280)
     assert process.returncode == 0, log
     assert "missing or damaged; the checkpoint before it is used" in log
-    assert run.stopped_marker.exists()
-    assert read_heartbeat(run).state == "stopped"
+    assert run.start.stopped_marker.exists()
+    assert read_heartbeat(run.start).state == "stopped"
     stopped = read_metrics(run)[-1].step
     assert names(run)[0] == f"step-{stopped:06d}"
-    run.stop_request.unlink()
-    run.stopped_marker.unlink()
 
     process = start(run, 3)
     _, log = process.communicate(timeout=280)
     assert process.returncode == 0, log
-    assert not run.stopped_marker.exists()
-    assert read_heartbeat(run).state == "done"
+    assert not run.start.stopped_marker.exists()
+    assert read_heartbeat(run.start).state == "done"
     lines = read_metrics(run)
     attempts = {1: range(1, 4), 2: range(4, stopped + 1), 3: range(stopped + 1, STEPS + 1)}
     assert [(line.step, line.attempt) for line in lines] == [
@@ -244,13 +244,13 @@ def test_steps_that_overlap_stop_where_the_pipeline_is_empty_and_save_while_it_i
     watching = {"callbacks": {"watching": f"{PARTS}:watching"}, "checkpoint": {"every": 6}}
     run = make_run(2, **overlapping, **watching)
     stopping = make_run(2, **{**overlapping, "checkpoint": {"every": STOPPED}})
-    stopping.stop_request.write_text("")
+    stopping.start.stop_request.write_text("")
     keeping = make_run(1, **{**PLAIN, "checkpoint": {"every": 1, "keep": 2, "keep_every": 4}})
     train(run, stopping, keeping)
     seen = dict(map(json.loads, (run.path / "seen.jsonl").read_text().splitlines()))
     assert seen[6] == []
     assert seen[11] == ["step-000006"]
-    assert stopping.stopped_marker.exists()
+    assert stopping.start.stopped_marker.exists()
     assert [line.step for line in read_metrics(stopping)] == [*range(1, STOPPED + 1)]
     assert names(stopping) == [f"step-{STOPPED:06d}"]
     assert names(keeping) == ["step-000009", "step-000008", "step-000004"]
@@ -282,7 +282,8 @@ def test_runs_end_early_and_go_on_to_the_bit(make_run, launch, different, monkey
         return make_run(2, **{**PLAIN, **more, "evaluation": held_out})
 
     def train(attempt: int, *runs: RunDirectory) -> str:
-        monkeypatch.setenv("PIPECTL_ATTEMPT", str(attempt))
+        for run in runs:
+            run.start_of(attempt).errors.mkdir(parents=True, exist_ok=True)
         done = launch(2, IN_TURN, *(run.path for run in runs))
         assert done.returncode == 0, done.stderr
         return str(done.stderr)
@@ -295,7 +296,7 @@ def test_runs_end_early_and_go_on_to_the_bit(make_run, launch, different, monkey
     for each in stopped:
         measured = sum_up(read_metrics(each))
         assert (measured.step, measured.evaluation_step, measured.early_stop) == (6, 6, why)
-        assert read_heartbeat(each).state == "done"
+        assert read_heartbeat(each.start).state == "done"
         assert names(each) == ["step-000006", "step-000004", "step-000002"]
         each.job.write_text(dump(load(each.job, ["evaluation.early_stopping.patience=100"])))
     train(3, *stopped)
@@ -331,7 +332,6 @@ def test_an_evaluation_that_fails_on_one_rank_costs_no_step_and_is_made_again(
     ):
         run, ends = make_run(2, pipeline=pipeline, **sections), 5 if equal is plain else 2
         monkeypatch.setenv("TEST_EVALUATION_FAILS", place)
-        monkeypatch.setenv("PIPECTL_ATTEMPT", "1")
         done = work(2, run)
         assert done.returncode == 1
         assert "only one class is present" not in done.stderr.partition("training begins")[0]
@@ -339,7 +339,7 @@ def test_an_evaluation_that_fails_on_one_rank_costs_no_step_and_is_made_again(
         assert "); it is tried on all held-out data" in done.stderr
         saved = f"the training is saved up to step {ends}, where `pipectl resume RUN` goes on"
         assert f"the evaluation has failed; {saved}" in done.stderr
-        (error,) = read_errors(run)
+        (error,) = read_errors(run.start)
         assert (error.rank, error.action) == (rank, action)
         assert "only one class is present" in error.message
         assert saved in (error.hint or saved)
@@ -348,7 +348,7 @@ def test_an_evaluation_that_fails_on_one_rank_costs_no_step_and_is_made_again(
         assert [line.step for line in before if line.is_step] == [*range(1, ends + 1)]
         assert not any(line.evaluation for line in before)
         monkeypatch.delenv("TEST_EVALUATION_FAILS")
-        monkeypatch.setenv("PIPECTL_ATTEMPT", "2")
+        run.start_of(2).errors.mkdir(parents=True)
         done = work(2, run)
         assert done.returncode == 0, done.stderr
         pair = [

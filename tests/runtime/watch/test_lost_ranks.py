@@ -106,8 +106,8 @@ def begin(tmp_path, mpiexec):
 
     def begin(what, directory=tmp_path, start=(), **variables):
         run = RunDirectory(directory / f"run-{len(started)}")
-        run.errors.mkdir(parents=True)
-        for path in (run.path, run.errors):
+        run.start.errors.mkdir(parents=True)
+        for path in (run.path, run.starts, run.start.path, run.start.errors):
             os.chown(path, directory.stat().st_uid, directory.stat().st_gid)
         command = [sys.executable, "-m", "mpi4py", str(RING), "--run", str(run.path)]
         environment = {"TEST_HAPPENS": what, "PIPECTL_RUN_DIRECTORY": str(run.path), **variables}
@@ -136,7 +136,7 @@ def test_all_end_and_the_rank_is_named(begin, what, rank):
     ranks = begin(what, TEST_RANK=str(rank))
     log = ranks.end(GONE_WITHIN_S)
     assert ranks.launcher.returncode > 0
-    (error,) = read_errors(ranks.run)
+    (error,) = read_errors(ranks.run.start)
     assert (error.rank, error.stage, error.step) == (rank, rank, 3), error.message
     assert error.action == "FORWARD micro-batch 1"
     assert error.message.startswith(IN_FORWARD[what])
@@ -178,7 +178,7 @@ def test_what_ends_no_rank_is_not_taken_for_a_hang(begin, what, steps, suspended
     log = ranks.end()
     assert ranks.launcher.returncode == 0, log
     assert words in log
-    assert read_errors(ranks.run) == []
+    assert read_errors(ranks.run.start) == []
 
 
 ATTACK = """\
@@ -190,14 +190,14 @@ for pid in $PIDS; do
         head -c 1 /proc/$pid/$name > /dev/null && echo "reads $name of $pid"
     done
 done
-for path in $(find "$RUN") "$RUN"/watch/*/node-0000.json; do
+for path in $(find "$RUN") "$RUN"/starts/1/watch/node-0000.json; do
     echo forged >> "$path" && echo "writes $path"
     mv "$path" "$path.moved" && echo "moves $path"
     rm "$path" < /dev/null && echo "removes $path"
 done
-cat "$RUN"/watch/*/* && echo "reads the watcher's file"
-ln -s /etc/passwd "$RUN"/watch/link && echo "adds to the watcher's files"
-touch "$RUN"/errors/rank-0001.json && echo "adds a report"
+cat "$RUN"/starts/1/watch/* && echo "reads the watcher's file"
+ln -s /etc/passwd "$RUN"/starts/1/watch/link && echo "adds to the watcher's files"
+touch "$RUN"/starts/1/errors/rank-0001.json && echo "adds a report"
 exit 0
 """
 
@@ -221,9 +221,8 @@ def test_nobody_else_ends_or_reads_a_job_that_runs(begin):
         assert len(members) == FAMILY
         assert {each.uids().real for each in members} == {user.pw_uid}
         check_what_is_open(members, {family[0][0] for family in ranks.noted("family")})
-        assert stat.S_IMODE(ranks.run.watch.stat().st_mode) == 0o700
-        (folder,) = ranks.run.watch.iterdir()
-        (file,) = folder.iterdir()
+        assert stat.S_IMODE(ranks.run.start.watch.stat().st_mode) == 0o700
+        (file,) = ranks.run.start.watch.iterdir()
         assert (file.name, stat.S_IMODE(file.stat().st_mode)) == ("node-0000.json", 0o600)
         if has_others:
             pids = " ".join(str(each.pid) for each in members)
@@ -241,7 +240,7 @@ def test_nobody_else_ends_or_reads_a_job_that_runs(begin):
         log = ranks.end(within_s=math.inf)
         assert ranks.launcher.returncode == 0, log
         assert "watches" not in log
-        assert read_errors(ranks.run) == []
+        assert read_errors(ranks.run.start) == []
     finally:
         shutil.rmtree(directory)
 
@@ -279,15 +278,15 @@ def test_ranks_do_not_outlive_what_started_them(begin, gone, words):
     ranks.end(within_s=GONE_WITHIN_S)
     script.kill()
     script.wait()
-    (error,) = read_errors(ranks.run)
+    (error,) = read_errors(ranks.run.start)
     assert words in error.message
 
 
 @pytest.mark.torture
 def test_a_run_whose_errors_cannot_be_written_ends_all_the_same(begin):
     ranks = begin("killed")
-    ranks.run.errors.rmdir()
-    ranks.run.errors.write_text("no folder")
+    ranks.run.start.errors.rmdir()
+    ranks.run.start.errors.write_text("no folder")
     log = ranks.end(within_s=GONE_WITHIN_S)
     assert ", stage 1, FORWARD micro-batch 1, step 3: its process was killed" in log
 
