@@ -321,6 +321,10 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
         words = "set by hand: give the job an lr_scheduler, if this line changes it at any time"
         found.left.append(Finding("learning rate", words, place))
     found.differs.extend(_jumps(parts))
+    if compared.shapes:
+        words = f"{compared.shapes}, and a job has one shape: pad all samples to one length in the "
+        words += "dataset or the collate_fn"
+        found.differs.append(Finding("batch", words, parts.loading.place))
     for place in freezes(seen.frames):
         words = "set in the loop: in the job, what is frozen at the first step stays frozen, and "
         words += "nothing else is frozen later"

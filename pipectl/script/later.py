@@ -82,6 +82,7 @@ class Compared:
         epochs: the epochs that these steps and the last one are of: 1 or 2.
         keeps_gradients: whether the script was not seen to drop the gradients of a step.
         draws: whether the first step draws random numbers.
+        shapes: which tensor of a later batch has another shape than in the first one, if one has.
         evaluated: other data that the script reads after an epoch: in words, with their places and
             the names of their loaders.
     """
@@ -92,6 +93,7 @@ class Compared:
     epochs: int = 1
     keeps_gradients: bool = False
     draws: bool = False
+    shapes: str = ""
     evaluated: tuple[tuple[str, Place, str], ...] = ()
 
     @property
@@ -189,6 +191,7 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
         )
         for each in seen.evaluated.values()
     )
+    compared.shapes = _other_shape([each for step in steps for each in step.recordings])
     compared.draws = steps[0].recordings[0].draws
     compared.keeps_gradients = len(steps) > 1 and not seen.recorder.drops
     if compared.steps >= STEPS:
@@ -267,6 +270,19 @@ def _compare(seen: Seen, steps: list[_Step], compared: Compared) -> None:
                 raise _refusal(found._replace(words=f"{found.words} ({words})"))
             raise _refusal(_Difference(recording.place, words))
     compared.steps = sum(step.epoch == 1 for step in steps) if follows_random else 0
+
+
+def _other_shape(recordings: list[Recording]) -> str:
+    """Say which tensor of a batch has other sizes than in the first one, besides the samples."""
+    first, *others = recordings
+    inputs, targets = Program(first.entries, first.loss).batch_leaves()
+    for path in (*inputs, *targets):
+        for other in others:
+            if len(other.batches) == 1:
+                was, now = (list(reach(each.batch, path).shape) for each in (first, other))
+                if was[1:] != now[1:]:
+                    return f"{name_of(path)} is {was} in the first batch and {now} in a later one"
+    return ""
 
 
 def _refuse_written(seen: Seen, model: nn.Module) -> None:

@@ -62,7 +62,9 @@ def test_the_page_runs_as_a_notebook(folder, warm_python, monkeypatch):
         return
     planned, followed, *_ = run_notebook(folder, warm_python)
     pages = [out["data"].get("text/html", "") for out in (planned[-1], followed[-1])]
-    assert [page.count("<img") for page in pages] == [1, 2]
+    plan, run = (re.findall(r'<img alt="([^"]*)"', page) for page in pages)
+    assert plan == ["the predicted step"]
+    assert run == ["figures 1", "figures 2", "figures 3", "a step"]
     assert "COMPLETED" in pages[1]
     told = "".join(str(out) for out in followed[:-1])
     assert "RUNNING" in told

@@ -151,3 +151,17 @@ def test_halves_that_are_alike_by_chance_show_nothing(beginning, tmp_path):
         "for x, y in loader:\n    {step}"
     )
     assert kind_of_loss(Parts.of(written(tmp_path, beginning, text))) is Kind.OTHER
+
+
+def test_batches_that_are_padded_to_other_lengths_are_named(beginning, tmp_path):
+    text = (
+        "def padded(samples):\n    x, y = torch.utils.data.default_collate(samples)\n"
+        "    return nn.functional.pad(x, (0, len(order))), y\n"
+        "loader = DataLoader(data, batch_size=8, collate_fn=padded)\n"
+        "for x, y in loader:\n    order.append(0)\n"
+        "    criterion(model(x[:, :4]), y).backward(); optimizer.step(); optimizer.zero_grad()"
+    )
+    command = written(tmp_path, beginning, text)
+    found = findings_of(Parts.of(command), compare_steps(command))
+    told = {each.what: each.value for each in found.differs}
+    assert told["batch"].startswith("0 is [8, 4] in the first batch and [8, 5] in a later one")
