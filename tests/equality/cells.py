@@ -291,18 +291,20 @@ SAMPLE = {
         gpt-pipedream-apart-few gpt-pipedream-2bw-apart-smaller_last
         """,
     4: """
-        tied-gpipe-smaller_last-blocks tied-1f1b-b-smaller_last-disk tied-1f1b-one_left_over
-        tied-1f1b-smaller_last-recompute tied-1f1b-smaller_last-recompute_disk
-        tied-1f1b-smaller_last-disk tied-1f1b-smaller_last-blocks_disk
-        tied-interleaved-smaller_last-disk tied-looped-bfs-smaller_last tied-zb-v-smaller_last
-        tied-dualpipev-few tied-dualpipev-smaller_last-host tied-v-half-smaller_last
-        tied-1f1b-apart-smaller_last tied-back_to_front-divisible cnn-gpipe-smaller_last
+        tied-gpipe-smaller_last-blocks tied-1f1b-divisible tied-1f1b-b-smaller_last-disk
+        tied-1f1b-one_left_over tied-1f1b-smaller_last-recompute
+        tied-1f1b-smaller_last-recompute_disk tied-1f1b-smaller_last-disk
+        tied-1f1b-smaller_last-blocks_disk tied-interleaved-smaller_last-disk
+        tied-looped-bfs-smaller_last tied-zb-v-smaller_last tied-dualpipev-few
+        tied-dualpipev-smaller_last-host tied-v-half-smaller_last tied-1f1b-apart-smaller_last
+        tied-back_to_front-divisible cnn-gpipe-smaller_last cnn-1f1b-smaller_last
         cnn-1f1b-smaller_last-host cnn-1f1b-smaller_last-blocks_disk cnn-1f1b-b-smaller_last
         cnn-zb-v-one_left_over cnn-dualpipev-smaller_last-recompute cnn-v-min-few
         cnn-1f1b-apart-smaller_last-host cnn-gpipe-inputs-smaller_last
-        dense-zb-h1-smaller_last-recompute dense-interleaved-few dense-looped-bfs-smaller_last-disk
-        dense-zb-v-smaller_last-blocks frozen-1f1b-few gpt_bf16-1f1b-smaller_last
-        cnn_bf16-zb-v-smaller_last gpt_float16-zb-h1-smaller_last tied_bf16_weights-1f1b-apart-few
+        dense-zb-h1-smaller_last-recompute dense-1f1b-smaller_last dense-interleaved-few
+        dense-looped-bfs-smaller_last-disk dense-zb-v-smaller_last-blocks frozen-1f1b-few
+        gpt_bf16-1f1b-smaller_last cnn_bf16-1f1b-smaller_last cnn_bf16-zb-v-smaller_last
+        gpt_float16-1f1b-few gpt_float16-zb-h1-smaller_last tied_bf16_weights-1f1b-apart-few
         cnn_bf16_weights-zb-v-smaller_last gpt_float16-1f1b-apart-few cnn_float16-1f1b-smaller_last
         own_precision-gpipe-inputs-few gpt_buckets-zb-v-smaller_last
         gpt_buckets-1f1b-smaller_last-blocks_disk gpt-pipedream-few cnn-pipedream-few

@@ -87,7 +87,7 @@ def test_a_number_of_a_batch_is_compared_where_replicas_share_a_micro_batch(make
     """It is no longer what the graph computes with from step 2 on."""
     run = make_run(2, **SCALED)
     assert work(2, run).returncode == 3
-    error = read_errors(run)[0]
+    error = read_errors(run.start)[0]
     assert error.step == 2
     assert error.message.startswith("data: 'targets_scale' of a batch is the number 2.0, but the")
 
