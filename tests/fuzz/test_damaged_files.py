@@ -10,6 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,9 @@ def change(document: Any, draw: Callable[..., Any]) -> None:
         other, place = known[draw(st.integers(0, len(known) - 1))]
         holder[key] = copy.deepcopy(other[place])
     elif action == "scale" and isinstance(holder[key], int | float):
-        holder[key] = holder[key] * draw(st.sampled_from([-1, 0, 1000, 10**9, 0.5, 1e-9]))
+        factor = draw(st.sampled_from([-1, 0, 1000, 10**9, 0.5, 1e-9]))
+        with suppress(OverflowError):  # of an integer that is too large to be a float
+            holder[key] = holder[key] * factor
     else:
         holder[key] = copy.deepcopy(draw(VALUES))  # others may change what is in it
 
