@@ -198,16 +198,21 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
         )
 
 
-def check_data(communicator: MPI.Comm, job: CapturedJob, profile: Profile) -> None:
+def check_data(
+    communicator: MPI.Comm, job: CapturedJob, profile: Profile
+) -> list[list[int]] | None:
     """Compare a few samples of the training data that every rank reads; collective.
 
     Only if processes outside of MPI have read the same ones: otherwise differences are expected.
+
+    Returns:
+        Their checksums; None if they were not compared, or could not be read.
 
     Raises:
         MismatchError: on all ranks, naming the first that reads other samples than rank 0.
     """
     if profile.readings is not Readings.SAME:
-        return
+        return None
     mine: list[list[int]] | None = None
     with suppress(PipectlError):  # training may never come to this sample
         mine = sample_digests(job.loader)
@@ -220,6 +225,7 @@ def check_data(communicator: MPI.Comm, job: CapturedJob, profile: Profile) -> No
             hint="leave out what divides the data by rank (or worker of a launcher): pipectl gives "
             "every rank its part of each batch; or check that all nodes see the same files",
         )
+    return mine
 
 
 def check_initial(communicator: MPI.Comm, values: Mapping[str, Tensor]) -> None:

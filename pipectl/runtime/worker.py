@@ -131,9 +131,9 @@ def _train(
     job = CapturedJob(spec)
     board.phase("capturing the model")
     check_graph(communicator, job, plan, profile)
-    check_data(communicator, job, profile)
+    digests = check_data(communicator, job, profile)
     if rank == 0:
-        _compare_samples(directory, job, profile, begins=stored is None)
+        _compare_samples(directory, job, profile, digests, begins=stored is None)
     if rank == 0 and (fault := misplaced(nodes, plan.node_of_rank)):
         warn(fault)
     board.phase("choosing how messages travel")
@@ -244,11 +244,17 @@ def _report_changed_code(start: StartDirectory, spec: JobSpec) -> None:
 
 
 def _compare_samples(
-    directory: RunDirectory, job: CapturedJob, profile: Profile, *, begins: bool
+    directory: RunDirectory,
+    job: CapturedJob,
+    profile: Profile,
+    digests: list[list[int]] | None,
+    *,
+    begins: bool,
 ) -> None:
     """Warn if samples differ from those at the first start; keep them for a later one.
 
     Args:
+        digests: of a few samples of the training data; None if there are none to compare.
         begins: whether the training begins, and does not go on.
     """
     if profile.redrawn_samples and not begins:
@@ -256,10 +262,10 @@ def _compare_samples(
             "evaluation.data: this start holds out other samples than those before (they are drawn "
             "by a generator without a seed), so evaluations measure what was trained on"
         )
-    if profile.readings is not Readings.SAME:
+    if digests is None:
         return
     try:
-        found = {"digests": sample_digests(job.loader, job.evaluation_loader)}
+        found = {"digests": [*digests, *sample_digests(job.evaluation_loader)]}
     except PipectlError:  # training may never come to this sample
         return
     if not directory.samples.exists():
