@@ -66,12 +66,12 @@ class NodeRange:
         """All numbers in it, the lowest first."""
         return range(self.lowest, self.highest + 1)
 
-    def spread(self, most: int) -> list[int]:
-        """Its numbers, or of a longer range so many, both ends among them, at equal distances."""
-        counts, last = self.counts, most - 1
-        if len(counts) <= most:
+    def spread(self, limit: int) -> list[int]:
+        """Its numbers, or ``limit`` of a longer range, with both ends, at equal distances."""
+        counts, last = self.counts, limit - 1
+        if len(counts) <= limit:
             return [*counts]
-        return [counts[(len(counts) - 1) * index // last] for index in range(most)]
+        return [counts[(len(counts) - 1) * index // last] for index in range(limit)]
 
     def nearest(self, number: int) -> int:
         """The number in it that is nearest to another one."""
