@@ -368,16 +368,19 @@ ask_nodes() { # NODE...
             exit 1' </dev/null >/dev/null 2>&1
 }
 find_nodes() {
-    local node answers
+    local node answers="" tries=0
     nodes=("${all_nodes[@]}")
-    ask_nodes "${nodes[@]}" && return
-    answers=$(
-        for node in "${all_nodes[@]}"; do
-            ask_nodes "$node" && echo " $node " &
-        done
-        wait
-    )
-    [[ $answers == *" ${SLURMD_NODENAME-} "* ]] || return # no step can be started at all
+    # The node of this script is there. If it does not answer, no step could be started in time.
+    until [[ $answers == *" ${SLURMD_NODENAME-} "* ]]; do
+        ((++tries <= 3)) || return
+        ask_nodes "${nodes[@]}" && return
+        answers=$(
+            for node in "${all_nodes[@]}"; do
+                ask_nodes "$node" && echo " $node " &
+            done
+            wait
+        )
+    done
     nodes=()
     for node in "${all_nodes[@]}"; do
         [[ $answers == *" $node "* ]] && nodes+=("$node")

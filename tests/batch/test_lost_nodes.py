@@ -14,7 +14,10 @@ SRUN = """\
 #!/bin/bash
 for word; do [[ $word == --nodelist=* ]] && nodes=${word#*=}; done
 echo "srun $nodes" >>calls
-for node in ${nodes//,/ }; do [[ -e lost-$node ]] && exit 1; done
+for node in ${nodes//,/ }; do
+    [[ -e lost-$node ]] && exit 1
+    [[ ! -e late-$node ]] || { [[ $nodes == *,* ]] || rm "late-$node"; exit 1; }
+done
 exit 0
 """
 SCONTROL = """\
@@ -96,6 +99,13 @@ def test_where_no_step_can_be_started_nothing_is_known_of_nodes(job):
     code, _, calls = job(3, f"{FAILS}touch lost-n1 lost-n2 lost-n3; exit 9")
     assert code == 9
     assert "requeue 7" not in calls
+
+
+def test_nodes_are_asked_again_if_that_of_the_script_does_not_answer(job):
+    code, _, calls = job(3, f"{FAILS}: >lost-n2; : >late-n1; exit 9")
+    assert code == 75
+    assert calls.count("srun n1") == 2
+    assert "requeue 7" in calls
 
 
 def test_a_range_goes_on_with_the_nodes_that_are_left_in_the_same_allocation(job):
