@@ -1,6 +1,8 @@
 """The main job and a sweep on a real Slurm of four virtual nodes: profiled, planned and trained."""
 
 import json
+import os
+import random
 import shutil
 import subprocess
 import sys
@@ -285,6 +287,51 @@ def test_a_job_with_a_range_of_nodes_goes_on_with_those_that_are_left(
     assert log.count("the job goes on with") == (2 if keeps else 0)
     assert read_starts(RunDirectory(run)) == 3
     check_same(run, local_run)
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.torture
+@pytest.mark.timeout(6000)
+@pytest.mark.parametrize("seed", range(int(os.environ.get("PIPECTL_LOSSES", "2")) // 2))
+def test_nodes_that_are_lost_at_random_cost_the_steps_since_the_last_checkpoint(
+    pipectl, processes_on, local_run, seed
+):
+    """Two of four nodes, one after the other. PIPECTL_LOSSES says how many in all."""
+    draw = random.Random(seed)
+    settings = ("resources.nodes=2-4", "pipeline.stages=auto", "checkpoint.every=5")
+    run = submit(pipectl, local_run, *settings, "slurm.options.no-kill=true")
+    lost, saved = list[psutil.Process](), list[int]()
+    try:
+        for nodes, step in ((4, draw.randrange(1, 110)), (3, draw.randrange(110, 200))):
+            found = status_when(
+                pipectl,
+                run.name,
+                lambda now, n=nodes, at=step: (now["step"] or 0) >= at and len(now["ranks"]) == n,
+            )
+            here = processes_on(found["ranks"][draw.randrange(1, nodes)]["node"])
+            lost += here
+            saved.append(max((step_of(path) for path in run.glob("checkpoints/step-*")), default=0))
+            for process in here:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        last = status_when(pipectl, run.name, is_over)
+    finally:
+        psutil.wait_procs(lost, timeout=20)
+        subprocess.run([LAB / "up"], capture_output=True, check=True, timeout=120)
+    assert last["state"] == "COMPLETED", (run / "logs/job.log").read_text()
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    starts = dict[int, list[int]]()
+    for line in lines:
+        if "loss" in line:
+            starts.setdefault(line["attempt"], []).append(line["step"])
+    assert [*starts] == [1, 2, 3]
+    assert starts[2][0] > saved[0]
+    assert starts[3][0] > saved[1]
+    check_same(run, local_run)
+
+
+def step_of(checkpoint_directory: Path) -> int:
+    return int(checkpoint_directory.name.partition("-")[2])
 
 
 @pytest.mark.usefixtures("warm", "partitions_with_priorities")
