@@ -222,10 +222,13 @@ class ProcessorMeter:
     def _find_children(self) -> bool:
         """Look for processes that ranks have started; returns whether there are new ones."""
         parents = {}
-        for path in self._proc.glob("[0-9]*/stat"):
-            with suppress(OSError, LookupError, ValueError):  # it has ended
-                text = path.read_text(encoding="ascii", errors="replace")
-                parents[int(path.parent.name)] = int(text.rpartition(")")[2].split()[1])
+        entries = list[Path]()
+        with suppress(OSError):
+            entries += self._proc.iterdir()  # Path.glob fails if a process ends between its looks
+        for path in entries:
+            with suppress(OSError, LookupError, ValueError):  # not a process, or it has ended
+                text = (path / "stat").read_text(encoding="ascii", errors="replace")
+                parents[int(path.name)] = int(text.rpartition(")")[2].split()[1])
         family = set(self._ranks)
         while new := {pid for pid, parent in parents.items() if parent in family} - family:
             family |= new

@@ -1,5 +1,7 @@
 """The share of its cores that a rank gets, and who is said to have the rest."""
 
+import errno
+import io
 import os
 import signal
 import subprocess
@@ -149,3 +151,23 @@ def test_limits_of_both_kinds_of_control_groups_are_read(tmp_path, version):
     assert (sample.used_s, sample.stolen_s) == (1.52, 3.0)
     assert list(sample.limits.values()) == [Limit(1.5, 7.0)]
     assert ProcessorMeter([thread], {0}, tmp_path / "none").measure(1, 1).share is None
+
+
+def test_processes_that_end_while_they_are_looked_at_are_left_out(tmp_path, monkeypatch):
+    """The kernel says of a file that was there: no such process."""
+    for pid, parent in ((1, 0), (7, 1), (8, 1), (9, 8)):
+        (tmp_path / f"proc/{pid}").mkdir(parents=True)
+        (tmp_path / f"proc/{pid}/stat").write_text(f"{pid} (a) b) S {parent} 1 1")
+    has_ended = {tmp_path / "proc/7/stat"}
+
+    def unless_ended(call):
+        def asked(path, *arguments, **options):
+            if Path(path) in has_ended:
+                raise ProcessLookupError(errno.ESRCH, "No such process", str(path))
+            return call(path, *arguments, **options)
+
+        return asked
+
+    monkeypatch.setattr(os, "stat", unless_ended(os.stat))
+    monkeypatch.setattr(io, "open", unless_ended(io.open))
+    assert ProcessorMeter([1], {0}, tmp_path)._own_s.keys() == {1, 8, 9}
