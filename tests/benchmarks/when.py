@@ -1,0 +1,142 @@
+"""Ends of jobs: those that `plan --when` expects, and those that come
+
+Runs a job on the Slurm lab (`slurm/lab`) whose model sleeps, among jobs that sleep. A second
+partition has two of the four nodes and allows one minute, after which the job is put back into the
+queue. In every trial, other jobs are submitted first; `submit --soonest` then takes a partition and
+a number of nodes. Shown are the times from the question to the start and to the end, expected and
+measured.
+
+    python tests/benchmarks/when.py [TRIALS]
+"""
+
+from __future__ import annotations
+
+import getpass
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from pipectl.runs import RunDirectory, read_metrics
+from tests.benchmarks.jobs import pipectl, print_table
+from tests.slurm.conftest import running_lab
+
+TRIALS, LAYERS, STEPS = 10, 8, 300
+PAUSE_S = 0.005
+JOB = {
+    "version": 1,
+    "name": "sleeper",
+    "site_defaults": False,
+    "model": {"factory": f"{__file__}:Sleeper", "opaque": ["layers.*"]},
+    "loss": {"factory": "torch.nn:MSELoss"},
+    "data": {"factory": f"{__file__}:samples"},
+    "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 1e-3}},
+    "training": {"steps": STEPS, "batch_size": 8},
+    "pipeline": {"micro_batches": 8},
+    "resources": {"nodes": 1, "tasks_per_node": 1, "cpus_per_task": 1, "walltime": "00:10:00"},
+    "checkpoint": {"every": 50, "lead_time": "20s", "max_requeues": 9},
+    "launch": {"scheduler": "slurm"},
+}
+
+
+class SleepingLayer(nn.Module):
+    """Takes its time in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(PAUSE_S)
+        return x * self.scale
+
+
+class Sleeper(nn.Module):
+    """As many stages as there are layers take as long as one, and no processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SleepingLayer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def samples() -> torch.utils.data.Dataset[tuple[Tensor, ...]]:
+    """Vectors that are to stay as they are."""
+    vectors = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(vectors, vectors)
+
+
+def slurm(*command: str) -> str:
+    """What a command of Slurm prints."""
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def take_nodes(draw: random.Random) -> None:
+    """Submit one to three jobs that sleep for as long as they ask for."""
+    for _ in range(draw.randint(1, 3)):
+        nodes, minutes = draw.randint(1, 4), draw.randint(1, 2)
+        sleeps = f"sleep {60 * minutes - 1}"
+        options = (f"-N{nodes}", f"-t{minutes}", "--exclusive", "-o", "/dev/null")
+        slurm("sbatch", *options, "--wrap", sleeps)
+
+
+def finished(folder: Path, run: str) -> float:
+    """Wait for a run; when it ended."""
+    while (found := pipectl(folder, "status", run))["state"] != "COMPLETED":
+        if found["state"] not in ("QUEUED", "RUNNING", "COMPLETING", "REQUEUED"):
+            sys.exit(f"{run}: {found['state']} {found['error']}")
+        time.sleep(0.3)
+    return time.time()
+
+
+def rows(trials: int) -> Iterator[tuple[object, ...]]:
+    """By trial."""
+    lab = Path(tempfile.mkdtemp(prefix="pipectl-lab-"))
+    with running_lab(lab), tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / "job.yaml").write_text(yaml.safe_dump(JOB))
+        limits = ("PartitionName=short", "Nodes=node[3-4]", "MaxTime=1")
+        slurm("scontrol", "create", *limits)
+        pipectl(folder, "profile", "job.yaml", "--effort", "fast", "--scheduler", "local")
+        submit = ("submit", "job.yaml")
+        finished(folder, Path(pipectl(folder, *submit)["directory"]).name)  # shows its pauses
+        draw = random.Random(0)
+        for trial in range(1, trials + 1):
+            take_nodes(draw)
+            time.sleep(draw.uniform(0, 30))
+            found = pipectl(folder, "plan", "job.yaml", "--when", "--compare", "1,2,4")
+            (row,) = (row for row in found["rows"] if row["soonest"])
+            run = Path(pipectl(folder, *submit, "--soonest")["directory"])
+            asked = found["asked_at"]
+            ended = finished(folder, run.name) - asked
+            first = next(line for line in read_metrics(RunDirectory(run)) if line.is_step)
+            expected = row["done_at"] - asked
+            where = f"{row['queue']}, {row['nodes']}"
+            starts = f"{row['starts_at'] - asked:.0f}", f"{first.time - asked:.0f}"
+            ends = f"{expected:.1f}", f"{ended:.1f}", f"{ended / expected:.2f}x"
+            yield (trial, where, row["requeues"], *starts, *ends)
+            slurm("scancel", f"--user={getpass.getuser()}")
+
+
+def main(trials: int = TRIALS) -> None:
+    columns = (
+        "trial", "partition, nodes", "requeues", "start (s)", "first step (s)", "end (s)",
+        "measured (s)", "ratio",
+    )  # fmt: skip
+    print_table(columns, rows(trials))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))
