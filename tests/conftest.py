@@ -1,6 +1,7 @@
 """Builders that several test folders share, and how tests are spread over processes."""
 
 import fcntl
+import gc
 import json
 import os
 import shutil
@@ -29,6 +30,8 @@ from pipectl.schedule import default_warm_up
 settings.register_profile("busy machines", deadline=None)
 settings.load_profile("busy machines")
 
+gc.disable()
+"""Until all tests are there: what is imported stays, and looking through it takes seconds."""
 os.environ["OMP_NUM_THREADS"] = "1"
 """Several processes share the cores; threads that wait for each other would keep them busy."""
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -43,6 +46,13 @@ SHARED, TESTS_PID = "PIPECTL_TESTS", "PIPECTL_TESTS_PID"
 WARM = Path(__file__).parent / "warm"
 TOGETHER = ("tests/slurm/", "tests/capture/", "tests/equality/")
 """Folders whose files share what takes long to make, so one process runs them."""
+LONG = (
+    "tests/runtime/checkpoint/test_resumed_runs.py",
+    "tests/runtime/test_equal_trainings.py",
+    "tests/runtime/test_readings.py",
+    "tests/docs/test_pages_that_run.py",
+)
+"""Further files that are begun first, because one process runs each for minutes."""
 WAITING = "tests/watch/"
 """The tests of this folder wait for most of their time."""
 
@@ -376,12 +386,16 @@ def profile_of() -> Callable[[Any], Any]:
     """``profile_of(spec)``: as if for one rank without neighbours; once per model and run of tests.
 
     Other data of the same shapes, and other optimizers, would change its times alone, which are
-    those of two rounds. It does not know whether other processes read the same samples, and tries
-    nothing else of the job: ranks show what they refuse.
+    those of two rounds; what stages take besides their operators is not measured. It does not know
+    whether other processes read the same samples, and tries nothing else of the job: ranks show
+    what they refuse.
     """
-    from pipectl.profile import Profile
+    from pipectl.profile import Profile, SplitBackward, StageOverhead
     from pipectl.profiler import effort, measured_sizes, profile_job
+    from pipectl.profiler.fit import Fit
 
+    overhead = StageOverhead(2e-5, 1e-5, 1e-5, 2e-5, 1e-5, 1e-5)
+    fit = Fit(overhead, (1.0, 1.0), 0.0, SplitBackward())
     twice = effort.Rounds(2, 2, 1e-6)
     unread = SimpleNamespace(compare=lambda _: None)
 
@@ -396,6 +410,7 @@ def profile_of() -> Callable[[Any], Any]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(effort._LIMITS, effort.Effort.FAST, (twice, twice, None))
                 patch.setattr("pipectl.profiler.job.other_reader", lambda _: nullcontext(unread))
+                patch.setattr("pipectl.profiler.job._Profiling._fit", lambda *_: fit)
                 for tried in ("try_job", "try_metrics"):
                     patch.setattr(f"pipectl.profiler.job.{tried}", lambda *_: None)
                 profile_job(spec, effort=effort.Effort.FAST).save(file)
@@ -450,6 +465,12 @@ def contents() -> Callable[[Path], dict[str, Any]]:
     return read
 
 
+def pytest_collection_finish() -> None:
+    """What is there now is garbage at no time."""
+    gc.freeze()
+    gc.enable()
+
+
 def scope_of(nodeid: str) -> str:
     """The file of a test, or the folder that stays together."""
     shared = (folder for folder in TOGETHER if nodeid.startswith(folder))
@@ -457,14 +478,23 @@ def scope_of(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first: folders that stay together, then files that start ranks or wait.
+    """What takes long comes first: folders that stay together, files with tests that take minutes,
+    those that start ranks or wait, then those that compute for seconds.
 
     At the end, short files then keep all processes of ``pytest -n`` at work.
     """
-    ranks = {scope_of(item.nodeid) for item in items if item.get_closest_marker("mpi")}
+    marked = {
+        marker: {scope_of(item.nodeid) for item in items if item.get_closest_marker(marker)}
+        for marker in ("mpi", "slow")
+    }
 
-    def place(item: pytest.Item) -> tuple[bool, bool]:
+    def place(item: pytest.Item) -> tuple[bool, ...]:
         scope = scope_of(item.nodeid)
-        return scope not in TOGETHER, scope not in ranks and not scope.startswith(WAITING)
+        return (
+            scope not in TOGETHER,
+            scope not in LONG,
+            scope not in marked["mpi"] and not scope.startswith(WAITING),
+            scope not in marked["slow"],
+        )
 
     items.sort(key=place)

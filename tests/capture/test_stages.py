@@ -6,6 +6,7 @@ the form it would have in a message.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,31 +197,43 @@ TRIED = [
     *("WritingInput", "Outer", "Twice", "Branches", "Written"),
     *("gpt", "tied", "cnn", "dense"),
 ]
-"""Those of ``tests/corpus`` are cut once each; these at every place, and computed again."""
+"""Those of ``tests/corpus`` are cut once each; these at several places, or at every one with
+``product``, and computed again."""
 
 
 @pytest.mark.parametrize("model", TRIED)
-def test_any_cut_gives_the_bits_of_the_model(job_of, model: str) -> None:
-    """Random ones and those at any position that divides no group; also of forwards that are
-    computed again, whose buffers are seen as they were and count once.
+@pytest.mark.parametrize(
+    ("every", "random", "again"),
+    [(3, 3, 1), pytest.param(1, 8, 3, marks=pytest.mark.product)],
+    ids=["some", "all"],
+)
+def test_any_cut_gives_the_bits_of_the_model(
+    job_of, model: str, every: int, random: int, again: int
+) -> None:
+    """Random ones and those at positions that divide no group; also of forwards that are computed
+    again, whose buffers are seen as they were and count once.
     """
     trial = Trial(job_of(model))
     if not trial.draws:
         allowed = 1e-5 if trial.shares else 0.0  # gradients of several uses are summed otherwise
         assert {n: d for n, d in trial.plain_differences().items() if d > allowed} == {}
     assert any("gradient of" in name for name in trial.reference)
-    tried = 0
-    for position in range(1, len(trial.graph.position)):
-        stage_of = {name: int(at >= position) for name, at in trial.graph.position.items()}
-        with suppress(MismatchError):
-            assert trial.differences(stage_of) == [], stage_of
-            tried += 1
-    assert tried
-    for stage_of in map(trial.cut, range(8)):
+    in_two = [*cuts_in_two(trial.graph)]
+    assert in_two
+    for stage_of in (*in_two[::every], *map(trial.cut, range(random))):
         assert trial.differences(stage_of) == [], stage_of
-    for stage_of in (stages(trial.graph), *map(trial.cut, range(3))):
+    for stage_of in (stages(trial.graph), *map(trial.cut, range(again))):
         assert trial.differences(stage_of, recompute=True) == [], stage_of
     assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == (True, False)
+
+
+def cuts_in_two(graph: CapturedGraph) -> Iterator[dict[str, int]]:
+    """At every position that divides no group."""
+    for position in range(1, len(graph.position)):
+        stage_of = {name: int(at >= position) for name, at in graph.position.items()}
+        with suppress(MismatchError):
+            Cut(graph, stage_of, training=True)
+            yield stage_of
 
 
 def test_random_cuts_include_gradients_that_return_use_by_use(job_of) -> None:

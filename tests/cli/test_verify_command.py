@@ -26,6 +26,7 @@ TAGGER = ("--set=model=./model.py:tagger", "--set=loss=./model.py:tags")
 BUCKETS = "buckets: [4, 8], pad: {inputs: 0, targets: -100}"
 SEQUENCES = f"--set=data={{factory: './model.py:sequences', {BUCKETS}}}"
 SCALING = "--set=training.loss_scale={initial: 1048576, growth_interval: 2}"
+FLOAT16 = ["--set=training.precision=float16", SCALING]
 
 
 @pytest.fixture
@@ -76,10 +77,14 @@ OTHER_PLAN = {"compared": "two plans", "reference": "another plan: 3 ranks, 3 st
     [
         (3, 4, ["--set=pipeline.stages=3", NORMALIZED, SCHEDULE, *HALVED], PLAIN_PROCESS, ""),
         (2, 4, [SCHEDULE, EVALUATED, TRACKED, *BY_VARIABLE], PLAIN_PROCESS, ""),
-        (2, 5, [*TAGGER, SEQUENCES], PLAIN_PROCESS, ""),
-        (2, 8, ["--set=training.precision=float16", SCALING], PLAIN_PROCESS, ""),
+        pytest.param(2, 5, [*TAGGER, SEQUENCES], PLAIN_PROCESS, "", marks=pytest.mark.product),
+        pytest.param(2, 8, FLOAT16, PLAIN_PROCESS, "", marks=pytest.mark.product),
         (2, 3, [TIED_MODEL, MOVING, "--set=training.precision=bf16"], PLAIN_PROCESS, ""),
-        (2, 2, ["--between-plans", CLIPPED], OTHER_PLAN, "--between-plans: compared with another"),
+        pytest.param(
+            *(2, 2, ["--between-plans", CLIPPED], OTHER_PLAN),
+            "--between-plans: compared with another",
+            marks=pytest.mark.product,
+        ),
         (2, 2, [CLIPPED], OTHER_PLAN, "one process would need "),
         pytest.param(
             *(2, 2, [COMPILED], {**PLAIN_PROCESS, "tolerance": 1e-4}),

@@ -1,5 +1,6 @@
 """The recipes of configs/, which know nothing of pipectl, and models of the corpus, over ranks."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from pipectl.runs import RunDirectory, read_metrics
+from pipectl.runtime import plain
 from pipectl.runtime.checkpoint.export import export_file
 from pipectl.spec import JobSpec, load
 from tests.corpus import catalogue
@@ -146,6 +148,22 @@ def assert_equal(one: RunDirectory, two: RunDirectory) -> None:
     assert different(weights(one.path), weights(two.path)) == []
 
 
+NAMES = [
+    *("training.batch_size=16", "pipeline.micro_batches=2"),
+    "model.kwargs={length: 32, layers: 1, width: 32, heads: 2}",
+    "data.kwargs={length: 32, limit: 200}",
+    "data.buckets=[32]",
+    "evaluation.data.kwargs={length: 32, limit: 50}",
+]
+
+
+def test_a_recipe_with_sequences_learns_in_one_process(tmp_path):
+    spec = read("names-seq2seq", "training.steps=10", *NAMES)
+    plain.train(spec, 8, tmp_path)
+    found = json.loads((tmp_path / plain.LOSSES).read_text())["losses"]
+    assert sum(found[-5:]) / 5 < 0.95 * found[0]
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("name", "steps", "learns", "overrides"),
@@ -162,18 +180,7 @@ def assert_equal(one: RunDirectory, two: RunDirectory) -> None:
             ],
         ),
         ("digits-cnn", 20, 0.2, ["pipeline.micro_batches=2", "model.kwargs={width: 8, blocks: 1}"]),
-        (
-            "names-seq2seq",
-            10,
-            0.95,
-            [
-                *("training.batch_size=16", "pipeline.micro_batches=2"),
-                "model.kwargs={length: 32, layers: 1, width: 32, heads: 2}",
-                "data.kwargs={length: 32, limit: 200}",
-                "data.buckets=[32]",
-                "evaluation.data.kwargs={length: 32, limit: 50}",
-            ],
-        ),
+        pytest.param("names-seq2seq", 10, 0.95, NAMES, marks=pytest.mark.product),
     ],
 )
 def test_recipes_learn_over_ranks(name, steps, learns, overrides, trained):
@@ -196,12 +203,16 @@ def test_recipes_learn_over_ranks(name, steps, learns, overrides, trained):
         assert last["accuracy"] > 0.8
 
 
+FURTHER = ("encoder-decoder", "autoencoder")
+
+
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name",
     [
-        *("encoder-decoder", "autoencoder", "codebook"),
+        "codebook",
+        *(pytest.param(name, marks=pytest.mark.product) for name in FURTHER),
         *(pytest.param(name, marks=pytest.mark.corpus) for name in ("structured", "t5", "gpt2")),
         *(pytest.param(name, marks=pytest.mark.corpus) for name in ("resnet18", "swin-t")),
     ],

@@ -26,8 +26,8 @@ PAGES = [
 ]
 BASICS = "bash sh env cat ls cp mv rm ln mkdir mktemp sleep sed grep head tail tr date id hostname"
 """Commands that are everywhere; a batch system is not."""
-SMALLER = {"layers": 2, "megabytes": 0.3, "windows": 16}
-"""What models and data of jobs are made with, where they have such an argument."""
+SMALLER = {"layers": 2, "width": 64, "megabytes": 0.3, "windows": 16}
+"""What models and data of jobs are made with, where they have more of it."""
 _BLOCK = re.compile(r"^( *)```(sh|console)(?: (\w+))?\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _ON_A_TERMINAL = re.compile(r"pipectl .*(--watch|-w\b)")
 _TERMINAL_S = 4
@@ -87,7 +87,7 @@ def shortened(source: Path, target: Path, **keys: object) -> None:
     job["training"].update(steps=6)
     for made in (job["model"], job["data"], (job.get("evaluation") or {}).get("data", {})):
         given = made.get("kwargs") or {}
-        given.update({name: value for name, value in SMALLER.items() if name in given})
+        given.update({name: min(given[name], v) for name, v in SMALLER.items() if name in given})
     job["checkpoint"] = {**(job.get("checkpoint") or {}), "every": 3}
     target.write_text(yaml.safe_dump({**job, **keys}))
 

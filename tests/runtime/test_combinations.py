@@ -222,23 +222,28 @@ def test_every_pair_trains_to_the_weights_of_one_rank(trained: Any, schedule: st
     trained((schedule, each) for each in pairs(schedule) if not fit(schedule, each))
 
 
-def refused() -> list[Job]:
+def refused(schedules: Iterable[str]) -> list[Job]:
     """Every pair that does not go together, with a schedule that is not to blame if possible."""
     found: dict[Job, None] = {}
-    for schedule in (*NAMES, OWN):
+    for schedule in schedules:
         for settings in pairs(schedule):
             if any(clash.feature is not known.TIED for clash in fit(schedule, settings)):
                 found[schedule, settings] = None
     return list(found)
 
 
+@pytest.mark.parametrize(
+    "schedules",
+    [PLAIN, pytest.param([n for n in NAMES if n not in PLAIN], marks=pytest.mark.product)],
+    ids=["plain", "others"],
+)
 def test_what_does_not_go_together_is_refused_and_the_hints_work(
-    make_spec: Callable[..., JobSpec], tmp_path: Path
+    make_spec: Callable[..., JobSpec], tmp_path: Path, schedules: Iterable[str]
 ) -> None:
     """With a hint for each fault, the job is accepted."""
     mine = tmp_path / OWN
     mine.write_text(LISTED)
-    for schedule, settings in refused():
+    for schedule, settings in refused(schedules):
         ranks, sections = sections_of(str(mine) if schedule == OWN else schedule, settings)
         sections["pipeline"]["stages"] = 2
         faults = [c for c in fit(schedule, settings) if c.feature is not known.TIED]

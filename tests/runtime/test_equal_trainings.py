@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,11 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
 }
 """Ranks, job, and by how much results may differ: replicas add in another order, and average means
 of buffers, each of its own micro-batches."""
+FURTHER = (
+    *("checkpointed", "checkpointed as one operator", "steps without some parameters"),
+    *("the same on replicas", "steps left out", "steps left out on all ranks"),
+)
+"""Those that the others cover, but for their number of ranks or what is kept whole."""
 
 
 def figures(run: RunDirectory) -> list[tuple[Any, ...]]:
@@ -134,14 +140,32 @@ def test_losses_count_by_valid_targets_and_metrics_by_samples(
     assert read_errors(two.start) == []
 
 
-def test_ranks_train_what_a_plain_process_trains(make_run: Any, train: Any, launch: Any) -> None:
-    runs = {name: make_run(ranks, **job) for name, (ranks, job, _) in TRAININGS.items()}
+def test_ranks_train_what_a_plain_process_trains(make_run: Any, compare: Any) -> None:
+    usual = {name: job for name, job in TRAININGS.items() if name not in FURTHER}
+    runs = {name: make_run(ranks, **job) for name, (ranks, job, _) in usual.items()}
     costly = with_costly_branches(Profile.load(runs["the same over ranks"].profile))
     plan_again(runs["the same over ranks"], costly, stages=2)
     for stage in Plan.load(runs["the same over ranks"].plan).stages:
         assert any(node.startswith("model_") for node in stage.nodes)
     split = runs["draws of a collate_fn for a split micro-batch"]
     plan_again(split, stages=1, replicas=2, replication=Replication.SPLIT)
+    compare(runs)
+    spreading = get_status(runs["steps left out for a buffer alone"], 0.0).measured
+    assert (spreading.not_finite, spreading.fault) == ((2, 4), "the buffer 'spread'")
+
+
+@pytest.mark.product
+def test_further_ranks_train_what_a_plain_process_trains(make_run: Any, compare: Any) -> None:
+    compare({name: make_run(TRAININGS[name][0], **TRAININGS[name][1]) for name in FURTHER})
+
+
+@pytest.fixture
+def compare(train: Any, launch: Any) -> Any:
+    """``compare(runs)``: trains them, by their names, and compares with plain processes."""
+    return partial(train_and_compare, train, launch)
+
+
+def train_and_compare(train: Any, launch: Any, runs: dict[str, RunDirectory]) -> None:
     train(*runs.values())
     program = "import sys; from pipectl.runtime import plain\n"
     program += "for run in sys.argv[1:]: assert not plain.main([f'{run}/job.yaml', '2', run])"
@@ -157,8 +181,6 @@ def test_ranks_train_what_a_plain_process_trains(make_run: Any, train: Any, laun
         assert set(weights) == set(others)
         far = {n: d for n in others if (d := distance(weights[n], others[n])) > allowed}
         assert not far, name
-    spreading = get_status(runs["steps left out for a buffer alone"], 0.0).measured
-    assert (spreading.not_finite, spreading.fault) == ((2, 4), "the buffer 'spread'")
 
 
 def plan_again(run: RunDirectory, profile: Profile | None = None, **how: Any) -> None:

@@ -237,7 +237,9 @@ def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
     ("ranks", "given"),
     [
         (2, {"schedule": "1f1b", "micro_batches": 2}),
-        (2, {"schedule": "pipedream-2bw", "micro_batches": 2}),
+        pytest.param(
+            2, {"schedule": "pipedream-2bw", "micro_batches": 2}, marks=pytest.mark.product
+        ),
         (3, {"schedule": "pipedream"}),
     ],
     ids=lambda item: f"{item}" if isinstance(item, int) else item["schedule"],

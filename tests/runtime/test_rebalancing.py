@@ -57,6 +57,7 @@ class Watch:
         self.rebalancing = Rebalancing(run, self.plan, STEPS)
         monkeypatch.setattr("pipectl.batch.process.start_detached", self.answer)
         monkeypatch.setattr("os.waitpid", lambda pid, _: (pid, 0))
+        monkeypatch.setattr("os.nice", lambda _: 0)  # else the tests after this one would wait
         monkeypatch.setattr(rebalancing, "_LOOK_S", 0.0)
         self.random = np.random.default_rng(0)
 

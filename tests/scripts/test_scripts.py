@@ -43,6 +43,8 @@ PACKAGES = {
 WHOLE = {"digits_cnn", "amp_accumulation"}
 """Scripts whose batches are not divided: a batch norm computes with the samples of a micro-batch,
 and gradients in 16 bits are rounded by micro-batches."""
+ON_RANKS = {"amp_accumulation", "groups_warmup_cosine"}
+"""Of those that need torch alone, the scripts that every run of the tests trains over ranks."""
 STEPS = 5
 
 
@@ -89,7 +91,10 @@ def test_a_script_trains_as_by_itself(job_of, tmp_path, monkeypatch, name):
 
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in ON_RANKS else [pytest.mark.product]) for n in PACKAGES],
+)
 def test_a_script_trains_on_two_ranks_as_by_itself(job_of, tmp_path, run_in, train, name):
     pytest.importorskip(PACKAGES[name])
     spec, accumulated = job_of(f"{name}.py")
