@@ -46,7 +46,9 @@ from pipectl.jobs.output import UNKNOWN_ROWS, is_fresh
 from pipectl.jobs.variables import variables_set
 from pipectl.link import RowTimes
 from pipectl.profile import SEEDED_HINT, MeasuredOn, Profile
+from pipectl.runs.code import Code
 from pipectl.spec import evaluation_key, profile_key
+from pipectl.spec.code import active, using
 from pipectl.spec.launch import Environment, Launch, Pbs, Resources, Slurm
 from pipectl.units import shorten
 
@@ -64,7 +66,10 @@ _NUMBERS = ("CPU implementer", "CPU part")
 _MAX_NAMED = 3
 _SENSITIVE = frozenset({"Adam", "AdamW", "Adamax", "NAdam", "RAdam"})
 """Optimizers that train worse if gradients are one update old; see docs/schedules.md."""
-_MEASURING_CODE = ("capture/**/*.py", "profiler/**/*.py", "runtime/**/*.py", "torch_api.py")
+_MEASURING_CODE = (
+    *(f"{part}/**/*.py" for part in ("capture", "profiler", "runtime", "script", "planner/costs")),
+    *("graph.py", "profile.py", "torch_api.py"),
+)
 _ROW_RANKS = 2
 _ROW_PATIENCE_S = 120.0
 _ROWS_BUDGET_S = {"fast": 3.0, "normal": 10.0, "thorough": 30.0}
@@ -104,7 +109,9 @@ def measure(
     if path is not None:
         make_directory_of(path)
     try:
-        with variables_set(spec.environment.variables):
+        # The user may edit the code meanwhile: all of it is read once.
+        sources = active() or Code.of(spec).sources
+        with using(sources), variables_set(spec.environment.variables):
             profile = _measure_unless_cached(spec, progress, effort, again=again)
     except Exception as error:
         beside = None if path is None or is_stream(path) else path.with_suffix(".fault.txt")

@@ -1,4 +1,4 @@
-"""What a job needs besides its training steps, tried while it is profiled.
+"""What a job needs besides its training steps, tried while it is measured.
 
 Ranks find these faults too, but only after the job has waited for its nodes.
 """

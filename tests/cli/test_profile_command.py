@@ -15,9 +15,12 @@ from pipectl import versions
 from pipectl.cli.commands.profile import links_view
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.jobs.measuring import make_measuring_job
+from pipectl.jobs.output import is_fresh
 from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit
 from pipectl.link import Observed, measured_link
+from pipectl.profile import Profile
+from pipectl.profiler.bench import time_operators
 from pipectl.profiler.journal import Journal
 from pipectl.runs import RunDirectory
 from pipectl.spec import load, profile_key
@@ -34,6 +37,21 @@ def test_the_details_of_a_fault_of_pipectl_are_kept_beside_the_profile(cli, real
     assert f"\n  please report it with {details}\n" in result.err
     assert "Traceback" in details.read_text()
     assert details.stat().st_mode & 0o777 == 0o600
+
+
+def test_code_that_is_edited_while_it_is_measured_is_not_taken_for_measured(
+    cli, real_job, monkeypatch
+):
+    def edit_and_time(*arguments):
+        Path("model.py").write_text(f"# edited\n{Path('model.py').read_text()}")
+        return time_operators(*arguments)
+
+    monkeypatch.setattr("pipectl.profiler.job.time_operators", edit_and_time)
+    before = profile_key(load(Path("job.yaml")))
+    assert cli("profile", "job.yaml", "--effort", "fast").code == 0
+    measured, spec = Profile.load(PROFILE), load(Path("job.yaml"))
+    assert measured.key == before != profile_key(spec)
+    assert not is_fresh(spec, measured)
 
 
 def test_a_torch_that_was_not_tested_gives_one_warning(cli, profile, monkeypatch):
