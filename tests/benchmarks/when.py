@@ -20,61 +20,21 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import yaml
-from torch import Tensor, nn
 
 from pipectl.runs import RunDirectory, read_metrics
 from tests.benchmarks.jobs import pipectl, print_table
+from tests.benchmarks.sleeper import job
 from tests.slurm.conftest import running_lab
 
-TRIALS, LAYERS, STEPS = 10, 8, 300
-PAUSE_S = 0.005
-JOB = {
-    "version": 1,
-    "name": "sleeper",
-    "site_defaults": False,
-    "model": {"factory": f"{__file__}:Sleeper", "opaque": ["layers.*"]},
-    "loss": {"factory": "torch.nn:MSELoss"},
-    "data": {"factory": f"{__file__}:samples"},
-    "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 1e-3}},
-    "training": {"steps": STEPS, "batch_size": 8},
-    "pipeline": {"micro_batches": 8},
-    "resources": {"nodes": 1, "tasks_per_node": 1, "cpus_per_task": 1, "walltime": "00:10:00"},
-    "checkpoint": {"every": 50, "lead_time": "20s", "max_requeues": 9},
-    "launch": {"scheduler": "slurm"},
-}
-
-
-class SleepingLayer(nn.Module):
-    """Takes its time in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(PAUSE_S)
-        return x * self.scale
-
-
-class Sleeper(nn.Module):
-    """As many stages as there are layers take as long as one, and no processor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(SleepingLayer() for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def samples() -> torch.utils.data.Dataset[tuple[Tensor, ...]]:
-    """Vectors that are to stay as they are."""
-    vectors = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    return torch.utils.data.TensorDataset(vectors, vectors)
+TRIALS = 10
+JOB = job(
+    training={"steps": 150, "batch_size": 32},
+    pipeline={"micro_batches": 8, "schedule": "1f1b"},
+    resources={"nodes": 1, "tasks_per_node": 1, "cpus_per_task": 1, "walltime": "00:10:00"},
+    checkpoint={"every": 25, "lead_time": "20s", "max_requeues": 9},
+    launch={"scheduler": "slurm"},
+)
 
 
 def slurm(*command: str) -> str:
