@@ -106,6 +106,8 @@ forward() {
 ask_to_stop() {
     (umask 077 && printf %s "${1-}" >>"$PIPECTL_START/stop")
     signal_code=1
+    asked_for_good+=${1-}
+    asked=1
 }
 set_traps() {
     trap finish EXIT
@@ -385,8 +387,9 @@ trap 'ask_to_stop INT' INT
 trap ask_to_stop USR1 USR2
 run_ranks /opt/env/bin/mpiexec -n "$ranks" /opt/env/bin/python -m mpi4py -m pipectl.runtime.worker --run /scratch/u/runs/20261120-152233-gpt-small
 code=$?
-# A job that has lost a node does not fail.
-if ((code && attempt < 4)) && [[ ! -s "$PIPECTL_START/stop" ]]; then
+# A job that has lost a node does not fail. Then srun sends TERM to the ranks on the others, which
+# note it as if it came from a person: only what this script was sent counts.
+if ((code && attempt < 4)) && [[ -z ${asked_for_good-} ]]; then
     had=" ${nodes[*]} " lost=
     for step in $(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); do
         [[ $step == *.[0-9]* ]] && scancel --signal=KILL "$step" 2>/dev/null
@@ -395,8 +398,8 @@ if ((code && attempt < 4)) && [[ ! -s "$PIPECTL_START/stop" ]]; then
     for node in $had; do
         [[ " ${nodes[*]-} " == *" $node "* ]] || lost+=" $node"
     done
-    if [[ $lost && ! -s "$PIPECTL_START/stop" ]]; then
-        if ((${#nodes[@]} >= 2)) && [[ ! -e "$PIPECTL_START/stop" ]]; then
+    if [[ $lost && -z ${asked_for_good-} ]]; then
+        if ((${#nodes[@]} >= 2)) && [[ -z ${asked-} ]]; then
             echo "pipectl:$lost no longer answers: the job goes on with ${nodes[*]}" >&2
             variables=() # as the job began with them
             while IFS= read -rd '' variable; do

@@ -75,6 +75,10 @@ def test_a_job_that_has_lost_a_node_is_requeued(job, nodes, options):
     assert calls[-1] == "requeue 7"
 
 
+def test_a_signal_to_ranks_alone_is_that_of_srun_as_it_loses_a_node(job):
+    assert job(3, f"printf TERM >$PIPECTL_START/stop; {LOSES}")[0] == 75
+
+
 def test_a_job_whose_nodes_all_answer_fails(job):
     assert job(3, f"{FAILS}exit 9") == (9, "", [ENDS_STEPS, "srun n1,n2,n3"])
 
@@ -82,7 +86,7 @@ def test_a_job_whose_nodes_all_answer_fails(job):
 @pytest.mark.parametrize(
     ("rank", "fields"),
     [
-        (f"echo INT >$PIPECTL_START/stop; {LOSES}", {}),
+        (f"kill -s INT $PPID; until [[ -s $PIPECTL_START/stop ]]; do :; done; {LOSES}", {}),
         (LOSES, {"checkpoint": Checkpoint(max_requeues=0)}),
         (LOSES, {"checkpoint": None}),
         (LOSES, {"nodes": 1}),
