@@ -35,12 +35,12 @@ def _(x: Tensor, seconds: float) -> Tensor:
     return torch.empty_like(x)
 
 
-def _keep(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    context.seconds = inputs[1]
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.seconds = inputs[1]
 
 
-def _backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return work(gradient, 2 * context.seconds), None
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return work(gradient, 2 * ctx.seconds), None
 
 
 work.register_autograd(_backward, setup_context=_keep)
