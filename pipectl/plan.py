@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pipectl.cluster import MAX_RANKS, TOO_MANY_RANKS, Cluster, OffloadTarget
 from pipectl.errors import DataFileError
 from pipectl.fields import VERSION, Count, DataFile, Rule
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.older_python import StrEnum
 from pipectl.units import format_bytes, format_flops, format_time, plural
 

@@ -26,9 +26,9 @@ from pipectl.fields import (
     read_value,
     write_value,
 )
-from pipectl.graph import topological_order
 from pipectl.link import RowTimes
 from pipectl.older_python import StrEnum
+from pipectl.sorting import topological_order
 
 SEEDED_HINT = (
     "draw initial values by functions of torch, numpy or random, which training.seed seeds, or "

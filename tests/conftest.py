@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from pipectl.graph import routes
+from pipectl.lanes import routes
 from pipectl.link import RowTimes
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.schedule import default_warm_up

@@ -9,13 +9,11 @@ from pipectl.capture.stage import (
     build_stage,
     evaluation_stages,
 )
-from pipectl.graph import Lane
 
 __all__ = [
     "CapturedGraph",
     "CapturedJob",
     "Cut",
-    "Lane",
     "Slot",
     "StageCode",
     "State",

@@ -18,7 +18,7 @@ from pipectl.capture.randomness import seed_of
 from pipectl.capture.regions import WHOLE, Switch, region_of, without_gradient
 from pipectl.capture.slices import Rows, whole_draw
 from pipectl.errors import CaptureError, MismatchError
-from pipectl.graph import Lane, TransferKind, is_chained, routes
+from pipectl.lanes import Lane, TransferKind, is_chained, routes
 
 
 class Slot(NamedTuple):

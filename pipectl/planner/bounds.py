@@ -20,7 +20,7 @@ from math import ceil, floor, inf
 from operator import attrgetter
 
 from pipectl.cluster import Cluster
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.plan import Plan, Replication, Search, Stage
 from pipectl.planner.graph.blocks import BlockGraph, bits
 from pipectl.planner.problem import Problem

@@ -39,7 +39,7 @@ from pipectl.capture.batch import by_name, copy_written_inputs
 from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.slices import Rows
 from pipectl.capture.stage import Pass, StageCode
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.profiler.effort import Rounds
 from pipectl.profiler.fit import CACHE_SHARES, Sample, StageTimes

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.plan import LONG_STEP_S, Plan
 from pipectl.runs import (
     CoreShare,

@@ -48,10 +48,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from pipectl.capture import CapturedGraph, Cut, Lane, Slot
+from pipectl.capture import CapturedGraph, Cut, Slot
 from pipectl.capture.batch import Reader
 from pipectl.capture.slices import Rows, batch_dimension
-from pipectl.graph import TransferKind
+from pipectl.lanes import Lane, TransferKind
 from pipectl.runtime.device import Device
 from pipectl.runtime.diagnosis import find_not_finite
 from pipectl.runtime.layout import Tensors

@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
-from pipectl.capture import Cut, Lane, Slot
+from pipectl.capture import Cut, Slot
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import runs_own_code
 from pipectl.capture.slices import Rows
 from pipectl.capture.stage import Receive
 from pipectl.capture.tensors import storage_of
 from pipectl.errors import MismatchError, WorkerError
-from pipectl.graph import TransferKind
+from pipectl.lanes import Lane, TransferKind
 from pipectl.plan import Stage as PlannedStage
 from pipectl.runtime import casts
 from pipectl.runtime.casts import SharedCasts

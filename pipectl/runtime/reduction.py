@@ -6,7 +6,7 @@ rest start right after that backward. Autograd adds to a parameter once per back
 is complete when its hook is called. The sums are awaited at the end of the step, after the
 backwards of the rank's other stages. They advance together with the pipeline's messages.
 
-:mod:`pipectl.graph` defines which rank sends what. Half precision, in which MPI cannot add, is
+:mod:`pipectl.lanes` defines which rank sends what. Half precision, in which MPI cannot add, is
 summed in float32 and rounded once.
 
 Optimizer state may be sharded over the replicas (ZeRO stage 1). One replica per bucket then gets
@@ -32,7 +32,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from pipectl.graph import BUCKET_BYTES, ROUNDS, parts_of_bucket
+from pipectl.lanes import BUCKET_BYTES, ROUNDS, parts_of_bucket
 from pipectl.runtime.sums import GradientSums
 from pipectl.runtime.transport import Transfer, Wire
 from pipectl.schedule.sum_tree import Node, total

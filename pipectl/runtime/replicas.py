@@ -19,7 +19,7 @@ from torch import Tensor
 from pipectl.capture.digests import checksum
 from pipectl.capture.step import own_name
 from pipectl.errors import WorkerError
-from pipectl.graph import owners_of
+from pipectl.lanes import owners_of
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.device import Device
 from pipectl.runtime.reduction import StageReduction, group_of

@@ -11,11 +11,12 @@ from typing import Any
 from mpi4py import MPI
 from torch import nn
 
-from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
+from pipectl.capture import CapturedJob, Cut, evaluation_stages
 from pipectl.capture.norms import refuse_single_values
 from pipectl.capture.python_state import preserve_state
 from pipectl.capture.slices import Rows
 from pipectl.errors import MismatchError
+from pipectl.lanes import Lane
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.agreement import check_initial
 from pipectl.runtime.checkpoint import Stored

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from pipectl.capture import Lane
 from pipectl.capture.data import micro_batches_of
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.slices import Rows
-from pipectl.graph import TransferKind
+from pipectl.lanes import Lane, TransferKind
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.tracing import Recording

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from pipectl.capture import Cut
 from pipectl.capture.step import first_undefined, own_name
 from pipectl.errors import StepError, UsageError
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.runs import NotFinite
 from pipectl.runtime.finite import BufferCheck, not_finite
 from pipectl.runtime.gradients import (

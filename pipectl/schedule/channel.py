@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipectl.arrays import Floats, unique
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.plan import Plan, Replication
 from pipectl.schedule.actions import Actions, Integers, Kind
 from pipectl.schedule.sum_tree import max_held, micro_batches_in_turn, roots

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pipectl.errors import UsageError
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.registry import (

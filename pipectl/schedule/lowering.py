@@ -49,7 +49,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipectl import __version__
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule import unflushed
 from pipectl.schedule.actions import Action, Actions, Integers, Kind

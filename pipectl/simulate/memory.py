@@ -29,7 +29,7 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers, Records, record
 from pipectl.compiled import compiled
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.plan import Plan, Replication
 from pipectl.schedule.actions import Actions, Kind
 from pipectl.schedule.channel import (

@@ -1,6 +1,6 @@
 """The transfers of a step, their routes, and the links that they share.
 
-:mod:`pipectl.graph` describes how replicas sum gradients: in each of two rounds, each of n replicas
+:mod:`pipectl.lanes` describes how replicas sum gradients: in each of two rounds, each of n replicas
 sends 1/n of every bucket to every other replica. A round takes its latency plus the time of
 whatever is busy longest with its messages: a rank, which sends and receives one message after
 another, or a shared link. If the cluster has measured sums over as many ranks on as many nodes,
@@ -26,7 +26,7 @@ import numpy as np
 
 from pipectl.arrays import Floats
 from pipectl.cluster import Cluster
-from pipectl.graph import BUCKET_BYTES, ROUNDS
+from pipectl.lanes import BUCKET_BYTES, ROUNDS
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Actions, Kind

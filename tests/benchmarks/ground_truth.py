@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipectl.cluster import Cluster, Device, Node
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.link import Link
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.schedule import default_warm_up

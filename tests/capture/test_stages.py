@@ -20,7 +20,6 @@ from pipectl.capture import (
     CapturedGraph,
     CapturedJob,
     Cut,
-    Lane,
     Slot,
     build_stage,
     evaluation_stages,
@@ -33,7 +32,7 @@ from pipectl.capture.randomness import seed_of, seed_operator
 from pipectl.capture.regions import _devices, accelerator_in_use
 from pipectl.capture.slices import Rows
 from pipectl.errors import CaptureError, MismatchError
-from pipectl.graph import TransferKind
+from pipectl.lanes import Lane, TransferKind
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.evaluation import outputs_of
 from pipectl.runtime.metrics import Metrics

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture import CapturedJob, Cut, Slot, evaluation_stages
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.slices import Rows
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.gradients import shared_uses
 from pipectl.runtime.layout import Layout

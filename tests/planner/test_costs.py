@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipectl.graph import TransferKind, routes
+from pipectl.lanes import TransferKind, routes
 from pipectl.plan import Transfer
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.stage_costs import (

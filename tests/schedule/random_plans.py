@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from pipectl.graph import routes
+from pipectl.lanes import routes
 from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, Transfer
 from pipectl.schedule import SCHEDULES, default_warm_up
 from pipectl.schedule.order import Placement

@@ -9,7 +9,7 @@ import pytest
 
 from pipectl import schedule
 from pipectl.cluster import OffloadTarget
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.plan import Blocks, Replication, Transfer
 from pipectl.schedule import (
     Channel,

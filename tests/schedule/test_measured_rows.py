@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.schedule import Channel
 from pipectl.schedule.measured_rows import Steps, row_times_of
 from pipectl.timeline import Event, Timeline

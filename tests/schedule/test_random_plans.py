@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipectl.cluster import assumed_cluster
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.schedule import Action, Actions, Kind, channels, lower, messages
 from pipectl.simulate import simulate
 from pipectl.simulate.memory import host_bytes, stage_peaks_in_flight

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipectl.errors import ScheduleError
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.link import Link
 from pipectl.plan import Replication, StageCost
 from pipectl.schedule import (

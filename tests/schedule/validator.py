@@ -16,7 +16,7 @@ from itertools import product
 
 import numpy as np
 
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.plan import Plan, Replication
 from pipectl.schedule import Action, Actions, Channel, Kind, channels
 from pipectl.schedule.actions import Integers

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipectl.errors import MismatchError, ScheduleError
-from pipectl.graph import BUCKET_BYTES, TransferKind
+from pipectl.lanes import BUCKET_BYTES, TransferKind
 from pipectl.link import Link
 from pipectl.plan import Prediction, StageCost, StagePeaks, Transfer
 from pipectl.planner.bounds import least_step_s

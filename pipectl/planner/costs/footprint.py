@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipectl.arrays import Integers, unique
-from pipectl.graph import TransferKind, owners_of
+from pipectl.lanes import TransferKind, owners_of
 from pipectl.plan import StagePeaks, Transfer
 from pipectl.planner.costs.liveness import Borders, Levels, levels_of, peak_bytes
 from pipectl.profile import Operator, OptimizerCost, Profile, StepMemory
@@ -40,7 +40,7 @@ def baseline_bytes(profile: Profile) -> int:
 
 class Lanes(NamedTuple):
     """The values that stages send to later stages, by partition, operator and target; one message
-    each, and another one for the gradient. See :func:`pipectl.graph.routes`.
+    each, and another one for the gradient. See :func:`pipectl.lanes.routes`.
 
     Args:
         partition: number of the partition.

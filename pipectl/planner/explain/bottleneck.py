@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipectl.cluster import Cluster
-from pipectl.graph import TransferKind
+from pipectl.lanes import TransferKind
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner.explain.what_if import with_slower_links

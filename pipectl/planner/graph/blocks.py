@@ -18,8 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from pipectl.arrays import Flags, Words
-from pipectl.graph import topological_order
 from pipectl.profile import Operator, Profile
+from pipectl.sorting import topological_order
 
 _FEW = 16
 """Every step of a loop over the bits of an integer takes as long as the integer is."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from pipectl.graph import topological_order
 from pipectl.planner.graph.blocks import contract, group_labels
 from pipectl.profile import Operator, Profile
+from pipectl.sorting import topological_order
 
 PIPEDREAM_FILES = ("pipedream-", "dapple-")
 """Prefixes of the names of profiles that PipeDream's rule applies to."""

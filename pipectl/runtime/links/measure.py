@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from pipectl.graph import BUCKET_BYTES
+from pipectl.lanes import BUCKET_BYTES
 from pipectl.link import Link, Observed, Timings, measured_link
 from pipectl.runtime.waiting import barrier, broadcast, wait
 

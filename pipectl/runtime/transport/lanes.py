@@ -23,8 +23,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pipectl.capture import Lane, Slot
+from pipectl.capture import Slot
 from pipectl.errors import WorkerError
+from pipectl.lanes import Lane
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.transport.transfer import Progress, Transfer, Wire

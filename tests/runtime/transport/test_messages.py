@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from torch import Tensor
 
-from pipectl.capture import Lane, Slot
+from pipectl.capture import Slot
 from pipectl.errors import WorkerError
-from pipectl.graph import TransferKind
+from pipectl.lanes import Lane, TransferKind
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.staging import Message, Sizes

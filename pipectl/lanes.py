@@ -6,8 +6,7 @@ The planner (on profile costs) and the runtime (on tensors) both take the messag
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pipectl.older_python import StrEnum
@@ -82,35 +81,6 @@ def routes(producer: int, uses: Sequence[int], *, has_gradient: bool) -> list[La
     )
     gradients = [Lane(TransferKind.GRADIENT, source, target) for source, target in back]
     return forward + gradients[::-1]
-
-
-def topological_order(nodes: Sequence[int], arcs: Iterable[tuple[int, int]]) -> list[int]:
-    """Return the topological order that always takes the smallest ready node.
-
-    Args:
-        nodes: in ascending order.
-        arcs: distinct (source, target) pairs; arcs from a node to itself are ignored.
-
-    Returns:
-        ``nodes``, without those on a cycle or after one.
-    """
-    targets: dict[int, list[int]] = {node: [] for node in nodes}
-    missing = dict.fromkeys(nodes, 0)
-    for source, target in arcs:
-        if source != target:
-            targets[source].append(target)
-            missing[target] += 1
-    ready = [node for node in nodes if not missing[node]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        node = heapq.heappop(ready)
-        order.append(node)
-        for target in targets[node]:
-            missing[target] -= 1
-            if not missing[target]:
-                heapq.heappush(ready, target)
-    return order
 
 
 def parts_of_bucket(count: int, replicas: int, owner: int | None = None) -> list[range]:
