@@ -12,8 +12,8 @@ from torch import nn
 from pipectl.capture import factories
 from pipectl.capture.data import Loader, check_dataset
 from pipectl.capture.deferred import Deferred
+from pipectl.capture.model_with_loss import as_module
 from pipectl.capture.randomness import seed_everything, seed_of
-from pipectl.capture.step import as_module
 from pipectl.errors import CaptureError
 from pipectl.script import Command, Parts
 from pipectl.spec import JobSpec

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipectl.capture.step import Step
+from pipectl.capture.model_with_loss import ModelWithLoss
 from pipectl.torch_api import ASSERT_METADATA, get_proxy_mode, get_proxy_slot
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -100,7 +100,7 @@ def is_caught(frame: FrameType | None) -> bool:
 
     The handlers of torch and of pipectl, which every call of a module passes, raise it again.
     """
-    while frame is not None and frame.f_code is not Step.forward.__code__:
+    while frame is not None and frame.f_code is not ModelWithLoss.forward.__code__:
         is_users = not frame.f_code.co_filename.startswith(_UNCAUGHT)
         if is_users and _catches(frame, _path(frame.f_code.co_filename, frame.f_lineno)):
             return True

@@ -21,6 +21,7 @@ from pipectl.capture.buckets import field_of
 from pipectl.capture.checks import drop_conditions
 from pipectl.capture.fallback import KeptModules, recorded_calls
 from pipectl.capture.leaves import exportable, is_choice, other_choices
+from pipectl.capture.model_with_loss import ModelWithLoss, own_name
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.patches import Recorder, patched_export
 from pipectl.capture.python_state import Entry, watch_changes
@@ -32,7 +33,6 @@ from pipectl.capture.refusals import (
     place_of_node,
     refuse_backward_hooks,
 )
-from pipectl.capture.step import Step, own_name
 from pipectl.capture.tensors import octets_of
 from pipectl.errors import CaptureError
 from pipectl.torch_api import CHECKS, OpOverload, pytree, schema_of
@@ -43,10 +43,14 @@ _MANY_STEPS = 2520
 """After which a count is a multiple of all up to ten, but no loop over it is too long to trace."""
 
 
-def export_step(
-    step: Step, inputs: Any, targets: Any, kept: KeptModules, padded: Collection[str] = ()
+def export_model(
+    wrapper: ModelWithLoss,
+    inputs: Any,
+    targets: Any,
+    kept: KeptModules,
+    padded: Collection[str] = (),
 ) -> ExportedProgram:
-    """Return the graph of one micro-batch, in the step's current mode (training or evaluation).
+    """Return the graph of one micro-batch, in the wrapper's current mode (training or evaluation).
 
     The batch dimension (0) of every tensor is free if the model allows it, and so is the sequence
     dimension (1) of padded fields; if the model specialises a size, the graph is valid for this
@@ -62,7 +66,7 @@ def export_step(
     Raises:
         CaptureError: the model cannot be exported; names the user's line.
     """
-    refuse_backward_hooks(step, [each.module for each in kept.modules])
+    refuse_backward_hooks(wrapper, [each.module for each in kept.modules])
     batch = (inputs, targets)
     failure: Exception | None = None
     # Some models fix a size (by a reshape to a constant, say): exported for this one.
@@ -73,13 +77,13 @@ def export_step(
         dimensions = waiting.pop(0)
         free = _free(batch, padded, dimensions)
         try:
-            program, changes = _program(step, batch, kept, free)
+            program, changes = _program(wrapper, batch, kept, free)
             if partly_free := _partly_free(program, batch, padded, dimensions):
                 waiting.insert(0, dimensions - partly_free)
                 continue
             if changes:
-                _refuse_carried(step, batch, kept, free, program, changes)
-            _refuse_choices(step, batch, kept, free, program)
+                _refuse_carried(wrapper, batch, kept, free, program, changes)
+            _refuse_choices(wrapper, batch, kept, free, program)
         except CaptureError:
             raise
         except Exception as error:
@@ -91,7 +95,11 @@ def export_step(
 
 
 def _refuse_choices(
-    step: Step, batch: tuple[Any, Any], kept: KeptModules, free: Any, program: ExportedProgram
+    wrapper: ModelWithLoss,
+    batch: tuple[Any, Any],
+    kept: KeptModules,
+    free: Any,
+    program: ExportedProgram,
 ) -> None:
     """Refuse a model that computes with texts of the batch, or with members of enumerations: the
     program with other ones differs.
@@ -105,7 +113,7 @@ def _refuse_choices(
             raise Refusal.TEXT.error(place_of_node(node))
     for others in other_choices(batch):
         try:
-            again, _ = _program(step, others, kept, free)
+            again, _ = _program(wrapper, others, kept, free)
         except Exception as error:  # no key of a table, for example
             raise Refusal.TEXT.error(place_of(error)) from error
         place = _difference(_lines(program), _lines(again))
@@ -114,7 +122,7 @@ def _refuse_choices(
 
 
 def _refuse_carried(
-    step: Step,
+    wrapper: ModelWithLoss,
     batch: tuple[Any, Any],
     kept: KeptModules,
     free: Any,
@@ -133,7 +141,7 @@ def _refuse_carried(
         one, None if it is the same; and what the step changes.
         """
         try:
-            again, changes = _program(step, batch, kept, free, begin)
+            again, changes = _program(wrapper, batch, kept, free, begin)
         except RefusedError as error:
             if error.refusal is Refusal.CARRIED:
                 raise
@@ -303,7 +311,7 @@ def _difference(lines: list[tuple[str, str]], others: list[tuple[str, str]]) -> 
 
 
 def _program(
-    step: Step,
+    wrapper: ModelWithLoss,
     batch: tuple[Any, Any],
     kept: KeptModules,
     free: Any,
@@ -316,12 +324,12 @@ def _program(
     """
     recorder = Recorder()
     with (
-        watch_changes(step, begin) as changes,
-        patched_export(step, recorder, unrolls=kept.unrolls),
-        recorded_calls(step, kept.modules, recorder),
-        exportable(step, batch) as exported,
+        watch_changes(wrapper, begin) as changes,
+        patched_export(wrapper, recorder, unrolls=kept.unrolls),
+        recorded_calls(wrapper, kept.modules, recorder),
+        exportable(wrapper, batch) as exported,
     ):
-        program = torch.export.export(step, exported, dynamic_shapes=free, strict=False)
+        program = torch.export.export(wrapper, exported, dynamic_shapes=free, strict=False)
     recorder.place_targets(program)
     drop_conditions(program.graph)
     return program, changes

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.model_with_loss import ModelWithLoss, States, in_model, own_name
 from pipectl.capture.opaque import (
     Arguments,
     Opaque,
@@ -47,7 +48,6 @@ from pipectl.capture.refusals import (
     explain,
     place_of,
 )
-from pipectl.capture.step import States, Step, in_model, own_name
 from pipectl.capture.tensors import fill_sample, is_deferred, is_same, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
@@ -82,7 +82,7 @@ class KeptModules:
 
 
 class Fallback:
-    """The submodules of a step that are kept as operators.
+    """The submodules of model and loss that are kept as operators.
 
     Args:
         patterns: the user's shell patterns of paths in the model.
@@ -93,9 +93,11 @@ class Fallback:
         CaptureError: a pattern matches nothing.
     """
 
-    def __init__(self, step: Step, patterns: tuple[str, ...], make: Make, notify: Notify) -> None:
-        self._step, self._make, self._notify = step, make, notify
-        self._modules = dict(step.named_modules())
+    def __init__(
+        self, wrapper: ModelWithLoss, patterns: tuple[str, ...], make: Make, notify: Notify
+    ) -> None:
+        self._wrapper, self._make, self._notify = wrapper, make, notify
+        self._modules = dict(wrapper.named_modules())
         # By their dictionaries, which the proxies that an export puts around modules share.
         self._path_of = {id(vars(module)): path for path, module in self._modules.items()}
         self._reasons: dict[str, str] = {}
@@ -111,7 +113,7 @@ class Fallback:
                     "blocks.*",
                 )
             self._named |= paths
-        code = sys.modules.get(type(step.model).__module__)
+        code = sys.modules.get(type(wrapper.model).__module__)
         name = getattr(code, "__file__", None) or "<"
         self._is_of_a_library = not (
             name.startswith("<") or is_user_code(name) or is_torch_code(name)
@@ -156,7 +158,7 @@ class Fallback:
                 for rows in ([(0, size)] if fixed else _SAMPLES)
             }
             try:
-                _observe_calls(self._step, kept, batches, self._make)
+                _observe_calls(self._wrapper, kept, batches, self._make)
                 return KeptModules(kept, fixed, self._unrolls)
             except CaptureError:
                 raise
@@ -227,10 +229,10 @@ class KeptModule:
     """A submodule that becomes one operator for each of its calls.
 
     Args:
-        path: in the step.
+        path: in the wrapper.
 
     Attributes:
-        outlines: of the results of its calls in a step, in order.
+        outlines: of the results of its calls in a forward, in order.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
@@ -276,7 +278,7 @@ class KeptModule:
             yield
 
     def combine(self, batches: Sequence[int], runs: Sequence[Sequence[Outline]]) -> None:
-        """Combine the calls of several runs of the step, each with another batch size.
+        """Combine the calls of several forwards, each with another batch size.
 
         Raises:
             RefusedError: a result has no outline.
@@ -288,14 +290,16 @@ class KeptModule:
             self.outlines = [Outline.of_calls(batches, same) for same in calls]
 
     @contextmanager
-    def recorded(self, step: Step, batch: Callable[[], Any], recorder: Recorder) -> Iterator[None]:
+    def recorded(
+        self, wrapper: ModelWithLoss, batch: Callable[[], Any], recorder: Recorder
+    ) -> Iterator[None]:
         """Record calls as operators of an export.
 
         Args:
             batch: returns the number of samples.
         """
         states, inside = self._states, set(self.module.modules())
-        others = (other for other in step.modules() if other not in inside)
+        others = (other for other in wrapper.modules() if other not in inside)
         shared = {id(buffer) for other in others for buffer in buffers_of(other).values()}
         now = states.now()
         own = {index for index in states.buffers if id(now[index]) not in shared}
@@ -347,7 +351,10 @@ class KeptModule:
 
 
 def _observe_calls(
-    step: Step, kept: Sequence[KeptModule], batches: Mapping[tuple[int, int], Any], make: Make
+    wrapper: ModelWithLoss,
+    kept: Sequence[KeptModule],
+    batches: Mapping[tuple[int, int], Any],
+    make: Make,
 ) -> None:
     """Find the outlines of the results of all calls of some submodules.
 
@@ -362,16 +369,16 @@ def _observe_calls(
     runs = []
     for seed, batch in enumerate(batches.values()):  # another seed may give something else
         calls: list[list[Outline]] = [[] for _ in kept]
-        buffers = [each for each in step.buffers() if not is_deferred(each)]
+        buffers = [each for each in wrapper.buffers() if not is_deferred(each)]
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(preserve_state(step, buffers))
+            stack.enter_context(preserve_state(wrapper, buffers))
             for module, own in zip(kept, calls, strict=True):
                 stack.enter_context(module.observed(make, own))
-            before = extra_states(step)
+            before = extra_states(wrapper)
             seed_everything(seed)
-            step(*pytree.tree_map_only(Tensor, Tensor.clone, batch))
-            refuse_extra_states(step, before)
+            wrapper(*pytree.tree_map_only(Tensor, Tensor.clone, batch))
+            refuse_extra_states(wrapper, before)
         runs.append(calls)
     sizes = [stop - start for start, stop in batches]
     for module, each in zip(kept, zip(*runs, strict=True), strict=True):
@@ -388,7 +395,9 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def recorded_calls(step: Step, kept: Sequence[KeptModule], recorder: Recorder) -> Iterator[None]:
+def recorded_calls(
+    wrapper: ModelWithLoss, kept: Sequence[KeptModule], recorder: Recorder
+) -> Iterator[None]:
     """Record calls of opaque submodules as single operators during an export.
 
     Raises:
@@ -401,6 +410,6 @@ def recorded_calls(step: Step, kept: Sequence[KeptModule], recorder: Recorder) -
 
     with ExitStack() as stack:
         for module in kept:
-            stack.enter_context(module.recorded(step, lambda: size[0], recorder))
-        stack.callback(step.register_forward_pre_hook(note_size).remove)
+            stack.enter_context(module.recorded(wrapper, lambda: size[0], recorder))
+        stack.callback(wrapper.register_forward_pre_hook(note_size).remove)
         yield

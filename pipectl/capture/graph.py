@@ -24,10 +24,10 @@ from torch.export.graph_signature import InputKind
 from pipectl.capture.buckets import field_of
 from pipectl.capture.carried import Dependence
 from pipectl.capture.factories import is_torch_code
+from pipectl.capture.model_with_loss import copy_assigned
 from pipectl.capture.operators import written_tensors
 from pipectl.capture.refusals import Refusal, module_of, place_of_node
 from pipectl.capture.regions import WHOLE, region_of
-from pipectl.capture.step import copy_assigned
 from pipectl.capture.tensors import storage_of, storages_in, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.torch_api import (

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from pipectl.capture.deferred import Deferred
-from pipectl.capture.step import NORMS, Step
+from pipectl.capture.model_with_loss import NORMS, ModelWithLoss
 from pipectl.torch_api import parameters_of
 
 BF16_WEIGHTS = "bf16-weights"
@@ -30,8 +30,10 @@ BF16_WEIGHTS = "bf16-weights"
 
 
 @contextmanager
-def half_weights(step: Step, precision: str, deferred: Deferred | None = None) -> Iterator[None]:
-    """Let the model of a step compute with bfloat16 copies of its float32 parameters.
+def half_weights(
+    wrapper: ModelWithLoss, precision: str, deferred: Deferred | None = None
+) -> Iterator[None]:
+    """Let a model compute with bfloat16 copies of its float32 parameters.
 
     At the end, the gradients that the copies have are added to those of the parameters. Nothing
     happens in another precision.
@@ -43,16 +45,16 @@ def half_weights(step: Step, precision: str, deferred: Deferred | None = None) -
     if precision != BF16_WEIGHTS:
         yield
         return
-    kept = [(p, p.data, p.grad) for p in _copied(step.model)]
+    kept = [(p, p.data, p.grad) for p in _copied(wrapper.model)]
     with nullcontext() if deferred is None else deferred.recording():
         halves = [values.to(torch.bfloat16) for _, values, _ in kept]
     for (parameter, _, _), half in zip(kept, halves, strict=True):
         parameter.grad, parameter.data = None, half
-    step.arithmetic = torch.bfloat16
+    wrapper.arithmetic = torch.bfloat16
     try:
         yield
     finally:
-        step.arithmetic = None
+        wrapper.arithmetic = None
         for parameter, values, total in kept:
             found, parameter.grad = parameter.grad, None
             parameter.data = values

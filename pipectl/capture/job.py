@@ -25,11 +25,12 @@ from pipectl.capture.build import (
 )
 from pipectl.capture.data import Loader
 from pipectl.capture.deferred import Deferred
-from pipectl.capture.export import export_step
+from pipectl.capture.export import export_model
 from pipectl.capture.fallback import Fallback, KeptModules, Notify
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.half_weights import half_weights
 from pipectl.capture.leaves import without_objects
+from pipectl.capture.model_with_loss import ModelWithLoss, own_name
 from pipectl.capture.norms import refuse_single_values
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import FunctionCall, is_random, runs
@@ -46,7 +47,6 @@ from pipectl.capture.refusals import (
 from pipectl.capture.regions import accelerator, arithmetic, region_of
 from pipectl.capture.single import refuse_other_branch
 from pipectl.capture.stage import uses_of_parameter
-from pipectl.capture.step import Step, own_name
 from pipectl.capture.tensors import is_deferred
 from pipectl.capture.weights import Weights
 from pipectl.capture.writes import refuse_writes
@@ -64,13 +64,13 @@ _SMALLEST_EXPORT = 2
 
 
 class CapturedJob:
-    """Model, loss and data of a job, and the graphs of its training and evaluation step.
+    """Model, loss and data of a job, and the graphs of their training and evaluation.
 
     Args:
         notify: called with a message if a capture takes long.
 
     Attributes:
-        step: the wrapper of the user's model and loss.
+        wrapper: of the user's model and loss.
         loader: of the training data.
         states: parameters and buffers by full name within the wrapper, tied ones once. With
             ``materialize: per_rank`` they have no memory until :meth:`materialize` is called.
@@ -90,29 +90,29 @@ class CapturedJob:
         self.script = parts_of_script(spec)
         model, loss = self._model(), self._loss()
         call = self.script.program.forward if self.script and spec.model.is_of_script else None
-        self.step = Step(model, loss, with_outputs=False, call=call)
-        refuse_parts(self.step, spec.model.factory)
-        refuse_parameter_hooks(self.step.named_parameters())
+        self.wrapper = ModelWithLoss(model, loss, with_outputs=False, call=call)
+        refuse_parts(self.wrapper, spec.model.factory)
+        refuse_parameter_hooks(self.wrapper.named_parameters())
         self.loader = training_loader(spec, self.script)
         self.states: dict[str, Tensor] = {
-            **dict(self.step.named_parameters()),
-            **dict(self.step.named_buffers()),
+            **dict(self.wrapper.named_parameters()),
+            **dict(self.wrapper.named_buffers()),
         }
         refuse_overlaps(self.states)
         self._names = {id(tensor): name for name, tensor in self.states.items()}
         self.tied: dict[str, str] = {}
-        for named in (self.step.named_parameters, self.step.named_buffers):
+        for named in (self.wrapper.named_parameters, self.wrapper.named_buffers):
             for name, tensor in named(remove_duplicate=False):
                 if self._names[id(tensor)] != name:
                     self.tied[name] = self._names[id(tensor)]
         if self._weights is not None:
-            self._weights.match(self.step, self.states, self.tied)
+            self._weights.match(self.wrapper, self.states, self.tied)
             for name, tensor in self.states.items():
                 loaded = None if is_deferred(tensor) else self._weights.load(name, tensor)
                 if loaded is not None:
                     with torch.no_grad():
                         tensor.copy_(loaded)
-        self._fallback = Fallback(self.step, spec.model.opaque, self._values, notify)
+        self._fallback = Fallback(self.wrapper, spec.model.opaque, self._values, notify)
         self._released: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         self._graphs: dict[tuple[bool, int, int], CapturedGraph] = {}
         self._compared: set[tuple[bool, int, int]] = set()
@@ -120,7 +120,7 @@ class CapturedJob:
     @property
     def model(self) -> nn.Module:
         """The user's model."""
-        return self.step.model
+        return self.wrapper.model
 
     def _model(self) -> nn.Module:
         if self.script is not None and self.spec.model.is_of_script:
@@ -172,13 +172,13 @@ class CapturedJob:
 
     @contextmanager
     def arithmetic(self, device: torch.device = _CPU) -> Iterator[None]:
-        """Let ``step`` compute in the precision of the job, on a device.
+        """Let ``wrapper`` compute in the precision of the job, on a device.
 
         On the CPU, a job for accelerators computes in the types that these would give.
         """
         precision, is_elsewhere = self.spec.training.precision, device.type != "cpu"
         kind = accelerator()[0] if self.spec.resources.gpus_per_node else "cpu"
-        halves = half_weights(self.step, precision, self._deferred)
+        halves = half_weights(self.wrapper, precision, self._deferred)
         casts = autocast_of("cpu" if is_elsewhere else kind)
         with casts, arithmetic(precision, device), halves:
             yield
@@ -231,26 +231,26 @@ class CapturedJob:
             CaptureError: the model or the loss raises.
         """
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-        was_training, with_outputs = self.step.training, self.step.with_outputs
-        self.step.with_outputs = True
-        self.step.eval()
+        was_training, with_outputs = self.wrapper.training, self.wrapper.with_outputs
+        self.wrapper.with_outputs = True
+        self.wrapper.eval()
         try:
             with (
                 _in_evaluation(),
                 torch.no_grad(),
                 torch.random.fork_rng(devices=[]),
-                preserve_state(self.step, self.step.buffers()),
+                preserve_state(self.wrapper, self.wrapper.buffers()),
                 self.arithmetic(device),
             ):
-                loss, outputs = self.step(inputs, targets)
+                loss, outputs = self.wrapper(inputs, targets)
         except CaptureError:
             raise
         except Exception as error:
             with _in_evaluation():
                 raise misfit(error, inputs, targets, self.spec) from error
         finally:
-            self.step.with_outputs = with_outputs
-            self.step.train(was_training)
+            self.wrapper.with_outputs = with_outputs
+            self.wrapper.train(was_training)
         return loss, outputs
 
     def check_counts(self) -> None:
@@ -352,16 +352,16 @@ class CapturedJob:
         Args:
             length: of their sequences; 0 stands for the largest of the training data.
         """
-        self.step.train()
+        self.wrapper.train()
         return self._run(self.loader.example(batch, length=length))
 
     def _run(self, batch: tuple[Any, Any]) -> CaptureError | None:
         """Run the user's own model and loss once; return why they fail."""
-        if any(map(is_deferred, (*self.step.parameters(), *self.step.buffers()))):
+        if any(map(is_deferred, (*self.wrapper.parameters(), *self.wrapper.buffers()))):
             return None  # too large to be run
-        with torch.enable_grad(), preserve_state(self.step, self.step.buffers()):
+        with torch.enable_grad(), preserve_state(self.wrapper, self.wrapper.buffers()):
             try:
-                self.step(*batch)
+                self.wrapper(*batch)
             except CaptureError as error:
                 return error
             except Exception as error:
@@ -389,7 +389,7 @@ class CapturedJob:
         Raises:
             CaptureError: a group matches no parameter.
         """
-        names = {name: [own_name(name)] for name, _ in self.step.named_parameters()}
+        names = {name: [own_name(name)] for name, _ in self.wrapper.named_parameters()}
         for further, name in self.tied.items():
             names.get(name, []).append(own_name(further))
         return assign_groups(names, [group.match for group in self.spec.optimizer.groups])
@@ -399,8 +399,8 @@ class CapturedJob:
         return factories.find(item.factory)
 
     def _values(self, tensor: Tensor) -> Tensor:
-        """Return a parameter or buffer of the step with values, which belong to the caller if made
-        now.
+        """Return a parameter or buffer of the wrapper with values, which belong to the caller if
+        made now.
         """
         if not is_deferred(tensor):
             return tensor
@@ -435,10 +435,10 @@ class CapturedJob:
         graph = self._graphs[training, 1, length or loader.lengths[-1]]
         if graph.fixed or self.kept:  # kept submodules run for each size as they are
             return
-        self.step.train(training)
+        self.wrapper.train(training)
         try:
             with self.arithmetic():
-                refuse_other_branch(self.step, partial(loader.example, length=length))
+                refuse_other_branch(self.wrapper, partial(loader.example, length=length))
         except RefusedError as error:
             if not training:
                 error.hint = "choose evaluation.batch_size so that no held-out sample is left alone"
@@ -458,12 +458,12 @@ class CapturedJob:
         own = example(size)
         check_samples(*own, size)
         inputs, targets = without_objects(own)
-        self.step.with_outputs = not training and bool(self.metrics())
-        self.step.train(training)
+        self.wrapper.with_outputs = not training and bool(self.metrics())
+        self.wrapper.train(training)
         padded = self.spec.data.pad
 
         def capture(kept: KeptModules) -> CapturedGraph:
-            program = export_step(self.step, inputs, targets, kept, padded)
+            program = export_model(self.wrapper, inputs, targets, kept, padded)
             states = self.states, self.tied
             return CapturedGraph(program, *states, (inputs, targets), size, length, padded)
 

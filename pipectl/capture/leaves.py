@@ -122,7 +122,7 @@ def without_objects(batch: Any) -> Any:
 
 
 @contextmanager
-def exportable(step: nn.Module, batch: Any) -> Iterator[Any]:
+def exportable(wrapper: nn.Module, batch: Any) -> Iterator[Any]:
     """Give a batch with None in the place of stand-ins, which torch.export takes.
 
     The step gets the stand-ins.
@@ -139,7 +139,7 @@ def exportable(step: nn.Module, batch: Any) -> Iterator[Any]:
             found[place] = leaf
         return pytree.tree_unflatten(found, structure)
 
-    handle = step.register_forward_pre_hook(put_back)
+    handle = wrapper.register_forward_pre_hook(put_back)
     try:
         shown = [None if place in hidden else leaf for place, leaf in enumerate(leaves)]
         yield pytree.tree_unflatten(shown, structure)

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.model_with_loss import own_path
 from pipectl.capture.operators import arguments_by_name, with_inner
 from pipectl.capture.refusals import Refusal, module_of, place_of_node
-from pipectl.capture.step import own_path
 from pipectl.units import plural
 
 

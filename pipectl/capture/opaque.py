@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture.leaves import is_choice
+from pipectl.capture.model_with_loss import States, own_name, register_dataclasses
 from pipectl.capture.randomness import own_generators, reseed
 from pipectl.capture.refusals import Refusal, RefusedError
-from pipectl.capture.step import States, own_name, register_dataclasses
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
 from pipectl.torch_api import buffers_of, is_in_backward, pytree
 
@@ -279,7 +279,7 @@ class Opaque:
     other operators have read of them stays as their backwards need it.
 
     Args:
-        path: of the module in the step.
+        path: of the module in the wrapper.
         arguments: of the call during the export.
         outline: of the result.
         changed: indices of the buffers whose new values it returns.

@@ -103,15 +103,15 @@ def _has_value(cell: Any) -> bool:
     return True
 
 
-def outer_holders(step: nn.Module) -> list[Holder]:
+def outer_holders(wrapper: nn.Module) -> list[Holder]:
     """Return what has such state, the same objects at each call.
 
     Args:
-        step: the model and the loss.
+        wrapper: the model and the loss.
     """
     found: list[Holder] = []
     seen, waiting = set[int](), list[tuple[str, Any]]()
-    for module in step.modules():
+    for module in wrapper.modules():
         hooks = forward_hooks_of(module)
         values = (type(module), *vars(module).values(), *hooks)
         waiting += [("", value) for value in values if type(value) not in (*_CONTAINERS, *_PLAIN)]

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pipectl.capture.checks import is_caught, mark_condition, passing_answer
 from pipectl.capture.factories import is_torch_code
+from pipectl.capture.model_with_loss import ModelWithLoss
 from pipectl.capture.operators import FunctionCall
 from pipectl.capture.randomness import LIBRARY_GENERATORS, generator_places, states_of
 from pipectl.capture.refusals import (
@@ -37,7 +38,6 @@ from pipectl.capture.refusals import (
     place_at,
 )
 from pipectl.capture.regions import mark_regions
-from pipectl.capture.step import Step
 from pipectl.faults import is_user_code
 from pipectl.torch_api import (
     ASSERT_ASYNC,
@@ -69,11 +69,11 @@ _ABSENT = object()
 
 
 @contextmanager
-def patched_export(step: nn.Module, recorder: Recorder, *, unrolls: bool) -> Iterator[None]:
-    """Apply all patches for the export of a step.
+def patched_export(wrapper: nn.Module, recorder: Recorder, *, unrolls: bool) -> Iterator[None]:
+    """Apply all patches for an export.
 
     Args:
-        recorder: gets the autograd functions that the step uses.
+        recorder: gets the autograd functions that model and loss use.
         unrolls: whether loops may be of any length.
 
     Raises:
@@ -82,7 +82,7 @@ def patched_export(step: nn.Module, recorder: Recorder, *, unrolls: bool) -> Ite
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(_refused_draws())
-        stack.enter_context(_refused_generators(step))
+        stack.enter_context(_refused_generators(wrapper))
         stack.enter_context(_left_out_checks())
         stack.enter_context(_masks_taken_as_given())
         stack.enter_context(_WatchedCalls(unrolls=unrolls))
@@ -168,12 +168,12 @@ def _refused_draws() -> Iterator[None]:
 
 
 @contextmanager
-def _refused_generators(step: nn.Module) -> Iterator[None]:
+def _refused_generators(wrapper: nn.Module) -> Iterator[None]:
     """Refuse draws from the system's generator and from the model's own generators."""
     with ExitStack() as stack:
         for name in ("random", "getrandbits"):  # of those made in the forward, too
             stack.enter_context(mock.patch.object(random.SystemRandom, name, _refuse_draw))
-        for own, name in generator_places(step):
+        for own, name in generator_places(wrapper):
             if not isinstance(own[name], torch.Generator):  # their use is seen as an argument
                 stack.enter_context(mock.patch.dict(own, {name: _RefusingGenerator()}))
         yield
@@ -277,7 +277,7 @@ class _WatchedCalls(TorchFunctionMode):
         if self._repeats is None:
             return
         caller, module = _calling_module(sys._getframe(2))
-        if caller is None or isinstance(module, Step):
+        if caller is None or isinstance(module, ModelWithLoss):
             return  # pipectl's own, such as a look at every parameter
         key = (caller.f_code, caller.f_lineno, id(vars(module)))
         self._repeats[key] += 1

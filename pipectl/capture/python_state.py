@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from pipectl.capture.model_with_loss import own_name, own_path
 from pipectl.capture.outer_state import CachedFunction, Holder, clear_traced, outer_holders
 from pipectl.capture.randomness import SHARED_GENERATORS, comparable, generator_state, set_state
 from pipectl.capture.refusals import Refusal
-from pipectl.capture.step import own_name, own_path
 from pipectl.capture.tensors import tensors_in
 from pipectl.torch_api import get_proxy_mode, get_proxy_slot, make_subclass, pytree, version_of
 
@@ -223,7 +223,7 @@ def _carried(name: str, value: Any) -> Any:
 
 
 @contextmanager
-def watch_changes(step: nn.Module, begin: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
+def watch_changes(wrapper: nn.Module, begin: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
     """Find what a step changes in Python objects while it is exported; restore it afterwards.
 
     The result has, by name, what the next step begins with: numbers that have changed, and
@@ -239,9 +239,9 @@ def watch_changes(step: nn.Module, begin: Mapping[str, Entry]) -> Iterator[dict[
     changes, batch = dict[str, Entry](), set[fx.Node]()
 
     def compare(*_: object) -> None:
-        refuse_extra_states(step, extra, tensors=False)
+        refuse_extra_states(wrapper, extra, tensors=False)
         unknown = Entry(_ABSENT, None, None)
-        entries = _every_entry(step).items()
+        entries = _every_entry(wrapper).items()
         changed = {n: e for n, e in entries if e.value is not before.get(n, unknown).value}
         # What has assigned tensors: numbers beside them may say of what those are.
         tensors = {n: e for n, e in changed.items() if isinstance(e.value, Tensor)}
@@ -263,16 +263,16 @@ def watch_changes(step: nn.Module, begin: Mapping[str, Entry]) -> Iterator[dict[
     def follows(name: str, entry: Entry) -> bool:
         return _follows(entry.value, batch, before[name].value if name in before else None)
 
-    with preserve_state(step, ()):
-        outer = _entries(outer_holders(step)).keys()
+    with preserve_state(wrapper, ()):
+        outer = _entries(outer_holders(wrapper)).keys()
         for name, (value, holder, key, _) in begin.items():
             if not isinstance(holder, list) or key < len(holder):
                 is_outer = name in outer
                 holder[key] = _other(value) if is_outer else _carried(own_name(name), value)
-        before, extra = _every_entry(step), extra_states(step, tensors=False)
+        before, extra = _every_entry(wrapper), extra_states(wrapper, tensors=False)
         hooks = [
-            step.register_forward_pre_hook(lambda _, given: batch.update(_nodes(given))),
-            step.register_forward_hook(compare),
+            wrapper.register_forward_pre_hook(lambda _, given: batch.update(_nodes(given))),
+            wrapper.register_forward_hook(compare),
         ]
         try:
             yield changes
@@ -281,17 +281,17 @@ def watch_changes(step: nn.Module, begin: Mapping[str, Entry]) -> Iterator[dict[
                 hook.remove()
 
 
-def _every_entry(step: nn.Module) -> dict[str, Entry]:
-    return _entries(_items(step)) | _entries(outer_holders(step))
+def _every_entry(wrapper: nn.Module) -> dict[str, Entry]:
+    return _entries(_items(wrapper)) | _entries(outer_holders(wrapper))
 
 
-def state_values(step: nn.Module) -> dict[str, object]:
+def state_values(wrapper: nn.Module) -> dict[str, object]:
     """Return what tells whether an entry has changed, by name, and how many a container has.
 
     Parameters, buffers and hooks are left out.
     """
     values: dict[str, object] = {}
-    for name, (value, *_) in _every_entry(step).items():
+    for name, (value, *_) in _every_entry(wrapper).items():
         if _OF_TORCH.search(name):
             continue
         is_number = isinstance(value, int | float | str | None)

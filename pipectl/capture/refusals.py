@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from pipectl.capture.factories import known_hint
-from pipectl.capture.step import Step, own_name, own_path
+from pipectl.capture.model_with_loss import ModelWithLoss, own_name, own_path
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code, user_line
@@ -338,7 +338,7 @@ def running_line() -> str:
     trace: list[tuple[FrameType, int]] = []
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         trace.insert(0, (frame, line))
-        if frame.f_code is Step.forward.__code__:
+        if frame.f_code is ModelWithLoss.forward.__code__:
             return _user_place(trace) or _library_place(trace)
     return ""
 
@@ -408,22 +408,22 @@ def _chain(error: BaseException | None) -> list[BaseException]:
     return errors
 
 
-def refuse_parts(step: Step, factory: str) -> None:
+def refuse_parts(wrapper: ModelWithLoss, factory: str) -> None:
     """Raise if a parameter has no shape before a first batch, or a module gives sparse gradients or
     is a program of TorchScript.
 
     Raises:
         CaptureError: naming the first one and the hint.
     """
-    for name, parameter in (*step.named_parameters(), *step.named_buffers()):
+    for name, parameter in (*wrapper.named_parameters(), *wrapper.named_buffers()):
         if is_lazy(parameter):
-            kind = type(step.get_submodule(name.rpartition(".")[0])).__name__
+            kind = type(wrapper.get_submodule(name.rpartition(".")[0])).__name__
             raise CaptureError(
                 f"model.factory: {factory}: {own_name(name)!r} of a {kind} has no shape yet",
                 hint="give its sizes (for example nn.Linear instead of nn.LazyLinear), or let the "
                 "factory call the model with one batch before it returns it",
             )
-    for name, module in step.named_modules():
+    for name, module in wrapper.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise CaptureError(
                 f"model: {own_path(name)} gives sparse gradients (sparse=True), which ranks cannot "
@@ -544,7 +544,7 @@ def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> Captur
         return refusal
     trace, frame_locals = error.__traceback__, dict[str, Any]()
     while trace is not None:  # whether the model had returned when the step failed, and what
-        if trace.tb_frame.f_code is Step.forward.__code__:
+        if trace.tb_frame.f_code is ModelWithLoss.forward.__code__:
             frame_locals = trace.tb_frame.f_locals
         trace = trace.tb_next
     inner = user_line(error.__traceback__)

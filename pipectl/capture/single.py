@@ -46,25 +46,25 @@ class _Call(NamedTuple):
     line: str
 
 
-def refuse_other_branch(step: nn.Module, example: Callable[[int], tuple[Any, Any]]) -> None:
+def refuse_other_branch(wrapper: nn.Module, example: Callable[[int], tuple[Any, Any]]) -> None:
     """Raise if model or loss compute something else for one sample than for several.
 
     Nothing is raised for a model that does not run without values. The same functions of other
     shapes (after ``x.squeeze()``, for example) are no difference unless torch refuses them.
 
     Args:
-        step: the model with its loss, which stays as it is.
+        wrapper: the model with its loss, which stays as it is.
         example: returns a batch of some samples.
 
     Raises:
         RefusedError: naming the first line that differs, or that fails.
     """
     try:
-        two, three = _calls(step, example(2)), _calls(step, example(3))
+        two, three = _calls(wrapper, example(2)), _calls(wrapper, example(3))
     except Exception:  # it needs values, or cannot be copied
         return
     try:
-        one = _calls(step, example(1))
+        one = _calls(wrapper, example(1))
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise Refusal.ONE_SAMPLE.error(place_of(error), why=why) from error
@@ -77,11 +77,11 @@ def refuse_other_branch(step: nn.Module, example: Callable[[int], tuple[Any, Any
             raise Refusal.ONE_SAMPLE.error((mine or its).line, why=why)
 
 
-def _calls(step: nn.Module, batch: tuple[Any, Any]) -> list[_Call]:
+def _calls(wrapper: nn.Module, batch: tuple[Any, Any]) -> list[_Call]:
     """Return what a forward calls, without values and without memory for them."""
     recorder, mode = _Recorder(), FakeTensorMode(allow_non_fake_inputs=True)
-    tensors = (*step.parameters(), *step.buffers())
-    trial = copy.deepcopy(step, {id(each): mode.from_tensor(each) for each in tensors})
+    tensors = (*wrapper.parameters(), *wrapper.buffers())
+    trial = copy.deepcopy(wrapper, {id(each): mode.from_tensor(each) for each in tensors})
     inputs, targets = pytree.tree_map_only(Tensor, mode.from_tensor, batch)
     with quiet(), preserve_state(trial, ()):
         random.seed(0)

@@ -61,7 +61,7 @@ class Cut:
 
     @cached_property
     def result_names(self) -> frozenset[str]:
-        """Operators whose values are results of the whole step: the loss and the outputs."""
+        """Operators whose values are results of the whole graph: the loss and the outputs."""
         known = self.graph.position
         outputs = (name for name in self.graph.outputs if isinstance(name, str) and name in known)
         return frozenset({self.graph.loss, *outputs})

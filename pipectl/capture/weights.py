@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pipectl.capture.step import in_model, own_name
+from pipectl.capture.model_with_loss import in_model, own_name
 from pipectl.capture.tensor_file import CODES, TensorReader
 from pipectl.errors import DataFileError
 from pipectl.units import did_you_mean, shorten
@@ -58,11 +58,13 @@ class Weights:
             name: self._reader.header(file).layouts[name] for name, file in self._file_of.items()
         }
 
-    def match(self, step: nn.Module, states: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+    def match(
+        self, wrapper: nn.Module, states: Mapping[str, Tensor], tied: Mapping[str, str]
+    ) -> None:
         """Find the tensors of a model; the checkpoint may use any name of a tied tensor.
 
         Args:
-            step: the wrapper of the model.
+            wrapper: of the model.
             states: its parameters and buffers, tied ones once.
             tied: further names of tied ones, to their name in ``states``.
 
@@ -72,7 +74,7 @@ class Weights:
         names = {name: [own_name(name)] for name in states if in_model(name)}
         for further, name in tied.items():
             names.setdefault(name, [own_name(name)]).append(own_name(further))
-        persistent = step.state_dict(keep_vars=True)
+        persistent = wrapper.state_dict(keep_vars=True)
         lacking, wrong = list[str](), list[str]()
         for name, aliases in names.items():
             stored = next((each for each in aliases if each in self._file_of), None)

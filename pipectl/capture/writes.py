@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.refusals import Refusal, place_of_node
-from pipectl.capture.step import own_name
 
 
 def refuse_writes(graph: CapturedGraph, *, training: bool) -> None:

@@ -36,8 +36,8 @@ from pipectl.capture.batch import by_name, copy_written_inputs
 from pipectl.capture.data import Loader
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.refusals import module_of
+from pipectl.capture.shares import sample_shares, target_shares, weighted_loss
 from pipectl.capture.slices import Rows, is_batch_norm
-from pipectl.capture.step import sample_shares, target_shares, weighted_loss
 from pipectl.capture.tensors import fill_sample, is_deferred, tensors_in
 from pipectl.errors import CaptureError, PipectlError
 from pipectl.faults import fault_of, is_ours, user_line

@@ -12,9 +12,9 @@ import psutil
 import torch
 
 from pipectl.capture import CapturedJob
+from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.operators import runs_own_code
 from pipectl.capture.slices import coupled_operators
-from pipectl.capture.step import own_name
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.faults import is_ours

@@ -19,13 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_f
 
 from pipectl.capture import CapturedJob, State
 from pipectl.capture.casts import Casting, state_behind
+from pipectl.capture.model_with_loss import own_path
 from pipectl.capture.opaque import Form, Opaque
 from pipectl.capture.operators import written_tensors
 from pipectl.capture.patches import hooks_on_saved_tensors
 from pipectl.capture.refusals import module_of
 from pipectl.capture.regions import WHOLE, arithmetic, missing_kernels, region_of
 from pipectl.capture.stage import on_device, place_subgraphs
-from pipectl.capture.step import own_path
 from pipectl.capture.tensors import fill_sample, is_deferred, storage_of, storages_in, tensors_in
 from pipectl.profile import Operator, OperatorMemory
 from pipectl.profiler.bench import Subject

@@ -29,7 +29,7 @@ from pipectl.capture.digests import (
     trained_on,
 )
 from pipectl.capture.job import CapturedJob
-from pipectl.capture.step import in_step
+from pipectl.capture.model_with_loss import full_name
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import PipectlError
 from pipectl.hash_seed import VARIABLE
@@ -134,8 +134,8 @@ def find_redrawn(job: CapturedJob, size: int) -> str | None:
     with suppress(Exception), torch.random.fork_rng(devices=[]):  # it may be built only once
         model = build_model(job.spec)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            is_read = in_step(name) in read - graph.written_buffers
-            if is_read and not _is_equal(states[in_step(name)], tensor):
+            is_read = full_name(name) in read - graph.written_buffers
+            if is_read and not _is_equal(states[full_name(name)], tensor):
                 return name
     return None
 

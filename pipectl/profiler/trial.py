@@ -17,8 +17,8 @@ from torch import Tensor
 from pipectl.capture import CapturedJob
 from pipectl.capture.batch import Reader
 from pipectl.capture.data import Loader
+from pipectl.capture.shares import target_weight
 from pipectl.capture.stage import uses_of_parameter
-from pipectl.capture.step import target_weight
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError, WorkerError
 from pipectl.runtime.callbacks import import_callbacks

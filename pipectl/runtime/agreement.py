@@ -20,7 +20,7 @@ from torch import Tensor
 from pipectl import __version__
 from pipectl.capture import CapturedJob
 from pipectl.capture.digests import checksum, sample_digests
-from pipectl.capture.step import own_name
+from pipectl.capture.model_with_loss import own_name
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.plan import Plan
 from pipectl.profile import SEEDED_HINT, Profile, Readings

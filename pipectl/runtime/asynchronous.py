@@ -17,8 +17,8 @@ from itertools import islice
 from typing import Any
 
 from pipectl.capture.data import Loader, Samples, split_batch
+from pipectl.capture.shares import loss_parts, sample_shares, target_shares
 from pipectl.capture.slices import Rows
-from pipectl.capture.step import loss_parts, sample_shares, target_shares
 from pipectl.errors import CaptureError
 from pipectl.plan import Plan
 from pipectl.runtime.gradients import shared_uses

@@ -16,10 +16,10 @@ from torch import Tensor, fx
 
 from pipectl.capture import Slot, build_stage
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.model_with_loss import own_name, own_path
 from pipectl.capture.refusals import module_of, place_of_node
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.stage import StageCode
-from pipectl.capture.step import own_name, own_path
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.stage import MicroBatch, Stage
 

@@ -12,8 +12,8 @@ from mpi4py import MPI
 
 from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.data import Loader, Samples, split_batch
+from pipectl.capture.shares import loss_parts, target_weight
 from pipectl.capture.slices import Rows
-from pipectl.capture.step import loss_parts, target_weight
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.feed import Demand, Feed, Meet, wants

@@ -10,8 +10,8 @@ from mpi4py import MPI
 from torch import Tensor, fx
 
 from pipectl.capture import CapturedGraph, CapturedJob, Slot
+from pipectl.capture.shares import target_weight
 from pipectl.capture.slices import Rows
-from pipectl.capture.step import target_weight
 from pipectl.errors import WorkerError
 from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call, call_in_training
+from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.refusals import refuse_parameter_hooks
-from pipectl.capture.step import own_name
 from pipectl.capture.tensor_file import CODES
 from pipectl.capture.tensors import storage_of, tensors_in
 from pipectl.errors import CaptureError, WorkerError

@@ -30,14 +30,12 @@ from torch.autograd.graph import Node
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import split_batch
 from pipectl.capture.half_weights import half_weights
+from pipectl.capture.model_with_loss import in_model, name_in_loss, own_name
 from pipectl.capture.opaque import write_buffers_once
 from pipectl.capture.python_state import changed_state, state_values
 from pipectl.capture.regions import arithmetic
-from pipectl.capture.step import (
+from pipectl.capture.shares import (
     first_undefined,
-    in_model,
-    name_in_loss,
-    own_name,
     sample_shares,
     target_shares,
     target_weight,
@@ -81,9 +79,9 @@ def train(
     set_arithmetic(spec.training)
     job = CapturedJob(spec)
     device = choose_device(spec.resources.gpus_per_node, 0).torch_device
-    job.step.to(device).train()
-    write_buffers_once(job.step)
-    parameters = dict(job.step.named_parameters())
+    job.wrapper.to(device).train()
+    write_buffers_once(job.wrapper)
+    parameters = dict(job.wrapper.named_parameters())
     updater = make_updater(job, parameters)
     scale, is_scaled = spec.training.loss_scale, spec.training.precision == "float16"
     if is_scaled:
@@ -93,16 +91,16 @@ def train(
     scaler = GradScaler(device.type, scale.initial, growth_interval=interval, enabled=is_scaled)
     own = {own_name(name): parameter for name, parameter in parameters.items()}
     separate = SeparateUses({own[name]: count for name, count in (uses or {}).items()})
-    losses, state = [], state_values(job.step)
+    losses, state = [], state_values(job.wrapper)
     skips = spec.training.on_nonfinite == "skip"
-    check = BufferCheck(dict(job.step.named_buffers()) if skips else {})
+    check = BufferCheck(dict(job.wrapper.named_buffers()) if skips else {})
     weigh = job.weight()
     for step, (sizes, batches) in enumerate(_batches(job, micro_batch_size), 1):
         if weigh is not None:
             shares = target_shares(weigh, spec.loss.weight, [targets for _, targets in batches])
         else:
             shares = sample_shares(sizes, adds_up=spec.loss.adds_up)
-        before = {name: buffer.clone() for name, buffer in job.step.named_buffers() if skips}
+        before = {name: buffer.clone() for name, buffer in job.wrapper.named_buffers() if skips}
         step_losses = _accumulate(job, batches, shares, scaler, device, separate)
         losses.append(weighted_loss(step_losses, shares))
         gradients = {} if scaler.is_enabled() else gradients_of(parameters)
@@ -112,13 +110,13 @@ def train(
             or bool(not_finite(gradients, norms_of(gradients)))
         )
         _update(updater, scaler, spec.training.clip_grad_norm, parameters, faulty=faulty)
-        for name, buffer in job.step.named_buffers() if faulty else ():
+        for name, buffer in job.wrapper.named_buffers() if faulty else ():
             buffer.data.copy_(before[name])  # undo writes by forwards of a skipped step
         if updater.watches:
             updater.watch(_evaluate(job, micro_batch_size, device))
         save_file(_weights(job), weights_file(directory, step))
     joint = [name for name, each in own.items() if each in separate.joint]
-    changed = changed_state(state, state_values(job.step))
+    changed = changed_state(state, state_values(job.wrapper))
     write_json(directory / LOSSES, {"losses": losses, "joint": joint, CHANGED: changed})
 
 
@@ -219,17 +217,17 @@ def _evaluate(job: CapturedJob, micro_batch_size: int, device: torch.device) -> 
     total, weights = 0.0, 0.0
     size, planned = spec.batch_size or micro_batch_size, loader.epoch(0)
     counts = [count for each in planned for count in split_batch(each.size, size)]
-    job.step.eval()
+    job.wrapper.eval()
     for count, batch in zip(counts, loader.micro_batches(planned, size), strict=True):
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         with torch.no_grad(), job.arithmetic(device):
-            loss = job.step(inputs, targets)
+            loss = job.wrapper(inputs, targets)
         weight: float = 1 if job.spec.loss.adds_up else count
         if weigh is not None:
             weight = target_weight(weigh, job.spec.loss.weight, batch[1])
         if weight:
             total, weights = total + float(loss) * weight, weights + weight
-    job.step.train()
+    job.wrapper.train()
     if not weights:
         return math.nan
     return total if job.spec.loss.adds_up else total / weights
@@ -283,7 +281,7 @@ def _names(job: CapturedJob) -> dict[str, str]:
     """The full names of all weights by their names in a comparison: those in the user's model, and
     those of the loss, without what it shares."""
     full = {}
-    for name in _states(job.step):
+    for name in _states(job.wrapper):
         in_loss = name_in_loss(name)
         if in_model(name):
             full[own_name(name)] = job.tied.get(name, name)
@@ -294,7 +292,7 @@ def _names(job: CapturedJob) -> dict[str, str]:
 
 def _weights(job: CapturedJob) -> dict[str, Tensor]:
     """Copies of the weights: tied ones share memory, which a file of tensors does not allow."""
-    states = _states(job.step)
+    states = _states(job.wrapper)
     tensors = {name: states[full] for name, full in _names(job).items()}
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
@@ -316,12 +314,12 @@ def _accumulate(
     separate: SeparateUses,
 ) -> list[Tensor]:
     losses, precision = [], job.spec.training.precision
-    parameters = list(job.step.parameters())
+    parameters = list(job.wrapper.parameters())
     for batch, share in zip(batches, shares, strict=True):
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-        with half_weights(job.step, precision):
+        with half_weights(job.wrapper, precision):
             with arithmetic(precision, device):
-                loss = job.step(inputs, targets)
+                loss = job.wrapper(inputs, targets)
             scaled = scaler.scale(loss * share)
             separate.watch(scaled)
             run_backward([scaled], [torch.ones_like(scaled)], parameters)

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pipectl.capture.digests import checksum
-from pipectl.capture.step import own_name
+from pipectl.capture.model_with_loss import own_name
 from pipectl.errors import WorkerError
 from pipectl.lanes import owners_of
 from pipectl.plan import Plan, Replication

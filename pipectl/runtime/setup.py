@@ -155,7 +155,7 @@ class Setup:
         plan = self.plan
         if is_unflushed(plan):  # the same messages, in steps that do not overlap
             plan = replace(plan, schedule=ONE_F_ONE_B.name)
-        with preserve_state(self.job.step, self.written.values()):
+        with preserve_state(self.job.wrapper, self.written.values()):
             for rows in self._division.sizes:
                 trial = self.batches.step_of(plan_of_trial(plan, rows.whole), rows.length)
                 example = partial(self.job.loader.example, rows.whole, length=rows.length)

@@ -27,7 +27,8 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from pipectl.capture import Cut
-from pipectl.capture.step import first_undefined, own_name
+from pipectl.capture.model_with_loss import own_name
+from pipectl.capture.shares import first_undefined
 from pipectl.errors import StepError, UsageError
 from pipectl.lanes import TransferKind
 from pipectl.runs import NotFinite

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from mpi4py import MPI
 
-from pipectl.capture.step import sum_of_parts
+from pipectl.capture.shares import sum_of_parts
 from pipectl.fields import write_value
 from pipectl.runs import CoreShare, Heartbeat, NotFinite, RankBeat, StartDirectory
 from pipectl.runtime.nodes import node_name

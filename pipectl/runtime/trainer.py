@@ -90,7 +90,7 @@ class Trainer:
         self._keeps_evaluations = self._early_stopping.watches or any(watching)
         self._room_bytes = self._room_for_copies(cluster)
         # The parameters and buffers of all ranks that a state dict holds.
-        self._persistent = set(setup.job.step.state_dict(keep_vars=True))
+        self._persistent = set(setup.job.wrapper.state_dict(keep_vars=True))
         tied = setup.job.tied.items()
         named = [(plain_name(n), plain_name(first)) for n, first in tied if n in self._persistent]
         self._aliases = {n: first for n, first in named if n is not None and first is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipectl.capture.step import own_name
+from pipectl.capture.model_with_loss import own_name
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.schedule import SCHEDULES
 from pipectl.schedule.combinations import clashes, traits_of

@@ -446,7 +446,7 @@ def test_the_graph_of_a_length_gives_what_the_model_gives_or_a_length_is_refused
         assert len({id(graph_of(3, length)) for length in (0, 5, 8, 12)}) == count
     assert job.training_graph(3).tokens_per_sample
     for length in (5, 8, 12):
-        plain = job.step(*job.loader.example(3, length=length))
+        plain = job.wrapper(*job.loader.example(3, length=length))
         assert torch.equal(run_whole(job, Rows.of(3, length)), plain)
     job.check_shapes(3)
 

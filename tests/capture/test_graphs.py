@@ -135,7 +135,7 @@ def test_one_graph_serves_every_batch_size_or_one_alone(job_of, make_job, run_wh
     assert graph is job.training_graph(1) is job.training_graph(17)
     assert not graph.fixed
     for size in (1, 3, 9):
-        assert torch.equal(run_whole(job, size), job.step(*job.loader.example(size)))
+        assert torch.equal(run_whole(job, size), job.wrapper(*job.loader.example(size)))
     graph = job_of("FixedBatch").training_graph(4)
     assert (graph.fixed, graph.batch_size) == (True, 4)
     with pytest.raises(CaptureError, match="captured for 4 samples, not for 3"):
@@ -155,7 +155,7 @@ def test_a_size_that_is_fixed_in_one_input_is_fixed_in_all(make_job, run_whole) 
     job = make_job("Listing", loss="model", data="by_keyword", evaluation=held_out)
     graph = job.training_graph(4)
     assert (graph.fixed, graph.batch_size) == (True, 4)
-    assert torch.equal(run_whole(job), job.step(*job.loader.example(4)))
+    assert torch.equal(run_whole(job), job.wrapper(*job.loader.example(4)))
     multiple = "let evaluation.data have a number of samples that is a multiple of 4"
     for graph_of, hint in (
         (job.training_graph, "divide the batch"),
@@ -290,7 +290,7 @@ def test_a_graph_captured_in_half_precision_gives_what_the_model_gives(make_job,
     assert any(region.autocasts for region in regions(job.training_graph(4)).values())
     batch = job.loader.example(4)
     with arithmetic("bf16", torch.device("cpu")):
-        assert torch.equal(run_whole(job), job.step(*batch))
+        assert torch.equal(run_whole(job), job.wrapper(*batch))
         assert job.model(batch[0]).dtype == torch.bfloat16
 
 

@@ -79,11 +79,11 @@ def test_state_that_no_graph_shows_is_named(make_job, write_modules) -> None:
         "Outer": "global STEPS; STEPS += 1; COUNTS['b'] = 1; Meter.calls += 1; count()",
     }
     job = make_job(f"{write_modules(table)}:layers")
-    before = state_values(job.step)
-    assert changed_state(before, state_values(job.step)) == []
-    job.step(*job.loader.example(4))
+    before = state_values(job.wrapper)
+    assert changed_state(before, state_values(job.wrapper)) == []
+    job.wrapper(*job.loader.example(4))
     names = ["1.kept", "Meter.calls", "count_from.count.n", "modules.py:COUNTS", "modules.py:STEPS"]
-    assert changed_state(before, state_values(job.step)) == names
+    assert changed_state(before, state_values(job.wrapper)) == names
 
 
 TWO_INPUTS = """

@@ -79,7 +79,7 @@ class Trial:
             yield copy.deepcopy(self._batches[start : start + MICRO_BATCHES])  # some write them
 
     def _plain(self) -> Outcome:
-        step = copy.deepcopy(self.job.step).train()
+        step = copy.deepcopy(self.job.wrapper).train()
         optimizer = torch.optim.SGD(
             [p for p in step.parameters() if p.requires_grad], lr=RATE, momentum=MOMENTUM
         )
@@ -100,7 +100,7 @@ class Trial:
 
     def evaluation_differences(self) -> dict[str, float]:
         """What differs from the user's own trained model in evaluation, and how far, relatively."""
-        step = copy.deepcopy(self.job.step).eval()
+        step = copy.deepcopy(self.job.wrapper).eval()
         with torch.no_grad():
             for name, tensor in (*step.named_parameters(), *step.named_buffers()):
                 tensor.copy_(self.reference.get(name, tensor))

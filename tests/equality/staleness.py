@@ -63,7 +63,7 @@ def simulate(run: Path, cell: Cell, ranks: int) -> tuple[Weights, list[float]]:
     """Weights by the names of the model, and the losses of all steps."""
     stage_of = json.loads((run / "notes.json").read_text())["stages"]
     job = cell_jobs.captured(cell.model, plain=False).of(load(run / "job.yaml"))
-    newest = {n: p for n, p in job.step.named_parameters() if p.requires_grad}
+    newest = {n: p for n, p in job.wrapper.named_parameters() if p.requires_grad}
     updater = make_updater(job, newest)
     loss_of = partial(loss_of_graph, job)
     weigh = job.weight() or (lambda targets: len(targets))

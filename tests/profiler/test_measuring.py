@@ -167,7 +167,7 @@ def test_neighbours_leave_room_for_those_before_them(
     spec_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = CapturedJob(spec_of())
-    gradients = sum(parameter.nbytes for parameter in job.step.parameters())
+    gradients = sum(parameter.nbytes for parameter in job.wrapper.parameters())
     memory = psutil.virtual_memory()._replace(available=3 * gradients)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert [has_room(job, place) for place in range(3)] == [True, True, False]
@@ -218,6 +218,6 @@ def test_partitions_for_measuring_part_no_group_and_leave_no_gradients(spec_of: 
         assert members <= 2
     bench = Bench(subject, single_stage(graph))
     bench.run(0)
-    assert all(parameter.grad is not None for parameter in job.step.parameters())
+    assert all(parameter.grad is not None for parameter in job.wrapper.parameters())
     bench.forget()
-    assert all(parameter.grad is None for parameter in job.step.parameters())
+    assert all(parameter.grad is None for parameter in job.wrapper.parameters())

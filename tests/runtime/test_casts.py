@@ -17,8 +17,8 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
+from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.slices import Rows
-from pipectl.capture.step import own_name
 from pipectl.capture.tensors import storage_of
 from pipectl.runtime.casts import SharedCasts
 from pipectl.runtime.pipefb import lasting_states
@@ -149,7 +149,7 @@ def casts_of(stage: Stage) -> dict[int, Tensor]:
 )
 def test_gradients_are_those_of_plain_torch_which_casts_every_time(job, how) -> None:
     """Without torch's cache: it would give a weight no gradient that is first used without one."""
-    model, data = deepcopy(job.step), batches(job)
+    model, data = deepcopy(job.wrapper), batches(job)
     for inputs, targets in data:
         with torch.autocast("cpu", HALF, cache_enabled=False):
             loss = model(inputs, targets)

@@ -301,12 +301,12 @@ def job(make_spec: Any) -> Maker:
 
 def updater_of(job: CapturedJob, *names: str) -> Updater:
     """The updater of a rank with these parameters, by default all."""
-    every = dict(job.step.named_parameters())
+    every = dict(job.wrapper.named_parameters())
     return make_updater(job, {n: p for n, p in every.items() if not names or n in names})
 
 
 def groups_of(job: CapturedJob, updater: Updater) -> list[tuple[list[str], dict[str, Any]]]:
-    names = {id(p): name.removeprefix("model.") for name, p in job.step.named_parameters()}
+    names = {id(p): name.removeprefix("model.") for name, p in job.wrapper.named_parameters()}
     assert updater.optimizer is not None
     return [
         ([names[id(p)] for p in group["params"]], group) for group in updater.optimizer.param_groups
@@ -336,11 +336,11 @@ def test_a_rank_has_every_group_for_schedules_that_count_them(job: Maker) -> Non
     made = job(kwargs={"lr": 0.1}, groups=PATTERNS, lr_scheduler=schedule)
     updater = updater_of(made, "model.2.bias")
     assert [names for names, _ in groups_of(made, updater)] == [[], ["2.bias"], []]
-    made.step.model[2].bias.grad = torch.ones(12)
+    made.wrapper.model[2].bias.grad = torch.ones(12)
     before = updater.learning_rate
     updater.step()
     assert updater.learning_rate != before
-    assert made.step.model[2].bias.grad is None
+    assert made.wrapper.model[2].bias.grad is None
     for idle in (updater_of(made, "model.0.bias"), make_updater(made, {})):  # one is frozen
         idle.step()
         assert (idle.optimizer, idle.lr_scheduler) == (None, None)
@@ -370,7 +370,7 @@ def test_a_schedule_that_takes_a_loss_follows_evaluations(job: Maker) -> None:
 def first_step_of(made: CapturedJob) -> Updater:
     """After a step with gradients of 1."""
     updater = updater_of(made)
-    for parameter in made.step.parameters():
+    for parameter in made.wrapper.parameters():
         parameter.grad = torch.ones_like(parameter)
     updater.step()
     return updater

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipectl.capture.step import in_model, name_in_loss, own_name
+from pipectl.capture.model_with_loss import in_model, name_in_loss, own_name
 from pipectl.capture.tensor_file import write_tensors
 from pipectl.files import make_private_directory
 from pipectl.runtime.manifest import Shard

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pipectl.capture.step import name_in_loss
+from pipectl.capture.model_with_loss import name_in_loss
 from pipectl.capture.tensor_file import TensorReader
 from pipectl.errors import DataFileError, MismatchError
 from pipectl.runs import checkpoints

@@ -1,17 +1,19 @@
-"""The step that is exported, ``(inputs, targets) -> loss, outputs``, and the loss of several."""
+"""What is exported: ``(inputs, targets) -> loss, outputs``, a wrapper of the user's model and loss.
+
+Names in the wrapper are full names (``model.blocks.0.weight``); own names are those in the user's
+model (``blocks.0.weight``).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from pipectl.capture.factories import call
 from pipectl.errors import CaptureError
 from pipectl.torch_api import (
     buffers_of,
@@ -38,12 +40,12 @@ _CLONE = torch.ops.aten.clone.default
 
 
 def in_model(name: str) -> bool:
-    """Return whether a parameter, buffer or submodule of the step belongs to the user's model."""
+    """Return whether a parameter, buffer or submodule of the wrapper is one of the user's model."""
     return name.startswith(_WITHIN)
 
 
-def in_step(name: str) -> str:
-    """Return the name in the step of a parameter, buffer or submodule of the user's model."""
+def full_name(name: str) -> str:
+    """Return the name in the wrapper of a parameter, buffer or submodule of the user's model."""
     return f"{_WITHIN}{name}"
 
 
@@ -53,8 +55,8 @@ def own_name(name: str) -> str:
 
 
 def name_in_loss(name: str) -> str | None:
-    """Return the name of a parameter or buffer of the step in the user's loss; None if the loss has
-    none of it.
+    """Return the name of a parameter or buffer of the wrapper in the user's loss; None if the loss
+    has none of it.
     """
     return name.removeprefix(_IN_LOSS) if name.startswith(_IN_LOSS) else None
 
@@ -64,8 +66,8 @@ def own_path(path: str) -> str:
     return "" if path == _MODEL else own_name(path)
 
 
-class Step(nn.Module):
-    """One micro-batch through model and loss.
+class ModelWithLoss(nn.Module):
+    """A wrapper whose forward is one micro-batch through model and loss.
 
     Args:
         model: the user's, unchanged.
@@ -125,7 +127,7 @@ class States:
     """The parameters and buffers of a module and its submodules, tied ones once.
 
     Args:
-        path: of the module in the step.
+        path: of the module in the wrapper.
 
     Attributes:
         names: in the user's model.
@@ -270,7 +272,7 @@ def copy_assigned(graph: fx.Graph) -> list[fx.Node]:
 
 
 class _LossFunction(nn.Module):
-    """Makes a loss function a module of the step."""
+    """Makes a loss function a module of the wrapper."""
 
     def __init__(self, function: Loss) -> None:
         super().__init__()
@@ -354,63 +356,3 @@ def check_loss(loss: Any, outputs: Any = None) -> None:
     if isinstance(loss, tuple | Mapping):
         hint = "return the scalar to be minimised alone; evaluation.metrics may compute more"
     raise CaptureError(f"loss: must be a floating-point scalar tensor, but is {kind}", hint=hint)
-
-
-def sample_shares(sizes: Sequence[int], *, adds_up: bool = False) -> list[float]:
-    """Return the share of every micro-batch in the loss, by its number of samples; or 1 if losses
-    are added up.
-    """
-    if adds_up:
-        return [1.0] * len(sizes)
-    total = sum(sizes)
-    return [size / total for size in sizes]
-
-
-def target_shares(weigh: Callable[[Any], Any], name: str, targets: Sequence[Any]) -> list[float]:
-    """Return the share of every micro-batch, by the weights of its targets.
-
-    If all weights are 0 (nothing but padding), all shares are 0.
-
-    Args:
-        name: of ``weigh``, for errors.
-    """
-    weights = [target_weight(weigh, name, item) for item in targets]
-    total = sum(weights)
-    return [weight / total if total else 0.0 for weight in weights]
-
-
-def target_weight(weigh: Callable[[Any], Any], name: str, targets: Any) -> float:
-    """Return the weight of some targets.
-
-    Args:
-        name: of ``weigh``, for errors.
-    """
-    return float(call(weigh, f"loss.weight: {name}", targets))
-
-
-def weighted_loss(losses: Sequence[Tensor], shares: Sequence[float]) -> float:
-    """Return the loss of a step; NaN if no loss is computed."""
-    return sum_of_parts(loss_parts(losses, shares)) if losses else math.nan
-
-
-def loss_parts(losses: Sequence[Tensor], shares: Sequence[float]) -> tuple[float, ...]:
-    """Return what each micro-batch with a weight adds to the loss of a step."""
-    # The loss of a micro-batch without weight (no valid token, say) may be undefined.
-    pairs = zip(_numbers(losses), shares, strict=True)
-    return tuple(loss * share for loss, share in pairs if share)
-
-
-def sum_of_parts(parts: Collection[float]) -> float:
-    """Return the loss of a step, the same for any order of its parts."""
-    return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
-
-
-def first_undefined(losses: Sequence[Tensor], shares: Sequence[float]) -> int | None:
-    """Return the index of the first weighted loss that is not finite; None if there is none."""
-    pairs = enumerate(zip(_numbers(losses), shares, strict=True))
-    return next((i for i, (loss, share) in pairs if share and not math.isfinite(loss)), None)
-
-
-def _numbers(losses: Sequence[Tensor]) -> list[float]:
-    """Losses of one type as numbers; waits once for an accelerator."""
-    return torch.stack([loss.detach().reshape(()) for loss in losses]).tolist() if losses else []
