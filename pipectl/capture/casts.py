@@ -113,7 +113,7 @@ class _Fakes(dict[fx.Node, Any]):
                 self._lasting.add(storage_of(tensor))
             return tensor
         if graph.is_size(node):
-            return graph.size_at(node, graph.batch_size, graph.length)
+            return graph.size_at(node, graph.samples, graph.length)
         if state_behind(graph, node) is not None:
             assert callable(target)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.__getitem__)

@@ -291,12 +291,12 @@ class KeptModule:
 
     @contextmanager
     def recorded(
-        self, wrapper: ModelWithLoss, batch: Callable[[], Any], recorder: Recorder
+        self, wrapper: ModelWithLoss, samples: Callable[[], Any], recorder: Recorder
     ) -> Iterator[None]:
         """Record calls as operators of an export.
 
         Args:
-            batch: returns the number of samples.
+            samples: returns their number.
         """
         states, inside = self._states, set(self.module.modules())
         others = (other for other in wrapper.modules() if other not in inside)
@@ -318,10 +318,10 @@ class KeptModule:
             def blanks() -> Any:
                 with untouched_by_modes():
                     buffers = [torch.empty_like(tensors[index]) for index in changed]
-                    return one_or_tuple([*outline.blanks(batch(), tensors), *buffers])
+                    return one_or_tuple([*outline.blanks(samples(), tensors), *buffers])
 
             operator = Opaque(self.path, self.module, states, arguments, outline, changed)
-            given = (batch(), *tensors, *arguments.sizes)
+            given = (samples(), *tensors, *arguments.sizes)
             recorded = recorder.record(operator, given, {}, blanks)
             results = iter(recorded if isinstance(recorded, tuple) else [recorded])
             result = outline.result(results)

@@ -75,7 +75,7 @@ class CapturedGraph:
         states: parameters and buffers by full name, tied ones once.
         tied: further names of tied states to the name in ``states``.
         example: the ``(inputs, targets)`` that it was exported with.
-        batch: number of samples in the example.
+        samples: their number in the example.
         length: padded length of its sequences; 0 without buckets.
         padded: names of the fields that are padded.
 
@@ -101,7 +101,7 @@ class CapturedGraph:
             the first such operator, and the last that writes, by the value's name.
         carried: full names of the buffers that a run changes and that the loss of later runs
             depends on, each with the operator of its last write; see :mod:`.carried`.
-        batch_size: the exported batch size; if ``fixed``, the only one for which the graph is
+        samples: of the exported micro-batch; if ``fixed``, the only number for which the graph is
             valid.
         length: the exported sequence length; others are valid if the length is free.
         symbols: the symbols for the number of samples in sizes; none if ``fixed``.
@@ -113,13 +113,13 @@ class CapturedGraph:
         states: Mapping[str, Tensor],
         tied: Mapping[str, str],
         example: tuple[Any, Any],
-        batch: int,
+        samples: int,
         length: int = 0,
         padded: Collection[str] = (),
     ) -> None:
         self.root = program.graph_module
         self.graph = program.graph
-        self.batch_size, self.length = batch, length
+        self.samples, self.length = samples, length
         self.states, self.inputs = _placeholders(program, tied)
         leaves, _ = pytree.tree_flatten_with_path(example)
         self.places: dict[str, Place] = {
@@ -136,9 +136,9 @@ class CapturedGraph:
             if length and tensor.dim() > 1 and field_of(self.places[name]) in padded
         }
         sequences = [tensor.shape[1] for tensor in self._sequences.values()]
-        samples = [tensor.shape[0] for tensor in tensors.values()]
-        self.symbols, self._lengths = _symbols(samples), _symbols(sequences)
-        self._conditions = _conditions([*samples, *sequences], self.symbols | self._lengths)
+        counts = [tensor.shape[0] for tensor in tensors.values()]
+        self.symbols, self._lengths = _symbols(counts), _symbols(sequences)
+        self._conditions = _conditions([*counts, *sequences], self.symbols | self._lengths)
         self.fixed = not self.symbols
         self.requires_grad: dict[str, bool] = {}
         self.last_writer: dict[str, str] = {}
@@ -193,20 +193,20 @@ class CapturedGraph:
                     values.append(user)
         return False
 
-    def holds_for(self, batch: int, length: int = 0) -> bool:
+    def holds_for(self, samples: int, length: int = 0) -> bool:
         """Return whether the graph is valid for micro-batches of another size.
 
         Conditions on the size itself (``if len(x) > 8``) were decided when the model was captured.
 
         Args:
-            batch: samples of the micro-batch.
+            samples: of the micro-batch.
             length: of its sequences.
         """
-        if self.fixed and batch != self.batch_size:
+        if self.fixed and samples != self.samples:
             return False
         if not self._lengths and length != self.length:
             return False
-        sizes = self._sizes(batch, length)
+        sizes = self._sizes(samples, length)
         return all(condition.xreplace(sizes) != False for condition in self._conditions)  # noqa: E712
 
     @cached_property
@@ -273,39 +273,39 @@ class CapturedGraph:
         ]
 
     def is_size(self, node: fx.Node) -> bool:
-        """Return whether a node is a number that follows from the batch size (or a subgraph)."""
+        """Return whether a node is a number that follows from that of samples (or a subgraph)."""
         if node.op == "get_attr":
             return True
         return node.op == "call_function" and not _computes(node)
 
-    def shape_of(self, name: str, batch: int, length: int = 0) -> tuple[int, ...]:
-        """Return the shape of an input tensor in a micro-batch of ``batch`` samples."""
+    def shape_of(self, name: str, samples: int, length: int = 0) -> tuple[int, ...]:
+        """Return the shape of an input tensor in a micro-batch of ``samples``."""
         shape = self.inputs[name].shape
         return tuple(
-            size if isinstance(size, int) else (batch, length)[dim]
+            size if isinstance(size, int) else (samples, length)[dim]
             for dim, size in enumerate(shape)
         )
 
-    def shape_at(self, value: Tensor, batch: int, length: int = 0) -> tuple[int, ...]:
-        """Return the shape of a captured value for a micro-batch of ``batch`` samples."""
-        known, sizes = self._sizes(batch, length), list[int]()
+    def shape_at(self, value: Tensor, samples: int, length: int = 0) -> tuple[int, ...]:
+        """Return the shape of a captured value for a micro-batch of ``samples``."""
+        known, sizes = self._sizes(samples, length), list[int]()
         for size in value.shape:
             node = getattr(size, "node", None)
             if node is None:
                 sizes.append(size)
             else:  # a graph may be fixed because of one tensor, while those of others are free
-                others = dict.fromkeys(node.expr.free_symbols - known.keys(), batch)
+                others = dict.fromkeys(node.expr.free_symbols - known.keys(), samples)
                 sizes.append(int(node.expr.xreplace({**known, **others})))
         return tuple(sizes)
 
-    def size_at(self, node: fx.Node, batch: int, length: int = 0) -> Any:
-        """Return the value of a size node for a micro-batch of ``batch`` samples.
+    def size_at(self, node: fx.Node, samples: int, length: int = 0) -> Any:
+        """Return the value of a size node for a micro-batch of ``samples``.
 
         Raises:
-            CaptureError: it depends on more than the size of the batch.
+            CaptureError: it depends on more than the size of the micro-batch.
         """
         try:
-            return self.size_of(node.meta.get("val"), batch, length)
+            return self.size_of(node.meta.get("val"), samples, length)
         except ValueError:
             place, part = place_of_node(node), module_of(node)
             if node.target is torch.ops.aten.item.default:
@@ -313,15 +313,15 @@ class CapturedGraph:
             place = f", not on the batch size{place}"
             raise Refusal.OPERATOR_SIZE.error(place, part=part, name=node.name) from None
 
-    def size_of(self, value: Any, batch: int, length: int = 0) -> Any:
-        """Return a size of the captured graph for a micro-batch of ``batch`` samples.
+    def size_of(self, value: Any, samples: int, length: int = 0) -> Any:
+        """Return a size of the captured graph for a micro-batch of ``samples``.
 
         Raises:
-            ValueError: it depends on more than the size of the batch.
+            ValueError: it depends on more than the size of the micro-batch.
         """
         if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return value
-        expression = value.node.expr.xreplace(self._sizes(batch, length))
+        expression = value.node.expr.xreplace(self._sizes(samples, length))
         if getattr(expression, "free_symbols", None):
             raise ValueError(f"{expression} depends on the data")
         if isinstance(value, torch.SymFloat):
@@ -345,8 +345,8 @@ class CapturedGraph:
             return f"{len(self.signatures)} operators here and {len(signatures)} there"
         return "the operators agree, but parameters, inputs or the loss do not"
 
-    def _sizes(self, batch: int, length: int) -> dict[Any, int]:
-        return {**dict.fromkeys(self.symbols, batch), **dict.fromkeys(self._lengths, length)}
+    def _sizes(self, samples: int, length: int) -> dict[Any, int]:
+        return {**dict.fromkeys(self.symbols, samples), **dict.fromkeys(self._lengths, length)}
 
     def _describe(self, node: fx.Node) -> str:
         if node.op == "placeholder":
@@ -525,7 +525,7 @@ class _Trial:
                 elif node.op == "get_attr":
                     self.values[node] = graph.root.get_submodule(str(node.target))
                 elif graph.is_size(node):
-                    self.values[node] = graph.size_at(node, graph.batch_size, graph.length)
+                    self.values[node] = graph.size_at(node, graph.samples, graph.length)
                 elif node in self.index:
                     self.values[node] = self._run(node)
 
@@ -537,7 +537,7 @@ class _Trial:
             return mode.from_tensor(tensors[state.name])
         if not node.users or not isinstance(value, Tensor):
             return value if node.users else None
-        shape = graph.shape_of(node.name, graph.batch_size, graph.length)
+        shape = graph.shape_of(node.name, graph.samples, graph.length)
         return torch.empty(shape, dtype=value.dtype)
 
     def _run(self, node: fx.Node) -> Any:

@@ -188,8 +188,8 @@ class CapturedJob:
         """Why submodules became single operators, by their paths in the user's model."""
         return self._fallback.reasons
 
-    def training_graph(self, batch: int, length: int = 0) -> CapturedGraph:
-        """Return the training graph for micro-batches of ``batch`` samples.
+    def training_graph(self, samples: int, length: int = 0) -> CapturedGraph:
+        """Return the training graph for micro-batches of ``samples``.
 
         Args:
             length: of their sequences; 0 stands for the largest of the training data.
@@ -197,7 +197,7 @@ class CapturedJob:
         Raises:
             CaptureError: the model cannot be captured, or no gradient reaches any parameter.
         """
-        graph = self._graph(self.loader, batch, length, training=True)
+        graph = self._graph(self.loader, samples, length, training=True)
         if not graph.requires_grad[graph.loss]:
             raise CaptureError(
                 "loss: depends on no parameter that requires a gradient",
@@ -205,7 +205,7 @@ class CapturedJob:
             )
         return graph
 
-    def evaluation_graph(self, batch: int, length: int = 0) -> CapturedGraph:
+    def evaluation_graph(self, samples: int, length: int = 0) -> CapturedGraph:
         """Return the evaluation graph (``model.eval()``), with outputs if a metric needs them.
 
         It is captured on a training batch; with buckets on a held-out one, whose lengths may
@@ -213,7 +213,7 @@ class CapturedJob:
         """
         held_out = self.evaluation_loader if self.spec.data.buckets else None
         with _in_evaluation():
-            return self._graph(held_out or self.loader, batch, length, training=False)
+            return self._graph(held_out or self.loader, samples, length, training=False)
 
     @cached_property
     def evaluation_loader(self) -> Loader | None:
@@ -271,7 +271,7 @@ class CapturedJob:
                 hint="use a dataset with __len__ and __getitem__ for evaluation",
             )
 
-    def check_shapes(self, batch: int) -> None:
+    def check_shapes(self, samples: int) -> None:
         """Raise if batches from elsewhere in the data have other shapes than the first one.
 
         They may be padded to their longest sample, for example. Training refuses such a batch too,
@@ -283,13 +283,13 @@ class CapturedJob:
         """
         if not self.loader.takes_whole and not self.spec.data.buckets:
             return  # samples of several shapes make no batch at all
-        samples = self.loader.samples or 0
+        known = self.loader.samples or 0
         for length in self.loader.lengths:
-            reader = Reader(self.training_graph(batch, length), length=length)
-            for first in (samples // 3, 2 * samples // 3):
-                if first >= batch:
-                    values = reader.read(self.loader.example(batch, first, length))
-                    reader.check(values, batch, values)
+            reader = Reader(self.training_graph(samples, length), length=length)
+            for first in (known // 3, 2 * known // 3):
+                if first >= samples:
+                    values = reader.read(self.loader.example(samples, first, length))
+                    reader.check(values, samples, values)
 
     def check_epoch(self, size: int | None, least: int) -> None:
         """Raise if the model refuses a micro-batch of an epoch, of which the last may be small.
@@ -308,8 +308,8 @@ class CapturedJob:
             if (refusal := self.refusal(samples, length)) is not None:
                 raise refusal
 
-    def refusal(self, batch: int, length: int = 0) -> CaptureError | None:
-        """Return why the model trains on no micro-batches of ``batch`` samples; None if it does.
+    def refusal(self, samples: int, length: int = 0) -> CaptureError | None:
+        """Return why the model trains on no micro-batches of ``samples``; None if it does.
 
         Code of the user that runs as an operator may refuse them, too, so the model runs once.
 
@@ -317,12 +317,12 @@ class CapturedJob:
             length: of their sequences; 0 stands for the largest of the training data.
         """
         try:
-            graph = self.training_graph(batch, length)
+            graph = self.training_graph(samples, length)
         except CaptureError as error:
             return error
         kinds = Opaque, FunctionCall
         if any(runs(node, graph.root, kind) for node in graph.operators for kind in kinds):
-            return self.misfit(batch, length)
+            return self.misfit(samples, length)
         return None
 
     def smallest(self, size: int) -> tuple[int, str]:
@@ -346,14 +346,14 @@ class CapturedJob:
             least, reason = least + 1, single.message
         return least, reason
 
-    def misfit(self, batch: int, length: int = 0) -> CaptureError | None:
-        """Return why model and loss fail on the first ``batch`` samples; None if they do not.
+    def misfit(self, samples: int, length: int = 0) -> CaptureError | None:
+        """Return why model and loss fail on the first ``samples`` samples; None if they do not.
 
         Args:
             length: of their sequences; 0 stands for the largest of the training data.
         """
         self.wrapper.train()
-        return self._run(self.loader.example(batch, length=length))
+        return self._run(self.loader.example(samples, length=length))
 
     def _run(self, batch: tuple[Any, Any]) -> CaptureError | None:
         """Run the user's own model and loss once; return why they fail."""
@@ -414,18 +414,18 @@ class CapturedJob:
     def _bound(self, item: Factory, key: str) -> Any:
         return factories.bind(self.find(item), f"{key}.factory: {item.factory}", item.kwargs)
 
-    def _graph(self, loader: Loader, batch: int, length: int, *, training: bool) -> CapturedGraph:
-        key = training, batch, length or loader.lengths[-1]
+    def _graph(self, loader: Loader, samples: int, length: int, *, training: bool) -> CapturedGraph:
+        key = training, samples, length or loader.lengths[-1]
         if key not in self._graphs:
             captured = [graph for (kind, *_), graph in self._graphs.items() if kind is training]
             shortest = loader.lengths[0]
             if not captured and key[2] != shortest:
                 # A slice of a table that has the largest length would be left out for that one.
-                captured = [self._graph(loader, batch, shortest, training=training)]
+                captured = [self._graph(loader, samples, shortest, training=training)]
             same = next((graph for graph in captured if graph.holds_for(*key[1:])), None)
             self._graphs[key] = same or self._capture(loader, *key, next(iter(captured), None))
         refuse_single_values(self._graphs[key], *key[1:])
-        if batch == 1 and key not in self._compared:
+        if samples == 1 and key not in self._compared:
             self._compare_one(loader, length, training=training)
             self._compared.add(key)
         return self._graphs[key]
@@ -448,12 +448,12 @@ class CapturedJob:
         self,
         loader: Loader,
         training: bool,
-        batch: int,
+        samples: int,
         length: int,
         known: CapturedGraph | None,
     ) -> CapturedGraph:
         again = known is not None and known.length == length
-        size = batch if again else max(batch, _SMALLEST_EXPORT)
+        size = samples if again else max(samples, _SMALLEST_EXPORT)
         example = partial(loader.example, length=length)
         own = example(size)
         check_samples(*own, size)
@@ -480,17 +480,17 @@ class CapturedJob:
                     raise fault_of(cause) from error.__cause__
                 raise (refusal or error) from error.__cause__
         refuse_writes(graph, training=training)
-        if graph.fixed and size != batch:
-            return self._capture(loader, training, batch, length, graph)
+        if graph.fixed and size != samples:
+            return self._capture(loader, training, samples, length, graph)
         if known is None or list(known.signatures) == list(graph.signatures):
             return graph
         if known.length == length:
             hint = "choose micro_batches so that they divide the batch, and drop_last: true"
             if not training:
                 hint = "let evaluation.data have a number of samples that is a multiple of "
-                hint += f"{known.batch_size}"
+                hint += f"{known.samples}"
             raise CaptureError(
-                f"model: its graph for {batch} samples differs from that for {known.batch_size}",
+                f"model: its graph for {samples} samples differs from that for {known.samples}",
                 hint=hint,
             )
         pairs = zip_longest(known.signatures, graph.signatures, fillvalue="nothing")
@@ -535,14 +535,14 @@ class Traits:
     script_samples: int | None = None
 
 
-def find_traits(spec: JobSpec, batch: int) -> Traits:
-    """Capture a job's model for micro-batches of ``batch`` samples and return its traits.
+def find_traits(spec: JobSpec, samples: int) -> Traits:
+    """Capture a job's model for micro-batches of ``samples`` and return its traits.
 
     Raises:
         CaptureError: the model cannot be captured.
     """
     job = CapturedJob(spec)
-    graph = job.training_graph(batch)
+    graph = job.training_graph(samples)
     shared = {
         own_name(state.name): len(uses)
         for placeholder, state in graph.states.items()

@@ -20,9 +20,9 @@ from pipectl.units import plural
 
 
 def refuse_single_values(
-    graph: CapturedGraph, batch: int, length: int = 0, names: Collection[str] | None = None
+    graph: CapturedGraph, samples: int, length: int = 0, names: Collection[str] | None = None
 ) -> None:
-    """Raise if torch refuses a norm of the graph in micro-batches of ``batch`` samples.
+    """Raise if torch refuses a norm of the graph in micro-batches of a size.
 
     Args:
         length: of their sequences.
@@ -35,7 +35,7 @@ def refuse_single_values(
         return  # torch itself has checked the only size
 
     def size_of(value: Any) -> int:
-        size: int = graph.size_of(value, batch, length)
+        size: int = graph.size_of(value, samples, length)
         return size
 
     for node in graph.operators:
@@ -46,7 +46,7 @@ def refuse_single_values(
                 module = own_path(module_of(norm) or module_of(node))
                 raise Refusal.SINGLE_VALUE.error(
                     place_of_node(norm) or place_of_node(node),
-                    size=f" of {plural(batch, 'sample')}",
+                    size=f" of {plural(samples, 'sample')}",
                     name=module or norm.name,
                     why=said,
                 )

@@ -86,7 +86,7 @@ class Form:
     Args:
         memory: index of the argument whose memory it uses; negative for memory that no argument
             has, and equal for results that share it.
-        layout: sizes, strides and offset in one tuple, each as (factor, rest) of the batch size.
+        layout: sizes, strides and offset in one tuple, each as (factor, rest) of that of samples.
     """
 
     dtype: torch.dtype
@@ -101,15 +101,15 @@ class Form:
         layout = tuple((0, number) for number in numbers)
         return cls(tensor.dtype, tensor.requires_grad, memory, layout)
 
-    def layout_at(self, batch: Any = 0) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-        """Return sizes, strides and offset for ``batch`` samples; symbolic if ``batch`` is."""
-        numbers = [factor * batch + rest if factor else rest for factor, rest in self.layout]
+    def layout_at(self, samples: Any = 0) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+        """Return sizes, strides and offset for ``samples``; symbolic if they are."""
+        numbers = [factor * samples + rest if factor else rest for factor, rest in self.layout]
         dims = len(numbers) // 2
         return tuple(numbers[:dims]), tuple(numbers[dims:-1]), numbers[-1]
 
-    def blank(self, batch: Any = 0, device: torch.device | None = None) -> Tensor:
+    def blank(self, samples: Any = 0, device: torch.device | None = None) -> Tensor:
         """Return a tensor of this form without values, in memory of its own."""
-        sizes, strides, _ = self.layout_at(batch)
+        sizes, strides, _ = self.layout_at(samples)
         return torch.empty_strided(sizes, strides, dtype=self.dtype, device=device)
 
     def in_own_memory(self, memory: int) -> Form:
@@ -202,12 +202,12 @@ class Outline:
         """The forms of the tensors of the result, in order."""
         return tuple(leaf for leaf in pytree.tree_leaves(self.tree) if isinstance(leaf, Form))
 
-    def blanks(self, batch: Any, arguments: Sequence[Tensor]) -> list[Tensor]:
+    def blanks(self, samples: Any, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of a result without values, with memory and gradients like those of a
         real call.
 
         Args:
-            batch: samples; may be symbolic.
+            samples: of the micro-batch; may be symbolic.
             arguments: of the call, without values.
         """
         memories, views = dict(enumerate(arguments)), []
@@ -216,7 +216,7 @@ class Outline:
                 memory = torch.empty(_ANY_SIZE, dtype=form.dtype)
                 trained = form.requires_grad and torch.is_grad_enabled()
                 memories[form.memory] = anchored(memory) if trained else memory
-            view = memories[form.memory].as_strided(*form.layout_at(batch))
+            view = memories[form.memory].as_strided(*form.layout_at(samples))
             views.append(view if form.requires_grad else view.detach())
         return views
 
@@ -263,7 +263,7 @@ def _common(batches: Sequence[int], leaves: Sequence[Any]) -> Any:
         (low, low_number), (high, high_number) = pairs[0], pairs[-1]
         factor = (high_number - low_number) // (high - low) if high > low else 0
         rest = low_number - factor * low
-        if any(factor * batch + rest != number for batch, number in pairs):
+        if any(factor * samples + rest != number for samples, number in pairs):
             raise UnsuitableError(
                 "gives a tensor whose size depends on the data, not on the batch size"
             )
@@ -273,7 +273,7 @@ def _common(batches: Sequence[int], leaves: Sequence[Any]) -> Any:
 
 
 class Opaque:
-    """One call of a submodule as an operator: ``opaque(batch, *states, *tensors, *sizes)``.
+    """One call of a submodule as an operator: ``opaque(samples, *states, *tensors, *sizes)``.
 
     It returns the tensors of the result, then new values of buffers, which it does not write: what
     other operators have read of them stays as their backwards need it.
@@ -346,11 +346,11 @@ class Opaque:
     def __repr__(self) -> str:
         return f"{self.path} ({type(self._module).__name__})"
 
-    def __call__(self, batch: int, *arguments: Any) -> Any:
+    def __call__(self, samples: int, *arguments: Any) -> Any:
         """Call the module; return a single tensor without a tuple.
 
         Args:
-            batch: samples of the micro-batch.
+            samples: of the micro-batch.
             arguments: parameters and buffers, then the tensors of the call, then its sizes.
 
         Raises:
@@ -359,7 +359,7 @@ class Opaque:
         values, count = list(arguments), len(self._states.names)
         if any(isinstance(value, Tensor) and is_deferred(value) for value in values):
             torch.autograd.graph.increment_version([values[i] for i in self._written])
-            blanks = self.outline.blanks(batch, values)
+            blanks = self.outline.blanks(samples, values)
             return one_or_tuple([*blanks, *(torch.empty_like(values[i]) for i in self._changed)])
         anchor = None
         if torch.is_grad_enabled():
@@ -377,14 +377,14 @@ class Opaque:
         reseed(self._generators)
         args, kwargs = self._arguments.filled(values[count:])
         result, buffers, _ = self._states.call_module(values[:count], args, kwargs)
-        results = self._checked(result, batch, tensors_in([values, buffers]))
+        results = self._checked(result, samples, tensors_in([values, buffers]))
         if anchor is not None:
             left = leave(anchor, [results[index] for index in self._unshared])
             for index, tensor in zip(self._unshared, left, strict=True):
                 results[index] = tensor
         return one_or_tuple([*results, *(buffers[index] for index in self._changed)])
 
-    def _checked(self, result: Any, batch: int, known: Sequence[Tensor]) -> list[Tensor]:
+    def _checked(self, result: Any, samples: int, known: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of a result, in the layouts that were captured.
 
         Args:
@@ -404,7 +404,7 @@ class Opaque:
                 if type(leaf) is not type(expected) or leaf != expected:
                     raise self._other(repr(leaf), repr(expected))
                 continue
-            sizes, strides, _ = expected.layout_at(batch)
+            sizes, strides, _ = expected.layout_at(samples)
             if not isinstance(leaf, Tensor):
                 raise self._other(f"a {type(leaf).__name__}", "a tensor")
             if (leaf.dtype, leaf.shape) != (expected.dtype, sizes):
@@ -414,7 +414,7 @@ class Opaque:
                 raise Refusal.RESULT_GRADIENT.error("", name=self.path)
             borrowed = expected.memory < 0 and storage_of(leaf) in memories
             if leaf.stride() != strides:
-                leaf = expected.blank(batch, leaf.device).copy_(leaf)
+                leaf = expected.blank(samples, leaf.device).copy_(leaf)
             tensors.append(leaf.clone() if borrowed else leaf)
         return tensors
 

@@ -277,9 +277,9 @@ def build_stage(cut: Cut, stage: int, rows: Rows | int, device: torch.device = _
         CaptureError: the graph was captured for another, fixed batch size.
     """
     graph, rows = cut.graph, Rows.of(rows) if isinstance(rows, int) else rows
-    if graph.fixed and not (rows.is_whole and rows.whole == graph.batch_size):
+    if graph.fixed and not (rows.is_whole and rows.whole == graph.samples):
         raise CaptureError(
-            f"model: captured for {graph.batch_size} samples, not for {rows.size}",
+            f"model: captured for {graph.samples} samples, not for {rows.size}",
             hint="let replicas take whole micro-batches",
         )
     place_subgraphs(graph.root, device)
@@ -359,16 +359,16 @@ class _Builder:
 
     def copy(self, node: fx.Node) -> fx.Node:
         target: Any = node.target
-        captured, batch = self.captured, self.rows.size
+        captured, samples = self.captured, self.rows.size
         if not self.rows.is_whole and is_random(node, captured.root):
             target = whole_draw(captured, node, self.rows)
-            batch = self.rows.whole
+            samples = self.rows.whole
 
         def local(source: fx.Node) -> Any:
             if source.op == "get_attr":
                 return self.graph.get_attr(str(source.target))
             if captured.is_size(source):
-                return captured.size_at(source, batch, self.rows.length)
+                return captured.size_at(source, samples, self.rows.length)
             if source.name in captured.states:
                 return self.local[self.state_slot(source.name, node.name)]
             own_use = self.local.get(Slot(source.name, node.name))

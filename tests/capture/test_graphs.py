@@ -137,7 +137,7 @@ def test_one_graph_serves_every_batch_size_or_one_alone(job_of, make_job, run_wh
     for size in (1, 3, 9):
         assert torch.equal(run_whole(job, size), job.wrapper(*job.loader.example(size)))
     graph = job_of("FixedBatch").training_graph(4)
-    assert (graph.fixed, graph.batch_size) == (True, 4)
+    assert (graph.fixed, graph.samples) == (True, 4)
     with pytest.raises(CaptureError, match="captured for 4 samples, not for 3"):
         build_stage(Cut(graph, dict.fromkeys(graph.position, 0), training=True), 0, 3)
     place = r"\(at .*models\.py:\d+: .*\)"
@@ -147,14 +147,14 @@ def test_one_graph_serves_every_batch_size_or_one_alone(job_of, make_job, run_wh
         "mlp", data="Described", loss="mean_by_size"
     )  # of which it leaves out some
     graphs = [by_number.training_graph(size) for size in (4, 8)]
-    assert [(each.fixed, each.batch_size) for each in graphs] == [(True, 4), (True, 8)]
+    assert [(each.fixed, each.samples) for each in graphs] == [(True, 4), (True, 8)]
 
 
 def test_a_size_that_is_fixed_in_one_input_is_fixed_in_all(make_job, run_whole) -> None:
     held_out = {"data": {"factory": f"{MODELS}:by_keyword"}}
     job = make_job("Listing", loss="model", data="by_keyword", evaluation=held_out)
     graph = job.training_graph(4)
-    assert (graph.fixed, graph.batch_size) == (True, 4)
+    assert (graph.fixed, graph.samples) == (True, 4)
     assert torch.equal(run_whole(job), job.wrapper(*job.loader.example(4)))
     multiple = "let evaluation.data have a number of samples that is a multiple of 4"
     for graph_of, hint in (

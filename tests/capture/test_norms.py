@@ -44,7 +44,7 @@ def test_a_graph_takes_the_micro_batches_that_torch_takes(
     first, code, least = NORMS[name]
     path: Path = write_modules({"Norm": (first, code)})
     job = make_job(f"{path}:WholeNorm", training={"steps": 1, "batch_size": 4})
-    assert job.training_graph(4).batch_size == 4
+    assert job.training_graph(4).samples == 4
     for samples in (1, 2, 3):
         refusal = job.refusal(samples)
         assert refuses(job.misfit(samples)) is refuses(refusal) is (samples < least), samples
