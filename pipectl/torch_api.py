@@ -251,7 +251,8 @@ CHECKS = (
     _ATEN.sym_constrain_range.default,
     _ATEN.sym_constrain_range_for_size.default,
 )
-"""Operators that check values and compute nothing."""
+"""Operators that check values and compute nothing. An export leaves them in its graph, and no
+stage has them: the sizes that they check are fixed when it is built."""
 ASSERT_ASYNC: Callable[..., Any] = torch._assert_async
 """The function by which torch checks its arguments from 2.15 on."""
 ATTENTION_ON_CPU = _ATEN._scaled_dot_product_flash_attention_for_cpu

@@ -101,7 +101,7 @@ class Reader:
         }
         # Asking the tensors of a graph for their sizes takes as long as a small operator.
         tensors = {name: v for name, v in self.checked.items() if isinstance(v, Tensor)}
-        shapes = {name: graph.shape_of(name, 0, length) for name in tensors}
+        shapes = {name: graph.input_shape(name, 0, length) for name in tensors}
         self._forms = {name: (shapes[name][1:], t.dtype) for name, t in tensors.items()}
 
     def read(self, batch: Any) -> dict[str, Any]:

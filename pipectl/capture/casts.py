@@ -112,8 +112,8 @@ class _Fakes(dict[fx.Node, Any]):
             if node.name not in graph.written:
                 self._lasting.add(storage_of(tensor))
             return tensor
-        if graph.is_size(node):
-            return graph.size_at(node, graph.samples, graph.length)
+        if graph.has_no_tensor(node):
+            return graph.size_of_node(node, graph.samples, graph.length)
         if state_behind(graph, node) is not None:
             assert callable(target)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.__getitem__)

@@ -9,40 +9,33 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
-from typing import Any, NoReturn
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from pipectl.capture.buckets import field_of
-from pipectl.capture.carried import Dependence
 from pipectl.capture.factories import is_torch_code
+from pipectl.capture.fake_run import FakeRun
 from pipectl.capture.model_with_loss import copy_assigned
-from pipectl.capture.operators import written_tensors
-from pipectl.capture.refusals import Refusal, module_of, place_of_node
+from pipectl.capture.operators import calling_module
+from pipectl.capture.refusals import Refusal, place_of_node
 from pipectl.capture.regions import WHOLE, region_of
 from pipectl.capture.tensors import storage_of, storages_in, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.torch_api import (
     CHECKS,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    is_edge_of_vmap,
     part_of,
     place_of_guard,
     pytree,
     version_of,
 )
 
-# Checks that export leaves in the graph; the shapes they check are fixed when a stage is built.
 _KEEP_POSITIONS = tuple(
     f"aten.{name}."
     for name in (
@@ -144,9 +137,9 @@ class CapturedGraph:
         self.last_writer: dict[str, str] = {}
         self.rewritten: set[str] = set()
         self.written: dict[str, str] = {}
-        trial = _Trial(self, states)
-        self.groups = trial.groups(copies)
-        self._follow_writes(trial)
+        run = self._run_on_fake_tensors(states)
+        self.groups = run.groups(copies)
+        self._follow_writes(run)
         self.rewritten.difference_update(copy.all_input_nodes[0].name for copy in copies)
         loss, *outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
         self.loss: str = loss.name
@@ -156,9 +149,9 @@ class CapturedGraph:
             else item
             for item in outputs
         )
-        self.spoilt = self._find_spoilt(trial)
-        of_loss = next(value for node, value in trial.values.items() if node.name == self.loss)
-        carried = trial.dependence.changed & trial.dependence.of(of_loss)
+        self.spoilt = self._find_spoilt(run)
+        of_loss = next(value for node, value in run.values.items() if node.name == self.loss)
+        carried = run.dependence.changed & run.dependence.of(of_loss)
         self.carried = {self.states[name].name: self.written[name] for name in sorted(carried)}
         spec = program.call_spec.out_spec
         self.output_spec: Any = part_of(spec, 1) if outputs and spec is not None else None
@@ -186,10 +179,10 @@ class CapturedGraph:
         values = [next(node for node in self.graph.nodes if node.name == name)]
         for value in values:  # grows
             for user in value.users:
-                operator = str(user.target)
-                if operator.startswith("aten.embedding.") and user.args[1] is value:
+                target = str(user.target)
+                if target.startswith("aten.embedding.") and user.args[1] is value:
                     return True
-                if operator.startswith(_KEEP_POSITIONS) and user not in values:
+                if target.startswith(_KEEP_POSITIONS) and user not in values:
                     values.append(user)
         return False
 
@@ -256,7 +249,7 @@ class CapturedGraph:
 
     def tensor_inputs(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes whose tensors an operator reads, without sizes."""
-        return [source for source in node.all_input_nodes if not self.is_size(source)]
+        return [source for source in node.all_input_nodes if not self.has_no_tensor(source)]
 
     def states_of(self, node: fx.Node) -> list[State]:
         """Return the parameters, buffers and constants that an operator reads."""
@@ -272,21 +265,27 @@ class CapturedGraph:
             if isinstance(size, torch.SymInt) and size.node.expr.free_symbols & self.symbols
         ]
 
-    def is_size(self, node: fx.Node) -> bool:
-        """Return whether a node is a number that follows from that of samples (or a subgraph)."""
+    def has_no_tensor(self, node: fx.Node) -> bool:
+        """Return whether a node is a number that follows from that of samples, a check of values,
+        or a subgraph.
+        """
         if node.op == "get_attr":
             return True
         return node.op == "call_function" and not _computes(node)
 
-    def shape_of(self, name: str, samples: int, length: int = 0) -> tuple[int, ...]:
-        """Return the shape of an input tensor in a micro-batch of ``samples``."""
+    def input_shape(self, name: str, samples: int, length: int = 0) -> tuple[int, ...]:
+        """Return the shape of an input tensor in a micro-batch of ``samples``.
+
+        Args:
+            name: of its placeholder.
+        """
         shape = self.inputs[name].shape
         return tuple(
             size if isinstance(size, int) else (samples, length)[dim]
             for dim, size in enumerate(shape)
         )
 
-    def shape_at(self, value: Tensor, samples: int, length: int = 0) -> tuple[int, ...]:
+    def shape_of(self, value: Tensor, samples: int, length: int = 0) -> tuple[int, ...]:
         """Return the shape of a captured value for a micro-batch of ``samples``."""
         known, sizes = self._sizes(samples, length), list[int]()
         for size in value.shape:
@@ -298,8 +297,8 @@ class CapturedGraph:
                 sizes.append(int(node.expr.xreplace({**known, **others})))
         return tuple(sizes)
 
-    def size_at(self, node: fx.Node, samples: int, length: int = 0) -> Any:
-        """Return the value of a size node for a micro-batch of ``samples``.
+    def size_of_node(self, node: fx.Node, samples: int, length: int = 0) -> Any:
+        """Return the value of a node that has no tensor for a micro-batch of ``samples``.
 
         Raises:
             CaptureError: it depends on more than the size of the micro-batch.
@@ -307,7 +306,7 @@ class CapturedGraph:
         try:
             return self.size_of(node.meta.get("val"), samples, length)
         except ValueError:
-            place, part = place_of_node(node), module_of(node)
+            place, part = place_of_node(node), calling_module(node)
             if node.target is torch.ops.aten.item.default:
                 raise Refusal.VALUES.error(place, part=part) from None
             place = f", not on the batch size{place}"
@@ -369,38 +368,54 @@ class CapturedGraph:
                 node.replace_all_uses_with(first[state])
                 del self.states[node.name]
 
-    def _follow_writes(self, trial: _Trial) -> None:
+    def _run_on_fake_tensors(self, states: Mapping[str, Tensor]) -> FakeRun:
+        """Run the graph for the exported number of samples."""
+        tensors = {
+            name: (self.constants if state.kind == "constant" else states)[state.name]
+            for name, state in self.states.items()
+        }
+        buffers = [name for name, state in self.states.items() if state.kind == "buffer"]
+        read = [node.name for node in self.graph.find_nodes(op="placeholder") if node.users]
+        inputs = {name: value for name, value in self.inputs.items() if name in read}
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                shape = self.input_shape(name, self.samples, self.length)
+                inputs[name] = torch.empty(shape, dtype=value.dtype, device="meta")
+        size_of_node = partial(self.size_of_node, samples=self.samples, length=self.length)
+        return FakeRun(self.root, self.operators, tensors, buffers, inputs, size_of_node)
+
+    def _follow_writes(self, run: FakeRun) -> None:
         """Set gradients, and the last operator that writes each value.
 
         ``y = relu_(x)`` returns ``x`` itself. Operators that read ``x`` later read ``y`` in an
         exported graph, so the edges show the order of the write and of later reads.
         """
-        for node, value in trial.values.items():
-            last = max((trial.last_write.get(s, -1) for s in storages_in(value)), default=-1)
+        for node, value in run.values.items():
+            last = max((run.last_write.get(s, -1) for s in storages_in(value)), default=-1)
             if node.op == "placeholder":
-                if node.name in self.states and version_of(value) != trial.first_version[node]:
+                if node.name in self.states and version_of(value) != run.first_version[node]:
                     self.rewritten.add(node.name)
                 if last >= 0:
                     self.written[node.name] = self.operators[last].name
-            elif node in trial.index:
+            elif node in run.index:
                 # Only now: a write through a view may have given a value its gradient.
                 self.requires_grad[node.name] = any(t.requires_grad for t in tensors_in(value))
-                if last > trial.index[node]:
+                if last > run.index[node]:
                     self.last_writer[node.name] = self.operators[last].name
 
-    def _find_spoilt(self, trial: _Trial) -> dict[str, tuple[fx.Node, fx.Node]]:
+    def _find_spoilt(self, run: FakeRun) -> dict[str, tuple[fx.Node, fx.Node]]:
         in_backward = {self.loss}
         for node in reversed(self.operators):
             if node.name in in_backward:
                 names = (source.name for source in node.all_input_nodes)
                 in_backward.update(name for name in names if self.requires_grad.get(name))
         spoilt: dict[str, tuple[fx.Node, fx.Node]] = {}
-        for reader, tensor, version in trial.saved:
+        for reader, tensor, version in run.saved:
             storage = storage_of(tensor)
             if version_of(tensor) == version or reader.name not in in_backward:
                 continue
-            writer = self.operators[trial.last_write[storage]]
-            value = next(n for n, v in trial.values.items() if storage in storages_in(v))
+            writer = self.operators[run.last_write[storage]]
+            value = next(n for n, v in run.values.items() if storage in storages_in(v))
             spoilt.setdefault(value.name, (reader, writer))
         return spoilt
 
@@ -484,118 +499,3 @@ def _describe_argument(argument: Any, root: fx.GraphModule) -> str:
 
 def _digest(text: str, length: int = 12) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
-
-
-def _never_read(_: object) -> NoReturn:
-    raise AssertionError("no backward of a trial runs")
-
-
-class _Trial:
-    """A run of the graph on fake tensors. All values stay alive, so that storages stay distinct.
-
-    Attributes:
-        values: of every node.
-        index: of every operator.
-        touched: operators that read or write each storage, in order.
-        last_write: index of the last operator that writes a storage.
-        persistent: storages of states and inputs.
-        saved: what operators save for their backward, with its version at that time.
-        dependence: what values depend on.
-    """
-
-    def __init__(self, graph: CapturedGraph, states: Mapping[str, Tensor]) -> None:
-        self._graph, self._states = graph, states
-        self.index = {node: i for i, node in enumerate(graph.operators)}
-        self.values: dict[fx.Node, Any] = {}
-        self.touched: dict[int, list[fx.Node]] = {}
-        self.last_write: dict[int, int] = {}
-        self.persistent: set[int] = set()
-        self.first_version: dict[fx.Node, int] = {}
-        self.saved: list[tuple[fx.Node, Tensor, int]] = []
-        self.dependence = Dependence()
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode, torch.enable_grad():
-            for node in graph.graph.nodes:
-                if node.op == "placeholder":
-                    self.values[node] = value = self._placeholder(node, mode)
-                    self.first_version[node] = version_of(value) if isinstance(value, Tensor) else 0
-                    self.persistent.update(storages_in(value))
-                    if (state := graph.states.get(node.name)) and state.kind == "buffer":
-                        self.dependence.enter(node.name, value)
-                elif node.op == "get_attr":
-                    self.values[node] = graph.root.get_submodule(str(node.target))
-                elif graph.is_size(node):
-                    self.values[node] = graph.size_at(node, graph.samples, graph.length)
-                elif node in self.index:
-                    self.values[node] = self._run(node)
-
-    def _placeholder(self, node: fx.Node, mode: FakeTensorMode) -> Any:
-        graph, value = self._graph, node.meta.get("val")
-        state = graph.states.get(node.name)
-        if state is not None:
-            tensors = graph.constants if state.kind == "constant" else self._states
-            return mode.from_tensor(tensors[state.name])
-        if not node.users or not isinstance(value, Tensor):
-            return value if node.users else None
-        shape = graph.shape_of(node.name, graph.samples, graph.length)
-        return torch.empty(shape, dtype=value.dtype)
-
-    def _run(self, node: fx.Node) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        target: Any = node.target
-        if is_edge_of_vmap(target):
-            raise Refusal.TRANSFORMS.error(place_of_node(node), part=module_of(node))
-        tensors = tensors_in((args, kwargs))
-        versions = [version_of(tensor) for tensor in tensors]
-
-        def note(tensor: Tensor) -> None:
-            self.saved.append((node, tensor, version_of(tensor)))
-
-        try:
-            with saved_tensors_hooks(note, _never_read):
-                result = region_of(node).run(target, *args, **kwargs)
-        except (DynamicOutputShapeException, DataDependentOutputException):
-            place = place_of_node(node)
-            raise Refusal.OPERATOR_SIZE.error(place, part=module_of(node), name=node.name) from None
-        for storage in {*storages_in(tensors), *storages_in(result)}:
-            self.touched.setdefault(storage, []).append(node)
-        written = [
-            t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version
-        ]
-        self.dependence.note(target, args, kwargs, result, written)
-        for tensor in (*written, *written_tensors(target, args, kwargs, statistics=True)):
-            self.last_write.update(dict.fromkeys(storages_in(tensor), self.index[node]))
-        return result
-
-    def groups(self, copies: Sequence[fx.Node]) -> dict[str, str]:
-        """Return the first operator of its group for every operator in a group.
-
-        Args:
-            copies: operators that copy a buffer for all that reads it. In evaluation, where the
-                buffer may not be assigned, this reads the buffer itself, so it stays with it.
-        """
-        members: dict[fx.Node, set[fx.Node]] = {}
-        readers = [self.touched[storage_of(self.values[copy])] for copy in copies]
-        for nodes in (*readers, *self._joined()):
-            group = set(nodes).union(*(members.get(node, ()) for node in nodes))
-            members.update(dict.fromkeys(group, group))
-        first: dict[int, str] = {}
-        return {
-            node.name: first.setdefault(id(members[node]), node.name)
-            for node in self.index
-            if len(members.get(node, ())) > 1
-        }
-
-    def _joined(self) -> Iterator[list[fx.Node]]:
-        for storage, last in self.last_write.items():
-            # Parameters, buffers and inputs exist once per rank, so later readers stay as well.
-            whole = storage in self.persistent
-            yield [node for node in self.touched[storage] if whole or self.index[node] <= last]
-        for node in self.index:
-            # A tuple does not travel, its items do: they are taken out where it is computed.
-            if not isinstance(self.values[node], Tensor):
-                yield [node, *(user for user in node.users if user in self.index)]
-        for node, following in pairwise(self.index):
-            # An operator without neighbours in the graph (BatchNorm's counter) stays with the next.
-            if not node.users and not any(source in self.index for source in node.all_input_nodes):
-                yield [node, following]

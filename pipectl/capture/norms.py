@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.model_with_loss import own_path
-from pipectl.capture.operators import arguments_by_name, with_inner
-from pipectl.capture.refusals import Refusal, module_of, place_of_node
+from pipectl.capture.operators import arguments_by_name, calling_module, with_inner
+from pipectl.capture.refusals import Refusal, place_of_node
 from pipectl.units import plural
 
 
@@ -43,7 +43,7 @@ def refuse_single_values(
             continue
         for norm in with_inner(node, graph.root):
             if (said := _refusal_of(norm, size_of)) is not None:
-                module = own_path(module_of(norm) or module_of(node))
+                module = own_path(calling_module(norm) or calling_module(node))
                 raise Refusal.SINGLE_VALUE.error(
                     place_of_node(norm) or place_of_node(node),
                     size=f" of {plural(samples, 'sample')}",

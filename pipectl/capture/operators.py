@@ -1,4 +1,4 @@
-"""Facts about the operators of a graph: what they write, and whether they draw random numbers."""
+"""Facts about the operators of a graph: which module calls them, what they write and draw."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from pipectl.capture.factories import module_of
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.randomness import Seeder, seed_libraries, seed_operator
 from pipectl.torch_api import HigherOrderOperator, pytree
+
+
+def calling_module(node: fx.Node) -> str:
+    """Return the path of the module that calls an operator; empty if it is not known."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
 
 
 def arguments_by_name(

@@ -277,12 +277,6 @@ _SINGLE_VALUE = re.compile(r"Expected more than 1 [\w ]+ when training\b.*")
 """How torch begins when it refuses a norm."""
 
 
-def module_of(node: fx.Node) -> str:
-    """Return the path of the module that calls an operator; empty if it is not known."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]) if stack else ""
-
-
 def explain(error: BaseException) -> RefusedError:
     """Return the refusal for a failed export or run, with the line of the model that causes it."""
     if (single := _single_value(error)) is not None:

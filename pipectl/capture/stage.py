@@ -367,8 +367,8 @@ class _Builder:
         def local(source: fx.Node) -> Any:
             if source.op == "get_attr":
                 return self.graph.get_attr(str(source.target))
-            if captured.is_size(source):
-                return captured.size_at(source, samples, self.rows.length)
+            if captured.has_no_tensor(source):
+                return captured.size_of_node(source, samples, self.rows.length)
             if source.name in captured.states:
                 return self.local[self.state_slot(source.name, node.name)]
             own_use = self.local.get(Slot(source.name, node.name))

@@ -35,7 +35,7 @@ from pipectl.capture import CapturedGraph, CapturedJob, Cut, Slot
 from pipectl.capture.batch import by_name, copy_written_inputs
 from pipectl.capture.data import Loader
 from pipectl.capture.opaque import Opaque
-from pipectl.capture.refusals import module_of
+from pipectl.capture.operators import calling_module
 from pipectl.capture.shares import sample_shares, target_shares, weighted_loss
 from pipectl.capture.slices import Rows, is_batch_norm
 from pipectl.capture.tensors import fill_sample, is_deferred, tensors_in
@@ -124,7 +124,7 @@ def _half_size(job: CapturedJob, sizes: Sequence[int], device: Device) -> int:
         graph, length = job.training_graph(size), job.loader.lengths[-1]
         values = (value for node in graph.operators for value in tensors_in([node.meta.get("val")]))
         needed_bytes = sum(
-            prod(graph.shape_at(value, size, length)) * value.element_size() for value in values
+            prod(graph.shape_of(value, size, length)) * value.element_size() for value in values
         )
         if needed_bytes * more / size > _MEMORY_SHARE * device.free_bytes():
             more = min(batch_size, max(size, 2))
@@ -201,7 +201,7 @@ class _Sizes:
         of_graphs = []
         for graph, batch in ((self.whole, self.samples), (self.half, self.samples // 2)):
             values = tensors_in([graph.operators[self.whole.position[name]].meta.get("val")])
-            of_graphs.append([graph.shape_at(value, batch, self.length) for value in values])
+            of_graphs.append([graph.shape_of(value, batch, self.length) for value in values])
         return list(zip(*of_graphs, strict=True))
 
     def counts_samples(self, name: str) -> bool:
@@ -268,7 +268,7 @@ def _complete(sizes: _Sizes, loss: set[str]) -> dict[str, int]:
 
 
 def _is_of_model(node: fx.Node) -> bool:
-    return module_of(node).partition(".")[0] == "model"
+    return calling_module(node).partition(".")[0] == "model"
 
 
 def _has_weights(graph: CapturedGraph, node: fx.Node) -> bool:

@@ -21,9 +21,8 @@ from pipectl.capture import CapturedJob, State
 from pipectl.capture.casts import Casting, state_behind
 from pipectl.capture.model_with_loss import own_path
 from pipectl.capture.opaque import Form, Opaque
-from pipectl.capture.operators import written_tensors
+from pipectl.capture.operators import calling_module, written_tensors
 from pipectl.capture.patches import hooks_on_saved_tensors
-from pipectl.capture.refusals import module_of
 from pipectl.capture.regions import WHOLE, arithmetic, missing_kernels, region_of
 from pipectl.capture.stage import on_device, place_subgraphs
 from pipectl.capture.tensors import fill_sample, is_deferred, storage_of, storages_in, tensors_in
@@ -437,7 +436,7 @@ class Walk:
             names = dict.fromkeys(s.name for s in graph.states_of(node) if s.kind == kind)
             return tuple((name, self._subject.states[name].nbytes) for name in names)
 
-        path = own_path(module_of(node))
+        path = own_path(calling_module(node))
         return Operator(
             id=node.name,
             name=f"{path}.{node.name}" if path else node.name,
@@ -472,8 +471,8 @@ class Walk:
                 return make(self._graph.states[source.name])
             if source.op == "get_attr":
                 return self._graph.root.get_submodule(str(source.target))
-            if self._graph.is_size(source):
-                return self._graph.size_at(source, self._subject.size, self._subject.length)
+            if self._graph.has_no_tensor(source):
+                return self._graph.size_of_node(source, self._subject.size, self._subject.length)
             return self._values[source]
 
         args, kwargs = fx.node.map_arg(on_device((node.args, node.kwargs), self._device), value)

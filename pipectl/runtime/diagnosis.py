@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from pipectl.capture import Slot, build_stage
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.model_with_loss import own_name, own_path
-from pipectl.capture.refusals import module_of, place_of_node
+from pipectl.capture.operators import calling_module
+from pipectl.capture.refusals import place_of_node
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.stage import StageCode
 from pipectl.runtime.layout import Tensors
@@ -83,7 +84,7 @@ def describe_first(
         return ""
     if node.op != "placeholder":
         own = graph.operators[graph.position[node.name]]
-        path = own_path(module_of(own))
+        path = own_path(calling_module(own))
         what = f"module {path!r}" if path else "the model or the loss"
         return f"the first value that is not finite is computed by {what}{place_of_node(own)}"
     index = finder.arguments.index(node) - 1

@@ -30,7 +30,7 @@ def outputs_of(graph: CapturedGraph, rows: Rows, results: Tensors) -> Any:
 
     def value(item: Any) -> Any:
         if isinstance(item, fx.Node):
-            return graph.size_at(item, *rows.shape)
+            return graph.size_of_node(item, *rows.shape)
         if not isinstance(item, str):
             return item
         tensor = results.get(Slot(item))
