@@ -122,6 +122,11 @@ class CapturedJob:
         """The user's model."""
         return self.wrapper.model
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether parameters or buffers of the model have no memory: it may fit no process."""
+        return any(map(is_deferred, (*self.wrapper.parameters(), *self.wrapper.buffers())))
+
     def _model(self) -> nn.Module:
         if self.script is not None and self.spec.model.is_of_script:
             return self.script.model
@@ -356,9 +361,9 @@ class CapturedJob:
         return self._run(self.loader.example(samples, length=length))
 
     def _run(self, batch: tuple[Any, Any]) -> CaptureError | None:
-        """Run the user's own model and loss once; return why they fail."""
-        if any(map(is_deferred, (*self.wrapper.parameters(), *self.wrapper.buffers()))):
-            return None  # too large to be run
+        """Run the user's own model and loss once, if it is not deferred; return why they fail."""
+        if self.is_deferred:
+            return None
         with torch.enable_grad(), preserve_state(self.wrapper, self.wrapper.buffers()):
             try:
                 self.wrapper(*batch)

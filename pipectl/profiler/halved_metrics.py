@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.runtime.metrics import is_stateful
 from pipectl.torch_api import pytree
@@ -45,7 +44,7 @@ def find_uneven_metrics(job: CapturedJob, size: int, device: torch.device) -> tu
         device: where the parameters are.
     """
     metrics = {name: each for name, each in job.metrics().items() if not is_stateful(each)}
-    if not metrics or any(map(is_deferred, job.states.values())):
+    if not metrics or job.is_deferred:
         return ()
     assert job.spec.evaluation is not None
     size = job.spec.evaluation.batch_size or size

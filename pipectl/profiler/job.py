@@ -200,7 +200,7 @@ class _Profiling:
         self._job, self._effort, self._sizes = job, effort, sizes
         self._journal, self._device = journal, device
         self._assumptions: list[str] = []
-        self._in_pieces = any(is_deferred(tensor) for tensor in job.states.values())
+        self._in_pieces = job.is_deferred
         for tensor in job.states.values():
             if not is_deferred(tensor):
                 move(tensor, device.torch_device)

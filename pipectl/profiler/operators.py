@@ -255,7 +255,7 @@ class Walk:
         self._device = subject.device.torch_device
         self._casting = Casting(subject.precision, self._device)
         self._journal, self._budget_s = journal, budget_s
-        self._fits = not any(map(is_deferred, subject.states.values()))
+        self._fits = not job.is_deferred
         self._constants = {n: t.to(self._device) for n, t in self._graph.constants.items()}
         states = [self._outline(state) for state in self._graph.states.values()]
         self._state_storages = set(storages_in(states))

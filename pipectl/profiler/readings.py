@@ -30,7 +30,6 @@ from pipectl.capture.digests import (
 )
 from pipectl.capture.job import CapturedJob
 from pipectl.capture.model_with_loss import full_name
-from pipectl.capture.tensors import is_deferred
 from pipectl.errors import PipectlError
 from pipectl.hash_seed import VARIABLE
 from pipectl.profile import Readings
@@ -127,7 +126,7 @@ def find_redrawn(job: CapturedJob, size: int) -> str | None:
     size_bytes = sum(tensor.nbytes for tensor in states.values())
     if (
         job.spec.model.weights is not None
-        or any(map(is_deferred, states.values()))
+        or job.is_deferred
         or size_bytes > _MEMORY_SHARE * psutil.virtual_memory().available
     ):
         return None

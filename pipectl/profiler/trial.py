@@ -19,7 +19,6 @@ from pipectl.capture.batch import Reader
 from pipectl.capture.data import Loader
 from pipectl.capture.shares import target_weight
 from pipectl.capture.stage import uses_of_parameter
-from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError, WorkerError
 from pipectl.runtime.callbacks import import_callbacks
 from pipectl.runtime.metrics import Metrics
@@ -88,8 +87,8 @@ def try_metrics(job: CapturedJob, size: int, device: torch.device) -> None:
         device: where the parameters are.
     """
     loader, metrics = job.evaluation_loader, job.metrics()
-    if loader is None or not metrics or any(map(is_deferred, job.states.values())):
-        return  # which fit into no process
+    if loader is None or not metrics or job.is_deferred:
+        return
     size = _evaluation_size(job, size)
     examples = [loader.example(n, length=length) for n, length in loader.shapes(size)]
     with as_refusal():
