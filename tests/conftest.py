@@ -390,8 +390,9 @@ def profile_of() -> Callable[[Any], Any]:
     whether other processes read the same samples, and tries nothing else of the job: ranks show
     what they refuse.
     """
+    from pipectl.jobs.profiles import this_device
     from pipectl.profile import Profile, SplitBackward, StageOverhead
-    from pipectl.profiler import effort, measured_sizes, profile_job
+    from pipectl.profiler import effort, profile_job
     from pipectl.profiler.fit import Fit
 
     overhead = StageOverhead(2e-5, 1e-5, 1e-5, 2e-5, 1e-5, 1e-5)
@@ -402,7 +403,7 @@ def profile_of() -> Callable[[Any], Any]:
     def profile(spec: Any) -> Any:
         alone = spec.resources.model_copy(update={"tasks_per_node": 1})
         spec = spec.model_copy(update={"resources": alone})
-        precision, sizes = spec.training.precision, measured_sizes(spec, effort.Effort.FAST)
+        precision, sizes = spec.training.precision, effort.measured_sizes(spec, effort.Effort.FAST)
         job = f"{spec.script!r} {spec.model!r} {spec.loss!r} {precision}"
         key = f"{job} {sizes} {alone.gpus_per_node}"
         file = Path(os.environ[SHARED]) / f"{sha256(key.encode()).hexdigest()}.json"
@@ -413,7 +414,7 @@ def profile_of() -> Callable[[Any], Any]:
                 patch.setattr("pipectl.profiler.job._Profiling._fit", lambda *_: fit)
                 for tried in ("try_job", "try_metrics"):
                     patch.setattr(f"pipectl.profiler.job.{tried}", lambda *_: None)
-                profile_job(spec, effort=effort.Effort.FAST).save(file)
+                profile_job(spec, this_device(spec), effort=effort.Effort.FAST).save(file)
         return Profile.load(file)
 
     return profile

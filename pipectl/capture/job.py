@@ -59,7 +59,7 @@ from pipectl.units import did_you_mean
 
 _TOO_SMALL = Refusal.SINGLE_VALUE, Refusal.ONE_SAMPLE
 _CPU = torch.device("cpu")
-_SMALLEST_EXPORT = 2
+SMALLEST_EXPORT = 2
 """torch.export gives batch sizes 0 and 1 a meaning of their own."""
 
 
@@ -339,7 +339,7 @@ class CapturedJob:
             size: of the usual micro-batch.
         """
         least, reason = 1, ""
-        graph = self.training_graph(max(size, _SMALLEST_EXPORT))
+        graph = self.training_graph(max(size, SMALLEST_EXPORT))
         if graph.fixed and self.spec.pipeline.micro_batches is not None:
             return least, reason
         while least <= self.spec.training.batch_size:
@@ -458,7 +458,7 @@ class CapturedJob:
         known: CapturedGraph | None,
     ) -> CapturedGraph:
         again = known is not None and known.length == length
-        size = samples if again else max(samples, _SMALLEST_EXPORT)
+        size = samples if again else max(samples, SMALLEST_EXPORT)
         example = partial(loader.example, length=length)
         own = example(size)
         check_samples(*own, size)

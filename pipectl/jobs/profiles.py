@@ -154,15 +154,13 @@ def _measure_unless_cached(
     started = time.time()
     journal = Journal(path.with_suffix(".journal"), identity)
     try:
-        profile = profile_job(spec, progress, effort=Effort(effort), journal=journal)
+        profile = profile_job(spec, device, progress, effort=Effort(effort), journal=journal)
         profile = _with_rows(profile, spec, progress, effort, directory, again=again)
     except KeyboardInterrupt as stop:
         raise Interrupted(len(journal)) from stop
-    measured = profile.device or device
+    assert profile.device is not None
     device = replace(
-        device,
-        neighbours=measured.neighbours,
-        memory_bytes=measured.memory_bytes,
+        profile.device,
         host=socket.gethostname(),
         measured_at=time.time(),
         seconds=round(time.time() - started, 3),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,6 +11,7 @@ import psutil
 import torch
 
 from pipectl.capture import CapturedJob
+from pipectl.capture.job import SMALLEST_EXPORT
 from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.operators import runs_own_code
 from pipectl.capture.slices import coupled_operators
@@ -76,6 +76,7 @@ _MEMORY_SHARE = 0.5
 
 def profile_job(
     spec: JobSpec,
+    measured_on: MeasuredOn,
     progress: Progress | None = None,
     *,
     effort: Effort = Effort.NORMAL,
@@ -88,6 +89,7 @@ def profile_job(
     (``materialize: per_rank``) is measured operator by operator instead.
 
     Args:
+        measured_on: the device of a rank, without what the measurement shows of it.
         progress: called with (work done, total work, what was just done).
         effort: how long to measure.
         journal: keeps finished measurements, and has those of an interrupted run.
@@ -122,7 +124,10 @@ def profile_job(
         journal = Journal() if journal is None else journal  # an empty one counts as false
         notify("trying what else the job needs")
         try_job(job, sizes[0], device.torch_device)
-        profiling = _Profiling(job, effort, sizes, progress, journal, device)
+        # That captures graphs, for which parameters are on the host; the rest needs them here.
+        for tensor in job.states.values():
+            if not is_deferred(tensor):
+                move(tensor, device.torch_device)
         try_metrics(job, sizes[0], device.torch_device)
         uneven = find_uneven_metrics(job, sizes[0], device.torch_device)
         loss = compare_halves(job, sizes, device)
@@ -130,21 +135,12 @@ def profile_job(
         neighbours.wait()
         notify("measuring")
         try:
-            profile = profiling.profile()
+            profile = _Profiling(job, effort, sizes, progress, journal, device).profile()
         except Exception as error:
             refusal = job.misfit(sizes[0]) if is_ours(error) else None
             if refusal is None:
                 raise
             raise refusal from error
-        measured_on = MeasuredOn(
-            device.torch_device.type,
-            "unknown",
-            len(os.sched_getaffinity(0)),
-            torch.get_num_threads(),
-            torch.__version__,
-            neighbours.computing,
-            memory_bytes=device.usable_bytes(),
-        )
         differing = (NOTES[readings],) if readings in NOTES else ()
         return replace(
             profile,
@@ -161,7 +157,11 @@ def profile_job(
             code=tuple(Code.of(spec).with_loaded(loaded_here()).loaded.values()),
             process_baseline_bytes=baseline_bytes,
             capture_bytes=capture_bytes,
-            device=measured_on,
+            device=replace(
+                measured_on,
+                neighbours=neighbours.computing,
+                memory_bytes=device.usable_bytes(),
+            ),
             assumptions=(*profile.assumptions, *neighbours.assumptions, *differing, *uncompared),
         )
 
@@ -173,7 +173,7 @@ def _process_bytes(job: CapturedJob, size: int, device: Device) -> tuple[int, in
     after the capture, which every rank does for itself, with the whole model in memory unless it is
     ``per_rank``. An accelerator holds none of it.
     """
-    job.training_graph(max(size, 2))  # perhaps it takes no single samples
+    job.training_graph(max(size, SMALLEST_EXPORT))  # perhaps it takes no single samples
     if not isinstance(device, CpuDevice):
         return 0, 0
     states_bytes = sum(t.nbytes for t in job.states.values() if not is_deferred(t))
@@ -185,6 +185,7 @@ class _Profiling:
     """The measurements of one job.
 
     Args:
+        job: its parameters are on the device.
         sizes: of micro-batches, that of the profile first.
     """
 
@@ -201,9 +202,6 @@ class _Profiling:
         self._journal, self._device = journal, device
         self._assumptions: list[str] = []
         self._in_pieces = job.is_deferred
-        for tensor in job.states.values():
-            if not is_deferred(tensor):
-                move(tensor, device.torch_device)
         self._graph = job.training_graph(sizes[0])
         journal.match(self._graph.fingerprint)
         parts = {_part_of(size): float(size) for size in sizes}

@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,11 +137,11 @@ def test_profile_measures_on_and_keeps_the_earlier_one(cli, disk, profile, monke
     """What it notes while the disk is full is kept in memory."""
     measured = Profile.load(profile)
 
-    def profile_job(*_arguments, journal, **_more):
+    def profile_job(_spec, device, *_arguments, journal, **_more):
         for number in range(200):
             journal.note(f"operator {number}", {"forward_s": 1.0, "backward_s": 2.0})
         assert all(journal.find(f"operator {number}") for number in range(200))
-        return measured
+        return replace(measured, device=device)
 
     monkeypatch.setattr("pipectl.profiler.profile_job", profile_job)
     assert refusals(cli, disk, "profile", "job.yaml", "--again", "--scheduler", "local") > 1

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from pipectl.capture import CapturedJob
+from pipectl.jobs.profiles import this_device
 from pipectl.profiler import profile_job
 from tests.corpus import catalogue
 from tests.corpus.trial import Trial
@@ -56,7 +57,7 @@ def row(name: str) -> str:
         trial = Trial(job)
         count = sum(not trial.differences(trial.cut(seed)) for seed in range(CUTS))
         start = time.perf_counter()
-        profile_job(spec)
+        profile_job(spec, this_device(spec))
         profile_s = time.perf_counter() - start
     equal = "yes" if count == CUTS else f"**{count} of {CUTS}**"
     plain = "random"

@@ -31,7 +31,7 @@ class Profiler:
         self.profile, self.measured, self.efforts, self.stop_at = profile, [], [], None
         self.width = None
 
-    def __call__(self, spec, progress, *, effort, journal):
+    def __call__(self, spec, device, progress, *, effort, journal):
         self.efforts.append(effort)
         self.width = os.environ.get("WIDTH")
         journal.match("abc")
@@ -41,7 +41,7 @@ class Profiler:
             if journal.find(operator.id) is None:
                 self.measured.append(operator.id)
                 journal.note(operator.id, {"forward_s": 0.01})
-        return replace(self.profile, name=spec.name, key=profile_key(spec))
+        return replace(self.profile, name=spec.name, key=profile_key(spec), device=device)
 
 
 @pytest.fixture

@@ -12,26 +12,27 @@ import torch
 from pipectl.capture import CapturedJob
 from pipectl.capture.regions import missing_kernels
 from pipectl.errors import CaptureError
-from pipectl.profile import Operator, Profile
-from pipectl.profiler import measured_sizes, operators, profile_job
-from pipectl.profiler.effort import Effort
+from pipectl.profile import MeasuredOn, Operator, Profile
+from pipectl.profiler import job, operators, profile_job
+from pipectl.profiler.effort import Effort, measured_sizes
 from pipectl.spec import profile_key
 
 MODELS = Path(__file__).with_name("models.py")
 CAPTURED = Path(__file__).parents[1] / "capture" / "models.py"
 CORPUS = Path(__file__).parents[1] / "corpus" / "own.py"
 BATCH, SLOW_S = 4, 0.02
+HERE = MeasuredOn("cpu")
 
 
 @pytest.fixture(scope="module")
 def counted(spec_of: Any) -> Profile:
-    return profile_job(spec_of("Counted"))
+    return profile_job(spec_of("Counted"), HERE)
 
 
 @pytest.fixture(scope="session")
 def profiled(spec_of: Any) -> Any:
     """``profiled(model, **sections)``: in little time."""
-    return lambda *args, **more: profile_job(spec_of(*args, **more), effort=Effort.FAST)
+    return lambda *args, **more: profile_job(spec_of(*args, **more), HERE, effort=Effort.FAST)
 
 
 def test_what_torch_func_saves_counts_as_if_a_backward_had_saved_it() -> None:
@@ -152,7 +153,7 @@ def test_an_optimizer_keeps_its_state_per_parameter(counted: Profile, profiled: 
 
 def test_progress_rises_to_the_total(spec_of: Any) -> None:
     told: list[tuple[int, int, str]] = []
-    profile = profile_job(spec_of(pipeline={}), lambda *step: told.append(step))
+    profile = profile_job(spec_of(pipeline={}), HERE, lambda *step: told.append(step))
     phases = [what for _, whole, what in told if not whole]
     assert (phases[0], phases[-1]) == ("capturing the model", "measuring")
     seen = told[len(phases) :]
@@ -179,7 +180,7 @@ def test_sizes_reach_from_single_samples_to_the_batch_unless_the_spec_says_one(
 
 
 def test_other_sizes_are_measured_but_one_that_the_model_refuses_is_left_out(spec_of: Any) -> None:
-    profile = profile_job(spec_of("Large", kwargs={"most": 4}, pipeline={}))
+    profile = profile_job(spec_of("Large", kwargs={"most": 4}, pipeline={}), HERE)
     measured = {profile.micro_batch_size, *profile.operators[0].timings}
     assert len(measured) > 1
     assert max(measured) <= 4 < 8
@@ -192,16 +193,17 @@ def test_sizes_are_those_that_all_norms_take(spec_of: Any) -> None:
     normed = spec_of(
         "Normed", **training(batch_size=4), pipeline={}, resources={"tasks_per_node": 2}
     )
-    profile = profile_job(normed, effort=Effort.FAST)
+    profile = profile_job(normed, MeasuredOn("cpu", "a processor"), effort=Effort.FAST)
     assert profile.micro_batch_size == 2
     assert profile.smallest is not None
     assert profile.smallest.samples == 2
     assert profile.smallest.reason.startswith("model: a micro-batch of 1 sample is too small for b")
     assert profile.epoch == (20,)
-    assert profile.device is not None
-    assert profile.device.neighbours == 1
+    assert profile.device == MeasuredOn("cpu", "a processor", neighbours=1)
     with pytest.raises(CaptureError, match="a micro-batch of 1 sample is too small for batch_norm"):
-        profile_job(spec_of("Normed", **training(batch_size=4), pipeline={"micro_batches": 4}))
+        profile_job(
+            spec_of("Normed", **training(batch_size=4), pipeline={"micro_batches": 4}), HERE
+        )
 
 
 def test_values_in_mixed_precision_take_half_the_bytes(counted: Profile, profiled: Any) -> None:
@@ -270,8 +272,19 @@ def test_an_optimizer_that_cannot_be_used_is_named_before_anything_is_measured(
 ) -> None:
     totals: list[int] = []
     with pytest.raises(CaptureError, match=fault):
-        profile_job(spec_of(optimizer=optimizer), lambda _, total, *__: totals.append(total))
+        profile_job(spec_of(optimizer=optimizer), HERE, lambda _, total, *__: totals.append(total))
     assert set(totals) == {0}
+
+
+def test_parameters_stay_on_the_host_while_the_job_is_tried_and_leave_it_for_metrics(
+    spec_of: Any, monkeypatch: Any
+) -> None:
+    """What captures a graph needs them there; what runs the model needs them on the device."""
+    order = []
+    for name in ("try_job", "move", "try_metrics", "compare_halves"):
+        monkeypatch.setattr(job, name, lambda *_, name=name: order.append(name) or "not tried")
+    profile_job(spec_of("Counted"), HERE, effort=Effort.FAST)
+    assert list(dict.fromkeys(order)) == ["try_job", "move", "try_metrics", "compare_halves"]
 
 
 def test_an_operator_without_a_kernel_for_float16_is_named(profiled: Any) -> None:

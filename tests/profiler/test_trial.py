@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import InvalidInputError
+from pipectl.profile import MeasuredOn
 from pipectl.profiler import profile_job
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.optimizer import optimizer_cost
@@ -155,4 +156,4 @@ def test_optimizer_and_schedule_make_a_step(spec_of, sections, message) -> None:
 
 def test_a_profile_tries_the_job_first(spec_of) -> None:
     with pytest.raises(InvalidInputError, match=r"^evaluation\.metrics\.m: must give one number"):
-        profile_job(spec_of(**measured(gives="matrix")), effort=Effort.FAST)
+        profile_job(spec_of(**measured(gives="matrix")), MeasuredOn("cpu"), effort=Effort.FAST)

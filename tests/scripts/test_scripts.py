@@ -13,6 +13,7 @@ from pipectl.capture import CapturedJob
 from pipectl.capture.build import evaluation_loader
 from pipectl.cli.from_script import take_script
 from pipectl.errors import CaptureError
+from pipectl.profile import MeasuredOn
 from pipectl.profiler import profile_job, script_steps
 from pipectl.runs import read_metrics
 from pipectl.runtime import plain
@@ -165,7 +166,7 @@ def test_profiles_compare_steps_unless_the_loss_is_the_jobs_own(annealed, tmp_pa
     job = {"script": {"file": str(path)}, "training": {"batch_size": 8, "steps": 2}}
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     with pytest.raises(CaptureError, match="mul reads"):
-        profile_job(load(tmp_path / "job.yaml"))
+        profile_job(load(tmp_path / "job.yaml"), MeasuredOn("cpu"))
     job["loss"] = {"factory": "torch.nn.functional:cross_entropy"}
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     assert script_steps.compare_script(load(tmp_path / "job.yaml")) == ()
