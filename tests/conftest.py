@@ -142,7 +142,7 @@ def no_measuring_of_rows(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     Tests with the argument ``measured_rows`` measure them.
     """
     if "measured_rows" not in request.fixturenames:
-        monkeypatch.setattr("pipectl.jobs.profiles.measure_rows", lambda *_: (ROWS, ""))
+        monkeypatch.setattr("pipectl.jobs.profiles.start_row_probe", lambda *_: (ROWS, ""))
         monkeypatch.setattr("pipectl.jobs.profiles.user_cache", lambda _: None)
 
 

@@ -277,7 +277,7 @@ def _content(file: Path) -> bytes | None:
 
 def _warnings_of(job: PreparedJob) -> Iterator[str]:
     """What commands print as warnings about a job that is submitted."""
-    from pipectl.jobs.profiles import warnings_of
+    from pipectl.jobs.warnings import warnings_of
 
     yield job.cluster_warning
     yield job.mpi.warning

@@ -190,8 +190,8 @@ class Run:
             UsageError: it still runs, or is complete, or ``changes`` change what cannot change.
         """
         from pipectl.api.work import at_work
-        from pipectl.jobs.profiles import splitting_warning
         from pipectl.jobs.resume import resume
+        from pipectl.jobs.warnings import splitting_warning
 
         with at_work():
             submission = resume(

@@ -141,7 +141,6 @@ def main(arguments: Sequence[str]) -> int:
                 profile_and_plan(run)
             else:  # measure the model, and nothing else
                 progress = progress_of(run, PERCENT, measures_only=True)
-                progress(0, 0, "capturing")
                 spec = with_output_beside(run, load(run.job))
                 profile = profiles.measure(
                     spec, run.profile, progress, values.effort, again=values.again

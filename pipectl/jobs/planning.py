@@ -29,7 +29,7 @@ from pipectl.jobs.output import (
     plan_path,
     profile_path,
 )
-from pipectl.jobs.profiles import warnings_of
+from pipectl.jobs.warnings import warnings_of
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import with_bandwidth, with_ranks

@@ -13,7 +13,8 @@ from pipectl.cluster import assumed_cluster
 from pipectl.files import user_cache
 from pipectl.jobs import in_job, profiles
 from pipectl.jobs.output import is_fresh
-from pipectl.jobs.profiles import Interrupted, measure, measure_rows
+from pipectl.jobs.profiles import Interrupted, measure
+from pipectl.jobs.rows import start_row_probe
 from pipectl.link import RowTimes
 from pipectl.plan import Plan
 from pipectl.profile import Profile
@@ -182,11 +183,11 @@ def test_the_cache_is_in_the_output_directory_where_old_files_make_room(
 @pytest.mark.mpi
 @pytest.mark.usefixtures("measured_rows")
 def test_two_ranks_of_this_machine_measure_rows(write_job, monkeypatch, warm_python):
-    monkeypatch.setattr("pipectl.jobs.profiles._ROW_PATIENCE_S", 500.0)  # the machine may be busy
+    monkeypatch.setattr("pipectl.jobs.rows._ROW_PATIENCE_S", 500.0)  # the machine may be busy
     monkeypatch.setattr(sys, "executable", warm_python)
     spec = load(write_job("resources: {tasks_per_node: 2}"), check_files=False)
     reports = []
-    rows, assumption = measure_rows(spec, "local", "fast", lambda *each: reports.append(each))
+    rows, assumption = start_row_probe(spec, "local", "fast", lambda *each: reports.append(each))
     assert (rows is not None, assumption) == (True, "")
     for table in (rows.send_start, rows.send_wait, rows.receive_start, rows.receive_wait):
         assert [size for size, _ in table] == [4096, 65536, 262144, 1048576]
@@ -205,7 +206,7 @@ def test_two_ranks_under_srun_have_as_many_cores_as_ranks_of_the_job(write_job, 
     monkeypatch.setattr(process, "run", run)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
     lines = "launch: {launcher: srun}", "resources: {tasks_per_node: 2, cpus_per_task: 2}"
-    rows, assumption = measure_rows(load(write_job(*lines), check_files=False), "slurm")
+    rows, assumption = start_row_probe(load(write_job(*lines), check_files=False), "slurm")
     assert (rows, "--cpus-per-task=2" in commands[-1]) == (None, True)
     assert assumption.endswith(" (two ranks did not start: no)")
 
@@ -213,12 +214,12 @@ def test_two_ranks_under_srun_have_as_many_cores_as_ranks_of_the_job(write_job, 
 def test_output_directories_of_a_user_share_the_times_of_rows(measures, tmp_path, monkeypatch):
     asked = []
 
-    def measure_rows(*arguments):
+    def start_row_probe(*arguments):
         asked.append(arguments)
         return RowTimes(), ""
 
     monkeypatch.setattr(profiles, "user_cache", user_cache)
-    monkeypatch.setattr(profiles, "measure_rows", measure_rows)
+    monkeypatch.setattr(profiles, "start_row_probe", start_row_probe)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     measures()
     assert (measures("output.directory=elsewhere"), len(asked)) == (6, 1)

@@ -16,7 +16,8 @@ from pipectl.jobs.job import fit_to_allocation, make_job
 from pipectl.jobs.output import cluster_file_key, cluster_path, find_cluster
 from pipectl.jobs.planning import gather, make_plan_request
 from pipectl.jobs.prepare import prepare
-from pipectl.jobs.profiles import (
+from pipectl.jobs.verify import refuse_unrepeatable
+from pipectl.jobs.warnings import (
     coupling_warning,
     loss_warning,
     metrics_warning,
@@ -25,7 +26,6 @@ from pipectl.jobs.profiles import (
     splitting_warning,
     warnings_of,
 )
-from pipectl.jobs.verify import refuse_unrepeatable
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipectl.errors import SpecError
-from pipectl.jobs.profiles import delay_warning
+from pipectl.jobs.warnings import delay_warning
 from pipectl.runtime.versions import Versions
 
 MUON = Path(__file__).parents[2] / "configs" / "models" / "muon.py"

@@ -34,7 +34,7 @@ from pipectl.cli.submission import describe_job, follow
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation
 from pipectl.jobs.output import memory_of_this_machine
-from pipectl.jobs.profiles import request_of_two
+from pipectl.jobs.rows import request_of_two
 from pipectl.runs.readers import AS_ROOT, HINT_OF_ROOT
 from pipectl.spec import JobSpec, load
 from pipectl.spec.launch import Launch

@@ -20,8 +20,9 @@ from pipectl.cluster import Cluster
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation, warning_of_code
 from pipectl.jobs.measuring import make_measuring_job
 from pipectl.jobs.output import cluster_path, profile_path
-from pipectl.jobs.profiles import measure, warnings_of
+from pipectl.jobs.profiles import measure
 from pipectl.jobs.submit import submit as submit_job
+from pipectl.jobs.warnings import warnings_of
 from pipectl.link import Link
 from pipectl.profile import Profile
 from pipectl.report.charts import bandwidth, format_size, list_measured_links

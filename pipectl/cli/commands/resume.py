@@ -10,8 +10,8 @@ from pathlib import Path
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, short_path, warn
 from pipectl.cli.submission import describe_job, print_and_follow, print_notes, print_plan
-from pipectl.jobs.profiles import splitting_warning
 from pipectl.jobs.resume import resume
+from pipectl.jobs.warnings import splitting_warning
 from pipectl.runs import RunDirectory, find_run, last_checkpoint, step_of
 from pipectl.runs.kept_code import read_code, without_copies
 

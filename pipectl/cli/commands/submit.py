@@ -257,8 +257,8 @@ def _submit_and_follow(
     """
     # A dry run does not import these.
     from pipectl.cli.progress import profiling_progress
-    from pipectl.jobs.profiles import warnings_of
     from pipectl.jobs.submit import submit
+    from pipectl.jobs.warnings import warnings_of
 
     began = time.time()
     with profiling_progress() as progress:
