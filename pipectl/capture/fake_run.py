@@ -75,7 +75,7 @@ class FakeRun:
         with mode, torch.enable_grad():
             for node in root.graph.nodes:
                 if node.op == "placeholder":
-                    value = inputs.get(node.name)
+                    value: Any = inputs.get(node.name)
                     if node.name in states:
                         value = mode.from_tensor(states[node.name])
                     elif isinstance(value, Tensor):

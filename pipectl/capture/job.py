@@ -556,8 +556,8 @@ def find_traits(spec: JobSpec, samples: int) -> Traits:
     random = [node.name for node in graph.operators if is_random(node, graph.root)]
     autocasts = (setting for node in graph.operators for setting in region_of(node).autocasts)
     half = any(setting.enabled for setting in autocasts)
-    samples = job.script.samples_per_step if job.script and spec.follows_script else None
-    return Traits(tuple(random), shared, half, samples)
+    of_script = job.script.samples_per_step if job.script and spec.follows_script else None
+    return Traits(tuple(random), shared, half, of_script)
 
 
 def assign_groups(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -280,9 +281,14 @@ def test_parameters_stay_on_the_host_while_the_job_is_tried_and_leave_it_for_met
     spec_of: Any, monkeypatch: Any
 ) -> None:
     """What captures a graph needs them there; what runs the model needs them on the device."""
-    order = []
+    order: list[str] = []
+
+    def note(name: str, *_: Any) -> str:
+        order.append(name)
+        return "not tried"
+
     for name in ("try_job", "move", "try_metrics", "compare_halves"):
-        monkeypatch.setattr(job, name, lambda *_, name=name: order.append(name) or "not tried")
+        monkeypatch.setattr(job, name, partial(note, name))
     profile_job(spec_of("Counted"), HERE, effort=Effort.FAST)
     assert list(dict.fromkeys(order)) == ["try_job", "move", "try_metrics", "compare_halves"]
 
