@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
@@ -28,12 +26,13 @@ from pipectl.capture.deferred import Deferred
 from pipectl.capture.export import export_model
 from pipectl.capture.fallback import Fallback, KeptModules, Notify
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.groups import assign_groups
 from pipectl.capture.half_weights import half_weights
 from pipectl.capture.leaves import without_objects
 from pipectl.capture.model_with_loss import ModelWithLoss, own_name
 from pipectl.capture.norms import refuse_single_values
 from pipectl.capture.opaque import Opaque
-from pipectl.capture.operators import FunctionCall, is_random, runs
+from pipectl.capture.operators import FunctionCall, runs
 from pipectl.capture.python_state import preserve_state
 from pipectl.capture.refusals import (
     Refusal,
@@ -44,9 +43,8 @@ from pipectl.capture.refusals import (
     refuse_parameter_hooks,
     refuse_parts,
 )
-from pipectl.capture.regions import accelerator, arithmetic, region_of
+from pipectl.capture.regions import accelerator, arithmetic
 from pipectl.capture.single import refuse_other_branch
-from pipectl.capture.stage import uses_of_parameter
 from pipectl.capture.tensors import is_deferred
 from pipectl.capture.weights import Weights
 from pipectl.capture.writes import refuse_writes
@@ -55,7 +53,6 @@ from pipectl.faults import fault_of, is_ours
 from pipectl.spec import JobSpec
 from pipectl.spec.models import Factory
 from pipectl.torch_api import pytree
-from pipectl.units import did_you_mean
 
 _TOO_SMALL = Refusal.SINGLE_VALUE, Refusal.ONE_SAMPLE
 _CPU = torch.device("cpu")
@@ -331,7 +328,10 @@ class CapturedJob:
         return None
 
     def smallest(self, size: int) -> tuple[int, str]:
-        """Return the least samples of a micro-batch that torch's norms take, and why no fewer.
+        """Return the least samples of a micro-batch that the model takes, and why no fewer.
+
+        Torch's norms may refuse fewer, and models that compute something else for one sample are
+        refused it.
 
         Unknown, and taken as 1, for a graph that is valid for one size only, if the job sets it.
 
@@ -399,10 +399,6 @@ class CapturedJob:
             names.get(name, []).append(own_name(further))
         return assign_groups(names, [group.match for group in self.spec.optimizer.groups])
 
-    def find(self, item: Factory) -> Any:
-        """Return the callable that a section of the spec names."""
-        return factories.find(item.factory)
-
     def _values(self, tensor: Tensor) -> Tensor:
         """Return a parameter or buffer of the wrapper with values, which belong to the caller if
         made now.
@@ -417,7 +413,9 @@ class CapturedJob:
         )
 
     def _bound(self, item: Factory, key: str) -> Any:
-        return factories.bind(self.find(item), f"{key}.factory: {item.factory}", item.kwargs)
+        return factories.bind(
+            factories.find(item.factory), f"{key}.factory: {item.factory}", item.kwargs
+        )
 
     def _graph(self, loader: Loader, samples: int, length: int, *, training: bool) -> CapturedGraph:
         key = training, samples, length or loader.lengths[-1]
@@ -519,75 +517,3 @@ def _in_evaluation() -> Iterator[None]:
             advice = "it works in training: look for what depends on self.training"
             error.hint = advice if error.hint is None else f"{advice}; or {error.hint}"
         raise
-
-
-@dataclass(frozen=True)
-class Traits:
-    """Properties of a training graph.
-
-    Args:
-        random: operators that draw random numbers.
-        shared: trained parameters that several operators use, by their names in the user's model,
-            with the number of these operators.
-        half: whether some operators run in half precision by an autocast inside the model.
-        script_samples: those that the job's script takes in a step; None if something else than the
-            script makes a part of the job, or the order of the samples.
-    """
-
-    random: tuple[str, ...]
-    shared: Mapping[str, int]
-    half: bool
-    script_samples: int | None = None
-
-
-def find_traits(spec: JobSpec, samples: int) -> Traits:
-    """Capture a job's model for micro-batches of ``samples`` and return its traits.
-
-    Raises:
-        CaptureError: the model cannot be captured.
-    """
-    job = CapturedJob(spec)
-    graph = job.training_graph(samples)
-    shared = {
-        own_name(state.name): len(uses)
-        for placeholder, state in graph.states.items()
-        if (uses := uses_of_parameter(graph, placeholder)) and job.states[state.name].requires_grad
-    }
-    random = [node.name for node in graph.operators if is_random(node, graph.root)]
-    autocasts = (setting for node in graph.operators for setting in region_of(node).autocasts)
-    half = any(setting.enabled for setting in autocasts)
-    of_script = job.script.samples_per_step if job.script and spec.follows_script else None
-    return Traits(tuple(random), shared, half, of_script)
-
-
-def assign_groups(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -> dict[str, int]:
-    """Return the index of the first pattern that matches each parameter, without the others.
-
-    Args:
-        names: all names of each parameter in the user's model (several if it is tied), by its name
-            here.
-        patterns: shell patterns such as ``*.bias``, case-sensitive.
-
-    Raises:
-        CaptureError: a pattern matches no parameter.
-    """
-    groups: dict[str, int] = {}
-    for index, pattern in enumerate(patterns):
-        matches = [key for key, own in names.items() if _matches(own, pattern)]
-        for key in matches:
-            groups.setdefault(key, index)
-        if matches:
-            continue
-        own = [name for several in names.values() for name in several]
-        wider = (f"*.{pattern}", f"*{pattern}", f"{pattern}.*", f"{pattern}*", f"*{pattern}*")
-        better = next((other for other in wider if _matches(own, other)), None)
-        meant = f"; did you mean {better!r}?" if better else did_you_mean(pattern, own)
-        raise CaptureError(
-            f"optimizer.groups[{index}].match: {pattern!r} matches no parameter{meant}",
-            hint=f"the model's parameters have names such as {', '.join(own[:3])}",
-        )
-    return groups
-
-
-def _matches(names: Sequence[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)

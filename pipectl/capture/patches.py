@@ -1,6 +1,8 @@
-"""All patches of torch and Python, most of them during the construction and the export of a model.
+"""Patches of torch and Python, most of them during the construction and the export of a model.
 
-Each patch says why it is needed; unless it names versions of torch, 2.13 to 2.15 need it.
+Each patch says why it is needed; unless it names versions of torch, it is for all that pipectl
+supports. Those of private names of torch are in ``torch_api.py``, that of an accelerator's autocast
+is in ``accelerator_autocast.py``, and the hooks that stay on submodules are in ``opaque.py``.
 """
 
 from __future__ import annotations

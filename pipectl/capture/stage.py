@@ -22,11 +22,11 @@ from pipectl.lanes import Lane, TransferKind, is_chained, routes
 
 
 class Slot(NamedTuple):
-    """One tensor of a message.
+    """A tensor of a stage: a value, a state or an input, or one use of it.
 
     Args:
-        value: operator whose value (or gradient) is sent.
-        use: the operator that uses it, if the gradient of each use is sent separately; else "".
+        value: operator whose value (or gradient) this is, or the placeholder of a state or input.
+        use: the operator that uses it, if its gradient is kept or sent for each use; else "".
     """
 
     value: str
@@ -80,8 +80,8 @@ class Cut:
         return sorted(received, key=lambda s: (position[s.value], position.get(s.use, -1)))
 
     def sent(self, stage: int) -> list[Slot]:
-        """Return the slots of the loss and of the activations that a stage sends."""
-        slots_sent = {Slot(self.graph.loss): None}
+        """Return the slots of the activations that a stage sends, after the loss if it has it."""
+        slots_sent = {Slot(self.graph.loss): None} if stage == self.loss_stage else {}
         for lane, slots in self.lanes.items():
             if lane.kind is TransferKind.ACTIVATION and lane.source == stage:
                 slots_sent.update(dict.fromkeys(slots))
@@ -244,16 +244,16 @@ class StageCode:
     results: tuple[Slot, ...]
     last: Pass = Pass.BUILD
 
-    def operators(self, before: Pass) -> fx.GraphModule:
-        """Return the operators, for a pass that is to change them.
+    def module_for(self, next_pass: Pass) -> fx.GraphModule:
+        """Return the module, for a pass that is to change its operators.
 
         Raises:
             ValueError: the code went through this pass or a later one, or has no operators any
                 more: it is compiled.
         """
-        if self.last >= before or not isinstance(self.module, fx.GraphModule):
+        if self.last >= next_pass or not isinstance(self.module, fx.GraphModule):
             raise ValueError(
-                f"code of a stage: {before.name} cannot follow {self.last.name}; the order is "
+                f"code of a stage: {next_pass.name} cannot follow {self.last.name}; the order is "
                 f"{', '.join(each.name for each in Pass)}, and nothing follows COMPILE"
             )
         return self.module
@@ -409,9 +409,9 @@ class _Builder:
                 if isinstance(name, str):
                     results[Slot(name)] = None
         for lane, slots in self.cut.lanes.items():
-            if lane.source == self.stage and lane.kind == "activation":
+            if lane.source == self.stage and lane.kind is TransferKind.ACTIVATION:
                 results.update(dict.fromkeys(slots))
-            elif lane.target == self.stage and lane.kind == "gradient":
+            elif lane.target == self.stage and lane.kind is TransferKind.GRADIENT:
                 results.update((slot, None) for slot in slots if slot in self.local)
         return [slot for slot in results if slot not in self.received]
 

@@ -40,7 +40,7 @@ from pipectl.spec.models import Optimizer
 from pipectl.units import format_bytes
 
 if TYPE_CHECKING:
-    from pipectl.capture.job import Traits
+    from pipectl.capture.traits import Traits
     from pipectl.profile import Profile
     from pipectl.profiler.effort import Progress
     from pipectl.runtime.compare import Comparison
@@ -125,7 +125,7 @@ def verify(
             profile = None
         pipeline, plan = _prepare(spec, profile, progress)
         # Not earlier: the memory of this process while it measures counts as memory of a rank.
-        from pipectl.capture.job import find_traits
+        from pipectl.capture.traits import find_traits
         from pipectl.runtime.compare import Trained, compare, compare_losses
         from pipectl.runtime.plain import FirstWeights
 
@@ -459,7 +459,7 @@ def _train_plainly(
     """Train in one plain process, which writes the weights to a new directory.
 
     Args:
-        shared: as in :class:`~pipectl.capture.job.Traits`.
+        shared: as in :class:`~pipectl.capture.traits.Traits`.
 
     Returns:
         Names of the shared parameters whose gradients are added in another order than a pipeline's.

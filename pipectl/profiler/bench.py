@@ -88,7 +88,7 @@ class MarkedCode:
         self._begins, self._nodes = begins, nodes = list[float](), list[int]()
         self._turns: list[tuple[int, float]] = []
         self._roots: list[Any] = []
-        module = code.operators(Pass.MARK)
+        module = code.module_for(Pass.MARK)
         # That of a seed or a cast is the next operator, that of a fork the one before.
         owner_of: dict[fx.Node, str] = {}
         waiting: list[fx.Node] = []
@@ -385,7 +385,7 @@ def _stages(graph: CapturedGraph, borders: Container[int]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class OperatorTimes:
+class MeasuredTimes:
     """Times of every operator at one micro-batch size.
 
     Args:
@@ -406,7 +406,7 @@ def time_operators(
     rounds: Rounds,
     batches: Iterator[Any],
     advance: Advance,
-) -> OperatorTimes:
+) -> MeasuredTimes:
     """Time the operators, and the loading of the micro-batches that ``batches`` yields.
 
     Args:
@@ -441,7 +441,7 @@ def time_operators(
             bench.forget()  # cuts of one model take turns
     rewriting_s = _rewriting_s(subject)
     uncached, *cached = [_medians(runs, rewriting_s) for runs in spent]
-    return OperatorTimes(
+    return MeasuredTimes(
         uncached, cached[0] if cached else {}, median(loading_s) if loading_s else 0.0
     )
 

@@ -37,7 +37,7 @@ _Halves = list[tuple[Any, Any]]
 def find_uneven_metrics(job: CapturedJob, size: int, device: torch.device) -> tuple[str, ...]:
     """Return the names of metrics that are functions and no means over samples.
 
-    A metric that raises, or gives other numbers for the same values, counts as one.
+    A metric that raises for some samples, or gives other numbers for the same values, is not named.
 
     Args:
         size: of a micro-batch in training.

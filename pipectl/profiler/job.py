@@ -20,7 +20,7 @@ from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.profile import MeasuredOn, Operator, Profile, SmallestMicroBatch
-from pipectl.profiler.bench import OperatorTimes, Subject, time_operators, time_stages
+from pipectl.profiler.bench import MeasuredTimes, Subject, time_operators, time_stages
 from pipectl.profiler.effort import Effort, Progress, Work, measured_sizes, sizes_from
 from pipectl.profiler.fit import CACHE_SHARES, DISTURBED, Fit, fit_stages
 from pipectl.profiler.halved_loss import compare_halves
@@ -229,12 +229,12 @@ class _Profiling:
         """Measure operator by operator, equal ones once."""
         budget_s = self._effort.operators.budget_s / 100
         operators: dict[str, Operator] = {}
-        times: dict[int, OperatorTimes] = {}
+        times: dict[int, MeasuredTimes] = {}
         for size in self._sizes:
             if self._is_captured(size):
                 measured = self._measure_alone(size, _part_of(size), budget_s)
                 pairs = {name: (o.forward_s, o.backward_s) for name, o in measured.items()}
-                times[size] = OperatorTimes(pairs, {})
+                times[size] = MeasuredTimes(pairs, {})
                 operators = operators or measured
         return replace(self._assemble(operators, times), assumptions=(_IN_PIECES,))
 
@@ -250,7 +250,7 @@ class _Profiling:
             )
             for name, one in measured.items()
         }
-        times: dict[int, OperatorTimes] = {}
+        times: dict[int, MeasuredTimes] = {}
         for size in self._sizes:
             needed_bytes = saved_bytes * size / base
             if size > base and needed_bytes >= _MEMORY_SHARE * self._device.free_bytes():
@@ -259,7 +259,7 @@ class _Profiling:
                 scale = max(1.0, size / base)
                 scaled = {name: amount * scale for name, amount in working_set.items()}
                 measure = partial(self._time_operators, size, scaled)
-                times[size] = self._journal.remember(str(size), OperatorTimes, measure)
+                times[size] = self._journal.remember(str(size), MeasuredTimes, measure)
                 self._work.end(_part_of(size))
         profile = self._assemble(measured, times)
         cache_bytes = self._cache_bytes(working_set)
@@ -301,7 +301,7 @@ class _Profiling:
         cache_bytes = last_level_bytes()
         return cache_bytes if sum(working_set.values()) > CACHE_SHARES[0] * cache_bytes else None
 
-    def _time_operators(self, size: int, working_set: Mapping[str, float]) -> OperatorTimes:
+    def _time_operators(self, size: int, working_set: Mapping[str, float]) -> MeasuredTimes:
         loader = self._job.loader
         loaded: Iterator[Any] = iter(())
         if not self._job.spec.data.workers:  # a rank loads it itself, between its computations
@@ -321,7 +321,7 @@ class _Profiling:
         return fit_stages(samples, profile, cache_bytes)
 
     def _assemble(
-        self, measured: Mapping[str, Operator], times: Mapping[int, OperatorTimes]
+        self, measured: Mapping[str, Operator], times: Mapping[int, MeasuredTimes]
     ) -> Profile:
         spec, graph, base = self._job.spec, self._graph, self._sizes[0]
         some_cached = any(timed.cached for timed in times.values())

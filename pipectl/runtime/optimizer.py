@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.factories import call, call_in_training
+from pipectl.capture.factories import call, call_in_training, find
 from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.refusals import refuse_parameter_hooks
 from pipectl.capture.tensor_file import CODES
@@ -160,7 +160,7 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
     trained = {name: each for name, each in parameters.items() if each.requires_grad}
     schedule = job.spec.lr_scheduler
     is_of_script = schedule is not None and schedule.is_of_script
-    function = None if schedule is None or is_of_script else job.find(schedule)
+    function = None if schedule is None or is_of_script else find(schedule.factory)
     if not trained:
         return Updater(None, None)
     # Its factory may set hooks; hooks of sums over replicas are of an earlier training of the job.
@@ -200,11 +200,11 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
         _refuse_closure(optimizer)
         _refuse_modes(optimizer)
         return optimizer
-    if job.find(spec) is MUON:
+    if find(spec.factory) is MUON:
         _refuse_all_but_matrices(parameters)
     name = f"optimizer.factory: {spec.factory}"
     if not spec.groups:
-        optimizer = call(job.find(spec), name, list(parameters.values()), **spec.kwargs)
+        optimizer = call(find(spec.factory), name, list(parameters.values()), **spec.kwargs)
         _refuse_without(optimizer, name, "an optimizer", *_NEEDED)
         _refuse_closure(optimizer)
         _refuse_modes(optimizer)
@@ -215,7 +215,7 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
         members[1 + index.get(parameter_name, -1)].append(parameter)
     options: list[dict[str, Any]] = [{}, *(group.options for group in spec.groups)]
     groups = [{**more, "params": own} for own, more in zip(members, options, strict=True)]
-    optimizer = call(job.find(spec), name, groups, **spec.kwargs)
+    optimizer = call(find(spec.factory), name, groups, **spec.kwargs)
     _refuse_without(optimizer, name, "an optimizer", *_NEEDED)
     _check_options(optimizer, options[1:])
     _refuse_closure(optimizer)

@@ -86,7 +86,7 @@ def share_casts(
         tensor_of: returns a parameter, buffer or constant.
         casts: makes and keeps them.
     """
-    module = code.operators(Pass.CAST)
+    module = code.module_for(Pass.CAST)
     captured = {node.name: node for node in graph.operators}
     for node in list(module.graph.nodes):
         source = captured.get(node.name)
@@ -138,7 +138,7 @@ def split_backwards(
         states: of the captured graph, by placeholder.
         current: returns the weight half of the micro-batch whose forward runs.
     """
-    module = code.operators(Pass.SPLIT)
+    module = code.module_for(Pass.SPLIT)
     _, *arguments = module.graph.find_nodes(op="placeholder")
     bound = zip(code.states, arguments, strict=False)
     parameters = [node for slot, node in bound if states[slot.value].kind == "parameter"]
@@ -276,7 +276,7 @@ def compile_stage(
 
     The first call raises CaptureError if nothing can be compiled.
     """
-    return code.after(Pass.COMPILE, _Compiled(code.operators(Pass.COMPILE), backend, mode))
+    return code.after(Pass.COMPILE, _Compiled(code.module_for(Pass.COMPILE), backend, mode))
 
 
 def _is_followed(target: Any) -> bool:

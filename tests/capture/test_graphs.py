@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from pipectl.capture import CapturedGraph, Cut, build_stage
 from pipectl.capture.accelerator_autocast import autocast_of
-from pipectl.capture.job import assign_groups, find_traits
+from pipectl.capture.groups import assign_groups
 from pipectl.capture.operators import FunctionCall
 from pipectl.capture.regions import WHOLE, Autocast, Region, arithmetic, region_of
 from pipectl.capture.slices import Rows, coupled_operators
+from pipectl.capture.traits import find_traits
 from pipectl.errors import CaptureError
 
 MODELS = Path(__file__).with_name("models.py")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pipectl.capture.job import Traits
+from pipectl.capture.traits import Traits
 from pipectl.jobs.cancel import cancel
 from pipectl.jobs.verify import expect
 from pipectl.profiler import neighbours
