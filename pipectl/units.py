@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+Report = Callable[[int, int, str], None]
+"""Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""
 _BYTE_UNITS = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

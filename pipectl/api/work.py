@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
 
 from pipectl.api.advice import advising
 from pipectl.errors import UsageError
 from pipectl.jobs.own_process import is_in_job
+from pipectl.units import Report
 
-Report = Callable[[int, int, str], None]
 Progress = bool | Report
 """Whether to print it; or what is called with (done, total, what), total 0 if it is not known."""
 _LOCK = RLock()

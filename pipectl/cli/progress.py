@@ -6,17 +6,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import TYPE_CHECKING
 
 import typer
 from rich import progress as bars
 
 from pipectl.cli.app import INTERRUPTED
 from pipectl.cli.console import errors, note, plain
-from pipectl.units import format_time
-
-if TYPE_CHECKING:
-    from pipectl.profiler.effort import Progress
+from pipectl.units import Report, format_time
 
 LINE_S = 10.0
 """Seconds of work before the first line."""
@@ -25,7 +21,7 @@ _MAX_TEXT, _FIGURES = 48, 38
 
 
 @contextmanager
-def progress_bar(work: str = "") -> Iterator[Progress]:
+def progress_bar(work: str = "") -> Iterator[Report]:
     """Show progress; gives a function ``report(done, total, what)``.
 
     Args:
@@ -109,7 +105,7 @@ class Lines:
 
 
 @contextmanager
-def profiling_progress() -> Iterator[Progress]:
+def profiling_progress() -> Iterator[Report]:
     """Show the progress of profiling; an interrupt prints what is kept, and exits with 130."""
     try:
         with progress_bar("profiling") as report:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError
@@ -30,14 +29,12 @@ from pipectl.plan import Plan
 from pipectl.runs import Heartbeat, Record, RunDirectory, last_checkpoint, start_of_job
 from pipectl.runs.code import keep_loaded, using_code_of
 from pipectl.spec import load
-from pipectl.units import printable
+from pipectl.units import Report, printable
 
-if TYPE_CHECKING:
-    from pipectl.profiler.effort import Progress
 _BEAT_S = 1.0
 
 
-def progress_of(run: RunDirectory, steps: int, *, measures_only: bool = False) -> Progress:
+def progress_of(run: RunDirectory, steps: int, *, measures_only: bool = False) -> Report:
     """A function that writes ``heartbeat.json`` about once a second, as the ranks do later.
 
     Args:

@@ -29,10 +29,10 @@ from pipectl.jobs.prepare import prepare
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import PROFILING, REHEARSAL, RunDirectory, read_metrics
+from pipectl.units import Report
 
 if TYPE_CHECKING:
     from pipectl.jobs.state import RunStatus
-    from pipectl.profiler.effort import Progress
     from pipectl.spec import JobSpec
 
 LINKS_BUDGET_S = {"fast": 8.0, "normal": 30.0, "thorough": 120.0}
@@ -123,9 +123,7 @@ def findings_of(status: RunStatus) -> list[Finding]:
     return found
 
 
-def plan_rehearsal(
-    spec: JobSpec, scheduler: str | None, progress: Progress
-) -> tuple[Job, Rehearsal]:
+def plan_rehearsal(spec: JobSpec, scheduler: str | None, progress: Report) -> tuple[Job, Rehearsal]:
     """Make a job that rehearses a job's plan, on this machine unless a batch system is named.
 
     The plan is that for the named scheduler, which may be this machine, or else for the job's own.

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
 from pipectl.errors import DataFileError, InfeasibleError
@@ -28,10 +27,7 @@ from pipectl.planner.request import Planner
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_nodes, start_of_job
 from pipectl.spec import JobSpec
-from pipectl.units import plural
-
-if TYPE_CHECKING:
-    from pipectl.profiler.effort import Progress
+from pipectl.units import Report, plural
 
 MAX_PLANS = 16
 """Of a longer range, this many numbers of nodes are planned at once."""
@@ -41,7 +37,7 @@ def plan_range(
     spec: JobSpec,
     profile: Profile,
     cluster: Cluster,
-    progress: Progress | None = None,
+    progress: Report | None = None,
     *,
     kept: int | None = None,
     also: Iterable[int] = (),
@@ -163,7 +159,7 @@ def granted_nodes(run: RunDirectory) -> int:
     raise DataFileError(f"{start.nodes}: is no number of nodes", hint="pipectl resume RUN")
 
 
-def adopt_plan(run: RunDirectory, spec: JobSpec, progress: Progress | None = None) -> None:
+def adopt_plan(run: RunDirectory, spec: JobSpec, progress: Report | None = None) -> None:
     """Make the plan for the nodes of this start that of the run, and write how many nodes it takes.
 
     It is the present plan, one of the range, or a new one. If none fits the number of nodes, one

@@ -18,7 +18,7 @@ import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipectl.batch import process
 from pipectl.errors import PipectlError, UsageError
@@ -31,9 +31,7 @@ from pipectl.profile import Profile
 from pipectl.runs import RUN_VARIABLE
 from pipectl.spec import JobSpec, dump, load
 from pipectl.spec.code import Snapshot, active, using
-
-if TYPE_CHECKING:
-    from pipectl.profiler.effort import Progress
+from pipectl.units import Report
 
 MEASURING = "PIPECTL_MEASURING"
 """Environment variable of such a process and of those that it starts."""
@@ -45,7 +43,7 @@ _PRIVATE = 0o600
 def measure_apart(
     spec: JobSpec,
     path: Path | None = None,
-    progress: Progress | None = None,
+    progress: Report | None = None,
     effort: str = "normal",
     *,
     again: bool = False,

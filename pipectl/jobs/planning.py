@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipectl.batch import LOCAL
 from pipectl.cluster import (
@@ -40,9 +39,7 @@ from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, find_run
 from pipectl.simulate import simulate
 from pipectl.spec import JobSpec, SpecFile, load
-
-if TYPE_CHECKING:
-    from pipectl.profiler.effort import Progress
+from pipectl.units import Report
 
 _MICRO_BATCHES_PER_DEVICE = 4
 """Micro-batches of a step if the batch size is not given."""
@@ -294,7 +291,7 @@ def plan_job(
     spec: JobSpec,
     profile: Profile,
     cluster: Cluster,
-    progress: Progress | None = None,
+    progress: Report | None = None,
     kept: int | None = None,
     *,
     like_before: bool = True,

@@ -29,17 +29,17 @@ from pipectl.jobs.output import (
 from pipectl.runs.code import Code
 from pipectl.spec import JobSpec, Point, plan_key, profile_key
 from pipectl.spec.code import Snapshot, using
+from pipectl.units import Report
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
     from pipectl.profile import Profile
-    from pipectl.profiler.effort import Progress
 
 
 def prepare(
     spec: JobSpec,
     scheduler: str,
-    progress: Progress | None = None,
+    progress: Report | None = None,
     *,
     points: Sequence[Point] = (),
     profile: Profile | None = None,
@@ -107,7 +107,7 @@ def _make_jobs(
 def _add_profiles(
     jobs: Sequence[Job],
     own_key: str,
-    progress: Progress | None,
+    progress: Report | None,
     make_missing: bool,
     must_run: bool,
     apart: bool,
@@ -153,7 +153,7 @@ def _measures_here(job: Job) -> bool:
 def _add_plans(
     jobs: Sequence[Job],
     spec: JobSpec,
-    progress: Progress | None,
+    progress: Report | None,
     make_missing: bool,
     must_run: bool,
 ) -> list[Job]:
@@ -214,7 +214,7 @@ def _find_plans(
 
 
 def _make_plans(
-    spec: JobSpec, profile: Profile, cluster: Cluster, progress: Progress | None
+    spec: JobSpec, profile: Profile, cluster: Cluster, progress: Report | None
 ) -> dict[int, Plan]:
     from pipectl.jobs.planning import plan_job
 

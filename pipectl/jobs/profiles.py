@@ -43,9 +43,9 @@ from pipectl.profile import MeasuredOn, Profile
 from pipectl.runs.code import Code
 from pipectl.spec import profile_key
 from pipectl.spec.code import active, using
+from pipectl.units import Report
 
 if TYPE_CHECKING:
-    from pipectl.profiler.effort import Progress
     from pipectl.spec import JobSpec
 
 LOADING = "loading torch"
@@ -73,7 +73,7 @@ class Interrupted(KeyboardInterrupt):
 def measure(
     spec: JobSpec,
     path: Path | None = None,
-    progress: Progress | None = None,
+    progress: Report | None = None,
     effort: str = "normal",
     *,
     again: bool = False,
@@ -109,7 +109,7 @@ def measure(
 
 
 def _measure_unless_cached(
-    spec: JobSpec, progress: Progress | None, effort: str, *, again: bool
+    spec: JobSpec, progress: Report | None, effort: str, *, again: bool
 ) -> Profile:
     directory = Path(spec.output.directory) / ".cache"
     if is_of_another(directory):  # users may share the directory of the runs
@@ -224,7 +224,7 @@ def processor(described: Path = _PROCESSORS) -> str:
 def _with_rows(
     profile: Profile,
     spec: JobSpec,
-    progress: Progress | None,
+    progress: Report | None,
     effort: str,
     directory: Path,
     *,

@@ -24,9 +24,9 @@ from pipectl.files import read_json
 from pipectl.jobs.output import UNKNOWN_ROWS
 from pipectl.link import RowTimes
 from pipectl.spec.launch import Environment, Launch, Pbs, Resources, Slurm
+from pipectl.units import Report
 
 if TYPE_CHECKING:
-    from pipectl.profiler.effort import Progress
     from pipectl.spec import JobSpec
 
 MEASURE_AGAIN = "measure again with: pipectl profile JOB.yaml"
@@ -37,7 +37,7 @@ _ROWS_BUDGET_S = {"fast": 3.0, "normal": 10.0, "thorough": 30.0}
 
 
 def start_row_probe(
-    spec: JobSpec, scheduler: str, effort: str = "normal", progress: Progress | None = None
+    spec: JobSpec, scheduler: str, effort: str = "normal", progress: Report | None = None
 ) -> tuple[RowTimes | None, str]:
     """Start two ranks on this node that measure the times of rows.
 

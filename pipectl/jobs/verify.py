@@ -37,12 +37,11 @@ from pipectl.profile import SEEDED_HINT, Readings
 from pipectl.runs import RunDirectory
 from pipectl.spec import dump, load
 from pipectl.spec.models import Optimizer
-from pipectl.units import format_bytes
+from pipectl.units import Report, format_bytes
 
 if TYPE_CHECKING:
     from pipectl.capture.traits import Traits
     from pipectl.profile import Profile
-    from pipectl.profiler.effort import Progress
     from pipectl.runtime.compare import Comparison
     from pipectl.spec import JobSpec
 
@@ -83,7 +82,7 @@ def verify(
     overrides: Sequence[str],
     ranks: int,
     steps: int,
-    progress: Progress,
+    progress: Report,
     *,
     two_plans: bool,
     trust_owner: bool,
@@ -408,7 +407,7 @@ def choose_reference(
 
 
 def _prepare(
-    spec: JobSpec, profile: Profile | None, progress: Progress | None = None
+    spec: JobSpec, profile: Profile | None, progress: Report | None = None
 ) -> tuple[Job, Plan]:
     """Plan a job for this machine, with a profile if there is one."""
     (job,) = prepare(spec, LOCAL, progress, profile=profile)
@@ -433,7 +432,7 @@ def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
     return change(spec, resources={"tasks_per_node": ranks}, pipeline=pipeline)
 
 
-def _train(job: Job, changes: Mapping[str, object], progress: Progress) -> RunDirectory:
+def _train(job: Job, changes: Mapping[str, object], progress: Report) -> RunDirectory:
     """Run a job with changed sections of its spec to its end."""
     job = replace(job, spec=job.spec.model_copy(update=changes))
     run = submit([job], time.time())[0].run

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from pipectl.spec import JobSpec
+from pipectl.units import Report
 
 _MICRO_BATCHES_PER_STAGE = 2
-Progress = Callable[[int, int, str], None]
-"""Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""
 _UNITS = 1000
 
 
@@ -81,7 +80,7 @@ class Work:
         weights: time that each part takes, relative to the others.
     """
 
-    def __init__(self, progress: Progress | None, weights: Mapping[str, float]) -> None:
+    def __init__(self, progress: Report | None, weights: Mapping[str, float]) -> None:
         self._progress = progress
         total = sum(weights.values()) or 1.0
         self._units = {part: _UNITS * weight / total for part, weight in weights.items()}

@@ -21,7 +21,7 @@ from pipectl.faults import is_ours
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.profile import MeasuredOn, Operator, Profile, SmallestMicroBatch
 from pipectl.profiler.bench import MeasuredTimes, Subject, time_operators, time_stages
-from pipectl.profiler.effort import Effort, Progress, Work, measured_sizes, sizes_from
+from pipectl.profiler.effort import Effort, Work, measured_sizes, sizes_from
 from pipectl.profiler.fit import CACHE_SHARES, DISTURBED, Fit, fit_stages
 from pipectl.profiler.halved_loss import compare_halves
 from pipectl.profiler.halved_metrics import find_uneven_metrics
@@ -52,7 +52,7 @@ from pipectl.runtime.device import (
 )
 from pipectl.spec import JobSpec, evaluation_key, profile_key
 from pipectl.torch_api import pytree
-from pipectl.units import plural
+from pipectl.units import Report, plural
 
 _MPI_BYTES = 14 << 20
 """What MPI takes of a rank's process (measured with MPICH)."""
@@ -77,7 +77,7 @@ _MEMORY_SHARE = 0.5
 def profile_job(
     spec: JobSpec,
     measured_on: MeasuredOn,
-    progress: Progress | None = None,
+    progress: Report | None = None,
     *,
     effort: Effort = Effort.NORMAL,
     journal: Journal | None = None,
@@ -194,7 +194,7 @@ class _Profiling:
         job: CapturedJob,
         effort: Effort,
         sizes: tuple[int, ...],
-        progress: Progress | None,
+        progress: Report | None,
         journal: Journal,
         device: Device,
     ) -> None:
