@@ -69,12 +69,12 @@ class Casting:
         key = target, region, str(structure), _described(leaves), str((flags, places))
         if key not in self._known:
 
-            def run(leaves: Sequence[Any]) -> list[_Step]:
+            def run(leaves: Sequence[Any]) -> list[_Call]:
                 args, kwargs = pytree.tree_unflatten(leaves, structure)
                 context = arithmetic(self._precision, self._device)
                 with self._mode, torch.enable_grad(), context, _Trace() as trace:
                     region.run(target, *args, **kwargs)
-                return list(trace.steps)
+                return list(trace.calls)
 
             self._known[key] = _find_casts(run, leaves, places)
         return self._known[key]
@@ -159,7 +159,7 @@ def state_behind(graph: CapturedGraph, node: fx.Node) -> str | None:
     return node.name
 
 
-class _Step(NamedTuple):
+class _Call(NamedTuple):
     """A call of an operator of torch while another one runs."""
 
     target: OpOverload
@@ -173,17 +173,17 @@ class _Trace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.steps: list[_Step] = []
+        self.calls: list[_Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace != "prim":  # questions about a tensor
-            self.steps.append(_Step(func, pytree.tree_leaves(args), kwargs or {}, result))
+            self.calls.append(_Call(func, pytree.tree_leaves(args), kwargs or {}, result))
         return result
 
 
 def _find_casts(
-    run: Callable[[Sequence[Any]], list[_Step]], leaves: Sequence[Any], places: Sequence[int]
+    run: Callable[[Sequence[Any]], list[_Call]], leaves: Sequence[Any], places: Sequence[int]
 ) -> Casts:
     """Return the casts of arguments that may be made before an operator runs.
 
@@ -195,28 +195,28 @@ def _find_casts(
         leaves: its arguments.
         places: of those that may be cast.
     """
-    steps = run(leaves)
-    found: dict[int, _Step] = {}
+    calls = run(leaves)
+    found: dict[int, _Call] = {}
     for place in places:
-        uses = [step for step in steps if any(x is leaves[place] for x in step.arguments)]
+        uses = [call for call in calls if any(x is leaves[place] for x in call.arguments)]
         if len(uses) == 1 and _is_cast(uses[0]):
             found[place] = uses[0]
     others = list(leaves)
-    for place, step in found.items():
-        others[place] = step.result.detach().requires_grad_(leaves[place].requires_grad)
-    rest = [_line(step) for step in steps if not any(step is cast for cast in found.values())]
-    if not found or rest != [_line(step) for step in run(others)]:
+    for place, call in found.items():
+        others[place] = call.result.detach().requires_grad_(leaves[place].requires_grad)
+    rest = [_line(call) for call in calls if not any(call is cast for cast in found.values())]
+    if not found or rest != [_line(call) for call in run(others)]:
         return {}
-    return {place: step.result.dtype for place, step in found.items()}
+    return {place: call.result.dtype for place, call in found.items()}
 
 
-def _is_cast(step: _Step) -> bool:
-    given = {name for name, value in step.kwargs.items() if value is not None}
-    return step.target is COPY_TO and given == {"dtype"}
+def _is_cast(call: _Call) -> bool:
+    given = {name for name, value in call.kwargs.items() if value is not None}
+    return call.target is COPY_TO and given == {"dtype"}
 
 
-def _line(step: _Step) -> str:
-    return f"{step.target} {_described(step.arguments)} {step.kwargs}"
+def _line(call: _Call) -> str:
+    return f"{call.target} {_described(call.arguments)} {call.kwargs}"
 
 
 def _described(leaves: Sequence[Any]) -> str:

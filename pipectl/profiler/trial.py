@@ -1,6 +1,7 @@
-"""What a job needs besides its training steps, tried while it is measured.
+"""What a job needs besides its training steps, tried while its model is measured.
 
-Ranks find these faults too, but only after the job has waited for its nodes.
+Ranks find these faults too, but only after the job has waited for its nodes. With a profile that is
+up to date nothing is tried: it does not depend on evaluation, callbacks and schedule.
 """
 
 from __future__ import annotations
