@@ -176,7 +176,7 @@ class Job:
                 raise DataFileError(f"{path}: no such file", hint="job.profile() writes it")
             inputs = gather_job(spec, system, like_before=not new_micro_batches)
             search = PlanSearch(budget_s)
-            answer = plan_step(inputs.fold(), search, lambda _: None, explained=False)
+            answer = plan_step(inputs, search, lambda _: None, explained=False)
             if save and inputs.plan_file is not None:
                 answer.plan.save(inputs.plan_file)
             return Plan(answer)

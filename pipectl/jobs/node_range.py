@@ -21,7 +21,7 @@ from pipectl.jobs.job import with_count
 from pipectl.jobs.output import complete_cluster, read_plan
 from pipectl.jobs.planning import PlanInputs, plan_job, write_plan
 from pipectl.plan import Plan
-from pipectl.planner import make_plan
+from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.what_if import with_ranks
 from pipectl.planner.request import Planner
 from pipectl.profile import Profile
@@ -118,17 +118,23 @@ def first_nodes(cluster: Cluster, spec: JobSpec, nodes: int) -> Cluster:
 def plan_every_count(inputs: PlanInputs, planner: Planner) -> tuple[dict[int, Plan], PlanInputs]:
     """Plan for a range of nodes; the inputs then have the number of micro-batches of all plans.
 
-    Args:
-        inputs: not folded.
+    The plan for the highest number is found again with these inputs: its bound and the next best
+    plans are then of the same number of micro-batches.
     """
     spec, request = inputs.spec, inputs.request
     assert spec is not None
+
+    def plan(profile: Profile, cluster: Cluster, of_job: PlanRequest) -> Plan:
+        asked = replace(inputs, profile=profile, request=replace(of_job, **inputs.changes)).fold()
+        return planner(asked.profile, cluster, asked.request)
+
     plans = plan_range(
-        spec, inputs.profile, inputs.cluster, planner=planner,
-        like_before=request.keeps_micro_batches,
-    )  # fmt: skip
+        spec, inputs.profile, inputs.cluster, planner=plan, like_before=request.keeps_micro_batches
+    )
     count = plans[spec.resources.max_nodes].micro_batches
-    return plans, replace(inputs, request=replace(request, micro_batches=count))
+    keeps = request.keeps_micro_batches and count == request.micro_batches
+    request = replace(request, micro_batches=count, keeps_micro_batches=keeps)
+    return plans, replace(inputs, request=request)
 
 
 def write_plans(run: RunDirectory, plans: Mapping[int, Plan], cluster: Cluster) -> None:

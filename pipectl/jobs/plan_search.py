@@ -199,6 +199,7 @@ def plan_step(
     Raises:
         InfeasibleError: nothing fits; the message says how much is missing.
     """
+    inputs = inputs.fold()
     subject = inputs.profile, inputs.cluster, inputs.request
     with advise_other_micro_batches(inputs.profile, inputs.request):
         before_s = compiling_s()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pipectl.batch import LOCAL
 from pipectl.cluster import (
@@ -70,6 +71,8 @@ class PlanInputs:
         spec: the job; None for a profile without one.
         batch_system: that the job goes to.
         counts: numbers of nodes that the job may have; of a long range, some.
+        is_corrected: whether recorded steps of a run have corrected the profile.
+        changes: fields of the request that are not as the job has them, by name.
     """
 
     profile: Profile
@@ -82,6 +85,15 @@ class PlanInputs:
     spec: JobSpec | None = None
     batch_system: str = LOCAL
     counts: tuple[int, ...] = ()
+    is_corrected: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sets_micro_batches(self) -> bool:
+        """Whether the user has set the number of micro-batches, not the planner."""
+        if self.spec is not None:
+            return self.spec.pipeline.micro_batches is not None
+        return self.request.micro_batches is not None and not self.request.keeps_micro_batches
 
     @property
     def has_range(self) -> bool:
@@ -178,7 +190,8 @@ def gather_job(
     else:
         from pipectl.jobs.corrections import correct_profile
 
-        job_profile = correct_profile(find_run(Path(spec.output.directory), from_run))
+        run = find_run(Path(spec.output.directory), from_run)
+        path, job_profile = run.profile, correct_profile(run)
     if not is_fresh(spec, job_profile):
         fault = (
             f"{path} was measured for other settings (model, data, optimizer, batch or ranks per "
@@ -204,6 +217,7 @@ def gather_job(
         spec=spec,
         batch_system=batch_system,
         counts=counts,
+        is_corrected=from_run is not None,
     )
 
 

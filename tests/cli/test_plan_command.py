@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from datetime import datetime
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from rich.console import Console, RenderableType
 
 from pipectl.batch import JobRequest, Queue, get_scheduler
@@ -82,6 +84,60 @@ def test_a_batch_system_that_does_not_answer_is_asked_for_one_start(
     assert Path("asked").read_text() == "asked\n"
 
 
+def test_a_corrected_profile_is_written_with_its_plan_alone(cli, profile, recorded, monkeypatch):
+    """Where `submit` reads it; what is only asked, or fails, leaves the profile as it was."""
+    shutil.copy(profile, recorded.profile)
+    before = profile.read_bytes()
+    from_run = ("plan", "job.yaml", "--from-run", "last")
+    assert cli(*from_run, "--compare", "1,2", "--scheduler", "slurm").code == 0
+    assert cli(*from_run, "--when").code == 0
+    assert cli(*from_run, "--set=pipeline.memory_limit=1MiB").code == 4
+    assert cli(*from_run, "-o", "other.json").code == 0
+    assert profile.read_bytes() == before
+    assert cli(*from_run).code == 0
+    assert Profile.load(profile).source.endswith(f"corrected by {recorded.path.name}")
+    monkeypatch.setattr("pipectl.jobs.output.is_of_another", lambda path: True)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    profile.write_text("of another user")
+    assert cli(*from_run).code == 0
+    assert profile.read_text() == "of another user"
+    assert Profile.load(Path(f"runs/tiny-{os.geteuid()}.profile.json"))
+
+
+def test_a_stale_profile_of_a_run_is_named(cli, profile, recorded):
+    shutil.copy(profile, recorded.profile)
+    result = cli("plan", "job.yaml", "--from-run", "last", "--set=optimizer.kwargs.lr=0.5")
+    assert f"{recorded.profile} was measured for other settings" not in result.err
+    result = cli("plan", "job.yaml", "--from-run", "last", "--set=optimizer.factory=torch.optim:SGD")
+    assert f"{recorded.profile} was measured for other settings" in result.err.replace("\n", " ")
+
+
+RANGE = ("--set=resources.nodes=1-2", "--set=launch.scheduler=slurm", "--bandwidth=100GB/s")
+
+
+@pytest.mark.parametrize("allowed", [(), ("--allow", "replicas")])
+def test_a_range_of_nodes_has_one_answer_for_each_number(cli, profile, allowed):
+    """As allowed, on all of them; without an output file, nothing is written."""
+    one_stage = "--set=pipeline.stages=1", "--set=training.batch_size=64"
+    found = cli("lab", "plan", "job.yaml", *RANGE, *one_stage, *allowed, "--json").json
+    times = [each["step_time_s"] for each in found["nodes"]]
+    assert times[-1] == found["value_s"]
+    assert (times[1] < 0.6 * times[0]) == bool(allowed)
+    assert not PLAN.exists()
+
+
+def test_the_number_of_micro_batches_of_a_range_is_not_taken_for_the_user_s(cli, profile):
+    """More of them are advised only if the user has set them."""
+    several = ("plan", "job.yaml", *RANGE[:2], "--set=training.batch_size=64")
+    advice = "more micro-batches (pipeline.micro_batches)"
+    two, one = "--set=pipeline.micro_batches=2", "--set=pipeline.micro_batches=auto"
+    alone = "--set=pipeline.stages=1"
+    for micro_batches in (two, one):
+        text = " ".join(cli(*several, micro_batches).out.split())
+        print(text)
+        assert (advice in text) == (micro_batches == two)
+
+
 Plans = Callable[..., Plan]
 COST = StageCost(1e-3, 2e-3, 0.0, 2**20, 2**21, 0)
 CLUSTER = assumed_cluster("test", [1, 1], 1, None)
@@ -151,6 +207,15 @@ def test_the_table_of_a_plan_with_replicas_and_marks(pipeline, golden):
     texts = (line for each in (plan, split, in_blocks) for line in (*views.mark_lines(each), ""))
     golden(printed(views.stage_table(plan, ["a … b"] * 3), 80), *texts)
     assert list(views.mark_lines(pipeline(4, 8))) == []
+
+
+def test_the_table_has_the_nodes_of_all_ranks_of_a_stage(pipeline):
+    """Those of its backward, too."""
+    plan = pipeline(1, 4, costs=[COST], node_of_rank=(0, 1))
+    apart = replace(plan.stages[0], backward_ranks=(1,))
+    plan = timed(replace(plan, stages=(apart,)), 1.0)
+    row = printed(views.stage_table(plan, ["a"]), 80).splitlines()[1].split()
+    assert row[:3] == ["0", "0-1", "0-1"]
 
 
 def test_what_is_predicted_of_a_step_and_of_one_without_work(pipeline, golden):

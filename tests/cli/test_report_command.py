@@ -124,3 +124,9 @@ def test_a_browser_zooms_and_says_what_an_action_is(cli, recorded, tmp_path):
     assert "CONSOLE" not in done.stderr, done.stderr
     assert "<title>7 true</title>" in done.stdout, "1.25 to the 9th, and moved to the left"
     assert 'class="dim">rank 0: forward, stage 0, micro-batch 0, from 0.00 us on' in done.stdout
+
+
+def test_a_page_is_written_with_the_other_files_or_not_at_all(cli, failed):
+    result = cli("report", failed.name, "-o", "page.html", "--svg", "step.svg")
+    assert result.code != 0
+    assert not Path("page.html").exists()

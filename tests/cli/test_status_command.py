@@ -101,6 +101,24 @@ def test_one_run_is_watched_to_its_end(cli, watched, finished):
     )
 
 
+def test_named_runs_are_watched_until_all_are_over(cli, watched, queued, finished, slurm, monkeypatch):
+    """Those that the screen has no room for, too."""
+    slurm("squeue", "echo '12|RUNNING|1|N/A|N/A|n1||None'")
+    looks = iter(range(9))
+
+    def goes_on(_seconds):
+        if next(looks) == 2:
+            slurm("squeue", "exit 0")
+            (queued / "starts/1/exit_code").write_text("0\n")
+
+    clock = SimpleNamespace(**{**vars(time), "sleep": goes_on})
+    monkeypatch.setattr("pipectl.cli.commands.status.time", clock)
+    monkeypatch.setattr("pipectl.cli.commands.status._MARGIN", 29)  # one line is left for runs
+    result = cli("status", "--watch", queued.name, finished.name)
+    assert (result.code, result.err, next(looks)) == (0, "", 3)
+    assert "20250103" not in watched.getvalue().partition(LEAVE)[0]
+
+
 @pytest.mark.parametrize("arguments", [(), ("last",), ("rates",)])
 def test_ctrl_c_in_the_first_look_ends_the_command(cli, watched, finished, monkeypatch, arguments):
     """Of all runs, one, or a sweep, while the batch system is asked, say."""

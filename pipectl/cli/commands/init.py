@@ -54,6 +54,7 @@ _HELD_OUT = (
 )
 """Names of functions that return evaluation data, as far as `init` knows them, the best first."""
 _NOT_OF_RECIPES = {
+    "--script ARGUMENTS": "choose one: a recipe, or a job of your script",
     "--model --data --loss": "edit the job file that the recipe becomes",
     "--scheduler": "submit the job with --scheduler",
     "--partition": "submit the job with --partition",

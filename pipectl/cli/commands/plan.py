@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from pipectl.cluster import MAX_RANKS
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
 from pipectl.jobs.node_range import plan_every_count
-from pipectl.jobs.output import save_plans
+from pipectl.jobs.output import profile_path, save_plans
 from pipectl.jobs.plan_search import PlanSearch, plan_step
 from pipectl.jobs.planning import PlanInputs, gather
 from pipectl.plan import Plan
@@ -60,6 +59,8 @@ def command(
         opt.refuse(
             context, "--scheduler --nodes --when --new-micro-batches --from-run", "needs a JOB.yaml"
         )
+    if from_run is not None:
+        opt.refuse(context, "--profile", "cannot be used with --from-run, which takes the run's")
     if when:
         opt.refuse(context, "--devices -o --svg --explain", "cannot be used with --when")
     counts = read_node_counts(context, compare)
@@ -68,10 +69,6 @@ def command(
         cluster=cluster, devices=devices, nodes=None if when else counts,
         new_micro_batches=new_micro_batches, from_run=from_run,
     )  # fmt: skip
-    if from_run is not None and inputs.plan_file is not None and output_file is None:
-        corrected = inputs.plan_file.with_name(f"{inputs.request.name}.profile.json")
-        inputs.profile.save(corrected)
-        note(f"profile: {short_path(corrected)}, {inputs.profile.source.rpartition('; ')[2]}")
     if when:
         _show_prospects(inputs, counts, as_json=as_json)
         return
@@ -119,7 +116,6 @@ def plan_and_print(
     """
     for warning in inputs.warnings:
         warn(warning)
-    profile, inputs = inputs.profile, inputs.fold()
     if counts is not None:
         _show_counts(inputs, search, counts, as_json=as_json)
         return
@@ -129,8 +125,7 @@ def plan_and_print(
     with interruptible(search) as tell:
         if inputs.has_range:
             tell("planning for every number of nodes")
-            by_nodes, inputs = plan_every_count(replace(inputs, profile=profile), search.plan)
-            inputs = inputs.fold()
+            by_nodes, inputs = plan_every_count(inputs, search.plan)
         answer = plan_step(inputs, search, tell, explained=explained)
     if output_file is not None:
         _save(answer.plan, by_nodes, output_file, inputs)
@@ -151,9 +146,15 @@ def plan_and_print(
 
 
 def _save(plan: Plan, by_nodes: Mapping[int, Plan], output_file: Path, inputs: PlanInputs) -> None:
-    """Write a plan, and with the job's own also those for the other numbers of nodes."""
+    """Write a plan, and with the job's own also those for the other numbers of nodes, and the
+    profile that was corrected for it."""
     if output_file == inputs.plan_file and inputs.spec is not None:
-        save_plans(inputs.spec, by_nodes)
+        if inputs.is_corrected:
+            file, profile = profile_path(inputs.spec), inputs.profile
+            profile.save(file)
+            note(f"profile: {short_path(file)}, {profile.source.rpartition('; ')[2]}")
+        save_plans(inputs.spec, {**by_nodes, inputs.spec.resources.max_nodes: plan})
+        return
     plan.save(output_file)
 
 
@@ -184,6 +185,7 @@ def _show_counts(
     inputs: PlanInputs, search: PlanSearch, counts: tuple[int, ...], *, as_json: bool
 ) -> None:
     """Compare numbers of nodes, and print."""
+    inputs = inputs.fold()
     subject, request = (inputs.profile, inputs.cluster, inputs.request), inputs.request
     with interruptible(search) as tell:
         result = scaling(

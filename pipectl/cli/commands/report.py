@@ -69,14 +69,14 @@ def command(
         return
     for path in filter(None, (output_file, svg, perfetto)):
         make_directory_of(path)
-
-    if output_file is not None:
-        page = make_page(run, time.time(), step)
-        _write(output_file, page, "in a browser", note if as_json else say)
-        if not (svg or perfetto or as_json):
-            return
+    page = "" if output_file is None else make_page(run, time.time(), step)
+    if output_file is not None and not (svg or perfetto or as_json):
+        _write(output_file, page, "in a browser", say)
+        return
     recorded = load_step(run, step)
     comparison = recorded.compare()
+    if output_file is not None:
+        _write(output_file, page, "in a browser", note if as_json else say)
     if as_json:
         say_json({"run": run.name, "steps": recorded.steps, **comparison.to_json()})
     elif output_file is None:

@@ -26,6 +26,7 @@ _MIN_PAUSE = 4
 
 
 def command(
+    context: typer.Context,
     names: list[str] | None = opt.RUN_NAMES,
     directory: Path = opt.DIRECTORY,
     limit: int = opt.count("Maximum number of runs to list.", default=20),
@@ -37,6 +38,8 @@ def command(
         raise UsageError("--watch and --json: choose one")
     if ranks and len(names or ()) != 1:
         raise UsageError("--ranks: needs one run", hint="name it, or write `last`")
+    if names:
+        opt.refuse(context, "--limit", "is not used with names of runs, which are all shown")
     one = find(directory, names[0]) if names and len(names) == 1 else None
     if ranks and isinstance(one, SweepDirectory):
         raise UsageError(
@@ -66,7 +69,7 @@ def _watch(one: Subject, named: Sequence[RunDirectory], directory: Path, limit: 
     Args:
         one: the run or sweep, if only one was named.
         named: the named runs, or the runs of the sweep; empty for the newest runs.
-        limit: maximum number of runs to show.
+        limit: maximum number of runs to show if none are named.
     """
     from rich.live import Live
 
@@ -81,11 +84,11 @@ def _watch(one: Subject, named: Sequence[RunDirectory], directory: Path, limit: 
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while not all_over:
                 began_s, height = time.monotonic(), max(1, console.height - _MARGIN)
-                runs = list_runs(directory) if one is None and not named else named
-                runs = runs if one is not None else runs[-min(limit, height) :]
+                are_named = one is not None or bool(named)
+                runs = named if are_named else list_runs(directory)[-min(limit, height) :]
                 statuses = poller.get_statuses(runs, time.time())
-                all_over = all(status.job.state.final for status in statuses)
-                all_over = all_over and (one is not None or bool(named))
+                all_over = are_named and all(status.job.state.final for status in statuses)
+                statuses = statuses if one is not None else statuses[-height:]
                 picture: RenderableType = plain(f"{directory}: no runs yet")
                 if one is not None or statuses:
                     picture = view.draw_runs(one, statuses, height)

@@ -28,7 +28,7 @@ _TECHNIQUES: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": None, "blocks": None},
     "offload": {"offload": None},
     "pipefb": {"backward_apart": None},
-    "schedules": {"every_schedule": True},
+    "schedules": {"every_schedule": True, "schedule": None, "warm_up": None, "listed": None},
 }
 """Changes of the request that let the planner use a technique. Split samples change results."""
 _BAR = 24
@@ -112,23 +112,25 @@ def _change(
     Raises:
         UsageError: there is no such technique.
     """
-    request, machines = inputs.request, inputs.cluster
+    changes: dict[str, Any] = {}
+    machines = inputs.cluster
     for name in techniques:
         if name not in _TECHNIQUES:
             raise UsageError(
                 f"--allow: there is no technique {name!r}{did_you_mean(name, list(_TECHNIQUES))}",
                 hint=f"any of: {', '.join(_TECHNIQUES)}",
             )
-        request = replace(request, **_TECHNIQUES[name])
+        changes |= _TECHNIQUES[name]
     if {"replicas", "split"} <= set(techniques):
-        request = replace(request, replication=None)
+        changes["replication"] = None
     if bandwidth is not None:
         machines = with_bandwidth(machines, bandwidth)
     if communication_scale is not None:
         machines = with_slower_links(machines, communication_scale)
     if machines is not inputs.cluster:  # a plan for these is not the job's
-        request = replace(request, key=None)
-    return replace(inputs, request=request, cluster=machines)
+        changes["key"] = None
+    request = replace(inputs.request, **changes)
+    return replace(inputs, request=request, cluster=machines, changes=changes)
 
 
 def _print_balance(answer: BalanceJson, inputs: PlanInputs, plan: Plan) -> None:

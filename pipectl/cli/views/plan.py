@@ -111,10 +111,11 @@ def stage_table(plan: Plan, ends: Sequence[str]) -> RenderableType:
     indices, rows = choose_stages(plan), []
     for index, after in zip(indices, [*indices[1:], len(plan.stages)], strict=True):
         stage = plan.stages[index]
+        ranks = *stage.ranks, *stage.backward_ranks
         cells = (
             index,
-            format_ranges((*stage.ranks, *stage.backward_ranks), ","),
-            format_ranges([plan.node_of_rank[rank] for rank in stage.ranks], ","),
+            format_ranges(ranks, ","),
+            format_ranges([plan.node_of_rank[rank] for rank in ranks], ","),
             len(stage.nodes),
             format_bytes(stage.cost.parameter_bytes),
             format_time(stage.cost.forward_s),
@@ -225,9 +226,8 @@ def _advice(answer: StepAnswer) -> tuple[str, str]:
             return "would help", "none of the changes that were tried"
         step, gain = format_time(best.step_s or 0.0), best.gain(step_s)
         return "would help", f"{best.change}: {step} per step ({-gain:+.1%})"
-    open_micro_batches = request.micro_batches is None or request.keeps_micro_batches
     more_work = "a larger batch (training.batch_size), or fewer ranks"
-    if not open_micro_batches and 2 * plan.micro_batches <= plan.batch_size:
+    if answer.inputs.sets_micro_batches and 2 * plan.micro_batches <= plan.batch_size:
         more_work = "more micro-batches (pipeline.micro_batches)"
     losses = {
         more_work: parts.bubble_s,
