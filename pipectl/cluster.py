@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -24,6 +24,7 @@ ASSUMED_HOST = Link(latency_s=10e-6, bandwidth_bytes_per_s=10e9, assumed=True)
 """Assumed link from a device to host memory: PCIe 3.0 with 16 lanes."""
 ASSUMED_DISK = Link(latency_s=100e-6, bandwidth_bytes_per_s=1e9, assumed=True)
 """Assumed link from a rank to a local disk."""
+_UNLIMITED_BYTES_PER_S = 1e18
 
 
 class OffloadTarget(StrEnum):
@@ -219,11 +220,7 @@ class Cluster(DataFile):
         """Return the cluster with ``rows`` set on the devices that have no row times."""
         if rows is None or all(node.device.rows is not None for node in self.nodes):
             return self
-        nodes = tuple(
-            replace(node, device=replace(node.device, rows=node.device.rows or rows))
-            for node in self.nodes
-        )
-        return replace(self, nodes=nodes)
+        return self._with_devices(lambda device: replace(device, rows=device.rows or rows))
 
     def with_figures(self, peak_flops_per_s: float | None, memory_bytes: int | None) -> Cluster:
         """Return the cluster with these figures of a rank on the devices that have none."""
@@ -235,8 +232,100 @@ class Cluster(DataFile):
                 memory_bytes=device.memory_bytes or memory_bytes,
             )
 
+        return self._with_devices(complete)
+
+    def with_nodes(self, count: int) -> Cluster:
+        """Return the first ``count`` nodes; if there are fewer, the last one is repeated."""
+        last = self.nodes[-1]
+        more = (replace(last, name=f"{last.name}+{index}") for index in range(1, count + 1))
+        return replace(self, nodes=(*self.nodes, *more)[:count])
+
+    def with_ranks(self, count: int) -> Cluster:
+        """Return the nodes of the first ``count`` ranks; there are at least as many."""
+        nodes: list[Node] = []
+        for node in self.nodes:
+            if count > 0:
+                ranks = min(count, node.ranks)
+                nodes.append(replace(node, ranks=ranks, shares=node.shares[:count]))
+            count -= node.ranks
+        return replace(self, nodes=tuple(nodes))
+
+    def with_more_memory(self, more_bytes: int) -> Cluster:
+        """Return the cluster with more memory per device, where the memory is known."""
+
+        def larger(device: Device) -> Device:
+            memory = device.memory_bytes
+            return device if memory is None else replace(device, memory_bytes=memory + more_bytes)
+
+        return self._with_devices(larger)
+
+    def with_unlimited_memory(self) -> Cluster:
+        """Return the cluster with unlimited memory per device."""
+        return self._with_devices(lambda device: replace(device, memory_bytes=None))
+
+    def with_bandwidth(self, bytes_per_s: float) -> Cluster:
+        """Return the cluster with this bandwidth on every link; latencies stay, and sums follow
+        from the links."""
+
+        def changed(link: Link) -> Link:
+            return replace(
+                link, bandwidth_bytes_per_s=bytes_per_s, timings=(), assumed=False, observed=None
+            )
+
+        return replace(self._with_links(changed), allreduce=())
+
+    def with_slower_links(self, factor: float) -> Cluster:
+        """Return the cluster on which every message and sum takes ``factor`` times as long; 0 makes
+        them free."""
+        sums = tuple((ranks, size, time_s * factor) for ranks, size, time_s in self.allreduce)
+        changed = self._with_links(lambda link: _slower(link, factor))
+        return replace(changed, allreduce=sums if factor else ())
+
+    def with_slower_assumed_links(self, within: float, between: float) -> Cluster:
+        """Return the cluster on which messages on links without measurements take longer.
+
+        Args:
+            within, between: factors within a node, and between nodes and switches; 0 makes them
+                free.
+        """
+
+        def changed(link: Link, factor: float) -> Link:
+            return _slower(link, factor) if self.assumed or link.assumed else link
+
+        switches = self.between_switches
         return replace(
-            self, nodes=tuple(replace(each, device=complete(each.device)) for each in self.nodes)
+            self,
+            within_node=changed(self.within_node, within),
+            between_nodes=changed(self.between_nodes, between),
+            between_switches=switches and changed(switches, between),
+        )
+
+    def with_faster_links(self, factor: float) -> Cluster:
+        """Return the cluster with ``factor`` times the bandwidth and the same latencies.
+
+        The latency of measured sums is the time of the smallest.
+        """
+        least: dict[int, float] = {}
+        for ranks, _, time_s in self.allreduce:
+            least[ranks] = min(time_s, least.get(ranks, time_s))
+        sums = tuple(
+            (ranks, size, least[ranks] + (time_s - least[ranks]) / factor)
+            for ranks, size, time_s in self.allreduce
+        )
+        changed = self._with_links(lambda link: _faster(link, factor))
+        return replace(changed, allreduce=sums)
+
+    def _with_devices(self, changed: Callable[[Device], Device]) -> Cluster:
+        nodes = (replace(node, device=changed(node.device)) for node in self.nodes)
+        return replace(self, nodes=tuple(nodes))
+
+    def _with_links(self, changed: Callable[[Link], Link]) -> Cluster:
+        switches = self.between_switches
+        return replace(
+            self,
+            within_node=changed(self.within_node),
+            between_nodes=changed(self.between_nodes),
+            between_switches=None if switches is None else changed(switches),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -265,6 +354,28 @@ class Cluster(DataFile):
                 hint="describe the nodes of one job only, and check ranks of each",
             )
         return cluster
+
+
+def _slower(link: Link, factor: float) -> Link:
+    bandwidth = link.bandwidth_bytes_per_s / factor if factor else _UNLIMITED_BYTES_PER_S
+    return replace(
+        link,
+        latency_s=link.latency_s * factor,
+        bandwidth_bytes_per_s=bandwidth,
+        timings=tuple((size, time_s * factor) for size, time_s in link.timings) if factor else (),
+    )
+
+
+def _faster(link: Link, factor: float) -> Link:
+    latency_s = link.latency_s
+    return replace(
+        link,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor,
+        timings=tuple(
+            (size, latency_s + max(0.0, time_s - latency_s) / factor)
+            for size, time_s in link.timings
+        ),
+    )
 
 
 class _Links(NamedTuple):

@@ -22,7 +22,6 @@ from pipectl.jobs.output import complete_cluster, read_plan
 from pipectl.jobs.planning import PlanInputs, plan_job, write_plan
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.explain.what_if import with_ranks
 from pipectl.planner.request import Planner
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_nodes, start_of_job
@@ -112,7 +111,7 @@ def find_plans(
 
 def first_nodes(cluster: Cluster, spec: JobSpec, nodes: int) -> Cluster:
     """A part of the cluster of all nodes of a job."""
-    return with_ranks(cluster, nodes * spec.resources.tasks_per_node)
+    return cluster.with_ranks(nodes * spec.resources.tasks_per_node)
 
 
 def plan_every_count(inputs: PlanInputs, planner: Planner) -> tuple[dict[int, Plan], PlanInputs]:

@@ -16,10 +16,15 @@ from pipectl.older_python import NotRequired
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
 from pipectl.planner.evaluator import plan_of_stages
-from pipectl.planner.explain.bottleneck import LinkLoad, StepParts, busiest_link, step_parts
+from pipectl.planner.explain.bottleneck import (
+    LinkLoad,
+    StepParts,
+    busiest_link,
+    step_parts,
+    step_range,
+)
 from pipectl.planner.explain.data_parallel import WithoutPipeline, without_pipeline
 from pipectl.planner.explain.explain import Explanation, explain
-from pipectl.planner.explain.what_if import step_range, with_ranks
 from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.search import search_plans
 from pipectl.profile import Profile
@@ -136,7 +141,7 @@ class StepAnswer:
         without: time of a step without a pipeline; None if planning was interrupted.
         explanation: None unless requested.
         compiling_s: time of the search that was spent compiling the planner.
-        range_s: see :func:`pipectl.planner.explain.what_if.step_range`.
+        range_s: see :func:`pipectl.planner.explain.bottleneck.step_range`.
     """
 
     inputs: PlanInputs
@@ -312,7 +317,7 @@ def plan_balance(
             hint=f"give {' or '.join(more)}",
         )
     nodes = [stage.nodes for stage in result.stages]
-    machines = with_ranks(cluster, len(nodes))
+    machines = cluster.with_ranks(len(nodes))
     plan = plan_of_stages(folded(profile, nodes), machines, inputs.request, nodes)
     answer: BalanceJson = {
         "objective": "max-stage-load",

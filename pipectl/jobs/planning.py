@@ -32,7 +32,6 @@ from pipectl.jobs.output import (
 from pipectl.jobs.warnings import warnings_of
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.explain.what_if import with_bandwidth, with_ranks
 from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.job_request import request_of_job
 from pipectl.planner.request import Planner
@@ -252,7 +251,7 @@ def _gather_profile(
         source = f"{count} equal devices"
         cluster = Cluster("equal devices", source, each, ASSUMED_BETWEEN, ASSUMED_BETWEEN)
         rate = _shipped_number(profile, "bandwidth_bytes_per_s", "transfer_bytes_per_s_effective")
-        cluster = cluster if rate is None else with_bandwidth(cluster, rate)
+        cluster = cluster if rate is None else cluster.with_bandwidth(rate)
     text = _JOB_OF_PROFILE.format(ranks=devices or cluster.ranks)
     spec = SpecFile.read(Path("job"), overrides, (), text).spec(check_files=False)
     cluster = _use_devices(cluster, devices, "describe more of them in the cluster file")
@@ -298,7 +297,7 @@ def _use_devices(cluster: Cluster, devices: int | None, hint: str) -> Cluster:
             f"--devices {devices}: the cluster {cluster.name!r} has {cluster.ranks} ranks",
             hint=hint,
         )
-    return with_ranks(cluster, devices)
+    return cluster.with_ranks(devices)
 
 
 def plan_job(

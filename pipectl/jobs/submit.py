@@ -355,10 +355,9 @@ def _write_plan_files(run: RunDirectory, job: Job, first_run: RunDirectory) -> N
 
         if job.plans:
             from pipectl.jobs.node_range import write_plans
-            from pipectl.planner.explain.what_if import with_ranks
 
             write_plans(run, job.plans, cluster)
-            cluster = with_ranks(cluster, plan.ranks)  # the plan may be that of the last start
+            cluster = cluster.with_ranks(plan.ranks)  # the plan may be that of the last start
         write_plan(run, plan, cluster)
 
 

@@ -10,7 +10,6 @@ from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.costs.devices import mixes
 from pipectl.planner.evaluator import Evaluator
-from pipectl.planner.explain.what_if import with_nodes, with_ranks
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.modes import ON_THE_DEVICE, ModeSearch
 from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of
@@ -126,7 +125,7 @@ def _hints(problem: Problem, plan: Plan, offload: tuple[bool, ...]) -> Iterator[
     for name, request, stages in _changes(problem, plan):
         cluster = problem.cluster
         if stages > cluster.ranks:
-            cluster = with_ranks(with_nodes(cluster, len(cluster.nodes) + stages), stages)
+            cluster = cluster.with_nodes(len(cluster.nodes) + stages).with_ranks(stages)
         changed = problem.on(cluster=cluster, request=request)
         _, smaller = least_demanding(changed, cutter, [stages], offload)
         missing, _, peak = _worst(changed, smaller)

@@ -16,7 +16,6 @@ from math import ceil, inf
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.bounds import copies_bound_s, with_findings, work_bound_s
-from pipectl.planner.explain.what_if import with_memory, with_ranks
 from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
 from pipectl.planner.judge import Judge, best_first
 from pipectl.planner.named import named_plan
@@ -157,7 +156,7 @@ def _with_less_memory(problem: Problem, less_bytes: int) -> Problem:
     limit = problem.request.memory_limit_bytes
     lower = None if limit is None else limit - less_bytes
     return problem.on(
-        cluster=with_memory(problem.cluster, -less_bytes),
+        cluster=problem.cluster.with_more_memory(-less_bytes),
         request=replace(problem.request, memory_limit_bytes=lower),
     )
 
@@ -166,7 +165,7 @@ def one_copy(problem: Problem, copies: int) -> Problem:
     """The ranks and samples of one of several copies of a pipeline."""
     request, profile = problem.request, problem.profile
     count = request.micro_batches
-    cluster = with_ranks(problem.cluster, problem.cluster.ranks // copies)
+    cluster = problem.cluster.with_ranks(problem.cluster.ranks // copies)
     one = replace(
         request,
         replicas=1,

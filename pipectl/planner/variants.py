@@ -26,7 +26,6 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.bounds import with_findings, work_bound_s
 from pipectl.planner.evaluator import MAX_ACTIONS, TIE
-from pipectl.planner.explain.what_if import with_unlimited_memory
 from pipectl.planner.graph.downsets import CutSpace, Partition
 from pipectl.planner.infeasible import infeasible, least_demanding
 from pipectl.planner.judge import Judge, best_first
@@ -142,7 +141,7 @@ class VariantSearch:
             return [], error
 
     def _without_limits(self, request: PlanRequest) -> list[Plan]:
-        cluster = with_unlimited_memory(self._cluster)
+        cluster = self._cluster.with_unlimited_memory()
         free = replace(request, memory_limit_bytes=None)
         with suppress(InfeasibleError, OutOfTimeError):
             plans = plain_plans(self._problem.on(cluster=cluster, request=free), self._expired)

@@ -108,7 +108,9 @@ def test_a_stale_profile_of_a_run_is_named(cli, profile, recorded):
     shutil.copy(profile, recorded.profile)
     result = cli("plan", "job.yaml", "--from-run", "last", "--set=optimizer.kwargs.lr=0.5")
     assert f"{recorded.profile} was measured for other settings" not in result.err
-    result = cli("plan", "job.yaml", "--from-run", "last", "--set=optimizer.factory=torch.optim:SGD")
+    result = cli(
+        "plan", "job.yaml", "--from-run", "last", "--set=optimizer.factory=torch.optim:SGD"
+    )
     assert f"{recorded.profile} was measured for other settings" in result.err.replace("\n", " ")
 
 
@@ -131,10 +133,8 @@ def test_the_number_of_micro_batches_of_a_range_is_not_taken_for_the_user_s(cli,
     several = ("plan", "job.yaml", *RANGE[:2], "--set=training.batch_size=64")
     advice = "more micro-batches (pipeline.micro_batches)"
     two, one = "--set=pipeline.micro_batches=2", "--set=pipeline.micro_batches=auto"
-    alone = "--set=pipeline.stages=1"
     for micro_batches in (two, one):
         text = " ".join(cli(*several, micro_batches).out.split())
-        print(text)
         assert (advice in text) == (micro_batches == two)
 
 

@@ -101,7 +101,9 @@ def test_one_run_is_watched_to_its_end(cli, watched, finished):
     )
 
 
-def test_named_runs_are_watched_until_all_are_over(cli, watched, queued, finished, slurm, monkeypatch):
+def test_named_runs_are_watched_until_all_are_over(
+    cli, watched, queued, finished, slurm, monkeypatch
+):
     """Those that the screen has no room for, too."""
     slurm("squeue", "echo '12|RUNNING|1|N/A|N/A|n1||None'")
     looks = iter(range(9))

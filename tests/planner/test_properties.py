@@ -11,7 +11,6 @@ from pipectl.errors import InfeasibleError
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.evaluator import TIE
-from pipectl.planner.explain.what_if import with_slower_links
 from tests.planner.gate.gate_corpus import BASELINE, GRAPHS, nodes, profile_of
 
 
@@ -91,7 +90,7 @@ def with_one_core(cluster, _):
     return replace(cluster, nodes=tuple(replace(node, cores=1) for node in cluster.nodes))
 
 
-CLUSTERS = without_a_node, with_one_core, lambda cluster, _: with_slower_links(cluster, 2.0)
+CLUSTERS = without_a_node, with_one_core, lambda cluster, _: cluster.with_slower_links(2.0)
 CLOSED = (
     {"replicas": 1},
     {"replicas": 2},
@@ -139,5 +138,5 @@ def test_if_everything_takes_twice_as_long_so_does_the_step(number) -> None:
             profile.optimizer_cost, step_s_per_byte=2 * profile.optimizer_cost.step_s_per_byte
         ),
     )
-    doubled_s = step_of(slower, with_slower_links(cluster, 2.0), request)
+    doubled_s = step_of(slower, cluster.with_slower_links(2.0), request)
     assert doubled_s == pytest.approx(2 * whole_step_s(number), rel=1e-6)

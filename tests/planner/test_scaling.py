@@ -10,14 +10,6 @@ from pipectl.link import Link
 from pipectl.plan import Prediction
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.scaling import scaling
-from pipectl.planner.explain.what_if import (
-    with_bandwidth,
-    with_faster_links,
-    with_memory,
-    with_nodes,
-    with_ranks,
-    with_slower_links,
-)
 from pipectl.simulate.network import reduction_s
 from tests.planner.gate.graphs import chain
 
@@ -83,16 +75,16 @@ def test_efficiency_is_against_the_fewest_nodes_that_fit():
 
 def test_the_first_nodes_and_ranks_are_kept_the_last_node_is_repeated_and_known_memory_grows():
     found = assumed_cluster("test", [1, 2], 2, 1000)
-    assert with_nodes(found, 1).node_of_rank == (0,)
-    assert with_nodes(found, 2) == found
-    assert with_nodes(found, 4).node_of_rank == (0, 1, 1, 2, 2, 3, 3)
-    assert len({node.name for node in with_nodes(found, 4).nodes}) == 4
+    assert found.with_nodes(1).node_of_rank == (0,)
+    assert found.with_nodes(2) == found
+    assert found.with_nodes(4).node_of_rank == (0, 1, 1, 2, 2, 3, 3)
+    assert len({node.name for node in found.with_nodes(4).nodes}) == 4
     pairs = assumed_cluster("test", [2, 2], 2, 1000)
     for ranks, nodes in ((1, (0,)), (2, (0, 0)), (3, (0, 0, 1)), (4, (0, 0, 1, 1))):
-        assert with_ranks(pairs, ranks).node_of_rank == nodes
+        assert pairs.with_ranks(ranks).node_of_rank == nodes
     known, unknown = Device("a", memory_bytes=5), Device("b")
     mixed = replace(found, nodes=(Node("x", 1, 1, known), Node("y", 1, 1, unknown)))
-    grown = with_memory(mixed, 10)
+    grown = mixed.with_more_memory(10)
     assert [node.device.memory_bytes for node in grown.nodes] == [15, None]
 
 
@@ -103,10 +95,10 @@ def both(cluster):
 
 def test_links_have_the_given_bandwidth_or_are_slower_or_faster_for_messages_and_sums():
     given, slower, free, faster = (
-        with_bandwidth(FAR, 5e8),
-        with_slower_links(FAR, 3.0),
-        with_slower_links(FAR, 0.0),
-        with_faster_links(FAR, 2.0),
+        FAR.with_bandwidth(5e8),
+        FAR.with_slower_links(3.0),
+        FAR.with_slower_links(0.0),
+        FAR.with_faster_links(2.0),
     )
     for size in (0, 1, 1000, 10**6, 10**8):
         expected = pytest.approx([3 * MEASURED.transfer_s(size)] * 2)

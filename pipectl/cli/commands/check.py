@@ -37,7 +37,9 @@ def command(
         if output_file is None:
             say_json(json_schema())
             return
-        opt.refuse(context, "--json", "prints the schema; with -o, it is written", hint="choose one")
+        opt.refuse(
+            context, "--json", "prints the schema; with -o, it is written", hint="choose one"
+        )
         make_directory_of(output_file)
         write_json(output_file, json_schema())
         say(f"schema: {output_file}")

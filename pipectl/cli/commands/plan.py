@@ -65,7 +65,7 @@ def command(
         opt.refuse(context, "--devices -o --svg --explain", "cannot be used with --when")
     counts = read_node_counts(context, compare)
     inputs = gather(
-        job, profile_file, with_nodes(nodes, overrides), scheduler=scheduler,
+        job, profile_file, _add_nodes(nodes, overrides), scheduler=scheduler,
         cluster=cluster, devices=devices, nodes=None if when else counts,
         new_micro_batches=new_micro_batches, from_run=from_run,
     )  # fmt: skip
@@ -78,7 +78,7 @@ def command(
     )  # fmt: skip
 
 
-def with_nodes(nodes: int | str | None, overrides: Sequence[str] | None) -> list[str]:
+def _add_nodes(nodes: int | str | None, overrides: Sequence[str] | None) -> list[str]:
     """The values of ``--set``, which precede that of ``--nodes``."""
     return [*([] if nodes is None else [f"resources.nodes={nodes}"]), *(overrides or ())]
 

@@ -19,7 +19,6 @@ from pipectl.errors import UsageError
 from pipectl.jobs.plan_search import BalanceJson, PlanSearch, plan_balance
 from pipectl.jobs.planning import PlanInputs, gather
 from pipectl.plan import Plan, Replication
-from pipectl.planner.explain.what_if import with_bandwidth, with_slower_links
 from pipectl.units import did_you_mean, format_time, parse_bytes, parse_duration, plural
 
 _TECHNIQUES: dict[str, dict[str, Any]] = {
@@ -124,9 +123,9 @@ def _change(
     if {"replicas", "split"} <= set(techniques):
         changes["replication"] = None
     if bandwidth is not None:
-        machines = with_bandwidth(machines, bandwidth)
+        machines = machines.with_bandwidth(bandwidth)
     if communication_scale is not None:
-        machines = with_slower_links(machines, communication_scale)
+        machines = machines.with_slower_links(communication_scale)
     if machines is not inputs.cluster:  # a plan for these is not the job's
         changes["key"] = None
     request = replace(inputs.request, **changes)

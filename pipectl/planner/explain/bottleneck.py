@@ -16,7 +16,6 @@ from pipectl.cluster import Cluster
 from pipectl.lanes import TransferKind
 from pipectl.link import Link
 from pipectl.plan import Plan
-from pipectl.planner.explain.what_if import with_slower_links
 from pipectl.schedule import Channel, channels, is_unflushed, messages
 from pipectl.schedule.actions import COMPUTE_KINDS
 from pipectl.simulate import Simulation, simulate
@@ -26,6 +25,10 @@ from pipectl.timeline import Timeline
 End = int | str | None
 _KINDS = {"within": "rank", "nodes": "node", "switches": "switch"}
 """What the shared parts of a route connect."""
+MAX_SLOWER = 4.0, 10.0
+"""Factors by which assumed links within and between nodes may be slower: 1 Gbit/s, not 10."""
+_MIN_RANGE = 0.05
+"""Share of a step; a narrower range is shown as a point."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def step_parts(plan: Plan, cluster: Cluster, simulation: Simulation) -> StepPart
     reduction_s = spent.get("reduce_wait", 0.0)
     offload_s = spent.get("offload_wait", 0.0) + spent.get("fetch_wait", 0.0)
     idle_s = max(0.0, step_s - computing_s - reduction_s - offload_s)
-    free_s = simulate(plan, with_slower_links(cluster, 0.0)).step_time_s
+    free_s = simulate(plan, cluster.with_slower_links(0.0)).step_time_s
     communication_s = min(idle_s, max(0.0, step_s - free_s - reduction_s))
     return StepParts(
         rank=rank,
@@ -174,3 +177,16 @@ def _ends(key: tuple[Any, ...], link: Link) -> tuple[str, End, End]:
         return kind, None if side == ["in"] else ends, None if side == ["out"] else ends
     source, target = ends if link.duplex else sorted(ends, key=str)
     return kind if link.shared else "rank", source, target
+
+
+def step_range(plan: Plan, cluster: Cluster) -> tuple[float, float] | None:
+    """Seconds of a step if messages on assumed links are free, and if they take far longer.
+
+    Returns:
+        None if no link is assumed, or if that makes little difference.
+    """
+    fast_s, slow_s = (
+        simulate(plan, cluster.with_slower_assumed_links(*factors)).step_time_s
+        for factors in ((0.0, 0.0), MAX_SLOWER)
+    )
+    return (fast_s, slow_s) if slow_s > (1 + _MIN_RANGE) * fast_s else None

@@ -14,7 +14,6 @@ from typing import Any
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.explain.what_if import with_nodes, with_ranks
 from pipectl.planner.request import Planner, PlanRequest
 from pipectl.profile import Profile
 from pipectl.simulate.network import reduction_s
@@ -80,7 +79,7 @@ def without_pipeline(
     profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner
 ) -> WithoutPipeline:
     """Estimates for the same step on one rank, and with data parallelism on all ranks."""
-    alone = _whole(profile, with_ranks(with_nodes(cluster, 1), 1), request, planner, ranks=1)
+    alone = _whole(profile, cluster.with_nodes(1).with_ranks(1), request, planner, ranks=1)
     if min(cluster.ranks, request.batch_size) == 1:
         return WithoutPipeline(alone, None)
     if not _gradient_bytes(profile):
@@ -96,7 +95,7 @@ def _data_parallel(
     distinct = {node.device: node for node in cluster.nodes}.values()
     estimates = [
         _whole(
-            profile, with_ranks(replace(cluster, nodes=(node,)), 1), request, planner, ranks=ranks
+            profile, replace(cluster, nodes=(node,)).with_ranks(1), request, planner, ranks=ranks
         )
         for node in distinct
     ]

@@ -14,7 +14,6 @@ from typing import Any
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.explain.what_if import with_faster_links, with_memory, with_nodes
 from pipectl.planner.request import COMPARED, Planner, PlanRequest
 from pipectl.profile import Profile
 from pipectl.units import plural
@@ -144,16 +143,16 @@ def _offers(subject: _Subject, *, can_add_nodes: bool) -> Iterator[Offer]:
     plan, cluster, request = subject.plan, subject.cluster, subject.request
     nodes, limit = len(cluster.nodes), request.memory_limit_bytes
     if can_add_nodes:
-        yield subject.offer("one more node", with_nodes(cluster, nodes + 1))
+        yield subject.offer("one more node", cluster.with_nodes(nodes + 1))
     change = "1 GiB more for every rank"
     if limit is None and all(node.device.memory_bytes is None for node in cluster.nodes):
         yield Offer(change, reason="nothing: memory is not limited")
     else:
         more = None if limit is None else limit + GIB
-        yield subject.offer(change, with_memory(cluster, GIB), memory_limit_bytes=more)
+        yield subject.offer(change, cluster.with_more_memory(GIB), memory_limit_bytes=more)
     if cluster.ranks > 1:
         where = "between nodes" if nodes > 1 else "within the node"
-        yield subject.offer(f"links {where} twice as fast", with_faster_links(cluster, 2.0))
+        yield subject.offer(f"links {where} twice as fast", cluster.with_faster_links(2.0))
     count = 2 * plan.micro_batches
     if count > request.batch_size:
         reason = f"the batch has only {plural(request.batch_size, 'sample')}"

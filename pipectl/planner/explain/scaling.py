@@ -10,7 +10,6 @@ from typing import TypedDict
 from pipectl.cluster import MAX_RANKS, TOO_MANY_RANKS, Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.explain.what_if import with_nodes
 from pipectl.planner.request import Planner, PlanRequest
 from pipectl.profile import Profile
 
@@ -165,7 +164,7 @@ def scaling(
     counts = []
     for number in sorted(set(nodes)):
         counted(number)
-        machines = with_nodes(cluster, number)
+        machines = cluster.with_nodes(number)
         plan, reason = None, ""
         try:
             if machines.ranks > MAX_RANKS:
