@@ -174,7 +174,7 @@ class Job:
         with self._at_work() as (spec, _, system):
             if not (path := profile_path(spec)).exists():
                 raise DataFileError(f"{path}: no such file", hint="job.profile() writes it")
-            inputs = gather_job(spec, system, like_before=not new_micro_batches)
+            inputs = gather_job(spec, system, new_micro_batches=new_micro_batches)
             search = PlanSearch(budget_s)
             answer = plan_step(inputs, search, lambda _: None, explained=False)
             if save and inputs.plan_file is not None:

@@ -96,21 +96,24 @@ def profile_and_plan(run: RunDirectory) -> None:
         share(run.profile, profile_path(spec))
     keep_loaded(run, spec, profile.code)
     profile, cluster = complete_cluster(spec, profile, cluster)
+    from pipectl.jobs.planning import plan_job, previous_micro_batches, write_plan
+
     if has_range:
         from pipectl.jobs import node_range
 
-        kept = Plan.load(run.plan).micro_batches if run.plan.exists() else None
-        also = [node_range.granted_nodes(run)]
-        plans = node_range.plan_range(spec, profile, cluster, progress, kept=kept, also=also)
+        has_plan = run.plan.exists()
+        kept = Plan.load(run.plan).micro_batches if has_plan else previous_micro_batches(spec)
+        plans = node_range.plan_range(
+            spec, profile, cluster, progress, kept_micro_batches=kept, must_keep=has_plan,
+            also=[node_range.granted_nodes(run)],
+        )  # fmt: skip
         node_range.write_plans(run, plans, cluster)
         for count in plans:
             share(node_range.plan_file(run, count), plan_path(spec, count))
         node_range.adopt_plan(run, spec, progress)
         return
-    from pipectl.jobs.planning import plan_job, write_plan
-
     plan = read_plan(run.plan, spec, profile, cluster)
-    plan = plan or plan_job(spec, profile, cluster, progress)
+    plan = plan or plan_job(spec, profile, cluster, progress, previous_micro_batches(spec))
     cluster.save(run.cluster)  # with the times of rows that the profile has
     write_plan(run, plan, cluster)
     share(run.plan, plan_path(spec))

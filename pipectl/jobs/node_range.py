@@ -38,9 +38,9 @@ def plan_range(
     cluster: Cluster,
     progress: Report | None = None,
     *,
-    kept: int | None = None,
+    kept_micro_batches: int | None = None,
+    must_keep: bool = False,
     also: Iterable[int] = (),
-    like_before: bool = True,
     planner: Planner = make_plan,
 ) -> dict[int, Plan]:
     """Plan a job for the numbers of nodes in its range, all with the same micro-batches.
@@ -49,36 +49,41 @@ def plan_range(
 
     Args:
         cluster: all nodes, complete.
-        kept: number of micro-batches; None lets the planner choose it, as far as the job does.
+        kept_micro_batches: their number in an earlier plan; None lets the planner choose it, as far
+            as the job does.
+        must_keep: whether no other number may take its place if no plan fits on the fewest nodes.
         also: further numbers of nodes.
-        like_before, planner: see :func:`plan_job`.
+        planner: see :func:`plan_job`.
 
     Raises:
         InfeasibleError: none fits on the fewest nodes, or on the most.
     """
     nodes = spec.resources.node_range
     assert nodes is not None
-    lowest, highest, is_open = nodes.lowest, nodes.highest, kept is None
+    lowest, highest = nodes.lowest, nodes.highest
 
-    def plan(count: int, micro_batches: int | None, *, like_before: bool = False) -> Plan:
+    def plan(count: int, kept: int | None) -> Plan:
         own, part = with_count(spec, count), first_nodes(cluster, spec, count)
-        return plan_job(
-            own, profile, part, progress, micro_batches, like_before=like_before, planner=planner
-        )
+        return plan_job(own, profile, part, progress, kept, planner)
 
-    plans = {highest: plan(highest, kept, like_before=like_before)}
+    def plan_lowest(kept: int | None) -> Plan:
+        try:
+            return plan(lowest, kept)
+        except InfeasibleError as error:
+            error.message = (
+                f"resources.nodes: {nodes}: on {plural(lowest, 'node')}: {error.message}"
+            )
+            error.hint = f"raise the lowest number of nodes, or: {error.hint}"
+            raise
+
+    plans = {highest: plan(highest, kept_micro_batches)}
     kept = plans[highest].micro_batches
     try:
-        plans[lowest] = plan(lowest, kept)
-    except InfeasibleError as error:
-        error.message = f"resources.nodes: {nodes}: on {plural(lowest, 'node')}: {error.message}"
-        error.hint = f"raise the lowest number of nodes, or: {error.hint}"
-        if not is_open or spec.pipeline.micro_batches is not None:
+        plans[lowest] = plan_lowest(kept)
+    except InfeasibleError:
+        if must_keep or spec.pipeline.micro_batches is not None:
             raise
-        with suppress(InfeasibleError):  # smaller micro-batches may fit
-            plans[lowest] = plan(lowest, None)
-        if lowest not in plans:
-            raise
+        plans[lowest] = plan_lowest(None)  # smaller micro-batches may fit
         kept = plans[lowest].micro_batches
         plans[highest] = plan(highest, kept)
     for count in sorted({*nodes.spread(MAX_PLANS), *also} - plans.keys()):
@@ -127,9 +132,8 @@ def plan_every_count(inputs: PlanInputs, planner: Planner) -> tuple[dict[int, Pl
         asked = replace(inputs, profile=profile, request=replace(of_job, **inputs.changes)).fold()
         return planner(asked.profile, cluster, asked.request)
 
-    plans = plan_range(
-        spec, inputs.profile, inputs.cluster, planner=plan, like_before=request.keeps_micro_batches
-    )
+    kept = request.micro_batches if request.keeps_micro_batches else None
+    plans = plan_range(spec, inputs.profile, inputs.cluster, kept_micro_batches=kept, planner=plan)
     count = plans[spec.resources.max_nodes].micro_batches
     keeps = request.keeps_micro_batches and count == request.micro_batches
     request = replace(request, micro_batches=count, keeps_micro_batches=keeps)

@@ -110,13 +110,13 @@ class PlanInputs:
 
 def gather(
     job: Path | None,
-    profile: Path | None = None,
+    profile_file: Path | None = None,
     overrides: Sequence[str] = (),
     *,
     scheduler: str | None = None,
-    cluster: Path | None = None,
+    cluster_file: Path | None = None,
     devices: int | None = None,
-    nodes: Sequence[int] | None = None,
+    compare: Sequence[int] | None = None,
     new_micro_batches: bool = False,
     from_run: str | None = None,
 ) -> PlanInputs:
@@ -124,10 +124,10 @@ def gather(
 
     Args:
         job: job file; None plans a profile without a job.
-        profile: file of the profile; None for that of the job.
+        profile_file: None for that of the job.
         overrides: ``--set`` of the job; without a job, of the pipeline and the batch size.
-        cluster: description of the machines, of which ``devices`` are used.
-        nodes: numbers of nodes to compare.
+        cluster_file: description of the machines, of which ``devices`` are used.
+        compare: numbers of nodes to compare, which may all have other micro-batches.
         new_micro_batches: whether the number of micro-batches may differ from the job's last plan.
         from_run: name of a run of the job, whose recorded steps correct the profile.
 
@@ -138,20 +138,21 @@ def gather(
         InvalidInputError: a cluster description is wrong or not of this job.
     """
     if job is None:
-        if profile is None:
+        if profile_file is None:
             raise UsageError("nothing to plan", hint="give JOB.yaml, or a profile: --profile FILE")
-        return _gather_profile(Profile.load(profile), overrides, cluster, devices, nodes)
-    if cluster is not None:  # quoted: names of files may mean something else in YAML
-        name = json.dumps(str(cluster.absolute()), ensure_ascii=False)
+        profile = Profile.load(profile_file)
+        return _gather_profile(profile, overrides, cluster_file, devices, compare)
+    if cluster_file is not None:  # quoted: names of files may mean something else in YAML
+        name = json.dumps(str(cluster_file.absolute()), ensure_ascii=False)
         overrides = (*overrides, f"cluster={name}")
     spec = load(job, overrides)
     changes = (word for each in overrides for word in ("--set", each))
     return gather_job(
         spec,
         choose_scheduler(spec, scheduler),
-        profile,
+        profile_file,
         devices=devices,
-        like_before=not new_micro_batches and nodes is None,
+        new_micro_batches=new_micro_batches or compare is not None,
         from_run=from_run,
         again=shlex.join(["pipectl", "profile", str(job), *changes]),
     )
@@ -160,10 +161,10 @@ def gather(
 def gather_job(
     spec: JobSpec,
     batch_system: str,
-    profile: Path | None = None,
+    profile_file: Path | None = None,
     *,
     devices: int | None = None,
-    like_before: bool = True,
+    new_micro_batches: bool = False,
     from_run: str | None = None,
     again: str | None = None,
 ) -> PlanInputs:
@@ -171,7 +172,6 @@ def gather_job(
 
     Args:
         batch_system: that it goes to.
-        like_before: whether to keep the number of micro-batches of its last plan.
         again: what measures its profile again, for a warning; None if a profile that was measured
             for other settings is refused.
 
@@ -183,15 +183,15 @@ def gather_job(
     spec = fit_to_allocation(spec, batch_system)
     if batch_system == LOCAL:  # all ranks are on this machine
         counts = (spec.resources.max_nodes,)
-    path, warnings = profile or profile_path(spec), []
+    path, warnings = profile_file or profile_path(spec), []
     if from_run is None:
-        job_profile = Profile.load(path)
+        profile = Profile.load(path)
     else:
         from pipectl.jobs.corrections import correct_profile
 
         run = find_run(Path(spec.output.directory), from_run)
-        path, job_profile = run.profile, correct_profile(run)
-    if not is_fresh(spec, job_profile):
+        path, profile = run.profile, correct_profile(run)
+    if not is_fresh(spec, profile):
         fault = (
             f"{path} was measured for other settings (model, data, optimizer, batch or ranks per "
             "node)"
@@ -200,15 +200,14 @@ def gather_job(
             raise MismatchError(fault, hint="measure again with: job.profile()")
         warnings.append(f"{fault}; measure again with: {again}")
     machines = find_cluster(spec, batch_system)
-    warnings += [machines.warning, *warnings_of(spec, job_profile)]
-    job_profile, joined = complete_cluster(spec, job_profile, machines.cluster)
+    warnings += [machines.warning, *warnings_of(spec, profile)]
+    profile, joined = complete_cluster(spec, profile, machines.cluster)
     used = _use_devices(joined, devices, "--compare 1,2,4 plans for other sizes")
+    kept = None if new_micro_batches else previous_micro_batches(spec)
     return PlanInputs(
-        job_profile,
+        profile,
         used,
-        make_plan_request(
-            with_count(spec, spec.resources.max_nodes), job_profile, used, like_before=like_before
-        ),
+        make_plan_request(with_count(spec, spec.resources.max_nodes), profile, used, kept),
         machines.file,
         plan_file=plan_path(spec) if devices is None else None,
         warnings=tuple(filter(None, warnings)),
@@ -223,9 +222,9 @@ def gather_job(
 def _gather_profile(
     profile: Profile,
     overrides: Sequence[str],
-    file: Path | None,
+    cluster_file: Path | None,
     devices: int | None,
-    nodes: Sequence[int] | None,
+    compare: Sequence[int] | None,
 ) -> PlanInputs:
     """Inputs for a profile alone, on a described cluster or on equal devices, one per node."""
     keys = [each.partition("=")[0].strip() for each in overrides]
@@ -235,11 +234,11 @@ def _gather_profile(
                 f"--set {override}: there is no job to change",
                 hint=f"name a JOB.yaml; without one, {_BATCH} and pipeline.* can be set",
             )
-    if file is not None:
-        cluster = Cluster.load(file)
+    if cluster_file is not None:
+        cluster = Cluster.load(cluster_file)
     else:  # the number of devices is given, or in the imported profile
         shipped = _shipped_number(profile, "accelerators", "devices")
-        count = int((devices if nodes is None else max(nodes)) or shipped or 0)
+        count = int((devices if compare is None else max(compare)) or shipped or 0)
         if not count:
             raise UsageError(
                 "the number of devices is missing",
@@ -256,7 +255,7 @@ def _gather_profile(
     spec = SpecFile.read(Path("job"), overrides, (), text).spec(check_files=False)
     cluster = _use_devices(cluster, devices, "describe more of them in the cluster file")
     limit_bytes = int(_shipped_number(profile, "memory_limit_bytes") or 0)
-    request = make_plan_request(spec, profile, cluster)
+    request = make_plan_request(spec, profile, cluster, None)
     request = replace(
         request,
         name=profile.name,
@@ -279,7 +278,8 @@ def _gather_profile(
                 f"(--set {_BATCH}=N sets it)"
             )
             profile = replace(profile, assumptions=(*profile.assumptions, assumed))
-    return PlanInputs(profile, cluster, request, file, warnings=tuple(warnings_of(spec, profile)))
+    warnings = tuple(warnings_of(spec, profile))
+    return PlanInputs(profile, cluster, request, cluster_file, warnings=warnings)
 
 
 def _shipped_number(profile: Profile, *keys: str) -> float | None:
@@ -305,16 +305,13 @@ def plan_job(
     profile: Profile,
     cluster: Cluster,
     progress: Report | None = None,
-    kept: int | None = None,
-    *,
-    like_before: bool = True,
+    kept_micro_batches: int | None = None,
     planner: Planner = make_plan,
 ) -> Plan:
-    """Make the best plan for a job, with the micro-batches of its previous plan, if possible.
+    """Make the best plan for a job.
 
     Args:
-        kept: number of micro-batches to keep instead of that of the previous plan.
-        like_before: whether to keep any.
+        kept_micro_batches: see :func:`make_plan_request`.
         planner: makes the plan.
 
     Raises:
@@ -322,7 +319,7 @@ def plan_job(
     """
     if progress is not None:
         progress(0, 0, "planning")
-    request = make_plan_request(spec, profile, cluster, kept, like_before=like_before)
+    request = make_plan_request(spec, profile, cluster, kept_micro_batches)
     with advise_other_micro_batches(profile, request):
         return planner(profile, cluster, request)
 
@@ -333,8 +330,11 @@ def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
     simulate(plan, cluster).timeline.save(run.predicted)
 
 
-def _micro_batches_before(spec: JobSpec) -> int | None:
-    """Number of micro-batches of the job's previous plan; None if there is none for this batch."""
+def previous_micro_batches(spec: JobSpec) -> int | None:
+    """The number of micro-batches of the job's previous plan; None if it has none for this batch.
+
+    New plans keep it: results depend on it, so a new profile should not change it.
+    """
     path = plan_path(spec)
     if not path.exists():
         return None
@@ -370,18 +370,12 @@ def make_plan_request(
     spec: JobSpec,
     profile: Profile,
     cluster: Cluster,
-    kept: int | None = None,
-    *,
-    like_before: bool = False,
+    kept_micro_batches: int | None,
 ) -> PlanRequest:
-    """Make the request of a job to the planner; see :func:`request_of_job`.
+    """Make the request of a job to the planner, with the key of the plan's file.
 
     Args:
-        kept: number of micro-batches to keep, if the job does not set it.
-        like_before: whether to keep else that of the job's previous plan: results depend on it, so
-            a new profile should not change it.
+        kept_micro_batches: see :func:`request_of_job`.
     """
-    is_open = like_before and not spec.pipeline.micro_batches
-    kept = kept or (_micro_batches_before(spec) if is_open else None)
-    request = request_of_job(spec, profile, cluster, kept)
+    request = request_of_job(spec, profile, cluster, kept_micro_batches)
     return replace(request, key=plan_file_key(spec, profile, cluster))

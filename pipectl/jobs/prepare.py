@@ -216,13 +216,14 @@ def _find_plans(
 def _make_plans(
     spec: JobSpec, profile: Profile, cluster: Cluster, progress: Report | None
 ) -> dict[int, Plan]:
-    from pipectl.jobs.planning import plan_job
+    from pipectl.jobs.planning import plan_job, previous_micro_batches
 
+    kept = previous_micro_batches(spec)
     if spec.resources.node_range is None:
-        return {spec.resources.max_nodes: plan_job(spec, profile, cluster, progress)}
+        return {spec.resources.max_nodes: plan_job(spec, profile, cluster, progress, kept)}
     from pipectl.jobs.node_range import plan_range
 
-    return plan_range(spec, profile, cluster, progress)
+    return plan_range(spec, profile, cluster, progress, kept_micro_batches=kept)
 
 
 @contextmanager

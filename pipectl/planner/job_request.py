@@ -23,12 +23,13 @@ _RECOMPUTE: dict[str | None, tuple[bool | None, bool | None]] = {
 
 
 def request_of_job(
-    spec: JobSpec, profile: Profile, cluster: Cluster, kept: int | None = None
+    spec: JobSpec, profile: Profile, cluster: Cluster, kept_micro_batches: int | None
 ) -> PlanRequest:
     """Return what a job lets the planner choose.
 
     Args:
-        kept: number of micro-batches of an earlier plan, which stays if the job does not set it.
+        kept_micro_batches: their number in an earlier plan, which stays if the job does not set it;
+            None leaves it to the planner.
 
     Raises:
         InvalidInputError: the job leaves the number of micro-batches to the planner, and its loss
@@ -45,7 +46,7 @@ def request_of_job(
             "write loss.weight: sum if it is a sum over samples, or name there a function that "
             "counts what it is a mean of",
         )
-    kept = None if pipeline.micro_batches else kept
+    kept = None if pipeline.micro_batches else kept_micro_batches
     recompute, blocks = _RECOMPUTE[pipeline.recompute]
     if pipeline.offload in tuple(OffloadTarget):
         offload_to = OffloadTarget(pipeline.offload)

@@ -8,9 +8,10 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.jobs import node_range
 from pipectl.jobs.output import plan_path, profile_path
-from pipectl.jobs.planning import plan_job
+from pipectl.jobs.planning import gather_job, plan_job
 from pipectl.jobs.prepare import prepare
 from pipectl.plan import Plan
+from pipectl.planner import make_plan
 from pipectl.runs import RunDirectory, read_nodes
 from pipectl.spec import load, profile_key
 from pipectl.units import NodeRange
@@ -102,11 +103,11 @@ def test_what_does_not_fit_on_the_fewest_nodes_is_refused(prepared, monkeypatch,
     """Unless smaller micro-batches fit there: then all plans have these."""
     make = plan_job
 
-    def plan(own, profile, cluster, progress, kept, **more):
+    def plan(own, profile, cluster, progress, kept, planner):
         if own.resources.nodes == 2 and (fitting is None or kept == 4):
             raise InfeasibleError("too little memory", hint="take more")
         kept = kept or (fitting if own.resources.nodes == 2 else 4)
-        return make(own, profile, cluster, progress, kept, **more)
+        return make(own, profile, cluster, progress, kept, planner)
 
     monkeypatch.setattr(node_range, "plan_job", plan)
     if fitting:
@@ -116,6 +117,27 @@ def test_what_does_not_fit_on_the_fewest_nodes_is_refused(prepared, monkeypatch,
         prepared()
     assert caught.value.message == "resources.nodes: 2-4: on 2 nodes: too little memory"
     assert caught.value.hint == "raise the lowest number of nodes, or: take more"
+
+
+def test_the_number_of_micro_batches_of_all_plans_is_not_the_user_s(prepared, monkeypatch):
+    """Nor that of the previous plan, if that does not fit on the fewest nodes."""
+    job = prepared()
+    before = job.plan.micro_batches
+    for fitting in (before, 2 * before):
+
+        def plan(profile, cluster, request, fitting=fitting):
+            if cluster.ranks == 4 and request.micro_batches not in (None, fitting):
+                raise InfeasibleError("too little memory", hint="take more")
+            fits = fitting if cluster.ranks == 4 else request.micro_batches
+            return make_plan(profile, cluster, replace(request, micro_batches=fits))
+
+        inputs = gather_job(job.spec, "slurm")
+        assert inputs.request.keeps_micro_batches
+        plans, inputs = node_range.plan_every_count(inputs, plan)
+        assert {each.micro_batches for each in plans.values()} == {fitting}
+        found = inputs.request.micro_batches, inputs.request.keeps_micro_batches
+        assert found == (fitting, fitting == before)
+        assert not inputs.sets_micro_batches
 
 
 def test_of_a_long_range_both_ends_and_some_between_are_planned():

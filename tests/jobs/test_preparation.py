@@ -128,7 +128,7 @@ def test_what_a_job_asks_of_the_planner(write_job, profile, snapshot):
         (node,) = assumed_cluster("here", [1], 1, None).nodes
         node = replace(node, device=replace(node.device, disk_link=disk))
         cluster = replace(assumed_cluster("here", [1], 1, None), nodes=(node,))
-        request = make_plan_request(load(job, overrides, check_files=False), profile, cluster)
+        request = make_plan_request(load(job, overrides, check_files=False), profile, cluster, None)
         return {**vars(request), "memory_key": request.memory_key}
 
     plain = asked([])

@@ -66,7 +66,7 @@ def command(
     counts = read_node_counts(context, compare)
     inputs = gather(
         job, profile_file, _add_nodes(nodes, overrides), scheduler=scheduler,
-        cluster=cluster, devices=devices, nodes=None if when else counts,
+        cluster_file=cluster, devices=devices, compare=None if when else counts,
         new_micro_batches=new_micro_batches, from_run=from_run,
     )  # fmt: skip
     if when:

@@ -80,7 +80,7 @@ def command(
     if memory_limit is not None:
         changes.append(f"pipeline.memory_limit={memory_limit}B")
     inputs = gather(
-        job, profile_file, changes, cluster=cluster, devices=devices, new_micro_batches=True
+        job, profile_file, changes, cluster_file=cluster, devices=devices, new_micro_batches=True
     )
     names = [name.strip() for text in allow or () for name in text.split(",")]
     inputs = _change(inputs, names, bandwidth, communication_scale)
