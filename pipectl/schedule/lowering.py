@@ -173,7 +173,7 @@ def _rows(plan: Plan, rank: int, micro_batches: int) -> Actions:
 
 
 def lower_evaluation(
-    connections: Sequence[Channel], stages: Sequence[int], rank: int, micro_batches: int
+    forward_channels: Sequence[Channel], stages: Sequence[int], rank: int, micro_batches: int
 ) -> Actions:
     """Return the forward-only program of one rank, without UPDATE.
 
@@ -185,10 +185,10 @@ def lower_evaluation(
         stage 3  ...0123
 
     Args:
-        connections: channels of the evaluation graph; the program holds their indices.
+        forward_channels: those of the evaluation graph; the program holds their indices.
         stages: stages of this rank.
     """
-    ends = [stage for item in connections for stage in (item.source_stage, item.target_stage)]
+    ends = [stage for item in forward_channels for stage in (item.source_stage, item.target_stage)]
     width, every = 1 + max([0, *stages, *ends]), Portion(np.arange(micro_batches))
 
     def turns(stage: int, micro_batch: Integers) -> Integers:
@@ -196,7 +196,7 @@ def lower_evaluation(
 
     parts = [(Kind.EVALUATE, stage, every) for stage in stages]
     assembly = Assembly(rank, parts, Order(turns, turns), micro_batches)
-    for index, channel in enumerate(connections):
+    for index, channel in enumerate(forward_channels):
         if not channel.is_local:
             assembly.add_messages(index, channel, every, kept=False)
     return assembly.sorted()

@@ -33,7 +33,6 @@ from pipectl.lanes import TransferKind
 from pipectl.plan import Plan, Replication
 from pipectl.schedule.actions import Actions, Kind
 from pipectl.schedule.channel import (
-    Channel,
     channels,
     is_kept,
     roles,
@@ -172,13 +171,11 @@ def _note_leaving(programs: Programs, amounts: Amounts, rank: Any, moving: Recor
                 )
 
 
-def amounts_of(
-    plan: Plan, connections: Sequence[Channel], programs: Sequence[Actions] = ()
-) -> Amounts:
+def amounts_of(plan: Plan, actions: Sequence[Actions] = ()) -> Amounts:
     """Return the tables of a plan.
 
     Args:
-        programs: the executed rows, if steps overlap.
+        actions: those that every rank executes, if steps overlap.
     """
     effects = np.zeros((MEET + 1, len(plan.stages)), dtype=EFFECT)
     effects["most"] = effects["most_first"] = -1.0
@@ -211,15 +208,16 @@ def amounts_of(
         # An update begins without the casts, unless backwards of older parameters are to come.
         without = 0 if is_unflushed(plan) else stage.cost.cast_bytes
         stages[index]["update"] = max(0, peaks.update_bytes - without)
-    streams = np.zeros(len(connections), dtype=OF_STREAM)
-    for stream, channel in zip(streams, connections, strict=True):
+    sent = channels(plan)
+    streams = np.zeros(len(sent), dtype=OF_STREAM)
+    for stream, channel in zip(streams, sent, strict=True):
         stream["received"] = channel.size_bytes
         stream["activation"] = channel.kind is TransferKind.ACTIVATION
         if channel.kind is TransferKind.WEIGHT:
             stream["weights"] = channel.size_bytes
         elif not is_kept(plan, channel):
             stream["sent"] = channel.size_bytes
-    gradients = (each for each in connections if each.kind is TransferKind.GRADIENT)
+    gradients = (each for each in sent if each.kind is TransferKind.GRADIENT)
     # All replicas of two stages together send every micro-batch once.
     for channel in {(each.source_stage, each.target_stage): each for each in gradients}.values():
         born[_BACKWARDS, channel.source_stage] += channel.size_bytes
@@ -231,15 +229,15 @@ def amounts_of(
         streams=streams,
         resident=np.array([float(resident_bytes(plan, rank)) for rank in range(plan.ranks)]),
         casts=np.array([float(_cast_bytes(plan, rank)) for rank in range(plan.ranks)]),
-        versions=_versions(plan, programs) if is_unflushed(plan) else np.zeros((0, 2)),
+        versions=_versions(plan, actions) if is_unflushed(plan) else np.zeros((0, 2)),
     )
 
 
-def _versions(plan: Plan, programs: Sequence[Actions]) -> Floats:
+def _versions(plan: Plan, actions: Sequence[Actions]) -> Floats:
     """Return the bytes of older parameter versions: added by the UPDATE that replaces
     them, freed by the last backward that uses them; shape [rows of all programs, 2]."""
-    versions = [np.zeros((len(rows), 2)) for rows in programs]
-    for rows, changes in zip(programs, versions, strict=True):
+    versions = [np.zeros((len(rows), 2)) for rows in actions]
+    for rows, changes in zip(actions, versions, strict=True):
         updates = np.flatnonzero(rows.column("kind") == Kind.UPDATE)
         backward = np.flatnonzero(rows.column("kind") == Kind.BACKWARD)
         made = np.searchsorted(updates, backward) - rows.column("weight_version")[backward]

@@ -207,10 +207,10 @@ class Numbering:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.connections = channels(plan)
+        self.channels = channels(plan)
         self._plan = plan
         self._first_copy: list[int] = []
-        self.streams = len(self.connections) + len(plan.stages)
+        self.streams = len(self.channels) + len(plan.stages)
         for stage in plan.stages:
             self._first_copy.append(self.streams)
             self.streams += 2 * stage.replicas
@@ -220,7 +220,7 @@ class Numbering:
         kind, stage = actions.column("kind"), actions.column("stage")
         numbers = actions.column("channel").copy()
         reduces = (kind == Kind.REDUCE_START) | (kind == Kind.REDUCE_WAIT)
-        numbers[reduces] = len(self.connections) + stage[reduces]
+        numbers[reduces] = len(self.channels) + stage[reduces]
         for kinds, back in (
             ((Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT), 0),
             ((Kind.FETCH_START, Kind.FETCH_WAIT), 1),
@@ -231,12 +231,12 @@ class Numbering:
                 numbers[rows] = copies
         return numbers
 
-    def around(self, connections: Sequence[int], stages: Sequence[int], rank: int) -> list[int]:
+    def around(self, channels: Sequence[int], stages: Sequence[int], rank: int) -> list[int]:
         """Return the streams of a plan with only these channels and stages, in this numbering.
 
         In that plan, stages of other ranks also have copies, which have no meaning here.
         """
-        numbers = [*connections, *(len(self.connections) + stage for stage in stages)]
+        numbers = [*channels, *(len(self.channels) + stage for stage in stages)]
         for stage in stages:
             mine = rank in self._plan.stages[stage].updating_ranks
             first = self.copies_of(stage, rank) if mine else -1
@@ -255,7 +255,7 @@ def streams_of(plan: Plan, cluster: Cluster, numbering: Numbering, steps: int = 
         steps: number of steps that are executed as one.
     """
     streams, count = [], 1 + steps * plan.micro_batches
-    for channel in numbering.connections:
+    for channel in numbering.channels:
         if channel.is_local:
             streams.append(Stream(0, 0.0, (), 2, 0))
         else:

@@ -84,7 +84,7 @@ def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehears
         work_s={kind.name: tuple(costs[kind].tolist()) for kind in Kind if kind.is_compute},
         update_s=tuple(ranks["update_s"].tolist()),
         speed=tuple(ranks["speed"].tolist()),
-        messages=tuple(_passage(stream) for stream in streams[: len(numbering.connections)]),
+        messages=tuple(_passage(stream) for stream in streams[: len(numbering.channels)]),
         meetings=tuple(_meetings(plan, numbering, streams)),
     )
 
@@ -136,7 +136,7 @@ def _message_share(
     step_s: float,
     ranks_per_core: float,
 ) -> float:
-    sizes = np.array([channel.size_bytes for channel in numbering.connections], dtype=float)
+    sizes = np.array([channel.size_bytes for channel in numbering.channels], dtype=float)
     largest = min(1.0, LARGEST_BYTES / sizes.max(initial=1.0))
     if ranks_per_core <= 1 or not len(sizes):
         return float(largest)
@@ -159,7 +159,7 @@ def _meetings(plan: Plan, numbering: Numbering, streams: Sequence[Stream]) -> It
     for index, stage in enumerate(plan.stages):
         ranks = stage.updating_ranks
         for rank in ranks if len(ranks) > 1 else ():
-            passage = _passage(streams[len(numbering.connections) + index])
+            passage = _passage(streams[len(numbering.channels) + index])
             yield Meeting(rank, "REDUCE", index, passage, ranks)
         for rank in ranks if stage.offload else ():
             for number, kind in enumerate(("OFFLOAD", "FETCH"), numbering.copies_of(index, rank)):

@@ -119,7 +119,7 @@ class Simulation(Prediction):
 def simulate(
     plan: Plan,
     cluster: Cluster,
-    programs: Sequence[Actions] | None = None,
+    actions: Sequence[Actions] | None = None,
     *,
     process_baseline_bytes: int = 0,
     capture_bytes: int = 0,
@@ -128,7 +128,7 @@ def simulate(
     """Simulate one optimizer step.
 
     Args:
-        programs: of every rank, with at most the plan's micro-batches; by default the plan's own,
+        actions: of every rank, with at most the plan's micro-batches; by default the plan's own,
             which are always used if steps overlap.
         process_baseline_bytes: memory of a process without a stage; added to the peaks.
         capture_bytes: peak of every rank before the training.
@@ -137,7 +137,7 @@ def simulate(
 
     Raises:
         MismatchError: the plan uses nodes that the cluster lacks.
-        ScheduleError: the programs wait for each other forever.
+        ScheduleError: the ranks wait for each other forever.
     """
     if is_unflushed(plan):
         steady = max(2, ceil(MICRO_BATCHES_TO_STEADY * len(plan.stages) / plan.micro_batches))
@@ -147,7 +147,7 @@ def simulate(
         busy = zip(machine.busy_s(), longer.busy_s(), strict=True)
         busy_s = [(more - less) / steady for less, more in busy]
     else:
-        machine = Machine(plan, cluster, programs)
+        machine = Machine(plan, cluster, actions)
         machine.run()
         step_time_s, busy_s = machine.step_time_s(), machine.busy_s()
 
@@ -156,7 +156,7 @@ def simulate(
         if is_unflushed(plan):
             again = _stretch(plan, cluster, 1, record=True)
         else:
-            again = Machine(plan, cluster, programs, record=True)
+            again = Machine(plan, cluster, actions, record=True)
         again.run()
         return again.records()
 
@@ -175,16 +175,16 @@ def simulate(
 def _stretch(plan: Plan, cluster: Cluster, steady: int, *, record: bool = False) -> Machine:
     """Return a machine that executes overlapping steps between two empty pipelines."""
     steps = steady + steps_apart(plan)
-    programs = [lower_stretch(plan, rank, steps) for rank in range(plan.ranks)]
-    return Machine(plan, cluster, programs, steps=steps, record=record)
+    actions = [lower_stretch(plan, rank, steps) for rank in range(plan.ranks)]
+    return Machine(plan, cluster, actions, steps=steps, record=record)
 
 
 class Machine:
     """Ranks, links, cores and a queue of events.
 
     Args:
-        programs: of every rank; by default the plan's own.
-        steps: number of steps in the programs, executed as one.
+        actions: of every rank; by default the plan's own.
+        steps: number of steps in the actions, executed as one.
         record: whether to keep the start and the end of every row.
 
     Raises:
@@ -195,7 +195,7 @@ class Machine:
         self,
         plan: Plan,
         cluster: Cluster,
-        programs: Sequence[Actions] | None = None,
+        actions: Sequence[Actions] | None = None,
         *,
         steps: int = 1,
         record: bool = False,
@@ -208,8 +208,8 @@ class Machine:
                 hint="plan again for this cluster",
             )
         numbering = Numbering(plan)
-        self._plan, self._actions, self._connections = plan, programs, numbering.connections
-        self.programs = programs_of(plan, numbering, programs)
+        self._plan, self._actions, self._channels = plan, actions, numbering.channels
+        self.programs = programs_of(plan, numbering, actions)
         network = tables(streams_of(plan, cluster, numbering, steps), self.programs.share)
         self.tables = _new_tables(plan, cluster, numbering, self.programs, network, record=record)
 
@@ -248,7 +248,7 @@ class Machine:
 
     def peak_memory_bytes(self, process_baseline_bytes: int, heap_share: float) -> tuple[int, ...]:
         """Return the peak bytes of each rank, including the process baseline and unused memory."""
-        amounts = amounts_of(self._plan, self._connections, self._actions or ())
+        amounts = amounts_of(self._plan, self._actions or ())
         peaks = peak_bytes(self.programs, amounts)
         if heap_share:
             peaks += unused_bytes(self._plan, peaks - amounts.resident, heap_share)
@@ -267,7 +267,7 @@ class Machine:
 
         stage = named(ranks["stages"], rows[:, STAGE])
         stream = named(ranks["streams"], rows[:, STREAM])
-        channel = np.where(stream < len(self._connections), stream, -1)
+        channel = np.where(stream < len(self._channels), stream, -1)
         times = records["rank"], records["start"], records["end"]
         columns = *times, rows[:, KIND], stage, rows[:, MICRO_BATCH], channel
         return sorted(zip(*(column.tolist() for column in columns), strict=True))
@@ -293,7 +293,7 @@ def _message_s(rows: Sequence[RowTimes], numbering: Numbering) -> Floats:
     if all(each is FREE_ROWS for each in rows):
         return np.zeros((len(Kind), 0))
     message_s = np.zeros((len(Kind), numbering.streams))
-    for index, channel in enumerate(numbering.connections):
+    for index, channel in enumerate(numbering.channels):
         if not channel.is_local:
             ends = rows[channel.source_rank], rows[channel.target_rank]
             known = (
@@ -359,19 +359,19 @@ def _new_tables(
 
 
 def programs_of(
-    plan: Plan, numbering: Numbering, programs: Sequence[Actions] | None = None
+    plan: Plan, numbering: Numbering, actions: Sequence[Actions] | None = None
 ) -> Programs:
     """Return what every rank executes; rows that ranks share are stored once.
 
     Args:
-        programs: programs of all ranks; by default the plan's own.
+        actions: of every rank; by default the plan's own.
 
     Raises:
         ScheduleError: see :func:`pipectl.schedule.lower`.
     """
-    if programs is None:
+    if actions is None:
         return _own_programs(_skeleton(plan))
-    rows = [rows_of(plan, numbering, rank, actions) for rank, actions in enumerate(programs)]
+    rows = [rows_of(plan, numbering, rank, each) for rank, each in enumerate(actions)]
     return _assemble(plan, numbering, rows)
 
 
@@ -440,8 +440,8 @@ def _neighbourhoods(
         stages_of[stage.ranks[0]].append(index)
     for rank, own in enumerate(stages_of):
         numbers = [index for index, _ in channels_of_rank(plan, rank)]
-        connections = [channel for _, channel in channels_of_rank(plan, rank)]
-        ends = {end for item in connections for end in (item.source_stage, item.target_stage)}
+        near = [channel for _, channel in channels_of_rank(plan, rank)]
+        ends = {end for item in near for end in (item.source_stage, item.target_stage)}
         stages = sorted(ends.union(own))
         position = {stage: index for index, stage in enumerate(stages)}
         small = replace(
@@ -453,7 +453,7 @@ def _neighbourhoods(
             warm_up=tuple(plan.warm_up[stage] for stage in stages),
             transfers=tuple(
                 Transfer(item.kind, position[item.source_stage], position[item.target_stage], 0)
-                for item in connections
+                for item in near
             ),
             node_of_rank=(0, 0),
         )
