@@ -136,21 +136,21 @@ class StageCost:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Segments:
     """Parts of a stage that are recomputed one after another, each just before its own backward.
 
-    Only the forward of the last block can be recomputed before the gradients of the stage's outputs
+    Only the forward of the last one can be recomputed before the gradients of the stage's outputs
     arrive. The other forwards are recomputed within the stage's backward.
 
     Args:
-        firsts: first operator of every block except the first, in graph order.
-        forward_s: forwards of all blocks.
-        recompute_s: forward of the last block.
-        backward_s: backwards of all blocks, and forwards of all blocks except the last.
-        kept_bytes: kept per micro-batch from forward to backward: the inputs of all blocks.
-        last_bytes: saved by the last block in addition to its inputs.
-        peaks: as in the cost of the stage, for a stage that runs in these blocks.
-        recompute_peak_bytes: peak bytes that the forward of the last block allocates.
+        firsts: first operator of every segment except the first, in graph order.
+        forward_s: forwards of all segments.
+        recompute_s: forward of the last segment.
+        backward_s: backwards of all segments, and forwards of all segments except the last.
+        kept_bytes: kept per micro-batch from forward to backward: the inputs of all segments.
+        last_bytes: saved by the last segment in addition to its inputs.
+        peaks: as in the cost of the stage, for a stage that runs in these segments.
+        recompute_peak_bytes: peak bytes that the forward of the last segment allocates.
     """
 
     firsts: tuple[str, ...]
@@ -162,8 +162,8 @@ class Blocks:
     peaks: StagePeaks | None = None
     recompute_peak_bytes: int = 0
 
-    def scaled(self, factor: float) -> Blocks:
-        """Return the blocks with all times multiplied by a factor."""
+    def scaled(self, factor: float) -> Segments:
+        """Return the segments with all times multiplied by a factor."""
         return replace(
             self,
             forward_s=self.forward_s * factor,
@@ -172,7 +172,7 @@ class Blocks:
         )
 
     def running(self, cost: StageCost) -> StageCost:
-        """Return the cost of a stage that runs in these blocks."""
+        """Return the cost of a stage that runs in these segments."""
         return replace(
             cost,
             forward_s=self.forward_s,
@@ -196,7 +196,7 @@ class Stage:
         backward_ranks: ranks of the backward and the optimizer step; empty if equal to ``ranks``.
         recompute: whether to keep only the stage's inputs and to recompute the rest.
         offload: whether kept values leave the device's memory until the backward.
-        blocks: parts that are recomputed one after another; None: the whole stage at once.
+        segments: parts that are recomputed one after another; None: the whole stage at once.
     """
 
     nodes: tuple[str, ...]
@@ -205,7 +205,7 @@ class Stage:
     backward_ranks: tuple[int, ...] = ()
     recompute: bool = False
     offload: bool = False
-    blocks: Blocks | None = None
+    segments: Segments | None = field(default=None, metadata={"key": "blocks"})
 
     @property
     def replicas(self) -> int:
@@ -229,26 +229,26 @@ class Stage:
 
     @cached_property
     def running(self) -> StageCost:
-        """Cost of the stage as it runs (in blocks if it has any), without the time of RECOMPUTE."""
-        return self.cost if self.blocks is None else self.blocks.running(self.cost)
+        """Cost of the stage as it runs, by segments if it has any; without the time of RECOMPUTE."""
+        return self.cost if self.segments is None else self.segments.running(self.cost)
 
     @property
     def recompute_s(self) -> float:
         """Seconds of the forward that is recomputed before the gradients of its outputs arrive."""
-        return self.cost.forward_s if self.blocks is None else self.blocks.recompute_s
+        return self.cost.forward_s if self.segments is None else self.segments.recompute_s
 
     @property
     def recompute_peak_bytes(self) -> int:
         """Peak bytes that the recomputed forward allocates; 0 if temporary values are unknown."""
-        if self.blocks is not None:
-            return self.blocks.recompute_peak_bytes
+        if self.segments is not None:
+            return self.segments.recompute_peak_bytes
         return 0 if self.cost.peaks is None else self.cost.peaks.forward_bytes
 
     @property
     def input_half_bytes(self) -> int:
         """Peak bytes of the input half of a split backward beyond those of a whole one."""
-        # With blocks, the values for the weight halves accumulate over the recomputed blocks.
-        return self.running.grown_bytes if self.blocks is None else self.running.between_bytes
+        # With segments, the values for the weight halves accumulate over those that are recomputed.
+        return self.running.grown_bytes if self.segments is None else self.running.between_bytes
 
     def reduction_bytes(self, roots: Sequence[int] = ()) -> int:
         """Bytes that each replica needs to sum gradients: a copy to send, and a buffer for the
@@ -551,10 +551,10 @@ def _stage_faults(stage: Stage, ranks: int) -> Iterator[str]:
             yield f"{name}: {list(held)} of {ranks} ranks"
     if stage.backward_ranks and len(stage.backward_ranks) != stage.replicas:
         yield f"backward_ranks: {len(stage.backward_ranks)} for {stage.replicas} replicas"
-    if (blocks := stage.blocks) is not None:
+    if (segments := stage.segments) is not None:
         place = {node: index for index, node in enumerate(stage.nodes)}
-        places = [0, *(place.get(node, -1) for node in blocks.firsts)]
+        places = [0, *(place.get(node, -1) for node in segments.firsts)]
         if not all(early < late for early, late in pairwise(places)):
-            yield f"blocks: begin with {list(blocks.firsts)}, not in the stage's order"
+            yield f"blocks: begin with {list(segments.firsts)}, not in the stage's order"
         if not stage.recompute or stage.backward_ranks:
             yield "blocks: of a stage that does not recompute where its forward runs"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipectl.errors import DataFileError
-from pipectl.plan import Blocks, Plan, Replication, Search, StagePeaks
+from pipectl.plan import Plan, Replication, Search, Segments, StagePeaks
 
 NEW = ("replication", "backward_ranks", "recompute", "offload", "input_bytes", "blocks")
 
@@ -26,8 +26,8 @@ def written(plan):
 def test_every_field_is_read_as_it_was_written_and_older_files_have_fewer(pipeline):
     plan = pipeline(2, 4, node_of_rank=[0, 0, 1, 1])
     first, second = plan.stages
-    blocks = Blocks(("b", "c"), 1.0, 0.5, 2.5, 30, 10, StagePeaks(1, 2, 3, 4), 7)
-    first = replace(first, nodes=("a", "b", "c"), recompute=True, blocks=blocks)
+    segments = Segments(("b", "c"), 1.0, 0.5, 2.5, 30, 10, StagePeaks(1, 2, 3, 4), 7)
+    first = replace(first, nodes=("a", "b", "c"), recompute=True, segments=segments)
     assert (first.kept_bytes, first.running.saved_bytes) == (30, 40)
     more = {"ranks": (1, 2), "backward_ranks": (2, 3), "recompute": True, "offload": True}
     second = replace(second, **more, cost=replace(second.cost, input_bytes=7))

@@ -87,8 +87,8 @@ def _ranks_of(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def _slower(stage: Stage, factor: float) -> Stage:
-    blocks = None if stage.blocks is None else stage.blocks.scaled(factor)
-    return replace(stage, cost=stage.cost.scaled(factor), blocks=blocks)
+    segments = None if stage.segments is None else stage.segments.scaled(factor)
+    return replace(stage, cost=stage.cost.scaled(factor), segments=segments)
 
 
 def _like(plan: Plan, request: PlanRequest) -> PlanRequest:

@@ -7,7 +7,7 @@ from pipectl.errors import InvalidInputError
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
 from pipectl.schedule import NAMES
-from pipectl.schedule.combinations import APART, BLOCKS, Part, go_together
+from pipectl.schedule.combinations import APART, SEGMENTS, Part, go_together
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.registry import make_listed, read_listed
 from pipectl.spec import JobSpec
@@ -19,7 +19,7 @@ _RECOMPUTE: dict[str | None, tuple[bool | None, bool | None]] = {
     "all": (True, False),
     "blocks": (True, True),
 }
-"""Whether all stages recompute, and whether block by block; None lets the planner choose."""
+"""Whether all stages recompute, and whether segment by segment; None lets the planner choose."""
 
 
 def request_of_job(
@@ -47,7 +47,7 @@ def request_of_job(
             "counts what it is a mean of",
         )
     kept = None if pipeline.micro_batches else kept_micro_batches
-    recompute, blocks = _RECOMPUTE[pipeline.recompute]
+    recompute, segments = _RECOMPUTE[pipeline.recompute]
     if pipeline.offload in tuple(OffloadTarget):
         offload_to = OffloadTarget(pipeline.offload)
     else:  # to memory that ranks do not compute in
@@ -63,8 +63,8 @@ def request_of_job(
     asked: set[Part] = {*features_of(pipeline, spec.training)}
     if backward_apart is None and not go_together({*asked, APART}):
         backward_apart = False
-    if blocks is None and not go_together({*asked, BLOCKS}):
-        blocks = False
+    if segments is None and not go_together({*asked, SEGMENTS}):
+        segments = False
     return PlanRequest(
         name=spec.name,
         batch_size=spec.training.batch_size,
@@ -77,7 +77,7 @@ def request_of_job(
         memory_limit_bytes=share if is_share else limit,
         memory_shared_by=resources.tasks_per_node if is_share else None,
         recompute=recompute,
-        blocks=blocks,
+        segments=segments,
         offload=offload,
         offload_to=offload_to,
         replicas=None if pipeline.replicas == "any" else int(pipeline.replicas or 1),

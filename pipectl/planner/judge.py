@@ -251,7 +251,7 @@ def _by_step(plan: Plan) -> tuple[float, int, int, int]:
 
 def _simplest_first(plan: Plan) -> tuple[object, ...]:
     stages = plan.stages
-    varied = any(stage.offload or stage.blocks or stage.backward_ranks for stage in stages)
+    varied = any(stage.offload or stage.segments or stage.backward_ranks for stage in stages)
     return (
         varied or plan.schedule in OTHER_SCHEDULES,
         len(stages),
@@ -268,7 +268,7 @@ def _shape(plan: Plan) -> object:
     stages = tuple(
         (
             *(stage.replicas, bool(stage.backward_ranks), stage.recompute, stage.offload),
-            stage.blocks is not None,
+            stage.segments is not None,
         )
         for stage in plan.stages
     )

@@ -38,7 +38,7 @@ from pipectl.plan import Plan, Stage
 from pipectl.planner.evaluator import TIE, Evaluator
 from pipectl.planner.request import choices
 from pipectl.planner.segments import SegmentPlans
-from pipectl.schedule.combinations import APART, BLOCKS, go_together
+from pipectl.schedule.combinations import APART, SEGMENTS, go_together
 
 
 class Mode(NamedTuple):
@@ -55,7 +55,7 @@ class Mode(NamedTuple):
     @classmethod
     def of(cls, stage: Stage) -> Mode:
         """The mode of a stage."""
-        return cls(stage.recompute, stage.offload, stage.blocks is not None)
+        return cls(stage.recompute, stage.offload, stage.segments is not None)
 
 
 ON_THE_DEVICE = 2
@@ -74,7 +74,9 @@ class ModeSearch:
 
     def __init__(self, evaluator: Evaluator, offload: Sequence[bool]) -> None:
         request = evaluator.problem.request
-        combinations = product(choices(request.recompute), choices(request.blocks), sorted(offload))
+        combinations = product(
+            choices(request.recompute), choices(request.segments), sorted(offload)
+        )
         self._allowed = [
             Mode(recompute, offload, segments)
             for recompute, segments, offload in combinations
@@ -152,7 +154,7 @@ class ModeSearch:
     def _with_modes(self, plan: Plan, chosen: Sequence[Mode]) -> Plan:
         chosen = [
             mode._replace(segments=False)
-            if mode.segments and stage.backward_ranks and not go_together((BLOCKS, APART))
+            if mode.segments and stage.backward_ranks and not go_together((SEGMENTS, APART))
             else mode
             for stage, mode in zip(plan.stages, chosen, strict=True)
         ]
@@ -165,7 +167,7 @@ class ModeSearch:
                 stage,
                 recompute=mode.recompute,
                 offload=mode.offload,
-                blocks=parts if mode.segments else None,
+                segments=parts if mode.segments else None,
             )
             for stage, mode, parts in zip(plan.stages, chosen, segments, strict=True)
         )

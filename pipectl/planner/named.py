@@ -64,7 +64,7 @@ def named_plan(problem: Problem, expired: Callable[[], bool]) -> Plan:
     closest = judge.closest
     assert closest is not None
     # Stages cut for memory keep what they save, or recompute all of it.
-    may_cut = not (request.backward_apart or request.offload or request.blocks)
+    may_cut = not (request.backward_apart or request.offload or request.segments)
     if may_cut and problem.excess_bytes(closest) > 0:
         judge.settle(_cut_for_memory(closest, cutter, judge))
     if not judge.plans and expired():

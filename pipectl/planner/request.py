@@ -61,8 +61,8 @@ class PlanRequest:
             ``pipeline.memory_limit``.
         recompute: whether stages recompute their forward for their backward instead of keeping its
             saved values: all stages, none, or those that do not fit otherwise.
-        blocks: whether stages that recompute do so segment by segment (for users: blocks): all
-            that hold less then, none, or those that do not fit otherwise.
+        segments: whether stages that recompute do so segment by segment: all that hold less then,
+            none, or those that do not fit otherwise.
         replicas: of every stage; None leaves it to the planner, stage by stage.
         replication: how replicas share the work; None tries both ways. Split micro-batches change
             results if an operator uses the whole micro-batch, as BatchNorm does.
@@ -94,7 +94,7 @@ class PlanRequest:
     memory_limit_bytes: int | None = None
     memory_shared_by: int | None = None
     recompute: bool | None = False
-    blocks: bool | None = False
+    segments: bool | None = False
     replicas: int | None = 1
     replication: Replication | None = Replication.WHOLE
     offload: bool | None = False
@@ -139,13 +139,13 @@ class PlanRequest:
         """
         varied = self.offload is not False or self.backward_apart is not False
         plain = self.replicas == 1 and self.schedule not in OTHER_SCHEDULES
-        return varied or self.every_schedule or self.blocks or (plain and self.blocks is None)
+        return varied or self.every_schedule or self.segments or (plain and self.segments is None)
 
     @property
     def without_variants(self) -> PlanRequest:
         """The request for plain plans."""
         return replace(
-            self, offload=False, backward_apart=False, every_schedule=False, blocks=False
+            self, offload=False, backward_apart=False, every_schedule=False, segments=False
         )
 
     @property

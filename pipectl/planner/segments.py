@@ -1,7 +1,7 @@
 """Stages that recompute segment by segment: where they are cut, and what they hold.
 
-Job files and plans call these segments blocks; in the planner, a block is a group of operators that
-share a stage.
+Job files and plans (``plan.json``) call them ``blocks``; a block of the planner is a group of
+operators that share a stage.
 
 Between its forward and its backward, a segment holds its inputs; during recomputation also all
 values that its operators save. So few bytes should cross the cuts, and no segment should save
@@ -27,7 +27,7 @@ from math import ceil
 import numpy as np
 
 from pipectl.arrays import Floats
-from pipectl.plan import Blocks, Plan, Replication, Stage, StagePeaks
+from pipectl.plan import Plan, Replication, Segments, Stage, StagePeaks
 from pipectl.planner.costs.footprint import Footprint, Footprints
 from pipectl.planner.costs.stage_costs import OperatorTimes, stage_times
 from pipectl.profile import Operator, Profile
@@ -134,9 +134,9 @@ class SegmentPlans:
         self._cuts = SegmentCuts(profile)
         self._footprints = Footprints(profile)
         self._times = OperatorTimes(profile)
-        self._known: dict[object, list[list[Blocks]]] = {}
+        self._known: dict[object, list[list[Segments]]] = {}
 
-    def of(self, plan: Plan) -> list[Blocks | None]:
+    def of(self, plan: Plan) -> list[Segments | None]:
         """The segments of every stage for recomputation; None if segments need no less memory."""
         index_of = self._profile.index_of
         members = tuple(tuple(map(index_of.__getitem__, stage.nodes)) for stage in plan.stages)
@@ -151,9 +151,9 @@ class SegmentPlans:
 
     def _candidates(
         self, members: Sequence[Sequence[int]], samples: Sequence[int], size: int
-    ) -> list[list[Blocks]]:
+    ) -> list[list[Segments]]:
         cuts = [self._cuts.of(inside) for inside in members]
-        candidates: list[list[Blocks]] = [[] for _ in members]
+        candidates: list[list[Segments]] = [[] for _ in members]
         for number in range(max(map(len, cuts), default=0)):
             chosen = [cut[min(number, len(cut) - 1)] if cut else () for cut in cuts]
             cut_up = [
@@ -180,7 +180,7 @@ class SegmentPlans:
 
     def _segments(
         self, parts: Footprint, span: range, times_s: Floats, samples: int, size: int
-    ) -> Blocks:
+    ) -> Segments:
         """A span of stages of a partition as the segments of one stage.
 
         Args:
@@ -200,7 +200,7 @@ class SegmentPlans:
             forward_peak = max(forward_peak, made + one.peaks.forward_bytes)
             made += sum(one.results.values())
         later_peak, first_peak = _backward_peaks(segments)
-        return Blocks(
+        return Segments(
             firsts=tuple(parts.nodes[segment][0] for segment in span[1:]),
             forward_s=longer * sum(forwards),
             recompute_s=longer * forwards[-1],
@@ -268,7 +268,7 @@ def _backward_peaks(segments: Sequence[_Held]) -> tuple[int, int]:
     return later, first
 
 
-def _least(stage: Stage, in_flight: int, candidates: Sequence[Blocks]) -> Blocks | None:
+def _least(stage: Stage, in_flight: int, candidates: Sequence[Segments]) -> Segments | None:
     """The candidate with the least memory; None if the whole stage needs no more."""
     if stage.backward_ranks or not candidates:
         return None
@@ -280,9 +280,9 @@ def _least(stage: Stage, in_flight: int, candidates: Sequence[Blocks]) -> Blocks
     return replace(best, peaks=replace(best.peaks, update_bytes=update))
 
 
-def _most_bytes(stage: Stage, segments: Blocks | None, in_flight: int) -> int:
+def _most_bytes(stage: Stage, segments: Segments | None, in_flight: int) -> int:
     """Peak bytes of the micro-batches of a stage that recomputes."""
-    recomputing = replace(stage, recompute=True, blocks=segments)
+    recomputing = replace(stage, recompute=True, segments=segments)
     cost, kept = recomputing.running, recomputing.kept_bytes
     peaks = cost.peaks or StagePeaks(cost.saved_bytes, 0, cost.accumulated_bytes, 0)
     before = (in_flight - 1) * kept

@@ -111,9 +111,9 @@ class VariantSearch:
         """The best plan of every shape that fits, the fastest first."""
         request, judge = self._request, self.judge
         plain, reason = self._plain()
-        if not request.blocks:
+        if not request.segments:
             judge.add(plain)
-        if not self._expired() or (plain and not judge.plans and request.blocks):
+        if not self._expired() or (plain and not judge.plans and request.segments):
             self._try_all(plain)
         if not judge.plans and not self._expired() and isinstance(reason, InfeasibleError):
             self._try_least_demanding(reason)
@@ -131,7 +131,7 @@ class VariantSearch:
         if self._problem.has_limits:
             self._unlimited = self._without_limits(wanted)
             fitting = [plan for plan in self._unlimited if self._problem.fits(plan)]
-            saves = request.offload or request.blocks
+            saves = request.offload or request.segments
             if fitting and fitting[0] is self._unlimited[0] and not saves:
                 return fitting, None
             self._memory_is_short = True
@@ -151,7 +151,7 @@ class VariantSearch:
     def _try_all(self, plain: Sequence[Plan]) -> None:
         request = self._request
         offloads = self._memory_is_short and request.offload is not False
-        recomputes = request.recompute is None or request.blocks is not False
+        recomputes = request.recompute is None or request.segments is not False
         saves = offloads or (self._memory_is_short and recomputes)
         start = [*plain, *(self._unlimited if saves else [])]
         one_replica = request.replicas in (None, 1) and self._cluster.ranks <= MAX_RANKS
@@ -196,7 +196,7 @@ class VariantSearch:
         """
         problem, request = self._problem, self._request
         offload = choices(request.offload)
-        more = True in offload or request.blocks is not False
+        more = True in offload or request.segments is not False
         searched = request.schedule not in OTHER_SCHEDULES and request.replicas in (None, 1)
         if not (problem.has_limits and more and searched) or request.backward_apart:
             raise reason

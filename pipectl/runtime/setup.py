@@ -191,7 +191,7 @@ class Setup:
                         refuse_single_values(cut.graph, part.size, part.length, mine)
             if parts or not training or self.plan.replication is Replication.WHOLE:
                 own[training, parts.get(0, rows)] = cut
-        firsts = () if stage.blocks is None else stage.blocks.firsts
+        firsts = () if stage.segments is None else stage.segments.firsts
         return Stage(index, own, *shared, recompute=stage.recompute, firsts=firsts, mover=mover)
 
     def _cuts(self) -> dict[Key, Cut]:

@@ -2,7 +2,8 @@
 
 A stage is a list of segments of its operators, in graph order; the segments compute the same as
 separate stages on one rank. Most stages have one segment. Its forward keeps what autograd saves,
-or its own inputs if the stage recomputes. Recomputation block by block uses several segments::
+or its own inputs if the stage recomputes. Recomputation by segments (`recompute: blocks`) uses
+several::
 
     forward     segment 0 -> 1 -> 2     each keeps its inputs
     recompute                     2

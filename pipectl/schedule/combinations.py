@@ -58,7 +58,7 @@ class Feature:
 
 APART = Feature("pipeline.backward", "apart", "together")
 RECOMPUTE = Feature("pipeline.recompute", "all", "none")
-BLOCKS = Feature("pipeline.recompute", "blocks", "all")
+SEGMENTS = Feature("pipeline.recompute", "blocks", "all")
 OFFLOAD = Feature("pipeline.offload", off="none")
 WARM_UP = Feature("pipeline.warm_up")
 REPLICAS = Feature("pipeline.replicas", off="1")
@@ -127,7 +127,9 @@ CLASHES = (
     Clash(APART, Trait.SHARES_RANKS, _APART_STAGE),
     Clash(APART, Trait.LISTED, "the list says which rank computes what"),
     Clash(APART, REPLICAS, _APART_STAGE),
-    Clash(APART, BLOCKS, "the rank of the forward sends the inputs of the stage, not of blocks"),
+    Clash(
+        APART, SEGMENTS, "the rank of the forward sends the inputs of the stage, not of segments"
+    ),
     Clash(
         APART, COMPILE, "no other rank can follow what torch.compile makes of a forward", RECOMPUTE
     ),
@@ -189,7 +191,7 @@ def _features(stage: Stage) -> Iterator[Feature]:
     has = {
         APART: stage.updating_ranks != stage.ranks,
         RECOMPUTE: stage.recompute,
-        BLOCKS: stage.blocks is not None,
+        SEGMENTS: stage.segments is not None,
         OFFLOAD: stage.offload,
         REPLICAS: stage.replicas > 1,
     }

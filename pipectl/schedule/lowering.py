@@ -212,7 +212,7 @@ def program_hash(plan: Plan) -> str:
         [plan.batch_size, plan.micro_batch_size, plan.micro_batches],
         [plan.replication, plan.shard_optimizer, plan.reproducible],
         [[s.nodes, s.ranks, s.backward_ranks, s.recompute, s.offload] for s in plan.stages],
-        [s.blocks and s.blocks.firsts for s in plan.stages],
+        [s.segments and s.segments.firsts for s in plan.stages],
         plan.offload_to,
         [astuple(channel) for channel in channels(plan)],
     ]

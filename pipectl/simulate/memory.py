@@ -7,8 +7,8 @@
   summed over replicas, also the copies to send and what other replicas send. If the training is
   reproducible, several sums of them, beside the gradients that each backward allocates.
 - Per micro-batch, from its forward to the end of its backward: what the stage keeps. This is its
-  saved bytes; with recomputation its inputs, and the rest from RECOMPUTE on; in blocks the inputs
-  of all blocks, and the rest of the last block. It includes what the stage receives and sends,
+  saved bytes; with recomputation its inputs, and the rest from RECOMPUTE on; by segments
+  the inputs of all, and the rest of the last one. It includes what the stage receives and sends,
   because a backward needs both. While offloaded, it takes host memory instead. Between the halves
   of a split backward, it is what the weight half needs.
 - Buffers of messages: on the receiver from RECEIVE_START to the end of the action that reads the

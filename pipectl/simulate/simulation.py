@@ -466,7 +466,9 @@ def _skeleton(plan: Plan) -> Plan:
         plan,
         name="",
         fingerprint=None,
-        stages=tuple(replace(stage, nodes=(), cost=_NO_COST, blocks=None) for stage in plan.stages),
+        stages=tuple(
+            replace(stage, nodes=(), cost=_NO_COST, segments=None) for stage in plan.stages
+        ),
         transfers=tuple(replace(item, size_bytes=0) for item in plan.transfers),
         memory_limit_bytes=None,
         prediction=None,

@@ -323,7 +323,7 @@ def features_of(pipeline: models.Pipeline, training: models.Training) -> set[Fea
     asked = {
         known.APART: pipeline.backward == "apart",
         known.RECOMPUTE: pipeline.recompute == "all",
-        known.BLOCKS: pipeline.recompute == "blocks",
+        known.SEGMENTS: pipeline.recompute == "blocks",
         known.OFFLOAD: pipeline.offload in ("host", "disk"),
         known.WARM_UP: pipeline.warm_up is not None,
         known.REPLICAS: pipeline.replicas not in (None, 1, "any"),

@@ -337,10 +337,10 @@ class Pipeline(types.Section):
     results, messages after each step."""
     recompute: Annotated[Literal["none", "all", "blocks"] | None, types.Auto()] = None
     """Which stages keep only their inputs, and compute their forward again before the backward:
-    `all` stages, or all stages in `blocks`, which keeps the inputs of each block and recomputes one
-    block after the other. `auto`: the stages that do not fit into memory otherwise, in blocks if
-    necessary; and with `backward: apart`, stages whose inputs are faster to send than what they
-    save."""
+    `all` stages, or all stages by segments (`blocks`), which keeps the inputs of each segment and
+    recomputes one after the other. `auto`: the stages that do not fit into memory otherwise, by
+    segments if necessary; and with `backward: apart`, stages whose inputs are faster to send than
+    what they save."""
     offload: Annotated[Literal["none", "host", "disk"] | None, types.Auto()] = None
     """Where stages keep what they save for their backward: `host` is the host's memory, for ranks
     on accelerators; `disk` is a file in the `TMPDIR` of each node. `auto`: `host` on accelerators,

@@ -152,7 +152,7 @@ def one_f_one_b_and_gpipe() -> Iterator[str]:
         "1F1B": make_plan(profile, cluster, replace(request, schedule="1f1b")),
     }
     best = replace(
-        request, schedule=None, stages=None, recompute=None, blocks=None, every_schedule=True
+        request, schedule=None, stages=None, recompute=None, segments=None, every_schedule=True
     )
     plans["`schedule: auto`"] = make_plan(profile, cluster, best)
     limited = attempt(profile, cluster, replace(best, memory_limit_bytes=limit))
@@ -180,7 +180,7 @@ TECHNIQUES: dict[str, dict[str, object]] = {
     "V-Min": {"schedule": "v-min"},
     "1F1B, offloading to the host": {"schedule": "1f1b", "offload": True},
     "1F1B, recomputing": {"schedule": "1f1b", "recompute": True},
-    "1F1B, recomputing in blocks": {"schedule": "1f1b", "recompute": True, "blocks": True},
+    "1F1B, recomputing in blocks": {"schedule": "1f1b", "recompute": True, "segments": True},
 }
 
 

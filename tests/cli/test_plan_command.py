@@ -23,7 +23,7 @@ from pipectl.cluster import assumed_cluster
 from pipectl.jobs.plan_search import AnswerJson, StepAnswer
 from pipectl.jobs.planning import PlanInputs
 from pipectl.jobs.prospects import Prospect, ProspectJson, Prospects, ProspectsJson
-from pipectl.plan import Blocks, Plan, Prediction, Replication, Search, StageCost
+from pipectl.plan import Plan, Prediction, Replication, Search, Segments, StageCost
 from pipectl.planner import PlanRequest
 from pipectl.planner.explain.bottleneck import LinkLoad, StepParts
 from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline
@@ -201,8 +201,11 @@ def test_the_table_of_a_plan_with_replicas_and_marks(pipeline, golden):
     plan = timed(replace(plan, stages=stages), 1.0)
     assert plan.summary.startswith("3 stages on 6 ranks, ")
     split = replace(plan, replication=Replication.SPLIT)
-    blocks = Blocks(("b",), 1.0, 0.5, 2.5, 30, 10)
-    some = (replace(stages[0], recompute=True), replace(stages[1], recompute=True, blocks=blocks))
+    segments = Segments(("b",), 1.0, 0.5, 2.5, 30, 10)
+    some = (
+        replace(stages[0], recompute=True),
+        replace(stages[1], recompute=True, segments=segments),
+    )
     in_blocks = replace(plan, stages=(*some, third))
     texts = (line for each in (plan, split, in_blocks) for line in (*views.mark_lines(each), ""))
     golden(printed(views.stage_table(plan, ["a … b"] * 3), 80), *texts)

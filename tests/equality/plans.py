@@ -10,7 +10,7 @@ from pipectl.capture import CapturedGraph, Cut
 from pipectl.capture.slices import batch_dimension
 from pipectl.cluster import OffloadTarget
 from pipectl.errors import CaptureError, MismatchError
-from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, Transfer
+from pipectl.plan import Plan, Replication, Segments, Stage, StageCost, Transfer
 from pipectl.schedule import default_warm_up
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.one_f_one_b import policy_b
@@ -98,7 +98,7 @@ def in_blocks(plan: Plan, graph: CapturedGraph) -> Plan:
         places = [i for i in range(1, len(owner)) if not {*owner[:i]} & {*owner[i:]}]
         chosen = sorted(draw.sample(places, min(2, len(places))))
         firsts = tuple(stage.nodes[place] for place in chosen)
-        stages.append(replace(stage, blocks=Blocks(firsts, 1.0, 1.0, 2.0, 0, 0)))
+        stages.append(replace(stage, segments=Segments(firsts, 1.0, 1.0, 2.0, 0, 0)))
     return replace(plan, stages=tuple(stages))
 
 

@@ -194,7 +194,7 @@ def test_replicas_recompute_if_all_stages_shall_or_where_nothing_else_fits(way, 
 
     def plan(**more):
         asked = {"stages": 2, "schedule": "gpipe", "replicas": 2, "replication": way}
-        return planned(profile, cluster, 32, **asked, blocks=blocks, **more)
+        return planned(profile, cluster, 32, **asked, segments=blocks, **more)
 
     with pytest.raises(InfeasibleError):
         plan(memory_limit_bytes=4_000_000)

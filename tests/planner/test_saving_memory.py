@@ -70,8 +70,8 @@ def test_offload_over_a_fast_link_beats_recomputation_which_beats_it_over_a_slow
         {"backward_apart": True, "offload": True},
         {"backward_apart": True, "recompute": True},
         {"backward_apart": True, "recompute": False},
-        {"backward_apart": True, "recompute": True, "blocks": None},
-        {"recompute": True, "blocks": True},
+        {"backward_apart": True, "recompute": True, "segments": None},
+        {"recompute": True, "segments": True},
         {"schedule": "pipedream", "recompute": True},
         {"schedule": "pipedream", "offload": True},
     ],
@@ -85,7 +85,7 @@ def test_what_is_asked_of_all_stages_holds_for_all(asked) -> None:
         assert stage.offload == asked.get("offload", False)
         assert stage.recompute == asked.get("recompute", False)
         assert bool(stage.backward_ranks) == asked.get("backward_apart", False)
-        assert (stage.blocks is not None) == bool(asked.get("blocks"))
+        assert (stage.segments is not None) == bool(asked.get("segments"))
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_time_that_is_up_is_no_reason_why_nothing_fits(asked) -> None:
 @pytest.mark.parametrize("memory_bytes", [None, AT_ONCE, IN_BLOCKS])
 def test_blocks_are_never_slower_and_need_less(memory_bytes) -> None:
     cluster, asked = machine(2, memory_bytes), {"stages": 2, "recompute": None}
-    plan = plan_of(DEEP, cluster, **asked, blocks=None)
+    plan = plan_of(DEEP, cluster, **asked, segments=None)
     assert bool(memory_bytes) == any(stage.recompute for stage in plan.stages)
     if memory_bytes == IN_BLOCKS:
-        assert all(stage.recompute and stage.blocks is not None for stage in plan.stages)
+        assert all(stage.recompute and stage.segments is not None for stage in plan.stages)
         with pytest.raises(InfeasibleError):
             plan_of(DEEP, cluster, **asked)
     else:
@@ -161,12 +161,12 @@ def test_blocks_are_never_slower_and_need_less(memory_bytes) -> None:
 )
 def test_blocks_in_every_kind_of_schedule(schedule, stages, share) -> None:
     asked = {"schedule": schedule, "stages": stages, "micro_batches": 8, "recompute": True}
-    plan, at_once = (planned(DEEP, machine(2), 128, blocks=b, **asked) for b in (True, False))
-    assert schedule == "zb-h1" or all(stage.blocks is not None for stage in plan.stages)
+    plan, at_once = (planned(DEEP, machine(2), 128, segments=b, **asked) for b in (True, False))
+    assert schedule == "zb-h1" or all(stage.segments is not None for stage in plan.stages)
     for stage in plan.stages:
-        if stage.blocks is not None:
-            assert stage.blocks.forward_s == pytest.approx(stage.cost.forward_s)
-            twice_s = stage.blocks.recompute_s + stage.blocks.backward_s
+        if stage.segments is not None:
+            assert stage.segments.forward_s == pytest.approx(stage.cost.forward_s)
+            twice_s = stage.segments.recompute_s + stage.segments.backward_s
             assert twice_s == pytest.approx(stage.load_s), "its work, and its forward again"
     assert peak(plan) <= share * peak(at_once)
 
@@ -192,10 +192,10 @@ def test_the_memory_that_an_error_asks_for_is_that_of_stages_in_blocks() -> None
     asked, hints = {"stages": 2, "recompute": None, "schedule": "1f1b"}, []
     for blocks in (False, None):
         with pytest.raises(InfeasibleError) as caught:
-            plan_of(profile, machine(2), **asked, blocks=blocks, memory_limit_bytes=10**6)
+            plan_of(profile, machine(2), **asked, segments=blocks, memory_limit_bytes=10**6)
         hints.append(int(re.search(r"memory_limit (\d+)MiB", caught.value.hint)[1]))
     assert hints[1] < hints[0]
-    plan_of(profile, machine(2), **asked, blocks=None, memory_limit_bytes=hints[1] * 2**20)
+    plan_of(profile, machine(2), **asked, segments=None, memory_limit_bytes=hints[1] * 2**20)
 
 
 # Backwards elsewhere: saved values travel over fast links, over slow ones inputs alone
@@ -245,5 +245,5 @@ def test_the_rank_of_the_backwards_offloads_if_what_arrives_does_not_fit(schedul
     assert all(stage.backward_ranks for stage in plan.stages)
     assert any(stage.offload for stage in plan.stages)
     assert max(plan.prediction.peak_memory_bytes) <= limit
-    least = planned(DEEP, machine(4, limit), 128, **asked, recompute=None, blocks=None)
-    assert not any(stage.blocks for stage in least.stages)
+    least = planned(DEEP, machine(4, limit), 128, **asked, recompute=None, segments=None)
+    assert not any(stage.segments for stage in least.stages)

@@ -35,7 +35,7 @@ SAMPLES = {"factory": f"{PARTS}:Samples", "kwargs": {"count": 6}}
 ON: dict[Feature, Any] = {
     known.APART: "apart",
     known.RECOMPUTE: "all",
-    known.BLOCKS: "blocks",
+    known.SEGMENTS: "blocks",
     known.OFFLOAD: "disk",
     known.WARM_UP: [2, 1],
     known.REPLICAS: 2,
@@ -146,7 +146,7 @@ def assert_planned(plan: Plan, job: Job) -> None:
     for stage in plan.stages:
         assert bool(stage.backward_ranks) == (known.APART in settings)
         assert stage.offload == (known.OFFLOAD in settings)
-        assert stage.recompute or not {known.RECOMPUTE, known.BLOCKS} & settings
+        assert stage.recompute or not {known.RECOMPUTE, known.SEGMENTS} & settings
         assert stage.replicas == (2 if known.REPLICAS in settings else 1)
 
 
@@ -204,7 +204,7 @@ def test_jobs_with_all_that_goes_together_train_to_the_weights_of_one_rank(train
     """Of each schedule the job with the most settings, and one in blocks with replicas."""
     jobs = covering(PLAIN)
     most = {schedule: (schedule, settings) for schedule, settings in reversed(jobs)}
-    trained([*most.values(), next(job for job in jobs if known.BLOCKS in job[1])])
+    trained([*most.values(), next(job for job in jobs if known.SEGMENTS in job[1])])
 
 
 @pytest.mark.product

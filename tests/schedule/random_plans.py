@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from pipectl.lanes import routes
-from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, Transfer
+from pipectl.plan import Plan, Replication, Segments, Stage, StageCost, Transfer
 from pipectl.schedule import SCHEDULES, default_warm_up
 from pipectl.schedule.order import Placement
 
@@ -94,7 +94,7 @@ def _stage(draw, ranks, may_be_apart):
         backward_ranks=draw(_some_ranks(1)) if apart else (),
         recompute=recompute,
         offload=draw(st.booleans()),
-        blocks=Blocks(("n",), 1.0, 0.5, 2.5, 5, 3) if in_blocks else None,
+        segments=Segments(("n",), 1.0, 0.5, 2.5, 5, 3) if in_blocks else None,
     )
 
 

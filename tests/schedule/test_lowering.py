@@ -10,7 +10,7 @@ import pytest
 from pipectl import schedule
 from pipectl.cluster import OffloadTarget
 from pipectl.lanes import TransferKind
-from pipectl.plan import Blocks, Replication, Transfer
+from pipectl.plan import Replication, Segments, Transfer
 from pipectl.schedule import (
     Channel,
     Kind,
@@ -161,7 +161,7 @@ def test_program_hash_follows_what_the_programs_follow_from(pipeline):
         pipeline(3, 6, ranks=[0, 2, 1]),
         dataclasses.replace(plan, replication=Replication.SPLIT),
         first_stage(plan, recompute=True),
-        first_stage(plan, recompute=True, blocks=Blocks(("n",), 1.0, 1.0, 1.0, 0, 0)),
+        first_stage(plan, recompute=True, segments=Segments(("n",), 1.0, 1.0, 1.0, 0, 0)),
         first_stage(plan, offload=True),
         dataclasses.replace(plan, offload_to=OffloadTarget.DISK),
         dataclasses.replace(plan, shard_optimizer=True),

@@ -118,10 +118,10 @@ class Reference:
         cost = self.plan.stages[action.stage].cost
         forward = action.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.EVALUATE)
         weight_s = cost.backward_s / 2 if cost.weight_s is None else cost.weight_s
-        blocks = self.plan.stages[action.stage].blocks or cost
-        work = blocks.forward_s if forward else blocks.backward_s
-        if action.kind is Kind.RECOMPUTE and blocks is not cost:
-            work = blocks.recompute_s
+        segments = self.plan.stages[action.stage].segments or cost
+        work = segments.forward_s if forward else segments.backward_s
+        if action.kind is Kind.RECOMPUTE and segments is not cost:
+            work = segments.recompute_s
         if action.kind is Kind.BACKWARD_WEIGHT:
             work = weight_s
         elif action.kind is Kind.BACKWARD_INPUT:

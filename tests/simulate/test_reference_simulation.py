@@ -67,10 +67,12 @@ def random_figures(draw, stage):
         draw.uniform(0.5, 2), draw.uniform(1, 4), draw.uniform(0, 1), *byte_counts,
         input_bytes=draw.randint(0, byte_counts[2]), weight_s=draw.choice([None, 0.3]),
     )  # fmt: skip
-    blocks = stage.blocks
-    if blocks:
-        blocks = replace(blocks, backward_s=draw.uniform(2.1, 4), kept_bytes=draw.randint(0, 200))
-    return replace(stage, cost=cost, blocks=blocks)
+    segments = stage.segments
+    if segments:
+        segments = replace(
+            segments, backward_s=draw.uniform(2.1, 4), kept_bytes=draw.randint(0, 200)
+        )
+    return replace(stage, cost=cost, segments=segments)
 
 
 def random_case(plan, draw):

@@ -24,7 +24,7 @@ from pipectl.units import did_you_mean, format_time, parse_bytes, parse_duration
 _TECHNIQUES: dict[str, dict[str, Any]] = {
     "replicas": {"replicas": None, "replication": Replication.WHOLE},
     "split": {"replicas": None, "replication": Replication.SPLIT},
-    "recompute": {"recompute": None, "blocks": None},
+    "recompute": {"recompute": None, "segments": None},
     "offload": {"offload": None},
     "pipefb": {"backward_apart": None},
     "schedules": {"every_schedule": True, "schedule": None, "warm_up": None, "listed": None},

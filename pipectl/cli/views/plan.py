@@ -162,10 +162,10 @@ def mark_lines(plan: Plan) -> Iterator[str]:
     marks = {
         "backward on ranks of their own": [bool(stage.backward_ranks) for stage in plan.stages],
         "recomputed in the backward": [
-            stage.recompute and stage.blocks is None for stage in plan.stages
+            stage.recompute and stage.segments is None for stage in plan.stages
         ],
-        "recomputed block by block in the backward": [
-            stage.blocks is not None for stage in plan.stages
+        "recomputed segment by segment in the backward": [
+            stage.segments is not None for stage in plan.stages
         ],
         "offloaded until the backward": [stage.offload for stage in plan.stages],
     }

@@ -232,7 +232,7 @@ def _machines() -> Iterator[Case]:
 
 
 def _memory() -> Iterator[Case]:
-    free = {"recompute": None, "blocks": None}
+    free = {"recompute": None, "segments": None}
     some, few = (1.6, 2.4, 1.6, 1.6, 2.8), (1.1, 1.6, 1.6, 1.1, 1.8)
     for number, graph in enumerate(GRAPHS):
         yield _case("memory", graph, number, 12 + 3 * number, ONE, memory=some[number])
@@ -240,7 +240,7 @@ def _memory() -> Iterator[Case]:
         count, memory = 12 + 2 * number, few[number]
         yield _case("memory", graph, number + 10, count, ONE, memory=memory, recompute=None)
     yield _case("memory", "chain", 15, 16, MIXED, memory=1.6)
-    yield _case("memory", "skips", 16, 16, ONE, memory=1.3, recompute=True, blocks=True)
+    yield _case("memory", "skips", 16, 16, ONE, memory=1.3, recompute=True, segments=True)
     for number, (graph, memory) in enumerate({"chain": 3.0, "skips": 1.2, "branches": 1.2}.items()):
         yield _case("offload", graph, number, 14, ONE, memory=memory, offload=None, **free)
     # Stages are cut again for the memory of named schedules, for the least peak, or to offload.
@@ -307,7 +307,7 @@ def _schedules() -> Iterator[Case]:
         yield _case("auto", graph, number, 40, nodes(8), 1024, **many)
     yield _case("apart", "chain", 3, 12, ONE, backward_apart=True)
     yield _case("apart", "skips", 4, 12, ONE, memory=1.8, backward_apart=None, recompute=None)
-    everything = {"backward_apart": None, "offload": None, "recompute": None, "blocks": None}
+    everything = {"backward_apart": None, "offload": None, "recompute": None, "segments": None}
     yield _case("open", "chain", 0, 16, ONE, **everything)
     yield _case("open", "skips", 1, 16, TWO, memory=1.4, every_schedule=True, **everything)
 
